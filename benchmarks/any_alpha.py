@@ -2,11 +2,11 @@
 
     python -m benchmarks.any_alpha --output any_alpha
 
-Compiles first, in parallel processes; then compares every alpha, and alphas that are learned, with the reference in
-fp64; then times CUDA graphs in rotation. Prints ratios to alpha = 1.5 and the times of the kernels, and writes CSV. The
-exit code is 1 if an error was over its budget. ``--variants`` takes other launch configurations (``VARIANTS``) along;
-those of short rows change N = 768 without a gradient. ``--dtype fp32`` times the attention in fp32, which has not been
-done.
+Compiles first, in parallel processes; then compares every alpha, and alphas that are learned, with
+the reference in fp64; then times CUDA graphs in rotation. Prints ratios to alpha = 1.5 and the
+times of the kernels, and writes CSV. The exit code is 1 if an error was over its budget.
+``--variants`` takes other launch configurations (``VARIANTS``) along; those of short rows change N
+= 768 without a gradient. ``--dtype fp32`` times the attention in fp32, which has not been done.
 """
 
 from __future__ import annotations
@@ -63,10 +63,25 @@ used = {"dtype": "bf16"}  # of the attention
 
 def main() -> int:
     """Parse arguments, compile, compare, time, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--output", type=Path, help="folder of the CSV file")
-    parser.add_argument("--variants", nargs="*", default=list(VARIANTS)[1:], choices=list(VARIANTS), metavar="NAME")
-    parser.add_argument("--few", type=float, nargs="+", default=FEW, help="alphas of the variants; -1 is learned")
+    parser.add_argument(
+        "--variants",
+        nargs="*",
+        default=list(VARIANTS)[1:],
+        choices=list(VARIANTS),
+        metavar="NAME",
+    )
+    parser.add_argument(
+        "--few",
+        type=float,
+        nargs="+",
+        default=FEW,
+        help="alphas of the variants; -1 is learned",
+    )
     parser.add_argument("--samples", type=int, default=30)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="of the attention")
     parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1))
@@ -77,13 +92,17 @@ def main() -> int:
     print(f"compiled by {time.perf_counter() - started:.0f} s", flush=True)
     failed = gate()
     print(f"compared by {time.perf_counter() - started:.0f} s", flush=True)
-    rows = attention_rows(["default"], (*ALPHAS, LEARNED), options.samples, (False, True)) + operator_rows(
-        options.samples
-    )
+    rows = attention_rows(
+        ["default"],
+        (*ALPHAS, LEARNED),
+        options.samples,
+        (False, True),
+    ) + operator_rows(options.samples)
     print_ratios(rows, "alpha = 1.5 of the same shape")
     rows += attention_rows(options.variants, options.few, options.samples, (False,))
     print_ratios(
-        [row for row in rows if row["variant"] != "default"], "alpha = 1.5 of the same variant, if it is there"
+        [row for row in rows if row["variant"] != "default"],
+        "alpha = 1.5 of the same variant, if it is there",
     )
     print(f"timed by {time.perf_counter() - started:.0f} s", flush=True)
     print_kernels()
@@ -103,7 +122,10 @@ def main() -> int:
 @contextmanager
 def variant(name: str) -> Iterator[None]:
     """General forms launched as the variant says; plans of other variants are forgotten."""
-    modules = [importlib.import_module(f"tilefold.ops.entmax_attention.{name}") for name in ("configs", "plans")]
+    modules = [
+        importlib.import_module(f"tilefold.ops.entmax_attention.{name}")
+        for name in ("configs", "plans")
+    ]
     configs = vars(modules[0])
     where, change = VARIANTS[name][0], dict(VARIANTS[name][1])
     kind = change.pop("kind", None)
@@ -148,7 +170,14 @@ class Problem:
     def forward(self) -> Any:
         """Inference."""
         with torch.no_grad():
-            return entmax_attention(self.q, self.k, self.v, alpha=self.alpha, causal=self.causal, impl="triton")
+            return entmax_attention(
+                self.q,
+                self.k,
+                self.v,
+                alpha=self.alpha,
+                causal=self.causal,
+                impl="triton",
+            )
 
     def forward_backward(self, **options: Any) -> Any:
         """Training."""
@@ -161,7 +190,9 @@ class Problem:
 def problem(shape: tuple[int, ...], alpha: float, causal: bool) -> Problem:
     """Independent normal scores."""
     torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=DTYPES[used["dtype"]]) for _ in range(4))
+    q, k, v, dout = (
+        torch.randn(shape, device="cuda", dtype=DTYPES[used["dtype"]]) for _ in range(4)
+    )
     given: float | Tensor = alpha
     if alpha == LEARNED:
         given = torch.linspace(1.1, 1.9, shape[1], device="cuda").requires_grad_()
@@ -230,30 +261,55 @@ def gate() -> int:
     """Print the worst share of each error budget by alpha; return how many are above 1."""
     failed = 0
     for alpha in (1.05, *FORMS):
-        given: float | Tensor = alpha if alpha != LEARNED else torch.linspace(1.001, 1.999, 12, device="cuda")
+        given: float | Tensor = (
+            alpha if alpha != LEARNED else torch.linspace(1.001, 1.999, 12, device="cuda")
+        )
         worst: dict[str, float] = {}
         for n, causal in ((300, False), (1200, True)):  # without a map of live blocks, and with one
             for name, share in shares(n, causal, given).items():
                 worst[name] = max(worst.get(name, 0.0), share)
         failed += sum(share > 1 for share in worst.values())
         label = "per head" if isinstance(given, Tensor) else f"{given}"
-        print(f"  alpha {label:9s}", *(f"{k} {v:.2f}{' OVER' if v > 1 else ''}" for k, v in worst.items()), flush=True)
+        print(
+            f"  alpha {label:9s}",
+            *(f"{k} {v:.2f}{' OVER' if v > 1 else ''}" for k, v in worst.items()),
+            flush=True,
+        )
     return failed
 
 
 def shares(n: int, causal: bool, alpha: float | Tensor) -> dict[str, float]:
     """Errors of one call as shares of what they may be."""
     dtype = DTYPES[used["dtype"]]
-    inputs = entmax_attention_inputs(1, 12, n, 64, dtype=dtype, device="cuda", sharpness=1.0 + causal)
+    inputs = entmax_attention_inputs(
+        1,
+        12,
+        n,
+        64,
+        dtype=dtype,
+        device="cuda",
+        sharpness=1.0 + causal,
+    )
     wide = alpha.double() if isinstance(alpha, Tensor) else alpha
-    found, again = (entmax_attention_results(inputs, impl="triton", alpha=alpha, causal=causal) for _ in range(2))
-    truth = entmax_attention_results(inputs.cast(torch.float64), impl="reference", alpha=wide, causal=causal)
+    found, again = (
+        entmax_attention_results(inputs, impl="triton", alpha=alpha, causal=causal)
+        for _ in range(2)
+    )
+    truth = entmax_attention_results(
+        inputs.cast(torch.float64),
+        impl="reference",
+        alpha=wide,
+        causal=causal,
+    )
     worst = {}
     for name in [name for name in truth if name == "out" or name.startswith("d")]:
         allowed = budget(dtype, "gradient" if name == "out" else "gradient_bound")
-        worst[name] = relative_error(found[name], truth[name]) / allowed / (10 if name == "dalpha" else 1)
+        worst[name] = (
+            relative_error(found[name], truth[name]) / allowed / (10 if name == "dalpha" else 1)
+        )
     worst["residual"] = float(found["residual"].max()) / 2e-5
-    # weights so small that rounding decides whether they are positive are a share of a large support
+    # weights so small that rounding decides whether they are positive are a share of a large
+    # support
     moved = (found["support"] - truth["support"]).abs() / (2 + 0.02 * truth["support"])
     worst["support"] = float(moved.max())
     differs = any(not torch.equal(found[name], again[name]) for name in ("out", "dq", "dk", "dv"))
@@ -279,10 +335,18 @@ def timed(calls: dict[Any, Callable[[], Any]], samples: int) -> dict[Any, list[f
             torch.cuda.synchronize()
             found[key] += [start.elapsed_time(end) for start, end in events]
     quantiles = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-    return {k: torch.quantile(torch.tensor(v, dtype=torch.float64), quantiles).tolist() for k, v in found.items()}
+    return {
+        k: torch.quantile(torch.tensor(v, dtype=torch.float64), quantiles).tolist()
+        for k, v in found.items()
+    }
 
 
-def attention_rows(variants: list[str], alphas: Any, samples: int, causality: tuple[bool, ...]) -> list[Result]:
+def attention_rows(
+    variants: list[str],
+    alphas: Any,
+    samples: int,
+    causality: tuple[bool, ...],
+) -> list[Result]:
     """Times of the attention, one row per variant, shape, phase and alpha."""
     rows = []
     for name, shape, causal in itertools.product(variants, SHAPES, causality):
@@ -316,15 +380,30 @@ def operator_rows(samples: int) -> list[Result]:
             samples,
         )
         case = f"rows {shape[0]}x{shape[1]} {str(dtype)[6:]}"
-        rows += [_row("default", case, "f+b", alpha, quantiles, times[1.5]) for alpha, quantiles in times.items()]
+        rows += [
+            _row("default", case, "f+b", alpha, quantiles, times[1.5])
+            for alpha, quantiles in times.items()
+        ]
     return rows
 
 
-def _row(name: str, case: str, phase: str, alpha: float, quantiles: list[float], base: list[float] | None) -> Result:
+def _row(
+    name: str,
+    case: str,
+    phase: str,
+    alpha: float,
+    quantiles: list[float],
+    base: list[float] | None,
+) -> Result:
     p20, p50, p80 = quantiles
     label = "learned" if alpha == LEARNED else alpha
     ratio = float("nan") if base is None else p50 / base[1]
-    times = {"ms_p20": round(p20, 5), "ms_p50": round(p50, 5), "ms_p80": round(p80, 5), "ratio": round(ratio, 3)}
+    times = {
+        "ms_p20": round(p20, 5),
+        "ms_p50": round(p50, 5),
+        "ms_p80": round(p80, 5),
+        "ratio": round(ratio, 3),
+    }
     device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     return {"variant": name, "case": case, "phase": phase, "alpha": label, **times, **device}
 
@@ -349,9 +428,15 @@ def print_kernels() -> None:
                 one.forward_backward()
             torch.cuda.synchronize()
         kernels: dict[str, float] = {
-            e.key: e.self_device_time_total / 5e3 for e in profile.key_averages() if e.key.endswith("_kernel")
+            e.key: e.self_device_time_total / 5e3
+            for e in profile.key_averages()
+            if e.key.endswith("_kernel")
         }
-        print(f"  kernels of N = {shape[2]}, alpha {alpha}:", {k: round(v, 4) for k, v in kernels.items()}, flush=True)
+        print(
+            f"  kernels of N = {shape[2]}, alpha {alpha}:",
+            {k: round(v, 4) for k, v in kernels.items()},
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

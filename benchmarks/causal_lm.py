@@ -1,4 +1,5 @@
-"""Make a small causal language model offline, with and without CSPLADE's adaptation, for the claims about decoders.
+"""Make a small causal language model offline, with and without CSPLADE's adaptation, for the claims
+about decoders.
 
     python -m benchmarks.causal_lm --data FOLDER --output MODELS [--steps 2000] [--adaptation-steps 500]
     python -m benchmarks.recipes --data scifact=FOLDER --base causal-lm=MODELS/adapted --seeds 0 1 2 --recipe \\
@@ -6,10 +7,11 @@
         "causal-splade;document.lora=null;learning_rate=2e-4;document.kind=bidirectional" \\
         "causal-splade;document.lora=null;learning_rate=2e-4;document.kind=echo;max_length=512"
 
-A Llama of random layers over the vocabulary and the word embeddings of the packaged MiniLM learns to predict the next
-token of the collection's documents (`MODELS/plain`), then also from ``log1p(relu(logits))`` (`MODELS/adapted`). It has
-seen one small collection: what it says of causal, bidirectional and echo inputs is a comparison on equal terms, not
-what a language model of billions of tokens reaches.
+A Llama of random layers over the vocabulary and the word embeddings of the packaged MiniLM learns
+to predict the next token of the collection's documents (`MODELS/plain`), then also from
+``log1p(relu(logits))`` (`MODELS/adapted`). It has seen one small collection: what it says of
+causal, bidirectional and echo inputs is a comparison on equal terms, not what a language model of
+billions of tokens reaches.
 """
 
 from __future__ import annotations
@@ -46,8 +48,18 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments."""
     parser = small_lm.arguments(__doc__, batch_size=32, length=256, learning_rate=1e-3)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the models plain and adapted")
-    parser.add_argument("--adaptation-steps", type=int, default=500, help="after --steps, with activated logits too")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="folder for the models plain and adapted",
+    )
+    parser.add_argument(
+        "--adaptation-steps",
+        type=int,
+        default=500,
+        help="after --steps, with activated logits too",
+    )
     return parser.parse_args(argv)
 
 
@@ -75,7 +87,13 @@ def start(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def train(
-    name: str, weight: float, steps: int, network: Any, tokenizer: Any, texts: list[str], options: argparse.Namespace
+    name: str,
+    weight: float,
+    steps: int,
+    network: Any,
+    tokenizer: Any,
+    texts: list[str],
+    options: argparse.Namespace,
 ) -> AdaptationResult:
     """One phase, saved."""
     recipe = AdaptationRecipe(

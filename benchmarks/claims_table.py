@@ -1,4 +1,6 @@
-"""Print all claims with their committed rows, as docs/claims.md has them: ``python -m benchmarks.claims_table``."""
+"""Print all claims with their committed rows, as docs/claims.md has them: ``python -m
+benchmarks.claims_table``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ RESULTS = Path(__file__).parent / "results"
 
 def table() -> list[str]:
     """The lines of the table: claims that have committed results."""
-    rows = {claim: read_rows(RESULTS / claim.device / f"{claim.file}.csv") for claim in CLAIMS if claim.device != "cpu"}
+    rows = {
+        claim: read_rows(RESULTS / claim.device / f"{claim.file}.csv")
+        for claim in CLAIMS
+        if claim.device != "cpu"
+    }
     return claims.table(judge(claim, found) for claim, found in rows.items())
 
 

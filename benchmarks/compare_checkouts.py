@@ -2,10 +2,11 @@
 
     python -m benchmarks.compare_checkouts ../before . --output results.csv
 
-Each checkout runs in a process of its own, which builds the inputs of a case, passes its correctness gate and then
-times when it is told to; the two take turns (before, after, after, before, ...), so that a clock that drifts touches
-both alike. A row is the ratio of the medians, after over before, with the 20th and 80th percentile of the ratios of
-single rounds. The exit code is 1 if a gate failed or a ratio lies above ``--limit``.
+Each checkout runs in a process of its own, which builds the inputs of a case, passes its
+correctness gate and then times when it is told to; the two take turns (before, after, after,
+before, ...), so that a clock that drifts touches both alike. A row is the ratio of the medians,
+after over before, with the 20th and 80th percentile of the ratios of single rounds. The exit code
+is 1 if a gate failed or a ratio lies above ``--limit``.
 
 One checkout with two releases of Triton, of which one lies in a folder:
 
@@ -27,26 +28,69 @@ from pathlib import Path
 from typing import Any
 
 OPERATORS = ("lsr_head", "maxsim", "entmax_attention", "entmax", "token_scatter")
-OURS = ("tilefold", "tilefold-csr", "tilefold-graph", "tilefold-int8", "tilefold-int8-graph", "tilefold-fp8")
+OURS = (
+    "tilefold",
+    "tilefold-csr",
+    "tilefold-graph",
+    "tilefold-int8",
+    "tilefold-int8-graph",
+    "tilefold-fp8",
+)
 PHASES = ("forward", "forward_backward")
 EMPTY = dict.fromkeys(
-    ("op", "case", "impl", "phase", "before_ms", "after_ms", "ratio", "ratio_p20", "ratio_p80", "rounds", "note"), ""
+    (
+        "op",
+        "case",
+        "impl",
+        "phase",
+        "before_ms",
+        "after_ms",
+        "ratio",
+        "ratio_p20",
+        "ratio_p80",
+        "rounds",
+        "note",
+    ),
+    "",
 )
 
 
 def main() -> int:
     """Parse arguments, compare every case, print and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("before", type=Path, help="the checkout to compare with")
     parser.add_argument("after", type=Path)
     for side in ("before", "after"):
-        parser.add_argument(f"--{side}-path", type=Path, help="folder of packages that only this side imports")
+        parser.add_argument(
+            f"--{side}-path",
+            type=Path,
+            help="folder of packages that only this side imports",
+        )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--op", action="append", default=[], choices=OPERATORS, help="by default the first three")
-    parser.add_argument("--shape", action="append", default=[], help="names of cases; all of the device's by default")
+    parser.add_argument(
+        "--op",
+        action="append",
+        default=[],
+        choices=OPERATORS,
+        help="by default the first three",
+    )
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        help="names of cases; all of the device's by default",
+    )
     parser.add_argument("--rounds", type=int, default=8, help="turns of each checkout")
     parser.add_argument("--seconds", type=float, default=0.05, help="of timing a turn")
-    parser.add_argument("--limit", type=float, default=1.03, help="largest ratio that is not called slower")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=1.03,
+        help="largest ratio that is not called slower",
+    )
     parser.add_argument("--output", type=Path, help="CSV file to write")
     options = parser.parse_args()
     sides = [
@@ -55,7 +99,7 @@ def main() -> int:
     ]
     rows: list[dict[str, Any]] = []
     print(
-        f"{'case':34s} {'implementation':20s} {'phase':16s} {'before ms':>9s} {'after ms':>9s} {'ratio':>6s}  p20-p80"
+        f"{'case':34s} {'implementation':20s} {'phase':16s} {'before ms':>9s} {'after ms':>9s} {'ratio':>6s}  p20-p80",
     )
     for op in options.op or OPERATORS[:3]:
         for case in sides[0].ask("cases", op):
@@ -102,14 +146,22 @@ class Side:
         return self.answer()
 
 
-def compare(sides: list[Side], op: str, case: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def compare(
+    sides: list[Side],
+    op: str,
+    case: str,
+    rounds: int,
+    seconds: float,
+) -> list[dict[str, Any]]:
     """One row for each implementation and phase that both checkouts have."""
     for side in sides:  # both compile at once
         side.send("build", op, case)
     built = [side.answer() for side in sides]
     rows: list[dict[str, Any]] = []
     for name, found in zip(("before", "after"), built, strict=True):
-        rows += [EMPTY | {"op": op, "case": case, "note": f"{name}: {note}"} for note in found["failed"]]
+        rows += [
+            EMPTY | {"op": op, "case": case, "note": f"{name}: {note}"} for note in found["failed"]
+        ]
     for impl, phase in (pair for pair in built[0]["runs"] if pair in built[1]["runs"]):
         medians: tuple[list[float], list[float]] = ([], [])
         for turn in range(rounds):
@@ -119,7 +171,13 @@ def compare(sides: list[Side], op: str, case: str, rounds: int, seconds: float) 
         ratios = sorted(b / a for a, b in zip(*medians, strict=True))
         p20, _, _, p80 = statistics.quantiles(ratios, n=5, method="inclusive")
         row = {"op": op, "case": case, "impl": impl, "phase": phase, "rounds": rounds}
-        numbers = {"before_ms": before, "after_ms": after, "ratio": after / before, "ratio_p20": p20, "ratio_p80": p80}
+        numbers = {
+            "before_ms": before,
+            "after_ms": after,
+            "ratio": after / before,
+            "ratio_p20": p20,
+            "ratio_p80": p80,
+        }
         rows.append(EMPTY | row | {name: round(number, 5) for name, number in numbers.items()})
     for side in sides:
         side.ask("drop")
@@ -161,7 +219,9 @@ def serve(device_type: str) -> None:
         verb, *arguments = json.loads(line)
         answer: Any = None
         if verb == "cases":
-            answer = [case.name for case in spec_of(arguments[0]).cases if case.device == device_type]
+            answer = [
+                case.name for case in spec_of(arguments[0]).cases if case.device == device_type
+            ]
         elif verb == "triton":
             answer = next((each.version for each in metadata.distributions(name="triton")), "")
         elif verb == "build":
@@ -182,7 +242,11 @@ def spec_of(op: str) -> Any:
     return importlib.import_module(f"tilefold.bench.{op}").SPEC
 
 
-def build(spec: Any, case_name: str, device: Any) -> tuple[dict[str, Any], dict[tuple[str, str], Any]]:
+def build(
+    spec: Any,
+    case_name: str,
+    device: Any,
+) -> tuple[dict[str, Any], dict[tuple[str, str], Any]]:
     """The calls to time of every implementation of ours whose gate passed, and what failed."""
     case = next(case for case in spec.cases if case.name == case_name)
     inputs = spec.make_inputs(case, device, 0)
@@ -197,9 +261,15 @@ def build(spec: Any, case_name: str, device: Any) -> tuple[dict[str, Any], dict[
             result = gate.check(runnable, implementation.kind)
         except Exception as error:
             if type(error).__name__ != "NotApplicable":
-                failed.append(f"{implementation.name}: {type(error).__name__}: {error}".splitlines()[0][:200])
+                failed.append(
+                    f"{implementation.name}: {type(error).__name__}: {error}".splitlines()[0][:200],
+                )
             continue
-        failed += [] if result.passed else [f"{implementation.name}: {failure}" for failure in result.failures]
+        failed += (
+            []
+            if result.passed
+            else [f"{implementation.name}: {failure}" for failure in result.failures]
+        )
         for phase in PHASES:
             if result.passed and getattr(runnable, phase) is not None:
                 runs[implementation.name, phase] = getattr(runnable, phase)

@@ -1,17 +1,20 @@
-"""Compare nDCG@10 of SPLADE models trained with the stock and with the fused head, with equal seeds and data.
+"""Compare nDCG@10 of SPLADE models trained with the stock and with the fused head, with equal seeds
+and data.
 
     python -m benchmarks.effectiveness --prepare small --data scifact=PATH --data jaquad=PATH --tokenizer PATH
     python -m benchmarks.effectiveness --data scifact=small/scifact --data jaquad=small/jaquad \
         --tokenizer small/tokenizer --seeds 0 1 2 --jobs 4 --output results
 
-Each run trains a SPLADE encoder with `tilefold.recipes.splade` (the stock trainer, loss and data order of
-sentence-transformers), encodes the whole corpus with the head that it was trained with, searches exactly and evaluates.
-The two runs of a seed differ in `accelerate(model)` alone. Two starts are known:
+Each run trains a SPLADE encoder with `tilefold.recipes.splade` (the stock trainer, loss and data
+order of sentence-transformers), encodes the whole corpus with the head that it was trained with,
+searches exactly and evaluates. The two runs of a seed differ in `accelerate(model)` alone. Two
+starts are known:
 
 * `minilm`: all-MiniLM-L6-v2 with a pass-through head over V = 30,522 (`recipes.backbone`);
-* `xlmr-small`: a small XLM-R with random weights over the vocabulary of `--tokenizer` (V = 250,002). Random token
-  embeddings are nearly orthogonal, so a tied head scores a text's own tokens and little else: lexical matching with
-  equal weights, from which training has to learn which tokens count.
+* `xlmr-small`: a small XLM-R with random weights over the vocabulary of `--tokenizer` (V =
+  250,002). Random token embeddings are nearly orthogonal, so a tied head scores a text's own tokens
+  and little else: lexical matching with equal weights, from which training has to learn which
+  tokens count.
 
 The command exits with 1 if a run failed or the mean difference in nDCG@10 is over the tolerance.
 """
@@ -41,7 +44,10 @@ from tilefold.retrieval.datasets import load_collection
 TOLERANCE = 0.005  # of nDCG@10, on the mean over the seeds
 MEASURES = ("nDCG@10", "R@100")
 SIDES = ("stock", "fused")
-EXTRA = ("start", "control")  # the model before training; stock once more, whose difference is the machine's own noise
+EXTRA = (
+    "start",
+    "control",
+)  # the model before training; stock once more, whose difference is the machine's own noise
 CSV_KEY = ("dataset", "backbone", "precision", "steps", "seed", "side")
 DEPTH = 100
 
@@ -56,10 +62,24 @@ class Setting:
 
 SETTINGS: dict[str, Setting] = {
     "minilm": Setting(
-        SpladeRecipe(max_steps=150, batch_size=32, learning_rate=5e-5, max_length=256, train_max_length=192), 32
+        SpladeRecipe(
+            max_steps=150,
+            batch_size=32,
+            learning_rate=5e-5,
+            max_length=256,
+            train_max_length=192,
+        ),
+        32,
     ),
     "xlmr-small": Setting(
-        SpladeRecipe(max_steps=200, batch_size=24, learning_rate=2e-4, max_length=192, train_max_length=128), 32
+        SpladeRecipe(
+            max_steps=200,
+            batch_size=24,
+            learning_rate=2e-4,
+            max_length=192,
+            train_max_length=128,
+        ),
+        32,
     ),
 }
 
@@ -87,7 +107,9 @@ class Job:
 
 
 def run_job(job: Job) -> dict[str, Any]:
-    """Train, encode, search and evaluate; a row of the CSV, with nDCG@10 of every query under ``"per_query"``."""
+    """Train, encode, search and evaluate; a row of the CSV, with nDCG@10 of every query under
+    ``"per_query"``.
+    """
     from tilefold.recipes.loading import quiet_libraries
     from tilefold.recipes.splade import train
 
@@ -97,7 +119,14 @@ def run_job(job: Job) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tilefold-effectiveness-") as folder:
         base = "minilm"
         if job.backbone == "xlmr-small":
-            base = str(small_xlmr(Path(folder) / "start", str(job.tokenizer), setting.recipe.max_length, job.seed))
+            base = str(
+                small_xlmr(
+                    Path(folder) / "start",
+                    str(job.tokenizer),
+                    setting.recipe.max_length,
+                    job.seed,
+                ),
+            )
         recipe = replace(
             setting.recipe,
             base_model=base,
@@ -119,7 +148,11 @@ def run_job(job: Job) -> dict[str, Any]:
         trained = time.monotonic()
         measured = evaluate_model(model, collection, job, setting, Path(folder) / "vectors")
     return {
-        **{name: value for name, value in asdict(job).items() if name not in ("path", "tokenizer", "limit")},
+        **{
+            name: value
+            for name, value in asdict(job).items()
+            if name not in ("path", "tokenizer", "limit")
+        },
         "documents": len(collection.documents),
         "queries": len(measured["per_query"]),
         "pairs": len(collection.pairs("train")),
@@ -130,8 +163,16 @@ def run_job(job: Job) -> dict[str, Any]:
     }
 
 
-def evaluate_model(model: Any, collection: Collection, job: Job, setting: Setting, folder: Path) -> dict[str, Any]:
-    """nDCG@10, recall and active terms of `model` on the evaluation split, encoded with the head of the job's side."""
+def evaluate_model(
+    model: Any,
+    collection: Collection,
+    job: Job,
+    setting: Setting,
+    folder: Path,
+) -> dict[str, Any]:
+    """nDCG@10, recall and active terms of `model` on the evaluation split, encoded with the head of
+    the job's side.
+    """
     import torch
 
     from tilefold.integrations.sentence_transformers import accelerate
@@ -144,13 +185,21 @@ def evaluate_model(model: Any, collection: Collection, job: Job, setting: Settin
     queries = collection.split_queries(split)
     autocast = torch.autocast(job.device, torch.bfloat16, enabled=job.precision == "bf16")
     with accelerate(model) if job.side == "fused" else nullcontext(), autocast:
-        encode_collection(model, collection.contents(), folder, batch_size=setting.encode_batch, top_k=512)
+        encode_collection(
+            model,
+            collection.contents(),
+            folder,
+            batch_size=setting.encode_batch,
+            top_k=512,
+        )
         encoded = encode_queries(model, queries, batch_size=setting.encode_batch)
     documents = read_vectors(folder)
     hits = build_index(documents).search(encoded, DEPTH)
     run = hits_to_run(encoded, hits)
     qrels = collection.split_qrels(split)
-    per_query = {name: row[MEASURES[0]] for name, row in evaluate_per_query(run, qrels, MEASURES[:1]).items()}
+    per_query = {
+        name: row[MEASURES[0]] for name, row in evaluate_per_query(run, qrels, MEASURES[:1]).items()
+    }
     return {
         **evaluate(run, qrels, MEASURES),
         "document_terms": active_terms(documents),
@@ -164,26 +213,48 @@ def plan(arguments: argparse.Namespace) -> list[Job]:
     sides = [*SIDES, *(side for side in EXTRA if getattr(arguments, side))]
     jobs = []
     for dataset, path in arguments.data.items():
-        backbone = arguments.backbone.get(dataset, "xlmr-small" if dataset == "jaquad" else "minilm")
+        backbone = arguments.backbone.get(
+            dataset,
+            "xlmr-small" if dataset == "jaquad" else "minilm",
+        )
         if backbone not in SETTINGS:
-            raise ValueError(f"--backbone must be one of {', '.join(SETTINGS)}, got {backbone!r} for {dataset}.")
+            raise ValueError(
+                f"--backbone must be one of {', '.join(SETTINGS)}, got {backbone!r} for {dataset}.",
+            )
         if backbone == "xlmr-small" and arguments.tokenizer is None:
-            raise ValueError(f"--tokenizer must name a folder for {dataset}, whose backbone is xlmr-small.")
+            raise ValueError(
+                f"--tokenizer must name a folder for {dataset}, whose backbone is xlmr-small.",
+            )
         recipe = SETTINGS[backbone].recipe
         jobs += [
             Job(
-                dataset, path, backbone, arguments.tokenizer, seed, side, precision, arguments.device,
-                arguments.steps or recipe.max_steps or 1, arguments.batch_size or recipe.batch_size, arguments.limit,
+                dataset,
+                path,
+                backbone,
+                arguments.tokenizer,
+                seed,
+                side,
+                precision,
+                arguments.device,
+                arguments.steps or recipe.max_steps or 1,
+                arguments.batch_size or recipe.batch_size,
+                arguments.limit,
             )
             for precision in arguments.precision
             for seed in arguments.seeds
             for side in sides
-        ]  # fmt: skip
+        ]
     return sorted(jobs, key=lambda job: job.backbone != "xlmr-small")
 
 
-def paired(rows: Sequence[Mapping[str, Any]], left: str = "fused", right: str = "stock") -> list[dict[str, Any]]:
-    """One line for each dataset, precision and seed that has both sides: values, difference and its standard error."""
+def paired(
+    rows: Sequence[Mapping[str, Any]],
+    left: str = "fused",
+    right: str = "stock",
+) -> list[dict[str, Any]]:
+    """One line for each dataset, precision and seed that has both sides: values, difference and its
+    standard error.
+    """
     by_key = {(row["dataset"], row["precision"], row["seed"], row["side"]): row for row in rows}
     lines = []
     for dataset, precision, seed, side in sorted(by_key):
@@ -191,8 +262,14 @@ def paired(rows: Sequence[Mapping[str, Any]], left: str = "fused", right: str = 
         if side != right or other is None:
             continue
         base = by_key[dataset, precision, seed, right]
-        differences = [other["per_query"][query] - value for query, value in base["per_query"].items()]
-        spread = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+        differences = [
+            other["per_query"][query] - value for query, value in base["per_query"].items()
+        ]
+        spread = (
+            statistics.stdev(differences) / math.sqrt(len(differences))
+            if len(differences) > 1
+            else math.nan
+        )
         lines.append(
             {
                 "dataset": dataset,
@@ -204,24 +281,32 @@ def paired(rows: Sequence[Mapping[str, Any]], left: str = "fused", right: str = 
                 "standard_error": spread,
                 "recall": (base[MEASURES[1]], other[MEASURES[1]]),
                 "terms": (base["document_terms"], other["document_terms"]),
-            }
+            },
         )
     return lines
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Print every seed and the means; whether all means of fused against stock are within the tolerance."""
+    """Print every seed and the means; whether all means of fused against stock are within the
+    tolerance.
+    """
     held = True
     for name in ("fused", "control"):
         lines = paired(rows, name)
         for dataset, precision in sorted({(line["dataset"], line["precision"]) for line in lines}):
-            mine = [line for line in lines if (line["dataset"], line["precision"]) == (dataset, precision)]
-            print(f"\n{dataset}, {precision}: nDCG@10 stock, {name}, difference (standard error over queries)")
+            mine = [
+                line
+                for line in lines
+                if (line["dataset"], line["precision"]) == (dataset, precision)
+            ]
+            print(
+                f"\n{dataset}, {precision}: nDCG@10 stock, {name}, difference (standard error over queries)",
+            )
             for line in mine:
                 print(
                     f"  seed {line['seed']}: {line['stock']:.4f} {line['other']:.4f} {line['difference']:+.4f} "
                     f"({line['standard_error']:.4f}); R@100 {line['recall'][0]:.4f} {line['recall'][1]:.4f}; terms per "
-                    f"document {line['terms'][0]:.0f} {line['terms'][1]:.0f}"
+                    f"document {line['terms'][0]:.0f} {line['terms'][1]:.0f}",
                 )
             mean = statistics.fmean(line["difference"] for line in mine)
             within = abs(mean) <= TOLERANCE
@@ -230,20 +315,31 @@ def report(rows: Sequence[Mapping[str, Any]]) -> bool:
             held &= within or name == "control"
     for row in rows:
         if row["side"] == "start":
-            print(f"{row['dataset']}, seed {row['seed']}: before training nDCG@10 {row[MEASURES[0]]:.4f}")
+            print(
+                f"{row['dataset']}, seed {row['seed']}: before training nDCG@10 {row[MEASURES[0]]:.4f}",
+            )
     return held
 
 
 def save(rows: Sequence[Mapping[str, Any]], output: Path, device: str) -> Path:
-    """Merge the rows into ``<output>/<device>/effectiveness.csv``; nDCG@10 of every query goes to a JSON beside it."""
+    """Merge the rows into ``<output>/<device>/effectiveness.csv``; nDCG@10 of every query goes to a
+    JSON beside it.
+    """
     import torch
 
     from tilefold.bench.results import collect, results_file, write_csv
 
     provenance = collect(torch.device(device))
     path = results_file(output, "effectiveness", provenance)
-    write_csv(path, [{k: v for k, v in row.items() if k != "per_query"} for row in rows], provenance, CSV_KEY)
-    kept = [{k: row[k] for k in ("dataset", "precision", "seed", "side", "per_query")} for row in rows]
+    write_csv(
+        path,
+        [{k: v for k, v in row.items() if k != "per_query"} for row in rows],
+        provenance,
+        CSV_KEY,
+    )
+    kept = [
+        {k: row[k] for k in ("dataset", "precision", "seed", "side", "per_query")} for row in rows
+    ]
     path.with_suffix(".json").write_text(json.dumps(kept), encoding="utf-8")
     return path
 
@@ -252,22 +348,58 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments; ``SystemExit`` with a usage line for wrong ones."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--data", action="append", required=True, metavar="NAME=PATH", help="a BEIR folder; may be repeated")
+    add(
+        "--data",
+        action="append",
+        required=True,
+        metavar="NAME=PATH",
+        help="a BEIR folder; may be repeated",
+    )
     add("--tokenizer", help="folder of the tokenizer of xlmr-small")
-    add("--backbone", action="append", default=[], metavar="NAME=BACKBONE", help="minilm, or xlmr-small (for jaquad)")
+    add(
+        "--backbone",
+        action="append",
+        default=[],
+        metavar="NAME=BACKBONE",
+        help="minilm, or xlmr-small (for jaquad)",
+    )
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    add("--precision", nargs="+", choices=("bf16", "fp32"), help="by default bf16 on cuda, fp32 on the CPU")
+    add(
+        "--precision",
+        nargs="+",
+        choices=("bf16", "fp32"),
+        help="by default bf16 on cuda, fp32 on the CPU",
+    )
     add("--device", choices=("cpu", "cuda"), help="by default the GPU if there is one")
     add("--steps", type=int, help="training steps, in place of those of the setting")
     add("--batch-size", type=int, help="pairs in a step, in place of those of the setting")
     add("--limit", type=int, help="cut collections to this many documents and queries, for a look")
-    add("--jobs", type=int, default=1, help="runs at a time, each in a process of its own on the one device")
+    add(
+        "--jobs",
+        type=int,
+        default=1,
+        help="runs at a time, each in a process of its own on the one device",
+    )
     add("--start", action="store_true", help="evaluate the models before training too")
-    add("--control", action="store_true", help="train the stock side twice, to see what the machine alone changes")
+    add(
+        "--control",
+        action="store_true",
+        help="train the stock side twice, to see what the machine alone changes",
+    )
     add("--output", type=Path, help="folder for <device>/effectiveness.csv")
-    add("--prepare", type=Path, metavar="FOLDER", help="write small copies of the data there, and stop")
+    add(
+        "--prepare",
+        type=Path,
+        metavar="FOLDER",
+        help="write small copies of the data there, and stop",
+    )
     add("--documents", type=int, default=3000, help="of a large collection that --prepare keeps")
-    add("--queries", type=int, default=2000, help="evaluation queries that --prepare keeps of a large collection")
+    add(
+        "--queries",
+        type=int,
+        default=2000,
+        help="evaluation queries that --prepare keeps of a large collection",
+    )
     arguments = parser.parse_args(argv)
     take_named(parser, arguments, ("data", "backbone"))
     return arguments
@@ -277,7 +409,13 @@ def main(argv: Sequence[str]) -> int:
     """Run as the arguments say; the exit code."""
     arguments = parse(argv)
     if arguments.prepare is not None:
-        prepare(arguments.prepare, arguments.data, arguments.tokenizer, arguments.documents, arguments.queries)
+        prepare(
+            arguments.prepare,
+            arguments.data,
+            arguments.tokenizer,
+            arguments.documents,
+            arguments.queries,
+        )
         return 0
     import torch
 
@@ -298,11 +436,17 @@ def main(argv: Sequence[str]) -> int:
     rows: list[dict[str, Any]] = []
     started = time.monotonic()
     for job, row, reason in run_all(jobs, run_job, arguments.jobs):
-        value = f"nDCG@10 {row[MEASURES[0]]:.4f} in {row['seconds']:.0f} s" if row is not None else reason
+        value = (
+            f"nDCG@10 {row[MEASURES[0]]:.4f} in {row['seconds']:.0f} s"
+            if row is not None
+            else reason
+        )
         print(f"[{time.monotonic() - started:5.0f} s] {job.name}: {value}", flush=True)
         if row is not None:
             rows.append(row)
-            if arguments.output is not None:  # saved after every run, so that an interrupt keeps the finished ones
+            if (
+                arguments.output is not None
+            ):  # saved after every run, so that an interrupt keeps the finished ones
                 path = save(rows, arguments.output, arguments.device)
     held = report(rows)
     if rows and arguments.output is not None:

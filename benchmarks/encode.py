@@ -1,8 +1,9 @@
 """Texts to sparse vectors as users encode them, beside the stock encoder and the floors.
 
-Every way encodes the same documents of 240 tokens with the same model. The floors run on batches that lie on the
-device before the clock starts: encoder alone, and encoder, head and rows without anything of the host around them. The
-rows that ``encode_collection`` wrote are compared with those of the stock encoder, by error budget.
+Every way encodes the same documents of 240 tokens with the same model. The floors run on batches
+that lie on the device before the clock starts: encoder alone, and encoder, head and rows without
+anything of the host around them. The rows that ``encode_collection`` wrote are compared with those
+of the stock encoder, by error budget.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from tilefold.modules.fused_pooling import SparseOptions
 STOCK, FLOOR = "stock encode_document", "encoder and head alone"
 WINDOW = 1024  # texts that are tokenised together: a shard
 CHECKED = 96  # texts of a case that the gate compares
-FACTOR = 2.0  # over the stock encoder's own error against fp32: products are summed in another order
+FACTOR = (
+    2.0  # over the stock encoder's own error against fp32: products are summed in another order
+)
 FP32 = 2e-4  # of the largest weight, where the stock encoder is the truth itself
 
 
@@ -67,7 +70,12 @@ class Truth:
 
 def _dense(model: Any, texts: list[str]) -> Tensor:
     """``[N, V]`` fp32 on the CPU."""
-    found = model.encode_document(texts, batch_size=8, convert_to_sparse_tensor=False, show_progress_bar=False)
+    found = model.encode_document(
+        texts,
+        batch_size=8,
+        convert_to_sparse_tensor=False,
+        show_progress_bar=False,
+    )
     rows: Tensor = found.float().cpu()
     return rows
 
@@ -84,7 +92,9 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def busy_share(run: Callable[[], Any], device: torch.device) -> float | None:
-    """Share of the time of ``run`` in which a kernel or a copy ran on the GPU, seen by torch's profiler."""
+    """Share of the time of ``run`` in which a kernel or a copy ran on the GPU, seen by torch's
+    profiler.
+    """
     if device.type != "cuda":
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -110,7 +120,9 @@ class Prepared:
         for work in self.stream._works(filter(None, self.stream._begun(self._windows(texts)))):
             if isinstance(work, Work):
                 self._add(work)
-        self.note = "" if self.stream.packed else "padded: this model does not take packed tokens here"
+        self.note = (
+            "" if self.stream.packed else "padded: this model does not take packed tokens here"
+        )
 
     def _add(self, work: Any) -> None:
         if work.ids is not None:
@@ -119,7 +131,9 @@ class Prepared:
             return
         self.tokens += int(work.features["attention_mask"].sum())
         device = self.stream.device
-        moved = {key: v.to(device) if isinstance(v, Tensor) else v for key, v in work.features.items()}
+        moved = {
+            key: v.to(device) if isinstance(v, Tensor) else v for key, v in work.features.items()
+        }
         self.batches.append(moved)
 
     def encoder(self) -> None:
@@ -155,13 +169,22 @@ class Prepared:
 
 
 class Clock:
-    """Times ways of encoding one after the other; on a GPU every way runs once before, and the best of two counts."""
+    """Times ways of encoding one after the other; on a GPU every way runs once before, and the best
+    of two counts.
+    """
 
     def __init__(self, case: JobCase, device: torch.device) -> None:
         self.case, self.device = case, device
         self.per_second: dict[str, float] = {}
 
-    def time(self, what: str, run: Callable[[], Any], texts: int, *, warm: bool = True) -> dict[str, object]:
+    def time(
+        self,
+        what: str,
+        run: Callable[[], Any],
+        texts: int,
+        *,
+        warm: bool = True,
+    ) -> dict[str, object]:
         """The row of encoding `texts` documents with `run`."""
         on_gpu = self.device.type == "cuda"
         if warm and on_gpu:
@@ -170,13 +193,23 @@ class Clock:
         seconds = min(seconds_of(run, self.device) for _ in range(2 if warm and on_gpu else 1))
         self.per_second[what] = texts / seconds
         peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else ""
-        row = {"case": self.case.name, "what": what, "texts": texts, "seconds": seconds, "peak_mib": peak, "gate": "ok"}
+        row = {
+            "case": self.case.name,
+            "what": what,
+            "texts": texts,
+            "seconds": seconds,
+            "peak_mib": peak,
+            "gate": "ok",
+        }
         return row | {"docs_per_s": texts / seconds}
 
     def beside(self, row: dict[str, object]) -> dict[str, object]:
         """The row with its ratios to the stock encoder and to the floor."""
         mine = self.per_second[str(row["what"])]
-        return row | {"x_stock": mine / self.per_second[STOCK], "of_floor": mine / self.per_second[FLOOR]}
+        return row | {
+            "x_stock": mine / self.per_second[STOCK],
+            "of_floor": mine / self.per_second[FLOOR],
+        }
 
 
 def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
@@ -201,8 +234,24 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
         model.eval()
         prepared = Prepared(model, strings)
         shape: dict[str, object] = {"tokens": prepared.tokens / len(texts), "note": prepared.note}
-        yield clock.time("the Rust tokenizer alone", lambda: prepared.rust(strings), len(texts), warm=False) | shape
-        yield clock.time("tokenising alone", lambda: prepared.tokenise(strings), len(texts), warm=False) | shape
+        yield (
+            clock.time(
+                "the Rust tokenizer alone",
+                lambda: prepared.rust(strings),
+                len(texts),
+                warm=False,
+            )
+            | shape
+        )
+        yield (
+            clock.time(
+                "tokenising alone",
+                lambda: prepared.tokenise(strings),
+                len(texts),
+                warm=False,
+            )
+            | shape
+        )
         yield clock.time("encoder alone", prepared.encoder, len(texts)) | shape
         yield clock.time(FLOOR, prepared.kernels, len(texts)) | shape
         prepared.batches.clear()
@@ -214,11 +263,17 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
 
         row = clock.time("encode_collection, to Parquet", to_parquet, len(texts))
         shards = read_manifest(written[-1]).shards
-        shape |= {"active": sum(int(shard["nonzeros"]) for shard in shards) / len(texts)} | truth.check(written[-1])
+        shape |= {
+            "active": sum(int(shard["nonzeros"]) for shard in shards) / len(texts),
+        } | truth.check(written[-1])
         busy = busy_share(to_parquet, options.device)
         yield clock.beside(row) | shape | ({} if busy is None else {"gpu_busy": busy})
         document = {"batch_size": 256, "show_progress_bar": False}
-        row = clock.time("encode_document, accelerated", lambda: model.encode_document(strings, **document), len(texts))
+        row = clock.time(
+            "encode_document, accelerated",
+            lambda: model.encode_document(strings, **document),
+            len(texts),
+        )
         yield clock.beside(row) | shape
         encode_all = partial(encode_sparse, model, strings, task="document")
         yield clock.beside(clock.time("encode_sparse", encode_all, len(texts), warm=False)) | shape
@@ -228,10 +283,23 @@ JOB = Job(
     "encode",
     CASES,
     ("case", "what"),
-    ("what", "texts", "tokens", "active", "seconds", "docs_per_s", "x_stock", "of_floor", "gpu_busy", "peak_mib",
-     "error", "allowed", "gate"),
+    (
+        "what",
+        "texts",
+        "tokens",
+        "active",
+        "seconds",
+        "docs_per_s",
+        "x_stock",
+        "of_floor",
+        "gpu_busy",
+        "peak_mib",
+        "error",
+        "allowed",
+        "gate",
+    ),
     run,
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     sys.exit(main(JOB, __doc__))

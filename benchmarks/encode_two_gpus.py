@@ -1,12 +1,13 @@
-"""Encode the same texts to Parquet with one GPU and with several, in turns, and compare the files byte by byte.
+"""Encode the same texts to Parquet with one GPU and with several, in turns, and compare the files
+byte by byte.
 
     python -m benchmarks.encode_two_gpus --output results
 
-A process for each GPU (`--devices`) encodes as `tilefold encode --devices` does; while one GPU is timed the others
-wait. Model and texts are those of `benchmarks.encode`. The first turn of each warms up on few texts, the best of
-the others counts, and one more turn is watched by torch's profiler for how busy each GPU is. Nothing is printed as a
-result unless all files are equal. About a minute on H200s. `--device cpu --case tiny-cpu --texts 256` shows that it
-runs.
+A process for each GPU (`--devices`) encodes as `tilefold encode --devices` does; while one GPU is
+timed the others wait. Model and texts are those of `benchmarks.encode`. The first turn of each
+warms up on few texts, the best of the others counts, and one more turn is watched by torch's
+profiler for how busy each GPU is. Nothing is printed as a result unless all files are equal. About
+a minute on H200s. `--device cpu --case tiny-cpu --texts 256` shows that it runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from tilefold._ranks import joined, run_ranks, started
 
 def main() -> int:
     """Start the ranks; each of them comes here again."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--output", type=Path, help="folder for encode_two_gpus.csv")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -35,7 +39,10 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=2)
     options = parser.parse_args()
     if not started():
-        return run_ranks([sys.executable, "-m", "benchmarks.encode_two_gpus", *sys.argv[1:]], options.devices)
+        return run_ranks(
+            [sys.executable, "-m", "benchmarks.encode_two_gpus", *sys.argv[1:]],
+            options.devices,
+        )
     with joined() as rank:
         return measure(options, rank)
 
@@ -50,7 +57,11 @@ def measure(options: argparse.Namespace, rank: int) -> int:
     from tilefold.integrations.sentence_transformers import accelerate
 
     clock = Clock(rank)
-    device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if options.device == "cuda"
+        else torch.device("cpu")
+    )
     case = next(case for case in CASES if case.name == options.case)
     case = replace(case, numbers={**case.numbers, "texts": options.texts})
     strings = make_texts(options.texts)
@@ -146,7 +157,12 @@ def watched(model: Any, texts: Mapping[str, str], folder: Path, device: Any) -> 
     return [] if mine is None else shares.tolist()
 
 
-def report(options: argparse.Namespace, seconds: dict[str, list[float]], busy: list[float], folders: list[Path]) -> int:
+def report(
+    options: argparse.Namespace,
+    seconds: dict[str, list[float]],
+    busy: list[float],
+    folders: list[Path],
+) -> int:
     """Print and write the rows, if all files are equal."""
     import torch
 
@@ -160,12 +176,18 @@ def report(options: argparse.Namespace, seconds: dict[str, list[float]], busy: l
     rows: list[dict[str, object]] = []
     for what, count in (("one", 1), ("all", options.devices)):
         row: dict[str, object] = {"case": options.case, "devices": count, "texts": options.texts}
-        row |= {"seconds": best[what], "docs_per_s": options.texts / best[what], "x_one": best["one"] / best[what]}
+        row |= {
+            "seconds": best[what],
+            "docs_per_s": options.texts / best[what],
+            "x_one": best["one"] / best[what],
+        }
         row |= {"gpu_busy": " ".join(f"{share:.3f}" for share in busy)} if what == "all" else {}
         row |= {"turns": " ".join(f"{value:.2f}" for value in seconds[what]), "gate": "ok"}
         rows.append({"gpu_busy": "", **row})
-        print(f"{count} x {options.case}: {options.texts / best[what]:,.0f} documents/s, {row['x_one']:.2f} times one; "
-              f"turns {row['turns']} s; GPU busy {row.get('gpu_busy') or '-'}")  # fmt: skip
+        print(
+            f"{count} x {options.case}: {options.texts / best[what]:,.0f} documents/s, {row['x_one']:.2f} times one; "
+            f"turns {row['turns']} s; GPU busy {row.get('gpu_busy') or '-'}",
+        )
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
         provenance = collect(torch.device(options.device))
@@ -175,7 +197,9 @@ def report(options: argparse.Namespace, seconds: dict[str, list[float]], busy: l
 
 def difference(folders: list[Path]) -> str:
     """What is not equal in folders of vectors, in words; empty if nothing."""
-    first, *others = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders)
+    first, *others = (
+        {file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders
+    )
     for other, folder in zip(others, folders[1:], strict=True):
         names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if names:

@@ -2,7 +2,8 @@
 
     python -m benchmarks.epic_head --batch 32 --length 256 --width 768 --vocab 30522 --dtype bf16
 
-Prints CSV: implementation, milliseconds of forward, of forward and backward, peak MB of the latter (on a GPU).
+Prints CSV: implementation, milliseconds of forward, of forward and backward, peak MB of the latter
+(on a GPU).
 """
 
 from __future__ import annotations
@@ -26,25 +27,43 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def main() -> None:
     """Run the three and print a row for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("batch", 32), ("length", 256), ("width", 768), ("vocab", 30522), ("repeats", 20)):
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, default in (
+        ("batch", 32),
+        ("length", 256),
+        ("width", 768),
+        ("vocab", 30522),
+        ("repeats", 20),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     asked = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options: dict[str, Any] = {"device": device, "dtype": DTYPES[asked.dtype]}
     torch.manual_seed(0)
-    hidden, states = (torch.randn(asked.batch, asked.length, asked.width, **options).requires_grad_() for _ in range(2))
+    hidden, states = (
+        torch.randn(asked.batch, asked.length, asked.width, **options).requires_grad_()
+        for _ in range(2)
+    )
     weight = (torch.randn(asked.vocab, asked.width, **options) * asked.width**-0.5).requires_grad_()
     bias = torch.zeros(asked.vocab, **options).requires_grad_()
     mask = torch.ones(asked.batch, asked.length, dtype=torch.int64, device=device)
     pooling = EpicPooling(asked.width).to(**options)
 
     def features(tokens: Tensor) -> dict[str, Any]:
-        return {"token_embeddings": tokens, "attention_mask": mask, "all_layer_embeddings": (states,)}
+        return {
+            "token_embeddings": tokens,
+            "attention_mask": mask,
+            "all_layer_embeddings": (states,),
+        }
 
     def logits() -> Tensor:
-        found: Tensor = pooling(features(torch.nn.functional.linear(hidden, weight, bias)))["sentence_embedding"]
+        found: Tensor = pooling(features(torch.nn.functional.linear(hidden, weight, bias)))[
+            "sentence_embedding"
+        ]
         return found
 
     def fused() -> Tensor:

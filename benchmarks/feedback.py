@@ -2,15 +2,16 @@
 
     python -m benchmarks.feedback --data FOLDER --data pydocs [--sparse MODEL] [--by-title] [--output FOLDER]
 
-For each collection and each of BM25, dense MiniLM and a sparse model: no feedback, average (k = 3), Rocchio as
-published (alpha .4, beta .6, k = 5) and by the defaults (equal lengths), each alone and interpolated with another
-retriever (of BM25 dense MiniLM, of the others BM25) before feedback, after it, and both ("after" without feedback is
-the plain fusion). With ``--by-title`` every document with the title of a judged one is relevant, too: a collection of
-many relevant documents. Scores are normalised
-(min-max) over 1,000 documents per ranking. The weight of the other retriever is, for each row, the one with the best
-nDCG@10 on up to 200 queries of the split `--tune` (where that is `--split`, every other query chooses, and the rest is
-measured). Differences are means over queries of nDCG@10, with their standard errors. Each text is encoded once, up to
-`--max-length` tokens.
+For each collection and each of BM25, dense MiniLM and a sparse model: no feedback, average (k = 3),
+Rocchio as published (alpha .4, beta .6, k = 5) and by the defaults (equal lengths), each alone and
+interpolated with another retriever (of BM25 dense MiniLM, of the others BM25) before feedback,
+after it, and both ("after" without feedback is the plain fusion). With ``--by-title`` every
+document with the title of a judged one is relevant, too: a collection of many relevant documents.
+Scores are normalised (min-max) over 1,000 documents per ranking. The weight of the other retriever
+is, for each row, the one with the best nDCG@10 on up to 200 queries of the split `--tune` (where
+that is `--split`, every other query chooses, and the rest is measured). Differences are means over
+queries of nDCG@10, with their standard errors. Each text is encoded once, up to `--max-length`
+tokens.
 """
 
 from __future__ import annotations
@@ -84,7 +85,13 @@ class Ranked:
         if feedback is None:
             return first if mix is None else mix.mix(first, self.first[other], DEPTH)
         second = None if mix is None else self.first[other]
-        return with_feedback(first, lambda basis: self.again[retriever](basis, feedback), DEPTH, second, mix)
+        return with_feedback(
+            first,
+            lambda basis: self.again[retriever](basis, feedback),
+            DEPTH,
+            second,
+            mix,
+        )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -98,7 +105,12 @@ def main(argv: Sequence[str]) -> int:
             collection = by_title(collection)
         rows = measure(collection, options.split, options.tune, options.max_length, options.sparse)
         for row in rows:
-            print(" ".join(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
+            print(
+                " ".join(
+                    f"{value:.4f}" if isinstance(value, float) else str(value)
+                    for value in row.values()
+                ),
+            )
         write_csv(file, rows, provenance, CSV_KEY)
     print(f"wrote {file}", file=sys.stderr)
     return 0
@@ -120,7 +132,11 @@ def by_title(collection: Collection) -> Collection:
 
 
 def measure(
-    collection: Collection, split: str, tune: str, max_length: int, sparse: str | None = None
+    collection: Collection,
+    split: str,
+    tune: str,
+    max_length: int,
+    sparse: str | None = None,
 ) -> list[dict[str, Any]]:
     """The rows of a collection."""
     begin = time.perf_counter()
@@ -131,9 +147,14 @@ def measure(
         tuned = dict(collection.split_qrels(tune))
     tuned = dict(itertools.islice(tuned.items(), TUNED_ON))
     if shared := judged.keys() & tuned.keys():
-        raise ValueError(f"--tune: {len(shared)} of the queries of {tune} are measured, in {split}. Tune on others.")
+        raise ValueError(
+            f"--tune: {len(shared)} of the queries of {tune} are measured, in {split}. Tune on others.",
+        )
     ranked = rank(collection, [*judged, *tuned], max_length, sparse)
-    print(f"{collection.name}: encoded and ranked in {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+    print(
+        f"{collection.name}: encoded and ranked in {time.perf_counter() - begin:.0f} s",
+        file=sys.stderr,
+    )
     rows: list[dict[str, Any]] = []
     for retriever in ranked.first:
         tables: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
@@ -141,11 +162,25 @@ def measure(
         for key in itertools.product(METHODS, PLACES):
             if key in (("none", "before"), ("none", "both")):
                 continue
-            weights[key] = math.nan if key[1] == "none" else best_weight(ranked, retriever, *key, tuned)
-            run = Ranked({name: {q: first[q] for q in judged} for name, first in ranked.first.items()}, ranked.again)
-            tables[key] = evaluate_per_query(run.run(retriever, *key, weights[key]), judged, MEASURES)
+            weights[key] = (
+                math.nan if key[1] == "none" else best_weight(ranked, retriever, *key, tuned)
+            )
+            run = Ranked(
+                {name: {q: first[q] for q in judged} for name, first in ranked.first.items()},
+                ranked.again,
+            )
+            tables[key] = evaluate_per_query(
+                run.run(retriever, *key, weights[key]),
+                judged,
+                MEASURES,
+            )
         for (method, place), table in tables.items():
-            row = {"collection": collection.name, "split": split, "queries": len(judged), "tuned_on": len(tuned)}
+            row = {
+                "collection": collection.name,
+                "split": split,
+                "queries": len(judged),
+                "tuned_on": len(tuned),
+            }
             row["max_length"] = max_length
             row |= {"retriever": retriever, "method": method, "place": place}
             row |= {"weight_of_other": weights[method, place]}
@@ -159,12 +194,26 @@ def measure(
 def difference(name: str, table: dict[str, Any], beside: dict[str, Any]) -> dict[str, float]:
     """Mean of the paired differences in nDCG@10, and its standard error."""
     gaps = [values[MEASURES[0]] - beside[query][MEASURES[0]] for query, values in table.items()]
-    return {name: statistics.fmean(gaps), f"{name}_se": statistics.stdev(gaps) / math.sqrt(len(gaps))}
+    return {
+        name: statistics.fmean(gaps),
+        f"{name}_se": statistics.stdev(gaps) / math.sqrt(len(gaps)),
+    }
 
 
-def best_weight(ranked: Ranked, retriever: str, method: str, place: str, judged: dict[str, dict[str, int]]) -> float:
-    """The weight of the other retriever with the best nDCG@10 on `judged`; of equal ones the lowest."""
-    part = Ranked({name: {query: run[query] for query in judged} for name, run in ranked.first.items()}, ranked.again)
+def best_weight(
+    ranked: Ranked,
+    retriever: str,
+    method: str,
+    place: str,
+    judged: dict[str, dict[str, int]],
+) -> float:
+    """The weight of the other retriever with the best nDCG@10 on `judged`; of equal ones the
+    lowest.
+    """
+    part = Ranked(
+        {name: {query: run[query] for query in judged} for name, run in ranked.first.items()},
+        ranked.again,
+    )
     other = part.first[OTHER[retriever]]
     alone = part.run(retriever, method, "none", math.nan) if place == "after" else {}
     scores = {}
@@ -178,7 +227,12 @@ def best_weight(ranked: Ranked, retriever: str, method: str, place: str, judged:
     return max(scores, key=lambda weight: (scores[weight], -weight))
 
 
-def rank(collection: Collection, names: Sequence[str], max_length: int, sparse: str | None) -> Ranked:
+def rank(
+    collection: Collection,
+    names: Sequence[str],
+    max_length: int,
+    sparse: str | None,
+) -> Ranked:
     """The first rankings of both retrievers, every text encoded once."""
     texts, queries = collection.contents(), {query: collection.queries[query] for query in names}
     words = BM25Index.build(texts, identifiers=collection.name == "pydocs")
@@ -204,7 +258,10 @@ def rank(collection: Collection, names: Sequence[str], max_length: int, sparse: 
         with tempfile.TemporaryDirectory() as folder:
             encode_collection(encoder, texts, folder, progress=report)
             add("sparse", read_vectors(folder), encode_queries(encoder, queries))
-    model = load_saved(str(minilm_path()), "dense")  # in bf16 where the hardware has it, as every command
+    model = load_saved(
+        str(minilm_path()),
+        "dense",
+    )  # in bf16 where the hardware has it, as every command
     model.max_seq_length = max_length
     index = encoded_index(model, texts, progress=report)
     dense = index.vectors(texts)
@@ -216,9 +273,15 @@ def rank(collection: Collection, names: Sequence[str], max_length: int, sparse: 
 
     def dense_again(basis: Run, feedback: Feedback) -> Run:
         part = asked_dense[[row_of[query] for query in basis]]
-        return search(expand_dense(part, list(basis), dense, list(texts), basis, feedback), list(basis))
+        return search(
+            expand_dense(part, list(basis), dense, list(texts), basis, feedback),
+            list(basis),
+        )
 
-    return Ranked(first | {"dense": search(asked_dense, list(queries))}, again | {"dense": dense_again})
+    return Ranked(
+        first | {"dense": search(asked_dense, list(queries))},
+        again | {"dense": dense_again},
+    )
 
 
 def report(done: int, total: int) -> None:
@@ -228,13 +291,30 @@ def report(done: int, total: int) -> None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.feedback", description=__doc__.splitlines()[0])
-    parser.add_argument("--data", action="append", required=True, help="BEIR folder, or pydocs; may be repeated")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.feedback",
+        description=__doc__.splitlines()[0],
+    )
+    parser.add_argument(
+        "--data",
+        action="append",
+        required=True,
+        help="BEIR folder, or pydocs; may be repeated",
+    )
     parser.add_argument("--split", default="test", help="the queries that are measured")
     parser.add_argument("--tune", default="train", help="the queries that choose the weights")
     parser.add_argument("--sparse", help="a SparseEncoder, as a third retriever")
-    parser.add_argument("--by-title", action="store_true", help="documents of one title are relevant together")
-    parser.add_argument("--max-length", type=int, default=256, help="tokens that the dense model reads of a text")
+    parser.add_argument(
+        "--by-title",
+        action="store_true",
+        help="documents of one title are relevant together",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=256,
+        help="tokens that the dense model reads of a text",
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args(argv)
 

@@ -1,10 +1,12 @@
-"""Lines of the operators that get a checked call to its launches: plans, the common machinery, configurations.
+"""Lines of the operators that get a checked call to its launches: plans, the common machinery,
+configurations.
 
     python -m benchmarks.host_lines
 
-Kernels, references, tiled paths, public functions, checks of arguments and records of a problem are left out, and so
-are the tables of configurations with what is said of their fields, and the functions of ``internals.py`` that stand for
-kernels of torch's own; all else below ``src/tilefold/ops`` counts, with comments and blank lines.
+Kernels, references, tiled paths, public functions, checks of arguments and records of a problem are
+left out, and so are the tables of configurations with what is said of their fields, and the
+functions of ``internals.py`` that stand for kernels of torch's own; all else below
+``src/tilefold/ops`` counts, with comments and blank lines.
 """
 
 from __future__ import annotations
@@ -15,12 +17,27 @@ from pathlib import Path
 
 OPS = Path(__file__).parents[1] / "src" / "tilefold" / "ops"
 # mathematics and checks
-SHARED = ("activation", "checks", "entmax", "entmax_root", "onednn", "philox", "winners", "__init__")
+SHARED = (
+    "activation",
+    "checks",
+    "entmax",
+    "entmax_root",
+    "onednn",
+    "philox",
+    "winners",
+    "__init__",
+)
 PLANS = ("plans", "configs")
 KERNELS_OF_TORCH = {
-    "copy_each", "efficient_attention_varlen", "flash_attention_varlen", "has_int8_products", "has_onednn_linear",
-    "int8_products", "onednn_linear", "onednn_packed",
-}  # fmt: skip
+    "copy_each",
+    "efficient_attention_varlen",
+    "flash_attention_varlen",
+    "has_int8_products",
+    "has_onednn_linear",
+    "int8_products",
+    "onednn_linear",
+    "onednn_packed",
+}
 
 
 def counted(path: Path) -> bool:

@@ -1,11 +1,12 @@
-"""What the calls of ``host_time`` take of the host, without a GPU: microseconds, Python and C calls, torch, launches.
+"""What the calls of ``host_time`` take of the host, without a GPU: microseconds, Python and C
+calls, torch, launches.
 
     python -m benchmarks.host_steps --only lsr_head
 
-Tensors lie on the CPU and no kernel runs: the function of the CUDA driver that launches is replaced by one that does
-nothing, and all that leads to it stays. The microseconds lack what the driver takes for a launch and the CUDA allocator
-for memory, and hold products that torch computes: they compare two commits on one machine. Backward runs in the thread
-that asks for it, not in the GPU's.
+Tensors lie on the CPU and no kernel runs: the function of the CUDA driver that launches is replaced
+by one that does nothing, and all that leads to it stays. The microseconds lack what the driver
+takes for a launch and the CUDA allocator for memory, and hold products that torch computes: they
+compare two commits on one machine. Backward runs in the thread that asks for it, not in the GPU's.
 """
 
 from __future__ import annotations
@@ -32,10 +33,18 @@ HERE, PACKAGE = Path(__file__).parent, Path(operator.__file__).parents[2]
 
 def main() -> int:
     """Parse arguments, and print a row per call."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--calls", type=int, default=16, help="calls in a sample")
     parser.add_argument("--samples", type=int, default=400)
-    parser.add_argument("--only", action="append", default=[], help="text in the names of the calls")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        help="text in the names of the calls",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     without_a_gpu()
@@ -54,7 +63,10 @@ def main() -> int:
         except Exception as error:
             print(f"{name:44s} {type(error).__name__}: {str(error).splitlines()[0][:100]}")
             continue
-        python, of_c, launches, functions, files = entered(call, "backward" if name.endswith("f+b") else None)
+        python, of_c, launches, functions, files = entered(
+            call,
+            "backward" if name.endswith("f+b") else None,
+        )
         row = f"{name:44s} {least:8.1f} {python:7d} {of_c:6d} {operations(call):6d} {launches:9d}"
         print(f"{row} {functions:10d} {files:6d}", flush=True)
     return 0
@@ -75,14 +87,18 @@ def without_a_gpu() -> None:
     operators.capability_of = attention.capability_of = lambda device: (9, 0)
     operators.sm_count = lambda device: 132
     driver.enter_context = lambda index: None
-    driver.driver_function = lambda name: ctypes.CDLL(None).sched_yield  # takes whatever it is given, and returns 0
+    driver.driver_function = lambda name: (
+        ctypes.CDLL(None).sched_yield
+    )  # takes whatever it is given, and returns 0
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     launching.Step.by_triton = lambda self, build: compiled(build.arguments, build.constants)
 
 
 def compiled(arguments: tuple[Any, ...], constants: dict[str, Any]) -> SimpleNamespace:
     """What stands for a kernel that was compiled for these arguments."""
-    kinds = ["constexpr" if x is None else "*" if hasattr(x, "data_ptr") else "value" for x in arguments]
+    kinds = [
+        "constexpr" if x is None else "*" if hasattr(x, "data_ptr") else "value" for x in arguments
+    ]
     kinds += ["constexpr"] * len(constants)
     declared: list[str] = []
     for argument in arguments:
@@ -93,7 +109,10 @@ def compiled(arguments: tuple[Any, ...], constants: dict[str, Any]) -> SimpleNam
     metadata = SimpleNamespace(name="kernel", num_warps=4, shared=0)
     signature = SimpleNamespace(signature=dict(enumerate(kinds)))
     return SimpleNamespace(
-        metadata=metadata, src=signature, function=1, asm={"ptx": f".entry kernel({','.join(declared)})"}
+        metadata=metadata,
+        src=signature,
+        function=1,
+        asm={"ptx": f".entry kernel({','.join(declared)})"},
     )
 
 
@@ -116,8 +135,9 @@ def timed(call: host_time.Call, count: int, samples: int) -> float:
 def entered(call: host_time.Call, within: str | None = None) -> tuple[int, int, int, int, int]:
     """Functions of Python and of C that one call enters, and launches; the fewest of three calls.
 
-    Then the different functions of Python of the package and of torch, and files of the package, within the pass of
-    this name, ``None`` for all of the call. Now and then the interpreter has something of its own to do within one.
+    Then the different functions of Python of the package and of torch, and files of the package,
+    within the pass of this name, ``None`` for all of the call. Now and then the interpreter has
+    something of its own to do within one.
     """
     return min(_entered_once(call, within) for _ in range(3))
 
@@ -131,7 +151,11 @@ def _entered_once(call: host_time.Call, within: str | None) -> tuple[int, int, i
         if event in counts:
             counts[event] += 1
         code = frame.f_code
-        launches += event == "call" and code.co_name == "launch" and code.co_filename == cuda_driver.__file__
+        launches += (
+            event == "call"
+            and code.co_name == "launch"
+            and code.co_filename == cuda_driver.__file__
+        )
         if code.co_filename == calls.__file__ and code.co_name == within:
             inside = event != "return"
         if event == "call" and inside and not code.co_filename.startswith(str(HERE)):

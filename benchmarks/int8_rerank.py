@@ -1,10 +1,11 @@
-"""One query against int8 documents: the launch as it is, other configurations of it, and flash-maxsim's int8x8.
+"""One query against int8 documents: the launch as it is, other configurations of it, and
+flash-maxsim's int8x8.
 
     python -m benchmarks.int8_rerank --output DIR
 
-Every program of the launch rounds the query itself. Floor: the bytes of the documents and their scales, 132 per token
-at D = 128, at the 4.3 TB/s of a large copy. The prediction was written before it ran on a GPU; milliseconds of a graph
-with a cold L2:
+Every program of the launch rounds the query itself. Floor: the bytes of the documents and their
+scales, 132 per token at D = 128, at the 4.3 TB/s of a large copy. The prediction was written before
+it ran on a GPU; milliseconds of a graph with a cold L2:
 
 =====================  ======  ================  ===========================  ==========  =====
 case                   floor   before            flash-maxsim, query rounded  prediction  after
@@ -17,15 +18,17 @@ case                   floor   before            flash-maxsim, query rounded  pr
 300)
 =====================  ======  ================  ===========================  ==========  =====
 
-Where the time went, from the machine code for 9.0: 4 microseconds in a launch that rounded the query; for more than 32
-query tokens 128 registers per thread, so that 4 programs fit a multiprocessor where 6 were planned, and a fifth of them
-waited for the others to end; in every tile a wait for the documents' scales from memory, which are now read one tile
-ahead. Rounding takes each program about 12 instructions per entry of the query, 1 to 1.5 microseconds before the first
-tile; ``prefetch`` lets the first document travel to L2 meanwhile.
+Where the time went, from the machine code for 9.0: 4 microseconds in a launch that rounded the
+query; for more than 32 query tokens 128 registers per thread, so that 4 programs fit a
+multiprocessor where 6 were planned, and a fifth of them waited for the others to end; in every tile
+a wait for the documents' scales from memory, which are now read one tile ahead. Rounding takes each
+program about 12 instructions per entry of the query, 1 to 1.5 microseconds before the first tile;
+``prefetch`` lets the first document travel to L2 meanwhile.
 
-First compares: rounded queries with ``quantize_tokens`` bit by bit, scores with the reference, variants with each
-other bit by bit. A variant is a change of the streaming kernel's configuration (``VARIANTS``); the winner goes into
-the table ``STREAM`` of ``src/tilefold/ops/maxsim/configs.py``. ``flash_maxsim`` is timed where it is installed.
+First compares: rounded queries with ``quantize_tokens`` bit by bit, scores with the reference,
+variants with each other bit by bit. A variant is a change of the streaming kernel's configuration
+(``VARIANTS``); the winner goes into the table ``STREAM`` of ``src/tilefold/ops/maxsim/configs.py``.
+``flash_maxsim`` is timed where it is installed.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ CASES: dict[str, tuple[int, int, int, int]] = {
     "32x10000x50-300": (32, 10000, 50, 300),
     "48x10000x50-300": (48, 10000, 50, 300),
 }
-# Of the configuration; "stream": False is the kernel of batches after a launch that rounds the query.
+# Of the configuration; "stream": False is the kernel of batches after a launch that rounds the
+# query.
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "no prefetch": {"PREFETCH": 0},
@@ -81,13 +85,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def main() -> int:
-    """Parse arguments, compile, compare, time, print, write; 1 if something differs or there is no GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Parse arguments, compile, compare, time, print, write; 1 if something differs or there is no
+    GPU.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--output", type=Path, help="folder of the CSV file")
     parser.add_argument("--case", action="append", choices=list(CASES), help="all by default")
     parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="all by default")
-    parser.add_argument("--seconds", type=float, default=0.06, help="of timing one variant of one case")
-    parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1), help="0 compiles on the way")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.06,
+        help="of timing one variant of one case",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=min(16, os.cpu_count() or 1),
+        help="0 compiles on the way",
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("int8_rerank needs a CUDA device, and torch sees none here.", file=sys.stderr)
@@ -99,14 +118,19 @@ def main() -> int:
         print(f"compiled by {time.perf_counter() - started:.0f} s", flush=True)
     failed = differing_bits() + differing_scores()
     print(f"compared by {time.perf_counter() - started:.0f} s: {failed} differences", flush=True)
-    print(f"{'case':18s} {'variant':42s} {'graph ms':>9s} {'p20':>7s} {'p80':>7s} {'eager ms':>9s} {'floor':>7s}")
+    print(
+        f"{'case':18s} {'variant':42s} {'graph ms':>9s} {'p20':>7s} {'p80':>7s} {'eager ms':>9s} {'floor':>7s}",
+    )
     for name in cases:
         rows, differing = timed(name, variants, options.seconds)
         failed += differing
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)
             write_csv(
-                options.output / "int8_rerank.csv", rows, collect(torch.device("cuda")), ("case", "variant", "how")
+                options.output / "int8_rerank.csv",
+                rows,
+                collect(torch.device("cuda")),
+                ("case", "variant", "how"),
             )
     print(f"done in {time.perf_counter() - started:.0f} s; {failed} differences")
     return int(failed > 0)
@@ -126,7 +150,11 @@ def variant(name: str) -> Iterator[None]:
         if found is None or not change.pop("stream", True):
             return None
         programs = change.pop("PROGRAMS", 0)
-        programs = found["PROGRAMS"] + programs if isinstance(programs, int) else int(found["PROGRAMS"] * programs)
+        programs = (
+            found["PROGRAMS"] + programs
+            if isinstance(programs, int)
+            else int(found["PROGRAMS"] * programs)
+        )
         return found | change | {"PROGRAMS": max(programs, 1)}
 
     forget()
@@ -144,8 +172,15 @@ def forget() -> None:
 
 
 def compile_all(variants: list[str], processes: int) -> None:
-    """Call everything once, with few documents, in as many processes; they share Triton's cache on the disk."""
-    jobs = list(itertools.product(variants, ((32, 2, 70, 70), (48, 2, 70, 70), (32, 2, 50, 70), (48, 2, 50, 70))))
+    """Call everything once, with few documents, in as many processes; they share Triton's cache on
+    the disk.
+    """
+    jobs = list(
+        itertools.product(
+            variants,
+            ((32, 2, 70, 70), (48, 2, 70, 70), (32, 2, 50, 70), (48, 2, 50, 70)),
+        ),
+    )
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         for message in pool.map(compile_one, jobs):
             if message:
@@ -168,7 +203,12 @@ def compile_one(job: tuple[str, tuple[int, int, int, int]]) -> str:
 # ---- calls
 
 
-def inputs(rows: int, count: int, shortest: int, longest: int) -> tuple[Tensor, QuantizedTokens, Tensor | None]:
+def inputs(
+    rows: int,
+    count: int,
+    shortest: int,
+    longest: int,
+) -> tuple[Tensor, QuantizedTokens, Tensor | None]:
     """A query in bf16, documents in int8, and where packed ones begin."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     query = torch.randn(1, rows, DIM, device="cuda", generator=generator)
@@ -176,7 +216,12 @@ def inputs(rows: int, count: int, shortest: int, longest: int) -> tuple[Tensor, 
     if shortest == longest:
         shape, offsets = (count, longest, DIM), None
     else:
-        lengths = torch.randint(shortest, longest + 1, (count,), generator=torch.Generator().manual_seed(0))
+        lengths = torch.randint(
+            shortest,
+            longest + 1,
+            (count,),
+            generator=torch.Generator().manual_seed(0),
+        )
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().cuda()
         shape = (int(lengths.sum()), DIM)  # type: ignore[assignment]
     values = torch.randint(-127, 128, shape, device="cuda", generator=generator, dtype=torch.int8)
@@ -187,16 +232,24 @@ def inputs(rows: int, count: int, shortest: int, longest: int) -> tuple[Tensor, 
 def differing_bits() -> int:
     """Cases in which a rounded query is not what ``quantize_tokens`` makes of it.
 
-    A document is one entry of 127 with its scale; so a score is one rounded entry of a query of one token.
+    A document is one entry of 127 with its scale; so a score is one rounded entry of a query of one
+    token.
     """
     differing = 0
     documents = quantize_tokens(torch.eye(DIM, device="cuda")[:, None])
-    for rows, dtype, exponent in itertools.product((8, 32, 64), (torch.bfloat16, torch.float16, torch.float32), (0, 1)):
+    for rows, dtype, exponent in itertools.product(
+        (8, 32, 64),
+        (torch.bfloat16, torch.float16, torch.float32),
+        (0, 1),
+    ):
         for seed in range(4):
             generator = torch.Generator(device="cuda").manual_seed(seed)
             queries = torch.randn(rows, DIM, device="cuda", generator=generator)
             if seed % 2:  # entries next to where the rounding changes
-                steps = torch.randint(-127, 127, (rows, DIM - 1), device="cuda", generator=generator) + 0.5
+                steps = (
+                    torch.randint(-127, 127, (rows, DIM - 1), device="cuda", generator=generator)
+                    + 0.5
+                )
                 queries = torch.cat([steps * queries[:, -1:], 127 * queries[:, -1:]], dim=1)
             tiny = 2.0**-14 if dtype == torch.float16 else 2.0**-136
             queries = (queries * (tiny if exponent else 1.0)).to(dtype)
@@ -206,7 +259,9 @@ def differing_bits() -> int:
             same = torch.equal(found, expected)
             differing += not same
             if not same:
-                print(f"  {rows} rows, {dtype}, seed {seed}: {int((found != expected).sum())} entries differ")
+                print(
+                    f"  {rows} rows, {dtype}, seed {seed}: {int((found != expected).sum())} entries differ",
+                )
     return differing
 
 
@@ -224,10 +279,15 @@ def differing_scores() -> int:
                 layout: dict[str, Any] = {"cu_seqlens_d": offsets, "mask_mode": mode, **masks}
                 found = maxsim(query, documents, impl="triton", **layout)
                 try:
-                    assert_within_budget(found, maxsim(query, documents, impl="reference", **layout))
+                    assert_within_budget(
+                        found,
+                        maxsim(query, documents, impl="reference", **layout),
+                    )
                 except AssertionError as error:
                     differing += 1
-                    print(f"  {rows} rows, {longest} tokens, padded {padded}, {mode}: {str(error)[:150]}")
+                    print(
+                        f"  {rows} rows, {longest} tokens, padded {padded}, {mode}: {str(error)[:150]}",
+                    )
     return differing
 
 
@@ -244,7 +304,8 @@ def timed(case: str, variants: list[str], seconds: float) -> tuple[list[Row], in
     for name in variants:
         try:
             with variant(name):
-                # a graph keeps its launches; an eager call keeps its plan, which the variant's end would take away
+                # a graph keeps its launches; an eager call keeps its plan, which the variant's end
+                # would take away
                 eager = _planned(query, documents, offsets)
                 runs[name, "graph"] = captured(Runnable(eager)).forward
                 runs[name, "eager"] = eager
@@ -254,18 +315,32 @@ def timed(case: str, variants: list[str], seconds: float) -> tuple[list[Row], in
             continue
         if first is None:
             first = scores
-        same = torch.equal(scores, first) if name != "two launches" else torch.allclose(scores, first, rtol=1e-5)
+        same = (
+            torch.equal(scores, first)
+            if name != "two launches"
+            else torch.allclose(scores, first, rtol=1e-5)
+        )
         differing += not same
         if not same:
             print(f"{case:18s} {name:42s} differs by {float((scores - first).abs().max()):.2e}")
     runs |= _peers(query, documents, offsets, first)
     keys = {"|".join(key): key for key in runs}
-    measured = time_cuda({text: runs[key] for text, key in keys.items()}, TimeBudget(seconds=seconds))
+    measured = time_cuda(
+        {text: runs[key] for text, key in keys.items()},
+        TimeBudget(seconds=seconds),
+    )
     times = {keys[text]: found for text, found in measured.items()}
     rows: list[Row] = []
     for (name, how), found in times.items():
         row: Row = {"case": case, "variant": name, "how": how, "p20_ms": round(found.p20, 5)}
-        rows.append(row | {"p50_ms": round(found.p50, 5), "p80_ms": round(found.p80, 5), "floor_ms": round(floor, 5)})
+        rows.append(
+            row
+            | {
+                "p50_ms": round(found.p50, 5),
+                "p80_ms": round(found.p80, 5),
+                "floor_ms": round(floor, 5),
+            },
+        )
     for name in dict.fromkeys(name for name, _ in times):
         graph, eager_time = times.get((name, "graph")), times.get((name, "eager"))
         shown = graph or eager_time
@@ -279,7 +354,11 @@ def timed(case: str, variants: list[str], seconds: float) -> tuple[list[Row], in
     return rows, differing
 
 
-def _planned(query: Tensor, documents: QuantizedTokens, offsets: Tensor | None) -> Callable[[], Tensor]:
+def _planned(
+    query: Tensor,
+    documents: QuantizedTokens,
+    offsets: Tensor | None,
+) -> Callable[[], Tensor]:
     """The public call, which keeps finding the plan that it made under this variant."""
     calls = importlib.import_module("tilefold.ops.maxsim.api").MAXSIM.calls
     maxsim(query, documents, cu_seqlens_d=offsets, impl="triton")
@@ -296,7 +375,10 @@ def _planned(query: Tensor, documents: QuantizedTokens, offsets: Tensor | None) 
 
 
 def _peers(
-    query: Tensor, documents: QuantizedTokens, offsets: Tensor | None, scores: Tensor | None
+    query: Tensor,
+    documents: QuantizedTokens,
+    offsets: Tensor | None,
+    scores: Tensor | None,
 ) -> dict[tuple[str, str], Callable[[], Any]]:
     """flash-maxsim's int8x8 with the query rounded before, and by itself, of padded documents."""
     if offsets is not None or importlib.util.find_spec("flash_maxsim") is None:
@@ -307,11 +389,23 @@ def _peers(
     lengths = torch.full((scales.size(0),), scales.size(1), device="cuda", dtype=torch.int32)
 
     def before() -> Tensor:
-        out: Tensor = quant.flash_maxsim_int8x8(single, documents.values, scales, rounded, query_scales, lengths)
+        out: Tensor = quant.flash_maxsim_int8x8(
+            single,
+            documents.values,
+            scales,
+            rounded,
+            query_scales,
+            lengths,
+        )
         return out
 
     def itself() -> Tensor:
-        out: Tensor = quant.flash_maxsim_int8x8(single, documents.values, scales, doc_lengths=lengths)
+        out: Tensor = quant.flash_maxsim_int8x8(
+            single,
+            documents.values,
+            scales,
+            doc_lengths=lengths,
+        )
         return out
 
     found: dict[tuple[str, str], Callable[[], Any]] = {}

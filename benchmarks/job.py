@@ -47,7 +47,9 @@ class JobCase:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Options of a run: the device, which implementations (all if None), whether to be quick, a tokenizer's folder."""
+    """Options of a run: the device, which implementations (all if None), whether to be quick, a
+    tokenizer's folder.
+    """
 
     device: torch.device
     impls: Sequence[str] | None = None
@@ -64,8 +66,8 @@ class Job:
         cases: its settings.
         key: columns whose values name a row of the results.
         shown: columns that are printed.
-        run: yields rows as they are measured. ``row["gate"]`` is ``"ok"``, or says what was wrong; then the row has no
-            times, and the command exits with 1.
+        run: yields rows as they are measured. ``row["gate"]`` is ``"ok"``, or says what was wrong;
+            then the row has no times, and the command exits with 1.
     """
 
     name: str
@@ -81,7 +83,9 @@ class Job:
             ValueError: for a name that no case has.
         """
         if not names:
-            return [case for case in self.cases if device in case.devices and (case.quick or not quick)]
+            return [
+                case for case in self.cases if device in case.devices and (case.quick or not quick)
+            ]
         known = {case.name: case for case in self.cases}
         if unknown := [name for name in names if name not in known]:
             raise ValueError(f"shape must be one of {', '.join(known)}, got {unknown[0]!r}.")
@@ -90,7 +94,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to search: a call, its queries, bytes of the collection, those that a call reads, the goal, the gate."""
+    """A way to search: a call, its queries, bytes of the collection, those that a call reads, the
+    goal, the gate.
+    """
 
     run: Callable[[], object]
     queries: int
@@ -106,26 +112,58 @@ class Way:
             torch.cuda.synchronize(device)
 
 
-def in_turns(ways: Mapping[str, Way], device: torch.device, budget: TimeBudget) -> Iterator[dict[str, Any]]:
+def in_turns(
+    ways: Mapping[str, Way],
+    device: torch.device,
+    budget: TimeBudget,
+) -> Iterator[dict[str, Any]]:
     """Rows of ways that take turns, by the wall clock."""
     times = time_cpu({name: partial(way.finished, device) for name, way in ways.items()}, budget)
     for name, way in ways.items():
-        found, row = times[name], {"way": name, "queries": way.queries, "gb": way.held / 1e9, "goal": way.goal}
-        rates = {"queries_s": 1e3 * way.queries / found.p50 or "", "tb_s": way.read / found.p50 / 1e9 or ""}
-        measured = {"p50_ms": found.p50, "p20_ms": found.p20, "p80_ms": found.p80, "rounds": found.reps, **rates}
-        yield row | {"gate": way.gate} | (measured if way.gate == "ok" else {"note": f"it took {found.p50:.3g} ms"})
+        found, row = (
+            times[name],
+            {"way": name, "queries": way.queries, "gb": way.held / 1e9, "goal": way.goal},
+        )
+        rates = {
+            "queries_s": 1e3 * way.queries / found.p50 or "",
+            "tb_s": way.read / found.p50 / 1e9 or "",
+        }
+        measured = {
+            "p50_ms": found.p50,
+            "p20_ms": found.p20,
+            "p80_ms": found.p80,
+            "rounds": found.reps,
+            **rates,
+        }
+        yield (
+            row
+            | {"gate": way.gate}
+            | (measured if way.gate == "ok" else {"note": f"it took {found.p50:.3g} ms"})
+        )
 
 
 def main(job: Job, doc: str | None, arguments: Sequence[str] | None = None) -> int:
     """Measure the cases that the command line asks for; 1 if a row failed its gate."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--list", action="store_true", help="list the cases, run nothing")
     parser.add_argument("--shape", "--only", action="append", help="a case; repeat for several")
     parser.add_argument("--impl", action="append", help="an implementation; repeat for several")
     parser.add_argument("--device", help="cpu or cuda; by default the GPU if there is one")
     parser.add_argument("--output", type=Path, help=f"folder for <device>/{job.name}.csv")
-    parser.add_argument("--quick", "--tiny", action="store_true", help="the quick cases; saved only with --output")
-    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer for V = 250,002, of training")
+    parser.add_argument(
+        "--quick",
+        "--tiny",
+        action="store_true",
+        help="the quick cases; saved only with --output",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="folder of a tokenizer for V = 250,002, of training",
+    )
     asked = parser.parse_args(arguments)
     if asked.list:
         for case in job.cases:
@@ -152,7 +190,12 @@ def _run(job: Job, cases: Sequence[JobCase], options: JobOptions, folder: Path |
         for row in job.run(case, options):
             failed |= row["gate"] != "ok"
             values = (row.get(name, "") for name in job.shown)
-            table.add_row(*(short_number(value) if isinstance(value, float) else str(value) for value in values))
+            table.add_row(
+                *(
+                    short_number(value) if isinstance(value, float) else str(value)
+                    for value in values
+                ),
+            )
             if row.get("note"):
                 console.print(f"  {row[job.key[0]]}: {row['note']}", markup=False)
             if path is not None:

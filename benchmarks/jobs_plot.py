@@ -1,8 +1,9 @@
-"""Draw where the time of encoding and of a training step goes: ``python -m benchmarks.jobs_plot RESULTS PICTURE.png``.
+"""Draw where the time of encoding and of a training step goes: ``python -m benchmarks.jobs_plot
+RESULTS PICTURE.png``.
 
-RESULTS is a folder with the files ``encode.csv`` and ``train.csv`` of ``benchmarks.encode`` and ``benchmarks.train``.
-Each bar is the time of 1,000 documents, or of a pair in a training step; its dark part is the time in which a kernel
-ran on the GPU, where that was measured.
+RESULTS is a folder with the files ``encode.csv`` and ``train.csv`` of ``benchmarks.encode`` and
+``benchmarks.train``. Each bar is the time of 1,000 documents, or of a pair in a training step; its
+dark part is the time in which a kernel ran on the GPU, where that was measured.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def plot_jobs(results: str | Path, picture: str | Path) -> Path:
     """
     encode, train = (_passed(Path(results) / f"{name}.csv") for name in ("encode", "train"))
     panels = (
-        ("1,000 documents, ms", _bars(encode, "what", _ENCODE, lambda row: 1e6 / float(row["docs_per_s"]), "gpu_busy")),
+        (
+            "1,000 documents, ms",
+            _bars(encode, "what", _ENCODE, lambda row: 1e6 / float(row["docs_per_s"]), "gpu_busy"),
+        ),
         (
             "a pair of a training step, ms",
             _bars(train, "side", _TRAIN, lambda row: 1e3 / float(row["pairs_per_s"]), "busy"),
@@ -60,7 +64,10 @@ def plot_jobs(results: str | Path, picture: str | Path) -> Path:
     figure = new_figure((11, 0.9 + 0.19 * max(len(bars) for _, bars in panels)))
     for axes, (title, bars) in zip(figure.subplots(1, 2), panels, strict=True):
         _draw(axes, bars, title)
-    figure.suptitle(f"{machine(encode)}; dark: a kernel ran on the GPU (not measured where all is light)", fontsize=8)
+    figure.suptitle(
+        f"{machine(encode)}; dark: a kernel ran on the GPU (not measured where all is light)",
+        fontsize=8,
+    )
     return save_figure(figure, picture)
 
 
@@ -79,7 +86,11 @@ def _bars(
     busy: str,
 ) -> list[Bar]:
     found = {(row["case"], row[by]): row for row in rows}
-    several = [case for case in dict.fromkeys(row["case"] for row in rows) if sum(case == c for c, _ in found) > 1]
+    several = [
+        case
+        for case in dict.fromkeys(row["case"] for row in rows)
+        if sum(case == c for c, _ in found) > 1
+    ]
     return [
         Bar(f"{case}: {label}", ms(row), float(row[busy]) if row[busy] else None)
         for case in several

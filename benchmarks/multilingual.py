@@ -1,17 +1,19 @@
-"""SPLADE with an XLM-R-sized vocabulary (V = 250,002) on one GPU: Japanese questions and paragraphs, from nothing.
+"""SPLADE with an XLM-R-sized vocabulary (V = 250,002) on one GPU: Japanese questions and
+paragraphs, from nothing.
 
     python -m benchmarks.multilingual --tokenizer FOLDER --data FOLDER [--split dev] [--output benchmarks/results]
     python -m benchmarks.multilingual --tokenizer FOLDER --data FOLDER --seconds 180 --output benchmarks/results
 
-No pretrained weights are needed: the start is :func:`benchmarks.fresh_lm.fresh_masked_lm`, which matches tokens.
-An optional warm-up predicts masked tokens of the documents (`--warm-up-steps`), then the pairs of the train split are
-learned with in-batch negatives and FLOPS penalties. Prints nDCG@10 and recall@100 of the untrained start, after the
-warm-up, and after training, each with the active terms of queries and documents, the time of the phase and the peak
-memory of the GPU. Rows are saved as they are measured. The command exits with 1 if training does not beat the start.
+No pretrained weights are needed: the start is :func:`benchmarks.fresh_lm.fresh_masked_lm`, which
+matches tokens. An optional warm-up predicts masked tokens of the documents (`--warm-up-steps`),
+then the pairs of the train split are learned with in-batch negatives and FLOPS penalties. Prints
+nDCG@10 and recall@100 of the untrained start, after the warm-up, and after training, each with the
+active terms of queries and documents, the time of the phase and the peak memory of the GPU. Rows
+are saved as they are measured. The command exits with 1 if training does not beat the start.
 
-With `--seconds`, the training has as many steps, up to those of `--epochs`, as fit into the time that is left once the
-start was measured, some steps were timed, and the last evaluation is counted as long as the first one. The learning
-rate falls to zero within these steps.
+With `--seconds`, the training has as many steps, up to those of `--epochs`, as fit into the time
+that is left once the start was measured, some steps were timed, and the last evaluation is counted
+as long as the first one. The learning rate falls to zero within these steps.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ from tilefold.retrieval.evaluation import active_terms
 
 MEASURES = ("nDCG@10", "R@100")
 CSV_KEY = ("collection", "split", "vocabulary", "phase", "seed")
-TIMED_STEPS, UNTIMED_STEPS = 30, 10  # of the training that measures the rate; kernels are built in the first ones
+TIMED_STEPS, UNTIMED_STEPS = (
+    30,
+    10,
+)  # of the training that measures the rate; kernels are built in the first ones
 RESERVE = 0.85  # share of the time left that is planned with
 
 
@@ -85,10 +90,19 @@ def main(argv: Sequence[str]) -> int:
             begin = time.perf_counter()
             base = warm_up(base, work / "warm", collection, options)
             seconds = time.perf_counter() - begin
-            keep(measured("warm-up", options, collection, base, work, steps=0) | {"seconds": seconds})
+            keep(
+                measured("warm-up", options, collection, base, work, steps=0)
+                | {"seconds": seconds},
+            )
         steps = options.steps
         if options.seconds is not None:
-            steps = affordable_steps(options, collection, base, work, began + options.seconds - again)
+            steps = affordable_steps(
+                options,
+                collection,
+                base,
+                work,
+                began + options.seconds - again,
+            )
         keep(measured("trained", options, collection, base, work, steps=steps))
     return 0 if rows[-1]["ndcg10"] > rows[0]["ndcg10"] else 1
 
@@ -103,7 +117,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--tokenizer", required=True, help="folder of a tokenizer with a mask token, as that of XLM-R")
+    add(
+        "--tokenizer",
+        required=True,
+        help="folder of a tokenizer with a mask token, as that of XLM-R",
+    )
     add("--data", required=True, help="a BEIR folder with a train split")
     add("--split", default="dev", help="judgements that are evaluated")
     add("--steps", type=int, help="training steps; by default --epochs decides")
@@ -128,13 +146,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def shortened(collection: Collection, count: int | None, split: str) -> Collection:
-    """Half of so many documents from the answers of either split, with the judgements of those; all for None."""
+    """Half of so many documents from the answers of either split, with the judgements of those; all
+    for None.
+    """
     if count is None:
         return collection
     splits = {name: collection.split_qrels(name) for name in ("train", split)}
     names = set()
     for qrels in splits.values():
-        names |= set(list(dict.fromkeys(name for row in qrels.values() for name in row))[: count // 2])
+        names |= set(
+            list(dict.fromkeys(name for row in qrels.values() for name in row))[: count // 2],
+        )
     documents = {name: collection.documents[name] for name in sorted(names)}
     kept = {
         name: {query: row for query, row in qrels.items() if set(row) <= set(documents)}
@@ -164,9 +186,14 @@ def recipe_of(options: argparse.Namespace, base: Path, steps: int | None) -> Lsr
 
 
 def affordable_steps(
-    options: argparse.Namespace, collection: Collection, base: Path, work: Path, deadline: float
+    options: argparse.Namespace,
+    collection: Collection,
+    base: Path,
+    work: Path,
+    deadline: float,
 ) -> int:
-    """Steps that end by `deadline`, a value of ``time.perf_counter()``, at the rate of some steps that are timed here.
+    """Steps that end by `deadline`, a value of ``time.perf_counter()``, at the rate of some steps
+    that are timed here.
 
     Raises:
         ValueError: if not even one fits.
@@ -182,14 +209,19 @@ def affordable_steps(
     if steps < 1:
         raise ValueError(
             f"--seconds: expected time for a step of {rate:.2f} s, got {left:.0f} s beside measuring and loading; "
-            "give more, or smaller sizes."
+            "give more, or smaller sizes.",
         )
     print(f"{rate * 1e3:.0f} ms a step: {steps} of {whole} steps fit into {left:.0f} s", flush=True)
     return steps
 
 
 def measured(
-    phase: str, options: argparse.Namespace, collection: Collection, base: Path, work: Path, steps: int | None
+    phase: str,
+    options: argparse.Namespace,
+    collection: Collection,
+    base: Path,
+    work: Path,
+    steps: int | None,
 ) -> dict[str, Any]:
     """Train so many steps from `base`, encode, search exactly, evaluate; a row of the results."""
     if torch.cuda.is_available():
@@ -200,7 +232,12 @@ def measured(
         if step % 50 == 0:
             print(f"{phase}: step {step} of {total}, loss {loss}", file=sys.stderr)
 
-    result = train(recipe_of(options, base, steps), collection, work / f"model-{phase}", progress=progress)
+    result = train(
+        recipe_of(options, base, steps),
+        collection,
+        work / f"model-{phase}",
+        progress=progress,
+    )
     seconds = time.perf_counter() - begin
     peak = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else float("nan")
     return {
@@ -219,7 +256,12 @@ def measured(
     }
 
 
-def scores(folder: Path, collection: Collection, options: argparse.Namespace, vectors: Path) -> dict[str, float]:
+def scores(
+    folder: Path,
+    collection: Collection,
+    options: argparse.Namespace,
+    vectors: Path,
+) -> dict[str, float]:
     """Effectiveness and sparsity of a saved model."""
     from sentence_transformers import SparseEncoder
 

@@ -1,12 +1,14 @@
-"""Long documents searched whole and by their best passage: BM25, and the packaged SPLADE without training.
+"""Long documents searched whole and by their best passage: BM25, and the packaged SPLADE without
+training.
 
     python -m benchmarks.passages --data FOLDER --data pydocs [--join 10] [--judged-of 100] [--output FOLDER]
 
-Long documents are made of what a collection has: paragraphs of one title (an article of Wikipedia) are joined, the
-docstrings of pydocs by the first word of their dotted name (a module), and where titles differ, every `--join`
-consecutive documents. A query is for the long document that holds its relevant one. `--judged-of` M takes the relevant
-documents of the split and M others per hundred of them, in corpus order. Differences to whole documents are means over
-queries of nDCG@10, with their standard errors.
+Long documents are made of what a collection has: paragraphs of one title (an article of Wikipedia)
+are joined, the docstrings of pydocs by the first word of their dotted name (a module), and where
+titles differ, every `--join` consecutive documents. A query is for the long document that holds its
+relevant one. `--judged-of` M takes the relevant documents of the split and M others per hundred of
+them, in corpus order. Differences to whole documents are means over queries of nDCG@10, with their
+standard errors.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ CSV_KEY = ("collection", "retriever", "cut")
 def joined(collection: r.Collection, split: str, join: int, judged_of: int | None) -> r.Collection:
     """The collection with long documents, and the judgements of one split."""
     documents = list(collection.documents.values())
-    judged = {name for grades in collection.split_qrels(split).values() for name, grade in grades.items() if grade > 0}
+    judged = {
+        name
+        for grades in collection.split_qrels(split).values()
+        for name, grade in grades.items()
+        if grade > 0
+    }
     if judged_of is not None:
         others = len(judged) * judged_of // 100
         left = [document.id for document in documents if document.id not in judged][:others]
@@ -54,7 +61,11 @@ def joined(collection: r.Collection, split: str, join: int, judged_of: int | Non
         parts.setdefault(key, []).append(document)
     by_title = collection.name != "pydocs" and len(titles) < len(documents) / 2
     long = {
-        key: r.Document(key, key if by_title else "", "\n\n".join(p.text if by_title else p.contents for p in group))
+        key: r.Document(
+            key,
+            key if by_title else "",
+            "\n\n".join(p.text if by_title else p.contents for p in group),
+        )
         for key, group in parts.items()
     }
     qrels = {
@@ -64,7 +75,12 @@ def joined(collection: r.Collection, split: str, join: int, judged_of: int | Non
     return r.Collection(collection.name, long, collection.queries, {split: qrels})
 
 
-def runs(collection: r.Collection, queries: dict[str, str], cut: r.Passages | None, model: Any) -> dict[str, Any]:
+def runs(
+    collection: r.Collection,
+    queries: dict[str, str],
+    cut: r.Passages | None,
+    model: Any,
+) -> dict[str, Any]:
     """Retriever -> its ranking, number of texts, and how many the model read the beginning of."""
     texts = collection.contents() if cut is None else cut.of(collection.documents)
     words = r.Searcher(r.BM25Index.build(texts, identifiers=collection.name == "pydocs"))
@@ -80,7 +96,11 @@ def runs(collection: r.Collection, queries: dict[str, str], cut: r.Passages | No
 
 def measure(collection: r.Collection, split: str, sparse: bool) -> list[dict[str, Any]]:
     """The rows of a collection of long documents."""
-    queries, judged, contents = collection.split_queries(split), collection.qrels[split], collection.contents()
+    queries, judged, contents = (
+        collection.split_queries(split),
+        collection.qrels[split],
+        collection.contents(),
+    )
     model = None
     if sparse:
         model = untrained_splade(texts_digest(contents), lambda: contents)
@@ -94,25 +114,48 @@ def measure(collection: r.Collection, split: str, sparse: bool) -> list[dict[str
             table = r.evaluate_per_query(run, judged, MEASURES)
             before = whole.setdefault(retriever, table)
             over = [values["nDCG@10"] - before[query]["nDCG@10"] for query, values in table.items()]
-            row = {"collection": collection.name, "queries": len(judged), "documents": len(contents)}
-            row |= {"words_per_document": round(length), "retriever": retriever, "cut": str(cut or "whole")}
+            row = {
+                "collection": collection.name,
+                "queries": len(judged),
+                "documents": len(contents),
+            }
+            row |= {
+                "words_per_document": round(length),
+                "retriever": retriever,
+                "cut": str(cut or "whole"),
+            }
             row |= {"texts": texts, "truncated": truncated}
             for column, name in zip(("ndcg10", "r100"), MEASURES, strict=True):
                 row[column] = statistics.fmean(values[name] for values in table.values())
             error = statistics.stdev(over) / math.sqrt(len(over)) if len(over) > 1 else 0.0
             rows.append(row | {"over_whole": statistics.fmean(over), "over_whole_se": error})
-        print(f"{collection.name}, {cut or 'whole'}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+        print(
+            f"{collection.name}, {cut or 'whole'}: {time.perf_counter() - begin:.0f} s",
+            file=sys.stderr,
+        )
     return rows
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure every row of every collection; print and save them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", action="append", required=True, help="pydocs, or a BEIR folder; may be repeated")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--data",
+        action="append",
+        required=True,
+        help="pydocs, or a BEIR folder; may be repeated",
+    )
     parser.add_argument("--split", default="test")
     parser.add_argument("--join", type=int, default=10)
     parser.add_argument("--judged-of", type=int)
-    parser.add_argument("--words-only", action="store_true", help="without the model, which reads English")
+    parser.add_argument(
+        "--words-only",
+        action="store_true",
+        help="without the model, which reads English",
+    )
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args(argv)
     provenance = collect(torch.device("cpu"))
@@ -121,7 +164,12 @@ def main(argv: Sequence[str]) -> int:
         long = joined(r.load_collection(name), options.split, options.join, options.judged_of)
         rows = measure(long, options.split, not options.words_only)
         for row in rows:
-            print(" ".join(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
+            print(
+                " ".join(
+                    f"{value:.4f}" if isinstance(value, float) else str(value)
+                    for value in row.values()
+                ),
+            )
         write_csv(file, rows, provenance, CSV_KEY)
     print(f"wrote {file}", file=sys.stderr)
     return 0

@@ -6,7 +6,9 @@ import argparse
 
 
 def given_paths(doc: str | None, *names: str, optional: str | None = None) -> list[str]:
-    """The paths that ``sys.argv`` has for ``names``, and for ``optional`` if it is there; ``doc`` is the script's."""
+    """The paths that ``sys.argv`` has for ``names``, and for ``optional`` if it is there; ``doc``
+    is the script's.
+    """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     for name in names:
         parser.add_argument(name)

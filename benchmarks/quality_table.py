@@ -1,11 +1,13 @@
-"""Retrieval quality by ``tilefold`` commands alone: BM25, dense, SPLADE, feedback, fusion and reranking.
+"""Retrieval quality by ``tilefold`` commands alone: BM25, dense, SPLADE, feedback, fusion and
+reranking.
 
     python -m benchmarks.quality_table --data FOLDER:SPLIT --data pydocs:test --splade MODEL --work FOLDER
 
-Each collection is sampled first: `--queries` judged ones of the split, and `--documents`, which hold all that is judged
-for them; both with seed 0. Fewer documents than the collection has make numbers higher than those of the whole. The
-commands are those of :func:`commands`, one process each; a row is what its ``--json`` prints, and its p-value what
-``compare`` finds beside BM25 (paired randomisation, after Holm's correction over the rows and measures).
+Each collection is sampled first: `--queries` judged ones of the split, and `--documents`, which
+hold all that is judged for them; both with seed 0. Fewer documents than the collection has make
+numbers higher than those of the whole. The commands are those of :func:`commands`, one process
+each; a row is what its ``--json`` prints, and its p-value what ``compare`` finds beside BM25
+(paired randomisation, after Holm's correction over the rows and measures).
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ ALL = "--run bm25.trec --run dense.trec --run splade.trec"
 
 
 def commands(split: str, splade: str, length: int, bm25: str) -> tuple[list[str], dict[str, str]]:
-    """Commands that encode and index, and those of the rows, by name; `data` and all outputs are in one folder."""
+    """Commands that encode and index, and those of the rows, by name; `data` and all outputs are in
+    one folder.
+    """
     encode = f"encode --data data --max-length {length} --model"
     first = [
         f"index --backend bm25 --data data --output bm25{bm25}",
@@ -63,7 +67,9 @@ def commands(split: str, splade: str, length: int, bm25: str) -> tuple[list[str]
         "splade, prf average": f"{score} {sparse} splade --vectors splade-vectors --prf average",
     }
     measures = " ".join(f"--measure {measure}" for measure in MEASURES.values())
-    return first, {n: f"{line} {measures} --save-run {run_file(n)} --json" for n, line in rows.items()}
+    return first, {
+        n: f"{line} {measures} --save-run {run_file(n)} --json" for n, line in rows.items()
+    }
 
 
 def run_file(name: str) -> str:
@@ -72,7 +78,9 @@ def run_file(name: str) -> str:
 
 
 def sample(collection: Collection, split: str, queries: int, documents: int) -> Collection:
-    """`queries` judged ones of a split, and `documents` with all that are judged for them; both with seed 0."""
+    """`queries` judged ones of a split, and `documents` with all that are judged for them; both
+    with seed 0.
+    """
     judged = collection.split_qrels(split)
     draw = random.Random(0)  # noqa: S311 - a reproducible sample, no secret
     names = set(draw.sample(sorted(judged), min(queries, len(judged))))
@@ -95,21 +103,39 @@ def tilefold(line: str, folder: Path) -> Any:
     return json.loads(done.stdout) if "--json" in line else None
 
 
-def measure(collection: Collection, split: str, splade: str, length: int, folder: Path) -> list[dict[str, Any]]:
+def measure(
+    collection: Collection,
+    split: str,
+    splade: str,
+    length: int,
+    folder: Path,
+) -> list[dict[str, Any]]:
     """The rows of a collection, whose commands run in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     collection.save_beir(folder / "data")
-    first, scored = commands(split, splade, length, " --identifiers" if collection.name == "pydocs" else "")
+    first, scored = commands(
+        split,
+        splade,
+        length,
+        " --identifiers" if collection.name == "pydocs" else "",
+    )
     for line in first:
         tilefold(line, folder)
     facts = {name: tilefold(line, folder) for name, line in scored.items()}
     runs = " ".join(map(run_file, scored))
     measures = " ".join(f"--measure {measure}" for measure in MEASURES.values())
-    found = tilefold(f"compare {runs} --data data --split {split} {measures} --worst 0 --json", folder)["comparisons"]
+    found = tilefold(
+        f"compare {runs} --data data --split {split} {measures} --worst 0 --json",
+        folder,
+    )["comparisons"]
     beside = {(f"{each['run']}.trec", each["measure"]): each for each in found}
     rows: list[dict[str, Any]] = []
     for name, fact in facts.items():
-        row: dict[str, Any] = {"collection": collection.name, "split": split, "documents": len(collection.documents)}
+        row: dict[str, Any] = {
+            "collection": collection.name,
+            "split": split,
+            "documents": len(collection.documents),
+        }
         row |= {"queries": len(collection.qrels[split]), "max_length": length, "row": name}
         for column, wanted in MEASURES.items():
             mean = fact["errors"][split][wanted]
@@ -122,13 +148,36 @@ def measure(collection: Collection, split: str, splade: str, length: int, folder
 
 def main(argv: Sequence[str]) -> int:
     """Measure every row of every collection; print and save them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", action="append", required=True, help="FOLDER:SPLIT or pydocs:SPLIT; may be repeated")
-    parser.add_argument("--splade", type=Path, required=True, help="folder of a trained SPLADE model")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--data",
+        action="append",
+        required=True,
+        help="FOLDER:SPLIT or pydocs:SPLIT; may be repeated",
+    )
+    parser.add_argument(
+        "--splade",
+        type=Path,
+        required=True,
+        help="folder of a trained SPLADE model",
+    )
     parser.add_argument("--queries", type=int, default=300)
     parser.add_argument("--documents", type=int, default=1500)
-    parser.add_argument("--max-length", type=int, default=128, help="tokens that models read of a text")
-    parser.add_argument("--work", type=Path, required=True, help="folder for vectors, indexes and runs")
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=128,
+        help="tokens that models read of a text",
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        required=True,
+        help="folder for vectors, indexes and runs",
+    )
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args(argv)
     provenance = collect(torch.device("cpu"))
@@ -139,7 +188,9 @@ def main(argv: Sequence[str]) -> int:
         splade, folder = str(options.splade.resolve()), options.work.resolve() / collection.name
         rows = measure(collection, split, splade, options.max_length, folder)
         for row in rows:
-            print(f"{collection.name} {row['row']}: {row['ndcg10']:.4f} ± {row['ndcg10_se']:.4f}, {row['r100']:.4f}")
+            print(
+                f"{collection.name} {row['row']}: {row['ndcg10']:.4f} ± {row['ndcg10_se']:.4f}, {row['r100']:.4f}",
+            )
         write_csv(file, rows, provenance, CSV_KEY)
     print(f"wrote {file}", file=sys.stderr)
     return 0

@@ -2,9 +2,10 @@
 
     python -m benchmarks.queries [--shape bert-base] [--output benchmarks/results]
 
-Every way encodes the same queries with the same model of random weights, whose bias leaves some 230 terms of a query;
-rows of the stock model in fp32 are the gate, for queries and for texts of 1 to 512 tokens. The floor of a single query
-is the replay of its graph alone. Graphs are captured before anything is timed, as the start of a server does it.
+Every way encodes the same queries with the same model of random weights, whose bias leaves some 230
+terms of a query; rows of the stock model in fp32 are the gate, for queries and for texts of 1 to
+512 tokens. The floor of a single query is the replay of its graph alone. Graphs are captured before
+anything is timed, as the start of a server does it.
 """
 
 from __future__ import annotations
@@ -45,8 +46,14 @@ def texts_of(count: int, seed: int = 1) -> list[str]:
     """Runs of words from the same, of 1 to 512 tokens."""
     words = " ".join(make_texts(2000)).split()
     generator = np.random.default_rng(seed)
-    sizes, starts = generator.integers(1, LONGEST // 2, count), generator.integers(0, len(words) - LONGEST, count)
-    return [" ".join(words[at : at + size]) for at, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
+    sizes, starts = (
+        generator.integers(1, LONGEST // 2, count),
+        generator.integers(0, len(words) - LONGEST, count),
+    )
+    return [
+        " ".join(words[at : at + size])
+        for at, size in zip(starts.tolist(), sizes.tolist(), strict=True)
+    ]
 
 
 def colbert(folder: Path, device: torch.device) -> Any:
@@ -59,12 +66,22 @@ def colbert(folder: Path, device: torch.device) -> Any:
     trunk = Transformer(str(folder), query_expansion=expansion)
     plain = torch.nn.Identity()
     width = trunk.get_embedding_dimension()
-    dense = Dense(width, 128, bias=False, activation_function=plain, module_input_name="token_embeddings")
+    dense = Dense(
+        width,
+        128,
+        bias=False,
+        activation_function=plain,
+        module_input_name="token_embeddings",
+    )
     modules = [trunk, dense, MultiVectorMask(), Normalize(module_input_name="token_embeddings")]
     return MultiVectorEncoder(modules=modules, device=str(device)).to(torch.bfloat16)
 
 
-def times(run: Callable[[str], object], queries: Sequence[str], device: torch.device) -> dict[str, float]:
+def times(
+    run: Callable[[str], object],
+    queries: Sequence[str],
+    device: torch.device,
+) -> dict[str, float]:
     """Percentiles of single calls, each to the end of what it gave the device."""
     for query in queries[:20]:
         run(query)
@@ -87,7 +104,12 @@ def measured(case: JobCase, options: JobOptions) -> Iterator[Row]:
 
 
 def _single(
-    case: JobCase, name: str, model: Any, queries: list[str], gated: tuple[list[str], Truth], device: torch.device
+    case: JobCase,
+    name: str,
+    model: Any,
+    queries: list[str],
+    gated: tuple[list[str], Truth],
+    device: torch.device,
 ) -> Iterator[Row]:
     def run(query: str | list[str]) -> Any:
         return model.encode_query(query, batch_size=64, show_progress_bar=False)
@@ -99,7 +121,13 @@ def _single(
         if way != STOCK:
             model.encoding_graphs.failed = way == EAGER
         made: dict[str, object] = {}
-        gate = "the truth" if way == STOCK else _gate(model, stock, *gated) if way == EAGER else "not run"
+        gate = (
+            "the truth"
+            if way == STOCK
+            else _gate(model, stock, *gated)
+            if way == EAGER
+            else "not run"
+        )
         if way == GRAPHS:
             torch.cuda.empty_cache()  # what calls before have left is not the graphs'
             before = torch.cuda.memory_reserved(device)
@@ -113,7 +141,12 @@ def _single(
             made["graphs"] = len(model.encoding_graphs.graphs)
         few = SLOW if way != GRAPHS else 1
         row: dict[str, object] = {"case": case.name, "way": way, "gate": gate}
-        yield {**row, "work": f"one {name}", **made, **times(run, queries[: 20 + SINGLE // few], device)}
+        yield {
+            **row,
+            "work": f"one {name}",
+            **made,
+            **times(run, queries[: 20 + SINGLE // few], device),
+        }
         together = times(lambda _: run(queries[:32]), queries[: 20 + JOINED // few], device)
         yield {**row, "work": f"32 {name}", **together}
     graphs = model.encoding_graphs
@@ -124,33 +157,60 @@ def _single(
         graph.launch()
         graph.wait()
 
-    alone = {"case": case.name, "work": f"one {name}", "way": FLOOR, "graphs": len(graphs.graphs), "gate": gate}
-    note = f"{inputs.texts} text, {inputs.tokens} tokens" + (", and one was captured while others were timed" * late)
+    alone = {
+        "case": case.name,
+        "work": f"one {name}",
+        "way": FLOOR,
+        "graphs": len(graphs.graphs),
+        "gate": gate,
+    }
+    note = f"{inputs.texts} text, {inputs.tokens} tokens" + (
+        ", and one was captured while others were timed" * late
+    )
     yield {**alone, **times(replay, queries, device), "note": note}
 
 
 def _gate(model: Any, stock: Any, texts: list[str], truth: Truth) -> str:
-    """Whether single and joined rows are those of the stock model, by the budget of its own dtype against fp32."""
+    """Whether single and joined rows are those of the stock model, by the budget of its own dtype
+    against fp32.
+    """
     if is_multi_vector(model):
         found, expected = model.encode_query(texts[:4]), stock.encode_query(texts[:4])
-        apart = max(float((got.float() - want.float()).abs().max()) for got, want in zip(found, expected, strict=True))
+        apart = max(
+            float((got.float() - want.float()).abs().max())
+            for got, want in zip(found, expected, strict=True)
+        )
         return "ok" if apart <= 2.0**-5 else f"token vectors differ by {apart:.3g}"
     single = torch.stack([model.encode_query(text).to_dense() for text in texts])
-    joined = torch.cat([model.encode_query(texts[at : at + 32]).to_dense() for at in range(0, len(texts), 32)])
+    joined = torch.cat(
+        [model.encode_query(texts[at : at + 32]).to_dense() for at in range(0, len(texts), 32)],
+    )
     return _compared(truth, single, joined)
 
 
 def _compared(truth: Truth, *found: torch.Tensor) -> str:
     error = max(float((rows.float().cpu() - truth.rows[: len(rows)]).abs().max()) for rows in found)
-    return "ok" if error <= truth.allowed else f"rows differ by {error:.3g}, allowed {truth.allowed:.3g}"
+    return (
+        "ok"
+        if error <= truth.allowed
+        else f"rows differ by {error:.3g}, allowed {truth.allowed:.3g}"
+    )
 
 
-def _bulk(case: JobCase, model: Any, queries: list[str], truth: Truth, device: torch.device) -> Iterator[Row]:
+def _bulk(
+    case: JobCase,
+    model: Any,
+    queries: list[str],
+    truth: Truth,
+    device: torch.device,
+) -> Iterator[Row]:
     from tilefold.integrations.sentence_transformers import encode_sparse, restore
     from tilefold.retrieval import encode_collection
 
     def rate(texts: list[str], run: Callable[[list[str]], Any]) -> float:
-        """Texts a second; memory is fresh the first time, and slow, and the median of three counts after it."""
+        """Texts a second; memory is fresh the first time, and slow, and the median of three counts
+        after it.
+        """
         run(texts)
         return len(texts) / sorted(seconds_of(lambda: run(texts), device) for _ in range(3))[1]
 
@@ -186,7 +246,19 @@ QUERIES = Job(
     "queries",
     tuple(case for case in CASES if case.name in ("bert-base", "minilm")),
     ("case", "work", "way"),
-    ("work", "way", "p20_ms", "p50_ms", "p80_ms", "p99_ms", "queries_s", "gpu_busy", "graphs", "mib", "gate"),
+    (
+        "work",
+        "way",
+        "p20_ms",
+        "p50_ms",
+        "p80_ms",
+        "p99_ms",
+        "queries_s",
+        "gpu_busy",
+        "graphs",
+        "mib",
+        "gate",
+    ),
     measured,
 )
 

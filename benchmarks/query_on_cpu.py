@@ -1,11 +1,14 @@
-"""One query of 12 tokens on the CPU: a stock SparseEncoder, the accelerated one, its ONNX graphs, and other engines.
+"""One query of 12 tokens on the CPU: a stock SparseEncoder, the accelerated one, its ONNX graphs,
+and other engines.
 
-Calls of all take turns, so that a machine that others use slows all alike; CPU time is of the whole process, and says
-more there than the clock. Engines that are not installed have no row (openvino), or are named beside their version::
+Calls of all take turns, so that a machine that others use slows all alike; CPU time is of the whole
+process, and says more there than the clock. Engines that are not installed have no row (openvino),
+or are named beside their version::
 
     OMP_NUM_THREADS=2 python -m benchmarks.query_on_cpu --model splade-model --graph onnx --graph int8 --seconds 60
 
-Engines other than tilefold's run from token ids to scores, without the tokenizer and without sparse rows.
+Engines other than tilefold's run from token ids to scores, without the tokenizer and without sparse
+rows.
 """
 
 from __future__ import annotations
@@ -35,20 +38,37 @@ Calls = dict[str, Callable[[], object]]
 
 def main() -> None:
     """Parse arguments, time, print and keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", required=True)
-    parser.add_argument("--graph", action="append", default=[], help="folder of an ONNX graph of the model")
+    parser.add_argument(
+        "--graph",
+        action="append",
+        default=[],
+        help="folder of an ONNX graph of the model",
+    )
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--name", help="of the model, in the rows")
-    parser.add_argument("--output", type=Path, help="where rows are kept; by default the repository's results")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="where rows are kept; by default the repository's results",
+    )
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rows = timed(prepare(options.model, options.graph), options.seconds)
     for row in rows:
         print(" | ".join(str(value) for value in row.values()))
-    print(f"load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(
+        f"load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, {torch.get_num_threads()} threads",
+    )
     provenance = collect(torch.device("cpu"))
-    shared = {"model": options.name or Path(options.model).name, "load": f"{os.getloadavg()[0]:.1f}"}
+    shared = {
+        "model": options.name or Path(options.model).name,
+        "load": f"{os.getloadavg()[0]:.1f}",
+    }
     shared |= {"isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "native")}
     path = results_file(options.output or RESULTS, "query_on_cpu", provenance)
     write_csv(path, [shared | row for row in rows], provenance, ("model", "isa", "what"))
@@ -77,7 +97,10 @@ def prepare(model: str, graphs: list[str]) -> Calls:
         calls[f"{Path(graph).name} encode_sparse_batch"] = sparse_batch(loaded)
         calls[f"{Path(graph).name} onnxruntime alone"] = alone(loaded[0], tensors)
         if importlib.util.find_spec("openvino"):
-            calls[f"{Path(graph).name} openvino alone"] = by_openvino(f"{graph}/model.onnx", tensors)
+            calls[f"{Path(graph).name} openvino alone"] = by_openvino(
+                f"{graph}/model.onnx",
+                tensors,
+            )
     return calls
 
 
@@ -133,8 +156,14 @@ def timed(calls: Calls, seconds: float) -> list[dict[str, object]]:
             "p50_ms": round(statistics.median(wall[name]), 2),
             "least_ms": round(min(wall[name]), 2),
             "cpu_p50_ms": round(statistics.median(cpu[name]), 2),
-            "times_as_fast": round(statistics.median(a / b for a, b in zip(wall[first], wall[name], strict=True)), 2),
-            "times_as_fast_cpu": round(statistics.median(cpu[first]) / statistics.median(cpu[name]), 2),
+            "times_as_fast": round(
+                statistics.median(a / b for a, b in zip(wall[first], wall[name], strict=True)),
+                2,
+            ),
+            "times_as_fast_cpu": round(
+                statistics.median(cpu[first]) / statistics.median(cpu[name]),
+                2,
+            ),
         }
         for name in calls
     ]

@@ -40,10 +40,19 @@ def memory_now(device: torch.device) -> int:
 
 
 def of_all_ranks(
-    mine: Sequence[float], before: int, device: torch.device, group: dist.ProcessGroup | None = None
+    mine: Sequence[float],
+    before: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[list[float], float]:
-    """Milliseconds of each iteration on the slowest rank, and peak MB above ``before`` bytes on the largest."""
-    peak = (torch.cuda.max_memory_allocated() - before) / 1e6 if device.type == "cuda" else float("nan")
+    """Milliseconds of each iteration on the slowest rank, and peak MB above ``before`` bytes on the
+    largest.
+    """
+    peak = (
+        (torch.cuda.max_memory_allocated() - before) / 1e6
+        if device.type == "cuda"
+        else float("nan")
+    )
     times = torch.tensor([*mine, peak], dtype=torch.float64, device=device)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
     return times[:-1].tolist(), times[-1].item()
@@ -54,7 +63,9 @@ def print_table(title: str, first: str, rows: Sequence[Row], device: torch.devic
     if dist.get_rank() != 0:
         return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    print(f"{title}; {dist.get_world_size()} x {name}; torch {torch.__version__}, tilefold {tilefold.__version__}\n")
+    print(
+        f"{title}; {dist.get_world_size()} x {name}; torch {torch.__version__}, tilefold {tilefold.__version__}\n",
+    )
     print(f"| {first} | median ms | p20 | p80 | peak extra MB |\n|---|---|---|---|---|")
     for what, times, peak in rows:
         p20, *_, p80 = statistics.quantiles(times, n=5)

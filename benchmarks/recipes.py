@@ -4,14 +4,16 @@
     python -m benchmarks.recipes --data scifact=PATH --recipe splade-v2 "splade-v2;learning_rate=1e-4" --seeds 0 1 2
     python -m benchmarks.recipes --data jaquad=PATH --base jaquad=xlmr-small --tokenizer PATH --recipe splade-v2
 
-A recipe may carry fields of its own, ``name;field=value;field.field=value``. The start is the untrained model of the
-same encoders; recipes that share it measure it once. Recipes that need negatives or teachers get, in `--work`, the best
-documents of BM25 with the ensemble of BM25 and the dense MiniLM. `--base` names the model of a collection or of a kind
-of recipe (`causal-lm`, `multi-vector`); of `all`, recipes of causal models are left out without one. Rows are saved as
-they end, each with its command.
+A recipe may carry fields of its own, ``name;field=value;field.field=value``. The start is the
+untrained model of the same encoders; recipes that share it measure it once. Recipes that need
+negatives or teachers get, in `--work`, the best documents of BM25 with the ensemble of BM25 and the
+dense MiniLM. `--base` names the model of a collection or of a kind of recipe (`causal-lm`,
+`multi-vector`); of `all`, recipes of causal models are left out without one. Rows are saved as they
+end, each with its command.
 
-`search_ms` is the time of one query on the exact index, one thread, without encoding; runs that share a processor slow
-one another down. A multi-vector recipe reranks the 100 best documents of BM25.
+`search_ms` is the time of one query on the exact index, one thread, without encoding; runs that
+share a processor slow one another down. A multi-vector recipe reranks the 100 best documents of
+BM25.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ from tilefold.retrieval.datasets import load_collection
 MEASURES = ("nDCG@10", "R@100")
 CSV_KEY = ("data", "recipe", "base", "steps", "seed")
 DEPTH = 100
-TERMS = 1024  # heaviest terms kept of a document, so that a model that is not sparse fits into memory
+TERMS = (
+    1024  # heaviest terms kept of a document, so that a model that is not sparse fits into memory
+)
 
 
 @dataclass(frozen=True)
@@ -79,14 +83,24 @@ class Job:
         values = self.config().to_dict()
         names = ("base_model", "max_length", "seed", "start_percentile", "dimension")
         key = {name: values.get(name) for name in names}
-        sides = {"query": values.get("query"), "document": values.get("document", EncoderSpec().to_dict())}
+        sides = {
+            "query": values.get("query"),
+            "document": values.get("document", EncoderSpec().to_dict()),
+        }
         return json.dumps({"data": self.data} | key | sides, sort_keys=True)
 
     def command(self) -> str:
         """What trains the same model by hand."""
         name, *changes = self.recipe.split(";")
         words = ["tilefold", "train", "--recipe", name, "--data", self.data, "--output", "MODEL"]
-        words += ["--steps", str(self.steps), "--max-length", str(self.max_length), "--seed", str(self.seed)]
+        words += [
+            "--steps",
+            str(self.steps),
+            "--max-length",
+            str(self.max_length),
+            "--seed",
+            str(self.seed),
+        ]
         if self.base:
             words += ["--model", Path(self.base).name]
         if self.scores and _negatives(self.config()):
@@ -125,9 +139,18 @@ def run_job(job: Job) -> dict[str, Any]:
         if job.what == "start":
             model = untrained(config, collection)
         else:
-            folder = Path(job.work) / "models" / f"{job.data}-{_slug(job.recipe)}-{job.steps}-{job.seed}"
+            folder = (
+                Path(job.work) / "models" / f"{job.data}-{_slug(job.recipe)}-{job.steps}-{job.seed}"
+            )
             negatives = job.scores if _negatives(config) else None
-            result = catalogue.train(config, collection, folder, negatives=negatives, resume=False, overwrite=True)
+            result = catalogue.train(
+                config,
+                collection,
+                folder,
+                negatives=negatives,
+                resume=False,
+                overwrite=True,
+            )
             told = {
                 "loss": result.loss,
                 "first_ranking_loss": result.first_ranking_loss,
@@ -171,7 +194,12 @@ def measure(model: Any, config: Config, collection: Collection) -> dict[str, Any
     return evaluate(run, qrels, MEASURES) | extra
 
 
-def _sparse(model: Any, collection: Collection, queries: dict[str, str], config: Config) -> tuple[Any, dict[str, Any]]:
+def _sparse(
+    model: Any,
+    collection: Collection,
+    queries: dict[str, str],
+    config: Config,
+) -> tuple[Any, dict[str, Any]]:
     import tempfile
 
     from tilefold.recipes.lsr import fused_head
@@ -181,7 +209,14 @@ def _sparse(model: Any, collection: Collection, queries: dict[str, str], config:
     from tilefold.retrieval.vectors import read_vectors
 
     with fused_head(model, config.fused), tempfile.TemporaryDirectory() as folder:
-        encode_collection(model, collection.contents(), folder, batch_size=64, shard_size=1 << 16, top_k=TERMS)
+        encode_collection(
+            model,
+            collection.contents(),
+            folder,
+            batch_size=64,
+            shard_size=1 << 16,
+            top_k=TERMS,
+        )
         encoded = encode_queries(model, queries, batch_size=64)
         documents = read_vectors(folder)
     index = build_index(documents)
@@ -192,14 +227,21 @@ def _sparse(model: Any, collection: Collection, queries: dict[str, str], config:
     return hits_to_run(encoded, hits), terms | {"search_ms": milliseconds}
 
 
-def _late(model: Any, collection: Collection, queries: dict[str, str]) -> tuple[Any, dict[str, Any]]:
+def _late(
+    model: Any,
+    collection: Collection,
+    queries: dict[str, str],
+) -> tuple[Any, dict[str, Any]]:
     from tilefold.retrieval.bm25 import BM25Index
     from tilefold.retrieval.reranking import rerank
     from tilefold.retrieval.token_encoding import encode_texts
 
     contents = collection.contents()
     candidates = BM25Index.build(contents).search(queries, DEPTH)
-    wanted = {name: contents[name] for name in dict.fromkeys(name for row in candidates.values() for name in row)}
+    wanted = {
+        name: contents[name]
+        for name in dict.fromkeys(name for row in candidates.values() for name in row)
+    }
     asked = encode_texts(model, queries, kind="query", batch_size=64)
     tokens = encode_texts(model, wanted, kind="document", batch_size=64)
     begin = time.perf_counter()
@@ -220,20 +262,35 @@ def chosen(options: argparse.Namespace) -> list[str]:
     """The recipes that were asked for."""
     if options.recipe != ["all"]:
         return list(options.recipe)
-    return [name for name, entry in RECIPES.items() if entry.base != "causal-lm" or entry.base in options.base]
+    return [
+        name
+        for name, entry in RECIPES.items()
+        if entry.base != "causal-lm" or entry.base in options.base
+    ]
 
 
 def plan(options: argparse.Namespace, scores: dict[str, str], bases: dict[str, str]) -> list[Job]:
-    """Starts first, one for each distinct untrained model, then the trainings with the longest first."""
+    """Starts first, one for each distinct untrained model, then the trainings with the longest
+    first.
+    """
     trainings = [
         Job(
-            "train", name, data, path, bases.get(entry_of(name).base, bases.get(data, "")), seed, options.steps,
-            options.max_length, scores.get(data), str(options.work), options.limit,
+            "train",
+            name,
+            data,
+            path,
+            bases.get(entry_of(name).base, bases.get(data, "")),
+            seed,
+            options.steps,
+            options.max_length,
+            scores.get(data),
+            str(options.work),
+            options.limit,
         )
         for data, path in options.data.items()
         for name in chosen(options)
         for seed in options.seeds
-    ]  # fmt: skip
+    ]
     trainings.sort(key=lambda job: -_negatives(job.config()))
     starts = {job.start_key(): Job(**vars(job) | {"what": "start"}) for job in trainings}
     return [*starts.values(), *trainings]
@@ -252,7 +309,10 @@ def row_of(job: Job, end: dict[str, Any], start: dict[str, Any] | None) -> dict[
         **{f"start_{name}": (start or {}).get(name) for name in shown},
         **{name: end.get(name) for name in shown},
         "search_ms": end.get("search_ms"),
-        **{name: end.get(name) for name in ("loss", "first_ranking_loss", "ranking_loss", "train_seconds")},
+        **{
+            name: end.get(name)
+            for name in ("loss", "first_ranking_loss", "ranking_loss", "train_seconds")
+        },
         "paper": entry.paper,
         "publishes": entry.publishes,
         "warnings": (end.get("warnings") or "").strip(),
@@ -265,18 +325,45 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--recipe", nargs="+", default=["all"], help="names, with ;field=value, or all")
-    add("--data", action="append", required=True, metavar="NAME=PATH", help="a BEIR folder; may be repeated")
-    add("--base", action="append", default=[], metavar="NAME=MODEL", help="folder of a model, or xlmr-small")
+    add(
+        "--data",
+        action="append",
+        required=True,
+        metavar="NAME=PATH",
+        help="a BEIR folder; may be repeated",
+    )
+    add(
+        "--base",
+        action="append",
+        default=[],
+        metavar="NAME=MODEL",
+        help="folder of a model, or xlmr-small",
+    )
     add("--tokenizer", help="folder of the tokenizer of xlmr-small")
     add("--seeds", nargs="+", type=int, default=[0])
     add("--steps", type=int, default=300)
     add("--max-length", type=int, default=256)
-    add("--candidates", type=int, default=50, help="documents that BM25 mines for each training query")
+    add(
+        "--candidates",
+        type=int,
+        default=50,
+        help="documents that BM25 mines for each training query",
+    )
     add("--teacher", default="minilm", help="dense model beside BM25; none for BM25 alone")
     add("--language", default="english", help="of BM25; none for scripts without spaces")
     add("--limit", type=int, help="cut collections to this many documents and queries, for a look")
-    add("--processes", type=int, default=1, help="runs at a time, each in a process of its own on the one device")
-    add("--work", type=Path, default=Path("recipes-work"), help="folder for teacher scores and models")
+    add(
+        "--processes",
+        type=int,
+        default=1,
+        help="runs at a time, each in a process of its own on the one device",
+    )
+    add(
+        "--work",
+        type=Path,
+        default=Path("recipes-work"),
+        help="folder for teacher scores and models",
+    )
     add("--output", type=Path, help="folder for <device>/recipes.csv")
     options = parser.parse_args(argv)
     take_named(parser, options, ("data", "base"))
@@ -301,7 +388,15 @@ def prepare(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]
         file = options.work / f"{data}-scores.parquet"
         if need:
             collection = with_splits(load_collection(path), options.limit)
-            scores[data] = str(make_scores(collection, file, options.candidates, options.language, options.teacher))
+            scores[data] = str(
+                make_scores(
+                    collection,
+                    file,
+                    options.candidates,
+                    options.language,
+                    options.teacher,
+                ),
+            )
     return scores, bases
 
 
@@ -316,10 +411,16 @@ def main(argv: Sequence[str]) -> int:
     ends: dict[Job, dict[str, Any]] = {}
     failed = 0
     for job, found, reason in run_all(jobs, run_job, options.processes):
-        value = reason if found is None else f"nDCG@10 {found['nDCG@10']:.4f}, R@100 {found['R@100']:.4f}"
+        value = (
+            reason
+            if found is None
+            else f"nDCG@10 {found['nDCG@10']:.4f}, R@100 {found['R@100']:.4f}"
+        )
         if found is not None and "document_terms" in found:
             value += f", terms {found['query_terms']:.0f} and {found['document_terms']:.0f}"
-        print(f"[{time.monotonic() - begin:5.0f} s] {job.data}, {job.recipe}, seed {job.seed}, {job.what}: {value}")
+        print(
+            f"[{time.monotonic() - begin:5.0f} s] {job.data}, {job.recipe}, seed {job.seed}, {job.what}: {value}",
+        )
         sys.stdout.flush()
         if found is None:
             failed += 1
@@ -328,7 +429,10 @@ def main(argv: Sequence[str]) -> int:
         else:
             ends[job] = found
         if options.output is not None and ends:
-            save([row_of(job, end, starts.get(job.start_key())) for job, end in ends.items()], options.output)
+            save(
+                [row_of(job, end, starts.get(job.start_key())) for job, end in ends.items()],
+                options.output,
+            )
     return 1 if failed else 0
 
 

@@ -1,4 +1,6 @@
-"""Teacher scores for the recipes that need them, made offline: BM25 mines, BM25 and a dense model teach."""
+"""Teacher scores for the recipes that need them, made offline: BM25 mines, BM25 and a dense model
+teach.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from tilefold.retrieval.training_rows import write_training_rows
 
 
 def make_scores(
-    collection: Collection, path: Path, candidates: int, language: str = "english", teacher: str = "minilm"
+    collection: Collection,
+    path: Path,
+    candidates: int,
+    language: str = "english",
+    teacher: str = "minilm",
 ) -> Path:
     """Write the rows of the training queries, as `tilefold mine` and `tilefold score` do.
 
@@ -23,17 +29,26 @@ def make_scores(
         path: the Parquet file.
         candidates: documents of BM25 per query.
         language: of BM25.
-        teacher: a dense model beside BM25: ``"minilm"``, a folder or a name; ``"none"`` for BM25 alone.
+        teacher: a dense model beside BM25: ``"minilm"``, a folder or a name; ``"none"`` for BM25
+            alone.
     """
     index = BM25Index.build(collection.contents(), language=language)
     found = index.search(collection.split_queries("train"), candidates)
     mined = mine_negatives(found.items(), collection, "train", [Window(1, candidates, candidates)])
-    made_by = {"kind": "scored", "retriever": "bm25", "candidates": candidates, "teachers": ["bm25", teacher]}
+    made_by = {
+        "kind": "scored",
+        "retriever": "bm25",
+        "candidates": candidates,
+        "teachers": ["bm25", teacher],
+    }
     rows = mined.rows(made_by | {"texts_sha256": texts_digest(collection.contents())})
     teachers = [Teacher("bm25", "bm25", index)]
     if teacher != "none":
         teachers.append(_dense(teacher))
-    scores = {each.name: score_rows(each, rows, collection, path.with_suffix(".work")) for each in teachers}
+    scores = {
+        each.name: score_rows(each, rows, collection, path.with_suffix(".work"))
+        for each in teachers
+    }
     write_training_rows(replace(rows, teachers=scores, target=ensemble(rows, scores)), path)
     return path
 
@@ -43,5 +58,9 @@ def _dense(name: str) -> Teacher:
 
     from tilefold.recipes.backbone import load_dense_minilm
 
-    model = load_dense_minilm() if name == "minilm" else SentenceTransformer(name, trust_remote_code=False)
+    model = (
+        load_dense_minilm()
+        if name == "minilm"
+        else SentenceTransformer(name, trust_remote_code=False)
+    )
     return Teacher(Path(name).name, "dense", model)

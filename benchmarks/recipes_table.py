@@ -12,7 +12,17 @@ from collections.abc import Sequence
 
 from tilefold.bench.results import read_csv
 
-COLUMNS = ("recipe", "steps, seeds", "nDCG@10: start", "end", "R@100: start", "end", "terms q", "terms d", "ms")
+COLUMNS = (
+    "recipe",
+    "steps, seeds",
+    "nDCG@10: start",
+    "end",
+    "R@100: start",
+    "end",
+    "terms q",
+    "terms d",
+    "ms",
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,7 +44,11 @@ def main(argv: Sequence[str]) -> int:
 def figures(rows: Sequence[dict[str, str]]) -> list[str]:
     """The cells of one line; a measure of several seeds carries their standard deviation."""
     cells = [cell(rows, name, 3) for name in ("start_nDCG@10", "nDCG@10", "start_R@100", "R@100")]
-    return cells + [cell(rows, name, 0) for name in ("query_terms", "document_terms")] + [cell(rows, "search_ms", 2)]
+    return (
+        cells
+        + [cell(rows, name, 0) for name in ("query_terms", "document_terms")]
+        + [cell(rows, "search_ms", 2)]
+    )
 
 
 def cell(rows: Sequence[dict[str, str]], name: str, digits: int) -> str:

@@ -1,4 +1,6 @@
-"""Turn a CSV file of ``tilefold bench`` into a Markdown table: ``python -m benchmarks.results_table FILE.csv``."""
+"""Turn a CSV file of ``tilefold bench`` into a Markdown table: ``python -m benchmarks.results_table
+FILE.csv``.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,29 @@ from pathlib import Path
 from benchmarks.paths import given_paths
 from tilefold.bench.results import read_csv, short_number
 
-_HEADER = ("case", "implementation", "forward, ms", "forward + backward, ms", "extra peak, MiB", "of floor", "status")
+_HEADER = (
+    "case",
+    "implementation",
+    "forward, ms",
+    "forward + backward, ms",
+    "extra peak, MiB",
+    "of floor",
+    "status",
+)
 
 
 def markdown_table(path: str | Path) -> str:
-    """The rows of a results file as a Markdown table, followed by the conditions they were measured under.
+    """The rows of a results file as a Markdown table, followed by the conditions they were measured
+    under.
 
     Raises:
         ValueError: if the file holds no rows of ``tilefold bench``.
     """
     rows = read_csv(path)
     if not rows or "forward_p50_ms" not in rows[0]:
-        raise ValueError(f"{path} must be a file that `tilefold bench` wrote, got {len(rows)} rows of another kind.")
+        raise ValueError(
+            f"{path} must be a file that `tilefold bench` wrote, got {len(rows)} rows of another kind.",
+        )
     lines = [_line(_HEADER), _line(["---", "---", *["---:"] * 4, "---"])]
     previous = ""
     for row in rows:
@@ -55,10 +68,16 @@ def _share(row: Mapping[str, str]) -> str:
 
 
 def _conditions(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """One line for each distinct set of conditions, so that rows of different runs are not taken for one."""
+    """One line for each distinct set of conditions, so that rows of different runs are not taken
+    for one.
+    """
     distinct: dict[str, None] = {}
     for row in rows:
-        gpu = f", driver {row['driver']}, CUDA {row['cuda']}, triton {row['triton']}" if row["cuda"] else ""
+        gpu = (
+            f", driver {row['driver']}, CUDA {row['cuda']}, triton {row['triton']}"
+            if row["cuda"]
+            else ""
+        )
         where = f"{row['device']}{gpu}" if gpu else f"{row['device']}, {row['threads']} threads"
         dirty = " with local changes" if row["dirty"] == "yes" else ""
         distinct[

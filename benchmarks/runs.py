@@ -1,4 +1,6 @@
-"""Runs of a benchmark in processes of their own, none of which ends the others; and ``NAME=VALUE`` arguments."""
+"""Runs of a benchmark in processes of their own, none of which ends the others; and ``NAME=VALUE``
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,16 @@ Job = TypeVar("Job")
 Outcome = tuple[Job, "dict[str, Any] | None", str]
 
 
-def run_all(jobs: Sequence[Job], run: Callable[[Job], dict[str, Any]], processes: int) -> Iterator[Outcome[Job]]:
-    """Yield ``(job, run(job) or None, error)`` as runs end, in so many processes at a time, or here for one.
+def run_all(
+    jobs: Sequence[Job],
+    run: Callable[[Job], dict[str, Any]],
+    processes: int,
+) -> Iterator[Outcome[Job]]:
+    """Yield ``(job, run(job) or None, error)`` as runs end, in so many processes at a time, or here
+    for one.
 
-    `run` is a function of a module, which the processes import. They share the cores: ``OMP_NUM_THREADS`` is set if it
-    is not.
+    `run` is a function of a module, which the processes import. They share the cores:
+    ``OMP_NUM_THREADS`` is set if it is not.
     """
     if processes == 1:
         for job in jobs:
@@ -31,7 +38,11 @@ def run_all(jobs: Sequence[Job], run: Callable[[Job], dict[str, Any]], processes
         futures = {pool.submit(_attempt, run, job): job for job in jobs}
         for future in as_completed(futures):
             error = future.exception()  # the process was killed
-            yield future.result() if error is None else (futures[future], None, f"{type(error).__name__}: {error}")
+            yield (
+                future.result()
+                if error is None
+                else (futures[future], None, f"{type(error).__name__}: {error}")
+            )
 
 
 def _attempt(run: Callable[[Job], dict[str, Any]], job: Job) -> Outcome[Job]:
@@ -41,8 +52,14 @@ def _attempt(run: Callable[[Job], dict[str, Any]], job: Job) -> Outcome[Job]:
         return job, None, f"{type(error).__name__}: {error}"
 
 
-def take_named(parser: argparse.ArgumentParser, options: argparse.Namespace, names: Iterable[str]) -> None:
-    """Make dictionaries of the lists of ``NAME=VALUE`` in these options; a usage error for anything else."""
+def take_named(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    names: Iterable[str],
+) -> None:
+    """Make dictionaries of the lists of ``NAME=VALUE`` in these options; a usage error for anything
+    else.
+    """
     for name in names:
         pairs = [item.partition("=") for item in getattr(options, name)]
         if not all(key and value for key, _, value in pairs):

@@ -1,13 +1,14 @@
 """Indexes and plain products over made SPLADE vectors: build, size, memory, latency, recall.
 
-Every engine is measured in a process of its own that loads what was saved: the time to load, the first query, what that
-process holds beyond its modules, and the latency of one query at a time, after all have been asked once, by the wall
-clock and by the CPU time of the process, which other programs on the machine change less. An engine that is slow is
-asked fewer queries (the column says how many). Seismic's first query is cold in the first of its rows only.
+Every engine is measured in a process of its own that loads what was saved: the time to load, the
+first query, what that process holds beyond its modules, and the latency of one query at a time,
+after all have been asked once, by the wall clock and by the CPU time of the process, which other
+programs on the machine change less. An engine that is slow is asked fewer queries (the column says
+how many). Seismic's first query is cold in the first of its rows only.
 
-The exact index is the truth, once its scores for some queries were compared with a sum over all vectors in float64.
-Recall is the share of the exact ten best documents, ties counted for either; the gate asks 1 of what is exact, and the
-same scores, but for the order of summation.
+The exact index is the truth, once its scores for some queries were compared with a sum over all
+vectors in float64. Recall is the share of the exact ten best documents, ties counted for either;
+the gate asks 1 of what is exact, and the same scores, but for the order of summation.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ Found = list[list[tuple[str, float]]]  # ids and scores of each query's best doc
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one engine in its process: its load, memory beyond that of the modules, and latencies."""
+    """Measurements of one engine in its process: its load, memory beyond that of the modules, and
+    latencies.
+    """
 
     load_s: float
     first_ms: float
@@ -63,37 +66,64 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
     documents = made_documents(case.numbers["documents"], SEED)
     queries = made_queries(documents, QUICK_QUERIES if options.quick else QUERIES, SEED)
     shape = {"documents": len(documents), "terms": len(documents.indices) / len(documents)}
-    wanted = [name for name in ("scipy", "numba", "seismic") if options.impls is None or name in options.impls]
+    wanted = [
+        name
+        for name in ("scipy", "numba", "seismic")
+        if options.impls is None or name in options.impls
+    ]
     with tempfile.TemporaryDirectory(prefix="tilefold-search-") as name:
         folder = Path(name) / "exact"
         facts = built("exact", documents, folder)
         (measured,) = in_fresh_process(measure, "exact", folder, queries)
         truth = measured.found
         wrong = against_a_sum(documents, queries, truth)
-        yield labels(shape, "exact") | facts | row("exact", measured, truth) | ({"gate": wrong} if wrong else {})
+        yield (
+            labels(shape, "exact")
+            | facts
+            | row("exact", measured, truth)
+            | ({"gate": wrong} if wrong else {})
+        )
         for engine in wanted:
             if engine in BASELINES and find_spec(engine) is None:
-                yield labels(shape, engine) | {"gate": "ok", "note": f"pip install {engine} to see it"}
+                yield labels(shape, engine) | {
+                    "gate": "ok",
+                    "note": f"pip install {engine} to see it",
+                }
             elif engine in BASELINES:
                 (measured,) = in_fresh_process(measure, engine, folder, queries)
-                yield labels(shape, engine) | {"disk_mib": facts["disk_mib"]} | row(engine, measured, truth)
+                yield (
+                    labels(shape, engine)
+                    | {"disk_mib": facts["disk_mib"]}
+                    | row(engine, measured, truth)
+                )
             else:
                 yield from seismic_rows(shape, documents, queries, Path(name) / "seismic", truth)
 
 
 def labels(shape: Mapping[str, object], engine: str, **options: Any) -> dict[str, object]:
     """The columns that name a row."""
-    return {**shape, "engine": engine, **dict.fromkeys(("n_postings", "query_cut", "heap_factor"), ""), **options}
+    return {
+        **shape,
+        "engine": engine,
+        **dict.fromkeys(("n_postings", "query_cut", "heap_factor"), ""),
+        **options,
+    }
 
 
 def seismic_rows(
-    shape: Mapping[str, object], documents: SparseVectors, queries: SparseVectors, folder: Path, truth: Found
+    shape: Mapping[str, object],
+    documents: SparseVectors,
+    queries: SparseVectors,
+    folder: Path,
+    truth: Found,
 ) -> Iterator[Row]:
     """Seismic, built with what it chooses for the collection and searched in several ways."""
     facts = built("seismic", documents, folder)
     n_postings = facts.pop("n_postings")
     for options, measured in zip(
-        SEARCHES, in_fresh_process(measure, "seismic", folder, queries, SEARCHES), strict=True
+        SEARCHES,
+        in_fresh_process(measure, "seismic", folder, queries, SEARCHES),
+        strict=True,
     ):
         named = labels(shape, "seismic", n_postings=n_postings, **options)
         yield named | facts | row("seismic", measured, truth)
@@ -111,7 +141,10 @@ def built(engine: str, documents: SparseVectors, folder: Path) -> dict[str, floa
 
 
 def measure(
-    engine: str, folder: Path, queries: SparseVectors, searches: Sequence[dict[str, Any]] = ({},)
+    engine: str,
+    folder: Path,
+    queries: SparseVectors,
+    searches: Sequence[dict[str, Any]] = ({},),
 ) -> list[Measured]:
     """Load the engine and ask it in each of these ways."""
     before, begin = resident_mib(), time.perf_counter()
@@ -125,9 +158,11 @@ def measure(
 
 
 def asked_twice(
-    ask: Callable[[int], list[tuple[str, float]]], most: int
+    ask: Callable[[int], list[tuple[str, float]]],
+    most: int,
 ) -> tuple[float, list[float], list[float], Found]:
-    """Milliseconds of the first query, wall and CPU milliseconds and answers of each, when all are asked again.
+    """Milliseconds of the first query, wall and CPU milliseconds and answers of each, when all are
+    asked again.
 
     They are `most` queries, or as many as there is time for.
     """
@@ -146,7 +181,11 @@ def asked_twice(
     return first, wall, cpu, found
 
 
-def asker(engine: str, folder: Path, queries: SparseVectors) -> Callable[..., list[tuple[str, float]]]:
+def asker(
+    engine: str,
+    folder: Path,
+    queries: SparseVectors,
+) -> Callable[..., list[tuple[str, float]]]:
     """A function that answers query number `at`."""
     if engine in BASELINES:
         search = BASELINES[engine](folder)
@@ -158,7 +197,9 @@ def asker(engine: str, folder: Path, queries: SparseVectors) -> Callable[..., li
         return answer
     index: Any = load_index(folder)
     singles = [queries.take([at]) for at in range(len(queries))]
-    return lambda at, **options: [(hit.id, hit.score) for hit in index.search(singles[at], K, **options)[0]]
+    return lambda at, **options: [
+        (hit.id, hit.score) for hit in index.search(singles[at], K, **options)[0]
+    ]
 
 
 def row(engine: str, measured: Measured, truth: Found) -> dict[str, object]:
@@ -182,13 +223,19 @@ def exactness(truth: Found, found: Found, share: float) -> str:
     """The gate of what is exact: all of the best documents, with their scores."""
     if share < 1.0:
         return f"recall {share:.4f} of an exact search"
-    pairs = [(a, b) for best, hits in zip(truth, found, strict=True) for (_, a), (_, b) in zip(best, hits, strict=True)]
+    pairs = [
+        (a, b)
+        for best, hits in zip(truth, found, strict=True)
+        for (_, a), (_, b) in zip(best, hits, strict=True)
+    ]
     off = max(abs(a - b) / a for a, b in pairs)
     return "ok" if off <= SUMMATION else f"scores differ by {off:.1e} of their size"
 
 
 def against_a_sum(documents: SparseVectors, queries: SparseVectors, truth: Found) -> str:
-    """Errors in the first answers of the truth, by products of all vectors in float64; empty if there are none."""
+    """Errors in the first answers of the truth, by products of all vectors in float64; empty if
+    there are none.
+    """
     found: Found = []
     for at in range(min(SUMMED, len(queries))):
         terms, values = queries.row(at)
@@ -204,7 +251,9 @@ def against_a_sum(documents: SparseVectors, queries: SparseVectors, truth: Found
 
 
 def recall(truth: Found, found: Found) -> float:
-    """Mean share of what was found that scores at least as the last of the truth, to the rounding of 16-bit weights."""
+    """Mean share of what was found that scores at least as the last of the truth, to the rounding
+    of 16-bit weights.
+    """
     shares = []
     for best, hits in zip(truth, found, strict=True):
         floor = best[-1][1] * (1 - ROUNDING)
@@ -222,10 +271,23 @@ JOB = Job(
         JobCase("splade-1m", ("cpu",), numbers={"documents": 1_000_000}),
     ),
     ("engine", "documents", "query_cut", "heap_factor"),
-    ("engine", "query_cut", "heap_factor", "build_s", "disk_mib", "load_s", "first_ms", "resident_mib", "p50_ms",
-     "p99_ms", "p50_cpu_ms", "recall_at_10", "gate"),
+    (
+        "engine",
+        "query_cut",
+        "heap_factor",
+        "build_s",
+        "disk_mib",
+        "load_s",
+        "first_ms",
+        "resident_mib",
+        "p50_ms",
+        "p99_ms",
+        "p50_cpu_ms",
+        "recall_at_10",
+        "gate",
+    ),
     run,
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     sys.exit(main(JOB, __doc__))

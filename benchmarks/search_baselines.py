@@ -34,14 +34,21 @@ def scipy_product(folder: Path) -> Search:
 
 
 def numba_postings(folder: Path) -> Search:
-    """The postings of the query's terms, one after the other, and then the best of all scores, in compiled loops."""
+    """The postings of the query's terms, one after the other, and then the best of all scores, in
+    compiled loops.
+    """
     numba: Any = importlib.import_module("numba")
     offsets, documents, weights = _postings(folder)
     scores = np.zeros(int(documents.max()) + 1, np.float32)
 
     @numba.njit  # type: ignore[untyped-decorator]
     def add(
-        scores: Any, terms: Any, values: Any, offsets: Any, documents: Any, weights: Any
+        scores: Any,
+        terms: Any,
+        values: Any,
+        offsets: Any,
+        documents: Any,
+        weights: Any,
     ) -> None:  # pragma: no cover - compiled
         for j in range(len(terms)):
             for at in range(offsets[terms[j]], offsets[terms[j] + 1]):
@@ -62,7 +69,9 @@ def numba_postings(folder: Path) -> Search:
         add(scores, terms, values, offsets, documents, weights)
         found, highest = np.zeros(k, np.int64), np.zeros(k, np.float32)
         best(scores, found, highest)
-        return [(int(at), float(score)) for at, score in zip(found, highest, strict=True) if score > 0]
+        return [
+            (int(at), float(score)) for at, score in zip(found, highest, strict=True) if score > 0
+        ]
 
     return search
 
@@ -71,7 +80,10 @@ BASELINES: dict[str, Callable[[Path], Search]] = {"scipy": scipy_product, "numba
 
 
 def _postings(folder: Path) -> list[Any]:
-    return [np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("offsets", "documents", "weights")]
+    return [
+        np.load(folder / f"{name}.npy", allow_pickle=False)
+        for name in ("offsets", "documents", "weights")
+    ]
 
 
 def _best(found: npt.NDArray[Any], scores: npt.NDArray[np.float32], k: int) -> Best:

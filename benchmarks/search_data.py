@@ -1,13 +1,14 @@
 """Sparse vectors made with published statistics of SPLADE's on MS MARCO, and queries for them.
 
-Bruch, Nardini, Rulli and Venturini (SIGIR 2024) count 119 terms in a document and 43 in a query; the heaviest 50 and 10
-of them hold 75% of the weights, and products of the 20 and 9 heaviest 85% of the scores of the best documents. The
-numbers below were chosen to meet these (tested). What the papers do not say is ours: terms fall as Zipf's law, so that
-the commonest is in two fifths of the documents with small weights, as expansions are; half of a document's terms are of
-one of `documents / 200` topics, heavier; and a query asks for one document, by its heavy terms.
+Bruch, Nardini, Rulli and Venturini (SIGIR 2024) count 119 terms in a document and 43 in a query;
+the heaviest 50 and 10 of them hold 75% of the weights, and products of the 20 and 9 heaviest 85% of
+the scores of the best documents. The numbers below were chosen to meet these (tested). What the
+papers do not say is ours: terms fall as Zipf's law, so that the commonest is in two fifths of the
+documents with small weights, as expansions are; half of a document's terms are of one of `documents
+/ 200` topics, heavier; and a query asks for one document, by its heavy terms.
 
-For GPUs, the same is made on a device, with other numbers, and random token vectors for late interaction, with gates
-for what is found.
+For GPUs, the same is made on a device, with other numbers, and random token vectors for late
+interaction, with gates for what is found.
 """
 
 from __future__ import annotations
@@ -37,12 +38,17 @@ from tilefold.testing import relative_error
 
 VOCABULARY, FINGERPRINT = 30_522, "0" * 64
 TERMS, TOPIC_TERMS, TOPIC_VOCABULARY, TOPIC_DOCUMENTS = 178, 75, 400, 200
-SHORTEST, COMMON_WEIGHT = 0.5, 0.45  # of the terms drawn, in a document; of a common term beside one of the topic
+SHORTEST, COMMON_WEIGHT = (
+    0.5,
+    0.45,
+)  # of the terms drawn, in a document; of a common term beside one of the topic
 QUERY_TERMS, ASKED, HEAVIEST = 44, 12, 14
 ASKED_WEIGHT = 8.0  # of a term of the document that is asked for, beside a common one
 PIECE = 50_000  # documents made at a time, for memory
 SAMPLE, GATED = 64, 8  # documents of a gate, beside those found; sparse queries of one
-_STEP = 1 / 8192  # weights are multiples of it: a term and a weight are sorted as one integer of 32 bits
+_STEP = (
+    1 / 8192
+)  # weights are multiples of it: a term and a weight are sorted as one integer of 32 bits
 
 Integers = npt.NDArray[np.integer]
 Floats = npt.NDArray[np.float32]
@@ -53,16 +59,32 @@ def made_documents(count: int, seed: int) -> SparseVectors:
     """`count` vectors of about 119 terms."""
     rng = np.random.default_rng(seed)
     names = rng.permutation(VOCABULARY).astype(np.uint32)
-    topics = rng.integers(VOCABULARY, size=(1 + count // TOPIC_DOCUMENTS, TOPIC_VOCABULARY), dtype=np.uint32)
-    pieces = [_piece(min(PIECE, count - start), names, topics, rng) for start in range(0, count, PIECE)]
+    topics = rng.integers(
+        VOCABULARY,
+        size=(1 + count // TOPIC_DOCUMENTS, TOPIC_VOCABULARY),
+        dtype=np.uint32,
+    )
+    pieces = [
+        _piece(min(PIECE, count - start), names, topics, rng) for start in range(0, count, PIECE)
+    ]
     terms, weights, lengths = (np.concatenate(part) for part in zip(*pieces, strict=True))
     del pieces
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    return SparseVectors([f"d{i}" for i in range(count)], offsets, terms, weights, VOCABULARY, FINGERPRINT)
+    return SparseVectors(
+        [f"d{i}" for i in range(count)],
+        offsets,
+        terms,
+        weights,
+        VOCABULARY,
+        FINGERPRINT,
+    )
 
 
 def _piece(
-    count: int, names: npt.NDArray[np.uint32], topics: npt.NDArray[np.uint32], rng: np.random.Generator
+    count: int,
+    names: npt.NDArray[np.uint32],
+    topics: npt.NDArray[np.uint32],
+    rng: np.random.Generator,
 ) -> tuple[npt.NDArray[np.int32], Floats, npt.NDArray[np.int64]]:
     """Terms, weights, and numbers of terms of `count` documents."""
     terms = np.empty((count, TERMS), np.uint32)
@@ -76,7 +98,9 @@ def _piece(
 
 
 def _rows(
-    terms: npt.NDArray[np.uint32], weights: Floats, kept: npt.NDArray[np.bool_]
+    terms: npt.NDArray[np.uint32],
+    weights: Floats,
+    kept: npt.NDArray[np.bool_],
 ) -> tuple[npt.NDArray[np.int32], Floats, npt.NDArray[np.int64]]:
     """Rows in the order of their terms, each term once, with its largest weight."""
     keys = terms << 16 | np.clip(weights / _STEP, 1, 65535).astype(np.uint32)
@@ -86,11 +110,17 @@ def _rows(
     last[:, :-1] = keys[:, 1:] >> 16 != keys[:, :-1] >> 16
     last &= keys != np.iinfo(np.uint32).max
     flat = keys[last]
-    return (flat >> 16).astype(np.int32), (flat & 65535).astype(np.float32) * np.float32(_STEP), last.sum(axis=1)
+    return (
+        (flat >> 16).astype(np.int32),
+        (flat & 65535).astype(np.float32) * np.float32(_STEP),
+        last.sum(axis=1),
+    )
 
 
 def made_queries(documents: SparseVectors, count: int, seed: int) -> SparseVectors:
-    """Vectors of about 43 terms, 12 of them among the 14 heaviest of a document, and by far heavier than the others."""
+    """Vectors of about 43 terms, 12 of them among the 14 heaviest of a document, and by far heavier
+    than the others.
+    """
     rng = np.random.default_rng([seed, 1])
     common = np.bincount(documents.indices, minlength=VOCABULARY).argsort()[::-1]
     terms = common[_zipf(VOCABULARY, (count, QUERY_TERMS), rng)].astype(np.uint32)
@@ -102,7 +132,14 @@ def made_queries(documents: SparseVectors, count: int, seed: int) -> SparseVecto
         weights[at, : len(heavy)] *= ASKED_WEIGHT * theirs[heavy]
     indices, data, lengths = _rows(terms, weights * np.float32(1 / 8), np.ones(terms.shape, bool))
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    return SparseVectors([f"q{i}" for i in range(count)], offsets, indices, data, VOCABULARY, FINGERPRINT)
+    return SparseVectors(
+        [f"q{i}" for i in range(count)],
+        offsets,
+        indices,
+        data,
+        VOCABULARY,
+        FINGERPRINT,
+    )
 
 
 def _zipf(size: int, shape: tuple[int, int], rng: np.random.Generator) -> npt.NDArray[np.int64]:
@@ -128,13 +165,23 @@ class DeviceRows(NamedTuple):
     def on_device(self) -> DeviceIndex:
         """What an :class:`ExactIndex` of these rows is there."""
         order, count = self.terms.argsort(stable=True), len(self.offsets) - 1
-        rows = torch.arange(count, dtype=torch.int32, device=order.device).repeat_interleave(self.offsets.diff())
+        rows = torch.arange(count, dtype=torch.int32, device=order.device).repeat_interleave(
+            self.offsets.diff(),
+        )
         ends = torch.bincount(self.terms, minlength=VOCABULARY).cumsum(0)
         lists = torch.nn.functional.pad(ends, (1, 0)), rows[order], self.weights[order]
         names = ("offsets", "documents", "weights")
-        found: Any = SimpleNamespace(**dict(zip(names, (part.cpu().numpy() for part in lists), strict=True)))
-        described: Any = SimpleNamespace(backend="exact", metadata=None, n_documents=count, vocab_size=VOCABULARY,
-                                         fingerprint=FINGERPRINT, provenance=Provenance())  # fmt: skip
+        found: Any = SimpleNamespace(
+            **dict(zip(names, (part.cpu().numpy() for part in lists), strict=True)),
+        )
+        described: Any = SimpleNamespace(
+            backend="exact",
+            metadata=None,
+            n_documents=count,
+            vocab_size=VOCABULARY,
+            fingerprint=FINGERPRINT,
+            provenance=Provenance(),
+        )
         return DeviceIndex([f"d{i}" for i in range(count)], found, described, order.device)
 
     def matrix(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -142,19 +189,31 @@ class DeviceRows(NamedTuple):
         shape = len(self.offsets) - 1, VOCABULARY
         with warnings.catch_warnings():  # that this layout is young
             warnings.simplefilter("ignore", UserWarning)
-            return torch.sparse_csr_tensor(self.offsets.int(), self.terms, self.weights.to(dtype), shape)
+            return torch.sparse_csr_tensor(
+                self.offsets.int(),
+                self.terms,
+                self.weights.to(dtype),
+                shape,
+            )
 
     def judged(self, found: Found, index: DeviceIndex, terms: Tensor, weights: Tensor) -> str:
-        """The gate: products in fp64 of some queries, and the best, to 2^-30 of the highest possible for each term."""
+        """The gate: products in fp64 of some queries, and the best, to 2^-30 of the highest
+        possible for each term.
+        """
         matrix = self.matrix(torch.float64)
-        for values, documents, asked, given in zip(*(part[:GATED] for part in (*found, terms, weights)), strict=True):
+        for values, documents, asked, given in zip(
+            *(part[:GATED] for part in (*found, terms, weights)),
+            strict=True,
+        ):
             query = torch.zeros(index.vocab_size, dtype=torch.float64, device=asked.device)
             scores = matrix @ query.scatter_add_(0, asked.long(), given.double())
             most = (given.double() * index.postings.largest[asked.long()]).sum()
             best = scores.topk(len(values)).values
             shown = torch.where(documents >= 0, scores[documents.clamp(min=0)], 0)
             allowed = (given > 0).sum() * 2.0**-30 * most + 2.0**-22 * best
-            error = torch.maximum((values - best).abs(), (values - shown).abs()) / allowed.clamp(min=1e-30)
+            error = torch.maximum((values - best).abs(), (values - shown).abs()) / allowed.clamp(
+                min=1e-30,
+            )
             if not bool((error <= 1).all()):
                 return f"scores are off by {float(error.max()):.3g} times what is allowed"
         return "ok"
@@ -165,7 +224,12 @@ def made_rows(count: int, seed: int, device: torch.device) -> DeviceRows:
     generator = torch.Generator(device).manual_seed(seed)
     how: dict[str, Any] = {"generator": generator, "device": device}
     names = torch.randperm(VOCABULARY, dtype=torch.int32, **how)
-    topics = torch.randint(VOCABULARY, (1 + count // TOPIC_DOCUMENTS, TOPIC_VOCABULARY), dtype=torch.int32, **how)
+    topics = torch.randint(
+        VOCABULARY,
+        (1 + count // TOPIC_DOCUMENTS, TOPIC_VOCABULARY),
+        dtype=torch.int32,
+        **how,
+    )
 
     def zipf(size: int, *shape: int) -> Tensor:
         ranks = 10 * (torch.rand(shape, **how) * math.log((size + 10) / 10)).exp() - 10
@@ -177,7 +241,9 @@ def made_rows(count: int, seed: int, device: torch.device) -> DeviceRows:
             own = torch.randint(len(topics), (size, 1), **how)
             common = names[zipf(VOCABULARY, size, TERMS - TOPIC_TERMS)]
             terms = torch.cat([topics[own, zipf(TOPIC_VOCABULARY, size, TOPIC_TERMS)], common], 1)
-            weights = torch.empty(terms.shape, device=device).exponential_(generator=generator).log1p_()
+            weights = (
+                torch.empty(terms.shape, device=device).exponential_(generator=generator).log1p_()
+            )
             weights[:, TOPIC_TERMS:] *= COMMON_WEIGHT
             shares = SHORTEST + (1 - SHORTEST) * torch.rand(size, 1, **how)
             keys = terms << 16 | (weights / _STEP).clamp(1, 65535).int()
@@ -192,7 +258,13 @@ def made_rows(count: int, seed: int, device: torch.device) -> DeviceRows:
     return DeviceRows(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), terms, weights)
 
 
-def made_tokens(count: int, length: int, dims: int, seed: int, device: torch.device) -> QuantizedTokens:
+def made_tokens(
+    count: int,
+    length: int,
+    dims: int,
+    seed: int,
+    device: torch.device,
+) -> QuantizedTokens:
     """Random int8 token vectors ``[count, length, dims]`` of norm 1, about."""
     generator = torch.Generator(device).manual_seed(seed)
     values = torch.empty(count, length, dims, dtype=torch.int8, device=device)
@@ -204,25 +276,50 @@ def made_tokens(count: int, length: int, dims: int, seed: int, device: torch.dev
 
 def made_asked(count: int, length: int, dims: int, device: torch.device) -> Tensor:
     """Queries ``[count, length, dims]`` for them, of norm 1."""
-    made = torch.randn(count, length, dims, generator=torch.Generator(device).manual_seed(1), device=device)
+    made = torch.randn(
+        count,
+        length,
+        dims,
+        generator=torch.Generator(device).manual_seed(1),
+        device=device,
+    )
     return torch.nn.functional.normalize(made, dim=-1)
 
 
 def judged(found: Found, scores: Tensor, truth: Callable[[Tensor], Tensor]) -> str:
     """The gate of MaxSim: `scores` are of all documents, `truth` gives some in fp64."""
-    spread = torch.linspace(0, scores.size(1) - 1, SAMPLE, dtype=torch.float64, device=scores.device).long()
+    spread = torch.linspace(
+        0,
+        scores.size(1) - 1,
+        SAMPLE,
+        dtype=torch.float64,
+        device=scores.device,
+    ).long()
     some = torch.cat([spread, found[1][0]])
     errors = {
         "scores": relative_error(scores[:, some], truth(some)),
         "the best scores": relative_error(found[0], scores.topk(found[0].size(1)).values),
         "their documents": relative_error(found[0], scores.gather(1, found[1])),
     }
-    wrong = [f"{name} are off by {error:.1e}" for name, error in errors.items() if error > BUDGETS["float32"].forward]
+    wrong = [
+        f"{name} are off by {error:.1e}"
+        for name, error in errors.items()
+        if error > BUDGETS["float32"].forward
+    ]
     return ", ".join(wrong) or "ok"
 
 
-def made_late(folder: Path, storage: str, count: int, length: int, dims: int, device: torch.device) -> LateIndex:
-    """An index of such documents without candidates, by files as :meth:`LateIndex.build` writes them."""
+def made_late(
+    folder: Path,
+    storage: str,
+    count: int,
+    length: int,
+    dims: int,
+    device: torch.device,
+) -> LateIndex:
+    """An index of such documents without candidates, by files as :meth:`LateIndex.build` writes
+    them.
+    """
     folder.mkdir()
     sums = list[int]()
 
@@ -231,7 +328,9 @@ def made_late(folder: Path, storage: str, count: int, length: int, dims: int, de
         found: list[int] = token_blocks.checksums(arrays, rows, rows + length).tolist()
         return found
 
-    values, scales = ((folder / name).open("wb") for name in (token_blocks.VALUES, token_blocks.SCALES))
+    values, scales = (
+        (folder / name).open("wb") for name in (token_blocks.VALUES, token_blocks.SCALES)
+    )
     with values, scales, ThreadPoolExecutor() as pool:
         for low in range(0, count, PIECE):
             made = made_tokens(min(PIECE, count - low), length, dims, low, device)
@@ -239,8 +338,16 @@ def made_late(folder: Path, storage: str, count: int, length: int, dims: int, de
             arrays = token_blocks.arrays(token_blocks.packed(flat, storage).each(Tensor.cpu))
             for stream, array in zip((values, scales), arrays, strict=True):
                 stream.write(array.data)
-            sums += chain.from_iterable(pool.map(partial(checked, arrays), range(0, len(arrays[0]), 1000 * length)))
+            sums += chain.from_iterable(
+                pool.map(partial(checked, arrays), range(0, len(arrays[0]), 1000 * length)),
+            )
     np.save(folder / token_blocks.OFFSETS, np.arange(count + 1) * length)
     np.save(folder / token_blocks.SUMS, np.array(sums, np.uint32))
     files = token_blocks.TokenFiles(folder, count, dims, storage)
-    return LateIndex([f"d{i}" for i in range(count)], files, None, {"storage": storage}, Provenance())
+    return LateIndex(
+        [f"d{i}" for i in range(count)],
+        files,
+        None,
+        {"storage": storage},
+        Provenance(),
+    )

@@ -1,11 +1,13 @@
-"""Whole collections searched on one GPU: late interaction in memory, in 4 bits and streamed; learned sparse vectors.
+"""Whole collections searched on one GPU: late interaction in memory, in 4 bits and streamed;
+learned sparse vectors.
 
     python -m benchmarks.search_gpu [--only sparse-1m] [--output benchmarks/results]
 
-Collections are random, and made on the device (`search_data.py` has these and the gates). Times are by the wall clock,
-host included, to the end of what a call gave the device; ways of a comparison take turns, and single sparse queries do,
-too. `goal` is what an H200 should reach: milliseconds, queries a second, or a `share`: of the rate of copies from
-pinned memory, of the bytes of int8, or of the time in which the GPU is busy. `--device cpu --tiny` shows that all runs.
+Collections are random, and made on the device (`search_data.py` has these and the gates). Times are
+by the wall clock, host included, to the end of what a call gave the device; ways of a comparison
+take turns, and single sparse queries do, too. `goal` is what an H200 should reach: milliseconds,
+queries a second, or a `share`: of the rate of copies from pinned memory, of the bytes of int8, or
+of the time in which the GPU is busy. `--device cpu --tiny` shows that all runs.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ from benchmarks.encode import Truth, busy_share
 from benchmarks.encode_data import CASES, make_model
 from benchmarks.job import Job, JobCase, JobOptions, Row, Way, in_turns, main
 from benchmarks.queries import queries_of
-from benchmarks.search_data import Found, judged, made_asked, made_late, made_queries, made_rows, made_tokens
+from benchmarks.search_data import (
+    Found,
+    judged,
+    made_asked,
+    made_late,
+    made_queries,
+    made_rows,
+    made_tokens,
+)
 from tilefold.bench.spec import Runnable, captured
 from tilefold.bench.timing import TimeBudget
 from tilefold.ops import QuantizedTokens, maxsim, maxsim_topk
@@ -42,9 +52,17 @@ from tilefold.retrieval import LateIndex, TokenVectors
 from tilefold.retrieval.index import late, token_blocks
 
 K, DIMS, QUERY_TOKENS, TOKENS = 100, 128, 32, 64
-SEVERAL, BATCH, TURNS, TINY = 16, 512, 64, 2000  # queries of a pass, of a batch, and that take turns; documents
+SEVERAL, BATCH, TURNS, TINY = (
+    16,
+    512,
+    64,
+    2000,
+)  # queries of a pass, of a batch, and that take turns; documents
 BATCHES, TOGETHER = 96, 4  # of texts; batches that one call encodes
-COPY, PIECE = 1 << 28, 1 << 16  # bytes of a copy from pinned memory; documents that torch scores at a time
+COPY, PIECE = (
+    1 << 28,
+    1 << 16,
+)  # bytes of a copy from pinned memory; documents that torch scores at a time
 BUDGET, ONCE = TimeBudget(seconds=0.8, min_reps=7, max_reps=30), TimeBudget(0.0, 1, 1)
 
 
@@ -58,14 +76,20 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
             yield {"case": case.name, "documents": count, "share": "", **row}
     except Exception as error:
         traceback.print_exc()
-        yield {"case": case.name, "way": "error", "gate": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+        yield {
+            "case": case.name,
+            "way": "error",
+            "gate": " ".join(f"{type(error).__name__}: {error}".split())[:300],
+        }
     finally:
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def in_memory(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
-    """MaxSim over all documents, padded and packed; where asked for, beside products and maxima of torch in bf16."""
+    """MaxSim over all documents, padded and packed; where asked for, beside products and maxima of
+    torch in bf16.
+    """
     tokens = made_tokens(count, case.numbers["length"], DIMS, 0, device)
     asked = made_asked(SEVERAL, QUERY_TOKENS, DIMS, device)
     packed = QuantizedTokens(tokens.values.flatten(0, 1), tokens.scales.flatten())
@@ -77,11 +101,18 @@ def in_memory(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
     def of_torch() -> Found:
         scores = torch.empty(count, device=device)
         for low in range(0, count, PIECE):
-            products = part(slice(low, low + PIECE)).dequantize(torch.bfloat16) @ asked[0].bfloat16().T
+            products = (
+                part(slice(low, low + PIECE)).dequantize(torch.bfloat16) @ asked[0].bfloat16().T
+            )
             scores[low : low + PIECE] = products.amax(1).float().sum(1)
         return scores.topk(K)
 
-    def way(queries: Tensor, documents: QuantizedTokens, cut: Tensor | None, goal: object = "") -> Way:
+    def way(
+        queries: Tensor,
+        documents: QuantizedTokens,
+        cut: Tensor | None,
+        goal: object = "",
+    ) -> Way:
         call = partial(maxsim_topk, queries, documents, K, cu_seqlens_d=cut)
         scores = maxsim(queries, documents, cu_seqlens_d=cut)
         gate = judged(call(), scores, lambda some: maxsim(queries, part(some), impl="reference"))
@@ -89,7 +120,10 @@ def in_memory(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
 
     for queries, goal in zip((asked[:1], asked), case.numbers["goals"], strict=True):
         name = f"maxsim_topk, {len(queries)}"
-        ways = {name: way(queries, tokens, None, goal), f"{name}, packed": way(queries, packed, offsets)}
+        ways = {
+            name: way(queries, tokens, None, goal),
+            f"{name}, packed": way(queries, packed, offsets),
+        }
         yield from in_turns(ways, device, BUDGET)
     if case.numbers["peer"]:
         yield from in_turns({"torch, 1": Way(of_torch, 1, tokens.nbytes)}, device, ONCE)
@@ -104,8 +138,16 @@ def store(storage: str, count: int, device: torch.device) -> LateIndex:
     return made_late(Path(work().name) / storage, storage, count, TOKENS, DIMS, device)
 
 
-def late_ways(storage: str, count: int, device: torch.device, goal: object = "", read: bool = False) -> dict[str, Way]:
-    """One query and several by an index that holds nothing yet; its first search reads and checks the files."""
+def late_ways(
+    storage: str,
+    count: int,
+    device: torch.device,
+    goal: object = "",
+    read: bool = False,
+) -> dict[str, Way]:
+    """One query and several by an index that holds nothing yet; its first search reads and checks
+    the files.
+    """
     made = store(storage, count, device)
     index = LateIndex(made.ids, made.files, None, made.options, made.provenance).on(str(device))
     asked, ways = made_asked(SEVERAL, QUERY_TOKENS, DIMS, device), {}
@@ -114,9 +156,14 @@ def late_ways(storage: str, count: int, device: torch.device, goal: object = "",
         queries = TokenVectors.pack([f"q{at}" for at in range(number)], list(rows), DIMS, "fp32")
         hits = index.search(queries, K)
         best = torch.tensor([[score for _, score in row] for row in hits], device=device)
-        documents = torch.tensor([[int(name[1:]) for name, _ in row] for row in hits], device=device)
+        documents = torch.tensor(
+            [[int(name[1:]) for name, _ in row] for row in hits],
+            device=device,
+        )
         (share,) = index._on(index._places(device))
-        scores = [token_blocks.scores_of(how, part, cut, "sum") for _, _, part, cut in share.blocks()]
+        scores = [
+            token_blocks.scores_of(how, part, cut, "sum") for _, _, part, cut in share.blocks()
+        ]
 
         def truth(some: Tensor, rows: Tensor = rows) -> Tensor:
             packed, offsets = index.files.take(some.cpu().numpy())
@@ -124,21 +171,38 @@ def late_ways(storage: str, count: int, device: torch.device, goal: object = "",
 
         gate, size = judged((best, documents), torch.cat(scores, 1), truth), index.files.nbytes
         gate = "the GPU holds the documents" if read and share.held is not None else gate
-        ways[f"{storage}, {number}"] = Way(partial(index.search, queries, K), number, size, size * read, goal, gate)
+        ways[f"{storage}, {number}"] = Way(
+            partial(index.search, queries, K),
+            number,
+            size,
+            size * read,
+            goal,
+            gate,
+        )
     return ways
 
 
 def four_bits(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
     """The index in memory, in 8 and in 4 bits."""
-    eight, four = late_ways("int8", count, device), late_ways("int4", count, device, case.numbers["goal"])
+    eight, four = (
+        late_ways("int8", count, device),
+        late_ways("int4", count, device, case.numbers["goal"]),
+    )
     for row in in_turns(eight | four, device, BUDGET):
-        yield row | ({"share": row["gb"] * 1e9 / eight["int8, 1"].held} if row["way"] in four else {})
+        yield row | (
+            {"share": row["gb"] * 1e9 / eight["int8, 1"].held} if row["way"] in four else {}
+        )
 
 
 def streamed(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
-    """The index in mapped files, of which the GPU may hold nothing, beside copies of as many bytes of pinned memory."""
+    """The index in mapped files, of which the GPU may hold nothing, beside copies of as many bytes
+    of pinned memory.
+    """
     pinned = torch.empty(COPY, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there, times = torch.empty_like(pinned, device=device), 1 + store("int8", count, device).files.nbytes // COPY
+    there, times = (
+        torch.empty_like(pinned, device=device),
+        1 + store("int8", count, device).files.nbytes // COPY,
+    )
 
     def copies() -> None:
         for _ in range(times):
@@ -146,7 +210,13 @@ def streamed(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
 
     with mock.patch.object(late, "_ROOM", 0.0):
         ways = late_ways("int8", count, device, case.numbers["goal"], read=True)
-        rows = list(in_turns({"pinned": Way(copies, 0, times * COPY, times * COPY), **ways}, device, BUDGET))
+        rows = list(
+            in_turns(
+                {"pinned": Way(copies, 0, times * COPY, times * COPY), **ways},
+                device,
+                BUDGET,
+            ),
+        )
     for row in rows:
         yield row | ({"share": row["tb_s"] / rows[0]["tb_s"]} if row["gate"] == "ok" else {})
 
@@ -156,8 +226,14 @@ def sparse(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
     rows, number = made_rows(count, 0, device), BATCH if count > TINY else SEVERAL
     index, queries = rows.on_device(), made_queries(rows.first(min(count, 20_000)), number, 0)
     singles = [queries.take([at]) for at in range(min(TURNS, number))]
-    (terms, weights), *each = ([part.to(device) for part in index._padded(some)] for some in (queries, *singles))
-    dense = torch.zeros(number, index.vocab_size, device=device).scatter_add_(1, terms.long(), weights)
+    (terms, weights), *each = (
+        [part.to(device) for part in index._padded(some)] for some in (queries, *singles)
+    )
+    dense = torch.zeros(number, index.vocab_size, device=device).scatter_add_(
+        1,
+        terms.long(),
+        weights,
+    )
     matrix, held = rows.matrix(), index.postings.nbytes
 
     def best(terms: Tensor, weights: Tensor) -> Found:
@@ -168,7 +244,11 @@ def sparse(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
     expected = [row[row >= 0].tolist() for row in whole[1]]
 
     def way(ask: Callable[[int], Any], goal: object = "", peer: bool = False) -> Way:
-        wrong = sum(documents_of(ask(at)) != expected[at] for at in range(len(singles))) if not peer else 0
+        wrong = (
+            sum(documents_of(ask(at)) != expected[at] for at in range(len(singles)))
+            if not peer
+            else 0
+        )
         turns = itertools.cycle(range(len(singles)))
         gate = f"{wrong} queries find others than in the batch" if wrong else right
         return Way(lambda: ask(next(turns)), 1, held, 0, goal, gate)
@@ -199,7 +279,9 @@ def sparse(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
         "DeviceIndex.search, batch": (lambda: index.search(queries, K), ""),
         "torch CSR, batch": (lambda: matrix @ dense.T, ""),
     }
-    together = {name: Way(call, number, held, 0, goal, right) for name, (call, goal) in batched.items()}
+    together = {
+        name: Way(call, number, held, 0, goal, right) for name, (call, goal) in batched.items()
+    }
     yield from in_turns(together, device, BUDGET)
 
 
@@ -211,14 +293,21 @@ def documents_of(found: Any) -> list[int]:
 
 
 def encode_search(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
-    """Texts to hits: batches one after the other, and encoded in a thread while others are searched."""
+    """Texts to hits: batches one after the other, and encoded in a thread while others are
+    searched.
+    """
     from tilefold.integrations.sentence_transformers import accelerate
 
     rows, small = made_rows(count, 0, device), count <= TINY
     index, texts = rows.on_device(), queries_of(BATCH * (TOGETHER if small else BATCHES))
     named = "tiny-cpu" if small else "bert-base"
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(next(one for one in CASES if one.name == named), texts, Path(folder), device)
+        model = make_model(
+            next(one for one in CASES if one.name == named),
+            texts,
+            Path(folder),
+            device,
+        )
     truth = Truth(model, {str(place): text for place, text in enumerate(texts[:BATCH])})
     accelerate(model)
     encode: Callable[[Sequence[str]], Tensor] = partial(model.encode_query, show_progress_bar=False)
@@ -240,8 +329,14 @@ def encode_search(case: JobCase, count: int, device: torch.device) -> Iterator[R
         return (item for item in items if isinstance(item, Batch))
 
     def streamed(size: int) -> None:
-        first = [texts[:BATCH], texts[BATCH : 3 * BATCH]]  # small ones, for which the GPU waits less
-        with torch.inference_mode(), Ahead(batches([*first, *cut(size, 3 * BATCH)]), TOGETHER, "encoded") as found:
+        first = [
+            texts[:BATCH],
+            texts[BATCH : 3 * BATCH],
+        ]  # small ones, for which the GPU waits less
+        with (
+            torch.inference_mode(),
+            Ahead(batches([*first, *cut(size, 3 * BATCH)]), TOGETHER, "encoded") as found,
+        ):
             for batch in found:
                 index.search_tensor(batch.rows, K)
 
@@ -251,12 +346,17 @@ def encode_search(case: JobCase, count: int, device: torch.device) -> Iterator[R
 
     some = encode(texts[:BATCH])
     gate = judged(some, some.to_dense())
-    for batch in batches([texts[:BATCH]]) if gate == "ok" else ():  # rows of the stream, searched as they are
+    for batch in (
+        batches([texts[:BATCH]]) if gate == "ok" else ()
+    ):  # rows of the stream, searched as they are
         counts, columns, values, size = batch.rows
         dense = torch.zeros(len(counts), size, dtype=values.dtype, device=device)
         dense[repeated(torch.arange(len(counts)), counts, device), columns.long()] = values
         known = [(row, place) for row, place in enumerate(batch.places) if place < len(truth.rows)]
-        errors = [float((dense[row].float().cpu() - truth.rows[place]).abs().max()) for row, place in known]
+        errors = [
+            float((dense[row].float().cpu() - truth.rows[place]).abs().max())
+            for row, place in known
+        ]
         gate = judged(batch.rows, dense) if gate == "ok" else gate
         if max(errors, default=0.0) > truth.allowed:
             gate = "rows of the stream differ from those of the stock encoder"
@@ -290,7 +390,19 @@ JOB = Job(
         _case("encode-search", encode_search, 1_000_000, goal="85%"),
     ),
     ("case", "way"),
-    ("way", "queries", "gb", "p50_ms", "p20_ms", "p80_ms", "queries_s", "tb_s", "share", "goal", "gate"),
+    (
+        "way",
+        "queries",
+        "gb",
+        "p50_ms",
+        "p20_ms",
+        "p80_ms",
+        "queries_s",
+        "tb_s",
+        "share",
+        "goal",
+        "gate",
+    ),
     run,
 )
 

@@ -1,7 +1,8 @@
-"""Draw how long a query takes by number of documents: ``python -m benchmarks.search_plot SEARCH.csv PICTURE.png``.
+"""Draw how long a query takes by number of documents: ``python -m benchmarks.search_plot SEARCH.csv
+PICTURE.png``.
 
-SEARCH.csv is a file of ``benchmarks.search``. Lines are medians, the bands reach from the 20th to the 99th
-percentile; the right side is the time to build each index.
+SEARCH.csv is a file of ``benchmarks.search``. Lines are medians, the bands reach from the 20th to
+the 99th percentile; the right side is the time to build each index.
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ def plot_search(results: str | Path, picture: str | Path) -> Path:
         times.plot(documents, p50, style, marker="o", markersize=3, color=color, label=name)
         times.fill_between(documents, p20, p99, color=color, alpha=0.12, linewidth=0)
         if style == "-" and all(row["build_s"] for row in line):
-            builds.plot(documents, [float(row["build_s"]) for row in line], marker="o", markersize=3, color=color)
+            builds.plot(
+                documents,
+                [float(row["build_s"]) for row in line],
+                marker="o",
+                markersize=3,
+                color=color,
+            )
     for axes, title in ((times, "one query, ms"), (builds, "building the index, s")):
         axes.set_xscale("log")
         axes.set_yscale("log")
@@ -49,7 +56,10 @@ def plot_search(results: str | Path, picture: str | Path) -> Path:
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.2)
     times.legend(fontsize=7)
-    figure.suptitle(f"{machine(rows)}, one query at a time; bands: 20th to 99th percentile", fontsize=8)
+    figure.suptitle(
+        f"{machine(rows)}, one query at a time; bands: 20th to 99th percentile",
+        fontsize=8,
+    )
     return save_figure(figure, picture)
 
 

@@ -1,4 +1,6 @@
-"""Bad and slow clients for `serve_soak.py`: what they send, and what they may get for it. Loopback address only."""
+"""Bad and slow clients for `serve_soak.py`: what they send, and what they may get for it. Loopback
+address only.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ BAD: dict[str, tuple[bytes, set[int]]] = {
     "no HTTP": (b"\x00\x01\x02\x03\r\n\r\n", {400, 0}),
 }
 SLOW: dict[str, tuple[bytes, set[int]]] = {
-    "chunked without end": (head("transfer-encoding: chunked") + b"10000\r\n" + b"x" * 65536, {413, 408}),
+    "chunked without end": (
+        head("transfer-encoding: chunked") + b"10000\r\n" + b"x" * 65536,
+        {413, 408},
+    ),
     "half a head": (b"POST /embed", {0}),
     "half a body": (sized(b'{"inputs": "a"}')[:-5], {408, 0}),
 }
@@ -77,7 +82,12 @@ async def slow(name: str, port: int, until: float, seen: Seen) -> None:
 async def drip(port: int, until: float, seen: Seen) -> None:
     """A body of which a byte comes each half second."""
     while time.monotonic() < until:
-        _count(seen, "byte by byte", await send(port, head("content-length: 1000"), drips=True), {408})
+        _count(
+            seen,
+            "byte by byte",
+            await send(port, head("content-length: 1000"), drips=True),
+            {408},
+        )
 
 
 def _count(seen: Seen, name: str, code: int, codes: set[int]) -> None:
@@ -159,7 +169,9 @@ async def _readable(opened: socket.socket) -> None:
 
 
 async def flood(port: int, connections: int, seen: Seen, seconds: float = 0.0) -> None:
-    """Idle connections in waves, spread over some seconds; those that are above the limit must be told so."""
+    """Idle connections in waves, spread over some seconds; those that are above the limit must be
+    told so.
+    """
     starts = range(0, connections, WAVE)
     for start in starts:
         await asyncio.sleep(seconds / (len(starts) + 1))
@@ -173,10 +185,16 @@ async def _idle(port: int) -> str:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(HOST, port), PATIENCE)
         try:
             first = await asyncio.wait_for(reader.readline(), 1.0)
-            if not first and time.monotonic() - began >= HEAD_SECONDS:  # this process was not asked for so long
+            if (
+                not first and time.monotonic() - began >= HEAD_SECONDS
+            ):  # this process was not asked for so long
                 return "idle connection: kept until its time was over"
             code = first.split(b" ")[1].decode() if first else "closed"
-            return "idle connection: refused with 429" if code == "429" else f"LOST: idle connection: {code}"
+            return (
+                "idle connection: refused with 429"
+                if code == "429"
+                else f"LOST: idle connection: {code}"
+            )
         except asyncio.TimeoutError:
             return "idle connection: kept"
         finally:
@@ -185,8 +203,20 @@ async def _idle(port: int) -> str:
         return f"LOST: idle connection: {type(error).__name__}"
 
 
-def jobs(port: int, until: float, seen: Seen, connections: int) -> list[Callable[[], Awaitable[None]]]:
+def jobs(
+    port: int,
+    until: float,
+    seen: Seen,
+    connections: int,
+) -> list[Callable[[], Awaitable[None]]]:
     """All of them."""
-    each: list[Callable[[], Awaitable[None]]] = [lambda name=name: slow(name, port, until, seen) for name in SLOW]  # type: ignore[misc]
-    each += [lambda: bad(port, until, seen), lambda: drip(port, until, seen), lambda: unread(port, until, seen)]
+    each: list[Callable[[], Awaitable[None]]] = [
+        lambda name=name: slow(name, port, until, seen)  # type: ignore[misc]
+        for name in SLOW
+    ]
+    each += [
+        lambda: bad(port, until, seen),
+        lambda: drip(port, until, seen),
+        lambda: unread(port, until, seen),
+    ]
     return [*each, lambda: flood(port, connections, seen, until - time.monotonic())]

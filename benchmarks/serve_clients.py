@@ -1,4 +1,6 @@
-"""Clients of a server on the loopback address, for `serve_load.py` and `serve_soak.py`: bounded in time and number."""
+"""Clients of a server on the loopback address, for `serve_load.py` and `serve_soak.py`: bounded in
+time and number.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,17 @@ class Measured:
     def quantile(self, share: float) -> float:
         """Milliseconds that a share of the answers stays within."""
         ordered = sorted(self.seconds)
-        return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+        return (
+            1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+            if ordered
+            else float("nan")
+        )
 
 
 def request(path: str, body: Any) -> bytes:
     """A POST of JSON on a connection that stays."""
     raw = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: {HOST}\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nhost: {HOST}\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
     return head.encode() + raw
 
 
@@ -57,11 +61,22 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 
 
 class _Client(asyncio.Protocol):
-    """A connection that sends a request, waits for its answer, and sends the next, for less than streams would cost."""
+    """A connection that sends a request, waits for its answer, and sends the next, for less than
+    streams would cost.
+    """
 
-    def __init__(self, requests: Sequence[bytes], first: int, until: float, found: Measured) -> None:
+    def __init__(
+        self,
+        requests: Sequence[bytes],
+        first: int,
+        until: float,
+        found: Measured,
+    ) -> None:
         self._requests, self._number, self._until, self._found = requests, first, until, found
-        self._got, self._size = bytearray(), 0  # of the answer, and how long it will be, once that is known
+        self._got, self._size = (
+            bytearray(),
+            0,
+        )  # of the answer, and how long it will be, once that is known
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:
@@ -100,15 +115,22 @@ class _Client(asyncio.Protocol):
             self.ended.set_exception(exc or ConnectionError("the server closed a connection"))
 
 
-async def load(port: int, path: str, bodies: Sequence[Any], clients: int, seconds: float) -> Measured:
-    """`clients` connections that each send a request, wait for its answer, and send the next, for some seconds.
+async def load(
+    port: int,
+    path: str,
+    bodies: Sequence[Any],
+    clients: int,
+    seconds: float,
+) -> Measured:
+    """`clients` connections that each send a request, wait for its answer, and send the next, for
+    some seconds.
 
     Raises:
         ValueError: more than an hour, or more than 1,000 clients.
     """
     if not 0 < seconds <= LONGEST_SECONDS or not 0 < clients <= 1000:
         raise ValueError(
-            f"clients, seconds: expected at most 1,000 and {LONGEST_SECONDS}, got {clients} and {seconds}."
+            f"clients, seconds: expected at most 1,000 and {LONGEST_SECONDS}, got {clients} and {seconds}.",
         )
     found, began, connected = Measured(), time.perf_counter(), list[_Client]()
     requests, loop = [request(path, body) for body in bodies], asyncio.get_running_loop()
@@ -122,10 +144,17 @@ async def load(port: int, path: str, bodies: Sequence[Any], clients: int, second
 
 @contextmanager
 def server(command: Sequence[str], log: Path) -> Iterator[tuple[int, int]]:
-    """The port and the process of a server that says ``http://127.0.0.1:PORT`` when it is ready; ended at the end."""
+    """The port and the process of a server that says ``http://127.0.0.1:PORT`` when it is ready;
+    ended at the end.
+    """
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     with log.open("w") as stream:
-        process = subprocess.Popen([sys.executable, *command], stderr=stream, stdout=stream, env=environment)  # noqa: S603
+        process = subprocess.Popen(  # noqa: S603
+            [sys.executable, *command],
+            stderr=stream,
+            stdout=stream,
+            env=environment,
+        )
     try:
         yield _port(process, log), process.pid
     finally:

@@ -1,12 +1,13 @@
-"""The pictures of the page of `tilefold serve` in docs/images: a real Chromium, a model of the demo, and pydocs.
+"""The pictures of the page of `tilefold serve` in docs/images: a real Chromium, a model of the
+demo, and pydocs.
 
     tilefold demo
     python -m benchmarks.serve_images --demo tilefold-demo/minutes-5-... [--documents 3000] [--output docs/images]
 
-An embedded Qdrant collection holds the demo's learned sparse vectors and dense ones of the packaged all-MiniLM-L6-v2,
-beside a BM25 index and that model's token vectors for late interaction, which the demo has stored: the page then has
-all of its columns. Needs
-`pip install "tilefold[page,serve,qdrant]" pillow` and a Chromium (apt install chromium).
+An embedded Qdrant collection holds the demo's learned sparse vectors and dense ones of the packaged
+all-MiniLM-L6-v2, beside a BM25 index and that model's token vectors for late interaction, which the
+demo has stored: the page then has all of its columns. Needs `pip install
+"tilefold[page,serve,qdrant]" pillow` and a Chromium (apt install chromium).
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ from tilefold.serve.server import Server, bind
 QUERY = "how do I read a csv file"
 COLOURS = 96  # of the picture's palette
 SHOTS: dict[str, dict[str, Any]] = {
-    "serve-page": {"width": 980, "height": 1120, "scheme": "light", "open": ("fusion", "rerank", "columns")},
+    "serve-page": {
+        "width": 980,
+        "height": 1120,
+        "scheme": "light",
+        "open": ("fusion", "rerank", "columns"),
+    },
     "serve-page-dark": {"width": 980, "height": 760, "scheme": "dark", "open": ("prf",)},
     "serve-page-phone": {"width": 360, "height": 760, "scheme": "light", "open": ("fusion",)},
 }
@@ -53,7 +59,10 @@ def searchable(demo: Path, documents: int, folder: Path) -> Searchable:
     accelerate(sparse)
     minilm: Any = SentenceTransformer(str(minilm_path()), local_files_only=True)
     dense = minilm.encode(list(texts.values()), batch_size=64)
-    opened = QdrantCollection.embedded(folder, Layout(vectors.vocab_size, vectors.fingerprint, dense=dense.shape[1]))
+    opened = QdrantCollection.embedded(
+        folder,
+        Layout(vectors.vocab_size, vectors.fingerprint, dense=dense.shape[1]),
+    )
     opened.upsert(Documents(vectors.ids, vectors, dense))
     stored = next(demo.parent.glob("minilm-*"))
     late, _ = load_model(str(stored / "model"), kinds=("multi-vector",))
@@ -75,7 +84,11 @@ def searchable(demo: Path, documents: int, folder: Path) -> Searchable:
 def serving(found: Searchable) -> Iterator[int]:
     """The port of a server on the loopback address."""
     models = [model for model in (found.encoder, found.late, found.dense) if model is not None]
-    service, opened, ready = Service(models, searchable=found), bind("127.0.0.1", 0), threading.Event()
+    service, opened, ready = (
+        Service(models, searchable=found),
+        bind("127.0.0.1", 0),
+        threading.Event(),
+    )
     server = Server(create_app(service), service, ready.set)
     thread = threading.Thread(target=server.run, args=([opened],))
     thread.start()
@@ -92,7 +105,10 @@ def picture(browser: Any, port: int, shot: dict[str, Any]) -> bytes:
     """A PNG with few colours."""
     from PIL import Image  # needed here alone
 
-    page = browser.new_page(viewport={"width": shot["width"], "height": shot["height"]}, color_scheme=shot["scheme"])
+    page = browser.new_page(
+        viewport={"width": shot["width"], "height": shot["height"]},
+        color_scheme=shot["scheme"],
+    )
     page.set_default_timeout(120_000)
     page.goto(f"http://127.0.0.1:{port}/")
     page.wait_for_selector("#options:not([hidden])")
@@ -116,11 +132,20 @@ def main(argv: Sequence[str]) -> int:
     from playwright.sync_api import sync_playwright  # needed here alone
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--demo", type=Path, required=True, help="a folder of the demo with model and vectors")
+    parser.add_argument(
+        "--demo",
+        type=Path,
+        required=True,
+        help="a folder of the demo with model and vectors",
+    )
     parser.add_argument("--documents", type=int, default=3000)
     parser.add_argument("--output", type=Path, default=Path("docs/images"))
     options = parser.parse_args(argv)
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    chromium = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     with (
         tempfile.TemporaryDirectory() as folder,
         serving(searchable(options.demo, options.documents, Path(folder))) as port,

@@ -1,9 +1,10 @@
-"""sentence-transformers behind the same FastAPI route, as one would write it; the peer of `serve_load.py`.
+"""sentence-transformers behind the same FastAPI route, as one would write it; the peer of
+`serve_load.py`.
 
     python -m benchmarks.serve_peer --model FOLDER [--device cuda] [--one-thread]
 
-A route that is a plain function runs in FastAPI's pool of threads, a call of the model per request. With --one-thread
-they take turns.
+A route that is a plain function runs in FastAPI's pool of threads, a call of the model per request.
+With --one-thread they take turns.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def main(argv: Sequence[str]) -> int:
     def embed_sparse(body: dict[str, Any] = Body()) -> list[list[dict[str, Any]]]:  # noqa: B008
         inputs = [body["inputs"]] if isinstance(body["inputs"], str) else body["inputs"]
         with turn:
-            rows = model.encode_document(inputs, convert_to_tensor=True, convert_to_sparse_tensor=False)
+            rows = model.encode_document(
+                inputs,
+                convert_to_tensor=True,
+                convert_to_sparse_tensor=False,
+            )
         answer = []
         for row in rows:
             (indices,) = row.nonzero(as_tuple=True)

@@ -1,16 +1,19 @@
-"""Minutes of mixed load with bad input: does a server of tilefold keep its memory, its answers and its life?
+"""Minutes of mixed load with bad input: does a server of tilefold keep its memory, its answers and
+its life?
 
     python -m benchmarks.serve_soak --model FOLDER --minutes 30 [--clients 8] [--connections 10000] [--output FOLDER]
 
-Good clients send one to four queries of pydocs and expect the vectors that each query has alone, up to rounding; a 429
-counts as refused, anything else as lost. Beside them (`serve_bad.py`) others send bodies that are too large (declared,
-sent, and chunked without end), are no JSON, are nested 50,000 deep, are Latin-1 or UTF-16, have wrong fields or another
-content type; send half a head, half a body, or a byte each half second; read nothing of their answer; leave while their
-inputs wait. Each expects its code, or a closed connection. In between, `--connections` are opened, in waves of 2,000:
-each must be kept, or be answered with 429. Loopback only; it ends by itself.
+Good clients send one to four queries of pydocs and expect the vectors that each query has alone, up
+to rounding; a 429 counts as refused, anything else as lost. Beside them (`serve_bad.py`) others
+send bodies that are too large (declared, sent, and chunked without end), are no JSON, are nested
+50,000 deep, are Latin-1 or UTF-16, have wrong fields or another content type; send half a head,
+half a body, or a byte each half second; read nothing of their answer; leave while their inputs
+wait. Each expects its code, or a closed connection. In between, `--connections` are opened, in
+waves of 2,000: each must be kept, or be answered with 429. Loopback only; it ends by itself.
 
-It fails if something was lost, if the server died, or if memory is not flat. Flat: the median of the last third of the
-time is at most 5% above that of the second third (in the first the server warms up).
+It fails if something was lost, if the server died, or if memory is not flat. Flat: the median of
+the last third of the time is at most 5% above that of the second third (in the first the server
+warms up).
 """
 
 from __future__ import annotations
@@ -47,14 +50,19 @@ Vector = dict[int, float]
 
 @dataclass
 class Watched:
-    """What was seen each two seconds: seconds since the start, bytes of memory, answers and bad input so far."""
+    """What was seen each two seconds: seconds since the start, bytes of memory, answers and bad
+    input so far.
+    """
 
     rows: list[tuple[float, int, Seen]] = field(default_factory=list)
 
     def medians(self) -> tuple[float, float]:
         """MiB in the second third of the time and in the last."""
         end = self.rows[-1][0]
-        thirds = [[memory for at, memory, _ in self.rows if low <= at / end <= low + 1 / 3] for low in (1 / 3, 2 / 3)]
+        thirds = [
+            [memory for at, memory, _ in self.rows if low <= at / end <= low + 1 / 3]
+            for low in (1 / 3, 2 / 3)
+        ]
         second, last = (statistics.median(third or [self.rows[-1][1]]) / 2**20 for third in thirds)
         return second, last
 
@@ -64,7 +72,9 @@ class Watched:
         for minute in range(1, int(self.rows[-1][0] / 60) + 1):
             _, memory, seen = next(row for row in self.rows if row[0] >= 60 * minute)
             counts = {name: seen[name] - before[name] for name in seen}
-            rows.append({"minute": minute, "memory_mib": round(memory / 2**20, 1), **summed(counts)})
+            rows.append(
+                {"minute": minute, "memory_mib": round(memory / 2**20, 1), **summed(counts)},
+            )
             before = seen
         return rows
 
@@ -73,7 +83,11 @@ def summed(counts: Mapping[str, int]) -> dict[str, int]:
     """The columns of the result."""
 
     def those(*ends: str) -> int:
-        return sum(count for name, count in counts.items() if name.endswith(ends) and not name.startswith("LOST"))
+        return sum(
+            count
+            for name, count in counts.items()
+            if name.endswith(ends) and not name.startswith("LOST")
+        )
 
     return {
         "answered": counts.get("answered", 0),
@@ -101,10 +115,19 @@ def same(row: Sequence[Mapping[str, Any]], expected: Vector) -> bool:
     """Whether a row is that vector up to the rounding of another batch, by its heaviest terms."""
     got = {entry["index"]: entry["value"] for entry in row}
     heaviest = sorted(expected, key=lambda index: -expected[index])[:COMPARED]
-    return all(abs(got.get(index, 0.0) - expected[index]) <= 0.05 * expected[index] + 0.02 for index in heaviest)
+    return all(
+        abs(got.get(index, 0.0) - expected[index]) <= 0.05 * expected[index] + 0.02
+        for index in heaviest
+    )
 
 
-async def good(port: int, texts: Sequence[str], expected: Sequence[Vector], until: float, seen: Seen) -> None:
+async def good(
+    port: int,
+    texts: Sequence[str],
+    expected: Sequence[Vector],
+    until: float,
+    seen: Seen,
+) -> None:
     """One request after the other, each checked."""
     draw = random.Random(len(seen))  # noqa: S311 - of texts
     reader, writer = await asyncio.open_connection(HOST, port)
@@ -154,13 +177,20 @@ async def watch(process: int, began: float, until: float, seen: Seen, watched: W
         await asyncio.sleep(2.0)
 
 
-async def soak(port: int, process: int, texts: Sequence[str], options: argparse.Namespace) -> tuple[Seen, Watched]:
+async def soak(
+    port: int,
+    process: int,
+    texts: Sequence[str],
+    options: argparse.Namespace,
+) -> tuple[Seen, Watched]:
     """All of it."""
     seen, watched = Seen(), Watched()
     expected = await alone(port, texts)
     began = time.monotonic()
     until = began + min(60 * options.minutes, LONGEST_SECONDS)
-    jobs: list[Callable[[], Awaitable[None]]] = [lambda: good(port, texts, expected, until, seen)] * options.clients
+    jobs: list[Callable[[], Awaitable[None]]] = [
+        lambda: good(port, texts, expected, until, seen),
+    ] * options.clients
     jobs += [lambda: watch(process, began, until, seen, watched)]
     jobs += serve_bad.jobs(port, until, seen, options.connections)
     await asyncio.gather(*(job() for job in jobs))
@@ -171,11 +201,17 @@ def main(argv: Sequence[str]) -> int:
     """Run it; print what was seen, and save a row per minute."""
     options = parse(argv)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else 65536, hard))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE,
+        (hard if hard != resource.RLIM_INFINITY else 65536, hard),
+    )
     texts = list(load_collection("pydocs").queries.values())[:512]
     command = ["-m", "tilefold.cli", "serve", "--model", options.model, "--port", "0"]
     provenance = collect(torch.device("cpu"))
-    with tempfile.TemporaryDirectory() as folder, server(command, Path(folder) / "log") as (port, process):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        server(command, Path(folder) / "log") as (port, process),
+    ):
         seen, watched = asyncio.run(soak(port, process, texts, options))
         alive = asyncio.run(serve_bad.send(port, serve_bad.sized(b'{"inputs": "a"}')))
         log = (Path(folder) / "log").read_text(errors="replace").splitlines()[1:]
@@ -184,8 +220,14 @@ def main(argv: Sequence[str]) -> int:
     second, last = watched.medians()
     rows = watched.minutes()
     print("memory, MiB, at the end of each minute:", *(row["memory_mib"] for row in rows))
-    print(f"memory, MiB: {second:.0f} in the second third, {last:.0f} in the last: {100 * (last / second - 1):+.1f}%")
-    print(f"at the end the server answers {alive}; lines in its log: {len(log)}", *log[:3], sep="\n")
+    print(
+        f"memory, MiB: {second:.0f} in the second third, {last:.0f} in the last: {100 * (last / second - 1):+.1f}%",
+    )
+    print(
+        f"at the end the server answers {alive}; lines in its log: {len(log)}",
+        *log[:3],
+        sep="\n",
+    )
     if options.output is not None and rows:
         target = results_file(options.output, "serve_soak", provenance)
         target.unlink(missing_ok=True)  # minutes of one run, not of several
@@ -200,8 +242,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="a folder of a SparseEncoder")
     parser.add_argument("--minutes", type=float, default=30.0, help="at most 60")
     parser.add_argument("--clients", type=int, default=8, help="good ones")
-    parser.add_argument("--connections", type=int, default=10_000, help="idle ones, in waves of 2,000")
-    parser.add_argument("--output", type=Path, help="a folder for the rows, such as benchmarks/results")
+    parser.add_argument(
+        "--connections",
+        type=int,
+        default=10_000,
+        help="idle ones, in waves of 2,000",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="a folder for the rows, such as benchmarks/results",
+    )
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,6 @@
-"""What the scripts share that make a small language model offline, over the words of the packaged MiniLM."""
+"""What the scripts share that make a small language model offline, over the words of the packaged
+MiniLM.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from transformers import AutoModel, AutoTokenizer
 from tilefold.recipes import minilm_path
 
 
-def arguments(doc: str | None, *, batch_size: int, length: int, learning_rate: float) -> argparse.ArgumentParser:
+def arguments(
+    doc: str | None,
+    *,
+    batch_size: int,
+    length: int,
+    learning_rate: float,
+) -> argparse.ArgumentParser:
     """Arguments of data, size and training, with these defaults; ``doc`` is the script's docstring."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     add = parser.add_argument
@@ -33,4 +41,7 @@ def minilm_words() -> tuple[Any, Tensor]:
     path = str(minilm_path())
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     tokenizer.model_max_length = 512
-    return tokenizer, AutoModel.from_pretrained(path, local_files_only=True).get_input_embeddings().weight
+    return tokenizer, AutoModel.from_pretrained(
+        path,
+        local_files_only=True,
+    ).get_input_embeddings().weight

@@ -1,4 +1,6 @@
-"""The start `xlmr-small` of effectiveness and recipes: matches words over 250,002 terms, from random weights."""
+"""The start `xlmr-small` of effectiveness and recipes: matches words over 250,002 terms, from
+random weights.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,19 @@ from pathlib import Path
 
 # hidden size, layers and attention heads
 HIDDEN, LAYERS, HEADS = 256, 4, 4
-OWN_LOGIT, MARGIN = 4.0, 5.0  # logit of a token's own entry; the bias in standard deviations of all other logits
+OWN_LOGIT, MARGIN = (
+    4.0,
+    5.0,
+)  # logit of a token's own entry; the bias in standard deviations of all other logits
 
 
 def small_xlmr(folder: Path, tokenizer: str, max_length: int, seed: int) -> Path:
     """Save the `xlmr-small` start as a stock SparseEncoder; equal seeds give equal weights.
 
-    The head is `LayerNorm(gelu(W h + b))` before the tied embeddings. `W = I` and `b = 6` keep it where gelu is the
-    identity, and the LayerNorm takes the shift out again; token embeddings of length 1 then give every token's own
-    entry a logit of about ``OWN_LOGIT`` and the others noise of ``OWN_LOGIT / sqrt(D)``, which the bias cuts off.
+    The head is `LayerNorm(gelu(W h + b))` before the tied embeddings. `W = I` and `b = 6` keep it
+    where gelu is the identity, and the LayerNorm takes the shift out again; token embeddings of
+    length 1 then give every token's own entry a logit of about ``OWN_LOGIT`` and the others noise
+    of ``OWN_LOGIT / sqrt(D)``, which the bias cuts off.
     """
     import torch
     from sentence_transformers import SparseEncoder
@@ -63,5 +69,7 @@ def small_xlmr(folder: Path, tokenizer: str, max_length: int, seed: int) -> Path
             model_kwargs={"local_files_only": True},
             processor_kwargs={"local_files_only": True},
         )
-        SparseEncoder(modules=[transformer, SpladePooling("max")], device="cpu").save_pretrained(str(folder))
+        SparseEncoder(modules=[transformer, SpladePooling("max")], device="cpu").save_pretrained(
+            str(folder),
+        )
     return folder

@@ -4,15 +4,16 @@ On one H200, about eight minutes:
 
     PYTHONPATH=src python -m benchmarks.train --device cuda --output DIR
 
-``--shape ragged-128`` and its like choose cases, ``--tokenizer FOLDER`` the tokenizer of the model with V = 250,002
-(by default the small one serves it), ``--device cpu --quick`` runs a tiny model. Each side trains from the same weights
-on the same batches: first three small steps in fp32 without dropout, whose losses must agree (the gate; layers are
-compiled in 16 bits alone, whose gradients the tests compare with those in fp32); then steps that warm up, and those
-that are timed, under bf16 autocast on a GPU, with the trainer's default arguments. Losses of the first steps in bf16
-can be compared between sides of as many steps: SpladeLoss raises its regularizers over the run. A few more steps run
-under a profiler, which tells for how much of the time the GPU was busy. Where a batch does not fit, half of it is run,
-and ratios are those of pairs per second: of the mean step, captures and all, to the median of the reference where that
-is shorter than its mean.
+``--shape ragged-128`` and its like choose cases, ``--tokenizer FOLDER`` the tokenizer of the model
+with V = 250,002 (by default the small one serves it), ``--device cpu --quick`` runs a tiny model.
+Each side trains from the same weights on the same batches: first three small steps in fp32 without
+dropout, whose losses must agree (the gate; layers are compiled in 16 bits alone, whose gradients
+the tests compare with those in fp32); then steps that warm up, and those that are timed, under bf16
+autocast on a GPU, with the trainer's default arguments. Losses of the first steps in bf16 can be
+compared between sides of as many steps: SpladeLoss raises its regularizers over the run. A few more
+steps run under a profiler, which tells for how much of the time the GPU was busy. Where a batch
+does not fit, half of it is run, and ratios are those of pairs per second: of the mean step,
+captures and all, to the median of the reference where that is shorter than its mean.
 
 | side | what it is |
 |---|---|
@@ -44,11 +45,19 @@ from benchmarks.train_data import (
     make_encoder,
     valid_share,
 )
-from benchmarks.train_run import GATE_STEPS, GRAPH_WARM_STEPS, PROFILED_STEPS, Measured, exact_losses, train
+from benchmarks.train_run import (
+    GATE_STEPS,
+    GRAPH_WARM_STEPS,
+    PROFILED_STEPS,
+    Measured,
+    exact_losses,
+    train,
+)
 
 LARGE = 250_002
 GATE_BATCH = 16  # pairs of a step of the gate, which is in fp32
-# fp32: gradients differ by rounding, of which the first steps of Adam keep the sign alone where they are near zero
+# fp32: gradients differ by rounding, of which the first steps of Adam keep the sign alone where
+# they are near zero
 EXACT_BUDGET = 5e-4
 ROUNDED_BUDGET = 2e-3  # of the first loss in bf16, before any step
 
@@ -96,7 +105,9 @@ class Outcome:
         return 1e3 * self.batch / self.measured.step_ms
 
     def times(self, reference: Outcome) -> float:
-        """Ratio of pairs per second, where a step that the host held up does not count against the reference."""
+        """Ratio of pairs per second, where a step that the host held up does not count against the
+        reference.
+        """
         if self is reference:
             return 1.0
         base = reference.measured
@@ -143,7 +154,10 @@ def row(found: Outcome, reference: Outcome) -> dict[str, Any]:
         return facts | {"gate": f"losses differ by {error:.2g}"}
     if found.batch == reference.batch and not rounded <= ROUNDED_BUDGET:
         return facts | {"gate": f"the first loss differs by {rounded:.2g}"}
-    measured = asdict(found.measured) | {"pairs_per_s": found.pairs_per_s, "ratio": found.times(reference)}
+    measured = asdict(found.measured) | {
+        "pairs_per_s": found.pairs_per_s,
+        "ratio": found.times(reference),
+    }
     del measured["losses"]
     return facts | measured | {"busy": "" if measured["busy"] is None else measured["busy"]}
 
@@ -152,8 +166,23 @@ def _error(losses: list[float], right: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(losses, right, strict=True))
 
 
-def _case(name: str, kind: str, batch: int, vocab: int, documents: str, steps: dict[str, int], **more: Any) -> JobCase:
-    numbers = {"kind": kind, "batch": batch, "vocab": vocab, "documents": documents, "steps": steps, **more}
+def _case(
+    name: str,
+    kind: str,
+    batch: int,
+    vocab: int,
+    documents: str,
+    steps: dict[str, int],
+    **more: Any,
+) -> JobCase:
+    numbers = {
+        "kind": kind,
+        "batch": batch,
+        "vocab": vocab,
+        "documents": documents,
+        "steps": steps,
+        **more,
+    }
     tiny = bool(more)
     return JobCase(name, ("cpu",) if tiny else ("cuda",), quick=tiny, numbers=numbers)
 
@@ -161,22 +190,75 @@ def _case(name: str, kind: str, batch: int, vocab: int, documents: str, steps: d
 JOB = Job(
     "train",
     (
-        _case("ragged-128", "splade", 128, 30_522, "ragged",
-              {"stock": 10, "padded": 15, "packed": 40, "graphs": 300, "compiled": 300}),
-        _case("ragged-128-large", "splade", 128, LARGE, "ragged",
-              {"stock": 5, "packed": 30, "graphs": 60, "compiled": 60}),
-        _case("ragged-512", "splade", 512, 30_522, "ragged", {"padded": 8, "packed": 20, "graphs": 40, "compiled": 40}),
-        _case("full-128", "splade", 128, 30_522, "full", {"stock": 10, "packed": 20, "graphs": 40, "compiled": 40}),
-        _case("colbert-128", "colbert", 128, 30_522, "ragged",
-              {"stock": 15, "packed": 40, "graphs": 100, "compiled": 100}),
-        _case("tiny", "splade", 8, 30_522, "ragged", {"stock": 4, "padded": 4, "packed": 4, "graphs": 4}, tiny=True),
+        _case(
+            "ragged-128",
+            "splade",
+            128,
+            30_522,
+            "ragged",
+            {"stock": 10, "padded": 15, "packed": 40, "graphs": 300, "compiled": 300},
+        ),
+        _case(
+            "ragged-128-large",
+            "splade",
+            128,
+            LARGE,
+            "ragged",
+            {"stock": 5, "packed": 30, "graphs": 60, "compiled": 60},
+        ),
+        _case(
+            "ragged-512",
+            "splade",
+            512,
+            30_522,
+            "ragged",
+            {"padded": 8, "packed": 20, "graphs": 40, "compiled": 40},
+        ),
+        _case(
+            "full-128",
+            "splade",
+            128,
+            30_522,
+            "full",
+            {"stock": 10, "packed": 20, "graphs": 40, "compiled": 40},
+        ),
+        _case(
+            "colbert-128",
+            "colbert",
+            128,
+            30_522,
+            "ragged",
+            {"stock": 15, "packed": 40, "graphs": 100, "compiled": 100},
+        ),
+        _case(
+            "tiny",
+            "splade",
+            8,
+            30_522,
+            "ragged",
+            {"stock": 4, "padded": 4, "packed": 4, "graphs": 4},
+            tiny=True,
+        ),
         _case("tiny-colbert", "colbert", 8, 30_522, "ragged", {"stock": 4, "packed": 4}, tiny=True),
     ),
     ("case", "side"),
-    ("case", "side", "valid", "step_ms", "median_ms", "slowest_ms", "pairs_per_s", "ratio", "peak_gib", "reserved_gib",
-     "busy", "loss_error", "gate"),
+    (
+        "case",
+        "side",
+        "valid",
+        "step_ms",
+        "median_ms",
+        "slowest_ms",
+        "pairs_per_s",
+        "ratio",
+        "peak_gib",
+        "reserved_gib",
+        "busy",
+        "loss_error",
+        "gate",
+    ),
     run,
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     sys.exit(main(JOB, __doc__))

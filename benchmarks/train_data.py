@@ -26,26 +26,42 @@ def load_tokenizer(path: Path | None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer must be a folder that transformers can load, got {path}: {error}") from error
+        raise ValueError(
+            f"tokenizer must be a folder that transformers can load, got {path}: {error}",
+        ) from error
 
 
 def words_of(tokenizer: Any) -> list[str]:
     """Words of the tokenizer's vocabulary."""
     pieces = sorted(piece.lstrip("\u2581") for piece in tokenizer.get_vocab())
-    return [piece for piece in dict.fromkeys(pieces) if piece.isascii() and piece.isalpha() and len(piece) > 2]
+    return [
+        piece
+        for piece in dict.fromkeys(pieces)
+        if piece.isascii() and piece.isalpha() and len(piece) > 2
+    ]
 
 
 def made_pairs(tokenizer: Any, count: int, ragged: bool, seed: int = 0) -> dict[str, list[str]]:
-    """Queries of about 60 characters, and documents of ragged length or of at least ``FULL_LENGTH`` tokens."""
+    """Queries of about 60 characters, and documents of ragged length or of at least ``FULL_LENGTH``
+    tokens.
+    """
     generator = np.random.default_rng(seed)
     words = np.array(words_of(tokenizer))
     sample = list(words[generator.integers(len(words), size=2000)])
-    per_word = (len(tokenizer(" ".join(sample), add_special_tokens=False, verbose=False)["input_ids"])) / len(sample)
+    per_word = (
+        len(tokenizer(" ".join(sample), add_special_tokens=False, verbose=False)["input_ids"])
+    ) / len(sample)
     lengths = np.full(count, FULL_LENGTH * 1.15)  # cut to FULL_LENGTH tokens by the model
     if ragged:
-        lengths = np.minimum(generator.lognormal(np.log(RAGGED[0]), RAGGED[1], count), 1.15 * MAX_LENGTH)
+        lengths = np.minimum(
+            generator.lognormal(np.log(RAGGED[0]), RAGGED[1], count),
+            1.15 * MAX_LENGTH,
+        )
     numbers = np.maximum(1, (lengths - 2) / per_word).astype(int)
-    queries = [" ".join(words[generator.integers(len(words), size=12)])[:QUERY_CHARACTERS] for _ in range(count)]
+    queries = [
+        " ".join(words[generator.integers(len(words), size=12)])[:QUERY_CHARACTERS]
+        for _ in range(count)
+    ]
     documents = [" ".join(words[generator.integers(len(words), size=number)]) for number in numbers]
     return {"query": queries, "document": documents}
 
@@ -55,7 +71,12 @@ def valid_share(tokenizer: Any, documents: list[str], batch: int, length: int) -
     shares = []
     for start in range(0, min(len(documents), 4 * batch), batch):
         texts = documents[start : start + batch]
-        found = [len(ids) for ids in tokenizer(texts, truncation=True, max_length=length, verbose=False)["input_ids"]]
+        found = [
+            len(ids)
+            for ids in tokenizer(texts, truncation=True, max_length=length, verbose=False)[
+                "input_ids"
+            ]
+        ]
         shares.append(sum(found) / (len(found) * max(found)))
     return float(np.mean(shares))
 
@@ -75,8 +96,8 @@ def make_encoder(
 ) -> Any:
     """A stock model with random weights, loaded by sentence-transformers from a folder as users do.
 
-    Fresh weights make about half of all logits positive, hence every score of a text of some length: the most expensive
-    case for a backward pass that follows the winners.
+    Fresh weights make about half of all logits positive, hence every score of a text of some
+    length: the most expensive case for a backward pass that follows the winners.
 
     Args:
         kind: ``"splade"`` or ``"colbert"``.
@@ -101,9 +122,16 @@ def make_encoder(
     pad = tokenizer.pad_token_id
     roberta = vocab >= 100_000 if roberta is None else roberta
     # RoBERTa's positions begin behind the padding's id
-    kinds = (transformers.BertConfig, 512) if not roberta else (transformers.XLMRobertaConfig, 513 + pad)
+    kinds = (
+        (transformers.BertConfig, 512)
+        if not roberta
+        else (transformers.XLMRobertaConfig, 513 + pad)
+    )
     config: Any = kinds[0](
-        vocab_size=vocab, pad_token_id=pad, max_position_embeddings=kinds[1], **dict(zip(names, sizes, strict=True))
+        vocab_size=vocab,
+        pad_token_id=pad,
+        max_position_embeddings=kinds[1],
+        **dict(zip(names, sizes, strict=True)),
     )
     auto = transformers.AutoModelForMaskedLM if kind == "splade" else transformers.AutoModel
     torch.manual_seed(0)
@@ -122,7 +150,9 @@ def make_encoder(
             model_kwargs={"local_files_only": True, "dtype": torch.float32},
             processor_kwargs={"local_files_only": True},
         )
-        model = (_splade(transformer, device) if kind == "splade" else _colbert(transformer, sizes[0])).to(device)
+        model = (
+            _splade(transformer, device) if kind == "splade" else _colbert(transformer, sizes[0])
+        ).to(device)
     model.model_card_data.local_files_only = True
     model.model_card_data.generate_widget_examples = False
     model.model_card_data.widget = [{"text": "a"}]
@@ -142,7 +172,16 @@ def _colbert(transformer: Any, hidden: int) -> Any:
     from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
     dense = Dense(
-        hidden, 128, bias=False, activation_function=torch.nn.Identity(), module_input_name="token_embeddings"
+        hidden,
+        128,
+        bias=False,
+        activation_function=torch.nn.Identity(),
+        module_input_name="token_embeddings",
     )
-    modules = [transformer, dense, MultiVectorMask(), Normalize(module_input_name="token_embeddings")]
+    modules = [
+        transformer,
+        dense,
+        MultiVectorMask(),
+        Normalize(module_input_name="token_embeddings"),
+    ]
     return MultiVectorEncoder(modules=modules, device="cpu")

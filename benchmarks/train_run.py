@@ -15,11 +15,14 @@ import torch
 
 GATE_STEPS = 3
 WARM_STEPS = 5
-GRAPH_WARM_STEPS = 80  # nearly all sizes have been met twice by then; a capture takes as long as five to ten steps
+GRAPH_WARM_STEPS = (
+    80  # nearly all sizes have been met twice by then; a capture takes as long as five to ten steps
+)
 GRAPHS = ("graphs", "compiled")  # sides with graphs
 PROFILED_STEPS = 3
-# Fresh weights give dense scores, whose dot products grow with V: these factors over V keep loss and FLOPS terms small,
-# so that rounding does not decide the softmax. They change no amount of work.
+# Fresh weights give dense scores, whose dot products grow with V: these factors over V keep loss
+# and FLOPS terms small, so that rounding does not decide the softmax. They change no amount of
+# work.
 SIMILARITY_SCALE = 30.0
 REGULARIZER = 30.0
 
@@ -31,10 +34,12 @@ class Measured:
     Attributes:
         losses: of the first steps, without dropout, in the precision of the others.
         step_ms: mean time of a timed step, device included.
-        p20_ms, median_ms, p80_ms, slowest_ms: of the times between the ends of two timed steps that the host saw.
+        p20_ms, median_ms, p80_ms, slowest_ms: of the times between the ends of two timed steps that
+            the host saw.
         peak_gib: memory of the device that was allocated during them, weights included; 0 on a CPU.
         reserved_gib: what torch held of it, graphs' own included.
-        busy: share of the time of some further steps in which a kernel ran on the GPU; None on a CPU.
+        busy: share of the time of some further steps in which a kernel ran on the GPU; None on a
+            CPU.
     """
 
     losses: list[float]
@@ -49,15 +54,22 @@ class Measured:
 
 
 def train(
-    kind: str, model: Any, side: str, rows: Mapping[str, list[str]], batch: int, steps: int, device: torch.device
+    kind: str,
+    model: Any,
+    side: str,
+    rows: Mapping[str, list[str]],
+    batch: int,
+    steps: int,
+    device: torch.device,
 ) -> Measured:
     """Train a copy of ``model`` with the stock trainer of its kind, under bf16 autocast on a GPU.
 
     Args:
         kind: ``"splade"`` or ``"colbert"``.
         model: as :func:`benchmarks.train_data.make_encoder` made it.
-        side: ``"stock"``; ``"padded"``, accelerated but for packed inputs; ``"packed"``, accelerated, with batches made
-            ahead; ``"graphs"``, with CUDA graphs, too; ``"compiled"``, with graphs of compiled layers.
+        side: ``"stock"``; ``"padded"``, accelerated but for packed inputs; ``"packed"``,
+            accelerated, with batches made ahead; ``"graphs"``, with CUDA graphs, too;
+            ``"compiled"``, with graphs of compiled layers.
         rows: queries and documents, ``batch`` of each for every step.
         batch: pairs of a step.
         steps: timed steps.
@@ -67,12 +79,17 @@ def train(
 
 
 def exact_losses(
-    kind: str, model: Any, side: str, rows: Mapping[str, list[str]], batch: int, device: torch.device
+    kind: str,
+    model: Any,
+    side: str,
+    rows: Mapping[str, list[str]],
+    batch: int,
+    device: torch.device,
 ) -> list[float]:
     """Losses of the first steps of a copy in fp32 without dropout.
 
-    In bf16 they say little: each side's rounding chooses other winners among the tokens of a fresh model, and the stock
-    side's gradients alone are some 20% off those in fp32.
+    In bf16 they say little: each side's rounding chooses other winners among the tokens of a fresh
+    model, and the stock side's gradients alone are some 20% off those in fp32.
     """
     return [float(loss) for loss in run(kind, model, side, rows, batch, 0, device, False).losses]
 
@@ -105,14 +122,27 @@ def run(
             watch.end(state.global_step)
 
     model = copy.deepcopy(model).to(device)
-    watch = (watch_type or Watch)(model, steps, GRAPH_WARM_STEPS if side in GRAPHS and bf16 else WARM_STEPS)
+    watch = (watch_type or Watch)(
+        model,
+        steps,
+        GRAPH_WARM_STEPS if side in GRAPHS and bf16 else WARM_STEPS,
+    )
     if side != "stock":
         accelerate(model, packed=side != "padded")
     loss = make_loss(kind, model, side)
     loss.register_forward_hook(lambda _, __, out: watch.saw(out))
     try:
         with tempfile.TemporaryDirectory(prefix="tilefold-bench-") as folder:
-            trainer = make_trainer(kind, model, loss, folder, batch, Dataset.from_dict(dict(rows)), watch.total, bf16)
+            trainer = make_trainer(
+                kind,
+                model,
+                loss,
+                folder,
+                batch,
+                Dataset.from_dict(dict(rows)),
+                watch.total,
+                bf16,
+            )
             trainer.add_callback(Callback())
             trainer.remove_callback(PrinterCallback)
             if side in {"packed", *GRAPHS}:
@@ -125,7 +155,9 @@ def run(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if watch.bf16 != bf16:
-        raise RuntimeError(f"the trainer must multiply with bf16 = {bf16}, got bf16 = {watch.bf16}.")
+        raise RuntimeError(
+            f"the trainer must multiply with bf16 = {bf16}, got bf16 = {watch.bf16}.",
+        )
     return watch
 
 
@@ -135,10 +167,16 @@ def make_loss(kind: str, model: Any, side: str) -> Any:
         from sentence_transformers.sparse_encoder import losses
 
         vocab = model[0].model.config.vocab_size
-        ranking = losses.SparseMultipleNegativesRankingLoss(model=model, scale=SIMILARITY_SCALE / vocab)
+        ranking = losses.SparseMultipleNegativesRankingLoss(
+            model=model,
+            scale=SIMILARITY_SCALE / vocab,
+        )
         weight = REGULARIZER / vocab
         return losses.SpladeLoss(
-            model=model, loss=ranking, document_regularizer_weight=weight, query_regularizer_weight=weight
+            model=model,
+            loss=ranking,
+            document_regularizer_weight=weight,
+            query_regularizer_weight=weight,
         )
     from sentence_transformers.multi_vector_encoder.losses import (
         MultiVectorMultipleNegativesRankingLoss,
@@ -151,7 +189,14 @@ def make_loss(kind: str, model: Any, side: str) -> Any:
 
 
 def make_trainer(
-    kind: str, model: Any, loss: Any, folder: str, batch: int, dataset: Any, steps: int, bf16: bool
+    kind: str,
+    model: Any,
+    loss: Any,
+    folder: str,
+    batch: int,
+    dataset: Any,
+    steps: int,
+    bf16: bool,
 ) -> Any:
     """The stock trainer of a kind, which saves and reports nothing."""
     if kind == "splade":
@@ -199,7 +244,11 @@ class Watch:
     bf16: bool = False
 
     def __post_init__(self) -> None:
-        self.dropouts = [(module, module.p) for module in self.model.modules() if isinstance(module, torch.nn.Dropout)]
+        self.dropouts = [
+            (module, module.p)
+            for module in self.model.modules()
+            if isinstance(module, torch.nn.Dropout)
+        ]
         self.on_gpu = self.model.device.type == "cuda"
         self.first = GATE_STEPS + self.warm_steps  # the first timed step
         profiled = PROFILED_STEPS if self.on_gpu else 0
@@ -211,7 +260,10 @@ class Watch:
     def _sees_precision(self, *_: Any) -> None:
         if torch.is_grad_enabled():
             device = "cuda" if self.on_gpu else "cpu"
-            self.bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+            self.bf16 = (
+                torch.is_autocast_enabled(device)
+                and torch.get_autocast_dtype(device) == torch.bfloat16
+            )
 
     def close(self) -> None:
         """Let go of the model."""
@@ -250,8 +302,13 @@ class Watch:
         if step == self.first:
             torch.cuda.reset_peak_memory_stats()
         elif step == self.first + self.steps:
-            self.peak, self.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.peak, self.reserved = (
+                torch.cuda.max_memory_allocated(),
+                torch.cuda.max_memory_reserved(),
+            )
+            self.profiler = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA],
+            )
             self.profiler.start()
             self.profiled_from = time.perf_counter()
         elif step == self.total:
@@ -261,7 +318,10 @@ class Watch:
 
     def measured(self) -> Measured:
         """The measurements of the steps that were seen."""
-        gaps = [1e3 * (after - before) for before, after in zip(self.ends[:-1], self.ends[1:], strict=True)]
+        gaps = [
+            1e3 * (after - before)
+            for before, after in zip(self.ends[:-1], self.ends[1:], strict=True)
+        ]
         fifths = statistics.quantiles(gaps, n=5) if len(gaps) > 1 else gaps * 4
         return Measured(
             [float(loss) for loss in self.losses],

@@ -1,16 +1,18 @@
-"""A training on data of MS MARCO's size: seconds to the first step, memory of the host, and how busy the GPU is.
+"""A training on data of MS MARCO's size: seconds to the first step, memory of the host, and how
+busy the GPU is.
 
     python -m benchmarks.train_size --folder size
     python -m benchmarks.train_size --folder size --steps 20 --device cpu --tiny --passages 100000 --queries 5000
 
-`--folder` gets 8.8 million passages (``collection.tsv``), 500,000 queries, their judgements, and 40 million rows of
-negatives with the scores of four teachers (``scores.parquet``), all made, unless they are there; 5 GB, in a minute
-or two. Then the recipe splade-v3 trains on them in a process of its own, twice: with an empty cache, and with a
-filled one a tenth of the steps (20 at least). A row has the seconds from the start of the process to the end of the
-first step (`first_step_s`; Python's and torch's imports are among them), the most memory of the process by the
-kernel's count (`host_gib`), pairs a second of the steps after the first tenth, and the mean utilisation of the GPU
-then by ``nvidia-smi`` (the share of time in which a kernel ran). A loss that is not finite ends the training with
-an error, and there is no row.
+`--folder` gets 8.8 million passages (``collection.tsv``), 500,000 queries, their judgements, and 40
+million rows of negatives with the scores of four teachers (``scores.parquet``), all made, unless
+they are there; 5 GB, in a minute or two. Then the recipe splade-v3 trains on them in a process of
+its own, twice: with an empty cache, and with a filled one a tenth of the steps (20 at least). A row
+has the seconds from the start of the process to the end of the first step (`first_step_s`; Python's
+and torch's imports are among them), the most memory of the process by the kernel's count
+(`host_gib`), pairs a second of the steps after the first tenth, and the mean utilisation of the GPU
+then by ``nvidia-smi`` (the share of time in which a kernel ran). A loss that is not finite ends the
+training with an error, and there is no row.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ _START = "TILEFOLD_SIZE_START"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make what is missing, and train in two processes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--passages", type=int, default=8_841_823)
     parser.add_argument("--queries", type=int, default=502_939)
@@ -66,12 +71,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = sys.argv[1:] if arguments is None else arguments
         command = [sys.executable, "-m", "benchmarks.train_size", *given]
         command += ["--steps", str(max(20, options.steps // 10))] * filled
-        found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
+        found = subprocess.run(  # noqa: S603
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
         row = {"run": "cached" if filled else "first", **json.loads(found.stdout.splitlines()[-1])}
         print(json.dumps(row), flush=True)
         import torch
 
-        write_csv(options.output / FILE, [row], collect(torch.device(options.device)), ("run", "passages"))
+        write_csv(
+            options.output / FILE,
+            [row],
+            collect(torch.device(options.device)),
+            ("run", "passages"),
+        )
     return 0
 
 
@@ -82,9 +98,15 @@ def make(folder: Path, passages: int, queries: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     chance = np.random.default_rng(0)
     words = np.array(words_of(load_tokenizer(None)))
-    pieces = [" ".join(words[chance.integers(len(words), size=size)]) for size in chance.integers(8, 28, 20_000)]
+    pieces = [
+        " ".join(words[chance.integers(len(words), size=size)])
+        for size in chance.integers(8, 28, 20_000)
+    ]
     _write(folder / "collection.tsv", _texts(pieces, chance, passages, 3))  # 54 words
-    _write(folder / "queries.train.tsv", _texts([piece[:40] for piece in pieces], chance, queries, 1))
+    _write(
+        folder / "queries.train.tsv",
+        _texts([piece[:40] for piece in pieces], chance, queries, 1),
+    )
     relevant = chance.integers(passages, size=queries)
     lines = (f"{query}\t0\t{document}\t1\n" for query, document in enumerate(relevant.tolist()))
     _write(folder / "qrels.train.tsv", lines)
@@ -94,7 +116,10 @@ def make(folder: Path, passages: int, queries: int) -> None:
 def _texts(pieces: list[str], chance: np.random.Generator, count: int, parts: int) -> Iterator[str]:
     for low in range(0, count, _AT_ONCE):
         chosen = chance.integers(len(pieces), size=(min(_AT_ONCE, count - low), parts)).tolist()
-        yield from (f"{low + i}\t{' '.join(pieces[at] for at in row)} {low + i}\n" for i, row in enumerate(chosen))
+        yield from (
+            f"{low + i}\t{' '.join(pieces[at] for at in row)} {low + i}\n"
+            for i, row in enumerate(chosen)
+        )
 
 
 def _write(file: Path, lines: Iterator[str]) -> None:
@@ -103,12 +128,19 @@ def _write(file: Path, lines: Iterator[str]) -> None:
 
 
 def _write_scores(file: Path, relevant: Any, passages: int, chance: np.random.Generator) -> None:
-    """Of each query, its relevant document and :data:`NEGATIVES` others, in a table as `tilefold score` writes it."""
+    """Of each query, its relevant document and :data:`NEGATIVES` others, in a table as `tilefold
+    score` writes it.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     teachers = [f"score:teacher{number}" for number in range(TEACHERS)]
-    fields = [("query_id", pa.string()), ("document_id", pa.string()), ("rank", pa.int32()), ("score", pa.float32())]
+    fields = [
+        ("query_id", pa.string()),
+        ("document_id", pa.string()),
+        ("rank", pa.int32()),
+        ("score", pa.float32()),
+    ]
     fields += [
         ("relevant", pa.bool_()),
         ("retriever_score", pa.float32()),
@@ -119,7 +151,9 @@ def _write_scores(file: Path, relevant: Any, passages: int, chance: np.random.Ge
         for low in range(0, len(relevant), 5000):
             part = relevant[low : low + 5000]
             step = 1 + chance.integers(passages // rows - 1, size=len(part))
-            documents = (part[:, None] + step[:, None] * np.arange(rows)) % passages  # the first one is relevant
+            documents = (
+                part[:, None] + step[:, None] * np.arange(rows)
+            ) % passages  # the first one is relevant
             count = len(part) * rows
             numbers = [pa.array(chance.random(count, np.float32)) for _ in range(2 + TEACHERS)]
             columns = [
@@ -157,12 +191,22 @@ def train(options: argparse.Namespace, data: Path) -> None:
             times.append(time.time())
         if step == warm and options.device == "cuda":
             one = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"  # else the mean is of all GPUs of the machine
-            command = ["nvidia-smi", one, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "500"]
+            command = [
+                "nvidia-smi",
+                one,
+                "--query-gpu=utilization.gpu",
+                "--format=csv,noheader,nounits",
+                "-lms",
+                "500",
+            ]
             busy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603
 
     base = make_base(options.folder / "base", "splade", options.tiny)
     settings = {"base_model": str(base), "max_steps": options.steps, "negatives": DRAWN}
-    settings |= {"max_length": 16 if options.tiny else 128, "batch_size": 2 if options.tiny else BATCH}
+    settings |= {
+        "max_length": 16 if options.tiny else 128,
+        "batch_size": 2 if options.tiny else BATCH,
+    }
     settings |= {"save_steps": 10**6, "save_minutes": 1e6}  # at the end alone
     recipe = get_recipe("splade-v3", **settings)
     run(

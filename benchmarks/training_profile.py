@@ -2,11 +2,11 @@
 
     python -m benchmarks.training_profile --shape ragged-128 --side packed
 
-Trains as `benchmarks.train` does, then prints, per step: the time; what the Python stack of the thread that trains
-stood in, sampled every half millisecond without a profiler (so the device's own time shows as a wait, if it is the
-limit); and, of further steps under torch's profiler, the time of the kernels by name, and between which kernels the
-GPU had nothing to do for longest. ``autograd`` is the host's part of the backward pass, which runs in a thread of its
-own.
+Trains as `benchmarks.train` does, then prints, per step: the time; what the Python stack of the
+thread that trains stood in, sampled every half millisecond without a profiler (so the device's own
+time shows as a wait, if it is the limit); and, of further steps under torch's profiler, the time of
+the kernels by name, and between which kernels the GPU had nothing to do for longest. ``autograd``
+is the host's part of the backward pass, which runs in a thread of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from typing import Any
 import torch
 
 from benchmarks.train import JOB, LARGE
-from benchmarks.train_data import BASE, FULL_LENGTH, MAX_LENGTH, TINY, load_tokenizer, made_pairs, make_encoder
+from benchmarks.train_data import (
+    BASE,
+    FULL_LENGTH,
+    MAX_LENGTH,
+    TINY,
+    load_tokenizer,
+    made_pairs,
+    make_encoder,
+)
 from benchmarks.train_run import GATE_STEPS, GRAPH_WARM_STEPS, GRAPHS, PROFILED_STEPS, Watch, run
 
 STEPS = 30
@@ -57,10 +65,18 @@ class Profile(Watch):
         super().end(step)
         if step == self.first:
             self.sampling.set()
-            threading.Thread(target=self._sample, args=(threading.get_ident(),), daemon=True).start()
+            threading.Thread(
+                target=self._sample,
+                args=(threading.get_ident(),),
+                daemon=True,
+            ).start()
         if step == self.total and self.profiler is not None:
-            found = [event for event in self.profiler.key_averages() if event.self_device_time_total]
-            self.kernels = [(event.key, event.self_device_time_total / 1e3, event.count) for event in found]
+            found = [
+                event for event in self.profiler.key_averages() if event.self_device_time_total
+            ]
+            self.kernels = [
+                (event.key, event.self_device_time_total / 1e3, event.count) for event in found
+            ]
             self.gaps = _gaps(self.profiler)
 
     def _sample(self, thread: int) -> None:
@@ -76,7 +92,9 @@ class Profile(Watch):
     def report(self) -> None:
         """Print it."""
         measured = self.measured()
-        print(f"{measured.step_ms:.1f} ms a step, GPU busy {measured.busy}, {measured.peak_gib:.1f} GiB")
+        print(
+            f"{measured.step_ms:.1f} ms a step, GPU busy {measured.busy}, {measured.peak_gib:.1f} GiB",
+        )
         per_sample = measured.step_ms / max(1, sum(self.samples.values()))
         inclusive: collections.Counter[str] = collections.Counter()
         own: collections.Counter[str] = collections.Counter()
@@ -92,11 +110,15 @@ class Profile(Watch):
             for name, count in counts.most_common(2 * ROWS if title == "inclusive" else ROWS):
                 print(f"  {count * per_sample:8.2f}  {name}")
         total = sum(time for _, time, _ in self.kernels)
-        print(f"device: {total / PROFILED_STEPS:.1f} ms of kernels a step; ms a step, launches a step")
-        for name, milliseconds, count in sorted(self.kernels, key=lambda row: -row[1])[:ROWS]:
-            print(f"  {milliseconds / PROFILED_STEPS:8.3f} {count / PROFILED_STEPS:6.0f}  {name[:120]}")
         print(
-            f"device: nothing to do for {sum(gap for gap, *_ in self.gaps) / PROFILED_STEPS:.1f} ms a step; the longest"
+            f"device: {total / PROFILED_STEPS:.1f} ms of kernels a step; ms a step, launches a step",
+        )
+        for name, milliseconds, count in sorted(self.kernels, key=lambda row: -row[1])[:ROWS]:
+            print(
+                f"  {milliseconds / PROFILED_STEPS:8.3f} {count / PROFILED_STEPS:6.0f}  {name[:120]}",
+            )
+        print(
+            f"device: nothing to do for {sum(gap for gap, *_ in self.gaps) / PROFILED_STEPS:.1f} ms a step; the longest",
         )
         for gap, before, after in sorted(self.gaps, reverse=True)[:ROWS]:
             print(f"  {gap:8.3f}  {before[:60]} -> {after[:60]}")
@@ -120,7 +142,10 @@ def _gaps(profiler: Any) -> list[tuple[float, str, str]]:
 
 def main() -> None:
     """Parse arguments, train, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--shape", default="ragged-128")
     parser.add_argument("--side", default="packed", choices=["stock", "padded", "packed", *GRAPHS])
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer of V = 250,002")
@@ -133,8 +158,18 @@ def main() -> None:
     ragged = numbers["documents"] != "full"
     length = MAX_LENGTH if ragged else FULL_LENGTH
     batch, kind = numbers["batch"], numbers["kind"]
-    model = make_encoder(kind, numbers["vocab"], TINY if "tiny" in numbers else BASE, tokenizer, length)
-    rows = made_pairs(tokenizer, batch * (options.steps + GATE_STEPS + GRAPH_WARM_STEPS + PROFILED_STEPS), ragged)
+    model = make_encoder(
+        kind,
+        numbers["vocab"],
+        TINY if "tiny" in numbers else BASE,
+        tokenizer,
+        length,
+    )
+    rows = made_pairs(
+        tokenizer,
+        batch * (options.steps + GATE_STEPS + GRAPH_WARM_STEPS + PROFILED_STEPS),
+        ragged,
+    )
     on_gpu = device.type == "cuda"
     start = time.perf_counter()
     watch = run(kind, model, options.side, rows, batch, options.steps, device, on_gpu, Profile)

@@ -1,12 +1,14 @@
-"""Time of a step of the LSR head: the whole vocabulary on one device, and shared by the ranks of a torchrun.
+"""Time of a step of the LSR head: the whole vocabulary on one device, and shared by the ranks of a
+torchrun.
 
 On two GPUs::
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.vocabulary_parallel
 
-Every rank times the whole problem on its own device first, then all ranks time the shared one; a row shows, over the
-iterations, the 20th, 50th and 80th percentile of the slowest rank. Nothing is printed unless the shared scores and
-gradients agree with the whole ones within the budgets of tilefold.testing.
+Every rank times the whole problem on its own device first, then all ranks time the shared one; a
+row shows, over the iterations, the 20th, 50th and 80th percentile of the slowest rank. Nothing is
+printed unless the shared scores and gradients agree with the whole ones within the budgets of
+tilefold.testing.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ CALLS = 5
 
 def main() -> None:
     """Parse arguments, join the world, gate, time, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--shape", default="16,512,768,250002", help="B,S,D,V")
     parser.add_argument("--density", default="sparse", choices=("sparse", "mixed", "dense"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
@@ -44,7 +49,11 @@ def main() -> None:
     with joined() as device:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         inputs = lsr_head_inputs(
-            *shape, dtype=getattr(torch, options.dtype), device=device, density=options.density, layout="full"
+            *shape,
+            dtype=getattr(torch, options.dtype),
+            device=device,
+            density=options.density,
+            layout="full",
         )
         rows = measure(inputs, mesh, options.iterations)
         title = f"LSR head at B,S,D,V = {options.shape}, {options.dtype}, {options.density} scores"
@@ -52,7 +61,9 @@ def main() -> None:
 
 
 def measure(inputs: LSRHeadInputs, mesh: DeviceMesh, iterations: int) -> list[Row]:
-    """Rows of (name, milliseconds of the slowest rank by iteration, peak extra MB of the largest rank)."""
+    """Rows of (name, milliseconds of the slowest rank by iteration, peak extra MB of the largest
+    rank).
+    """
     whole = [t for t in (inputs.hidden, inputs.weight, inputs.bias) if t is not None]
     hidden, *head = whole
     shared: list[Tensor] = [DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)]
@@ -82,18 +93,28 @@ def step(leaves: list[Tensor], dscores: Tensor) -> list[Tensor]:
 
 def gate(whole: list[Tensor], shared: list[Tensor]) -> None:
     """Refuse to time a head that is wrong."""
-    for name, expected, got in zip(("scores", "dhidden", "dweight", "dbias"), whole, shared, strict=True):
+    for name, expected, got in zip(
+        ("scores", "dhidden", "dweight", "dbias"),
+        whole,
+        shared,
+        strict=True,
+    ):
         # both sides are within their budget of the truth
         allowed = 2 * budget(expected.dtype, "forward" if name == "scores" else "gradient")
         error = relative_error(got.full_tensor() if isinstance(got, DTensor) else got, expected)
         if error > allowed:
             raise RuntimeError(
-                f"{name} of the shared head must be within {allowed:.1e} of the whole one, got {error:.1e}."
+                f"{name} of the shared head must be within {allowed:.1e} of the whole one, got {error:.1e}.",
             )
 
 
-def timed(call: Callable[[], object], mesh: DeviceMesh, iterations: int) -> tuple[list[float], float]:
-    """Milliseconds of a call in each iteration and peak extra MB, of the slowest and the largest rank.
+def timed(
+    call: Callable[[], object],
+    mesh: DeviceMesh,
+    iterations: int,
+) -> tuple[list[float], float]:
+    """Milliseconds of a call in each iteration and peak extra MB, of the slowest and the largest
+    rank.
 
     A GPU gets CALLS calls at a time, as in training, where the host runs ahead of it.
     """

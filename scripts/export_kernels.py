@@ -1,8 +1,10 @@
-"""Write the operators as a package for Hugging Face's kernels hub: ``python scripts/export_kernels.py FOLDER``.
+"""Write the operators as a package for Hugging Face's kernels hub: ``python
+scripts/export_kernels.py FOLDER``.
 
-The layout is that of a package without compiled code: ``build.toml`` and ``torch-ext/tilefold_kernels``, whose imports
-are all relative, which needs torch (and Triton on a GPU) alone, and whose torch operators have a namespace of their
-own, so that it loads beside an installed tilefold. ``metadata.json`` is made by kernel-builder from this folder.
+The layout is that of a package without compiled code: ``build.toml`` and
+``torch-ext/tilefold_kernels``, whose imports are all relative, which needs torch (and Triton on a
+GPU) alone, and whose torch operators have a namespace of their own, so that it loads beside an
+installed tilefold. ``metadata.json`` is made by kernel-builder from this folder.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "tilefold"
 NAME = "tilefold_kernels"
-BESIDE = ("_csr.py", "_lazy.py", "_process_group.py", "_public.py", "_version.py")  # what operators use above them
+BESIDE = (
+    "_csr.py",
+    "_lazy.py",
+    "_process_group.py",
+    "_public.py",
+    "_version.py",
+)  # what operators use above them
 BUILD = """[general]
 name = "tilefold-kernels"
 version = 1
@@ -35,12 +43,22 @@ __all__ = list(_ROOM_OF)
 
 
 def relative(text: str, depth: int, namespace: str) -> str:
-    """A module `depth` folders below the package, with relative imports and the namespace of the exported operators."""
+    """A module `depth` folders below the package, with relative imports and the namespace of the
+    exported operators.
+    """
     dots = "." * (depth + 1)
-    text = re.sub(r"^(\s*)from tilefold\.([\w.]+) import", rf"\1from {dots}\2 import", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^(\s*)from tilefold\.([\w.]+) import",
+        rf"\1from {dots}\2 import",
+        text,
+        flags=re.MULTILINE,
+    )
     text = re.sub(r"^(\s*)from tilefold import", rf"\1from {dots} import", text, flags=re.MULTILINE)
     text = re.sub(r'"tilefold(\.ops\.[\w.]+)"', r'__name__.partition(".ops.")[0] + "\1"', text)
-    return text.replace("tilefold::", f"{namespace}::").replace("torch.ops.tilefold", f"torch.ops.{namespace}")
+    return text.replace("tilefold::", f"{namespace}::").replace(
+        "torch.ops.tilefold",
+        f"torch.ops.{namespace}",
+    )
 
 
 def main(target: Path) -> str:
@@ -53,7 +71,10 @@ def main(target: Path) -> str:
         place = package / path.relative_to(SOURCE)
         place.parent.mkdir(parents=True, exist_ok=True)
         depth = len(path.relative_to(SOURCE).parts) - 1
-        place.write_text(relative(path.read_text(encoding="utf-8"), depth, namespace), encoding="utf-8")
+        place.write_text(
+            relative(path.read_text(encoding="utf-8"), depth, namespace),
+            encoding="utf-8",
+        )
     (package / "__init__.py").write_text(FRONT, encoding="utf-8")
     (target / "build.toml").write_text(BUILD, encoding="utf-8")
     shutil.copy(ROOT / "LICENSE", target)

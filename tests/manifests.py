@@ -17,7 +17,9 @@ def sha256_file(file: Path) -> str:
 
 
 def edit(file: Path, **changes: Any) -> None:
-    """Change members of the JSON object in `file`; None removes one. It is left without a checksum of itself."""
+    """Change members of the JSON object in `file`; None removes one. It is left without a checksum
+    of itself.
+    """
     value = json.loads(file.read_text(encoding="utf-8"))
     for name, item in {**changes, "checksum": None}.items():
         value.pop(name, None) if item is None else value.update({name: item})
@@ -27,14 +29,21 @@ def edit(file: Path, **changes: Any) -> None:
 def sum_shards(folder: Path) -> None:
     """Write the manifest of a folder of vectors whose shards were changed."""
     shards = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["shards"]
-    edit(folder / "manifest.json", shards=[part | {"sha256": sha256_file(folder / part["file"])} for part in shards])
+    edit(
+        folder / "manifest.json",
+        shards=[part | {"sha256": sha256_file(folder / part["file"])} for part in shards],
+    )
 
 
 def sum_terms(folder: Path) -> None:
     """Write the checksums by term of an exact index whose postings were changed."""
-    offsets, documents, weights = (np.load(folder / f"{name}.npy") for name in ("offsets", "documents", "weights"))
+    offsets, documents, weights = (
+        np.load(folder / f"{name}.npy") for name in ("offsets", "documents", "weights")
+    )
     spans = [slice(*pair) for pair in itertools.pairwise(offsets)]
-    sums = [zlib.crc32(weights[span].tobytes(), zlib.crc32(documents[span].tobytes())) for span in spans]
+    sums = [
+        zlib.crc32(weights[span].tobytes(), zlib.crc32(documents[span].tobytes())) for span in spans
+    ]
     np.save(folder / "checksums.npy", np.array(sums, np.uint32))
 
 

@@ -1,4 +1,6 @@
-"""What the process has imported from which :mod:`tests.programs` forks: the slow libraries, and nothing of ours."""
+"""What the process has imported from which :mod:`tests.programs` forks: the slow libraries, and
+nothing of ours.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ SOURCES = ROOT / "src"
 
 
 def environment(*folders: Path, **variables: str) -> dict[str, str]:
-    """That of this process, with packages from these folders, then from the sources and from where it has them."""
+    """That of this process, with packages from these folders, then from the sources and from where
+    it has them.
+    """
     path = [*map(str, folders), str(SOURCES), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path).rstrip(os.pathsep)} | variables

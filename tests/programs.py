@@ -1,8 +1,10 @@
-"""Python programs that tests start, kill and listen to: forked from a process that has imported the slow libraries.
+"""Python programs that tests start, kill and listen to: forked from a process that has imported the
+slow libraries.
 
-A fresh interpreter needs six seconds to import sentence-transformers; a fork of one that has done so needs none. What
-is forked has imported nothing of ours, computed nothing and has one thread. Where processes cannot be forked safely,
-on other systems and beside a GPU, the interpreter is a fresh one.
+A fresh interpreter needs six seconds to import sentence-transformers; a fork of one that has done
+so needs none. What is forked has imported nothing of ours, computed nothing and has one thread.
+Where processes cannot be forked safely, on other systems and beside a GPU, the interpreter is a
+fresh one.
 """
 
 from __future__ import annotations
@@ -32,10 +34,17 @@ Stream = Path | int | None
 
 
 class Forked:
-    """A program that was forked, with what tests use of ``subprocess.Popen``; for arguments see :func:`start`."""
+    """A program that was forked, with what tests use of ``subprocess.Popen``; for arguments see
+    :func:`start`.
+    """
 
     def __init__(
-        self, arguments: Sequence[str], env: Mapping[str, str], cwd: Path | None, stdout: Stream, stderr: Stream
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path | None,
+        stdout: Stream,
+        stderr: Stream,
     ) -> None:
         self.stdout: IO[str] | None = None
         self.stderr: IO[str] | None = None
@@ -48,7 +57,10 @@ class Forked:
                 ours.close()
             ends.append(end)
         where = str(cwd or Path.cwd())
-        self._process: Any = _context().Process(target=_become, args=(list(arguments), dict(env), where, *ends))
+        self._process: Any = _context().Process(
+            target=_become,
+            args=(list(arguments), dict(env), where, *ends),
+        )
         self._process.start()
         self.pid: int = self._process.pid
         for end in ends:
@@ -94,7 +106,8 @@ def start(
     stdout: Stream = None,
     stderr: Stream = None,
 ) -> Any:
-    """Start Python with these arguments, ``-c code ...`` or ``-m module ...``: a ``Popen``, or what looks like one.
+    """Start Python with these arguments, ``-c code ...`` or ``-m module ...``: a ``Popen``, or what
+    looks like one.
 
     Args:
         arguments: of the interpreter.
@@ -107,14 +120,26 @@ def start(
         return Forked(given, environ, cwd, stdout, stderr)
     with ExitStack() as opened:
         out, err = (
-            opened.enter_context(asked.open("w")) if isinstance(asked, Path) else asked or subprocess.DEVNULL
+            opened.enter_context(asked.open("w"))
+            if isinstance(asked, Path)
+            else asked or subprocess.DEVNULL
             for asked in (stdout, stderr)
         )
-        return subprocess.Popen([sys.executable, *given], env=environ, cwd=cwd, stdout=out, stderr=err, text=True)
+        return subprocess.Popen(
+            [sys.executable, *given],
+            env=environ,
+            cwd=cwd,
+            stdout=out,
+            stderr=err,
+            text=True,
+        )
 
 
 def run(
-    *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 300.0
+    *arguments: str | Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: float = 300.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments to its end; its code and what it wrote."""
     with tempfile.TemporaryDirectory(prefix="tilefold-test-") as folder:
@@ -124,11 +149,18 @@ def run(
                 code = process.wait(timeout)
             finally:
                 process.kill()
-        return subprocess.CompletedProcess(list(map(str, arguments)), code, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(
+            list(map(str, arguments)),
+            code,
+            out.read_text(),
+            err.read_text(),
+        )
 
 
 def context() -> Any:
-    """That of ``multiprocessing``, for processes which have the slow libraries; fresh ones beside a GPU."""
+    """That of ``multiprocessing``, for processes which have the slow libraries; fresh ones beside a
+    GPU.
+    """
     return _context() if _can_fork() else multiprocessing.get_context("spawn")
 
 
@@ -154,8 +186,15 @@ def _become(arguments: list[str], env: dict[str, str], cwd: str, *ends: Any) -> 
     _redirect(0, os.open(os.devnull, os.O_RDONLY))
     for number, end in enumerate(ends, 1):
         connected = isinstance(end, Connection)
-        _redirect(number, end.fileno() if connected else os.open(end, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
-    streams: list[Any] = [os.fdopen(os.dup(number), "w", 1 if number == 2 else -1) for number in (1, 2)]
+        _redirect(
+            number,
+            end.fileno()
+            if connected
+            else os.open(end, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
+        )
+    streams: list[Any] = [
+        os.fdopen(os.dup(number), "w", 1 if number == 2 else -1) for number in (1, 2)
+    ]
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = streams
     if threads := env.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))

@@ -1,4 +1,6 @@
-"""The documents: their links lead somewhere, their commands exist, their tables name files, their Python runs."""
+"""The documents: their links lead somewhere, their commands exist, their tables name files, their
+Python runs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from tilefold.bench.spec import OPERATORS, get_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "tilefold"
-SKIPPED = {"node_modules", "tilefold-demo", "build", "dist"}  # and what is hidden: environments, caches, scratch copies
+SKIPPED = {
+    "node_modules",
+    "tilefold-demo",
+    "build",
+    "dist",
+}  # and what is hidden: environments, caches, scratch copies
 DOCUMENTS = sorted(
     path
     for path in ROOT.rglob("*.md")
@@ -37,12 +44,20 @@ def label(path: Path) -> str:
 
 def anchors(path: Path) -> set[str]:
     """GitHub's anchors of the headings of a document."""
-    headings = re.findall(r"^#{1,6}\s+(.*)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    headings = re.findall(
+        r"^#{1,6}\s+(.*)$",
+        FENCE.sub("", path.read_text(encoding="utf-8")),
+        re.MULTILINE,
+    )
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 def commands(path: Path) -> list[list[str]]:
-    """The commands of a document as words: lines of its shell blocks, and code in its text that begins with one."""
+    """The commands of a document as words: lines of its shell blocks, and code in its text that
+    begins with one.
+    """
     text = path.read_text(encoding="utf-8")
     lines = [span.replace("\n", " ") for span in SPAN.findall(FENCE.sub("", text))]
     for language, body in FENCE.findall(text):
@@ -59,13 +74,29 @@ def commands(path: Path) -> list[list[str]]:
 
 
 def options_of(script: Path) -> set[str]:
-    """The options that a script gives to argparse, and those of the scripts beside it that it imports."""
+    """The options that a script gives to argparse, and those of the scripts beside it that it
+    imports.
+    """
     nodes = list(ast.walk(ast.parse(script.read_text(encoding="utf-8"))))
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    imports = [(node.module, node.names) for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    modules = [f"{module}.{alias.name}" for module, names in imports for alias in names] + [name for name, _ in imports]
+    texts = {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    imports = [
+        (node.module, node.names)
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module
+    ]
+    modules = [f"{module}.{alias.name}" for module, names in imports for alias in names] + [
+        name for name, _ in imports
+    ]
     folder, paths = script.parent.name, [module.split(".") for module in modules]
-    shared = [script.with_name(f"{parts[1]}.py") for parts in paths if parts[0] == folder and len(parts) == 2]
+    shared = [
+        script.with_name(f"{parts[1]}.py")
+        for parts in paths
+        if parts[0] == folder and len(parts) == 2
+    ]
     found = {text for text in texts if text.startswith("--")}
     return found.union(*(options_of(path) for path in shared if path.exists()))
 
@@ -78,7 +109,9 @@ def test_relative_links_lead_to_files_and_headings_that_exist(path: Path) -> Non
             continue
         name, _, fragment = target.partition("#")
         file = (path.parent / name) if name else path
-        if not file.exists() or (fragment and file.suffix == ".md" and fragment not in anchors(file)):
+        if not file.exists() or (
+            fragment and file.suffix == ".md" and fragment not in anchors(file)
+        ):
             broken.append(target)
     assert not broken, f"{label(path)}: broken links {broken}"
 
@@ -87,7 +120,9 @@ def test_relative_links_lead_to_files_and_headings_that_exist(path: Path) -> Non
 def test_commands_in_the_documents_have_the_verbs_and_options_of_the_program(path: Path) -> None:
     group = typer.main.get_command(cli.app)
     assert isinstance(group, typer.core.TyperGroup)
-    for _, verb, *rest in (words for words in commands(path) if words[0] == "tilefold" and len(words) > 1):
+    for _, verb, *rest in (
+        words for words in commands(path) if words[0] == "tilefold" and len(words) > 1
+    ):
         if not re.match(r"[a-z]", verb):
             continue
         assert verb in group.commands, f"{label(path)}: tilefold {verb} does not exist"
@@ -96,20 +131,37 @@ def test_commands_in_the_documents_have_the_verbs_and_options_of_the_program(pat
         used = {word.partition("=")[0] for word in rest if word.startswith("--")} - {"--help"}
         assert used <= known, f"{label(path)}: tilefold {verb} has no option {sorted(used - known)}"
         if verb == "bench" and rest and re.match(r"[a-z]", rest[0]):
-            assert rest[0] in (*OPERATORS, "claims"), f"{label(path)}: there is no benchmark {rest[0]}"
+            assert rest[0] in (*OPERATORS, "claims"), (
+                f"{label(path)}: there is no benchmark {rest[0]}"
+            )
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
-def test_scripts_in_the_documents_exist_and_have_the_options_that_they_are_given(path: Path) -> None:
+def test_scripts_in_the_documents_exist_and_have_the_options_that_they_are_given(
+    path: Path,
+) -> None:
     for words in (words for words in commands(path) if words[0] in ("python", "torchrun")):
-        at = next((i for i, word in enumerate(words) if re.match(r"(benchmarks|examples|tilefold)[./]", word)), None)
+        at = next(
+            (
+                i
+                for i, word in enumerate(words)
+                if re.match(r"(benchmarks|examples|tilefold)[./]", word)
+            ),
+            None,
+        )
         if at is None:  # somebody else's
             continue
         name = words[at].removesuffix(".py").replace(".", "/")
-        places = (folder / f"{name}{end}" for folder in (ROOT, ROOT / "src") for end in (".py", "/__main__.py"))
+        places = (
+            folder / f"{name}{end}"
+            for folder in (ROOT, ROOT / "src")
+            for end in (".py", "/__main__.py")
+        )
         script = next((place for place in places if place.exists()), None)
         assert script is not None, f"{label(path)}: {' '.join(words)}: {words[at]} does not exist"
-        used = {word.partition("=")[0] for word in words[at + 1 :] if word.startswith("--")} - {"--help"}
+        used = {word.partition("=")[0] for word in words[at + 1 :] if word.startswith("--")} - {
+            "--help",
+        }
         unknown = used - options_of(script)
         assert not unknown, f"{label(path)}: {words[at]} has no option {sorted(unknown)}"
 
@@ -121,9 +173,15 @@ def test_python_in_the_documents_parses(path: Path) -> None:
             ast.parse(body)
 
 
-def test_the_example_of_an_operator_in_the_readme_runs_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = [b for language, b in FENCE.findall((ROOT / "README.md").read_text()) if language == "python"]
-    (example,) = [block for block in blocks if "SparseEncoder(" not in block]  # that one downloads a model
+def test_the_example_of_an_operator_in_the_readme_runs_on_this_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    blocks = [
+        b for language, b in FENCE.findall((ROOT / "README.md").read_text()) if language == "python"
+    ]
+    (example,) = [
+        block for block in blocks if "SparseEncoder(" not in block
+    ]  # that one downloads a model
     exec(compile(example, "README.md", "exec"), {})  # noqa: S102
     assert capsys.readouterr().out.strip()
 
@@ -154,19 +212,28 @@ def test_every_table_has_a_header_and_rows_of_its_width(path: Path) -> None:
 
 TIME, TRAINING, MEMORY = "forward_p50_ms", "forward_backward_p50_ms", "forward_backward_peak_mib"
 PEERS = ("tilefold", "flash-maxsim", "late-interaction-kernels", "compile")
-# Tables of docs/benchmarks.md by their first header: the file, and (implementation, column) of their last columns. Rows
-# are those of the file, in its order; of several variants of a peer ("adasplash-v1", ...) the fastest is shown.
+# Tables of docs/benchmarks.md by their first header: the file, and (implementation, column) of
+# their last columns. Rows are those of the file, in its order; of several variants of a peer
+# ("adasplash-v1", ...) the fastest is shown.
 MEASURED = {
     "B x S x D x V": (
         "lsr_head.csv",
         [
             *((impl, TIME) for impl in ("tilefold", "gemm-full")),
-            *((impl, column) for column in (TRAINING, MEMORY) for impl in ("tilefold", "compile-max-first", "eager")),
+            *(
+                (impl, column)
+                for column in (TRAINING, MEMORY)
+                for impl in ("tilefold", "compile-max-first", "eager")
+            ),
         ],
     ),
     "model": (
         "train_splade.csv",
-        [(side, c) for c in ("largest_batch", "pairs_per_second", "step_p50_ms") for side in ("stock", "tilefold")],
+        [
+            (side, c)
+            for c in ("largest_batch", "pairs_per_second", "step_p50_ms")
+            for side in ("stock", "tilefold")
+        ],
     ),
     "queries x tokens, documents x tokens": (
         "maxsim.csv",
@@ -174,7 +241,11 @@ MEASURED = {
     ),
     "N, batch": (
         "entmax_attention.csv",
-        [(i, c) for i in ("tilefold", "adasplash", "softmax-fa2", "softmax-cudnn") for c in (TIME, TRAINING)],
+        [
+            (i, c)
+            for i in ("tilefold", "adasplash", "softmax-fa2", "softmax-cudnn")
+            for c in (TIME, TRAINING)
+        ],
     ),
 }
 
@@ -183,15 +254,27 @@ MEASURED = {
 def test_the_tables_of_benchmarks_hold_the_committed_results(first: str) -> None:
     file, columns = MEASURED[first]
     measured: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
-    with (ROOT / "benchmarks" / "results" / "nvidia-h200" / file).open(newline="", encoding="utf-8") as lines:
+    with (ROOT / "benchmarks" / "results" / "nvidia-h200" / file).open(
+        newline="",
+        encoding="utf-8",
+    ) as lines:
         for row in csv.DictReader(lines):
-            case = tuple(row.get(name, "") for name in ("case", "model", "length", "memory_gib", "checkpointing"))
+            case = tuple(
+                row.get(name, "")
+                for name in ("case", "model", "length", "memory_gib", "checkpointing")
+            )
             measured.setdefault(case, {})[row.get("impl") or row["side"]] = row
-    (table,) = [table for table in tables(ROOT / "docs" / "benchmarks.md") if cells(table[0])[0] == first]
+    (table,) = [
+        table for table in tables(ROOT / "docs" / "benchmarks.md") if cells(table[0])[0] == first
+    ]
     for line, (case, rows) in zip(table[2:], measured.items(), strict=True):
-        numbers = [re.sub(r"[, ]|ms", "", number) for cell in cells(line) for number in cell.split(" / ")]
+        numbers = [
+            re.sub(r"[, ]|ms", "", number) for cell in cells(line) for number in cell.split(" / ")
+        ]
         for text, (impl, column) in zip(numbers[-len(columns) :], columns, strict=True):
-            peers = (row for name, row in rows.items() if name == impl or name.startswith(f"{impl}-v"))
+            peers = (
+                row for name, row in rows.items() if name == impl or name.startswith(f"{impl}-v")
+            )
             values = [float(row[column]) for row in peers if row[column]]
             shown = f"{case}, {impl}, {column}: the table shows {text}, measured was {values}"
             if text == "-":
@@ -217,10 +300,14 @@ def test_each_result_that_the_readme_names_has_a_claim_with_committed_rows() -> 
     newer = re.search(r"3\.9 takes (\S+), (\S+) and (\S+) of these times", first.replace("\n", " "))
     rows = claims.read_rows(claims_table.RESULTS / claims.H200 / "compare_triton_3_9.csv")
     ratios = {
-        row["case"]: row["ratio"] for row in rows if row["phase"] == "forward_backward" and row["impl"] == "tilefold"
+        row["case"]: row["ratio"]
+        for row in rows
+        if row["phase"] == "forward_backward" and row["impl"] == "tilefold"
     }
     cases = ("16x512x768x250002-dense", "in-batch-64x1024-64x1024", "4x16384-correlated-causal")
-    assert newer is not None and newer.groups() == tuple(f"{float(ratios[case]):.2f}" for case in cases)
+    assert newer is not None and newer.groups() == tuple(
+        f"{float(ratios[case]):.2f}" for case in cases
+    )
 
 
 def test_the_page_of_claims_has_the_table_of_the_committed_results() -> None:
@@ -229,11 +316,17 @@ def test_the_page_of_claims_has_the_table_of_the_committed_results() -> None:
 
 
 def test_claims_name_shapes_and_implementations_that_benchmarks_have() -> None:
-    measured = claims.measured_by("cuda") | {f"{op} cpu": each for op, each in claims.measured_by("cpu").items()}
+    measured = claims.measured_by("cuda") | {
+        f"{op} cpu": each for op, each in claims.measured_by("cpu").items()
+    }
     for op, cases in measured.items():
         spec = get_spec(op.removesuffix(" cpu"))
-        assert all(spec.case(name).device == ("cpu" if op.endswith("cpu") else "cuda") for name in cases)
-        assert all({spec.implementation(name).name for name in impls} == impls for impls in cases.values())
+        assert all(
+            spec.case(name).device == ("cpu" if op.endswith("cpu") else "cuda") for name in cases
+        )
+        assert all(
+            {spec.implementation(name).name for name in impls} == impls for impls in cases.values()
+        )
     assert {claim.column for claim in claims.CLAIMS} <= claims.COLUMNS.keys()
 
 
@@ -258,20 +351,34 @@ def missing(folder: Path) -> list[str]:
     files = [path for path in folder.rglob("*.py") if path.name != "__init__.py"]
     listed: dict[Path, set[Path]] = {room_folder: set() for room_folder in map(room, files)}
     for room_folder, paths in listed.items():
-        paths.update(path for name in named(room_folder / "README.md") for path in room_folder.glob(name))
-    return sorted(str(path.relative_to(PACKAGE)) for path in files if path not in listed[room(path)])
+        paths.update(
+            path for name in named(room_folder / "README.md") for path in room_folder.glob(name)
+        )
+    return sorted(
+        str(path.relative_to(PACKAGE)) for path in files if path not in listed[room(path)]
+    )
 
 
 def test_the_tables_of_rooms_name_every_file_and_no_other() -> None:
     assert missing(PACKAGE) == []
-    names = [(readme.parent, name) for readme in PACKAGE.rglob("README.md") for name in named(readme)]
+    names = [
+        (readme.parent, name) for readme in PACKAGE.rglob("README.md") for name in named(readme)
+    ]
     assert [(folder, name) for folder, name in names if not any(folder.glob(name))] == []
 
 
-def test_the_blocks_of_the_python_document_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_the_blocks_of_the_python_document_run(
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: Any,
+) -> None:
     backbone = str(small_masked_lm(tmp_path / "backbone"))
     monkeypatch.chdir(tmp_path)
-    blocks = [body for kind, body in FENCE.findall((ROOT / "docs" / "python.md").read_text()) if kind == "python"]
+    blocks = [
+        body
+        for kind, body in FENCE.findall((ROOT / "docs" / "python.md").read_text())
+        if kind == "python"
+    ]
     namespace: dict[str, object] = {}
     for number, block in enumerate(blocks):
         small = re.sub(r"max_steps=\d+", "max_steps=2", block.replace('"minilm"', repr(backbone)))

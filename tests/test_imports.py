@@ -1,4 +1,6 @@
-"""What importing the package costs and needs, each in a fresh interpreter; which module may import which."""
+"""What importing the package costs and needs, each in a fresh interpreter; which module may import
+which.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ import pytest
 from tests.processes import environment
 
 HEAVY = (
-    *("triton", "transformers", "sentence_transformers", "datasets", "pyarrow", "matplotlib", "seismic", "bm25s"),
+    *(
+        "triton",
+        "transformers",
+        "sentence_transformers",
+        "datasets",
+        "pyarrow",
+        "matplotlib",
+        "seismic",
+        "bm25s",
+    ),
     *("qdrant_edge", "qdrant_client", "ray"),
 )
 
@@ -46,7 +57,9 @@ assert tilefold.token_scatter_sparse(hidden[..., 0], ids, 11, top_k=3).layout ==
 
 
 def run_python(code: str) -> str:
-    """Standard output of ``code`` in a fresh interpreter; fails the test with its error if it fails."""
+    """Standard output of ``code`` in a fresh interpreter; fails the test with its error if it
+    fails.
+    """
     command, variables = [sys.executable, "-c", code], environment(OMP_NUM_THREADS="1")
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -56,12 +69,17 @@ def run_python(code: str) -> str:
 
 def loaded_after(code: str, names: tuple[str, ...]) -> set[str]:
     """Which of ``names`` are in ``sys.modules`` after ``code``."""
-    return set(run_python(f"{code}\nimport sys\nprint(*[n for n in {names!r} if n in sys.modules])").split())
+    return set(
+        run_python(
+            f"{code}\nimport sys\nprint(*[n for n in {names!r} if n in sys.modules])",
+        ).split(),
+    )
 
 
 def test_importing_the_package_and_using_the_operators_on_the_cpu_load_torch_only() -> None:
     assert loaded_after("import tilefold", (*HEAVY, "torch")) <= {"torch"}
-    # torch imports triton itself for some of its own features: what counts is what it does not bring along
+    # torch imports triton itself for some of its own features: what counts is what it does not
+    # bring along
     brought_by_torch = loaded_after("import torch, torch.library, torch.utils.checkpoint", HEAVY)
     assert loaded_after(USE, HEAVY) <= brought_by_torch
 
@@ -112,7 +130,9 @@ def sources() -> dict[str, Path]:
 
 @functools.cache
 def import_graph() -> Graph:
-    """Module -> modules of the package that it imports. A package that is imported on the way to one is left out."""
+    """Module -> modules of the package that it imports. A package that is imported on the way to
+    one is left out.
+    """
     files = sources()
     return {module: frozenset(_imports(path, files)) - {module} for module, path in files.items()}
 
@@ -127,7 +147,8 @@ def _imports(path: Path, files: Mapping[str, Path]) -> Iterator[str]:
                 yield name if name in files else node.module
 
 
-# Room -> rooms that it may import beside itself. Modules at the top of the package are below all rooms.
+# Room -> rooms that it may import beside itself. Modules at the top of the package are below all
+# rooms.
 ARROWS = {
     "ops": set(),
     "pipeline": set(),
@@ -153,7 +174,9 @@ SPECIFIED_BY_ANOTHER = {("tilefold.ops.entmax_attention._reference", "tilefold.o
 
 
 def arrows() -> list[tuple[str, str]]:
-    return [(module, target) for module, targets in import_graph().items() for target in sorted(targets)]
+    return [
+        (module, target) for module, targets in import_graph().items() for target in sorted(targets)
+    ]
 
 
 def room(module: str) -> str:
@@ -167,9 +190,14 @@ def family(part: str, names: tuple[str, ...]) -> str | None:
 
 
 def is_backward_among_operators(module: str, target: str) -> bool:
-    """``tilefold.ops.<operator>.<file>``: operators use ``_shared`` alone; implementations nothing above or beside."""
+    """``tilefold.ops.<operator>.<file>``: operators use ``_shared`` alone; implementations nothing
+    above or beside.
+    """
     here, there = module.split(".")[2:], target.split(".")[2:]
-    if not here or here[0].partition("_")[0] in ("implementations", "checks"):  # the doors to all operators
+    if not here or here[0].partition("_")[0] in (
+        "implementations",
+        "checks",
+    ):  # the doors to all operators
         return False
     if not there:
         return True
@@ -183,13 +211,19 @@ def is_backward_among_operators(module: str, target: str) -> bool:
 
 def test_arrows_between_modules_and_rooms_point_one_way() -> None:
     graphlib.TopologicalSorter(import_graph()).prepare()  # CycleError names the modules of a circle
-    assert set(ARROWS) == {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    assert set(ARROWS) == {
+        path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()
+    }
     backward = {
         (module, target)
         for module, target in arrows()
         if target == "tilefold"
         or (module != "tilefold" and not room(module) and room(target))
-        or (room(module) and room(target) and room(target) not in {room(module), *ARROWS[room(module)]})
+        or (
+            room(module)
+            and room(target)
+            and room(target) not in {room(module), *ARROWS[room(module)]}
+        )
         or (room(module) == room(target) == "ops" and is_backward_among_operators(module, target))
     }
     assert backward == SPECIFIED_BY_ANOTHER
@@ -217,4 +251,6 @@ def test_no_arrow_is_hidden_in_loaded_modules_or_in_a_string() -> None:
                 hidden += [f"{name}:{node.lineno}"] if "tilefold" in text else []
     assert hidden == []
     for name in LOOKS_AT_LOADED_MODULES:
-        assert "sys.modules" in (PACKAGE / name).read_text(encoding="utf-8"), f"{name} does no longer: take it out"
+        assert "sys.modules" in (PACKAGE / name).read_text(encoding="utf-8"), (
+            f"{name} does no longer: take it out"
+        )

@@ -31,16 +31,29 @@ def test_a_tag_is_that_of_the_version_and_has_notes() -> None:
     refused(SystemExit, "the tag must be 'v1.2.0'", release.check, "1.2.0", "1.2.0", CHANGELOG)
     refused(SystemExit, "got no such section", release.notes, CHANGELOG, "1.3.0")
     undated = CHANGELOG.replace(" - 2026-01-31", "")
-    refused(SystemExit, "must have a section '## .1.2.0. - YYYY-MM-DD'", release.notes, undated, "1.2.0")
+    refused(
+        SystemExit,
+        "must have a section '## .1.2.0. - YYYY-MM-DD'",
+        release.notes,
+        undated,
+        "1.2.0",
+    )
 
 
 def test_the_version_stands_in_one_place_and_its_citation_agrees() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert release.version() == tilefold.__version__ == cited["version"] and cited["cff-version"] == "1.2.0"
+    assert (
+        release.version() == tilefold.__version__ == cited["version"]
+        and cited["cff-version"] == "1.2.0"
+    )
 
 
 def test_every_extra_that_users_install_has_a_smoke_test() -> None:
-    (extras,) = re.findall(r"optional-dependencies\]\n(.*?)\n\[", (ROOT / "pyproject.toml").read_text(), re.DOTALL)
+    (extras,) = re.findall(
+        r"optional-dependencies\]\n(.*?)\n\[",
+        (ROOT / "pyproject.toml").read_text(),
+        re.DOTALL,
+    )
     names = set(re.findall(r"^([a-z-]+) = \[", extras, re.MULTILINE)) - {"dev"}
     assert names == {name for extra in SMOKE for name in extra.split(",") if name}
 
@@ -49,15 +62,21 @@ def test_every_extra_that_users_install_has_a_smoke_test() -> None:
 def test_workflows_have_limits_and_run_what_exists(path: Path) -> None:
     found: dict[Any, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert found["permissions"] == {"contents": "read"} and True in found  # "on" is a truth value in YAML 1.1
+    assert (
+        found["permissions"] == {"contents": "read"} and True in found
+    )  # "on" is a truth value in YAML 1.1
     for name, job in found["jobs"].items():
         assert 0 < job["timeout-minutes"] <= 180, name
         for step in job["steps"]:
             assert ("uses" in step) != ("run" in step) and "secrets." not in str(step)
             words = re.sub(r"\S*=\S*", "", step.get("run", "")).split()
             for before, word in itertools.pairwise(words):
-                assert before != "make" or word in targets, f"{path.name}: make {word} does not exist"
-                assert not word.endswith(".py") or (ROOT / word).exists(), f"{path.name}: {word} does not exist"
+                assert before != "make" or word in targets, (
+                    f"{path.name}: make {word} does not exist"
+                )
+                assert not word.endswith(".py") or (ROOT / word).exists(), (
+                    f"{path.name}: {word} does not exist"
+                )
 
 
 def test_the_site_shows_pages_and_names_that_exist() -> None:
@@ -65,10 +84,16 @@ def test_the_site_shows_pages_and_names_that_exist() -> None:
     assert spec is not None and spec.loader is not None
     stage = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(stage)
-    shown = re.findall(r": (\S+\.md)$", (ROOT / "docs" / "site" / "mkdocs.yml").read_text(), re.MULTILINE)
+    shown = re.findall(
+        r": (\S+\.md)$",
+        (ROOT / "docs" / "site" / "mkdocs.yml").read_text(),
+        re.MULTILINE,
+    )
     made = {f"api/{page}.md" for page in stage.API}
     assert made <= set(shown) and all((ROOT / page).exists() for page in set(shown) - made)
-    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= {Path(page).name for page in shown}
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= {
+        Path(page).name for page in shown
+    }
     for _, modules in stage.API.values():
         for full in (full for module in modules for full in stage.public(module)):
             home, _, name = full.rpartition(".")
@@ -97,15 +122,27 @@ print([name for name in dir(torch.ops) if "tilefold" in name], set(kernels.__all
 """
 
 
-def test_the_operators_of_the_hub_s_package_run_without_tilefold_in_a_namespace_of_their_own(tmp_path: Path) -> None:
+def test_the_operators_of_the_hub_s_package_run_without_tilefold_in_a_namespace_of_their_own(
+    tmp_path: Path,
+) -> None:
     namespace = export_kernels.main(tmp_path / "hub")
     assert re.fullmatch("tilefold_kernels_[0-9a-f]{8}", namespace)
     sources = [path.read_text() for path in (tmp_path / "hub" / "torch-ext").rglob("*.py")]
     assert not [
-        line for text in sources for line in text.splitlines() if re.match(r"\s*(from|import) tilefold\b", line)
+        line
+        for text in sources
+        for line in text.splitlines()
+        if re.match(r"\s*(from|import) tilefold\b", line)
     ]
     variables = {"PYTHONPATH": str(tmp_path / "hub" / "torch-ext"), "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", ALONE]
-    ran = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, cwd=tmp_path, check=False)
+    ran = subprocess.run(
+        command,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == [f"['{namespace}']", "True"]

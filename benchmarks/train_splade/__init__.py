@@ -1,1 +1,3 @@
-"""Training a SPLADE encoder: the largest batch that fits and the time of a step, stock beside fused, in one run."""
+"""Training a SPLADE encoder: the largest batch that fits and the time of a step, stock beside
+fused, in one run.
+"""

@@ -1,9 +1,11 @@
-"""Measure SPLADE training with the plain head and with the fused one: largest batch, step time, peak memory.
+"""Measure SPLADE training with the plain head and with the fused one: largest batch, step time,
+peak memory.
 
     python -m benchmarks.train_splade --memory-gib 40 --output benchmarks/results
 
-A step is that of the sentence-transformers trainer on (query, document) pairs, over an encoder with random weights.
-Both heads are compared first; a row whose check fails shows no numbers, and the command exits with 1.
+A step is that of the sentence-transformers trainer on (query, document) pairs, over an encoder with
+random weights. Both heads are compared first; a row whose check fails shows no numbers, and the
+command exits with 1.
 """
 
 from __future__ import annotations
@@ -56,26 +58,48 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", action="append", help="bert-base, xlmr-base or tiny; repeat for several; by default both bases")
+    add(
+        "--model",
+        action="append",
+        help="bert-base, xlmr-base or tiny; repeat for several; by default both bases",
+    )
     add("--length", default="256,512", help="tokens of a document, several with commas")
     add("--checkpointing", default="both", help="gradient checkpointing: off, on or both")
-    add("--memory-gib", type=float, help="limit of torch's allocator in GiB; by default the whole GPU")
-    add("--batch", type=int, help="common batch; by default the largest power of two that fits on both sides")
+    add(
+        "--memory-gib",
+        type=float,
+        help="limit of torch's allocator in GiB; by default the whole GPU",
+    )
+    add(
+        "--batch",
+        type=int,
+        help="common batch; by default the largest power of two that fits on both sides",
+    )
     add("--max-batch", type=int, default=8192, help="no larger batch is tried")
     add("--seconds", type=float, default=2.0, help="timing budget of one side at one batch")
     add("--dtype", help="bf16 (autocast) or fp32; by default bf16 on a GPU, else fp32")
     add("--data", default="pydocs", help="pydocs, or a BEIR folder")
     add("--tokenizer", type=Path, help="folder of a tokenizer; by default the packaged one")
-    add("--natural", action="store_true", help="documents as they are; by default filled up, so that none is padded")
+    add(
+        "--natural",
+        action="store_true",
+        help="documents as they are; by default filled up, so that none is padded",
+    )
     add("--device", help="cpu or cuda; the GPU if there is one")
     add("--output", type=Path, help="folder for <device>/train_splade.csv and its picture")
-    add("--quick", action="store_true", help="first length only, short timing; saved only with --output")
+    add(
+        "--quick",
+        action="store_true",
+        help="first length only, short timing; saved only with --output",
+    )
     return parser
 
 
 def _options(given: argparse.Namespace) -> TrainOptions:
     if given.checkpointing not in _CHECKPOINTING:
-        raise ValueError(f"checkpointing must be one of {', '.join(_CHECKPOINTING)}, got {given.checkpointing!r}.")
+        raise ValueError(
+            f"checkpointing must be one of {', '.join(_CHECKPOINTING)}, got {given.checkpointing!r}.",
+        )
     dtype = None if given.dtype is None else parse_dtype(given.dtype)
     if dtype not in (None, "bfloat16", "float32"):
         raise ValueError(f"dtype must be bf16 or fp32, got {given.dtype!r}.")
@@ -100,10 +124,17 @@ def _lengths(text: str) -> tuple[int, ...]:
     try:
         return tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
-        raise ValueError(f"length must be whole numbers with commas between them, got {text!r}.") from None
+        raise ValueError(
+            f"length must be whole numbers with commas between them, got {text!r}.",
+        ) from None
 
 
-def _run(options: TrainOptions, folder: Path | None, provenance: Provenance, console: Console) -> list[TrainRow]:
+def _run(
+    options: TrainOptions,
+    folder: Path | None,
+    provenance: Provenance,
+    console: Console,
+) -> list[TrainRow]:
     path = results_file(folder, "train_splade", provenance) if folder is not None else None
 
     def on_rows(rows: list[TrainRow]) -> None:
@@ -112,7 +143,11 @@ def _run(options: TrainOptions, folder: Path | None, provenance: Provenance, con
             write_csv(path, [row.record() for row in rows], provenance, CSV_KEY)
 
     with console.status("train-splade: starting") as status:
-        found = run(options, on_rows=on_rows, progress=lambda text: status.update(f"train-splade: {text}"))
+        found = run(
+            options,
+            on_rows=on_rows,
+            progress=lambda text: status.update(f"train-splade: {text}"),
+        )
     if path is not None and found:
         console.print(f"results: {path}", markup=False)
         _draw(path, console)
@@ -127,7 +162,8 @@ def _draw(path: Path, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    # as the command line does, before torch starts its threads: those that spin at barriers slow small operations
+    # as the command line does, before torch starts its threads: those that spin at barriers slow
+    # small operations
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,9 @@
-"""Training a SPLADE encoder: the largest batch that fits and the time of a step, stock beside fused, in one run.
+"""Training a SPLADE encoder: the largest batch that fits and the time of a step, stock beside
+fused, in one run.
 
-The claims measured are those of Sparton (arXiv 2603.25011): batch and speed of a training step at V = 30,522 and
-V = 250,002. A step is that of sentence-transformers' own trainer; the two sides differ in ``accelerate(model)`` alone.
+The claims measured are those of Sparton (arXiv 2603.25011): batch and speed of a training step at V
+= 30,522 and V = 250,002. A step is that of sentence-transformers' own trainer; the two sides differ
+in ``accelerate(model)`` alone.
 """
 
 from __future__ import annotations
@@ -80,7 +82,10 @@ def run(
     collection = load_collection(options.data)
     tokenizer = load_tokenizer(None if options.tokenizer is None else Path(options.tokenizer))
     source = "MiniLM" if options.tokenizer is None else Path(options.tokenizer).name
-    pairs = {length: text_pairs(collection, length, natural=options.natural) for length in options.lengths}
+    pairs = {
+        length: text_pairs(collection, length, natural=options.natural)
+        for length in options.lengths
+    }
     rows: list[TrainRow] = []
     for size in sizes:
         progress(f"{size.name}: making the model")
@@ -103,7 +108,9 @@ def _model_rows(
         for length, cell in cells:
             for checkpointing in options.checkpointing:
                 set_checkpointing(cell.encoder, checkpointing)
-                found = [_row(size, cell, length, checkpointing, side, source, gate) for side in SIDES]
+                found = [
+                    _row(size, cell, length, checkpointing, side, source, gate) for side in SIDES
+                ]
                 if not gate.failures:
                     name = f"{size.name}, S={length}, {'with' if checkpointing else 'no'} checkpointing"
                     _measure(cell, found, partial(_prefixed, progress, name))
@@ -133,7 +140,12 @@ def _prepared(
         with quiet_libraries():
             encoder = build_encoder(size, tokenizer, device, max(options.lengths))
             progress(f"{size.name}: comparing the heads")
-            first = Batches(encoder, next(iter(pairs.values()))[: len(_GATE_TOKENS)], max(_GATE_TOKENS), device)
+            first = Batches(
+                encoder,
+                next(iter(pairs.values()))[: len(_GATE_TOKENS)],
+                max(_GATE_TOKENS),
+                device,
+            )
 
             def make_step() -> TrainingStep:
                 steps.append(TrainingStep(encoder, bf16=options.autocasts))
@@ -141,7 +153,16 @@ def _prepared(
 
             gate = check_sides(encoder, _ragged(first.inputs(len(_GATE_TOKENS))), make_step)
             cells = (
-                (length, _Cell(encoder, steps[0], Batches(encoder, texts, length, device), meter, options))
+                (
+                    length,
+                    _Cell(
+                        encoder,
+                        steps[0],
+                        Batches(encoder, texts, length, device),
+                        meter,
+                        options,
+                    ),
+                )
                 for length, texts in pairs.items()
             )
             yield cells, gate
@@ -160,7 +181,13 @@ def _ragged(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(
-    size: ModelSize, cell: _Cell, length: int, checkpointing: bool, side: Side, source: str, gate: GateOutcome
+    size: ModelSize,
+    cell: _Cell,
+    length: int,
+    checkpointing: bool,
+    side: Side,
+    source: str,
+    gate: GateOutcome,
 ) -> TrainRow:
     return TrainRow(
         model=size.name,
@@ -191,7 +218,11 @@ def _measure(cell: _Cell, rows: Sequence[TrainRow], progress: Callable[[str], No
         progress(f"largest batch, {side}")
         with head_of(cell.encoder, side):
             cell.peak(1)  # libraries and compiled kernels are loaded, the optimiser's state is made
-            found[side] = largest_batch(cell.peak, cell.meter.limit_bytes, max_batch=cell.options.max_batch)
+            found[side] = largest_batch(
+                cell.peak,
+                cell.meter.limit_bytes,
+                max_batch=cell.options.max_batch,
+            )
         row.largest_capped = "yes" if found[side].capped else "no"
         row.mib_a_pair = _scaled(found[side].bytes_per_pair, 2**20)
         progress(f"throughput, {side}, batch {found[side].batch}")
@@ -203,7 +234,9 @@ def _measure(cell: _Cell, rows: Sequence[TrainRow], progress: Callable[[str], No
 
 
 def _time_largest(cell: _Cell, side: Side, row: TrainRow, found: LargestBatch) -> None:
-    """Throughput at the largest batch; a batch that ran once and does not run again is not the largest."""
+    """Throughput at the largest batch; a batch that ran once and does not run again is not the
+    largest.
+    """
     batch, peak = found.batch, found.peak_bytes or None
     with head_of(cell.encoder, side):
         while batch:
@@ -247,7 +280,9 @@ def _time_common(cell: _Cell, rows: Sequence[TrainRow], batch: int) -> None:
                     peak = cell.meter.peak(lambda into=losses: into.append(cell.run(batch)))  # type: ignore[misc]
                     row.loss = float(losses[0]) if peak is not None and losses else None
                     row.peak_gib = _scaled(peak, 2**30)
-                if row.peak_gib is None or not fits(partial(_sample, cell, batch, samples[side], 10)):
+                if row.peak_gib is None or not fits(
+                    partial(_sample, cell, batch, samples[side], 10),
+                ):
                     row.note = f"batch {batch} does not fit"
                     samples[side] = []
                     cell.step.forget()
@@ -268,7 +303,10 @@ def _compare_losses(rows: Sequence[TrainRow]) -> None:
     error = abs(ours - stock) / max(abs(stock), 1e-12)
     if not error <= BF16_LOSS_BUDGET:
         for row in rows:
-            row.status, row.note = "FAILED", f"losses at the common batch differ by {error:.1e} > {BF16_LOSS_BUDGET}"
+            row.status, row.note = (
+                "FAILED",
+                f"losses at the common batch differ by {error:.1e} > {BF16_LOSS_BUDGET}",
+            )
 
 
 def _power_of_two(largest: int) -> int:

@@ -1,4 +1,6 @@
-"""Memory of a training step, and the largest batch that fits: measured, predicted, then verified by real steps."""
+"""Memory of a training step, and the largest batch that fits: measured, predicted, then verified by
+real steps.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ RESOLUTION = 1.05  # a batch this much larger than the one reported was seen not
 _LEAP = 8  # a prediction from tiny batches is followed at most this far
 _MEASURED_SHARE = 4  # a prediction is checked at this fraction of itself first
 _MAX_PROBES = 24
-_OUT_OF_MEMORY = ("out of memory", "alloc_failed")  # cuBLAS and the driver do not raise torch's own class
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "alloc_failed",
+)  # cuBLAS and the driver do not raise torch's own class
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,17 @@ class LargestBatch:
 
 
 def largest_batch(
-    peak: Callable[[int], int | None], limit: int, *, start: int = 2, max_batch: int = 8192
+    peak: Callable[[int], int | None],
+    limit: int,
+    *,
+    start: int = 2,
+    max_batch: int = 8192,
 ) -> LargestBatch:
     """The largest batch that fits, within ``RESOLUTION``, from as few steps as possible.
 
-    Peaks grow linearly with the batch: two small batches give the line, a quarter of what it predicts corrects it, the
-    prediction itself and a batch 5% beyond the last success are then really run.
+    Peaks grow linearly with the batch: two small batches give the line, a quarter of what it
+    predicts corrects it, the prediction itself and a batch 5% beyond the last success are then
+    really run.
 
     Args:
         peak: runs a step of a batch; bytes at its peak, or ``None`` if it ran out of memory.
@@ -93,7 +103,9 @@ def _predict(fitted: list[tuple[int, int]], limit: int) -> int:
 
 
 def _slope(fitted: list[tuple[int, int]]) -> float | None:
-    """Bytes per pair, between the largest batch and the largest one of at most half its size: far enough apart."""
+    """Bytes per pair, between the largest batch and the largest one of at most half its size: far
+    enough apart.
+    """
     if len(fitted) < 2:
         return None
     large, more = fitted[-1]
@@ -108,13 +120,15 @@ def _step_up(batch: int) -> int:
 class Meter:
     """Runs steps under a memory limit and says what they took at their peak.
 
-    On CUDA the limit holds for torch's allocator (``set_per_process_memory_fraction``), model, optimiser and cached
-    blocks included, and running into it is an out-of-memory error as on a smaller card. A CPU has no such limit: there
-    the peak of resident memory above the model counts, and a step over the limit is called one that does not fit.
+    On CUDA the limit holds for torch's allocator (``set_per_process_memory_fraction``), model,
+    optimiser and cached blocks included, and running into it is an out-of-memory error as on a
+    smaller card. A CPU has no such limit: there the peak of resident memory above the model counts,
+    and a step over the limit is called one that does not fit.
 
     Args:
         device: where the steps run.
-        limit_gib: GiB; by default all of a GPU that is free, less 2 GiB for libraries, and 4 GiB on a CPU.
+        limit_gib: GiB; by default all of a GPU that is free, less 2 GiB for libraries, and 4 GiB on
+            a CPU.
 
     Raises:
         ValueError: for a limit that is not positive or is more than the device has.
@@ -129,13 +143,15 @@ class Meter:
         else:
             largest = free if free is not None else 2**62
         if limit_gib is None:
-            self.limit_bytes = largest if device.type == "cuda" else int(min(CPU_LIMIT_GIB * 2**30, largest))
+            self.limit_bytes = (
+                largest if device.type == "cuda" else int(min(CPU_LIMIT_GIB * 2**30, largest))
+            )
         else:
             self.limit_bytes = int(limit_gib * 2**30)
         if not 0 < self.limit_bytes <= largest:
             raise ValueError(
                 f"memory-gib must be greater than 0 and at most {largest / 2**30:.1f} on this device now, "
-                f"got {limit_gib}."
+                f"got {limit_gib}.",
             )
         self._set_fraction(self.limit_bytes)
 
@@ -166,7 +182,10 @@ class Meter:
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             share = 1.0 if limit is None else min(1.0, limit / total)
-            torch.cuda.set_per_process_memory_fraction(share, self.device.index)  # None: the current one
+            torch.cuda.set_per_process_memory_fraction(
+                share,
+                self.device.index,
+            )  # None: the current one
 
 
 def fits(run: Callable[[], Any]) -> bool:
@@ -183,11 +202,15 @@ def fits(run: Callable[[], Any]) -> bool:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that memory ran out, in torch, in a library or in the driver."""
     text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or any(words in text for words in _OUT_OF_MEMORY)
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in text for words in _OUT_OF_MEMORY
+    )
 
 
 def release(device: torch.device, *, collect: bool = False) -> None:
-    """Give cached blocks back; ``collect`` first frees what only cycles hold (half a second in a large process)."""
+    """Give cached blocks back; ``collect`` first frees what only cycles hold (half a second in a
+    large process).
+    """
     if collect:
         gc.collect()
     if device.type == "cuda":

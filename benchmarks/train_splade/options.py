@@ -29,7 +29,8 @@ class TrainOptions:
         seconds: time for the steps of one side at one batch.
         data: ``pydocs`` or a BEIR folder.
         tokenizer: a folder; by default that of the packaged MiniLM.
-        natural: documents as they are, padded to the longest, in place of ones filled up to S tokens.
+        natural: documents as they are, padded to the longest, in place of ones filled up to S
+            tokens.
         seed: of dropout.
     """
 

@@ -1,4 +1,6 @@
-"""Table and picture of the training benchmark: ``python -m benchmarks.train_splade.report FILE.csv [PNG]``."""
+"""Table and picture of the training benchmark: ``python -m benchmarks.train_splade.report FILE.csv
+[PNG]``.
+"""
 
 from __future__ import annotations
 
@@ -89,15 +91,27 @@ def print_cell(console: Console, rows: Sequence[TrainRow]) -> None:
         return
     for what, value, limit in (
         ("batch", _times(ours.largest_batch, stock.largest_batch), claim[0]),
-        ("speed of a step at the common batch", _times(stock.step_p50_ms, ours.step_p50_ms), claim[1]),
-        ("pairs per second at the largest batches", _times(ours.pairs_per_second, stock.pairs_per_second), claim[1]),
+        (
+            "speed of a step at the common batch",
+            _times(stock.step_p50_ms, ours.step_p50_ms),
+            claim[1],
+        ),
+        (
+            "pairs per second at the largest batches",
+            _times(ours.pairs_per_second, stock.pairs_per_second),
+            claim[1],
+        ),
     ):
         word = "not measured" if value is None else "beaten" if value > limit else "MISSED"
-        console.print(f"  {what}: {short_number(value)} times stock; the paper has {limit:.3g}: {word}", markup=False)
+        console.print(
+            f"  {what}: {short_number(value)} times stock; the paper has {limit:.3g}: {word}",
+            markup=False,
+        )
 
 
 def plot_results(results: str | Path, picture: str | Path) -> Path:
-    """Bars of batch, step time and throughput for every cell of a CSV of ``python -m benchmarks.train_splade``.
+    """Bars of batch, step time and throughput for every cell of a CSV of ``python -m
+    benchmarks.train_splade``.
 
     Args:
         results: the CSV.
@@ -107,15 +121,30 @@ def plot_results(results: str | Path, picture: str | Path) -> Path:
         ValueError: if the file holds no measured cell.
         ImportError: if matplotlib is not installed.
     """
-    rows = [row for row in read_csv(results) if row.get("op") == "train-splade" and row["status"] == "ok"]
+    rows = [
+        row
+        for row in read_csv(results)
+        if row.get("op") == "train-splade" and row["status"] == "ok"
+    ]
     if not rows:
-        raise ValueError(f"{results} must hold measured rows of `python -m benchmarks.train_splade`, got none.")
+        raise ValueError(
+            f"{results} must hold measured rows of `python -m benchmarks.train_splade`, got none.",
+        )
     cells = list(dict.fromkeys(_cell_name(row) for row in rows))
     figure = new_figure((13, 1.4 + 0.6 * len(cells)))
-    for axes, (column, title) in zip(figure.subplots(1, len(_PANELS), sharey=True), _PANELS, strict=True):
+    for axes, (column, title) in zip(
+        figure.subplots(1, len(_PANELS), sharey=True),
+        _PANELS,
+        strict=True,
+    ):
         values = {(_cell_name(row), row["side"]): float(row[column]) for row in rows if row[column]}
         relative_bars(axes, values, cells, {"stock": "plain head", "tilefold": "fused head"}, title)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=2,
+        fontsize=8,
+    )
     where = f"training step of SPLADE on {machine(rows)}; commit {distinct(rows, 'commit')}"
     figure.suptitle(f"{where}; bars relative to each cell's larger value", fontsize=8)
     return save_figure(figure, picture)
@@ -139,7 +168,9 @@ def markdown_table(results: str | Path) -> str:
     """
     rows = [row for row in read_csv(results) if row.get("op") == "train-splade"]
     if not rows:
-        raise ValueError(f"{results} must hold rows of `python -m benchmarks.train_splade`, got none.")
+        raise ValueError(
+            f"{results} must hold rows of `python -m benchmarks.train_splade`, got none.",
+        )
     return "\n".join(_markdown_lines(rows)) + "\n"
 
 
@@ -151,7 +182,14 @@ def _markdown_lines(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
         cell = _cell_name(row).replace("\n", ", ")
         numbers = [
             short_number(float(row[name]) if row[name] else None)
-            for name in ("batch", "step_p50_ms", "peak_gib", "largest_batch", "mib_a_pair", "pairs_per_second")
+            for name in (
+                "batch",
+                "step_p50_ms",
+                "peak_gib",
+                "largest_batch",
+                "mib_a_pair",
+                "pairs_per_second",
+            )
         ]
         status = "" if row["status"] == "ok" else row["status"]
         yield f"| {' | '.join([cell if cell != previous else '', row['side'], *numbers, status])} |"

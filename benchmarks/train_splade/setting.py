@@ -1,4 +1,6 @@
-"""Models and data of the training benchmark: encoders with random weights, and batches of real text."""
+"""Models and data of the training benchmark: encoders with random weights, and batches of real
+text.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from benchmarks.train_data import make_encoder
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
 
-CHARACTERS_PER_TOKEN = 8  # more than any language here has: a text of S times this many is never short of S tokens
+CHARACTERS_PER_TOKEN = (
+    8  # more than any language here has: a text of S times this many is never short of S tokens
+)
 QUERY_LENGTH = 32  # tokens, as SPLADE's authors train on MS MARCO
 POOL = 512  # distinct pairs; larger batches repeat them
 
@@ -57,22 +61,42 @@ def model_size(name: str) -> ModelSize:
 
 
 def build_encoder(size: ModelSize, tokenizer: Any, device: torch.device, max_length: int) -> Any:
-    """A stock SPLADE ``SparseEncoder`` of ``size`` with random weights: :func:`benchmarks.train_data.make_encoder`."""
+    """A stock SPLADE ``SparseEncoder`` of ``size`` with random weights:
+    :func:`benchmarks.train_data.make_encoder`.
+    """
     sizes = (size.hidden, size.layers, size.heads, size.intermediate)
     roberta = size.architecture == "xlm-roberta"
-    return make_encoder("splade", size.vocab, sizes, tokenizer, max_length, roberta=roberta, device=device)
+    return make_encoder(
+        "splade",
+        size.vocab,
+        sizes,
+        tokenizer,
+        max_length,
+        roberta=roberta,
+        device=device,
+    )
 
 
-def text_pairs(collection: Collection, length: int, *, natural: bool = False) -> list[tuple[str, str]]:
+def text_pairs(
+    collection: Collection,
+    length: int,
+    *,
+    natural: bool = False,
+) -> list[tuple[str, str]]:
     """Up to ``POOL`` pairs of a query and a document of about ``length`` tokens, from any split.
 
-    Documents are filled up with those that follow them in the collection, so that no token is padding: without it, the
-    fused head would win by skipping what the stock head computes. ``natural`` leaves them as they are.
+    Documents are filled up with those that follow them in the collection, so that no token is
+    padding: without it, the fused head would win by skipping what the stock head computes.
+    ``natural`` leaves them as they are.
     """
     splits = sorted(collection.qrels)
-    named = list(dict.fromkeys(itertools.chain.from_iterable(collection.pairs(split) for split in splits)))[:POOL]
+    named = list(
+        dict.fromkeys(itertools.chain.from_iterable(collection.pairs(split) for split in splits)),
+    )[:POOL]
     if not named:
-        raise ValueError(f"data must hold a positive judgement, got none in {collection.name} (splits: {splits}).")
+        raise ValueError(
+            f"data must hold a positive judgement, got none in {collection.name} (splits: {splits}).",
+        )
     contents = list(collection.contents().values())
     place = {name: i for i, name in enumerate(collection.documents)}
     pairs: list[tuple[str, str]] = []
@@ -150,4 +174,7 @@ def _prepare(encoder: Any, texts: list[str], length: int, device: torch.device) 
         features = encoder.preprocess(texts)
     finally:
         encoder.max_seq_length = kept
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in features.items()}
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in features.items()
+    }

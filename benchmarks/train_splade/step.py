@@ -19,16 +19,19 @@ from tilefold import testing
 Side = Literal["stock", "tilefold"]
 SIDES: tuple[Side, ...] = ("stock", "tilefold")
 
-# Fresh weights give dense scores, whose dot products grow with V: these factors over V keep loss and FLOPS terms small,
-# so that rounding does not decide the softmax. They change no amount of work.
+# Fresh weights give dense scores, whose dot products grow with V: these factors over V keep loss
+# and FLOPS terms small, so that rounding does not decide the softmax. They change no amount of
+# work.
 SIMILARITY_SCALE = 30.0
 REGULARIZER = 30.0
 
-# fp32: both sides sum the same products in another order. Where two tokens tie to that precision, each side may send
-# one entry's gradient to another token: a share of 1e-6 of all entries, 1e-3 in the norm.
+# fp32: both sides sum the same products in another order. Where two tokens tie to that precision,
+# each side may send one entry's gradient to another token: a share of 1e-6 of all entries, 1e-3 in
+# the norm.
 FP32_LOSS_BUDGET = 1e-5
 FP32_GRADIENT_BUDGET = 5e-3
-# bf16: the encoder alone rounds 12 layers of sums to 8 bits: what the stock head's gradients are off by is the measure.
+# bf16: the encoder alone rounds 12 layers of sums to 8 bits: what the stock head's gradients are
+# off by is the measure.
 BF16_LOSS_BUDGET = 2e-2
 BF16_GRADIENT_SLACK = 1.1
 _MAX_GRAD_NORM = 1.0  # the trainer's default
@@ -52,9 +55,10 @@ class GateOutcome:
 class TrainingStep:
     """Forward, backward and optimiser step of ``SparseEncoderTrainer``, without its data loader.
 
-    The trainer makes the loss, its own AdamW and the wrapper that autocasts and turns the model's outputs to fp32; a
-    call then does what its loop does for one batch: loss, backward, clipping, optimiser, gradients dropped. The
-    learning rate is 0, so that every step of both sides works on the same weights.
+    The trainer makes the loss, its own AdamW and the wrapper that autocasts and turns the model's
+    outputs to fp32; a call then does what its loop does for one batch: loss, backward, clipping,
+    optimiser, gradients dropped. The learning rate is 0, so that every step of both sides works on
+    the same weights.
 
     Args:
         encoder: a ``SparseEncoder``; it is prepared in place.
@@ -73,7 +77,9 @@ class TrainingStep:
 
         self.encoder = encoder
         self._folder = tempfile.TemporaryDirectory(prefix="tilefold-bench-trainer-")
-        encoder.model_card_data.widget = encoder.model_card_data.widget or [{"text": "a"}]  # else it draws a bar
+        encoder.model_card_data.widget = encoder.model_card_data.widget or [
+            {"text": "a"},
+        ]  # else it draws a bar
         self._trainer = SparseEncoderTrainer(
             model=encoder,
             args=one_gpu(SparseEncoderTrainingArguments)(
@@ -91,7 +97,10 @@ class TrainingStep:
             loss=splade_loss(encoder),
         )
         self._trainer.create_optimizer()
-        self._model, self._optimizer = self._trainer.accelerator.prepare(encoder, self._trainer.optimizer)
+        self._model, self._optimizer = self._trainer.accelerator.prepare(
+            encoder,
+            self._trainer.optimizer,
+        )
         self._trainer.model_wrapped = self._model
 
     def __call__(self, inputs: dict[str, Any]) -> Tensor:
@@ -107,10 +116,19 @@ class TrainingStep:
         self._model.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def loss_and_gradients(self, inputs: dict[str, Any], watched: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The loss and the gradients of ``watched`` parameters in the trainer's precision, without dropout."""
+    def loss_and_gradients(
+        self,
+        inputs: dict[str, Any],
+        watched: Mapping[str, Tensor],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The loss and the gradients of ``watched`` parameters in the trainer's precision, without
+        dropout.
+        """
         with _without_dropout(self.encoder):
-            return _loss_and_gradients(partial(self._trainer.compute_loss, self._model, inputs), watched)
+            return _loss_and_gradients(
+                partial(self._trainer.compute_loss, self._model, inputs),
+                watched,
+            )
 
     def forget(self) -> None:
         """Drop gradients, so that a step that ran out of memory leaves nothing behind."""
@@ -148,7 +166,9 @@ def head_of(encoder: Any, side: Side, *, check: bool = False) -> Iterator[None]:
 
 
 def set_checkpointing(encoder: Any, on: bool) -> None:
-    """Turn gradient checkpointing of the encoder's layers on or off, as the trainer's argument does."""
+    """Turn gradient checkpointing of the encoder's layers on or off, as the trainer's argument
+    does.
+    """
     network = encoder[0].model
     modern = hasattr(network, "activation_checkpointing_enable")
     prefix = "activation" if modern else "gradient"
@@ -159,7 +179,11 @@ def set_checkpointing(encoder: Any, on: bool) -> None:
         getattr(network, f"{prefix}_checkpointing_disable")()
 
 
-def check_sides(encoder: Any, inputs: dict[str, Any], make_step: Callable[[], TrainingStep]) -> GateOutcome:
+def check_sides(
+    encoder: Any,
+    inputs: dict[str, Any],
+    make_step: Callable[[], TrainingStep],
+) -> GateOutcome:
     """Compare the heads in fp32, then in the precision of the step that ``make_step`` prepares.
 
     Args:
@@ -172,15 +196,23 @@ def check_sides(encoder: Any, inputs: dict[str, Any], make_step: Callable[[], Tr
     loss = splade_loss(encoder)
     for side in SIDES:
         with head_of(encoder, side, check=True), _without_dropout(encoder):
-            results[f"{side} fp32"] = _loss_and_gradients(partial(_plain_loss, loss, inputs), watched)
+            results[f"{side} fp32"] = _loss_and_gradients(
+                partial(_plain_loss, loss, inputs),
+                watched,
+            )
     step = make_step()
     for side in SIDES:
         with head_of(encoder, side):
             results[f"{side} step"] = step.loss_and_gradients(inputs, watched)
     true_loss, true_gradients = results["stock fp32"]
-    losses = {name: testing.relative_error(value, true_loss) for name, (value, _) in results.items()}
+    losses = {
+        name: testing.relative_error(value, true_loss) for name, (value, _) in results.items()
+    }
     gradients = {
-        name: max(testing.relative_error(got, true) for got, true in zip(values, true_gradients, strict=True))
+        name: max(
+            testing.relative_error(got, true)
+            for got, true in zip(values, true_gradients, strict=True)
+        )
         for name, (_, values) in results.items()
     }
     return GateOutcome(losses, gradients, _failures(losses, gradients))
@@ -194,11 +226,17 @@ def _failures(loss: Mapping[str, float], gradient: Mapping[str, float]) -> tuple
         ("loss of a step", loss["tilefold step"], BF16_LOSS_BUDGET),
         ("gradients of a step", gradient["tilefold step"], allowed),
     )
-    return tuple(f"{name}: error {error:.2e} > {budget:.1e}" for name, error, budget in checks if not error <= budget)
+    return tuple(
+        f"{name}: error {error:.2e} > {budget:.1e}"
+        for name, error, budget in checks
+        if not error <= budget
+    )
 
 
 def _plain_loss(loss: Any, inputs: Mapping[str, Any]) -> Tensor:
-    """The sum of the loss terms in the model's own precision, columns told apart as the trainer does."""
+    """The sum of the loss terms in the model's own precision, columns told apart as the trainer
+    does.
+    """
     features = [
         {name[len(prefix) :]: value for name, value in inputs.items() if name.startswith(prefix)}
         for prefix in ("query_", "document_")
@@ -206,9 +244,14 @@ def _plain_loss(loss: Any, inputs: Mapping[str, Any]) -> Tensor:
     return torch.stack(list(loss(features).values())).sum()
 
 
-def _loss_and_gradients(compute: Callable[[], Tensor], watched: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+def _loss_and_gradients(
+    compute: Callable[[], Tensor],
+    watched: Mapping[str, Tensor],
+) -> tuple[Tensor, list[Tensor]]:
     loss = compute()
-    return loss.detach(), [gradient.detach() for gradient in torch.autograd.grad(loss, list(watched.values()))]
+    return loss.detach(), [
+        gradient.detach() for gradient in torch.autograd.grad(loss, list(watched.values()))
+    ]
 
 
 def _watched(encoder: Any) -> dict[str, Tensor]:
@@ -217,7 +260,9 @@ def _watched(encoder: Any) -> dict[str, Tensor]:
     head = network.get_output_embeddings()
     found = {"head": head.weight, "head bias": head.bias}
     matrices = {
-        name: parameter for name, parameter in network.named_parameters() if ".layer." in name and parameter.ndim == 2
+        name: parameter
+        for name, parameter in network.named_parameters()
+        if ".layer." in name and parameter.ndim == 2
     }
     first, *_, last = matrices
     return found | {first: matrices[first], last: matrices[last]}
@@ -238,8 +283,15 @@ def _without_dropout(encoder: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def time_steps(step: Callable[[], Any], device: torch.device, reps: int, warmup: int = 1) -> list[float]:
-    """Milliseconds of each of ``reps`` steps in a row: on a GPU from one step's end to the next's, else wall time."""
+def time_steps(
+    step: Callable[[], Any],
+    device: torch.device,
+    reps: int,
+    warmup: int = 1,
+) -> list[float]:
+    """Milliseconds of each of ``reps`` steps in a row: on a GPU from one step's end to the next's,
+    else wall time.
+    """
     for _ in range(warmup):
         step()
     if device.type != "cuda":

@@ -1,8 +1,8 @@
 """Copy what the site shows to a folder for mkdocs: ``python docs/site/stage.py build/pages``.
 
-Documents keep their paths, so that their relative links hold; files that they link to are copied too, and a folder that
-they link to gets a page that lists it. Pages of the API are made from the public names of the package, and `llms.txt`
-from the titles and first sentences of the pages.
+Documents keep their paths, so that their relative links hold; files that they link to are copied
+too, and a folder that they link to gets a page that lists it. Pages of the API are made from the
+public names of the package, and `llms.txt` from the titles and first sentences of the pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ API = {  # page -> its title and modules, whose `__all__` says what is public
     "modules": ("Modules and losses", ["tilefold.nn", "tilefold.modules", "tilefold.losses"]),
     "integrations": (
         "Integrations",
-        [f"tilefold.integrations.{name}" for name in ("sentence_transformers", "transformers", "pylate", "colpali")],
+        [
+            f"tilefold.integrations.{name}"
+            for name in ("sentence_transformers", "transformers", "pylate", "colpali")
+        ],
     ),
     "retrieval": ("Retrieval", ["tilefold.retrieval"]),
     "recipes": ("Recipes", ["tilefold.recipes"]),
@@ -35,7 +38,9 @@ API = {  # page -> its title and modules, whose `__all__` says what is public
 
 
 def public(module: str) -> list[str]:
-    """Paths of the public names of a module, read and not imported, by its table of homes, `__all__` or imports."""
+    """Paths of the public names of a module, read and not imported, by its table of homes,
+    `__all__` or imports.
+    """
     path = ROOT / "src" / Path(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if module == "tilefold.ops":
@@ -45,17 +50,33 @@ def public(module: str) -> list[str]:
         ]
     tables = _tables(path)
     if "_NAMES" in tables:
-        return [f"{module}.{home}.{name}" for home, names in tables["_NAMES"].items() for name in names.split()]
+        return [
+            f"{module}.{home}.{name}"
+            for home, names in tables["_NAMES"].items()
+            for name in names.split()
+        ]
     if "__all__" in tables:
-        text = path.read_text(encoding="utf-8")  # handles that modules share are described where they are defined
+        text = path.read_text(
+            encoding="utf-8",
+        )  # handles that modules share are described where they are defined
         return [
             f"{module}.{name}"
             for name in tables["__all__"]
             if re.search(rf"(^(def|class) |import .*|^    ){name}\b", text, re.M)
         ]
     nodes = ast.parse(path.read_text(encoding="utf-8")).body
-    imported = [each.name for node in nodes if isinstance(node, ast.ImportFrom) for each in node.names if each.asname]
-    made = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    imported = [
+        each.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+        if each.asname
+    ]
+    made = [
+        node.name
+        for node in nodes
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    ]
     return [f"{module}.{name}" for name in imported + made]
 
 
@@ -73,9 +94,17 @@ def main(target: Path) -> None:
     """Fill the folder anew."""
     shutil.rmtree(target, ignore_errors=True)
     tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n")
-    tracked += subprocess.check_output(["git", "ls-files", "-o", "--exclude-standard"], cwd=ROOT, text=True).split("\n")
+    tracked += subprocess.check_output(
+        ["git", "ls-files", "-o", "--exclude-standard"],
+        cwd=ROOT,
+        text=True,
+    ).split("\n")
     folders = {str(parent) for name in tracked for parent in Path(name).parents}
-    pages = [name for name in tracked if name.endswith(".md") and not name.startswith((".github", "tests"))]
+    pages = [
+        name
+        for name in tracked
+        if name.endswith(".md") and not name.startswith((".github", "tests"))
+    ]
     made: dict[str, str] = {}
     for name in pages:
         parts = FENCED.split((ROOT / name).read_text(encoding="utf-8"))
@@ -83,17 +112,26 @@ def main(target: Path) -> None:
             parts[at] = LIST.sub(r"\1\n\n", LINK.sub(partial(_led, name, folders, made), parts[at]))
         made[name] = "".join(parts)
     for page, (title, modules) in API.items():
-        made[f"api/{page}.md"] = f"# {title}\n" + "".join(f"\n::: {path}\n" for m in modules for path in public(m))
+        made[f"api/{page}.md"] = f"# {title}\n" + "".join(
+            f"\n::: {path}\n" for m in modules for path in public(m)
+        )
     shutil.rmtree(target.parent / "api", ignore_errors=True)
-    for path in sorted((ROOT / "src").rglob("*.py")):  # docstrings without Sphinx's roles, which mkdocs does not know
+    for path in sorted(
+        (ROOT / "src").rglob("*.py"),
+    ):  # docstrings without Sphinx's roles, which mkdocs does not know
         copy = target.parent / "api" / path.relative_to(ROOT / "src")
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(re.sub(r":(func|class|meth|mod|attr|data):`~?", "`", path.read_text(encoding="utf-8")))
+        copy.write_text(
+            re.sub(r":(func|class|meth|mod|attr|data):`~?", "`", path.read_text(encoding="utf-8")),
+        )
     made["llms.txt"] = _llms({name: made[name] for name in pages})
     for name, text in made.items():
         place = target / name
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes((ROOT / name).read_bytes()) if text == COPIED else place.write_text(text, encoding="utf-8")
+        place.write_bytes((ROOT / name).read_bytes()) if text == COPIED else place.write_text(
+            text,
+            encoding="utf-8",
+        )
 
 
 COPIED = "\0"
@@ -106,11 +144,18 @@ def _led(page: str, folders: set[str], made: dict[str, str], link: re.Match[str]
         return link[0]
     name = str((ROOT / page).parent.joinpath(to).resolve().relative_to(ROOT))
     if name in folders:
-        inside = sorted(path.name for path in (ROOT / name).iterdir() if path.is_file() and path.suffix == ".csv")
+        inside = sorted(
+            path.name
+            for path in (ROOT / name).iterdir()
+            if path.is_file() and path.suffix == ".csv"
+        )
         listed = f"{name}/listing.md"
         if (ROOT / name / "README.md").exists():
             return f"{before}{to.rstrip('/')}/README.md{after}"
-        made.setdefault(listed, f"# {name}\n\n" + "".join(f"- [{file}]({file})\n" for file in inside) + "\n")
+        made.setdefault(
+            listed,
+            f"# {name}\n\n" + "".join(f"- [{file}]({file})\n" for file in inside) + "\n",
+        )
         made.update({f"{name}/{file}": COPIED for file in inside})
         for folder in sorted(each for each in folders if str(Path(each).parent) == name):
             short = Path(folder).name
@@ -123,11 +168,23 @@ def _led(page: str, folders: set[str], made: dict[str, str], link: re.Match[str]
 
 def _llms(pages: dict[str, str]) -> str:
     """``llms.txt``: the pages with their titles and first sentences, by their places on the site."""
-    lines = ["# tilefold", "", "> Fused operators for training and serving neural retrievers.", "", "## Pages", ""]
-    for name, text in sorted(pages.items(), key=lambda item: (not item[0].startswith(("README", "docs")), item[0])):
+    lines = [
+        "# tilefold",
+        "",
+        "> Fused operators for training and serving neural retrievers.",
+        "",
+        "## Pages",
+        "",
+    ]
+    for name, text in sorted(
+        pages.items(),
+        key=lambda item: (not item[0].startswith(("README", "docs")), item[0]),
+    ):
         title, _, rest = text.partition("\n")
         paragraph = next((part for part in rest.split("\n\n") if re.match(r"\s*[A-Z`]", part)), "")
-        first = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split())).partition(". ")[0]
+        first = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split())).partition(
+            ". ",
+        )[0]
         place = re.sub(r"(README|index)?\.md$", "", name)
         lines.append(f"- [{title.lstrip('# ')}]({place or '.'}): {first.rstrip('.')}")
     return "\n".join(lines) + "\n"

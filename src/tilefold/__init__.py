@@ -1,8 +1,9 @@
-"""Fused operators for neural retrieval: large score matrices are reduced tile by tile and never stored.
+"""Fused operators for neural retrieval: large score matrices are reduced tile by tile and never
+stored.
 
 ``tilefold.lsr_head``, ``tilefold.maxsim``, ``tilefold.token_scatter``, ``tilefold.entmax`` and
-``tilefold.entmax_attention`` are the operators; ``tilefold.nn`` has modules.
-Importing the package is cheap: torch is imported with the first operator, kernels and integrations at first use.
+``tilefold.entmax_attention`` are the operators; ``tilefold.nn`` has modules. Importing the package
+is cheap: torch is imported with the first operator, kernels and integrations at first use.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ def new_figure(size: tuple[float, float]) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots need matplotlib; install it with: pip install 'tilefold[plot]'") from error
+        raise ImportError(
+            "plots need matplotlib; install it with: pip install 'tilefold[plot]'",
+        ) from error
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -19,7 +19,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 LOCK = ".writing.lock"
-_FULL = re.compile(r"(?i)no space left|quota exceeded|file too large|requested and \d+ written|os error (28|27|122)\b")
+_FULL = re.compile(
+    r"(?i)no space left|quota exceeded|file too large|requested and \d+ written|os error (28|27|122)\b",
+)
 SCRATCH = ".tilefold.tmp"  # ends the name of a folder in which something is written before it is put in its place
 _ATTEMPTS, _PAUSE_SECONDS = 8, 0.02
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
@@ -31,9 +33,11 @@ class InUseError(RuntimeError):
 
 
 def hold_folder(folder: Path, *, again: bool = True) -> FileLock:
-    """Keep other processes from writing to `folder`, made when missing, until it is released or this process ends.
+    """Keep other processes from writing to `folder`, made when missing, until it is released or
+    this process ends.
 
-    :class:`InUseError` says that another one holds it; `again` allows for this process to hold it twice.
+    :class:`InUseError` says that another one holds it; `again` allows for this process to hold it
+    twice.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.resolve() / LOCK, timeout=0, thread_local=False, is_singleton=again)
@@ -41,7 +45,7 @@ def hold_folder(folder: Path, *, again: bool = True) -> FileLock:
         lock.acquire()
     except Timeout:
         raise InUseError(
-            f"{folder}: another process is writing there. Wait for it, or choose another folder."
+            f"{folder}: another process is writing there. Wait for it, or choose another folder.",
         ) from None
     return lock
 
@@ -54,16 +58,20 @@ def release_folder(lock: FileLock) -> None:
 
 @contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Turn errors of a full disk, which the libraries tell in many ways and without a path, into one that names it."""
+    """Turn errors of a full disk, which the libraries tell in many ways and without a path, into
+    one that names it.
+    """
     try:
         yield
     except Exception as error:
-        of_a_library = isinstance(error, (OSError, RuntimeError)) or "safetensors" in type(error).__module__
+        of_a_library = (
+            isinstance(error, (OSError, RuntimeError)) or "safetensors" in type(error).__module__
+        )
         if isinstance(error, DiskFullError) or not of_a_library or not _FULL.search(str(error)):
             raise
         raise DiskFullError(
             f"{path}: could not be written, the disk or the quota is full ({' '.join(str(error).split())}). "
-            "Free some space there, or choose another place; what was complete is kept."
+            "Free some space there, or choose another place; what was complete is kept.",
         ) from error
 
 
@@ -73,10 +81,14 @@ class DiskFullError(OSError):
 
 @contextmanager
 def hold_path(path: Path) -> Iterator[None]:
-    """Keep other processes from writing the file or folder `path` while the block runs; blocks may be nested."""
+    """Keep other processes from writing the file or folder `path` while the block runs; blocks may
+    be nested.
+    """
     folder = path.parent.resolve() / f".{path.name}{SCRATCH}"
     if (lock := _hold_scratch(folder, again=True)) is None:
-        raise InUseError(f"{path}: another process is writing it. Wait for it, or choose another place.")
+        raise InUseError(
+            f"{path}: another process is writing it. Wait for it, or choose another place.",
+        )
     try:
         yield
     finally:
@@ -87,7 +99,9 @@ def hold_path(path: Path) -> Iterator[None]:
 
 @contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder beside `path`, removed after the block, or by the next one if the process dies."""
+    """Yield an empty, locked folder beside `path`, removed after the block, or by the next one if
+    the process dies.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
     folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=SCRATCH, dir=path.parent))
@@ -103,7 +117,9 @@ def scratch_folder(path: Path) -> Iterator[Path]:
 
 
 def _hold_scratch(folder: Path, *, again: bool) -> FileLock | None:
-    """The lock of a scratch folder, None where another process holds it for longer than it takes to remove it."""
+    """The lock of a scratch folder, None where another process holds it for longer than it takes to
+    remove it.
+    """
     for attempt in range(_ATTEMPTS):
         time.sleep(_PAUSE_SECONDS * min(attempt, 1))
         with suppress(InUseError, FileNotFoundError):
@@ -130,7 +146,8 @@ def remove_leftovers(parent: Path) -> None:
 def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield the path of an empty file that replaces `path` only when the block ends well.
 
-    What killed processes left in the same folder is removed. A `durable` file survives a loss of power.
+    What killed processes left in the same folder is removed. A `durable` file survives a loss of
+    power.
     """
     with scratch_folder(path) as folder:
         temporary = folder / path.name
@@ -159,7 +176,8 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def atomic_directory(path: Path, *, own_names: Collection[str]) -> Iterator[Path]:
-    """Yield a temporary directory beside `path`, which replaces `path` if the block ends without an error.
+    """Yield a temporary directory beside `path`, which replaces `path` if the block ends without an
+    error.
 
     A directory that already holds anything but `own_names` is never replaced: FileExistsError.
     """
@@ -173,7 +191,9 @@ def atomic_directory(path: Path, *, own_names: Collection[str]) -> Iterator[Path
 
 
 def check_replaceable(path: Path, own_names: Collection[str]) -> None:
-    """Raise FileExistsError when `path` is a file, or a directory with names other than `own_names`."""
+    """Raise FileExistsError when `path` is a file, or a directory with names other than
+    `own_names`.
+    """
     if not path.exists():
         return
     expected = f"{path}: expected a new directory or one that tilefold wrote, got"
@@ -182,12 +202,14 @@ def check_replaceable(path: Path, own_names: Collection[str]) -> None:
     remove_leftovers(path)  # of files in it that somebody was writing when killed
     if strange := sorted(entry.name for entry in path.iterdir() if entry.name not in own_names):
         raise FileExistsError(
-            f"{expected} one with other files ({', '.join(strange[:3])}). Choose another path; nothing was overwritten."
+            f"{expected} one with other files ({', '.join(strange[:3])}). Choose another path; nothing was overwritten.",
         )
 
 
 def swap_directory(new: Path, path: Path) -> None:
-    """Put the directory `new` in the place of `path`, which is removed if it was there; `new` is gone afterwards."""
+    """Put the directory `new` in the place of `path`, which is removed if it was there; `new` is
+    gone afterwards.
+    """
     if not path.exists():
         new.replace(path)
         return
@@ -205,15 +227,25 @@ def swap_directory(new: Path, path: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two paths change places at once, where system and file system can: a kill leaves each whole."""
+    """Let two paths change places at once, where system and file system can: a kill leaves each
+    whole.
+    """
     swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    return swap is not None and swap(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
+    return (
+        swap is not None
+        and swap(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
+    )
 
 
 def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
-    """Write JSON so that a reader sees the old file or the whole new one; `durable` as in :func:`atomic_file`."""
+    """Write JSON so that a reader sees the old file or the whole new one; `durable` as in
+    :func:`atomic_file`.
+    """
     with atomic_file(path, durable=durable) as temporary:
-        temporary.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(
+            json.dumps(value, ensure_ascii=False, indent=1) + "\n",
+            encoding="utf-8",
+        )
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -8,18 +8,22 @@ from typing import Any
 
 
 def lazy_exports(
-    package: dict[str, Any], modules: Mapping[str, str]
+    package: dict[str, Any],
+    modules: Mapping[str, str],
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """``__all__``, ``__getattr__`` and ``__dir__`` of a package with these ``globals()``.
 
-    `modules` is a module below the package -> the public names that it has; one with its own name is exported itself.
+    `modules` is a module below the package -> the public names that it has; one with its own name
+    is exported itself.
     """
     homes = {name: module for module, names in modules.items() for name in names.split()}
     own = package["__name__"]
 
     def load(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {own!r} has no attribute {name!r}; public names: {', '.join(listed())}.")
+            raise AttributeError(
+                f"module {own!r} has no attribute {name!r}; public names: {', '.join(listed())}.",
+            )
         home = import_module(f"{own}.{homes[name]}")
         package[name] = value = home if homes[name] == name else getattr(home, name)
         return value

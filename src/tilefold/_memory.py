@@ -28,7 +28,8 @@ def memory_left() -> int | None:
 
 
 def _groups(
-    proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+    proc: Path = Path("/proc/self/cgroup"),
+    root: Path = Path("/sys/fs/cgroup"),
 ) -> Iterator[tuple[Path, tuple[str, str, str]]]:
     """The groups of this process and those above them."""
     own = {"": "/", "memory": "/"}
@@ -38,6 +39,10 @@ def _groups(
             own |= {kind: place for kind in kinds.split(",") if kind in own}
     for kind, place in own.items():
         inner = (root / kind / place.lstrip("/")).resolve()
-        for group in (inner, *inner.parents, root / kind):  # which a path of another namespace may not reach
+        for group in (
+            inner,
+            *inner.parents,
+            root / kind,
+        ):  # which a path of another namespace may not reach
             if group.is_relative_to(root):
                 yield group, _FILES[kind]

@@ -18,13 +18,15 @@ def ranks_of(group: object) -> dist.ProcessGroup | None:
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ValueError(
             f"group must be a process group that holds this rank, 'world' or None, got {group!r}; call on its ranks "
-            "only, after torch.distributed.init_process_group."
+            "only, after torch.distributed.init_process_group.",
         )
     return group if dist.get_world_size(group) > 1 else None
 
 
 def own_and_others(rows: Tensor) -> Tensor:
-    """Rows of all ranks of the world, this rank's first, of equal shapes; a gradient is the sum of all ranks'."""
+    """Rows of all ranks of the world, this rank's first, of equal shapes; a gradient is the sum of
+    all ranks'.
+    """
     found: Tensor = _Gathered.apply(rows)  # type: ignore[no-untyped-call]
     return found.flatten(0, 1)
 

@@ -1,4 +1,6 @@
-"""Ranks of a process group on one machine: started by a command of ours, or by torchrun, and joined."""
+"""Ranks of a process group on one machine: started by a command of ours, or by torchrun, and
+joined.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from pathlib import Path
 MEET = "TILEFOLD_RANKS_MEET"  # names a file by which the ranks of a command find each other
 INTERRUPTED = 130
 _GRACE_SECONDS = 20.0  # for the other ranks to tell why they end too
-_KILLED_SECONDS = 5.0  # the same where one was killed: others may wait on a GPU for what it never sends
+_KILLED_SECONDS = (
+    5.0  # the same where one was killed: others may wait on a GPU for what it never sends
+)
 _CTRL_C_SECONDS = 120.0  # to keep what is done
 _POLL_SECONDS = 0.1
 
@@ -34,8 +38,8 @@ def several() -> bool:
 def run_ranks(command: Sequence[str], count: int) -> int:
     """Run `command`, which calls :func:`joined`, as `count` ranks of this machine; its exit code.
 
-    The first rank writes to the terminal. What another one wrote to stderr is shown if it was the first to fail. Ctrl-C
-    reaches all ranks once, and none of them outlives this process.
+    The first rank writes to the terminal. What another one wrote to stderr is shown if it was the
+    first to fail. Ctrl-C reaches all ranks once, and none of them outlives this process.
     """
     with tempfile.TemporaryDirectory(prefix="tilefold-ranks-") as name:
         home = Path(name)
@@ -89,7 +93,9 @@ def _outcome(ranks: list[subprocess.Popen[bytes]], home: Path) -> int:
     _wait(ranks, time.monotonic() + (_KILLED_SECONDS if code < 0 else _GRACE_SECONDS))
     first = ranks[0].poll()
     # the first rank, which writes to stderr itself, waits for another, or fails because of it
-    text = (home / f"stderr-{number}").read_text(encoding="utf-8", errors="replace") if number else ""
+    text = (
+        (home / f"stderr-{number}").read_text(encoding="utf-8", errors="replace") if number else ""
+    )
     if code < 0 or (number and not text):
         ended = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
         text += f"Error: rank {number} {ended}. Run the same command again to go on from what is complete.\n"
@@ -104,7 +110,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]], until: float) -> None:
 
 def share_of_cores(count: int) -> int:
     """Cores of one of `count` ranks."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, cores // count)
 
 
@@ -112,8 +120,9 @@ def share_of_cores(count: int) -> int:
 def joined(*, training: bool = False) -> Iterator[int]:
     """Join the other ranks, if this process is one; its number, 0 where it is alone.
 
-    A rank takes the GPU of its number, which must be there, and its share of the cores. Where ranks are `training`,
-    tensors on GPUs go over NCCL; a process group that there is already is used as it is.
+    A rank takes the GPU of its number, which must be there, and its share of the cores. Where ranks
+    are `training`, tensors on GPUs go over NCCL; a process group that there is already is used as
+    it is.
     """
     if not several() and not training:
         yield 0
@@ -135,7 +144,9 @@ def joined(*, training: bool = False) -> Iterator[int]:
     os.environ.setdefault("RAYON_NUM_THREADS", str(share))  # of the tokenizers
     if torch.cuda.is_available():
         if local >= torch.cuda.device_count():
-            raise ValueError(f"expected at most {torch.cuda.device_count()} ranks, one for each GPU, got {local + 1}.")
+            raise ValueError(
+                f"expected at most {torch.cuda.device_count()} ranks, one for each GPU, got {local + 1}.",
+            )
         torch.cuda.set_device(local)
     elif MEET not in os.environ:  # torchrun says one
         torch.set_num_threads(share)
@@ -154,7 +165,9 @@ def joined(*, training: bool = False) -> Iterator[int]:
 
 @contextmanager
 def first_rank_first() -> Iterator[None]:
-    """The first rank runs the block before the others do: what it leaves in a cache, they find there."""
+    """The first rank runs the block before the others do: what it leaves in a cache, they find
+    there.
+    """
     import torch.distributed as dist
 
     many = dist.is_available() and dist.is_initialized()
@@ -169,7 +182,9 @@ def first_rank_first() -> Iterator[None]:
 
 @contextmanager
 def each_for_itself() -> Iterator[None]:
-    """Libraries take this process for the only one within it: transformers saves a model on the first rank alone."""
+    """Libraries take this process for the only one within it: transformers saves a model on the
+    first rank alone.
+    """
     import torch.distributed as dist
 
     stock = dist.is_initialized

@@ -1,13 +1,22 @@
-"""Names of other libraries' objects in annotations, without an import of these libraries at run time."""
+"""Names of other libraries' objects in annotations, without an import of these libraries at run
+time.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 __all__ = [
-    "Model", "Module", "MultiVectorEncoder", "Network", "SentenceTransformer", "SparseEncoder", "Tensor", "Tokenizer",
+    "Model",
+    "Module",
+    "MultiVectorEncoder",
+    "Network",
+    "SentenceTransformer",
+    "SparseEncoder",
+    "Tensor",
+    "Tokenizer",
     "Transformer",
-]  # fmt: skip
+]
 
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder

@@ -12,7 +12,9 @@ _known: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDiction
 
 
 def vocabulary_fingerprint(tokenizer: Tokenizer) -> str | None:
-    """SHA-256 over the (token, index) pairs of a tokenizer's vocabulary; None when it has no vocabulary."""
+    """SHA-256 over the (token, index) pairs of a tokenizer's vocabulary; None when it has no
+    vocabulary.
+    """
     if (get_vocab := getattr(tokenizer, "get_vocab", None)) is None:
         return None
     if not hasattr(tokenizer, "__len__"):

@@ -1,4 +1,6 @@
-"""Benchmarks of operators: what their gates accept and catch, rows behind a gate, least work, ``tilefold bench``."""
+"""Benchmarks of operators: what their gates accept and catch, rows behind a gate, least work,
+``tilefold bench``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from tests.cli.program import run_cli
 from tilefold.bench import claims, lsr_head, results, runner
 from tilefold.bench import spec as parts
 from tilefold.bench.runner import BenchRow, RunOptions, run_case
-from tilefold.bench.spec import OPERATORS, BenchCase, BenchSpec, Ceilings, Implementation, Inputs, Runnable, get_spec
+from tilefold.bench.spec import (
+    OPERATORS,
+    BenchCase,
+    BenchSpec,
+    Ceilings,
+    Implementation,
+    Inputs,
+    Runnable,
+    get_spec,
+)
 from tilefold.bench.timing import TimeBudget
 from tilefold.bench.token_scatter import SPECIAL_IDS
 from tilefold.ops import entmax, token_scatter
@@ -28,10 +39,15 @@ OPTIONS = RunOptions(CPU, budget=TimeBudget(seconds=0.01, min_reps=2, max_reps=3
 CEILINGS = Ceilings(flops=1e12, bandwidth=1e10)
 CASES = {
     "lsr_head": [("ragged-2pct", {"B": 3, "S": 17, "D": 24, "V": 301})],
-    "maxsim": [(variant, {"Nq": 3, "Lq": 5, "Nd": 4, "Ld": 12, "D": 16}) for variant in ("in-batch", "packed")],
+    "maxsim": [
+        (variant, {"Nq": 3, "Lq": 5, "Nd": 4, "Ld": 12, "D": 16})
+        for variant in ("in-batch", "packed")
+    ],
     "token_scatter": [("ragged", {"B": 3, "S": 40, "V": 60})],
     "entmax": [("normal", {"R": 11, "N": 200})],
-    "entmax_attention": [(variant, {"B": 1, "H": 2, "N": 40, "D": 16}) for variant in ("iid", "correlated-causal")],
+    "entmax_attention": [
+        (variant, {"B": 1, "H": 2, "N": 40, "D": 16}) for variant in ("iid", "correlated-causal")
+    ],
 }
 
 
@@ -40,8 +56,17 @@ def tiny(op: str, variant: str = "", dtype: str = "float32") -> BenchCase:
     return BenchCase("tiny", "cpu", dtype, dims, variant or usual)
 
 
-def inputs_of(op: str, variant: str, dims: dict[str, int] | None = None, dtype: str = "float32") -> Inputs:
-    return get_spec(op).make_inputs(BenchCase("c", "cpu", dtype, dims or CASES[op][0][1], variant), CPU, 0)
+def inputs_of(
+    op: str,
+    variant: str,
+    dims: dict[str, int] | None = None,
+    dtype: str = "float32",
+) -> Inputs:
+    return get_spec(op).make_inputs(
+        BenchCase("c", "cpu", dtype, dims or CASES[op][0][1], variant),
+        CPU,
+        0,
+    )
 
 
 @dataclass
@@ -55,7 +80,10 @@ class Checked:
         return self.gate.check(wrong, "ours").failures
 
 
-@pytest.fixture(params=[(op, *case) for op, cases in CASES.items() for case in cases], ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(
+    params=[(op, *case) for op, cases in CASES.items() for case in cases],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
 def checked(request: pytest.FixtureRequest) -> Checked:
     op, variant, _ = request.param
     spec, case = get_spec(op), tiny(op, variant)
@@ -87,9 +115,14 @@ def with_nan(tensor: Tensor) -> Tensor:
     return broken
 
 
-@pytest.mark.parametrize("change", [lambda tensor: tensor * 1.01, with_nan], ids=["scaled", "with_nan"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda tensor: tensor * 1.01, with_nan],
+    ids=["scaled", "with_nan"],
+)
 def test_ours_passes_and_wrong_outputs_and_gradients_of_either_phase_are_caught(
-    checked: Checked, change: Change
+    checked: Checked,
+    change: Change,
 ) -> None:
     assert set(CASES) == set(OPERATORS)
     result = checked.gate.check(checked.right, "ours")
@@ -100,7 +133,9 @@ def test_ours_passes_and_wrong_outputs_and_gradients_of_either_phase_are_caught(
     for which in range(len(checked.right.forward_backward()[1])):
         assert checked.failures(in_training(change, checked.right, which)), f"gradient {which}"
     narrow = in_forward(lambda out: out[..., :-1], checked.right)
-    assert any("inf" in failure for failure in checked.failures(narrow)), "an output of another shape"
+    assert any("inf" in failure for failure in checked.failures(narrow)), (
+        "an output of another shape"
+    )
 
 
 def test_a_gate_that_checked_nothing_does_not_pass() -> None:
@@ -109,7 +144,10 @@ def test_a_gate_that_checked_nothing_does_not_pass() -> None:
     assert parts.GateResult({"out": 0.5, "dweight": 0.5}, parts.Budget(1, 1)).passed
 
 
-HEADS = [("lsr_head", variant, ("tilefold", "reference")) for variant in ("dense", "2pct", "ragged", "ragged-2pct")]
+HEADS = [
+    ("lsr_head", variant, ("tilefold", "reference"))
+    for variant in ("dense", "2pct", "ragged", "ragged-2pct")
+]
 SCATTERS = ("tilefold", "reference", "scatter-reduce", "membership")
 
 
@@ -124,16 +162,31 @@ SCATTERS = ("tilefold", "reference", "scatter-reduce", "membership")
         ("token_scatter", "csr", ("tilefold", "tilefold-csr", "scatter-reduce")),
     ],
 )
-def test_ours_and_the_baselines_compute_one_function(op: str, variant: str, impls: tuple[str, ...], dtype: str) -> None:
+def test_ours_and_the_baselines_compute_one_function(
+    op: str,
+    variant: str,
+    impls: tuple[str, ...],
+    dtype: str,
+) -> None:
     rows = run_case(get_spec(op), tiny(op, variant, dtype), replace(OPTIONS, impls=impls), CEILINGS)
-    assert {row.impl: row.status for row in rows} == dict.fromkeys(impls, "ok"), [row.note for row in rows]
+    assert {row.impl: row.status for row in rows} == dict.fromkeys(impls, "ok"), [
+        row.note for row in rows
+    ]
     assert all(row.forward_p50_ms > 0 for row in rows)
     assert all((row.forward_backward_p50_ms is None) is (variant == "csr") for row in rows)
 
 
-@pytest.mark.parametrize(("op", "impls"), [("maxsim", ("tilefold", "eager")), ("entmax", ("tilefold", "sort"))])
+@pytest.mark.parametrize(
+    ("op", "impls"),
+    [("maxsim", ("tilefold", "eager")), ("entmax", ("tilefold", "sort"))],
+)
 def test_fp64_is_held_to_the_errors_of_fp64(op: str, impls: tuple[str, ...]) -> None:
-    rows = run_case(get_spec(op), tiny(op, dtype="float64"), replace(OPTIONS, impls=impls), CEILINGS)
+    rows = run_case(
+        get_spec(op),
+        tiny(op, dtype="float64"),
+        replace(OPTIONS, impls=impls),
+        CEILINGS,
+    )
     assert [row.status for row in rows] == ["ok", "ok"], [row.note for row in rows]
     case = tiny(op, dtype="float64")
     gate = get_spec(op).make_gate(case, get_spec(op).make_inputs(case, CPU, 0))
@@ -141,7 +194,12 @@ def test_fp64_is_held_to_the_errors_of_fp64(op: str, impls: tuple[str, ...]) -> 
 
 
 def test_softmax_is_timed_but_another_function() -> None:
-    (row,) = run_case(get_spec("entmax"), tiny("entmax"), replace(OPTIONS, impls=("softmax",)), CEILINGS)
+    (row,) = run_case(
+        get_spec("entmax"),
+        tiny("entmax"),
+        replace(OPTIONS, impls=("softmax",)),
+        CEILINGS,
+    )
     assert row.status == "ok" and row.forward_error is None
 
 
@@ -150,23 +208,44 @@ def with_candidate(op: str, build: Callable[[Inputs], Runnable], kind: Any = "ou
 
 
 def gives_everyone_a_gradient(weights: Tensor, ids: Tensor, unused: Tensor, vocab: int) -> Tensor:
-    right, everyone = (token_scatter(weights, ids, vocab, ignore_ids=SPECIAL_IDS, reduce=r) for r in ("max", "sum"))
+    right, everyone = (
+        token_scatter(weights, ids, vocab, ignore_ids=SPECIAL_IDS, reduce=r) for r in ("max", "sum")
+    )
     return right.detach() + everyone - everyone.detach()
 
 
 WRONG: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "another alpha": ("entmax", "normal", lambda x: entmax(x, 1.6)),
-    "slightly more": ("lsr_head", "ragged-2pct", lambda *tensors: 1.001 * lsr_head.stock_head(*tensors)),
-    "ignores padding": ("lsr_head", "ragged-2pct", lambda hidden, weight, bias, mask: head(hidden, weight, bias)),
-    "counts special tokens": ("token_scatter", "max", lambda w, ids, _, vocab: token_scatter(w, ids, vocab)),
-    "adds up": ("token_scatter", "max",
-                lambda w, ids, _, vocab: token_scatter(w, ids, vocab, ignore_ids=SPECIAL_IDS, reduce="sum")),
+    "slightly more": (
+        "lsr_head",
+        "ragged-2pct",
+        lambda *tensors: 1.001 * lsr_head.stock_head(*tensors),
+    ),
+    "ignores padding": (
+        "lsr_head",
+        "ragged-2pct",
+        lambda hidden, weight, bias, mask: head(hidden, weight, bias),
+    ),
+    "counts special tokens": (
+        "token_scatter",
+        "max",
+        lambda w, ids, _, vocab: token_scatter(w, ids, vocab),
+    ),
+    "adds up": (
+        "token_scatter",
+        "max",
+        lambda w, ids, _, vocab: token_scatter(w, ids, vocab, ignore_ids=SPECIAL_IDS, reduce="sum"),
+    ),
     "gives everyone a gradient": ("token_scatter", "max", gives_everyone_a_gradient),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("op", "variant", "wrong"), WRONG.values(), ids=WRONG)
-def test_a_wrong_implementation_fails_and_shows_no_time(op: str, variant: str, wrong: Callable[..., Any]) -> None:
+def test_a_wrong_implementation_fails_and_shows_no_time(
+    op: str,
+    variant: str,
+    wrong: Callable[..., Any],
+) -> None:
     spec, case = with_candidate(op, lambda inputs: inputs.bind(wrong, "wrong")), tiny(op, variant)
     (row,) = run_case(spec, case, OPTIONS, CEILINGS)
     assert row.status == "FAILED" and row.failed_gate and row.note
@@ -184,19 +263,33 @@ def test_an_implementation_that_raises_or_does_not_fit_costs_only_its_own_row() 
     def hungry(inputs: Inputs) -> Runnable:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    failing = (Implementation("broken", raising, "ours"), Implementation("hungry", hungry, "baseline"))
+    failing = (
+        Implementation("broken", raising, "ours"),
+        Implementation("hungry", hungry, "baseline"),
+    )
     spec = replace(lsr_head.SPEC, implementations=(*failing, *lsr_head.SPEC.implementations[:1]))
     broken, oom, good = run_case(spec, tiny("lsr_head"), OPTIONS, CEILINGS)
-    assert (broken.status, broken.note) == ("ERROR", "ZeroDivisionError: no such kernel") and broken.failed_gate
+    assert (broken.status, broken.note) == (
+        "ERROR",
+        "ZeroDivisionError: no such kernel",
+    ) and broken.failed_gate
     assert (oom.status, oom.failed_gate, good.status) == ("OOM", False, "ok")
     calls = iter(range(100))
 
     def late(inputs: Inputs) -> Runnable:
         right = lsr_head.SPEC.implementations[0].build(inputs)
-        return replace(right, forward=lambda: right.forward() if next(calls) < 1 else torch.zeros(2).view(3))
+        return replace(
+            right,
+            forward=lambda: right.forward() if next(calls) < 1 else torch.zeros(2).view(3),
+        )
 
     rows = (Implementation("late", late, "ours"), lsr_head.SPEC.implementations[0])
-    late_row, good = run_case(replace(lsr_head.SPEC, implementations=rows), tiny("lsr_head"), OPTIONS, CEILINGS)
+    late_row, good = run_case(
+        replace(lsr_head.SPEC, implementations=rows),
+        tiny("lsr_head"),
+        OPTIONS,
+        CEILINGS,
+    )
     assert late_row.status == "ERROR" and late_row.failed_gate, "it raised while it was timed"
     assert good.status == "ok" and good.forward_p50_ms is not None
     large = replace(lsr_head.SPEC, needs_bytes=lambda case, impl: 1 << 60)
@@ -215,7 +308,11 @@ def test_bf16_eager_is_shown_with_the_gradient_error_that_its_rounded_logits_cau
 def test_padding_does_not_count_as_work_nor_as_scores() -> None:
     dims, spec = {"B": 4, "S": 50, "D": 16, "V": 100}, get_spec("lsr_head")
     full, ragged = (
-        spec.work(BenchCase("c", "cpu", "float32", dims, variant), inputs_of("lsr_head", variant, dims), "forward")
+        spec.work(
+            BenchCase("c", "cpu", "float32", dims, variant),
+            inputs_of("lsr_head", variant, dims),
+            "forward",
+        )
         for variant in ("dense", "ragged")
     )
     assert ragged.flops / full.flops == pytest.approx(0.33, abs=0.02)
@@ -235,7 +332,14 @@ def test_2pct_inputs_have_about_two_percent_positive_scores(dtype: str) -> None:
 def test_a_run_judges_the_claims_of_which_it_measured_both_sides() -> None:
     def row(impl: str, ms: float, mib: float) -> dict[str, str]:
         case = "cpu-8x256x384x30522-dense"
-        made = BenchRow("lsr_head", case, "float32", impl, forward_p50_ms=ms, forward_backward_peak_mib=mib)
+        made = BenchRow(
+            "lsr_head",
+            case,
+            "float32",
+            impl,
+            forward_p50_ms=ms,
+            forward_backward_peak_mib=mib,
+        )
         return results.cells(made.record(), results.collect(CPU))
 
     rows = [row("tilefold", 1.1, 100.0), row("eager", 4.0, 700.0), row("gemm-full", 1.0, 0.0)]
@@ -254,11 +358,24 @@ def csv_of(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def test_the_command_prints_a_table_writes_the_csv_and_exits_with_one_where_a_gate_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    case = BenchCase("tiny", "cpu", "float32", {"B": 2, "S": 9, "D": 16, "V": 131}, "dense", quick=True)
+    case = BenchCase(
+        "tiny",
+        "cpu",
+        "float32",
+        {"B": 2, "S": 9, "D": 16, "V": 131},
+        "dense",
+        quick=True,
+    )
     monkeypatch.setitem(vars(lsr_head.SPEC), "cases", (case,))
-    monkeypatch.setattr(runner, "measure_peaks", lambda *args: {"forward": 1.0, "forward_backward": 2.0})
+    monkeypatch.setattr(
+        runner,
+        "measure_peaks",
+        lambda *args: {"forward": 1.0, "forward_backward": 2.0},
+    )
     command = ("bench", "lsr_head", "--device", "cpu", "--output")
     assert run_cli(*command, tmp_path / "right", "--quick") == 0
     printed, rows = capsys.readouterr().out, csv_of(tmp_path / "right")
@@ -285,8 +402,23 @@ def test_the_list_names_every_shape_and_implementation(capsys: pytest.CaptureFix
 @pytest.mark.whole_gpu
 def test_every_default_implementation_passes_on_the_gpu(tmp_path: Path) -> None:
     spec = get_spec("token_scatter")
-    rows = run_case(spec, spec.case("64x32x30522-max"), replace(OPTIONS, device=torch.device("cuda")), CEILINGS)
-    expected = ["skipped" if row.impl == "tilefold-csr" else "ok" for row in rows]  # which gives no dense scores
+    rows = run_case(
+        spec,
+        spec.case("64x32x30522-max"),
+        replace(OPTIONS, device=torch.device("cuda")),
+        CEILINGS,
+    )
+    expected = [
+        "skipped" if row.impl == "tilefold-csr" else "ok" for row in rows
+    ]  # which gives no dense scores
     assert [row.status for row in rows] == expected, [row.note for row in rows]
-    command = ("bench", "lsr_head", "--device", "cuda", "--quick", "--shape", "64x32x768x30522-2pct")
+    command = (
+        "bench",
+        "lsr_head",
+        "--device",
+        "cuda",
+        "--quick",
+        "--shape",
+        "64x32x768x30522-2pct",
+    )
     assert run_cli(*command, "--output", tmp_path) == 0

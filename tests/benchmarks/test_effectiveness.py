@@ -1,4 +1,6 @@
-"""The effectiveness check: its data, the lexical start, the pairing, and a whole run at a tiny size."""
+"""The effectiveness check: its data, the lexical start, the pairing, and a whole run at a tiny
+size.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def test_a_subset_keeps_what_its_queries_need_and_pairs_to_train_on() -> None:
             assert query in small.queries
             assert row and set(row) <= set(small.documents)
     again = data.subset(whole, documents=8, queries=3)
-    assert (list(small.documents), small.queries, small.qrels) == (list(again.documents), again.queries, again.qrels)
+    assert (list(small.documents), small.queries, small.qrels) == (
+        list(again.documents),
+        again.queries,
+        again.qrels,
+    )
     assert data.subset(whole, 10**6, 10**6).qrels["train"] == whole.qrels["train"]
 
 
@@ -50,9 +56,11 @@ def test_a_collection_with_one_split_gives_every_fourth_query_to_evaluation() ->
 
 
 def test_prepared_folders_are_small_collections_and_a_tokenizer(
-    beir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    beir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(data, "WHOLE", 10)
     arguments = ["--prepare", str(tmp_path), "--data", f"little={beir}", "--tokenizer", MINILM]
     assert effectiveness.main([*arguments, "--documents", "9", "--queries", "2"]) == 0
@@ -68,7 +76,9 @@ def test_the_lexical_start_scores_the_tokens_of_a_text_and_little_else(tmp_path:
     with quiet_libraries():
         for name in ("one", "two"):
             small_xlmr(tmp_path / name, MINILM, 32, seed=4)
-        first, second = (SparseEncoder(str(tmp_path / name), device="cpu") for name in ("one", "two"))
+        first, second = (
+            SparseEncoder(str(tmp_path / name), device="cpu") for name in ("one", "two")
+        )
     for left, right in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(left, right)
     text = "functions that read and write zip archives"
@@ -81,11 +91,18 @@ def test_the_lexical_start_scores_the_tokens_of_a_text_and_little_else(tmp_path:
 
 def row(side: str, seed: int, values: list[float], **more: Any) -> dict[str, Any]:
     run = {"dataset": "d", "precision": "fp32", "seed": seed, "side": side}
-    found = {"nDCG@10": sum(values) / len(values), "R@100": 1.0, "document_terms": 10.0, "query_terms": 5.0}
+    found = {
+        "nDCG@10": sum(values) / len(values),
+        "R@100": 1.0,
+        "document_terms": 10.0,
+        "query_terms": 5.0,
+    }
     return {**run, **found, "per_query": {str(i): value for i, value in enumerate(values)}, **more}
 
 
-def test_seeds_are_paired_query_by_query_and_judged_by_their_mean(capsys: pytest.CaptureFixture[str]) -> None:
+def test_seeds_are_paired_query_by_query_and_judged_by_their_mean(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     rows = [row("stock", 0, [0.5, 0.5]), row("fused", 0, [0.52, 0.5]), row("stock", 1, [0.5, 0.5])]
     rows += [row("fused", 1, [0.48, 0.5]), row("fused", 2, [0.1, 0.1])]
     lines = effectiveness.paired(rows)
@@ -95,12 +112,35 @@ def test_seeds_are_paired_query_by_query_and_judged_by_their_mean(capsys: pytest
     assert effectiveness.report(rows), "each seed is over the tolerance, their mean is not"
     assert not effectiveness.report(rows[:2])
     assert "mean difference over 1 seed(s): +0.0100, OVER 0.005" in capsys.readouterr().out
-    assert math.isnan(effectiveness.paired([row("stock", 0, [1.0]), row("fused", 0, [1.0])])[0]["standard_error"])
+    assert math.isnan(
+        effectiveness.paired([row("stock", 0, [1.0]), row("fused", 0, [1.0])])[0]["standard_error"],
+    )
 
 
-def test_both_sides_train_and_are_equal(beir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--data", f"little={beir}", "--backbone", "little=xlmr-small", "--tokenizer", MINILM]
-    arguments += ["--seeds", "3", "--steps", "2", "--batch-size", "4", "--precision", "fp32", "--start"]
+def test_both_sides_train_and_are_equal(
+    beir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [
+        "--data",
+        f"little={beir}",
+        "--backbone",
+        "little=xlmr-small",
+        "--tokenizer",
+        MINILM,
+    ]
+    arguments += [
+        "--seeds",
+        "3",
+        "--steps",
+        "2",
+        "--batch-size",
+        "4",
+        "--precision",
+        "fp32",
+        "--start",
+    ]
     code = effectiveness.main([*arguments, "--output", str(tmp_path)])
     said = capsys.readouterr().out
     assert code == 0, said
@@ -115,7 +155,11 @@ def test_both_sides_train_and_are_equal(beir: Path, tmp_path: Path, capsys: pyte
     assert len(json.loads(path.with_suffix(".json").read_text())) == 3
 
 
-def test_a_failed_run_is_named(beir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_is_named(
+    beir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def fails_on_fused(job: Any) -> dict[str, Any]:
         if job.side == "fused":
             raise RuntimeError("out of something")
@@ -124,14 +168,19 @@ def test_a_failed_run_is_named(beir: Path, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(effectiveness, "run_job", fails_on_fused)
     assert effectiveness.main(["--data", f"little={beir}", "--seeds", "0"]) == 1
     said = capsys.readouterr().out
-    assert "fused, fp32: RuntimeError: out of something" in said or "fused, bf16: RuntimeError" in said
+    assert (
+        "fused, fp32: RuntimeError: out of something" in said or "fused, bf16: RuntimeError" in said
+    )
     assert "nDCG@10 0.3750" in said
 
 
 def test_wrong_arguments_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         ("--data jaquad=somewhere", "--tokenizer must name a folder for jaquad"),
-        ("--data a=b --backbone a=huge", "--backbone must be one of minilm, xlmr-small, got 'huge'"),
+        (
+            "--data a=b --backbone a=huge",
+            "--backbone must be one of minilm, xlmr-small, got 'huge'",
+        ),
         ("--data nothing", "--data must be NAME=VALUE"),
     ):
         try:

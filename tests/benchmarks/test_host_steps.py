@@ -1,4 +1,6 @@
-"""What a repeated call may take of the host: functions, operations of torch and launches, counted without a GPU."""
+"""What a repeated call may take of the host: functions, operations of torch and launches, counted
+without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ pytest.importorskip("triton", reason="the launchers need triton")
 ROOT = Path(__file__).resolve().parents[2]
 EMPTY = "empty autograd.Function, f+b"
 FUNCTIONS, FILES = (14, 10), (7, 5)  # that a warm inference enters, and a warm backward pass
-# name: of inference and of training, functions of Python, and of C, beyond what an empty function takes; operations of
-# torch; launches
+# name: of inference and of training, functions of Python, and of C, beyond what an empty function
+# takes; operations of torch; launches
 BOUNDS = {
     "maxsim all pairs": ((20, 30, 2, 1), (38, 59, 10, 3)),
     "maxsim all pairs, masked": ((20, 34, 2, 1), (38, 67, 10, 3)),
@@ -45,16 +47,36 @@ BOUNDS = {
     "token_scatter sum": ((16, 27, 7, 1), (24, 46, 9, 2)),
     "maxsim all pairs fp16": (None, (38, 60, 12, 3)),
 }
-CALLS = [(name, mode) for name, pair in BOUNDS.items() for mode, bound in enumerate(pair) if bound is not None]
+CALLS = [
+    (name, mode)
+    for name, pair in BOUNDS.items()
+    for mode, bound in enumerate(pair)
+    if bound is not None
+]
 
 
 @pytest.fixture(scope="module")
 def counted() -> dict[str, tuple[int, ...]]:
     """The rows of the script, run in a process of its own, which it leaves without kernels."""
     command = [sys.executable, "-m", "benchmarks.host_steps", "--samples", "1", "--calls", "1"]
-    command += [word for name in ("maxsim", "entmax", "lsr_head", "token_scatter", EMPTY) for word in ("--only", name)]
-    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    command += [
+        word
+        for name in ("maxsim", "entmax", "lsr_head", "token_scatter", EMPTY)
+        for word in ("--only", name)
+    ]
+    environment = os.environ | {
+        "TRITON_INTERPRET": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    child = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert child.returncode == 0, child.stderr[-2000:]
     rows: dict[str, tuple[int, ...]] = {}
     for line in child.stdout.splitlines()[1:]:
@@ -66,7 +88,9 @@ def counted() -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize(("name", "training"), CALLS)
 def test_a_repeated_call_takes_no_more_of_the_host(
-    name: str, training: int, counted: dict[str, tuple[int, ...]]
+    name: str,
+    training: int,
+    counted: dict[str, tuple[int, ...]],
 ) -> None:
     python, of_c, *rest, functions, files = counted[f"{name}, {('inference', 'f+b')[training]}"]
     assert functions <= FUNCTIONS[training] and files <= FILES[training], (functions, files)
@@ -74,4 +98,7 @@ def test_a_repeated_call_takes_no_more_of_the_host(
         python, of_c = python - counted[EMPTY][0], of_c - counted[EMPTY][1]
     found, bounds = (python, of_c, *rest), BOUNDS[name][training]
     assert bounds is not None
-    assert all(number <= bound for number, bound in zip(found, bounds, strict=True)), (found, bounds)
+    assert all(number <= bound for number, bound in zip(found, bounds, strict=True)), (
+        found,
+        bounds,
+    )

@@ -1,4 +1,6 @@
-"""`benchmarks.search` and `benchmarks.train`: made data, rows behind their gates; results as tables and pictures."""
+"""`benchmarks.search` and `benchmarks.train`: made data, rows behind their gates; results as tables
+and pictures.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,23 @@ def heaviest(vectors: SparseVectors, row: int, k: int) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("device", [None, CPU])
-def test_made_vectors_have_the_statistics_that_the_benchmark_states(device: torch.device | None) -> None:
-    documents = search_data.made_rows(5000, 0, CPU).first(5000) if device else search_data.made_documents(5000, 0)
+def test_made_vectors_have_the_statistics_that_the_benchmark_states(
+    device: torch.device | None,
+) -> None:
+    documents = (
+        search_data.made_rows(5000, 0, CPU).first(5000)
+        if device
+        else search_data.made_documents(5000, 0)
+    )
     assert documents.vocab_size == 30_522 and 115 < np.diff(documents.indptr).mean() < 123
     assert all(np.all(np.diff(documents.row(row)[0]) > 0) for row in range(500))
     queries = search_data.made_queries(documents, 100, 0)
     assert 42 < np.diff(queries.indptr).mean() < 44
     for vectors, k in ((documents, 50), (queries, 10)):
-        mass = [sum(heaviest(vectors, row, k).values()) / vectors.row(row)[1].sum() for row in range(100)]
+        mass = [
+            sum(heaviest(vectors, row, k).values()) / vectors.row(row)[1].sum()
+            for row in range(100)
+        ]
         assert 0.72 < np.mean(mass) < 0.79
     kept = []
     for row, hits in enumerate(build_index(documents).search(queries, 10)):
@@ -65,24 +76,39 @@ def test_the_command_measures_every_engine_and_writes_what_it_prints(tmp_path: P
     assert {row["engine"] for row in rows} == {"exact", "seismic", "scipy", "numba"}
     assert all(row["gate"] == "ok" for row in rows)
     for row in (row for row in rows if row["engine"] in ("exact", "scipy")):
-        assert float(row["recall_at_10"]) == 1.0 and 0 < float(row["p50_ms"]) <= float(row["p99_ms"])
-    searches = [(float(row["query_cut"]), float(row["recall_at_10"])) for row in rows if row["engine"] == "seismic"]
+        assert float(row["recall_at_10"]) == 1.0 and 0 < float(row["p50_ms"]) <= float(
+            row["p99_ms"],
+        )
+    searches = [
+        (float(row["query_cut"]), float(row["recall_at_10"]))
+        for row in rows
+        if row["engine"] == "seismic"
+    ]
     assert len(searches) == 3 and all(recall >= 0.95 for cut, recall in searches if cut >= 10)
 
 
 def test_ways_to_search_a_collection_pass_their_gates_and_an_error_leaves_the_other_cases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in {"TINY": 300, "BUDGET": search_gpu.ONCE, "make_model": None}.items():
         monkeypatch.setattr(search_gpu, name, value)
-    asked = [f"--only={name}" for name in ("encode-search", "maxsim-1m", "maxsim-4bit", "streamed", "sparse-1m")]
-    assert main(search_gpu.JOB, None, [*asked, "--tiny", "--device", "cpu", "--output", str(tmp_path)]) == 1
+    asked = [
+        f"--only={name}"
+        for name in ("encode-search", "maxsim-1m", "maxsim-4bit", "streamed", "sparse-1m")
+    ]
+    assert (
+        main(search_gpu.JOB, None, [*asked, "--tiny", "--device", "cpu", "--output", str(tmp_path)])
+        == 1
+    )
     failed, *rows = read_csv(next(tmp_path.rglob("search_gpu.csv")))
     assert failed["gate"] == "TypeError: 'NoneType' object is not callable"
     assert len(rows) == 20 and all(row["gate"] == "ok" and float(row["p50_ms"]) > 0 for row in rows)
 
 
-def test_an_unknown_shape_is_answered_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_shape_is_answered_with_the_known_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for each in (encode.JOB, job.JOB, train.JOB):
         refused(ValueError, "shape must be one of", each.chosen, ["huge"], "cpu", quick=False)
     with pytest.raises(SystemExit) as leave:
@@ -98,7 +124,10 @@ def test_recall_counts_ties_for_either_and_misses_for_none() -> None:
 
 def test_wrong_answers_of_an_exact_search_fail_the_gate() -> None:
     truth = [[("a", 3.0)]]
-    for found, gate in ((("b", 1.0), "recall 0.0000 of an exact search"), (("a", 3.001), "scores differ by 3.3e-04")):
+    for found, gate in (
+        (("b", 1.0), "recall 0.0000 of an exact search"),
+        (("a", 3.001), "scores differ by 3.3e-04"),
+    ):
         measured = job.Measured(0.0, 0.0, 0.0, [1.0], [1.0], [[found]])
         assert str(job.row("scipy", measured, truth)["gate"]).startswith(gate)
         assert job.row("seismic", measured, truth)["gate"] == "ok"
@@ -107,10 +136,14 @@ def test_wrong_answers_of_an_exact_search_fail_the_gate() -> None:
 def test_the_truth_is_compared_with_a_sum_over_all_vectors() -> None:
     documents = search_data.made_documents(300, 0)
     queries = search_data.made_queries(documents, 4, 0)
-    truth = [[(hit.id, hit.score) for hit in row] for row in build_index(documents).search(queries, 10)]
+    truth = [
+        [(hit.id, hit.score) for hit in row] for row in build_index(documents).search(queries, 10)
+    ]
     assert job.against_a_sum(documents, queries, truth) == ""
     wrong = [[(name, 1.01 * score) for name, score in row] for row in truth]
-    assert job.against_a_sum(documents, queries, wrong).startswith("beside a sum over all vectors: scores differ")
+    assert job.against_a_sum(documents, queries, wrong).startswith(
+        "beside a sum over all vectors: scores differ",
+    )
     assert "recall 0.0" in job.against_a_sum(documents, queries, [[("d0", 0.0)] * 10] * 4)
 
 
@@ -139,7 +172,9 @@ def test_a_curve_is_compared_with_that_of_one_device(tmp_path: Path) -> None:
     asked[asked.index(str(tmp_path / "a"))] = str(tmp_path / "b")
     assert train_scale.main([*asked, "--one", str(tmp_path / "a")]) == 0
     (row,) = read_csv(tmp_path / "b" / "train_scale.csv")
-    assert (row["gate"], row["curve_error"], row["batch"]) == ("ok", "0", "8") and float(row["spread_of_seeds"]) > 0
+    assert (row["gate"], row["curve_error"], row["batch"]) == ("ok", "0", "8") and float(
+        row["spread_of_seeds"],
+    ) > 0
     assert float(row["pairs_per_s"]) == pytest.approx(8e3 / float(row["step_ms"]), rel=1e-3)
 
 
@@ -151,21 +186,39 @@ def test_ragged_texts_have_the_stated_share_of_tokens(tokenizer_folder: Path) ->
 
 
 def test_other_losses_get_no_times() -> None:
-    right = train_job.Outcome([1.0, 2.0], Measured([1.0], 5.0, 4.0, 5.0, 5.5, 6.0, 0.0, 0.0, None), 4)
+    right = train_job.Outcome(
+        [1.0, 2.0],
+        Measured([1.0], 5.0, 4.0, 5.0, 5.5, 6.0, 0.0, 0.0, None),
+        4,
+    )
     wrong: dict[str, Any] = train_job.row(replace(right, exact=[1.0, 2.1]), right)
     assert "losses differ by" in wrong["gate"] and "step_ms" not in wrong
     rounded = replace(right, measured=replace(right.measured, losses=[1.1]))
     assert "the first loss differs" in train_job.row(rounded, right)["gate"]
     assert train_job.row(right, right)["pairs_per_s"] == 800
     assert train_job.row(right, replace(right, batch=2))["ratio"] == 2
-    held_up = replace(right, measured=replace(right.measured, step_ms=50.0))  # one step, by the host
-    assert train_job.row(right, held_up)["ratio"] == 1 and train_job.row(held_up, right)["ratio"] == 0.1
+    held_up = replace(
+        right,
+        measured=replace(right.measured, step_ms=50.0),
+    )  # one step, by the host
+    assert (
+        train_job.row(right, held_up)["ratio"] == 1
+        and train_job.row(held_up, right)["ratio"] == 0.1
+    )
 
 
 def test_half_of_a_batch_is_run_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = Measured([1.0], 5.0, 4.0, 5.0, 5.5, 6.0, 0.0, 0.0, None)
 
-    def fits_32(kind: str, model: Any, side: str, rows: Any, batch: int, steps: int, device: torch.device) -> Measured:
+    def fits_32(
+        kind: str,
+        model: Any,
+        side: str,
+        rows: Any,
+        batch: int,
+        steps: int,
+        device: torch.device,
+    ) -> Measured:
         if batch > 32:
             raise torch.cuda.OutOfMemoryError
         return measured
@@ -178,7 +231,13 @@ def test_half_of_a_batch_is_run_where_it_does_not_fit(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("side", ["stock", "packed"])
 def test_every_run_multiplies_in_its_own_precision(side: str, tokenizer_folder: Path) -> None:
-    model = make_encoder("splade", VOCABULARY, TINY, tokenizer := load_tokenizer(tokenizer_folder), 32)
+    model = make_encoder(
+        "splade",
+        VOCABULARY,
+        TINY,
+        tokenizer := load_tokenizer(tokenizer_folder),
+        32,
+    )
     rows = made_pairs(tokenizer, 2 * GATE_STEPS, ragged=True)
     for bf16 in (False, True):
         assert run("splade", model, side, rows, 2, 0, CPU, bf16).bf16 == bf16
@@ -186,52 +245,119 @@ def test_every_run_multiplies_in_its_own_precision(side: str, tokenizer_folder: 
 
 def test_a_results_file_becomes_a_table_with_its_conditions(tmp_path: Path) -> None:
     path = tmp_path / "lsr_head.csv"
-    measured = BenchRow("lsr_head", "a", "float32", "tilefold", forward_p50_ms=1.25, forward_floor_ms=1.0)
+    measured = BenchRow(
+        "lsr_head",
+        "a",
+        "float32",
+        "tilefold",
+        forward_p50_ms=1.25,
+        forward_floor_ms=1.0,
+    )
     failed = BenchRow("lsr_head", "a", "float32", "eager", status="OOM")
     write_csv(path, [measured.record(), failed.record()], collect(CPU), CSV_KEY)
     lines = markdown_table(path).splitlines()
-    assert lines[2:4] == ["| a, float32 | tilefold | 1.25 | - | - | 80% |  |", "|  | eager | - | - | - | - | OOM |"]
+    assert lines[2:4] == [
+        "| a, float32 | tilefold | 1.25 | - | - | 80% |  |",
+        "|  | eager | - | - | - | - | OOM |",
+    ]
     assert f"torch {torch.__version__}" in lines[-1]
     (tmp_path / "other.csv").write_text("a\n1\n")
-    refused(ValueError, "must be a file that `tilefold bench` wrote", markdown_table, tmp_path / "other.csv")
+    refused(
+        ValueError,
+        "must be a file that `tilefold bench` wrote",
+        markdown_table,
+        tmp_path / "other.csv",
+    )
 
 
 FAILED = "documents,gate\n1,FAILED\n"
 PICTURES: list[tuple[Callable[[Path, Path], Path], str, dict[str, str], str]] = [
-    (plot_results, "nvidia-h200/lsr_head.csv", {"a.csv": "status,impl\nFAILED,tilefold\n"}, "must hold measured rows"),
-    (plot_search, "cpu-amd-epyc-2-threads/search.csv", {"search.csv": FAILED}, "search.csv must hold rows that passed"),
-    (plot_jobs, "nvidia-h200", dict.fromkeys(["encode.csv", "train.csv"], "case,gate\na,FAILED\n"),
-     r"encode.csv must hold rows that passed their gate"),
-]  # fmt: skip
+    (
+        plot_results,
+        "nvidia-h200/lsr_head.csv",
+        {"a.csv": "status,impl\nFAILED,tilefold\n"},
+        "must hold measured rows",
+    ),
+    (
+        plot_search,
+        "cpu-amd-epyc-2-threads/search.csv",
+        {"search.csv": FAILED},
+        "search.csv must hold rows that passed",
+    ),
+    (
+        plot_jobs,
+        "nvidia-h200",
+        dict.fromkeys(["encode.csv", "train.csv"], "case,gate\na,FAILED\n"),
+        r"encode.csv must hold rows that passed their gate",
+    ),
+]
 
 
-@pytest.mark.parametrize(("plot", "measured", "failed", "said"), PICTURES, ids=["operators", "search", "jobs"])
+@pytest.mark.parametrize(
+    ("plot", "measured", "failed", "said"),
+    PICTURES,
+    ids=["operators", "search", "jobs"],
+)
 def test_results_become_pictures(
-    plot: Callable[[Path, Path], Path], measured: str, failed: dict[str, str], said: str, tmp_path: Path
+    plot: Callable[[Path, Path], Path],
+    measured: str,
+    failed: dict[str, str],
+    said: str,
+    tmp_path: Path,
 ) -> None:
     assert plot(RESULTS / measured, tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     for name, rows in failed.items():
         (tmp_path / name).write_text(rows)
-    refused(ValueError, said, plot, tmp_path if len(failed) > 1 else tmp_path / name, tmp_path / "none.png")
+    refused(
+        ValueError,
+        said,
+        plot,
+        tmp_path if len(failed) > 1 else tmp_path / name,
+        tmp_path / "none.png",
+    )
 
 
-SCRIPTS = ("overview", "jobs_plot", "results_plot", "results_table", "search_plot", "train_splade.report")
+SCRIPTS = (
+    "overview",
+    "jobs_plot",
+    "results_plot",
+    "results_table",
+    "search_plot",
+    "train_splade.report",
+)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 def test_help_explains_a_script_and_draws_nothing(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [script, "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(f"benchmarks.{script}", run_name="__main__")
-    assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage:") and not list(tmp_path.iterdir())
+    assert (
+        ended.value.code == 0
+        and capsys.readouterr().out.startswith("usage:")
+        and not list(tmp_path.iterdir())
+    )
 
 
 def test_a_training_starts_on_made_data_in_the_shape_of_ms_marco(tmp_path: Path) -> None:
-    asked = ["--folder", str(tmp_path), "--output", str(tmp_path), "--device", "cpu", "--tiny", "--steps", "20"]
+    asked = [
+        "--folder",
+        str(tmp_path),
+        "--output",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--steps",
+        "20",
+    ]
     assert train_size.main([*asked, "--passages", "9000", "--queries", "100"]) == 0
     rows = read_csv(tmp_path / "train_size.csv")
     assert [(row["run"], row["gate"]) for row in rows] == [("first", "ok"), ("cached", "ok")]

@@ -21,7 +21,13 @@ from benchmarks.train_splade.measure import run
 from benchmarks.train_splade.memory import RESOLUTION, Meter, fits, is_out_of_memory, largest_batch
 from benchmarks.train_splade.options import TrainOptions, TrainRow
 from benchmarks.train_splade.report import PAPER, markdown_table, plot_results
-from benchmarks.train_splade.setting import MODEL_SIZES, Batches, ModelSize, build_encoder, text_pairs
+from benchmarks.train_splade.setting import (
+    MODEL_SIZES,
+    Batches,
+    ModelSize,
+    build_encoder,
+    text_pairs,
+)
 from tests.recipes.small import small_collection
 from tests.refusals import refused
 from tilefold.bench.results import read_csv
@@ -51,7 +57,9 @@ def encoder_and_batches(size: ModelSize = MICRO, length: int = 24) -> tuple[Any,
 
 
 def linear_memory(fixed: int, a_pair: int, floor: int = 0) -> Callable[[int], int | None]:
-    """Bytes of a batch, or None over the limit; below ``floor`` something else than the batch decides."""
+    """Bytes of a batch, or None over the limit; below ``floor`` something else than the batch
+    decides.
+    """
 
     def peak(batch: int) -> int | None:
         bytes_ = max(floor, fixed + a_pair * batch)
@@ -67,7 +75,12 @@ def linear_memory(fixed: int, a_pair: int, floor: int = 0) -> Callable[[int], in
     cap=st.sampled_from([8, 500, 8192]),
 )
 @settings(deadline=None, max_examples=300)
-def test_the_largest_batch_fits_and_one_a_little_larger_does_not(fixed: int, a_pair: int, floor: int, cap: int) -> None:
+def test_the_largest_batch_fits_and_one_a_little_larger_does_not(
+    fixed: int,
+    a_pair: int,
+    floor: int,
+    cap: int,
+) -> None:
     peak = linear_memory(fixed, a_pair, floor)
     found = largest_batch(peak, LIMIT, max_batch=cap)
     assert all(batch <= cap for batch, _ in found.probes)
@@ -91,7 +104,10 @@ def test_memory_that_grows_linearly_takes_few_steps_to_search(a_pair: int, most:
 
 def test_only_errors_about_memory_count_as_not_fitting() -> None:
     run = Mock()
-    for text in ("Triton Error [CUDA]: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"):
+    for text in (
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling",
+    ):
         run.side_effect = RuntimeError(text)
         assert not fits(run)
     run.side_effect = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -134,9 +150,16 @@ def test_an_xlmr_of_the_papers_vocabulary_reads_texts_of_512_tokens() -> None:
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("side", training.SIDES)
-def test_a_step_leaves_the_trainers_own_weights(side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_leaves_the_trainers_own_weights(
+    side: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from datasets import Dataset
-    from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments
+    from sentence_transformers.sparse_encoder import (
+        SparseEncoderTrainer,
+        SparseEncoderTrainingArguments,
+    )
 
     monkeypatch.setattr(training, "REGULARIZER", 0.0)  # the trainer's schedule starts at 0
     pairs = text_pairs(small_collection(), 24)[:4]
@@ -149,14 +172,29 @@ def test_a_step_leaves_the_trainers_own_weights(side: str, tmp_path: Path, monke
         before = encoder.state_dict()["0.model.cls.predictions.transform.dense.weight"].clone()
         with training.head_of(encoder, side):
             if use_trainer:
-                columns = dict(zip(("query", "document"), map(list, zip(*pairs, strict=True)), strict=True))
-                options: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-3}
+                columns = dict(
+                    zip(("query", "document"), map(list, zip(*pairs, strict=True)), strict=True),
+                )
+                options: dict[str, Any] = {
+                    "max_steps": 1,
+                    "per_device_train_batch_size": 4,
+                    "learning_rate": 1e-3,
+                }
                 options |= {"use_cpu": True, "lr_scheduler_type": "constant", "report_to": "none"}
                 options["save_strategy"] = "no"
-                arguments = SparseEncoderTrainingArguments(str(tmp_path / side), disable_tqdm=True, **options)
+                arguments = SparseEncoderTrainingArguments(
+                    str(tmp_path / side),
+                    disable_tqdm=True,
+                    **options,
+                )
                 encoder.model_card_data.widget = [{"text": "a"}]
                 data, loss = Dataset.from_dict(columns), training.splade_loss(encoder)
-                SparseEncoderTrainer(model=encoder, args=arguments, train_dataset=data, loss=loss).train()
+                SparseEncoderTrainer(
+                    model=encoder,
+                    args=arguments,
+                    train_dataset=data,
+                    loss=loss,
+                ).train()
             else:
                 step = training.TrainingStep(encoder, bf16=False, learning_rate=1e-3)
                 step(Batches(encoder, pairs, 24, CPU).inputs(4))
@@ -165,8 +203,9 @@ def test_a_step_leaves_the_trainers_own_weights(side: str, tmp_path: Path, monke
         assert not torch.equal(before, states[-1]["0.model.cls.predictions.transform.dense.weight"])
     theirs, ours = states
     for name, value in theirs.items():
-        # the first step of Adam moves every weight by about the learning rate, whatever the gradient's size: rounding
-        # of a gradient near zero decides its sign, so all but a few entries have to agree
+        # the first step of Adam moves every weight by about the learning rate, whatever the
+        # gradient's size: rounding of a gradient near zero decides its sign, so all but a few
+        # entries have to agree
         same = torch.isclose(ours[name].float(), value.float(), rtol=1e-4, atol=1e-5).float().mean()
         assert same > 0.995, f"{name}: only {same:.4f} of the entries agree"
 
@@ -215,7 +254,11 @@ def test_the_check_passes_for_the_fused_head(bf16: bool) -> None:
 
 @pytest.mark.usefixtures("quiet")
 def test_a_wrong_head_fails_the_check_and_gets_no_numbers(
-    micro: ModelSize, beir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    micro: ModelSize,
+    beir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     fused = "tilefold.integrations.sentence_transformers._pooling.lsr_head"
     monkeypatch.setattr(fused, lambda *args, **kwargs: 1.01 * lsr_head(*args, **kwargs))
@@ -230,11 +273,25 @@ def test_a_wrong_head_fails_the_check_and_gets_no_numbers(
 
 
 def test_the_command_measures_both_sides_and_writes_table_csv_and_picture(
-    micro: ModelSize, beir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    micro: ModelSize,
+    beir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(PAPER, micro.name, (1.33, 1.14))
     arguments = ["--model", micro.name, "--length", "16,24", "--max-batch", "4", "--seconds", "0"]
-    arguments += ["--data", str(beir), "--device", "cpu", "--memory-gib", "1", "--output", str(tmp_path), "--quick"]
+    arguments += [
+        "--data",
+        str(beir),
+        "--device",
+        "cpu",
+        "--memory-gib",
+        "1",
+        "--output",
+        str(tmp_path),
+        "--quick",
+    ]
     code, said = main(arguments), capsys.readouterr().out
     assert code == 0, said
     assert said.count("the paper has") == 2 * 3, "batch, step and throughput of two cells"
@@ -251,14 +308,20 @@ def test_the_command_measures_both_sides_and_writes_table_csv_and_picture(
         assert int(stock["largest_batch"]) <= int(fused["largest_batch"])
         assert float(fused["loss"]) == pytest.approx(float(stock["loss"]), rel=1e-4)
         for row in (stock, fused):
-            assert float(row["step_p20_ms"]) <= float(row["step_p50_ms"]) <= float(row["step_p80_ms"])
+            assert (
+                float(row["step_p20_ms"]) <= float(row["step_p50_ms"]) <= float(row["step_p80_ms"])
+            )
             assert float(row["pairs_per_second"]) > 0
             assert row["commit"] and row["torch"] == torch.__version__
     table = markdown_table(path)
     assert table.count("tilefold") == 2 and "micro, S=16, no checkpointing" in table
 
 
-def test_nothing_of_a_model_is_left_to_the_next(micro: ModelSize, beir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_model_is_left_to_the_next(
+    micro: ModelSize,
+    beir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     alive: list[weakref.ref[Any]] = []
     build = build_encoder
 
@@ -270,7 +333,16 @@ def test_nothing_of_a_model_is_left_to_the_next(micro: ModelSize, beir: Path, mo
         return encoder
 
     monkeypatch.setattr("benchmarks.train_splade.measure.build_encoder", spied)
-    options = TrainOptions(CPU, [micro.name] * 2, [16], [False], max_batch=2, seconds=0, data=str(beir), memory_gib=1.0)
+    options = TrainOptions(
+        CPU,
+        [micro.name] * 2,
+        [16],
+        [False],
+        max_batch=2,
+        seconds=0,
+        data=str(beir),
+        memory_gib=1.0,
+    )
     seen: list[list[TrainRow]] = []
     rows = run(options, on_rows=seen.append)
     assert len(rows) == 4 and len(seen) == 2 and len(alive) == 2
@@ -297,7 +369,17 @@ def test_wrong_arguments_get_one_line(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.whole_gpu
 def test_a_gpu_limit_is_kept_and_lifted_again(beir: Path) -> None:
     device = torch.device("cuda")
-    rows = run(TrainOptions(device, ["tiny"], [64], [False, True], memory_gib=3.0, seconds=0.1, data=str(beir)))
+    rows = run(
+        TrainOptions(
+            device,
+            ["tiny"],
+            [64],
+            [False, True],
+            memory_gib=3.0,
+            seconds=0.1,
+            data=str(beir),
+        ),
+    )
     assert {row.status for row in rows} == {"ok"}
     for stock, fused in zip(rows[::2], rows[1::2], strict=True):
         assert fused.largest_batch > stock.largest_batch

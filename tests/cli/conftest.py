@@ -30,7 +30,9 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
-    """A collection with its sparse and token vectors, their model, an index of each kind and a run; to be read only."""
+    """A collection with its sparse and token vectors, their model, an index of each kind and a run;
+    to be read only.
+    """
     folder = tmp_path_factory.mktemp("shared")
     small_collection().save_beir(folder / "data")
     data, late = ("--data", folder / "data"), folder / "late"
@@ -57,11 +59,25 @@ def masked_lm(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
-    """A folder with a collection, a model trained from it, its vectors and an index, all made by the program."""
+    """A folder with a collection, a model trained from it, its vectors and an index, all made by
+    the program.
+    """
     folder = tmp_path_factory.mktemp("work")
     small_collection().save_beir(folder / "data")
     steps = (
-        ["train", "--data", "data", "--model", masked_lm, "--output", "model", "--steps", "2", "--batch-size", "4"],
+        [
+            "train",
+            "--data",
+            "data",
+            "--model",
+            masked_lm,
+            "--output",
+            "model",
+            "--steps",
+            "2",
+            "--batch-size",
+            "4",
+        ],
         ["encode", "--model", "model", "--data", "data", "--output", "vectors", "--top-k", "64"],
         ["index", "--vectors", "vectors", "--output", "index"],
     )

@@ -53,7 +53,9 @@ def measured(outcome: Outcome) -> Any:
 
 
 def fails(outcome: Outcome, code: int, *messages: str) -> None:
-    """Assert that a command left with this code, printed nothing if it failed, and said all of this."""
+    """Assert that a command left with this code, printed nothing if it failed, and said all of
+    this.
+    """
     assert outcome.code == code and (code == 0 or outcome.out == ""), outcome.err
     assert all(message in outcome.err for message in messages), outcome.err
 
@@ -61,12 +63,20 @@ def fails(outcome: Outcome, code: int, *messages: str) -> None:
 def write_articles() -> None:
     """Write articles.jsonl, 8 documents with metadata, and new-articles.jsonl of 2, here."""
     fields = [
-        {"lang": ["de", "fr", "en"][at % 3], "year": 1998 + at, "tags": ["tea", "cup"][: at % 3]} for at in range(8)
+        {"lang": ["de", "fr", "en"][at % 3], "year": 1998 + at, "tags": ["tea", "cup"][: at % 3]}
+        for at in range(8)
     ]
     rows: list[dict[str, object]] = [
-        {"_id": f"k{at}", "text": f"How to work with kettles of {at} litres, and tea.", "metadata": each}
+        {
+            "_id": f"k{at}",
+            "text": f"How to work with kettles of {at} litres, and tea.",
+            "metadata": each,
+        }
         for at, each in enumerate(fields)
     ]
-    new = [{"_id": "k0", "text": "New kettles", "lang": "en"}, {"_id": "k9", "text": "Kettles again"}]
+    new = [
+        {"_id": "k0", "text": "New kettles", "lang": "en"},
+        {"_id": "k9", "text": "Kettles again"},
+    ]
     for name, lines in (("articles", rows), ("new-articles", new)):
         Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")

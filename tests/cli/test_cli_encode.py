@@ -1,4 +1,6 @@
-"""``tilefold encode`` in several processes, on Ray and as a dry run; ``export``; ``mine`` and ``score``."""
+"""``tilefold encode`` in several processes, on Ray and as a dry run; ``export``; ``mine`` and
+``score``.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,51 @@ from tilefold.retrieval.teachers import ensemble
 @pytest.mark.usefixtures("one_thread")
 def test_two_processes_write_what_one_writes_and_say_it_once(tmp_path: Path) -> None:
     data = tmp_path / "documents.jsonl"
-    data.write_text("\n".join(json.dumps({"_id": f"d{i}", "text": "cats sleep " * (i % 5 + 1)}) for i in range(20)))
-    asked = ("encode", "--model", "minilm", "--data", data, "--shard-size", "4", "--top-k", "16", "--json")
+    data.write_text(
+        "\n".join(
+            json.dumps({"_id": f"d{i}", "text": "cats sleep " * (i % 5 + 1)}) for i in range(20)
+        ),
+    )
+    asked = (
+        "encode",
+        "--model",
+        "minilm",
+        "--data",
+        data,
+        "--shard-size",
+        "4",
+        "--top-k",
+        "16",
+        "--json",
+    )
     assert run_cli(*asked, "--output", tmp_path / "one") == 0
-    done = programs.run("-m", "tilefold.cli", *asked, "--output", tmp_path / "two", "--devices", "2")
-    assert (done.returncode, done.stderr) == (0, "")  # the ranks are interpreters of their own, which say nothing
+    done = programs.run(
+        "-m",
+        "tilefold.cli",
+        *asked,
+        "--output",
+        tmp_path / "two",
+        "--devices",
+        "2",
+    )
+    assert (done.returncode, done.stderr) == (
+        0,
+        "",
+    )  # the ranks are interpreters of their own, which say nothing
     said = json.loads(done.stdout)
     assert (said["n"], said["shards"]) == (20, 5)
-    one, two = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("one", "two"))
+    one, two = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
+        for name in ("one", "two")
+    )
     assert one == two
 
 
-def test_numbers_of_devices_that_make_no_sense_are_refused(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_numbers_of_devices_that_make_no_sense_are_refused(
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: Any,
+) -> None:
     asked = ("encode", "--model", "minilm", "--output", tmp_path / "v", "--devices")
     for devices in ("0", "none", "1.5"):
         assert run_cli(*asked, devices) == 2
@@ -60,29 +95,51 @@ sys.exit(3)
 """
 
 
-def test_what_a_later_rank_says_is_shown(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_later_rank_says_is_shown(
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ranks, "_GRACE_SECONDS", 0.2)
     assert ranks.run_ranks([sys.executable, "-c", FAILS], 2) == 3
     assert capfd.readouterr().err.count("broken") == 1
 
 
 def test_ranks_that_do_not_notice_a_kill_are_ended(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ranks, "_KILLED_SECONDS", 0.2)
-    assert ranks.run_ranks([sys.executable, "-c", FAILS.replace("sys.exit(3)", "os.kill(os.getpid(), 9)")], 2) == 1
-    assert "Error: rank 1 was ended by signal 9. Run the same command again" in capfd.readouterr().err
+    assert (
+        ranks.run_ranks(
+            [sys.executable, "-c", FAILS.replace("sys.exit(3)", "os.kill(os.getpid(), 9)")],
+            2,
+        )
+        == 1
+    )
+    assert (
+        "Error: rank 1 was ended by signal 9. Run the same command again" in capfd.readouterr().err
+    )
 
 
 def test_a_rank_that_fails_does_not_wait_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "RAYON_NUM_THREADS": "1"}
+    place = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "x",
+        "RAYON_NUM_THREADS": "1",
+    }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: calls.append(backend))
+    monkeypatch.setattr(
+        torch.distributed,
+        "init_process_group",
+        lambda backend, **_: calls.append(backend),
+    )
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: calls.append("ended"))
     with pytest.raises(ValueError, match=r"^mine$"), ranks.joined(training=True):
         raise ValueError("mine")
@@ -92,74 +149,180 @@ def test_a_rank_that_fails_does_not_wait_for_nccl(monkeypatch: pytest.MonkeyPatc
     assert calls[1:] == ["cpu:gloo,cuda:nccl", "ended"]
 
 
-def test_a_dry_run_says_all_that_a_run_writes(call: Call, masked_lm: str, shared: Path, tmp_path: Path) -> None:
+def test_a_dry_run_says_all_that_a_run_writes(
+    call: Call,
+    masked_lm: str,
+    shared: Path,
+    tmp_path: Path,
+) -> None:
     place = ("encode", "--model", masked_lm, "--data", shared / "data", "--output", tmp_path / "v")
     asked = (*place, "--shard-size", "5", "--dry-run")
     printed = call(*asked)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu with"
     assert printed.code == 0 and "16 texts in 4 shards of 5" in printed.out
-    assert "with 1 worker (" in printed.out and f"measured here on {where}" in printed.out and "assumed:" in printed.out
+    assert (
+        "with 1 worker (" in printed.out
+        and f"measured here on {where}" in printed.out
+        and "assumed:" in printed.out
+    )
     found = measured(call(*asked, "--json", "--engine", "ray", "--workers", "8", "--rate", "2"))
     assert (found["texts"], found["shards"], found["workers"]) == (16, 4, 8)
-    assert found["hours"] == pytest.approx(16 / (2 * 8) / 3600) and found["rate_from"] == "given with --rate"
-    assert found["tokens"] == round(found["tokens_per_text"] * 16) and 8 < found["tokens_per_text"] < 30
+    assert (
+        found["hours"] == pytest.approx(16 / (2 * 8) / 3600)
+        and found["rate_from"] == "given with --rate"
+    )
+    assert (
+        found["tokens"] == round(found["tokens_per_text"] * 16)
+        and 8 < found["tokens_per_text"] < 30
+    )
     assert found["gigabytes"] == pytest.approx(found["bytes_per_text"] * 16 / 1e9)
     assert "4 texts in 1 shards" in call(*place, "--queries", "--split", "test", "--dry-run").out
     assert not (tmp_path / "v").exists()
     assert "16 texts = 16 encoded + 0 not encoded" in call(*place).out
     assert measured(call(*place, "--json"))["texts"] == 16
-    assert json.loads((tmp_path / "v" / "manifest.json").read_text(encoding="utf-8"))["n_texts"] == 16
+    assert (
+        json.loads((tmp_path / "v" / "manifest.json").read_text(encoding="utf-8"))["n_texts"] == 16
+    )
     written = sum(file.stat().st_size for file in (tmp_path / "v").glob("*.parquet"))
-    assert written / 16 == pytest.approx(found["bytes_per_text"], rel=0.01), "all texts are in the sample"
+    assert written / 16 == pytest.approx(found["bytes_per_text"], rel=0.01), (
+        "all texts are in the sample"
+    )
 
 
-def test_a_dry_run_leaves_texts_out_that_the_tokenizer_refuses(call: Call, masked_lm: str, tmp_path: Path) -> None:
-    rows = [{"_id": f"d{number}", "title": "", "text": f"cats sleep {number}"} for number in range(3)]
+def test_a_dry_run_leaves_texts_out_that_the_tokenizer_refuses(
+    call: Call,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
+    rows = [
+        {"_id": f"d{number}", "title": "", "text": f"cats sleep {number}"} for number in range(3)
+    ]
     rows.insert(1, {"_id": "half", "title": "", "text": "half a character \ud800"})
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    asked = ("encode", "--model", masked_lm, "--data", tmp_path / "rows.jsonl", "--output", "v", "--dry-run")
+    asked = (
+        "encode",
+        "--model",
+        masked_lm,
+        "--data",
+        tmp_path / "rows.jsonl",
+        "--output",
+        "v",
+        "--dry-run",
+    )
     printed = done(call(*asked))
     assert "4 texts in 1 shards" in printed.out and "in 3 texts; 1 others are none" in printed.out
     assert measured(call(*asked, "--json"))["refused_texts"] == 1
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[1]))
-    fails(call(*asked), 1, "--data: the tokenizer refuses all 1 texts of the sample (TextEncodeInput")
+    fails(
+        call(*asked),
+        1,
+        "--data: the tokenizer refuses all 1 texts of the sample (TextEncodeInput",
+    )
 
 
-def test_a_missing_cluster_is_said(call: Call, masked_lm: str, shared: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_missing_cluster_is_said(
+    call: Call,
+    masked_lm: str,
+    shared: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     pytest.importorskip("ray")
-    asked = ("encode", "--model", masked_lm, "--data", shared / "data", "--output", tmp_path / "v", "--engine", "ray")
+    asked = (
+        "encode",
+        "--model",
+        masked_lm,
+        "--data",
+        shared / "data",
+        "--output",
+        tmp_path / "v",
+        "--engine",
+        "ray",
+    )
     fails(call(*asked, "--address", "nowhere"), 1, "--address: expected host:port")
     monkeypatch.setitem(sys.modules, "ray.data", None)
     fails(call(*asked), 1, "pip install 'tilefold[ray]'")
     assert not (tmp_path / "v").exists()
 
 
-def test_documents_are_exported_with_tokens_and_texts(call: Call, shared: Path, masked_lm: str, tmp_path: Path) -> None:
+def test_documents_are_exported_with_tokens_and_texts(
+    call: Call,
+    shared: Path,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
     places = ("--vectors", shared / "vectors", "--model", masked_lm, "--data", shared / "data")
     vespa = ("--to", "vespa", "--output", tmp_path / "vespa", "--document", "article", "--json")
     vectors, report = read_vectors(shared / "vectors"), measured(call("export", *vespa, *places))
     assert (report["n_documents"], report["n_weights"]) == (len(vectors), len(vectors.data))
     assert report["files"] == ["article.sd", "feed.jsonl"]
-    puts = [json.loads(line) for line in (tmp_path / "vespa" / "feed.jsonl").read_bytes().splitlines()]
+    puts = [
+        json.loads(line) for line in (tmp_path / "vespa" / "feed.jsonl").read_bytes().splitlines()
+    ]
     assert [put["put"] for put in puts] == [f"id:tilefold:article::{name}" for name in vectors.ids]
     assert puts[0]["fields"]["text"] == small_collection().contents()[vectors.ids[0]]
-    made = done(call("export", "--to", "opensearch", *places, "--output", tmp_path / "bulk", "--dots", "keep"))
+    made = done(
+        call(
+            "export",
+            "--to",
+            "opensearch",
+            *places,
+            "--output",
+            tmp_path / "bulk",
+            "--dots",
+            "keep",
+        ),
+    )
     assert f"{len(vectors)} documents written for opensearch" in made.out
     source = json.loads((tmp_path / "bulk" / "bulk-00000.ndjson").read_bytes().splitlines()[1])
-    assert {"id": vectors.ids[0], "sparse": puts[0]["fields"]["sparse"]["cells"]}.items() <= source.items()
+    assert {
+        "id": vectors.ids[0],
+        "sparse": puts[0]["fields"]["sparse"]["cells"],
+    }.items() <= source.items()
 
 
-def test_export_refuses_what_does_not_belong_together(call: Call, shared: Path, masked_lm: str, tmp_path: Path) -> None:
+def test_export_refuses_what_does_not_belong_together(
+    call: Call,
+    shared: Path,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
     here = ("--vectors", shared / "vectors", "--output", tmp_path / "out")
     wrong = {
         ("--to", "lucene"): "--to: expected one of opensearch, vespa, onnx, got 'lucene'",
         ("--to", "vespa"): "--model: give the model that made the vectors, or --names numbers",
         ("--to", "vespa", "--dots", "keep"): "--dots goes with --to opensearch",
-        ("--to", "vespa", "--names", "words"): "--names: expected one of tokens, numbers, got 'words'",
+        (
+            "--to",
+            "vespa",
+            "--names",
+            "words",
+        ): "--names: expected one of tokens, numbers, got 'words'",
         ("--to", "vespa", "--names", "numbers", "--field", "a.b"): "--field: expected letters",
-        ("--to", "opensearch", "--names", "tokens", "--field-type", "sparse_vector"): "sparse_vector are numbers",
-        ("--to", "opensearch", "--model", masked_lm, "--dots", "x"): "--dots: expected one of refuse, keep, got 'x'",
-        ("--to", "opensearch", "--names", "numbers", "--dots", "keep"): "--dots does nothing where terms are called",
+        (
+            "--to",
+            "opensearch",
+            "--names",
+            "tokens",
+            "--field-type",
+            "sparse_vector",
+        ): "sparse_vector are numbers",
+        (
+            "--to",
+            "opensearch",
+            "--model",
+            masked_lm,
+            "--dots",
+            "x",
+        ): "--dots: expected one of refuse, keep, got 'x'",
+        (
+            "--to",
+            "opensearch",
+            "--names",
+            "numbers",
+            "--dots",
+            "keep",
+        ): "--dots does nothing where terms are called",
     }
     for options, message in wrong.items():
         fails(call("export", *options, *here), 2, message)
@@ -170,27 +333,76 @@ def test_export_refuses_what_does_not_belong_together(call: Call, shared: Path, 
     fails(call(*numbered, "--data", tmp_path / "other"), 1, "made from other documents than those")
     write_vectors(SparseVectors.from_rows({"a": {1012: 1.0}}, 30522), tmp_path / "dotted")
     out = ("--output", tmp_path / "out")
-    dotted = ("export", "--to", "opensearch", "--vectors", tmp_path / "dotted", *out, "--model", "minilm")
-    fails(call(*dotted), 1, "holds a dot, got '.' (term 1012). Give --names numbers (or --dots keep")
+    dotted = (
+        "export",
+        "--to",
+        "opensearch",
+        "--vectors",
+        tmp_path / "dotted",
+        *out,
+        "--model",
+        "minilm",
+    )
+    fails(
+        call(*dotted),
+        1,
+        "holds a dot, got '.' (term 1012). Give --names numbers (or --dots keep",
+    )
     write_vectors(SparseVectors.from_rows({"a": {7: 1.0}}, 30522, "0" * 64), tmp_path / "foreign")
-    foreign = ("export", "--to", "vespa", "--vectors", tmp_path / "foreign", *out, "--model", masked_lm)
+    foreign = (
+        "export",
+        "--to",
+        "vespa",
+        "--vectors",
+        tmp_path / "foreign",
+        *out,
+        "--model",
+        masked_lm,
+    )
     fails(call(*foreign), 1, "(fingerprint 000000000000), got that of")
     assert not (tmp_path / "out").exists()
     done(call("export", "--to", "opensearch", "--field-type", "sparse_vector", *here))
 
 
-def test_vectors_are_mined_as_by_python_functions(call: Call, shared: Path, masked_lm: str, tmp_path: Path) -> None:
+def test_vectors_are_mined_as_by_python_functions(
+    call: Call,
+    shared: Path,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
     output, collection = tmp_path / "negatives.parquet", small_collection()
-    place = ("--data", shared / "data", "--vectors", shared / "vectors", "--model", masked_lm, "--seed", "3")
+    place = (
+        "--data",
+        shared / "data",
+        "--vectors",
+        shared / "vectors",
+        "--model",
+        masked_lm,
+        "--seed",
+        "3",
+    )
     ranks = ("--ranks", "1-4", "--per-query", "2", "--ranks", "1-16", "--per-query", "3")
     found = measured(call("mine", *place, *ranks, "--output", output, "--json"))
-    assert (found["queries"], found["relevant"], found["negatives"], found["queries_short"]) == (12, 12, 60, 0)
+    assert (found["queries"], found["relevant"], found["negatives"], found["queries_short"]) == (
+        12,
+        12,
+        60,
+        0,
+    )
     index = r.build_index(r.read_vectors(shared / "vectors"))
     queries = r.encode_queries(load_encoder(masked_lm), collection.split_queries("train"))
     run = r.hits_to_run(queries, index.search(queries, 16))
-    expected = mine_negatives(run.items(), collection, "train", [Window(1, 4, 2), Window(1, 16, 3)], seed=3).rows({})
+    expected = mine_negatives(
+        run.items(),
+        collection,
+        "train",
+        [Window(1, 4, 2), Window(1, 16, 3)],
+        seed=3,
+    ).rows({})
     rows = r.read_training_rows(output)
-    assert [group.documents for group in rows.groups()] == [group.documents for group in expected.groups()]
+    assert [group.documents for group in rows.groups()] == [
+        group.documents for group in expected.groups()
+    ]
     np.testing.assert_array_equal(rows.rank, expected.rank)
     rows.check_collection(collection)
     assert rows.provenance == index.provenance
@@ -199,25 +411,51 @@ def test_vectors_are_mined_as_by_python_functions(call: Call, shared: Path, mask
     assert rows.made_by["retriever"] == f"--vectors {shared / 'vectors'}"
 
 
-def test_a_run_a_bm25_index_and_a_dense_model_are_mined(call: Call, shared: Path, tmp_path: Path) -> None:
+def test_a_run_a_bm25_index_and_a_dense_model_are_mined(
+    call: Call,
+    shared: Path,
+    tmp_path: Path,
+) -> None:
     collection, output = small_collection(), tmp_path / "negatives.parquet"
     data = ("--data", shared / "data", "--output", output, "--ranks", "1-3", "--per-query", "2")
     every = {}
-    for name, source in (("run", shared / "bm25.trec"), ("index", shared / "bm25"), ("model", "minilm")):
+    for name, source in (
+        ("run", shared / "bm25.trec"),
+        ("index", shared / "bm25"),
+        ("model", "minilm"),
+    ):
         outcome = call("mine", *data, f"--{name}", source)
-        if name == "model":  # the words of two documents are in no other: nothing to draw for most queries
+        if (
+            name == "model"
+        ):  # the words of two documents are in no other: nothing to draw for most queries
             assert outcome.code == 0 and "24 negatives for 12 queries" in outcome.out, outcome.err
             assert f"next: tilefold score {output}" in outcome.out
         else:
-            assert outcome.code == 0 and "queries have no negative and are left out" in outcome.err, outcome.err
-        every[name] = [(group.query, group.documents) for group in r.read_training_rows(output).groups()]
+            assert (
+                outcome.code == 0 and "queries have no negative and are left out" in outcome.err
+            ), outcome.err
+        every[name] = [
+            (group.query, group.documents) for group in r.read_training_rows(output).groups()
+        ]
     assert every["run"] == every["index"]
     for query, documents in every["model"]:
         assert set(documents) & set(collection.qrels["train"][query]) == {documents[0]}
 
 
-def test_possible_false_negatives_are_left_out_by_option(call: Call, shared: Path, tmp_path: Path) -> None:
-    command = ("mine", "--data", shared / "data", "--model", "minilm", "--output", tmp_path / "negatives.parquet")
+def test_possible_false_negatives_are_left_out_by_option(
+    call: Call,
+    shared: Path,
+    tmp_path: Path,
+) -> None:
+    command = (
+        "mine",
+        "--data",
+        shared / "data",
+        "--model",
+        "minilm",
+        "--output",
+        tmp_path / "negatives.parquet",
+    )
     found = measured(call(*command, "--max-score-share", "0.6", "--json"))
     rows = r.read_training_rows(tmp_path / "negatives.parquet")
     assert found["left_out_by_score"] > 0 and rows.made_by["max_score_share"] == 0.6
@@ -237,10 +475,25 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_teachers_and_their_ensemble_are_written_and_more_can_be_added(call: Call, work: Path) -> None:
+def test_teachers_and_their_ensemble_are_written_and_more_can_be_added(
+    call: Call,
+    work: Path,
+) -> None:
     data, output = ("--data", work / "data"), work / "scored.parquet"
-    found = measured(call("score", work / "mined.parquet", *data, "--teacher", "bm25", "--teacher", work / "reranker",
-                          "--output", output, "--json"))  # fmt: skip
+    found = measured(
+        call(
+            "score",
+            work / "mined.parquet",
+            *data,
+            "--teacher",
+            "bm25",
+            "--teacher",
+            work / "reranker",
+            "--output",
+            output,
+            "--json",
+        ),
+    )
     assert (found["rows"], found["teachers"]) == (60, ["bm25", "reranker"])
     mined, rows = r.read_training_rows(work / "mined.parquet"), r.read_training_rows(output)
     np.testing.assert_array_equal(rows.retrieved, mined.retrieved)
@@ -250,9 +503,20 @@ def test_teachers_and_their_ensemble_are_written_and_more_can_be_added(call: Cal
     assert rows.target is not None
     np.testing.assert_allclose(rows.target, ensemble(rows, rows.teachers), rtol=1e-6)
     assert rows.target.max() <= 30 and rows.target.min() == 0
-    assert rows.made_by["teachers"].keys() == {"bm25", "reranker"} and rows.made_by["split"] == "train"
+    assert (
+        rows.made_by["teachers"].keys() == {"bm25", "reranker"} and rows.made_by["split"] == "train"
+    )
     rows.check_collection(small_collection())
-    more = ("--teacher", "minilm", "--like", "minilm", "--max-score-share", "0.7", "--output", work / "more.parquet")
+    more = (
+        "--teacher",
+        "minilm",
+        "--like",
+        "minilm",
+        "--max-score-share",
+        "0.7",
+        "--output",
+        work / "more.parquet",
+    )
     added = done(call("score", output, *data, *more))
     assert "rows were left out" in added.err and "scored by bm25, reranker, minilm" in added.out
     three = r.read_training_rows(work / "more.parquet")
@@ -260,12 +524,23 @@ def test_teachers_and_their_ensemble_are_written_and_more_can_be_added(call: Cal
     whole = r.TrainingRows(**vars(rows) | {"teachers": rows.teachers | {"minilm": mined.retrieved}})
     whole.target = ensemble(whole, whole.teachers, like="minilm")
     left = drop_false_negatives(whole, FalseNegatives(max_share=0.7))
-    assert [group.documents for group in three.groups()] == [group.documents for group in left.groups()]
-    np.testing.assert_allclose(three.target, left.target, atol=2**-5)  # minilm mined and scores in batches of its own
+    assert [group.documents for group in three.groups()] == [
+        group.documents for group in left.groups()
+    ]
+    np.testing.assert_allclose(
+        three.target,
+        left.target,
+        atol=2**-5,
+    )  # minilm mined and scores in batches of its own
     assert not list(work.glob(".*scoring")), "what was kept is removed when the file is written"
 
 
-def test_an_interrupted_command_goes_on(call: Call, work: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_interrupted_command_goes_on(
+    call: Call,
+    work: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     from sentence_transformers import CrossEncoder
 
     monkeypatch.setattr(teachers, "SHARD", 16)
@@ -278,49 +553,111 @@ def test_an_interrupted_command_goes_on(call: Call, work: Path, tmp_path: Path, 
         return stock(self, pairs, **options)
 
     monkeypatch.setattr(CrossEncoder, "predict", predict)
-    command = ("score", work / "mined.parquet", "--data", work / "data", "--teacher", work / "reranker", "--output",
-               tmp_path / "scored.parquet")  # fmt: skip
+    command = (
+        "score",
+        work / "mined.parquet",
+        "--data",
+        work / "data",
+        "--teacher",
+        work / "reranker",
+        "--output",
+        tmp_path / "scored.parquet",
+    )
     stopped = call(*command)
-    assert stopped.code == 130 and "Finished work is kept: run the same command again" in stopped.err
+    assert (
+        stopped.code == 130 and "Finished work is kept: run the same command again" in stopped.err
+    )
     assert not (tmp_path / "scored.parquet").exists()
-    assert call(*command).code == 0 and calls == [16, 16, 16, 16, 12], "two of the four parts were kept"
+    assert call(*command).code == 0 and calls == [16, 16, 16, 16, 12], (
+        "two of the four parts were kept"
+    )
     assert call(*command, "--fresh").code == 0 and calls[5:] == [16, 16, 16, 12]
 
 
 def test_a_length_limit_is_that_of_the_models(call: Call, work: Path, tmp_path: Path) -> None:
-    command = ("score", work / "mined.parquet", "--data", work / "data", "--output", tmp_path / "scored.parquet")
+    command = (
+        "score",
+        work / "mined.parquet",
+        "--data",
+        work / "data",
+        "--output",
+        tmp_path / "scored.parquet",
+    )
     found = []
     for length in ("6", "64"):
         assert call(*command, "--teacher", work / "reranker", "--max-length", length).code == 0
         found.append(r.read_training_rows(tmp_path / "scored.parquet").teachers["reranker"])
     assert np.abs(found[0] - found[1]).max() > 0.01
     r.BM25Index.build(small_collection().contents()).save(tmp_path / "bm25")
-    assert call(*command, "--teacher", tmp_path / "bm25").code == 0, "the folder of an index is a teacher"
+    assert call(*command, "--teacher", tmp_path / "bm25").code == 0, (
+        "the folder of an index is a teacher"
+    )
 
 
-def test_rows_of_another_collection_and_no_rows_are_refused(call: Call, work: Path, tmp_path: Path) -> None:
+def test_rows_of_another_collection_and_no_rows_are_refused(
+    call: Call,
+    work: Path,
+    tmp_path: Path,
+) -> None:
     other = small_collection()
     other.documents["d0"] = r.Document("d0", "", "another text")
     other.save_beir(tmp_path / "other")
-    command = ("--teacher", "bm25", "--output", tmp_path / "x.parquet", "--data", tmp_path / "other")
-    fails(call("score", work / "mined.parquet", *command), 1, "made from other documents than those of other")
+    command = (
+        "--teacher",
+        "bm25",
+        "--output",
+        tmp_path / "x.parquet",
+        "--data",
+        tmp_path / "other",
+    )
+    fails(
+        call("score", work / "mined.parquet", *command),
+        1,
+        "made from other documents than those of other",
+    )
     fails(call("score", tmp_path / "none.parquet", *command), 1, "Make one with: tilefold mine")
 
 
 def test_what_needs_no_download_is_suggested(
-    call: Call, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call,
+    shared: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     snapshot = tmp_path / "hub" / "models--some--reranker" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    drawn = ("mine", "--data", shared / "data", "--run", shared / "bm25.trec", "--output", tmp_path / "m.parquet")
+    drawn = (
+        "mine",
+        "--data",
+        shared / "data",
+        "--run",
+        shared / "bm25.trec",
+        "--output",
+        tmp_path / "m.parquet",
+    )
     out = done(call(*drawn)).out
-    (following,) = [line.removeprefix("next: tilefold ") for line in out.splitlines() if line.startswith("next: ")]
+    (following,) = [
+        line.removeprefix("next: tilefold ")
+        for line in out.splitlines()
+        if line.startswith("next: ")
+    ]
     assert "(in the cache of this machine: some/reranker)" in out
-    done(call(*(str(tmp_path / "s.parquet") if word == "SCORED" else word for word in following.split())))
+    done(
+        call(
+            *(
+                str(tmp_path / "s.parquet") if word == "SCORED" else word
+                for word in following.split()
+            ),
+        ),
+    )
     assert r.read_training_rows(tmp_path / "s.parquet").teachers.keys() == {"minilm", "bm25"}
-    fails(call("mine", "--data", shared / "data", "--output", tmp_path / "n"), 2, "--model such as minilm, which needs")
+    fails(
+        call("mine", "--data", shared / "data", "--output", tmp_path / "n"),
+        2,
+        "--model such as minilm, which needs",
+    )
 
 
 def test_recipes_are_listed_with_what_they_need_and_what_their_papers_report(call: Call) -> None:
@@ -334,13 +671,22 @@ def test_recipes_are_listed_with_what_they_need_and_what_their_papers_report(cal
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_page_of_a_recipe_says_what_each_field_does_and_the_command_that_changes_it(call: Call, name: str) -> None:
+def test_the_page_of_a_recipe_says_what_each_field_does_and_the_command_that_changes_it(
+    call: Call,
+    name: str,
+) -> None:
     page, entry = done(call("recipes", name)).out, RECIPES[name]
     assert entry.summary in page and entry.publishes in page
     fields = dict(re.findall(r"^(\w[\w.]*) = (.*)\n    \S", page, re.MULTILINE))
     for field, value in entry.recipe.to_dict().items():
-        inside = {f"{field}.{part}" for part in value} if isinstance(value, dict) and field != "loss" else {field}
-        assert inside & fields.keys() or field == "name", f"{field} has no line, or nothing is said of it"
+        inside = (
+            {f"{field}.{part}" for part in value}
+            if isinstance(value, dict) and field != "loss"
+            else {field}
+        )
+        assert inside & fields.keys() or field == "name", (
+            f"{field} has no line, or nothing is said of it"
+        )
     assert fields["learning_rate"].endswith("(--lr)") and "warmup_ratio" in fields
     commands = [line.split() for line in page.splitlines() if line.startswith("tilefold ")]
     verbs = ["index", "mine", "score"][: len(entry.needs)] if "negatives" in entry.needs else []
@@ -349,24 +695,86 @@ def test_the_page_of_a_recipe_says_what_each_field_does_and_the_command_that_cha
 
 def test_options_and_fields_reach_the_recipe(call: Call, shared: Path, tmp_path: Path) -> None:
     model = tiny_masked_lm(tmp_path / "base", small_collection())
-    given = ("--steps", "1", "--batch-size", "4", "--max-length", "24", "--regularizer", "0.5", "--fp32")
+    given = (
+        "--steps",
+        "1",
+        "--batch-size",
+        "4",
+        "--max-length",
+        "24",
+        "--regularizer",
+        "0.5",
+        "--fp32",
+    )
     place = ("--data", shared / "data", "--model", model, "--output", tmp_path / "m")
     asked = ("train", "--recipe", "splade-doc", *place, *given)
-    made = done(call(*asked, "--set", "document.pooling=sum", "--set", "document_regularizer.threshold=3", "--json"))
+    made = done(
+        call(
+            *asked,
+            "--set",
+            "document.pooling=sum",
+            "--set",
+            "document_regularizer.threshold=3",
+            "--json",
+        ),
+    )
     recipe = json.loads((tmp_path / "m/tilefold_training.json").read_text())["settings"]["recipe"]
     assert (recipe["query"]["kind"], recipe["document"]["pooling"]) == ("binary", "sum")
     assert recipe["query_regularizer"]["weight"] == 0.0  # there is none, and no weight makes one
-    assert recipe["document_regularizer"]["weight"] == 0.5 and recipe["document_regularizer"]["threshold"] == 3
+    assert (
+        recipe["document_regularizer"]["weight"] == 0.5
+        and recipe["document_regularizer"]["threshold"] == 3
+    )
     assert "warning: document vectors have" in made.err
 
 
-def test_what_mine_and_score_write_is_what_training_reads(call: Call, shared: Path, tmp_path: Path) -> None:
+def test_what_mine_and_score_write_is_what_training_reads(
+    call: Call,
+    shared: Path,
+    tmp_path: Path,
+) -> None:
     model = tiny_masked_lm(tmp_path / "base", small_collection())
     mined, scored = shared / "mined.parquet", tmp_path / "scored.parquet"
-    assert call("score", mined, "--data", shared / "data", "--teacher", "bm25", "--output", scored).code == 0
-    given = ("--steps", "1", "--batch-size", "4", "--max-length", "24", "--fp32", "--model", model, "--json")
-    asked = ("train", "--recipe", "splade-v3", "--data", shared / "data", "--set", "negatives=3", *given)
-    fails(call(*asked, "--negatives", mined, "--output", tmp_path / "m"), 1, "has no teachers' scores")
+    assert (
+        call(
+            "score",
+            mined,
+            "--data",
+            shared / "data",
+            "--teacher",
+            "bm25",
+            "--output",
+            scored,
+        ).code
+        == 0
+    )
+    given = (
+        "--steps",
+        "1",
+        "--batch-size",
+        "4",
+        "--max-length",
+        "24",
+        "--fp32",
+        "--model",
+        model,
+        "--json",
+    )
+    asked = (
+        "train",
+        "--recipe",
+        "splade-v3",
+        "--data",
+        shared / "data",
+        "--set",
+        "negatives=3",
+        *given,
+    )
+    fails(
+        call(*asked, "--negatives", mined, "--output", tmp_path / "m"),
+        1,
+        "has no teachers' scores",
+    )
     made = done(call(*asked, "--negatives", scored, "--output", tmp_path / "m"))
     assert json.loads(made.out)["steps"] == 1
     assert "of 12 training pairs were left out" in made.err  # BM25 found no other document for them

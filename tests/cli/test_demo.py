@@ -34,7 +34,11 @@ def small_demo(masked_lm: str, few: None, monkeypatch: pytest.MonkeyPatch) -> No
     """The demo's own steps over 16 documents and a narrow model, so that they take seconds."""
     monkeypatch.setattr(demo_steps, "BASE_MODEL", masked_lm)
     monkeypatch.setattr(demo_steps, "SIZES", {5.0: TINY})
-    monkeypatch.setattr(demo_steps, "FULL", replace(TINY, name="full", documents=None, published=True))
+    monkeypatch.setattr(
+        demo_steps,
+        "FULL",
+        replace(TINY, name="full", documents=None, published=True),
+    )
     load = common.load_data
 
     def load_data(name: str, cache: Path | None = None, **parts: Any) -> Any:
@@ -44,7 +48,11 @@ def small_demo(masked_lm: str, few: None, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("small_demo")
-def test_the_demo_makes_everything_once_and_search_finds_it(call: Call, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_demo_makes_everything_once_and_search_finds_it(
+    call: Call,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     monkeypatch.chdir(tmp_path)
     first = done(call("demo", "--minutes", "0.01"))
     systems = ("BM25", "dense zero-shot", "SPLADE (trained here)", "fusion", "late interaction")
@@ -54,7 +62,9 @@ def test_the_demo_makes_everything_once_and_search_finds_it(call: Call, tmp_path
     assert "training SPLADE with the fused head: 2 steps of 4 pairs" in first.err
     answered = [first.err.index(f"{system} answers") for system in ("BM25", "dense", "SPLADE")]
     assert answered == sorted(answered)
-    assert answered[1] < first.err.index("training SPLADE"), "the first answers come before the training"
+    assert answered[1] < first.err.index("training SPLADE"), (
+        "the first answers come before the training"
+    )
     assert list((tmp_path / "tilefold-demo").glob("minutes-5-*/model"))
     again = call("demo", "--minutes", "0.01", "--json")
     results = measured(again)
@@ -62,18 +72,27 @@ def test_the_demo_makes_everything_once_and_search_finds_it(call: Call, tmp_path
     assert len(results["systems"]) == 5
     assert all(results["stages"][stage]["reused"] for stage in ("dense", "training", "encoding"))
     named = [(row["system"], row["over"]) for row in results["comparisons"]]
-    assert named[:2] == [(list(results["systems"])[2], list(results["systems"])[at]) for at in (0, 1)]
+    assert named[:2] == [
+        (list(results["systems"])[2], list(results["systems"])[at]) for at in (0, 1)
+    ]
     assert sum(results["fusion_weights"].values()) == pytest.approx(1)
     assert sum(results["late_interaction"]["weights"].values()) == pytest.approx(1)
     search = ("search", "how do I work with csv files", "--json")
     hits = measured(call(*search))["hits"]
     assert len(hits) == 10 and all(hit["title"] and hit["terms"] for hit in hits)
-    assert measured(call(*search, "--rerank", results["late_interaction"]["tokens"]))["hits"][0]["id"] == "d0"
+    assert (
+        measured(call(*search, "--rerank", results["late_interaction"]["tokens"]))["hits"][0]["id"]
+        == "d0"
+    )
 
 
 @pytest.mark.usefixtures("small_demo")
 @pytest.mark.filterwarnings("ignore")
-def test_a_demo_goes_on_and_its_commands_repeat_its_rows(call: Call, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_demo_goes_on_and_its_commands_repeat_its_rows(
+    call: Call,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -84,8 +103,14 @@ def test_a_demo_goes_on_and_its_commands_repeat_its_rows(call: Call, tmp_path: P
         stopped = call("demo", "--full", "--output", tmp_path)
     assert stopped.code == 130 and "run the same command again to resume" in stopped.err
     made = done(call("demo", "--full", "--output", tmp_path))
-    assert re.search(r"2 steps, \w+, reused", made.err) and "token vectors in int8, reused" in made.err
-    shown = [line.strip() for line in made.out.splitlines() if line.strip().startswith(("cd ", "tilefold "))]
+    assert (
+        re.search(r"2 steps, \w+, reused", made.err) and "token vectors in int8, reused" in made.err
+    )
+    shown = [
+        line.strip()
+        for line in made.out.splitlines()
+        if line.strip().startswith(("cd ", "tilefold "))
+    ]
     first, *commands = [shlex.split(line) for line in shown if "tilefold search" not in line]
     assert len(commands) == 11
     monkeypatch.chdir(first[1])
@@ -97,7 +122,9 @@ def test_a_demo_goes_on_and_its_commands_repeat_its_rows(call: Call, tmp_path: P
             repeated.append(measured(call(verb, *words, "--json"))["measures"])
         else:
             assert call(verb, *words).code == 0, words
-    rows = [{name: row[name] for name in ("nDCG@10", "R@100")} for row in record["systems"].values()]
+    rows = [
+        {name: row[name] for name in ("nDCG@10", "R@100")} for row in record["systems"].values()
+    ]
     found = [{name: values[name] for name in ("nDCG@10", "R@100")} for values in repeated]
     assert found == [pytest.approx(row) for row in rows]
 
@@ -108,11 +135,24 @@ def test_sizes_seeds_and_documents_have_folders_of_their_own(tmp_path: Path) -> 
     folders = [demo_steps.folder_of(tmp_path, *each) for each in asked]
     assert len(set(folders)) == 4 * len(sizes)
     assert folders[0] == demo_steps.folder_of(tmp_path, sizes[0], 0, "a")
-    assert demo._asked_size(None, full=False, quick=True) == demo._asked_size(3, full=False, quick=False)
-    assert demo._asked_size(None, full=False, quick=False) == demo._asked_size(5, full=False, quick=False)
+    assert demo._asked_size(None, full=False, quick=True) == demo._asked_size(
+        3,
+        full=False,
+        quick=False,
+    )
+    assert demo._asked_size(None, full=False, quick=False) == demo._asked_size(
+        5,
+        full=False,
+        quick=False,
+    )
     assert demo._asked_size(None, full=True, quick=False) == demo_steps.FULL
-    more = [demo._asked_size(minutes, full=False, quick=False) for minutes in (0.01, 3, 4.9, 5, 10, 12, 15, 600)]
-    assert [size.steps for size in more] == [40, 40, 40, 50, 90, 90, 110, 110], "more minutes never do less"
+    more = [
+        demo._asked_size(minutes, full=False, quick=False)
+        for minutes in (0.01, 3, 4.9, 5, 10, 12, 15, 600)
+    ]
+    assert [size.steps for size in more] == [40, 40, 40, 50, 90, 90, 110, 110], (
+        "more minutes never do less"
+    )
     assert (taken := [size.documents or math.inf for size in more]) == sorted(taken)
     published = SpladeRecipe(max_steps=110, batch_size=64, train_max_length=64, max_length=128)
     assert demo_steps.make_recipe(demo_steps.FULL, 0) == published
@@ -128,7 +168,13 @@ def test_a_part_of_the_collection_has_every_document_that_a_query_asks_for_in_it
 
 
 def test_vectors_that_are_damaged_or_of_other_settings_are_made_again(tmp_path: Path) -> None:
-    def encode_into(model: Any, texts: Any, folder: Path, progress: Any, resume: bool = True) -> None:
+    def encode_into(
+        model: Any,
+        texts: Any,
+        folder: Path,
+        progress: Any,
+        resume: bool = True,
+    ) -> None:
         if resume and not (folder / "whole").exists():
             raise DataError("holds vectors with other settings")
         progress(len(texts) if resume else 0, len(texts))
@@ -144,8 +190,12 @@ def test_differences_are_paired_by_query_and_overlap_counts_the_exact_top_of_ano
     assert demo_steps.overlap(exact, {"q": {"x": 9.0, "b": 8.0}}, k=2) == 0.5
     assert demo_steps.overlap(exact, {}, k=2) == 0.0
     row = {"system": "a", "over": "c", "difference": 0.1, "standard_error": 0.268}
-    assert demo.difference_line(row) == ("a over c: +0.100 ± 0.268 (no more than 2 standard errors: it may be chance)")
-    assert demo.difference_line(row | {"standard_error": 0.025}).endswith("0.025 (4.0 standard errors)")
+    assert demo.difference_line(row) == (
+        "a over c: +0.100 ± 0.268 (no more than 2 standard errors: it may be chance)"
+    )
+    assert demo.difference_line(row | {"standard_error": 0.025}).endswith(
+        "0.025 (4.0 standard errors)",
+    )
     assert demo.difference_line(row | {"standard_error": 0.0}) == "a over c: +0.100 ± 0.000"
 
 
@@ -156,7 +206,11 @@ def test_figures_are_computed_over_every_judged_query_even_those_without_answers
     names = demo.SYSTEMS
     found = demo.figures(dict(zip(names, (half, half, right, right, right), strict=True)), qrels)
     assert found["queries"] == 2
-    assert found["systems"][names[0]] == {"nDCG@10": 0.5, "standard_error": pytest.approx(0.5), "R@100": 0.5}
+    assert found["systems"][names[0]] == {
+        "nDCG@10": 0.5,
+        "standard_error": pytest.approx(0.5),
+        "R@100": 0.5,
+    }
     compared = [(row["system"], row["over"], row["difference"]) for row in found["comparisons"]]
     pairs = ((2, 0, 0.5), (2, 1, 0.5), (3, 2, 0.0), (4, 2, 0.0))
     assert compared == [(names[one], names[other], difference) for one, other, difference in pairs]
@@ -168,14 +222,22 @@ def test_test_and_held_out_queries_come_from_the_training_split_and_leave_it() -
     more = demo_steps.split(given, TINY).qrels
     assert len(more["test"]) == 6 and given.qrels["test"].items() <= more["test"].items()
     splits = [set(more[split]) for split in ("train", "dev", "test")]
-    assert set().union(*splits) == set(given.queries) and sum(map(len, splits)) == len(given.queries)
+    assert set().union(*splits) == set(given.queries) and sum(map(len, splits)) == len(
+        given.queries,
+    )
     held = demo_steps.split(given, replace(TINY, published=True)).qrels
     assert len(held["dev"]) == 4 and not held["train"].keys() & held["dev"].keys()
-    assert {**held["train"], **held["dev"]} == given.qrels["train"] and held["test"] == given.qrels["test"]
+    assert {**held["train"], **held["dev"]} == given.qrels["train"] and held["test"] == given.qrels[
+        "test"
+    ]
 
 
 @pytest.mark.usefixtures("few")
-def test_a_demo_into_a_file_or_without_its_packages_is_refused(call: Call, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_demo_into_a_file_or_without_its_packages_is_refused(
+    call: Call,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     (tmp_path / "file").write_text("mine")
     fails(call("demo", "--output", tmp_path / "file"), 2, "expected a folder, got the file")
     monkeypatch.setattr(common, "load_data", lambda *_, **__: small_collection())

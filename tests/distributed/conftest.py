@@ -32,7 +32,10 @@ def world() -> Iterator[World]:
         yield world
 
 
-@pytest.fixture(params=[(3, "cpu"), pytest.param((2, "cuda"), marks=pytest.mark.gpu)], ids=["gloo", "nccl"])
+@pytest.fixture(
+    params=[(3, "cpu"), pytest.param((2, "cuda"), marks=pytest.mark.gpu)],
+    ids=["gloo", "nccl"],
+)
 def ranks(request: pytest.FixtureRequest, world: World) -> Ranks:
     """Three ranks on the CPU, among which little divides evenly, or two GPUs."""
     return world(*request.param)
@@ -52,7 +55,13 @@ def two_ranks(world: World) -> Ranks:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny BERT, whose decoder is tied to its word embeddings."""
-    return tiny_masked_lm(tmp_path_factory.mktemp("bert"), TEXTS, layers=2, bias=0.1, vocab_size=VOCABULARY)
+    return tiny_masked_lm(
+        tmp_path_factory.mktemp("bert"),
+        TEXTS,
+        layers=2,
+        bias=0.1,
+        vocab_size=VOCABULARY,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,6 @@
-"""encode_collection with the ranks of a process group: the bytes of one process, whatever happens to a rank."""
+"""encode_collection with the ranks of a process group: the bytes of one process, whatever happens
+to a rank.
+"""
 
 from __future__ import annotations
 
@@ -47,18 +49,30 @@ class SlowTexts(dict[str, Any]):
 
 def load(folder: Path, fast: bool, kind: str = "sparse") -> Any:
     """The model, on the CPU."""
-    model: Any = (SparseEncoder if kind == "sparse" else MultiVectorEncoder)(str(folder), device="cpu")
+    model: Any = (SparseEncoder if kind == "sparse" else MultiVectorEncoder)(
+        str(folder),
+        device="cpu",
+    )
     if fast:
         accelerate(model)
     return model
 
 
-def encode(rank: Rank, model_folder: Path, output: Path, changed: dict[str, Any] | None = None) -> Any:
+def encode(
+    rank: Rank,
+    model_folder: Path,
+    output: Path,
+    changed: dict[str, Any] | None = None,
+) -> Any:
     """The manifest, or the name and the text of what was raised, and what was reported."""
     calls: list[tuple[int, int]] = []
     options = {**OPTIONS, **(changed or {})}
     stop_at, fast = options.pop("stop_at", None), options.pop("fast", True)
-    batches = itertools.count() if options.pop("stop_inside", False) and rank.rank else itertools.repeat(0)
+    batches = (
+        itertools.count()
+        if options.pop("stop_inside", False) and rank.rank
+        else itertools.repeat(0)
+    )
     arrived = SparseStream._arrived
 
     def interrupted(self: Any, pending: Any) -> Any:
@@ -75,7 +89,13 @@ def encode(rank: Rank, model_folder: Path, output: Path, changed: dict[str, Any]
 
     try:
         with mock.patch.object(SparseStream, "_arrived", interrupted):
-            manifest = encode_collection(load(model_folder, fast), texts, output, progress=progress, **options)
+            manifest = encode_collection(
+                load(model_folder, fast),
+                texts,
+                output,
+                progress=progress,
+                **options,
+            )
     except (Exception, KeyboardInterrupt) as error:
         return type(error).__name__, str(error), calls
     return asdict(manifest), "", calls
@@ -84,7 +104,9 @@ def encode(rank: Rank, model_folder: Path, output: Path, changed: dict[str, Any]
 def encode_token_vectors(rank: Rank, model_folder: Path, output: Path) -> Any:
     """The manifest of token vectors."""
     model = load(model_folder, True, "tokens")
-    return asdict(encode_tokens(model, few_texts(), output, storage="int8", shard_size=4, batch_tokens=60))
+    return asdict(
+        encode_tokens(model, few_texts(), output, storage="int8", shard_size=4, batch_tokens=60),
+    )
 
 
 def few_texts() -> dict[str, Any]:
@@ -104,7 +126,9 @@ def alone(rank: Rank, model_folder: Path, output: Path) -> Any:
 
 
 def dies(rank: Rank, model_folder: Path, folder: Path) -> tuple[float, int, str]:
-    """The second rank ends by itself after some batches; how soon the first raises, after what progress, and what."""
+    """The second rank ends by itself after some batches; how soon the first raises, after what
+    progress, and what.
+    """
     if rank.rank:
         take, left = Shard.take, [3]
 
@@ -119,7 +143,13 @@ def dies(rank: Rank, model_folder: Path, folder: Path) -> tuple[float, int, str]
     reported = [0]
     try:
         model = load(model_folder, True)
-        encode_collection(model, TEXTS, folder / "v", progress=lambda done, total: reported.append(done), **OPTIONS)
+        encode_collection(
+            model,
+            TEXTS,
+            folder / "v",
+            progress=lambda done, total: reported.append(done),
+            **OPTIONS,
+        )
     except RankError as error:
         return time.time() - float((folder / "died").read_text()), reported[-1], str(error)
     raise AssertionError("nothing was raised")
@@ -138,18 +168,32 @@ def whole(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_bytes_are_those_of_one_process_and_every_rank_gets_the_manifest(
-    two_ranks: Ranks, tiny_folder: Path, whole: Path, tmp_path: Path
+    two_ranks: Ranks,
+    tiny_folder: Path,
+    whole: Path,
+    tmp_path: Path,
 ) -> None:
     (first, _, calls), (second, _, others) = two_ranks.run(encode, tiny_folder, tmp_path / "v")
     assert contents(tmp_path / "v") == contents(whole)
-    assert first == second == asdict(read_manifest(whole)) and set(first["failed"]) == {"number", "half"}
-    assert calls[0] == (0, 73) and calls[-1] == (73, 73) and calls == sorted(set(calls)) and not others
+    assert first == second == asdict(read_manifest(whole)) and set(first["failed"]) == {
+        "number",
+        "half",
+    }
+    assert (
+        calls[0] == (0, 73) and calls[-1] == (73, 73) and calls == sorted(set(calls)) and not others
+    )
 
 
-@pytest.mark.parametrize(("fast", "sizes"), [(True, {"shard_size": 2, "batch_tokens": 4096}),
-                                             (False, {"batch_tokens": None})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fast", "sizes"),
+    [(True, {"shard_size": 2, "batch_tokens": 4096}), (False, {"batch_tokens": None})],
+)
 def test_shards_of_one_batch_keep_a_rank_going_and_a_plain_model_is_shared_too(
-    two_ranks: Ranks, tiny_folder: Path, tmp_path: Path, fast: bool, sizes: dict[str, Any]
+    two_ranks: Ranks,
+    tiny_folder: Path,
+    tmp_path: Path,
+    fast: bool,
+    sizes: dict[str, Any],
 ) -> None:
     encode_collection(load(tiny_folder, fast), TEXTS, tmp_path / "one", **{**OPTIONS, **sizes})
     two_ranks.run(encode, tiny_folder, tmp_path / "two", {"fast": fast, **sizes})
@@ -160,23 +204,41 @@ def test_token_vectors_are_shared_too(two_ranks: Ranks, tmp_path: Path) -> None:
     build_colbert().save_pretrained(str(tmp_path / "model"), create_model_card=False)
     first, second = two_ranks.run(encode_token_vectors, tmp_path / "model", tmp_path / "two")
     model = load(tmp_path / "model", True, "tokens")
-    manifest = encode_tokens(model, few_texts(), tmp_path / "one", storage="int8", shard_size=4, batch_tokens=60)
+    manifest = encode_tokens(
+        model,
+        few_texts(),
+        tmp_path / "one",
+        storage="int8",
+        shard_size=4,
+        batch_tokens=60,
+    )
     assert first == second == asdict(manifest) and set(manifest.failed) == {"number"}
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
 def test_ranks_on_their_own_write_folders_of_their_own(
-    two_ranks: Ranks, tiny_folder: Path, whole: Path, tmp_path: Path
+    two_ranks: Ranks,
+    tiny_folder: Path,
+    whole: Path,
+    tmp_path: Path,
 ) -> None:
     two_ranks.run(alone, tiny_folder, tmp_path)
     assert contents(tmp_path / "0") == contents(tmp_path / "1") == contents(whole)
 
 
 def test_one_process_goes_on_where_two_were_interrupted_and_two_where_one_was(
-    two_ranks: Ranks, tiny_folder: Path, whole: Path, tmp_path: Path
+    two_ranks: Ranks,
+    tiny_folder: Path,
+    whole: Path,
+    tmp_path: Path,
 ) -> None:
     model = load(tiny_folder, True)
-    (raised, _, calls), (other, _, _) = two_ranks.run(encode, tiny_folder, tmp_path / "a", {"stop_at": 16})
+    (raised, _, calls), (other, _, _) = two_ranks.run(
+        encode,
+        tiny_folder,
+        tmp_path / "a",
+        {"stop_at": 16},
+    )
     assert raised == other == "KeyboardInterrupt" and calls[-1][0] >= 16
     assert read_manifest(tmp_path / "a").n_documents >= 16
     (tmp_path / "a" / LOCK).unlink()  # which ends with the first rank's process
@@ -193,39 +255,70 @@ def test_one_process_goes_on_where_two_were_interrupted_and_two_where_one_was(
     (tmp_path / "b" / LOCK).unlink()
     two_ranks.run(encode, tiny_folder, tmp_path / "b", {"batch_size": 2})
     encode_collection(model, TEXTS, tmp_path / "c", **few)
-    assert contents(tmp_path / "a") == contents(whole) and contents(tmp_path / "b") == contents(tmp_path / "c")
+    assert contents(tmp_path / "a") == contents(whole) and contents(tmp_path / "b") == contents(
+        tmp_path / "c",
+    )
 
 
 def test_ctrl_c_within_the_model_of_one_rank_ends_all_while_a_thread_waits_for_its_next_shard(
-    two_ranks: Ranks, tiny_folder: Path, tmp_path: Path
+    two_ranks: Ranks,
+    tiny_folder: Path,
+    tmp_path: Path,
 ) -> None:
     began, options = time.monotonic(), {"stop_inside": True, "shard_size": 1}
     (first, _, _), (second, _, _) = two_ranks.run(encode, tiny_folder, tmp_path / "v", options)
     assert first == second == "KeyboardInterrupt" and time.monotonic() - began < 60
 
 
-def test_ranks_that_were_given_different_things_are_told(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
+def test_ranks_that_were_given_different_things_are_told(
+    two_ranks: Ranks,
+    tiny_folder: Path,
+    tmp_path: Path,
+) -> None:
     texts = [{f"d{i}": f"cats {i + rank}" for i in range(20)} for rank in range(2)]
     texts[1] = SlowTexts(texts[1])  # so that the first rank has encoded all before it hears of them
-    (kind, first, _), (other, second, _) = two_ranks.run(encode, tiny_folder, tmp_path / "v", {"texts": texts})
+    (kind, first, _), (other, second, _) = two_ranks.run(
+        encode,
+        tiny_folder,
+        tmp_path / "v",
+        {"texts": texts},
+    )
     assert (kind, other) == ("DataError", "RankError")
     assert "rank 1 encodes something else (texts_sha256: other texts)" in first and first in second
     assert not read_manifest(tmp_path / "v").shards
 
 
-def test_what_fails_on_one_rank_ends_all(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
+def test_what_fails_on_one_rank_ends_all(
+    two_ranks: Ranks,
+    tiny_folder: Path,
+    tmp_path: Path,
+) -> None:
     (tmp_path / "v").mkdir()
     (tmp_path / "v" / "notes.txt").write_text("mine")
     (kind, first, _), (other, second, _) = two_ranks.run(encode, tiny_folder, tmp_path / "v")
-    assert (kind, other) == ("FileExistsError", "RankError") and second == f"rank 0: FileExistsError: {first} {KEPT}"
+    assert (kind, other) == (
+        "FileExistsError",
+        "RankError",
+    ) and second == f"rank 0: FileExistsError: {first} {KEPT}"
     texts = [dict.fromkeys((f"d{i}" for i in range(40)), 3)] * 2
     (kind, first, _), (other, second, _) = two_ranks.run(
-        encode, tiny_folder, tmp_path / "w", {"texts": texts, "shard_size": 20}
+        encode,
+        tiny_folder,
+        tmp_path / "w",
+        {"texts": texts, "shard_size": 20},
     )
-    assert (kind, other) == ("DataError", "RankError") and "all 20 of shard 0 failed" in first and first in second
+    assert (
+        (kind, other) == ("DataError", "RankError")
+        and "all 20 of shard 0 failed" in first
+        and first in second
+    )
 
 
-def test_a_rank_that_does_not_come_is_missed(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_is_missed(
+    two_ranks: Ranks,
+    tiny_folder: Path,
+    tmp_path: Path,
+) -> None:
     (kind, told, _), _ = two_ranks.run(one_does_not_come, tiny_folder, tmp_path / "v")
     assert (
         kind == "RankError"
@@ -236,7 +329,10 @@ def test_a_rank_that_does_not_come_is_missed(two_ranks: Ranks, tiny_folder: Path
 
 
 def test_a_rank_that_dies_is_told_at_once_and_nothing_that_was_reported_is_lost(
-    two_ranks: Ranks, tiny_folder: Path, whole: Path, tmp_path: Path
+    two_ranks: Ranks,
+    tiny_folder: Path,
+    whole: Path,
+    tmp_path: Path,
 ) -> None:
     first, second = two_ranks.start(dies, tiny_folder, tmp_path)
     waited, reported, told = first.result(timeout=100)

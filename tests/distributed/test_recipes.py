@@ -1,4 +1,6 @@
-"""Recipes on several ranks: the batches, negatives and penalties of one process, one writer, and what a kill leaves."""
+"""Recipes on several ranks: the batches, negatives and penalties of one process, one writer, and
+what a kill leaves.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ from tilefold.recipes._world import KEPT
 
 pytest.importorskip("datasets")
 # three epochs of whole batches: 12 pairs, 6 of them a step
-SMALL: dict[str, Any] = {"max_steps": 6, "batch_size": 6, "max_length": 24, "bf16": False, "save_steps": 2}
+SMALL: dict[str, Any] = {
+    "max_steps": 6,
+    "batch_size": 6,
+    "max_length": 24,
+    "bf16": False,
+    "save_steps": 2,
+}
 SMALL |= {"learning_rate": 1e-3}
 
 
@@ -51,7 +59,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def exact_base(base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The same in fp64: of gradients that are rounding, as those of some terms are in fp32, Adam makes whole steps."""
+    """The same in fp64: of gradients that are rounding, as those of some terms are in fp32, Adam
+    makes whole steps.
+    """
     folder = shutil.copytree(base, tmp_path_factory.mktemp("exact") / "base")
     AutoModelForMaskedLM.from_pretrained(base, dtype=torch.float64).save_pretrained(folder)
     return str(folder)
@@ -69,7 +79,12 @@ def recipe_of(kind: str, base: str) -> Any:
 
 def run_of(rank: Rank, recipe: Any, folder: Path, collection: Any = None, **options: Any) -> Any:
     """The result of this rank, as torchrun would start it, or the kind and the text of its error."""
-    place = {"RANK": rank.rank, "LOCAL_RANK": rank.rank, "WORLD_SIZE": rank.size, "MASTER_PORT": 29401}
+    place = {
+        "RANK": rank.rank,
+        "LOCAL_RANK": rank.rank,
+        "WORLD_SIZE": rank.size,
+        "MASTER_PORT": 29401,
+    }
     given = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
     with mock.patch.dict(os.environ, given), warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # none reaches a user
@@ -109,7 +124,10 @@ def other_runs(rank: Rank, recipe: Any, folder: Path) -> Any:
 
 def curve(folder: Path) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if "loss" in name or "penalty" in name} for row in rows]
+    return [
+        {name: value for name, value in row.items() if "loss" in name or "penalty" in name}
+        for row in rows
+    ]
 
 
 def assert_near(one: Path, other: Path) -> None:
@@ -120,8 +138,16 @@ def assert_near(one: Path, other: Path) -> None:
         torch.testing.assert_close(right[name], value, rtol=0, atol=apart, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["splade", "grouped", "colbert", "deepct", "splade-doc", "prosper"])
-def test_several_ranks_have_the_losses_of_one_process(two_ranks: Ranks, kind: str, base: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    ["splade", "grouped", "colbert", "deepct", "splade-doc", "prosper"],
+)
+def test_several_ranks_have_the_losses_of_one_process(
+    two_ranks: Ranks,
+    kind: str,
+    base: str,
+    tmp_path: Path,
+) -> None:
     recipe = recipe_of(kind, base)
     alone = train(recipe, small_collection(), tmp_path / "one")
     results = two_ranks.run(run_of, recipe, tmp_path / "two")
@@ -134,7 +160,12 @@ def test_several_ranks_have_the_losses_of_one_process(two_ranks: Ranks, kind: st
 
 
 @pytest.mark.parametrize("kind", ["splade", "colbert"])
-def test_mini_batches_have_the_losses_of_whole_ones(two_ranks: Ranks, kind: str, base: str, tmp_path: Path) -> None:
+def test_mini_batches_have_the_losses_of_whole_ones(
+    two_ranks: Ranks,
+    kind: str,
+    base: str,
+    tmp_path: Path,
+) -> None:
     recipe = recipe_of(kind, base)
     train(recipe, small_collection(), tmp_path / "whole")
     cached = replace(recipe, mini_batch_size=2)
@@ -146,14 +177,24 @@ def test_mini_batches_have_the_losses_of_whole_ones(two_ranks: Ranks, kind: str,
 
 
 def test_the_first_rank_evaluates_and_all_stop_and_keep_the_best(
-    two_ranks: Ranks, exact_base: str, tmp_path: Path
+    two_ranks: Ranks,
+    exact_base: str,
+    tmp_path: Path,
 ) -> None:
-    changed = {"max_steps": 20, "batch_size": 4, "learning_rate": 1e-2, "evaluate_steps": 2, "patience": 2}
+    changed = {
+        "max_steps": 20,
+        "batch_size": 4,
+        "learning_rate": 1e-2,
+        "evaluate_steps": 2,
+        "patience": 2,
+    }
     recipe = replace(recipe_of("splade", exact_base), **changed)
     alone = train(recipe, with_dev(), tmp_path / "one")
     for rank, (found, calls) in enumerate(two_ranks.run(evaluated_run, recipe, tmp_path / "two")):
         assert calls == len(alone.evaluations) * (rank == 0)
-        assert (found["steps"], found["kept_step"]) == (alone.steps, alone.kept_step) and found["steps"] < 20
+        assert (found["steps"], found["kept_step"]) == (alone.steps, alone.kept_step) and found[
+            "steps"
+        ] < 20
         for row, expected in zip(found["evaluations"], alone.evaluations, strict=True):
             assert row == pytest.approx(expected)
     assert_near(tmp_path / "two", tmp_path / "one")
@@ -161,39 +202,72 @@ def test_the_first_rank_evaluates_and_all_stop_and_keep_the_best(
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_killed_rank_ends_the_others_and_one_process_goes_on(
-    two_ranks: Ranks, dead: int, exact_base: str, tmp_path: Path
+    two_ranks: Ranks,
+    dead: int,
+    exact_base: str,
+    tmp_path: Path,
 ) -> None:
     recipe = replace(recipe_of("splade", exact_base), batch_size=4, save_steps=2)
     futures = two_ranks.start(dying_run, recipe, tmp_path / "m", dead, 5)
     kind, told = futures[1 - dead].result(timeout=100)
     refused(BrokenProcessPool, "terminated abruptly", futures[dead].result)
     two_ranks.close()
-    assert kind == "RankError" and told.startswith(f"rank {1 - dead}: another rank ended, or") and KEPT in told
+    assert (
+        kind == "RankError"
+        and told.startswith(f"rank {1 - dead}: another rank ended, or")
+        and KEPT in told
+    )
     assert newest_step(tmp_path / "m") == 4 and not (tmp_path / "m").exists()
     train(recipe, small_collection(), tmp_path / "one")
     assert train(recipe, small_collection(), tmp_path / "m").resumed_from == 4
     assert_near(tmp_path / "m", tmp_path / "one")
 
 
-def test_two_ranks_go_on_where_one_process_stopped(two_ranks: Ranks, base: str, tmp_path: Path) -> None:
+def test_two_ranks_go_on_where_one_process_stopped(
+    two_ranks: Ranks,
+    base: str,
+    tmp_path: Path,
+) -> None:
     def stop(step: int, *_: object) -> None:
         if step == 5:
             raise KeyboardInterrupt
 
     recipe = replace(recipe_of("colbert", base), max_steps=8)
-    refused(KeyboardInterrupt, "^$", train, recipe, small_collection(), tmp_path / "m", progress=stop)
+    refused(
+        KeyboardInterrupt,
+        "^$",
+        train,
+        recipe,
+        small_collection(),
+        tmp_path / "m",
+        progress=stop,
+    )
     (tmp_path / "m.training" / LOCK).unlink()  # which ends with its process
-    for kind, told in two_ranks.run(hurried_run, recipe, tmp_path / "m"):  # the ranks agree a step later
+    for kind, told in two_ranks.run(
+        hurried_run,
+        recipe,
+        tmp_path / "m",
+    ):  # the ranks agree a step later
         assert kind == "OutOfTimeError" and "at step 6 of 8" in told
-    assert [found["resumed_from"] for found in two_ranks.run(run_of, recipe, tmp_path / "m")] == [6, 6]
+    assert [found["resumed_from"] for found in two_ranks.run(run_of, recipe, tmp_path / "m")] == [
+        6,
+        6,
+    ]
     train(recipe, small_collection(), tmp_path / "one")
     assert_near(tmp_path / "m", tmp_path / "one")
 
 
-def test_what_ranks_cannot_share_is_refused_on_all_of_them(two_ranks: Ranks, base: str, tmp_path: Path) -> None:
+def test_what_ranks_cannot_share_is_refused_on_all_of_them(
+    two_ranks: Ranks,
+    base: str,
+    tmp_path: Path,
+) -> None:
     recipe = recipe_of("splade", base)
     for kind, told in two_ranks.run(run_of, replace(recipe, batch_size=7), tmp_path / "m"):
-        assert kind == "ValueError" and "batch_size must be a multiple of the 2 ranks, got 7; take 6" in told
+        assert (
+            kind == "ValueError"
+            and "batch_size must be a multiple of the 2 ranks, got 7; take 6" in told
+        )
     for _, told in two_ranks.run(run_of, replace(recipe, batch_size=14), tmp_path / "m"):
         assert "batch_size must be at most the 12 rows of the data" in told
     for _, told in two_ranks.run(other_runs, recipe, tmp_path / "m"):
@@ -201,24 +275,64 @@ def test_what_ranks_cannot_share_is_refused_on_all_of_them(two_ranks: Ranks, bas
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     (kind, first), (other, second) = two_ranks.run(run_of, recipe, tmp_path / "mine")
-    assert (kind, other) == ("FileExistsError", "RankError") and second == f"rank 0: FileExistsError: {first}"
+    assert (kind, other) == (
+        "FileExistsError",
+        "RankError",
+    ) and second == f"rank 0: FileExistsError: {first}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
 
 
 def test_the_command_starts_ranks_and_says_when_one_was_killed(base: str, tmp_path: Path) -> None:
     small_collection().save_beir(tmp_path / "data")
-    command = ["-m", "tilefold.cli", "train", "--model", base, "--data", tmp_path / "data", "--output", tmp_path / "m"]
-    command += ["--batch-size", "4", "--max-length", "24", "--fp32", "--save-steps", "2", "--devices", "2", "--json"]
-    with programs.start(*command, "--steps", "2000", cwd=ROOT, stderr=tmp_path / "errors") as process:
+    command = [
+        "-m",
+        "tilefold.cli",
+        "train",
+        "--model",
+        base,
+        "--data",
+        tmp_path / "data",
+        "--output",
+        tmp_path / "m",
+    ]
+    command += [
+        "--batch-size",
+        "4",
+        "--max-length",
+        "24",
+        "--fp32",
+        "--save-steps",
+        "2",
+        "--devices",
+        "2",
+        "--json",
+    ]
+    with programs.start(
+        *command,
+        "--steps",
+        "2000",
+        cwd=ROOT,
+        stderr=tmp_path / "errors",
+    ) as process:
         while not newest_step(tmp_path / "m"):
             assert process.poll() is None
             time.sleep(0.1)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[1]), signal.SIGKILL)
         assert process.wait(100) == 1
-    assert re.search(r"Error: rank \d was ended by signal 9\. Run the same", (tmp_path / "errors").read_text())
+    assert re.search(
+        r"Error: rank \d was ended by signal 9\. Run the same",
+        (tmp_path / "errors").read_text(),
+    )
     assert newest_step(tmp_path / "m")
-    with programs.start(*command, "--steps", "4", "--fresh", cwd=ROOT, stdout=programs.PIPE) as process:
+    with programs.start(
+        *command,
+        "--steps",
+        "4",
+        "--fresh",
+        cwd=ROOT,
+        stdout=programs.PIPE,
+    ) as process:
         assert process.stdout is not None
         found = json.loads(process.stdout.read())
     assert (found["steps"], found["ranks"], found["pairs"], found["negatives"]) == (4, 2, 4, 3)

@@ -1,4 +1,6 @@
-"""Many processes compute what one does: training steps under DDP and FSDP2, and regularisers over rows and columns."""
+"""Many processes compute what one does: training steps under DDP and FSDP2, and regularisers over
+rows and columns.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,28 @@ def load(folder: Path, rank: Rank) -> Any:
 
 
 def scores_of(model: Any, texts: list[str], device: torch.device) -> Tensor:
-    """``[B, V]`` of a plain or wrapped model; features are a plain dict, in which FSDP finds the outputs."""
+    """``[B, V]`` of a plain or wrapped model; features are a plain dict, in which FSDP finds the
+    outputs.
+    """
     encoder = model.module if hasattr(model, "module") else model
-    features = {key: value.to(device) for key, value in encoder.preprocess(texts).items() if isinstance(value, Tensor)}
+    features = {
+        key: value.to(device)
+        for key, value in encoder.preprocess(texts).items()
+        if isinstance(value, Tensor)
+    }
     scores: Tensor = model(features)["sentence_embedding"]
     return scores
 
 
 def loss_of(model: Any, texts: list[str], rank: Rank, regularizer: Any) -> Tensor:
-    """A mean over rows, and FLOPS: what one process with all rows computes is the average over the ranks."""
+    """A mean over rows, and FLOPS: what one process with all rows computes is the average over the
+    ranks.
+    """
     scores = scores_of(model, texts, rank.device)
     weights = torch.rand(scores.size(1), generator=torch.Generator().manual_seed(7)).to(scores)
-    return (scores * weights).sum(dim=1).mean() + 0.5 * regularizer.compute_loss_from_embeddings(scores)
+    return (scores * weights).sum(dim=1).mean() + 0.5 * regularizer.compute_loss_from_embeddings(
+        scores,
+    )
 
 
 def my_texts(rank: Rank) -> list[str]:
@@ -57,11 +69,19 @@ def one_process(folder: Path, rank: Rank) -> tuple[float, dict[str, Tensor], Any
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}, model
 
 
-def assert_same_gradients(model: Any, expected: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
-    """Within the gradient budget, on the scale of the largest gradient: some vanish in exact arithmetic."""
+def assert_same_gradients(
+    model: Any,
+    expected: dict[str, Tensor],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Within the gradient budget, on the scale of the largest gradient: some vanish in exact
+    arithmetic.
+    """
     named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
     assert named.keys() == expected.keys()
-    scale = max(gradient.abs().max().item() for gradient in expected.values() if gradient is not None)
+    scale = max(
+        gradient.abs().max().item() for gradient in expected.values() if gradient is not None
+    )
     for name, parameter in named.items():
         gradient = parameter.grad
         if gradient is None or expected[name] is None:
@@ -87,7 +107,8 @@ def ddp_step(rank: Rank, folder: Path, fused: bool) -> None:
     if fused:
         accelerate(model)
     wrapped = torch.nn.parallel.DistributedDataParallel(
-        model, device_ids=None if rank.device.type == "cpu" else [rank.device.index]
+        model,
+        device_ids=None if rank.device.type == "cpu" else [rank.device.index],
     )
     loss = loss_of(wrapped, my_texts(rank), rank, losses.GlobalFlopsLoss())
     loss.backward()
@@ -127,11 +148,16 @@ def fsdp_mixed_precision_step(rank: Rank, folder: Path) -> None:
     expected, model, mesh = accelerated(rank, folder)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     loss_of(model, my_texts(rank), rank, losses.GlobalFlopsLoss()).backward()
-    largest = max(expected, key=lambda name: 0 if expected[name] is None else float(expected[name].norm()))
+    largest = max(
+        expected,
+        key=lambda name: 0 if expected[name] is None else float(expected[name].norm()),
+    )
     gradient = dict(model.named_parameters())[largest].grad
     assert isinstance(gradient, DTensor) and gradient.dtype == torch.float32
     difference = (gradient.full_tensor() - expected[largest]).norm() / expected[largest].norm()
-    assert difference < 0.1, float(difference)  # the whole trunk runs in bf16, in which other tokens may win
+    assert difference < 0.1, float(
+        difference,
+    )  # the whole trunk runs in bf16, in which other tokens may win
 
 
 def fsdp_of_the_head_alone(rank: Rank, folder: Path, reshard: bool) -> None:
@@ -143,7 +169,15 @@ def fsdp_of_the_head_alone(rank: Rank, folder: Path, reshard: bool) -> None:
     fully_shard(model, mesh=mesh)
     if reshard:
         message = r"must be whole when the pooling reads it.*reshard_after_forward=False"
-        refused(RuntimeError, message, loss_of, model, my_texts(rank), rank, losses.GlobalFlopsLoss())
+        refused(
+            RuntimeError,
+            message,
+            loss_of,
+            model,
+            my_texts(rank),
+            rank,
+            losses.GlobalFlopsLoss(),
+        )
         return
     loss_of(model, my_texts(rank), rank, losses.GlobalFlopsLoss()).backward()
     assert_same_gradients(model, expected)
@@ -162,12 +196,22 @@ def accelerating_a_sharded_model(rank: Rank, folder: Path) -> None:
 
 
 def trained_losses(
-    folder: Path, output: Path, batch: int, stream: bool = False, fused: bool = True, **options: Any
+    folder: Path,
+    output: Path,
+    batch: int,
+    stream: bool = False,
+    fused: bool = True,
+    **options: Any,
 ) -> tuple[list[float], set[str]]:
-    """Four steps of the stock trainer on an accelerated model; the losses, and the types of its parameters."""
+    """Four steps of the stock trainer on an accelerated model; the losses, and the types of its
+    parameters.
+    """
     from datasets import Dataset
     from sentence_transformers import SparseEncoder, SparseEncoderTrainer
-    from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
+    from sentence_transformers.sparse_encoder.losses import (
+        SparseMultipleNegativesRankingLoss,
+        SpladeLoss,
+    )
 
     torch.manual_seed(0)
     model = without_dropout(SparseEncoder(str(folder), device="cpu"))
@@ -175,8 +219,16 @@ def trained_losses(
         accelerate(model)
     ranking = SparseMultipleNegativesRankingLoss(model, gather_across_devices=True)
     flops = {f"{side}_regularizer": losses.GlobalFlopsLoss() for side in ("document", "query")}
-    loss = SpladeLoss(model, ranking, document_regularizer_weight=0.3, query_regularizer_weight=0.5, **flops)
-    data = Dataset.from_dict({"anchor": TEXTS, "positive": [" ".join(reversed(text.split())) for text in TEXTS]})
+    loss = SpladeLoss(
+        model,
+        ranking,
+        document_regularizer_weight=0.3,
+        query_regularizer_weight=0.5,
+        **flops,
+    )
+    data = Dataset.from_dict(
+        {"anchor": TEXTS, "positive": [" ".join(reversed(text.split())) for text in TEXTS]},
+    )
     schedule = {"max_steps": 4, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
     arguments = five_steps(output, per_device_train_batch_size=batch, **schedule | options)
     data = data.to_iterable_dataset() if stream else data
@@ -185,11 +237,18 @@ def trained_losses(
     if ahead and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         collate_ahead(trainer)
         assert trainer.data_collator.join
-    return logged_losses(trainer), {type(parameter).__name__ for parameter in trainer.model.parameters()}
+    return logged_losses(trainer), {
+        type(parameter).__name__ for parameter in trainer.model.parameters()
+    }
 
 
 def trainer_run(
-    rank: Rank, folder: Path, output: Path, fsdp: bool = False, stream: bool = False, fused: bool = True
+    rank: Rank,
+    folder: Path,
+    output: Path,
+    fsdp: bool = False,
+    stream: bool = False,
+    fused: bool = True,
 ) -> tuple[list[float], set[str]]:
     """:func:`trained_losses` on this rank's share of the batch, as torchrun would start it.
 
@@ -203,10 +262,22 @@ def trainer_run(
         options["fsdp_config"] = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}
     if stream:  # that of all ranks at once fails in the stock trainer: batches hold words, which it does not broadcast
         options["accelerator_config"] = {"dispatch_batches": False}
-    place = {"RANK": rank.rank, "LOCAL_RANK": rank.rank, "WORLD_SIZE": rank.size, "MASTER_PORT": 29400}
+    place = {
+        "RANK": rank.rank,
+        "LOCAL_RANK": rank.rank,
+        "WORLD_SIZE": rank.size,
+        "MASTER_PORT": 29400,
+    }
     given = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
     with mock.patch.dict(os.environ, given):
-        return trained_losses(folder, output, len(TEXTS) // rank.size - stream, stream, fused, **options)
+        return trained_losses(
+            folder,
+            output,
+            len(TEXTS) // rank.size - stream,
+            stream,
+            fused,
+            **options,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -217,25 +288,38 @@ def one_process_losses(tiny_folder: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize(
     ("job", "args"),
-    [(ddp_step, [False]), (ddp_step, [True]), (fsdp_step, [False]), (fsdp_step, [True]),
-     (fsdp_mixed_precision_step, []), (accelerating_a_sharded_model, [])],
+    [
+        (ddp_step, [False]),
+        (ddp_step, [True]),
+        (fsdp_step, [False]),
+        (fsdp_step, [True]),
+        (fsdp_mixed_precision_step, []),
+        (accelerating_a_sharded_model, []),
+    ],
     ids=lambda each: getattr(each, "__name__", str(each)),
-)  # fmt: skip
+)
 def test_a_step_of_the_tiny_model_equals_one_process(
-    ranks: Ranks, tiny_folder: Path, job: Callable[..., None], args: list[bool]
+    ranks: Ranks,
+    tiny_folder: Path,
+    job: Callable[..., None],
+    args: list[bool],
 ) -> None:
     ranks.run(job, tiny_folder, *args)
 
 
 def test_a_decoder_sharded_alone_is_refused_unless_it_stays_whole_after_its_forward(
-    ranks: Ranks, untied_folder: Path
+    ranks: Ranks,
+    untied_folder: Path,
 ) -> None:
     for reshard in (True, False):
         ranks.run(fsdp_of_the_head_alone, untied_folder, reshard)
 
 
 def test_the_stock_trainer_under_ddp_has_the_losses_of_one_process(
-    ranks: Ranks, tiny_folder: Path, tmp_path: Path, one_process_losses: list[float]
+    ranks: Ranks,
+    tiny_folder: Path,
+    tmp_path: Path,
+    one_process_losses: list[float],
 ) -> None:
     tolerance = 1e-4 if ranks.device_type == "cpu" else 1e-3  # the one process runs on the CPU
     for found, _ in ranks.run(trainer_run, tiny_folder, tmp_path):
@@ -243,16 +327,23 @@ def test_the_stock_trainer_under_ddp_has_the_losses_of_one_process(
 
 
 def test_streamed_training_data_give_the_losses_of_the_stock_model(
-    ranks: Ranks, tiny_folder: Path, tmp_path: Path
+    ranks: Ranks,
+    tiny_folder: Path,
+    tmp_path: Path,
 ) -> None:
-    stock, fused = (ranks.run(trainer_run, tiny_folder, tmp_path, False, True, fused) for fused in (False, True))
+    stock, fused = (
+        ranks.run(trainer_run, tiny_folder, tmp_path, False, True, fused) for fused in (False, True)
+    )
     for (found, _), (expected, _) in zip(fused, stock, strict=True):
         assert len(found) == 4 and found == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.gpu
 def test_the_stock_trainer_under_fsdp2_has_the_losses_of_one_process(
-    two_gpus: Ranks, tiny_folder: Path, tmp_path: Path, one_process_losses: list[float]
+    two_gpus: Ranks,
+    tiny_folder: Path,
+    tmp_path: Path,
+    one_process_losses: list[float],
 ) -> None:
     for found, types in two_gpus.run(trainer_run, tiny_folder, tmp_path, True):
         assert found == pytest.approx(one_process_losses, rel=1e-3)
@@ -269,7 +360,9 @@ def regularizers(group: Any) -> dict[str, losses.Regularizer]:
         "l1": losses.L1Loss(group=group),
         "anti-zero": losses.AntiZeroLoss(group=group),
         "df-flops": losses.DFFlopsLoss(refresh_every=1, group=group),
-        "sum": losses.RegularizerSum([(losses.L1Loss(group=group), 0.3), (losses.GlobalFlopsLoss(group=group), 2.0)]),
+        "sum": losses.RegularizerSum(
+            [(losses.L1Loss(group=group), 0.3), (losses.GlobalFlopsLoss(group=group), 2.0)],
+        ),
     }
 
 
@@ -324,11 +417,15 @@ def vocabulary_shards_give_the_value_and_gradient_of_the_whole(rank: Rank) -> No
             expected = loss.compute_loss_from_embeddings(whole)
             expected.backward()
             sharded = sharded_columns(whole, mesh, placements)
-            value = regularizers("world")[name].compute_loss_from_embeddings(sharded)  # the mesh is the world
+            value = regularizers("world")[name].compute_loss_from_embeddings(
+                sharded,
+            )  # the mesh is the world
             assert not isinstance(value, DTensor)
             value.backward()
             assert_within_budget(value.detach(), expected.detach(), name=name)
-            if Version(torch.__version__) >= Version("2.13"):  # older ones choose the placements of a gradient
+            if Version(torch.__version__) >= Version(
+                "2.13",
+            ):  # older ones choose the placements of a gradient
                 assert sharded.grad.placements == tuple(placements)
             assert_within_budget(sharded.grad.full_tensor(), whole.grad, kind="gradient", name=name)
 
@@ -336,7 +433,11 @@ def vocabulary_shards_give_the_value_and_gradient_of_the_whole(rank: Rank) -> No
 def rows_and_columns_can_both_be_spread(rank: Rank) -> None:
     """dp over all ranks with a tp dimension of one, and the other way round."""
     for dp in (1, rank.size):
-        mesh = init_device_mesh(rank.device.type, (dp, rank.size // dp), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(
+            rank.device.type,
+            (dp, rank.size // dp),
+            mesh_dim_names=("dp", "tp"),
+        )
         encoder, features, mine = problem(rank)
         scores = encoder(features).detach()
         expected = losses.flops(scores)
@@ -349,7 +450,13 @@ def unclear_ranks_are_refused(rank: Rank) -> None:
     mesh = init_device_mesh(rank.device.type, (1, rank.size), mesh_dim_names=("dp", "tp"))["dp"]
     scores = torch.ones(2, 3, device=rank.device)
     columns, rows = (sharded_columns(scores, mesh, [Shard(dim)]) for dim in (1, 0))
-    refused(ValueError, r"group must name the ranks.*mesh\['dp'\].get_group\(\)", losses.flops, columns, group="world")
+    refused(
+        ValueError,
+        r"group must name the ranks.*mesh\['dp'\].get_group\(\)",
+        losses.flops,
+        columns,
+        group="world",
+    )
     refused(ValueError, r"scores must be Shard\(1\)", losses.flops, rows, group=None)
 
 
@@ -364,11 +471,17 @@ def document_frequencies_are_those_of_all_ranks(rank: Rank) -> None:
 
 
 JOBS = [
-    averaged_gradients_are_those_of_all_rows, vocabulary_shards_give_the_value_and_gradient_of_the_whole,
-    rows_and_columns_can_both_be_spread, unclear_ranks_are_refused, document_frequencies_are_those_of_all_ranks,
-]  # fmt: skip
+    averaged_gradients_are_those_of_all_rows,
+    vocabulary_shards_give_the_value_and_gradient_of_the_whole,
+    rows_and_columns_can_both_be_spread,
+    unclear_ranks_are_refused,
+    document_frequencies_are_those_of_all_ranks,
+]
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-def test_regularizers_over_rows_and_columns_of_ranks(ranks: Ranks, job: Callable[[Rank], None]) -> None:
+def test_regularizers_over_rows_and_columns_of_ranks(
+    ranks: Ranks,
+    job: Callable[[Rank], None],
+) -> None:
     ranks.run(job)

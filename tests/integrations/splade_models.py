@@ -21,8 +21,8 @@ from tests.recipes.small import TEXTS, tiny_network
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.integrations.transformers import one_gpu
 
-# fp32: both sides evaluate the same dot products of up to 384 terms in another order (about sqrt(384) eps = 2e-6
-# relative), and gradients sum some tens of them
+# fp32: both sides evaluate the same dot products of up to 384 terms in another order (about
+# sqrt(384) eps = 2e-6 relative), and gradients sum some tens of them
 FP32_BUDGET = 1e-5
 
 needs_all_causal_logits = pytest.mark.skipif(
@@ -39,12 +39,22 @@ CAUSAL_OPTIONS: dict[str, Any] = {
 
 
 def five_steps(folder: Path, **options: Any) -> Any:
-    """Arguments of a short training run on the CPU that logs the loss of each step; ``options`` take their place."""
+    """Arguments of a short training run on the CPU that logs the loss of each step; ``options``
+    take their place.
+    """
     settings: dict[str, Any] = {
-        "max_steps": 5, "per_device_train_batch_size": 4, "learning_rate": 5e-5, "logging_steps": 1,
-        "logging_nan_inf_filter": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
-        "use_cpu": True, "seed": 3, "dataloader_pin_memory": False,
-    }  # fmt: skip
+        "max_steps": 5,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 5e-5,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 3,
+        "dataloader_pin_memory": False,
+    }
     return one_gpu(SparseEncoderTrainingArguments)(str(folder), **settings | options)
 
 
@@ -55,11 +65,15 @@ def logged_losses(trainer: Any) -> list[float]:
 
 
 def build_tiny_splade(
-    kind: str, tokenizer_folder: Path, pooling: SpladePooling | None = None, **options: Any
+    kind: str,
+    tokenizer_folder: Path,
+    pooling: SpladePooling | None = None,
+    **options: Any,
 ) -> SparseEncoder:
     """A SparseEncoder around :func:`tiny_network`, on the CPU, with the real tokenizer."""
     return SparseEncoder(
-        modules=[tiny_transformer(kind, tokenizer_folder, **options), pooling or SpladePooling()], device="cpu"
+        modules=[tiny_transformer(kind, tokenizer_folder, **options), pooling or SpladePooling()],
+        device="cpu",
     )
 
 
@@ -92,9 +106,13 @@ def without_dropout(model: Any) -> Any:
 
 
 def scores_and_gradients(
-    model: SparseEncoder, decided: Tensor | None = None, texts: list[str] = TEXTS
+    model: SparseEncoder,
+    decided: Tensor | None = None,
+    texts: list[str] = TEXTS,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Scores ``[B, V]``, and every parameter's gradient of a fixed weighted sum of those that are ``decided``."""
+    """Scores ``[B, V]``, and every parameter's gradient of a fixed weighted sum of those that are
+    ``decided``.
+    """
     model.zero_grad(set_to_none=True)
     scores = model(model.preprocess(texts))["sentence_embedding"]
     weights = torch.rand(scores.shape, generator=torch.Generator().manual_seed(7))
@@ -108,9 +126,9 @@ def scores_and_gradients(
 def decided_columns(stock: SparseEncoder, texts: list[str] = TEXTS) -> Tensor:
     """``[B, V]`` bool: where rounding cannot choose the gradient's address.
 
-    That is where one token wins, and no logit lies at the kink of relu, by more than 1e-4 of the logits, some hundred
-    times what rounding makes of them. Elsewhere the evaluation order chooses, and stock itself does: log1p rounds
-    unequal logits to equal ones.
+    That is where one token wins, and no logit lies at the kink of relu, by more than 1e-4 of the
+    logits, some hundred times what rounding makes of them. Elsewhere the evaluation order chooses,
+    and stock itself does: log1p rounds unequal logits to equal ones.
     """
     with torch.no_grad():
         features = stock[0](stock.preprocess(texts))
@@ -122,7 +140,9 @@ def decided_columns(stock: SparseEncoder, texts: list[str] = TEXTS) -> Tensor:
 
 
 def assert_close(got: Tensor, expected: Tensor, budget: float, name: str = "scores") -> None:
-    """``got`` may differ from ``expected`` by ``budget`` times the largest magnitude in ``expected``."""
+    """``got`` may differ from ``expected`` by ``budget`` times the largest magnitude in
+    ``expected``.
+    """
     assert got.shape == expected.shape and got.dtype == expected.dtype, name
     scale = expected.abs().max().item()
     error = (got.double() - expected.double()).abs().max().item()
@@ -130,10 +150,12 @@ def assert_close(got: Tensor, expected: Tensor, budget: float, name: str = "scor
 
 
 def assert_same_training(stock: SparseEncoder, fused: SparseEncoder) -> None:
-    """Scores and gradients of both models are those of an exact one but for rounding, for the same parameters in both.
+    """Scores and gradients of both models are those of an exact one but for rounding, for the same
+    parameters in both.
 
-    What rounding may do to each tensor is measured (:mod:`rounding_noise`). The stock model is held to it too: a model
-    of rounding that a known implementation does not keep says nothing of another.
+    What rounding may do to each tensor is measured (:mod:`rounding_noise`). The stock model is held
+    to it too: a model of rounding that a known implementation does not keep says nothing of
+    another.
     """
     decided = decided_columns(stock)
     assert decided.float().mean() > 0.5

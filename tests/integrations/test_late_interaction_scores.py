@@ -1,4 +1,6 @@
-"""Scores of PyLate and colpali-engine equal their formulas; tests/peers compares with the real packages."""
+"""Scores of PyLate and colpali-engine equal their formulas; tests/peers compares with the real
+packages.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,24 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def pylate_formula(
-    name: str, queries: Tensor, documents: Tensor, query_mask: Any = None, document_mask: Any = None
+    name: str,
+    queries: Tensor,
+    documents: Tensor,
+    query_mask: Any = None,
+    document_mask: Any = None,
 ) -> Tensor:
-    """What PyLate 1.6 computes with its torch backend, in one formula: masks multiply before the maximum."""
+    """What PyLate 1.6 computes with its torch backend, in one formula: masks multiply before the
+    maximum.
+    """
     if name == "colbert_kd_scores":
         sims = torch.einsum("ash,abth->abst", queries, documents)
         document_mask = None if document_mask is None else document_mask[:, :, None]
     else:
         documents = documents.flatten(0, -3) if name == "ColBERTScores" else documents
         sims = torch.einsum("ash,bth->abst", queries, documents)
-        document_mask = None if document_mask is None else document_mask.reshape(1, len(documents), 1, -1)
+        document_mask = (
+            None if document_mask is None else document_mask.reshape(1, len(documents), 1, -1)
+        )
     if query_mask is not None:
         sims = sims * query_mask[:, None, :, None]
     if document_mask is not None:
@@ -40,7 +50,11 @@ def pylate_formula(
 
 def colpali_formula(name: str, query: Tensor, doc: Tensor, tau: float | None = None) -> Tensor:
     """What colpali-engine 0.3.18 computes with its torch backend."""
-    sims = torch.einsum("bnd,csd->bcns" if name == "maxsim_inbatch" else "bnd,bksd->bkns", query, doc)
+    sims = torch.einsum(
+        "bnd,csd->bcns" if name == "maxsim_inbatch" else "bnd,bksd->bkns",
+        query,
+        doc,
+    )
     best = sims.amax(dim=3) if tau is None else tau * torch.logsumexp(sims / tau, dim=3)
     return best.sum(dim=2)
 
@@ -53,7 +67,11 @@ def function(name: str) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("name", PYLATE)
-def test_scores_and_gradients_equal_the_formula_of_pylate(name: str, masks: str, device: str) -> None:
+def test_scores_and_gradients_equal_the_formula_of_pylate(
+    name: str,
+    masks: str,
+    device: str,
+) -> None:
     expected = results(lambda *a: pylate_formula(name, *a), masked(name, masks))
     arguments, budget = masked(name, masks, device=device), BUDGET if device == "cpu" else 1e-4
     assert_equal(results(function(name), arguments), expected, budget)
@@ -64,16 +82,29 @@ def test_scores_and_gradients_equal_the_formula_of_pylate(name: str, masks: str,
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tau", [None, 0.1, 1.0])
 @pytest.mark.parametrize("name", COLPALI)
-def test_scores_and_gradients_equal_the_formula_of_colpali_engine(name: str, tau: float | None, device: str) -> None:
+def test_scores_and_gradients_equal_the_formula_of_colpali_engine(
+    name: str,
+    tau: float | None,
+    device: str,
+) -> None:
     expected = results(lambda *a: colpali_formula(name, *a, tau=tau), padded(name), padding=True)
     for impl in ("auto", "reference") if device == "cpu" else ("auto",):
-        found = results(function(name), padded(name, device=device), padding=True, tau=tau, impl=impl)
+        found = results(
+            function(name),
+            padded(name, device=device),
+            padding=True,
+            tau=tau,
+            impl=impl,
+        )
         assert_equal(found, expected, BUDGET if device == "cpu" else 1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", [*PYLATE, *COLPALI])
-def test_scores_are_fp32_from_half_precision_and_fp64_from_fp64(name: str, dtype: torch.dtype) -> None:
+def test_scores_are_fp32_from_half_precision_and_fp64_from_fp64(
+    name: str,
+    dtype: torch.dtype,
+) -> None:
     arguments = padded(name, dtype) if name in COLPALI else masked(name, "bool", dtype)
     formula = colpali_formula if name in COLPALI else pylate_formula
     scores = function(name)(*arguments)
@@ -115,7 +146,10 @@ def test_a_floating_mask_is_differentiated(name: str) -> None:
     arguments = masked(name, "weights", torch.float64)
     masks = [mask.double().requires_grad_() for mask in arguments[2:]]
     found = torch.autograd.grad(function(name)(*arguments[:2], *masks).square().sum(), masks)
-    expected = torch.autograd.grad(pylate_formula(name, *arguments[:2], *masks).square().sum(), masks)
+    expected = torch.autograd.grad(
+        pylate_formula(name, *arguments[:2], *masks).square().sum(),
+        masks,
+    )
     for mine, truth, mask in zip(found, expected, masks, strict=True):
         torch.testing.assert_close(mine[mask != 0], truth[mask != 0])  # at 0 similarities tie
 
@@ -133,23 +167,36 @@ def test_the_pairwise_form_is_differentiable_and_takes_sequences_of_any_length()
     queries = [torch.randn(n, 16, generator=generator, requires_grad=True) for n in (3, 1, 5)]
     documents = [torch.randn(n, 16, generator=generator, requires_grad=True) for n in (7, 2, 9)]
     scores = pylate.colbert_scores_pairwise(queries, documents)
-    expected = torch.stack([(q @ d.T).amax(dim=-1).sum() for q, d in zip(queries, documents, strict=True)])
+    expected = torch.stack(
+        [(q @ d.T).amax(dim=-1).sum() for q, d in zip(queries, documents, strict=True)],
+    )
     weights = torch.tensor([1.0, -2.0, 0.5])
-    found, truth = (torch.autograd.grad(s, [*queries, *documents], weights) for s in (scores, expected))
+    found, truth = (
+        torch.autograd.grad(s, [*queries, *documents], weights) for s in (scores, expected)
+    )
     assert_equal([scores, *found], [expected, *truth])
     arrays = [[item.detach().numpy() for item in side] for side in (queries, documents)]
     assert_equal([pylate.colbert_scores_pairwise(*arrays)], [expected])
     filled = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)  # rows of zeros take part
     mixed = pylate.colbert_scores_pairwise(queries, filled)
-    assert_equal([mixed], [torch.stack([(q @ d.T).amax(-1).sum() for q, d in zip(queries, filled, strict=True)])])
+    assert_equal(
+        [mixed],
+        [torch.stack([(q @ d.T).amax(-1).sum() for q, d in zip(queries, filled, strict=True)])],
+    )
 
 
 def test_lists_and_arrays_are_taken_as_pylate_takes_them() -> None:
-    queries = [[[1.0], [0.0], [0.0], [0.0]], [[0.0], [2.0], [0.0], [0.0]], [[0.0], [0.0], [3.0], [0.0]]]
+    queries = [
+        [[1.0], [0.0], [0.0], [0.0]],
+        [[0.0], [2.0], [0.0], [0.0]],
+        [[0.0], [0.0], [3.0], [0.0]],
+    ]
     documents = [[[10.0], [0.0], [1.0]], [[0.0], [100.0], [10.0]], [[1.0], [0.0], [1000.0]]]
     document_mask = torch.tensor([[1.0, 1, 1], [1, 0, 1], [1, 1, 1]])
     query_mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 1]])
-    expected = torch.tensor([[10.0, 10, 1000], [20, 20, 2000], [0, 0, 0]])  # from PyLate's documentation
+    expected = torch.tensor(
+        [[10.0, 10, 1000], [20, 20, 2000], [0, 0, 0]],
+    )  # from PyLate's documentation
     arrays = [torch.tensor(side).numpy() for side in (queries, documents)]
     arrays[1].flags.writeable = False
     for a, b in ((queries, documents), arrays, (list(arrays[0]), list(arrays[1]))):
@@ -173,27 +220,53 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     queries, documents, query_mask, document_mask = masked("colbert_scores", "bool")
     query, doc = padded("maxsim_kd")
     scores, pairwise, every, kd = (
-        pylate.colbert_scores, pylate.colbert_scores_pairwise, colpali.maxsim_inbatch, colpali.maxsim_kd
-    )  # fmt: skip
+        pylate.colbert_scores,
+        pylate.colbert_scores_pairwise,
+        colpali.maxsim_inbatch,
+        colpali.maxsim_kd,
+    )
     cases: list[tuple[type[Exception], str, Callable[[], Tensor]]] = [
-        (ValueError, r"documents_embeddings must have shape \[B, L, D\], got \[9, 16\]",
-         lambda: scores(queries, documents[0])),
-        (ValueError, r"documents_mask must have shape \[4, 9\].*got \[4, 8\]",
-         lambda: scores(queries, documents, query_mask, document_mask[:, 1:])),
-        (ValueError, r"backend must be None or one of 'auto'.*got 'flash'",
-         lambda: scores(queries, documents, backend="flash")),
+        (
+            ValueError,
+            r"documents_embeddings must have shape \[B, L, D\], got \[9, 16\]",
+            lambda: scores(queries, documents[0]),
+        ),
+        (
+            ValueError,
+            r"documents_mask must have shape \[4, 9\].*got \[4, 8\]",
+            lambda: scores(queries, documents, query_mask, document_mask[:, 1:]),
+        ),
+        (
+            ValueError,
+            r"backend must be None or one of 'auto'.*got 'flash'",
+            lambda: scores(queries, documents, backend="flash"),
+        ),
         (RuntimeError, "impl='triton'", lambda: scores(queries, documents, backend="triton")),
-        (ValueError, "queries_embeddings must hold at least one sequence, got an empty list",
-         lambda: pairwise([], documents)),
-        (ValueError, r"must hold sequences of shape \[L, D\], got one of shape \[16\]",
-         lambda: pairwise(list(queries), list(documents[0]))),
+        (
+            ValueError,
+            "queries_embeddings must hold at least one sequence, got an empty list",
+            lambda: pairwise([], documents),
+        ),
+        (
+            ValueError,
+            r"must hold sequences of shape \[L, D\], got one of shape \[16\]",
+            lambda: pairwise(list(queries), list(documents[0])),
+        ),
         (ValueError, "as many as queries", lambda: pairwise(queries, documents)),
-        (ValueError, r"doc must have shape \[B, L, D\], got \[3, 2, 9, 16\]", lambda: every(query, doc)),
-        (ValueError, r"doc must have shape \[B, N, L, D\], got \[3, 9, 16\]", lambda: kd(query, doc[:, 0])),
+        (
+            ValueError,
+            r"doc must have shape \[B, L, D\], got \[3, 2, 9, 16\]",
+            lambda: every(query, doc),
+        ),
+        (
+            ValueError,
+            r"doc must have shape \[B, N, L, D\], got \[3, 9, 16\]",
+            lambda: kd(query, doc[:, 0]),
+        ),
         (TypeError, r"query must be a torch\.Tensor, got list", lambda: every([query], doc[:, 0])),
         (ValueError, "temperature must be a positive", lambda: every(query, doc[:, 0], tau=0.0)),
         (RuntimeError, "impl='triton'", lambda: every(query, doc[:, 0], impl="triton")),
-    ]  # fmt: skip
+    ]
     for error, message, call in cases:
         refused(error, message, call)
 
@@ -202,7 +275,11 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     ("module", "package", "requirement"),
     [(pylate, "pylate", "pylate>=1.6"), (colpali, "colpali_engine", "colpali-engine>=0.3.18")],
 )
-def test_without_the_package_its_acceleration_says_what_to_install(module: Any, package: str, requirement: str) -> None:
+def test_without_the_package_its_acceleration_says_what_to_install(
+    module: Any,
+    package: str,
+    requirement: str,
+) -> None:
     if importlib.util.find_spec(package) is None:
         refused(ImportError, f'pip install "{requirement}"', module.accelerate)
     assert not module.is_accelerated()

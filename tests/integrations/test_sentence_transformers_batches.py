@@ -1,4 +1,6 @@
-"""Batches on their way from a data loader to an accelerated model: streamed, cut, merged, counted in model cards."""
+"""Batches on their way from a data loader to an accelerated model: streamed, cut, merged, counted
+in model cards.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +24,44 @@ from tests.integrations.splade_models import (
     logged_losses,
     without_dropout,
 )
-from tests.integrations.test_sentence_transformers_packed import PAIRS, assert_same, gradients_of, splade_loss
+from tests.integrations.test_sentence_transformers_packed import (
+    PAIRS,
+    assert_same,
+    gradients_of,
+    splade_loss,
+)
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead, encode_sparse
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 from tilefold.integrations.sentence_transformers.packed_inputs import pack_features, packed_inputs
 
 FIVE = PAIRS.select(range(5))  # a batch of 4, and one of 1
-LABELLED = FIVE.add_column("negative", [f"no {text}" for text in FIVE["anchor"]]).add_column("label", [0.1, 1, 2, 3, 4])
+LABELLED = FIVE.add_column("negative", [f"no {text}" for text in FIVE["anchor"]]).add_column(
+    "label",
+    [0.1, 1, 2, 3, 4],
+)
 
 
 def forwards_of(model: Any) -> list[int]:
-    """Grows with every forward of the encoder, by the number of its rows: 1 where tokens are packed."""
+    """Grows with every forward of the encoder, by the number of its rows: 1 where tokens are
+    packed.
+    """
     runs: list[int] = []
-    model[0].model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: runs.append(ids[0].size(0)))
+    model[0].model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, ids: runs.append(ids[0].size(0)),
+    )
     return runs
 
 
 @pytest.mark.parametrize(
     ("dispatch", "split", "streamed", "data"),
     [
-        (None, False, True, FIVE),  # the default: Hugging Face's accelerate cuts the batches of a stream
+        (
+            None,
+            False,
+            True,
+            FIVE,
+        ),  # the default: Hugging Face's accelerate cuts the batches of a stream
         (None, False, True, LABELLED),
         (None, True, True, FIVE),
         (True, False, False, FIVE),
@@ -50,7 +69,12 @@ def forwards_of(model: Any) -> list[int]:
     ],
 )
 def test_batches_that_a_loader_cuts_give_the_losses_of_the_stock_model(
-    dispatch: bool | None, split: bool, streamed: bool, data: Dataset, tiny: SparseEncoder, tmp_path: Path
+    dispatch: bool | None,
+    split: bool,
+    streamed: bool,
+    data: Dataset,
+    tiny: SparseEncoder,
+    tmp_path: Path,
 ) -> None:
     results, runs = [], []
     for fused in (False, True):
@@ -64,25 +88,45 @@ def test_batches_that_a_loader_cuts_give_the_losses_of_the_stock_model(
             loss = SpladeLoss(model, SparseMarginMSELoss(model), 3e-3, 5e-3)
         given = data.to_iterable_dataset() if streamed else data
         arguments = five_steps(tmp_path, max_steps=3, accelerator_config=how)
-        trainer = SparseEncoderTrainer(model, args=arguments, train_dataset=given, eval_dataset=given, loss=loss)
+        trainer = SparseEncoderTrainer(
+            model,
+            args=arguments,
+            train_dataset=given,
+            eval_dataset=given,
+            loss=loss,
+        )
         results.append([*logged_losses(trainer), trainer.evaluate()["eval_loss"]])
     assert len(results[1]) == 4 and results[1] == pytest.approx(results[0], rel=1e-4)
     assert set(runs) == {1}
 
 
-def test_packed_features_are_not_cut_and_trainers_that_cut_collate_nothing(tiny: SparseEncoder, tmp_path: Path) -> None:
+def test_packed_features_are_not_cut_and_trainers_that_cut_collate_nothing(
+    tiny: SparseEncoder,
+    tmp_path: Path,
+) -> None:
     accelerate(tiny)
     with packed_inputs():
         whole = tiny.preprocess(TEXTS)
-    cut = {key: value[:1] if isinstance(value, torch.Tensor) else value for key, value in whole.items()}
+    cut = {
+        key: value[:1] if isinstance(value, torch.Tensor) else value for key, value in whole.items()
+    }
     refused(ValueError, "must hold all offsets of their sequences, got 0 sequences", tiny, cut)
     arguments = five_steps(tmp_path, accelerator_config={"dispatch_batches": True})
-    trainer = SparseEncoderTrainer(tiny, args=arguments, train_dataset=PAIRS, loss=splade_loss(tiny))
+    trainer = SparseEncoderTrainer(
+        tiny,
+        args=arguments,
+        train_dataset=PAIRS,
+        loss=splade_loss(tiny),
+    )
     refused(ValueError, "dispatch_batches must not be True", collate_ahead, trainer)
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_holes_and_captures_run_padded(captured: bool, tiny: SparseEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holes_and_captures_run_padded(
+    captured: bool,
+    tiny: SparseEncoder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = tiny.eval()
     features = model.preprocess(TEXTS)
     if not captured:
@@ -111,7 +155,10 @@ def test_padding_is_taken_out_with_one_answer_from_the_device(rows: list[list[in
     ids = torch.arange(mask.numel()).view_as(mask) + 7
     types = ids % 2
     with torch.profiler.profile() as ran:
-        found = pack_features({"input_ids": ids, "attention_mask": mask, "token_type_ids": types}, None)
+        found = pack_features(
+            {"input_ids": ids, "attention_mask": mask, "token_type_ids": types},
+            None,
+        )
     assert found["input_ids"].tolist() == [ids[mask == 1].tolist()]
     assert found["cu_seq_lens_q"].tolist() == [0, *mask.sum(1).cumsum(0).tolist()]
     assert found["max_length_q"] == mask.sum(1).max()
@@ -123,7 +170,10 @@ def test_padding_is_taken_out_with_one_answer_from_the_device(rows: list[list[in
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_columns_of_documents_go_through_the_encoder_together(cached: bool, tiny: SparseEncoder) -> None:
+def test_columns_of_documents_go_through_the_encoder_together(
+    cached: bool,
+    tiny: SparseEncoder,
+) -> None:
     documents = [[f"{text} {place}" for text in PAIRS["positive"]] for place in "abcd"]
     results, counts = [], []
     for fused in (False, True):
@@ -173,24 +223,36 @@ def test_a_short_limit_hides_no_disagreement_from_the_check(tokenizer_folder: Pa
 
 
 def without_special_tokens(model: Any) -> Any:
-    model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A",
+        pair="$A $B",
+        special_tokens=[],
+    )
     return model
 
 
 @pytest.mark.filterwarnings("ignore:MPNetForMaskedLM runs on padded")
 @pytest.mark.parametrize("kind", ["roberta", "mpnet"])  # packed, padded
-def test_texts_without_tokens_have_rows_of_zeros_and_gradients(kind: str, tokenizer_folder: Path) -> None:
+def test_texts_without_tokens_have_rows_of_zeros_and_gradients(
+    kind: str,
+    tokenizer_folder: Path,
+) -> None:
     model = without_special_tokens(without_dropout(build_tiny_splade(kind, tokenizer_folder)))
     texts = ["fox fox", " ", "", "a"]
     full = model.encode(["fox fox", "a"]).to_dense()
     accelerate(model)
-    found = [model.encode(texts, batch_size=2).to_dense(), encode_sparse(model, texts, batch_size=1).to_dense()]
+    found = [
+        model.encode(texts, batch_size=2).to_dense(),
+        encode_sparse(model, texts, batch_size=1).to_dense(),
+    ]
     if kind == "roberta":
         found.append(torch.stack([model.encode(text).to_dense() for text in texts]))
         found.append(encode_sparse(model, texts * 9).to_dense()[:4])
         columns = [model.preprocess(column) for column in (["", " "], ["a list", "b"])]
         value, gradients = gradients_of(model, splade_loss(model), columns)
-        assert 0 < value < float("inf") and all(gradient.isfinite().all() for gradient in gradients.values())
+        assert 0 < value < float("inf") and all(
+            gradient.isfinite().all() for gradient in gradients.values()
+        )
     for rows in found:
         assert_close(rows[[0, 3]], full, 1e-5)
         assert not rows[1:3].any()
@@ -198,15 +260,28 @@ def test_texts_without_tokens_have_rows_of_zeros_and_gradients(kind: str, tokeni
 
 @needs_stock
 def test_texts_without_tokens_have_no_vectors() -> None:
-    from sentence_transformers.multi_vector_encoder.losses import MultiVectorMultipleNegativesRankingLoss
+    from sentence_transformers.multi_vector_encoder.losses import (
+        MultiVectorMultipleNegativesRankingLoss,
+    )
 
     model = without_special_tokens(build_colbert())
     accelerate(model)
     texts = ["fox fox", " ", "", "a"]
     for size in (1, 2, 3, 4):
-        assert [len(found) for found in model.encode_document(texts, batch_size=size)] == [2, 0, 0, 1]
+        assert [len(found) for found in model.encode_document(texts, batch_size=size)] == [
+            2,
+            0,
+            0,
+            1,
+        ]
     assert model.encode_query([""])[0].shape == (0, 48)
-    columns = [model.preprocess(column, task=task) for column, task in ((["a", "b"], "query"), (["", ""], "document"))]
-    loss = MultiVectorMultipleNegativesRankingLoss(model, similarity_fct=colbert_scores)(columns, None)
+    columns = [
+        model.preprocess(column, task=task)
+        for column, task in ((["a", "b"], "query"), (["", ""], "document"))
+    ]
+    loss = MultiVectorMultipleNegativesRankingLoss(model, similarity_fct=colbert_scores)(
+        columns,
+        None,
+    )
     loss.backward()
     assert loss.isfinite()

@@ -20,7 +20,12 @@ from tests.kernels import NEEDS_INTERPRETER
 from tests.processes import ROOT, environment
 from tests.recipes.small import VOCABULARY, small_masked_lm
 from tests.refusals import refused
-from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore
+from tilefold.integrations.sentence_transformers import (
+    accelerate,
+    encode_sparse,
+    is_accelerated,
+    restore,
+)
 from tilefold.integrations.sentence_transformers.packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers.stream import TextStream
 from tilefold.recipes.colbert import ColbertRecipe
@@ -36,7 +41,12 @@ def late_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=[False, True], ids=["packed", "expanded queries"])
 def late(late_folder: Path, request: pytest.FixtureRequest) -> Any:
-    recipe = ColbertRecipe(base_model=str(late_folder), dimension=16, max_length=24, expand_queries=request.param)
+    recipe = ColbertRecipe(
+        base_model=str(late_folder),
+        dimension=16,
+        max_length=24,
+        expand_queries=request.param,
+    )
     return recipe.start().to("cpu")
 
 
@@ -66,22 +76,36 @@ def test_rows_are_those_of_encode_in_the_order_of_the_texts(model: SparseEncoder
 
 
 def test_rows_carry_the_vocabulary_into_vectors(model: SparseEncoder) -> None:
-    vectors = SparseVectors.from_torch([f"d{i}" for i in range(len(TEXTS))], encode_sparse(model, TEXTS))
+    vectors = SparseVectors.from_torch(
+        [f"d{i}" for i in range(len(TEXTS))],
+        encode_sparse(model, TEXTS),
+    )
     assert vectors.fingerprint == vocabulary_fingerprint(model.tokenizer) is not None
     model.tokenizer.add_tokens(["entirely-new"])
-    assert vocabulary_fingerprint(model.tokenizer) != vectors.fingerprint, "remembered for as many tokens only"
+    assert vocabulary_fingerprint(model.tokenizer) != vectors.fingerprint, (
+        "remembered for as many tokens only"
+    )
 
 
-def test_an_accelerated_model_and_its_copies_carry_the_encoding_of_a_batch(model: SparseEncoder) -> None:
+def test_an_accelerated_model_and_its_copies_carry_the_encoding_of_a_batch(
+    model: SparseEncoder,
+) -> None:
     accelerate(model)
     expected = model.encode_sparse_batch(TEXTS, task="document", top_k=8)
     # in another order of the texts, whose products may round otherwise
-    assert_close(encode_sparse(model, TEXTS, task="document", top_k=8).to_dense(), expected.to_dense(), 1e-5)
+    assert_close(
+        encode_sparse(model, TEXTS, task="document", top_k=8).to_dense(),
+        expected.to_dense(),
+        1e-5,
+    )
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.transformers_model.get_output_embeddings().bias.add_(1.0)
     assert (twin.encode_sparse_batch(TEXTS).values().sum() > expected.values().sum()).all()
-    assert torch.equal(model.encode_sparse_batch(TEXTS, task="document", top_k=8).to_dense(), expected.to_dense())
+    assert torch.equal(
+        model.encode_sparse_batch(TEXTS, task="document", top_k=8).to_dense(),
+        expected.to_dense(),
+    )
     restore(model)
     assert not hasattr(model, "encode_sparse_batch")
 
@@ -100,37 +124,70 @@ def test_top_k_and_min_weight_prune_and_the_model_may_say_how_many(model: Sparse
 
 def test_prompts_are_those_of_encode(model: SparseEncoder) -> None:
     model.prompts = {"query": "find: ", "passage": "text: ", "other": "other: "}
-    assert_close(encode_sparse(model, TEXTS, task="query").to_dense(), model.encode_query(TEXTS).to_dense(), 1e-5)
-    assert_close(encode_sparse(model, TEXTS, task="document").to_dense(), model.encode_document(TEXTS).to_dense(), 1e-5)
+    assert_close(
+        encode_sparse(model, TEXTS, task="query").to_dense(),
+        model.encode_query(TEXTS).to_dense(),
+        1e-5,
+    )
+    assert_close(
+        encode_sparse(model, TEXTS, task="document").to_dense(),
+        model.encode_document(TEXTS).to_dense(),
+        1e-5,
+    )
     other = model.encode(TEXTS, prompt_name="other").to_dense()
     assert_close(encode_sparse(model, TEXTS, prompt_name="other").to_dense(), other, 1e-5)
     assert_close(encode_sparse(model, TEXTS, prompt="other: ").to_dense(), other, 1e-5)
 
 
 def test_wrong_arguments_name_themselves(model: SparseEncoder) -> None:
-    with pytest.raises(TypeError, match=r"texts must be a sequence of strings, got one string; pass \[text\]"):
+    with pytest.raises(
+        TypeError,
+        match=r"texts must be a sequence of strings, got one string; pass \[text\]",
+    ):
         encode_sparse(model, "one text")
-    refused(ValueError, "batch_size must be a positive integer, got 0", encode_sparse, model, TEXTS, batch_size=0)
+    refused(
+        ValueError,
+        "batch_size must be a positive integer, got 0",
+        encode_sparse,
+        model,
+        TEXTS,
+        batch_size=0,
+    )
     with pytest.raises(ValueError, match=r"prompt_name must be one of .*got 'missing'"):
         encode_sparse(model, TEXTS, prompt_name="missing")
 
 
 OF_ROWS: list[dict[str, Any]] = [
-    {}, {"batch_size": 5}, {"max_active_dims": 6}, {"convert_to_sparse_tensor": False}, {"task": "document"},
-    {"convert_to_tensor": False, "save_to_cpu": True}, {"prompt": "find: ", "show_progress_bar": True},
-]  # fmt: skip
+    {},
+    {"batch_size": 5},
+    {"max_active_dims": 6},
+    {"convert_to_sparse_tensor": False},
+    {"task": "document"},
+    {"convert_to_tensor": False, "save_to_cpu": True},
+    {"prompt": "find: ", "show_progress_bar": True},
+]
 OF_VECTORS: list[dict[str, Any]] = [
-    {}, {"batch_size": 5}, {"convert_to_numpy": True}, {"normalize_embeddings": True}, {"prompt": "find: "}
-]  # fmt: skip
+    {},
+    {"batch_size": 5},
+    {"convert_to_numpy": True},
+    {"normalize_embeddings": True},
+    {"prompt": "find: "},
+]
 
 
 @pytest.mark.parametrize("options", OF_ROWS, ids=str)
-def test_encode_gives_what_stock_gives(model: SparseEncoder, streams: list[Any], options: dict[str, Any]) -> None:
+def test_encode_gives_what_stock_gives(
+    model: SparseEncoder,
+    streams: list[Any],
+    options: dict[str, Any],
+) -> None:
     expected = model.encode(MANY, **options)
     model.train()
     accelerate(model)
     got = model.encode(MANY, **options)
-    assert len(streams) == 1 and not model.training, "stock encode leaves the model in eval mode too"
+    assert len(streams) == 1 and not model.training, (
+        "stock encode leaves the model in eval mode too"
+    )
     if isinstance(expected, list):
         assert isinstance(got, list)
         expected, got = torch.stack(expected), torch.stack(got)
@@ -159,8 +216,16 @@ def test_what_the_stream_does_not_serve_is_stock(model: SparseEncoder, streams: 
 def test_every_size_of_batch_gives_the_same_rows(model: SparseEncoder, padded: bool) -> None:
     expected = model.encode(MANY).to_dense()
     with accelerate(model, packed=not padded):
-        for options in ({"batch_tokens": 1}, {"batch_tokens": 100, "batch_size": 3}, {"batch_tokens": 10**6}):
-            with pytest.warns(UserWarning, match="batch_tokens does nothing") if padded else nullcontext():
+        for options in (
+            {"batch_tokens": 1},
+            {"batch_tokens": 100, "batch_size": 3},
+            {"batch_tokens": 10**6},
+        ):
+            with (
+                pytest.warns(UserWarning, match="batch_tokens does nothing")
+                if padded
+                else nullcontext()
+            ):
                 rows = encode_sparse(model, MANY, **options)
             assert_close(rows.to_dense(), expected, FP32_BUDGET)
 
@@ -200,12 +265,22 @@ def test_rows_of_fixed_capacity_are_those_of_stock_and_full_ones_are_encoded_aga
     command = [sys.executable, "-c", KERNELS]
     done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == ["1024 None False", "4 None True", "4 None False", "1024 5 False"]
+    assert done.stdout.splitlines() == [
+        "1024 None False",
+        "4 None True",
+        "4 None False",
+        "1024 5 False",
+    ]
 
 
 @pytest.mark.parametrize("options", OF_VECTORS, ids=str)
 @pytest.mark.parametrize("side", ["query", "document"])
-def test_vectors_are_those_of_stock(late: Any, streams: list[Any], side: str, options: dict[str, Any]) -> None:
+def test_vectors_are_those_of_stock(
+    late: Any,
+    streams: list[Any],
+    side: str,
+    options: dict[str, Any],
+) -> None:
     stock = copy.deepcopy(late)
     accelerate(late)
     name = f"encode_{side}"
@@ -218,7 +293,10 @@ def test_vectors_are_those_of_stock(late: Any, streams: list[Any], side: str, op
         np.testing.assert_allclose(np.asarray(one), np.asarray(right), atol=2e-5)
 
 
-def test_what_the_stream_of_vectors_does_not_serve_is_stock_until_it_is_gone(late: Any, streams: list[Any]) -> None:
+def test_what_the_stream_of_vectors_does_not_serve_is_stock_until_it_is_gone(
+    late: Any,
+    streams: list[Any],
+) -> None:
     handle = accelerate(late)
     assert late.encode_document("one text").dim() == 2
     assert len(late.encode_document(MANY[:3])) == 3
@@ -241,8 +319,15 @@ def test_rows_of_several_windows_stay_on_the_device(model: SparseEncoder, device
         expected = model.encode(texts, **options)
         with accelerate(model):
             got = model.encode(texts, **options)
-        assert (got.device, got.layout, got.dtype) == (expected.device, expected.layout, expected.dtype)
-        assert got.is_coalesced() and torch.equal(got.indices().cpu(), got.cpu().to_dense().nonzero().T)
+        assert (got.device, got.layout, got.dtype) == (
+            expected.device,
+            expected.layout,
+            expected.dtype,
+        )
+        assert got.is_coalesced() and torch.equal(
+            got.indices().cpu(),
+            got.cpu().to_dense().nonzero().T,
+        )
         if not options.get("max_active_dims"):  # of equal weights, which are kept is open
             assert_close(got.to_dense().cpu(), expected.to_dense().cpu(), FP32_BUDGET)
 
@@ -250,9 +335,16 @@ def test_rows_of_several_windows_stay_on_the_device(model: SparseEncoder, device
 @pytest.mark.parametrize("attend", [False, True])
 @pytest.mark.parametrize("prompt", [None, "a question: "])
 def test_expanded_queries_are_tokenised_as_stock_tokenises_them(
-    late_folder: Path, attend: bool, prompt: str | None
+    late_folder: Path,
+    attend: bool,
+    prompt: str | None,
 ) -> None:
-    recipe = ColbertRecipe(base_model=str(late_folder), dimension=16, max_length=24, expand_queries=True)
+    recipe = ColbertRecipe(
+        base_model=str(late_folder),
+        dimension=16,
+        max_length=24,
+        expand_queries=True,
+    )
     model = recipe.start().to("cpu")
     model[0].query_expansion |= {"attend": attend}
     accelerate(model)
@@ -263,7 +355,11 @@ def test_expanded_queries_are_tokenised_as_stock_tokenises_them(
             got = preprocess(texts, prompt=prompt, task="query")
         assert got.keys() == expected.keys()
         for name, value in expected.items():
-            assert torch.equal(got[name], value) if isinstance(value, torch.Tensor) else got[name] == value
+            assert (
+                torch.equal(got[name], value)
+                if isinstance(value, torch.Tensor)
+                else got[name] == value
+            )
 
 
 @pytest.mark.gpu
@@ -275,4 +371,9 @@ def test_vectors_stay_on_the_gpu(late: Any, dtype: torch.dtype) -> None:
     got = late.encode_document(MANY)
     assert {(one.device.type, one.dtype) for one in got} == {("cuda", dtype)}
     for one, right in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, right, atol=5e-2 if dtype == torch.bfloat16 else 1e-3, rtol=0)
+        torch.testing.assert_close(
+            one,
+            right,
+            atol=5e-2 if dtype == torch.bfloat16 else 1e-3,
+            rtol=0,
+        )

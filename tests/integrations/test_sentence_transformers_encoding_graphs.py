@@ -1,4 +1,6 @@
-"""Few texts as graphs: rows are those of the stock model, and whatever changes of the model is seen."""
+"""Few texts as graphs: rows are those of the stock model, and whatever changes of the model is
+seen.
+"""
 
 from __future__ import annotations
 
@@ -97,18 +99,24 @@ def close(got: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "modernbert"])
-def test_rows_of_every_size_are_those_of_the_stock_model(kind: str, device: str, tokenizer_folder: Path) -> None:
+def test_rows_of_every_size_are_those_of_the_stock_model(
+    kind: str,
+    device: str,
+    tokenizer_folder: Path,
+) -> None:
     stock = few_terms(kind, tokenizer_folder)
     model = with_graphs(stock, device)
     generator = torch.Generator().manual_seed(3)
     for count in (1, 2, 5, 17, 32):
         lengths = torch.randint(0, 40, (count,), generator=generator).tolist()
-        texts = [" ".join(["word", "list", "sum"][n % 3] for n in range(length)) for length in lengths]
+        texts = [
+            " ".join(["word", "list", "sum"][n % 3] for n in range(length)) for length in lengths
+        ]
         close(model.encode(texts).cpu(), stock.encode(texts))
     assert made(model) >= 4 and not model.encoding_graphs.failed
-    assert {(inputs.texts, inputs.tokens) for inputs, _ in model.encoding_graphs.graphs.values()} <= {
-        (texts, tokens) for texts in TEXTS for tokens in TOKENS
-    }
+    assert {
+        (inputs.texts, inputs.tokens) for inputs, _ in model.encoding_graphs.graphs.values()
+    } <= {(texts, tokens) for texts in TEXTS for tokens in TOKENS}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -127,14 +135,19 @@ def test_rows_of_every_size_are_those_of_the_stock_model(kind: str, device: str,
 )
 @pytest.mark.parametrize("inputs", [TEXT, [TEXT], FEW], ids=["one", "list of one", "several"])
 def test_what_a_call_returns_is_what_stock_returns(
-    stock: Any, inputs: str | list[str], options: dict[str, Any], device: str
+    stock: Any,
+    inputs: str | list[str],
+    options: dict[str, Any],
+    device: str,
 ) -> None:
     stock.prompts = {"query": "a question of ", "document": ""}
     model = with_graphs(stock, device)
     stock = stock.to(device)
     for name in ("encode", "encode_query", "encode_document"):
         close(getattr(model, name)(inputs, **options), getattr(stock, name)(inputs, **options))
-    assert made(model) <= 2  # with a prompt and without; a model without routes runs both tasks alike
+    assert (
+        made(model) <= 2
+    )  # with a prompt and without; a model without routes runs both tasks alike
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -149,9 +162,17 @@ def test_sparse_batches_and_matrices_take_the_graphs(stock: Any, device: str) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("expansion", [None, {"strategy": "fixed", "attend": False, "length": 16}], ids=["plain", "32"])
+@pytest.mark.parametrize(
+    "expansion",
+    [None, {"strategy": "fixed", "attend": False, "length": 16}],
+    ids=["plain", "32"],
+)
 @pytest.mark.parametrize("numpy", [False, True])
-def test_token_vectors_are_those_of_the_stock_model(device: str, expansion: Any, numpy: bool) -> None:
+def test_token_vectors_are_those_of_the_stock_model(
+    device: str,
+    expansion: Any,
+    numpy: bool,
+) -> None:
     stock = build_colbert()
     stock[0].query_expansion = expansion
     model = with_graphs(stock, device)
@@ -169,7 +190,9 @@ def changed(model: Any, how: str) -> None:
         with torch.no_grad():
             network.cls.predictions.bias.add_(0.5)
     elif how == "replaced":
-        network.cls.predictions.decoder.bias = nn.Parameter(network.cls.predictions.bias.detach() + 0.5)
+        network.cls.predictions.decoder.bias = nn.Parameter(
+            network.cls.predictions.bias.detach() + 0.5,
+        )
     elif how == "data":
         network.cls.predictions.bias.data = network.cls.predictions.bias.data + 0.5
     elif how == "state dict":
@@ -178,7 +201,12 @@ def changed(model: Any, how: str) -> None:
         network.bert.encoder.layer[0] = copy.deepcopy(network.bert.encoder.layer[1])
     elif how == "forward":
         layer = network.bert.encoder.layer[1]
-        layer.forward = lambda hidden, *args, **kwargs: type(layer).forward(layer, hidden * 0.5, *args, **kwargs)
+        layer.forward = lambda hidden, *args, **kwargs: type(layer).forward(
+            layer,
+            hidden * 0.5,
+            *args,
+            **kwargs,
+        )
     elif how == "double":
         model.double()
     else:
@@ -187,7 +215,8 @@ def changed(model: Any, how: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "how", ["in place", "replaced", "data", "state dict", "module", "forward", "double", "activation"]
+    "how",
+    ["in place", "replaced", "data", "state dict", "module", "forward", "double", "activation"],
 )
 def test_changes_of_the_model_are_seen(stock: Any, how: str, device: str) -> None:
     if how == "double" and device == "cuda":
@@ -239,8 +268,14 @@ def test_more_entries_than_there_is_room_for(stock: Any) -> None:
     assert made(model) == 2 and Repeated.made > before + 2
 
 
-def test_rows_that_no_graph_has_room_for_are_captured_once(stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilefold.integrations.sentence_transformers.encoding_graphs.MAX_CAPACITY", 4)
+def test_rows_that_no_graph_has_room_for_are_captured_once(
+    stock: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "tilefold.integrations.sentence_transformers.encoding_graphs.MAX_CAPACITY",
+        4,
+    )
     model = with_graphs(stock)
     model.encoding_graphs.capacity = 4
     close(model.encode(FEW), stock.encode(FEW))
@@ -269,7 +304,10 @@ def test_a_capture_that_fails_is_told_once(stock: Any) -> None:
 
     model = with_graphs(stock)
     model.encoding_graphs = EncodingGraphs(model, Failing)
-    with pytest.warns(UserWarning, match="without CUDA graphs, which could not be captured: RuntimeError: operation"):
+    with pytest.warns(
+        UserWarning,
+        match="without CUDA graphs, which could not be captured: RuntimeError: operation",
+    ):
         close(model.encode(TEXT), stock.encode(TEXT))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -296,7 +334,9 @@ def test_graphs_are_made_ahead(stock: Any) -> None:
     model = with_graphs(stock)
     model.encoding_graphs.warm(lambda texts: model.encode(texts, batch_size=64), longest=32)
     sizes = {(inputs.texts, inputs.tokens) for inputs, _ in model.encoding_graphs.graphs.values()}
-    assert sizes == {(count, size) for count in TEXTS for size in TOKENS if 4 * count <= size <= 32 * count}
+    assert sizes == {
+        (count, size) for count in TEXTS for size in TOKENS if 4 * count <= size <= 32 * count
+    }
     for texts in (["a list"], ["x"] * 3, ["sum of numbers"] * 40):
         model.encode(texts, batch_size=64)
     assert made(model) == len(sizes)
@@ -316,7 +356,11 @@ def test_threads_and_models_get_rows_of_their_own(stock: Any, device: str) -> No
             if not torch.equal(got, rows[turn % 4]):
                 wrong.append(turn)
 
-    threads = [threading.Thread(target=run, args=pair) for pair in zip(models, expected, strict=True) for _ in range(3)]
+    threads = [
+        threading.Thread(target=run, args=pair)
+        for pair in zip(models, expected, strict=True)
+        for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,6 @@
-"""LM heads with adapters (LoRA in every state, modules_to_save) and heads that are multiplied in fp8."""
+"""LM heads with adapters (LoRA in every state, modules_to_save) and heads that are multiplied in
+fp8.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from tilefold.integrations.sentence_transformers import _pooling, accelerate, en
 from tilefold.ops import lsr_head
 from tilefold.testing import relative_error
 
-pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # peft, on a second adapter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Already found a `peft_config`",
+)  # peft, on a second adapter
 
 
 def encode(model: SparseEncoder) -> torch.Tensor:
@@ -38,7 +42,13 @@ def with_lora(folder: Path, *names: str, **options: Any) -> SparseEncoder:
     """A tiny untied model with LoRA adapters on its LM head and its attention, B away from zero."""
     model = build_tiny_splade("bert", folder, tie_word_embeddings=False)
     for name in names or ("default",):
-        settings = {"r": 4, "lora_alpha": 8, "target_modules": ["query", "decoder"], "lora_dropout": 0.0, **options}
+        settings = {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": ["query", "decoder"],
+            "lora_dropout": 0.0,
+            **options,
+        }
         model.add_adapter(LoraConfig(**settings), name)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -49,14 +59,22 @@ def with_lora(folder: Path, *names: str, **options: Any) -> SparseEncoder:
 
 
 ADAPTERS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-    ((), {}), ((), {"r": 3}), ((), {"lora_bias": True}), ((), {"use_rslora": True}), (("one", "two"), {}),
+    ((), {}),
+    ((), {"r": 3}),
+    ((), {"lora_bias": True}),
+    ((), {"use_rslora": True}),
+    (("one", "two"), {}),
     ((), {"target_modules": ["query"], "modules_to_save": ["decoder"]}),
     ((), {"target_modules": ["query"], "modules_to_save": ["decoder", "transform"]}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("names", "options"), ADAPTERS)
-def test_an_adapted_head_trains_as_stock(names: tuple[str, ...], options: Any, tokenizer_folder: Path) -> None:
+def test_an_adapted_head_trains_as_stock(
+    names: tuple[str, ...],
+    options: Any,
+    tokenizer_folder: Path,
+) -> None:
     stock = with_lora(tokenizer_folder, *names, **options)
     if names:
         stock.set_adapter(list(names))
@@ -64,7 +82,9 @@ def test_an_adapted_head_trains_as_stock(names: tuple[str, ...], options: Any, t
     assert_same_training(without_dropout(stock), without_dropout(fused))
     _, gradients = scores_and_gradients(fused)
     trained = [name for name in gradients if "decoder" in name]
-    assert all("lora_" in name or "modules_to_save" in name for name in trained) and len(trained) >= 2
+    assert (
+        all("lora_" in name or "modules_to_save" in name for name in trained) and len(trained) >= 2
+    )
     stock.disable_adapters()
     fused.disable_adapters()
     assert_close(encode(fused), encode(stock), 1e-5)
@@ -113,7 +133,12 @@ def test_an_adapter_added_afterwards_asks_for_another_call(tokenizer_folder: Pat
     model = build_tiny_splade("bert", tokenizer_folder, tie_word_embeddings=False)
     accelerate(model)
     model.add_adapter(LoraConfig(r=4, target_modules=["decoder"]))
-    refused(RuntimeError, r"an adapter was added.*call accelerate\(model\) again", model.encode, TEXTS)
+    refused(
+        RuntimeError,
+        r"an adapter was added.*call accelerate\(model\) again",
+        model.encode,
+        TEXTS,
+    )
     stock = copy.deepcopy(model)
     restore(stock)
     expected = encode(stock)
@@ -123,7 +148,12 @@ def test_an_adapter_added_afterwards_asks_for_another_call(tokenizer_folder: Pat
 
 def test_variants_of_lora_are_refused(tokenizer_folder: Path) -> None:
     model = with_lora(tokenizer_folder, use_dora=True)
-    refused(ValueError, r"must be a plain one, got a variant .*leave the LM head out", accelerate, model)
+    refused(
+        ValueError,
+        r"must be a plain one, got a variant .*leave the LM head out",
+        accelerate,
+        model,
+    )
 
 
 FP8_SCORES = 0.05  # both operands rounded to 4 bits: about 3% of a logit, less of its logarithm
@@ -187,7 +217,9 @@ def test_copies_and_pickles_carry_no_rounded_weight(model: SparseEncoder) -> Non
 
 @pytest.mark.parametrize("asked", [{}, {"screen": True}, {"screen": False}])
 def test_a_screen_is_asked_for_in_encode_and_in_training(
-    model: SparseEncoder, asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    model: SparseEncoder,
+    asked: dict[str, bool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = []
 
@@ -203,7 +235,25 @@ def test_a_screen_is_asked_for_in_encode_and_in_training(
 
 
 def test_what_cannot_be_rounded_is_said(model: SparseEncoder) -> None:
-    refused(TypeError, "screen must be True or False, got 'always'", accelerate, model, screen="always")
-    refused(ValueError, "quantize must be 'fp8' or None, got 'int4'", accelerate, model, quantize="int4")
+    refused(
+        TypeError,
+        "screen must be True or False, got 'always'",
+        accelerate,
+        model,
+        screen="always",
+    )
+    refused(
+        ValueError,
+        "quantize must be 'fp8' or None, got 'int4'",
+        accelerate,
+        model,
+        quantize="int4",
+    )
     model[1].pooling_strategy = "sum"
-    refused(ValueError, "quantize must be None for pooling 'sum', got 'fp8'", accelerate, model, quantize="fp8")
+    refused(
+        ValueError,
+        "quantize must be None for pooling 'sum', got 'fp8'",
+        accelerate,
+        model,
+        quantize="fp8",
+    )

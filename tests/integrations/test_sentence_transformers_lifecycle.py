@@ -1,4 +1,6 @@
-"""An accelerated model stays a stock one: saved, copied, pickled, restored, accelerated again, checked, replicated."""
+"""An accelerated model stays a stock one: saved, copied, pickled, restored, accelerated again,
+checked, replicated.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ from tilefold.ops._shared import impl
 @pytest.fixture(params=["sparse", pytest.param("late", marks=needs_stock)])
 def either(request: pytest.FixtureRequest) -> Any:
     """A model of each kind."""
-    return copy.deepcopy(request.getfixturevalue({"sparse": "model", "late": "colbert"}[request.param]))
+    return copy.deepcopy(
+        request.getfixturevalue({"sparse": "model", "late": "colbert"}[request.param]),
+    )
 
 
 def encode(model: Any) -> torch.Tensor:
@@ -59,18 +63,30 @@ def encode(model: Any) -> torch.Tensor:
     return model.similarity(model.encode_query(TEXTS), model.encode_document(TEXTS))
 
 
-def test_the_first_python_of_the_readme_accelerates_a_model(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_python_of_the_readme_accelerates_a_model(
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     readme = Path(__file__).resolve().parents[2] / "README.md"
-    example = re.findall(r"^```python\n(.*?)^```", readme.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[0]
+    example = re.findall(
+        r"^```python\n(.*?)^```",
+        readme.read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )[0]
     stock = SparseEncoder
-    monkeypatch.setattr(sentence_transformers, "SparseEncoder", lambda name: stock(str(tiny_folder), device="cpu"))
+    monkeypatch.setattr(
+        sentence_transformers,
+        "SparseEncoder",
+        lambda name: stock(str(tiny_folder), device="cpu"),
+    )
     namespace: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), namespace)  # noqa: S102
     assert is_accelerated(namespace["model"])
 
 
 def test_the_switch_of_the_environment_leaves_models_libraries_and_operators_to_plain_torch(
-    either: Any, monkeypatch: pytest.MonkeyPatch
+    either: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stock, sparse = encode(either), isinstance(either, SparseEncoder)
     rows = encode_sparse(either, TEXTS, top_k=8, min_weight=0.01) if sparse else None
@@ -80,7 +96,9 @@ def test_the_switch_of_the_environment_leaves_models_libraries_and_operators_to_
     impl._say_switched_off.cache_clear()
     with pytest.warns(UserWarning, match="TILEFOLD_DISABLE is set: accelerate") as warned:
         with accelerate(either) as same:
-            assert same is either and not is_accelerated(either) and torch.equal(encode(either), stock)
+            assert (
+                same is either and not is_accelerated(either) and torch.equal(encode(either), stock)
+            )
         assert not library.apply({"loads": print}).is_accelerated() and json.loads("1") == 1
         assert use_packed(either[0].model) == "TILEFOLD_DISABLE is set"
         assert warm_up(either).count == 0 and not impl.takes_kernels(torch.device("cuda"))
@@ -93,27 +111,42 @@ def test_the_switch_of_the_environment_leaves_models_libraries_and_operators_to_
     assert accelerate(either) and is_accelerated(either)
 
 
-def test_the_files_of_a_checkpoint_are_those_of_the_stock_model(either: Any, tmp_path: Path) -> None:
+def test_the_files_of_a_checkpoint_are_those_of_the_stock_model(
+    either: Any,
+    tmp_path: Path,
+) -> None:
     encode(either)
     either.save_pretrained(str(tmp_path / "stock"), create_model_card=False)
     with accelerate(either):
         either.save_pretrained(str(tmp_path / "fused"), create_model_card=False)
-    names = sorted(str(p.relative_to(tmp_path / "stock")) for p in (tmp_path / "stock").rglob("*") if p.is_file())
+    names = sorted(
+        str(p.relative_to(tmp_path / "stock"))
+        for p in (tmp_path / "stock").rglob("*")
+        if p.is_file()
+    )
     assert "model.safetensors" in names and len(names) > 5
     for name in names:
-        assert (tmp_path / "fused" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes(), name
-    types = [module["type"] for module in json.loads((tmp_path / "fused" / "modules.json").read_text())]
+        assert (tmp_path / "fused" / name).read_bytes() == (
+            tmp_path / "stock" / name
+        ).read_bytes(), name
+    types = [
+        module["type"] for module in json.loads((tmp_path / "fused" / "modules.json").read_text())
+    ]
     assert all(kind.startswith("sentence_transformers.") for kind in types)
 
 
-def test_copies_and_pickles_stay_accelerated_with_weights_and_options_of_their_own(either: Any) -> None:
+def test_copies_and_pickles_stay_accelerated_with_weights_and_options_of_their_own(
+    either: Any,
+) -> None:
     accelerate(either, impl="tiled")
     expected = encode(either)
     for twin in (copy.deepcopy(either), pickle.loads(pickle.dumps(either))):  # noqa: S301
         assert is_accelerated(twin)
         assert torch.equal(encode(twin), expected)
         if isinstance(twin, SparseEncoder):
-            assert twin[0].preprocess.owner is twin[0] and "cu_seq_lens_q" in twin(twin.preprocess(TEXTS))
+            assert twin[0].preprocess.owner is twin[0] and "cu_seq_lens_q" in twin(
+                twin.preprocess(TEXTS),
+            )
             with torch.no_grad():
                 twin.transformers_model.get_output_embeddings().bias.add_(1.0)
         else:
@@ -125,8 +158,13 @@ def test_copies_and_pickles_stay_accelerated_with_weights_and_options_of_their_o
         assert is_accelerated(either) and not is_accelerated(twin)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch, on unpickling a sparse tensor
-def test_a_pool_of_processes_encodes_accelerated(model: SparseEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:Sparse invariant checks",
+)  # torch, on unpickling a sparse tensor
+def test_a_pool_of_processes_encodes_accelerated(
+    model: SparseEncoder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: programs.context())
     expected = encode(model)
     accelerate(model)
@@ -149,7 +187,9 @@ def test_restore_gives_back_the_stock_model_bit_for_bit(either: Any) -> None:
         raise KeyError
     assert not is_accelerated(either)
     assert torch.equal(encode(either), expected)
-    assert [vars(module).keys() for module in either.modules()] == [state.keys() for state in before]
+    assert [vars(module).keys() for module in either.modules()] == [
+        state.keys() for state in before
+    ]
     assert all(not module._forward_pre_hooks for module in either.modules())
 
 
@@ -159,7 +199,10 @@ def test_accelerating_twice_is_accelerating_once_and_takes_the_last_options(eith
     handle = accelerate(either, impl="reference")
     assert encode(either).sub(expected).abs().max() <= 1e-5 * expected.abs().max()
     if isinstance(either, SparseEncoder):
-        assert repr(handle) == "Acceleration(SparseEncoder, heads=1)" and either[1].forward.impl == "reference"
+        assert (
+            repr(handle) == "Acceleration(SparseEncoder, heads=1)"
+            and either[1].forward.impl == "reference"
+        )
         assert len(either[0]._forward_pre_hooks) == 1
         accelerate(either, packed=False)
         assert "attention_mask" in either(either.preprocess(TEXTS))
@@ -168,10 +211,15 @@ def test_accelerating_twice_is_accelerating_once_and_takes_the_last_options(eith
         assert repr(handle) == "Acceleration(MultiVectorEncoder, similarity)" and handle.heads == 0
         assert either.similarity.impl == either.similarity_pairwise.impl == "reference"
     handle.restore()
-    assert torch.equal(encode(either), expected) and either[0].model.config._attn_implementation == "sdpa"
+    assert (
+        torch.equal(encode(either), expected)
+        and either[0].model.config._attn_implementation == "sdpa"
+    )
 
 
-def test_accelerating_and_encoding_leave_modes_and_random_numbers_alone(model: SparseEncoder) -> None:
+def test_accelerating_and_encoding_leave_modes_and_random_numbers_alone(
+    model: SparseEncoder,
+) -> None:
     model.train()
     model[0].model.bert.embeddings.eval()
     modes = [module.training for module in model.modules()]
@@ -231,13 +279,19 @@ def built(kind: str, folder: Path) -> Any:
     document = SparseEncoder(str(folder), device="cpu")
     if kind == "splade":
         return document
-    queries = [document[0], SpladePooling()] if kind == "router" else [StaticQuery(document.tokenizer)]
+    queries = (
+        [document[0], SpladePooling()] if kind == "router" else [StaticQuery(document.tokenizer)]
+    )
     return SparseEncoder(modules=[Router.for_query_document(queries, list(document))], device="cpu")
 
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("kind", ["splade", "router", "static queries"])
-def test_an_accelerated_sparse_encoder_refuses_to_be_copied(kind: str, packed: bool, tiny_folder: Path) -> None:
+def test_an_accelerated_sparse_encoder_refuses_to_be_copied(
+    kind: str,
+    packed: bool,
+    tiny_folder: Path,
+) -> None:
     model = built(kind, tiny_folder)
     accelerate(model, packed=packed)
     for found in (model, nn.Sequential(model), copy.deepcopy(model), through_pickle(model)):
@@ -247,7 +301,9 @@ def test_an_accelerated_sparse_encoder_refuses_to_be_copied(kind: str, packed: b
 
 
 @needs_stock
-def test_a_multi_vector_encoder_refuses_where_it_is_packed_and_its_similarity_alone_forbids_nothing() -> None:
+def test_a_multi_vector_encoder_refuses_where_it_is_packed_and_its_similarity_alone_forbids_nothing() -> (
+    None
+):
     model = build_colbert()
     assert accelerate(model).padded == {}
     refused(RuntimeError, f"an accelerated MultiVectorEncoder {REFUSED}", copied, model)
@@ -265,13 +321,22 @@ def test_torch_still_asks_every_module() -> None:
 def test_data_parallel_on_two_gpus_raises_before_it_scatters_numbers(tiny_folder: Path) -> None:
     model = SparseEncoder(str(tiny_folder), device="cuda:0")
     accelerate(model)
-    refused(RuntimeError, REFUSED, nn.DataParallel(model), on_device(model.preprocess(TEXTS), "cuda"))
+    refused(
+        RuntimeError,
+        REFUSED,
+        nn.DataParallel(model),
+        on_device(model.preprocess(TEXTS), "cuda"),
+    )
 
 
 @pytest.mark.parametrize("kind", [TrainingArguments, SparseEncoderTrainingArguments])
 def test_arguments_for_one_gpu(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    options = {"output_dir": str(tmp_path), "per_device_train_batch_size": 3, "dataloader_pin_memory": False}
+    options = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 3,
+        "dataloader_pin_memory": False,
+    }
     both, one = kind(**options), one_gpu(kind)(**options)
     assert (both.n_gpu, both.train_batch_size) == (2, 6)
     assert (one.n_gpu, one.train_batch_size) == (1, 3)
@@ -282,7 +347,10 @@ def test_arguments_for_one_gpu(kind: Any, tmp_path: Path, monkeypatch: pytest.Mo
     refused(TypeError, "arguments_class must be transformers", one_gpu, dict)
 
 
-@pytest.mark.skipif(not triton_interpreted(), reason="lists a model on the CPU, where kernels would run")
+@pytest.mark.skipif(
+    not triton_interpreted(),
+    reason="lists a model on the CPU, where kernels would run",
+)
 def test_the_steps_of_a_model_list_its_head(tokenizer_folder: Path) -> None:
     from tilefold.ops._shared._triton.launch import listed
 
@@ -291,7 +359,14 @@ def test_the_steps_of_a_model_list_its_head(tokenizer_folder: Path) -> None:
     found = []
     for training in (False, True):
         with listed() as launches:
-            for step in steps(model, (8,), 4, inference=not training, training=training, dtype=None):
+            for step in steps(
+                model,
+                (8,),
+                4,
+                inference=not training,
+                training=training,
+                dtype=None,
+            ):
                 step()
         found.append({each.kernel.__name__ for each in launches.values()})
     assert found[0] == {"copy_packed_kernel", "max_forward_kernel"}
@@ -304,15 +379,32 @@ def test_what_cannot_be_warmed_up_is_told() -> None:
     model = torch.nn.Linear(2, 2)
     refused(RuntimeError, "torch sees none here", warm_up, model)
     refused(
-        ValueError, r"lengths and batch_size must be at least 1, got lengths=\[\], batch_size=32", warm_up, model, []
+        ValueError,
+        r"lengths and batch_size must be at least 1, got lengths=\[\], batch_size=32",
+        warm_up,
+        model,
+        [],
     )
-    refused(ValueError, "must be true, got neither", warm_up, model, inference=False, training=False)
+    refused(
+        ValueError,
+        "must be true, got neither",
+        warm_up,
+        model,
+        inference=False,
+        training=False,
+    )
 
 
-@pytest.mark.parametrize(("dtype", "fault", "packed"), [("bfloat16", 0.3, True), ("bfloat16", 2.0, False),
-                                                         ("float32", 0.3, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "fault", "packed"),
+    [("bfloat16", 0.3, True), ("bfloat16", 2.0, False), ("float32", 0.3, False)],
+)
 def test_rounding_in_16_bits_is_told_from_a_fault(
-    dtype: str, fault: float, packed: bool, tiny: SparseEncoder, monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    fault: float,
+    packed: bool,
+    tiny: SparseEncoder,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = _packing._run
 
@@ -320,7 +412,11 @@ def test_rounding_in_16_bits_is_told_from_a_fault(
         """Packed numbers that are rounded in another way: on a CPU both ways take the same kernels."""
         scores = run(route)
         faulty = str(scores.dtype) == f"torch.{dtype}" and not scope
-        return scores * (1 + fault * torch.linspace(-1, 1, scores.numel()).view_as(scores)) if faulty else scores
+        return (
+            scores * (1 + fault * torch.linspace(-1, 1, scores.numel()).view_as(scores))
+            if faulty
+            else scores
+        )
 
     scope: list[str] = []
 

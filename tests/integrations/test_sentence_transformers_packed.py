@@ -1,4 +1,6 @@
-"""Packed inputs of accelerated models: the tokens, losses and gradients of padded ones, under the stock trainers."""
+"""Packed inputs of accelerated models: the tokens, losses and gradients of padded ones, under the
+stock trainers.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,20 @@ from datasets import Dataset
 from sentence_transformers import SparseEncoder, SparseEncoderTrainer
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
-from sentence_transformers.sparse_encoder.losses import CachedSpladeLoss, SparseMultipleNegativesRankingLoss, SpladeLoss
+from sentence_transformers.sparse_encoder.losses import (
+    CachedSpladeLoss,
+    SparseMultipleNegativesRankingLoss,
+    SpladeLoss,
+)
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 
-from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, build_colbert, needs_stock
+from tests.integrations.multi_vector_models import (
+    NEGATIVES,
+    POSITIVES,
+    QUERIES,
+    build_colbert,
+    needs_stock,
+)
 from tests.integrations.splade_models import (
     TEXTS,
     assert_close,
@@ -42,37 +54,60 @@ WORDS = ["length", "order", "first", "last", "sum", "copy", "size", "type"]
 PAIRS = Dataset.from_dict(
     {
         "anchor": [f"what is the {word} of a list" for word in WORDS],
-        "positive": [f"a function gives the {word}" + " of a long list" * steps for steps, word in enumerate(WORDS)],
-    }
+        "positive": [
+            f"a function gives the {word}" + " of a long list" * steps
+            for steps, word in enumerate(WORDS)
+        ],
+    },
 )
 # without padding in a column
-EQUAL = Dataset.from_dict({"anchor": PAIRS["anchor"], "positive": [f"a function gives the {word}" for word in WORDS]})
-# Of the largest gradient, in fp64. Without padding sums run in another order, and what cancels in them (the gradient of
-# token types adds up those of all tokens) is some hundred roundings off, up to 8e-14.
+EQUAL = Dataset.from_dict(
+    {"anchor": PAIRS["anchor"], "positive": [f"a function gives the {word}" for word in WORDS]},
+)
+# Of the largest gradient, in fp64. Without padding sums run in another order, and what cancels in
+# them (the gradient of token types adds up those of all tokens) is some hundred roundings off, up
+# to 8e-14.
 ROUNDING = 1e-10
 
 
 def splade_loss(model: Any, cached: bool = False, kind: Any = None, **options: Any) -> Any:
     kind = kind or (CachedSpladeLoss if cached else SpladeLoss)
     ranking = SparseMultipleNegativesRankingLoss(model=model)
-    return kind(model=model, loss=ranking, document_regularizer_weight=3e-3, query_regularizer_weight=5e-3, **options)
+    return kind(
+        model=model,
+        loss=ranking,
+        document_regularizer_weight=3e-3,
+        query_regularizer_weight=5e-3,
+        **options,
+    )
 
 
-def gradients_of(model: Any, loss: Any, columns: list[dict[str, Any]]) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients_of(
+    model: Any,
+    loss: Any,
+    columns: list[dict[str, Any]],
+) -> tuple[float, dict[str, torch.Tensor]]:
     model.double().train()
     model.zero_grad(set_to_none=True)
     value = loss.train()(columns, None)
     total = sum(value.values()) if isinstance(value, dict) else value
     total.backward()
-    return total.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return total.item(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def joined(model: Any, texts: list[list[str]]) -> list[dict[str, Any]]:
     """Features of columns as the trainer's collator and loader make them."""
     collator = AheadCollator(SparseEncoderDataCollator(preprocess_fn=model.preprocess), join=True)
     names = "abc"[: len(texts)]
-    batch = collator([dict(zip(names, row, strict=True)) for row in zip(*texts, strict=True)]).to("cpu")
-    return [{key[2:]: value for key, value in batch.items() if key.startswith(f"{name}_")} for name in names]
+    batch = collator([dict(zip(names, row, strict=True)) for row in zip(*texts, strict=True)]).to(
+        "cpu",
+    )
+    return [
+        {key[2:]: value for key, value in batch.items() if key.startswith(f"{name}_")}
+        for name in names
+    ]
 
 
 def assert_same(got: tuple[float, dict[str, Any]], expected: tuple[float, dict[str, Any]]) -> None:
@@ -91,18 +126,28 @@ def test_packed_ids_are_those_of_the_stock_preprocess(kind: str, tokenizer_folde
     texts = ["", "one", "[PAD] in a text [MASK]", "a long text " * 20, "\u00e9t\u00e9 \u4e2d\u6587"]
     shorter = {"processing_kwargs": {"text": {"max_length": 7}}}
     for options in ({}, {"prompt": "query: "}, {"task": "document"}, shorter):
-        expected = pack_features(model.preprocess(texts, **options), padding_position(model[0].model))
+        expected = pack_features(
+            model.preprocess(texts, **options),
+            padding_position(model[0].model),
+        )
         for _ in range(2):  # the first call plans, the second repeats
             with packed_inputs():
                 got = model.preprocess(texts, **options)
             assert got.keys() == expected.keys()
             for key, value in expected.items():
-                assert torch.equal(got[key], value) if isinstance(value, torch.Tensor) else got[key] == value, key
+                assert (
+                    torch.equal(got[key], value)
+                    if isinstance(value, torch.Tensor)
+                    else got[key] == value
+                ), key
     model.max_seq_length = 9
     with packed_inputs():
         assert model.preprocess(texts)["max_length_q"] == 9
         pairs = model.preprocess([("a first text", "a second one"), ("a", "b")])
-    assert pairs["token_type_ids"].any() and pairs["cu_seq_lens_q"].tolist()[1] == pairs["max_length_q"]
+    assert (
+        pairs["token_type_ids"].any()
+        and pairs["cu_seq_lens_q"].tolist()[1] == pairs["max_length_q"]
+    )
 
 
 def router_of(folder: Path) -> SparseEncoder:
@@ -117,11 +162,20 @@ CACHED = [{"mini_batch_size": 3}, {"mini_batch_num_tokens": 40}]
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [*((kind, {}) for kind in [*KINDS, "router"]), *(("bert", options) for options in CACHED)]
+    ("kind", "options"),
+    [*((kind, {}) for kind in [*KINDS, "router"]), *(("bert", options) for options in CACHED)],
 )
-def test_losses_and_gradients_are_those_of_padding(kind: str, options: dict[str, int], tokenizer_folder: Path) -> None:
+def test_losses_and_gradients_are_those_of_padding(
+    kind: str,
+    options: dict[str, int],
+    tokenizer_folder: Path,
+) -> None:
     routed = kind == "router"
-    stock = router_of(tokenizer_folder) if routed else without_dropout(build_tiny_splade(kind, tokenizer_folder))
+    stock = (
+        router_of(tokenizer_folder)
+        if routed
+        else without_dropout(build_tiny_splade(kind, tokenizer_folder))
+    )
     packed = copy.deepcopy(stock)
     assert accelerate(packed).padded == {}
     results = []
@@ -130,7 +184,9 @@ def test_losses_and_gradients_are_those_of_padding(kind: str, options: dict[str,
             model.preprocess(list(PAIRS[name]), **({"task": task} if routed else {}))
             for name, task in (("anchor", "query"), ("positive", "document"))
         ]
-        results.append(gradients_of(model, splade_loss(model, cached=bool(options), **options), columns))
+        results.append(
+            gradients_of(model, splade_loss(model, cached=bool(options), **options), columns),
+        )
     assert options or ("cu_seq_lens_q" in columns[0] and columns[0].get("task", "query") == "query")
     assert_same(results[1], results[0])
 
@@ -156,7 +212,13 @@ def test_multi_vector_training_is_that_of_the_padded_model(cached: bool) -> None
     assert_same(results[1], results[0])
 
 
-def train(model: SparseEncoder, folder: Path, ahead: bool, data: Dataset = PAIRS, **options: Any) -> list[float]:
+def train(
+    model: SparseEncoder,
+    folder: Path,
+    ahead: bool,
+    data: Dataset = PAIRS,
+    **options: Any,
+) -> list[float]:
     given = {"args": five_steps(folder, **options), "train_dataset": data, "eval_dataset": data}
     trainer = SparseEncoderTrainer(model, loss=splade_loss(model), **given)
     if ahead:
@@ -168,29 +230,48 @@ def train(model: SparseEncoder, folder: Path, ahead: bool, data: Dataset = PAIRS
     return [*logged_losses(trainer), trainer.evaluate()["eval_loss"]]
 
 
-def test_a_loss_that_is_nan_is_logged_as_nan_and_nobody_waits_for_it(tiny: SparseEncoder, tmp_path: Path) -> None:
+def test_a_loss_that_is_nan_is_logged_as_nan_and_nobody_waits_for_it(
+    tiny: SparseEncoder,
+    tmp_path: Path,
+) -> None:
     accelerate(tiny)
     loss = splade_loss(tiny)
-    loss.register_forward_hook(lambda _, __, out: {name: value * float("nan") for name, value in out.items()})
+    loss.register_forward_hook(
+        lambda _, __, out: {name: value * float("nan") for name, value in out.items()},
+    )
     arguments = five_steps(tmp_path, max_steps=1, logging_nan_inf_filter=True)
     trainer = SparseEncoderTrainer(tiny, args=arguments, train_dataset=PAIRS, loss=loss)
     collate_ahead(trainer)
     assert math.isnan(logged_losses(trainer)[0]) and not trainer.args.logging_nan_inf_filter
 
 
-RUNS: list[dict[str, Any]] = [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}, {"data": EQUAL}]
+RUNS: list[dict[str, Any]] = [
+    {},
+    {"gradient_checkpointing": True},
+    {"gradient_accumulation_steps": 2},
+    {"data": EQUAL},
+]
 
 
 @pytest.mark.parametrize("options", [*RUNS, {"data": EQUAL, "bf16": True}])
-def test_a_training_run_has_the_stock_losses(options: dict[str, Any], tiny: SparseEncoder, tmp_path: Path) -> None:
+def test_a_training_run_has_the_stock_losses(
+    options: dict[str, Any],
+    tiny: SparseEncoder,
+    tmp_path: Path,
+) -> None:
     expected = train(copy.deepcopy(tiny), tmp_path / "stock", ahead=False, **options)
     runs = []
     for name in ("packed", *(() if options else ("again",))):
         packed = fused_copy(tiny)
         runs.append(train(packed, tmp_path / name, ahead=True, **options))
-    # in bf16 the stock side rounds its logits to 8 bits, and a step hands the difference on to the next
+    # in bf16 the stock side rounds its logits to 8 bits, and a step hands the difference on to the
+    # next
     tolerance, rounding = (2e-2, 2**-6) if "bf16" in options else (1e-4, 1e-5)
-    assert len(runs[0]) == 6 and runs[0] == pytest.approx(expected, rel=tolerance) and runs[-1] == runs[0]
+    assert (
+        len(runs[0]) == 6
+        and runs[0] == pytest.approx(expected, rel=tolerance)
+        and runs[-1] == runs[0]
+    )
     packed.save_pretrained(str(tmp_path / "saved"))
     assert "tilefold" not in (tmp_path / "saved" / "config.json").read_text()
     again = SparseEncoder(str(tmp_path / "saved"), device="cpu")
@@ -200,11 +281,18 @@ def test_a_training_run_has_the_stock_losses(options: dict[str, Any], tiny: Spar
 def test_all_columns_go_through_the_encoder_together(tiny: SparseEncoder) -> None:
     stock, packed = tiny, fused_copy(tiny)
     texts = [list(PAIRS["anchor"]), list(PAIRS["positive"]), list(reversed(PAIRS["positive"]))]
-    expected = gradients_of(stock, splade_loss(stock), [stock.preprocess(column) for column in texts])
+    expected = gradients_of(
+        stock,
+        splade_loss(stock),
+        [stock.preprocess(column) for column in texts],
+    )
     runs = []
     packed[0].model.bert.register_forward_hook(lambda *_: runs.append(1))
     columns = joined(packed, texts)
-    assert_same(gradients_of(packed, splade_loss(packed), [dict(column) for column in columns]), expected)
+    assert_same(
+        gradients_of(packed, splade_loss(packed), [dict(column) for column in columns]),
+        expected,
+    )
     assert len(runs) == 1
     # again, in another mode, one column alone, and in parts
     with torch.no_grad():
@@ -212,7 +300,11 @@ def test_all_columns_go_through_the_encoder_together(tiny: SparseEncoder) -> Non
         for index in (2, 0, 1, 1):
             assert_close(packed(dict(columns[index]))["sentence_embedding"], alone[index], 1e-5)
     assert len(runs) == 3
-    cached = gradients_of(stock, splade_loss(stock, cached=True, mini_batch_size=8), list(map(stock.preprocess, texts)))
+    cached = gradients_of(
+        stock,
+        splade_loss(stock, cached=True, mini_batch_size=8),
+        list(map(stock.preprocess, texts)),
+    )
     again = splade_loss(packed, cached=True, mini_batch_size=8)
     assert_same(gradients_of(packed, again, [dict(column) for column in columns]), cached)
 
@@ -220,18 +312,31 @@ def test_all_columns_go_through_the_encoder_together(tiny: SparseEncoder) -> Non
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("size", [3, 8])
 def test_mini_batches_of_all_columns_have_the_gradients_of_the_whole_batch(
-    size: int, count: int, tiny: SparseEncoder
+    size: int,
+    count: int,
+    tiny: SparseEncoder,
 ) -> None:
     stock, packed = tiny, fused_copy(tiny)
-    texts = [list(PAIRS["anchor"]), list(PAIRS["positive"]), list(reversed(PAIRS["positive"]))][:count]
-    expected = gradients_of(stock, splade_loss(stock), [stock.preprocess(column) for column in texts])
+    texts = [list(PAIRS["anchor"]), list(PAIRS["positive"]), list(reversed(PAIRS["positive"]))][
+        :count
+    ]
+    expected = gradients_of(
+        stock,
+        splade_loss(stock),
+        [stock.preprocess(column) for column in texts],
+    )
     runs = []
     packed[0].model.bert.register_forward_hook(lambda *_: runs.append(1))
-    loss, columns = splade_loss(packed, kind=JoinedSpladeLoss, mini_batch_size=size), joined(packed, texts)
+    loss, columns = (
+        splade_loss(packed, kind=JoinedSpladeLoss, mini_batch_size=size),
+        joined(packed, texts),
+    )
     assert_same(gradients_of(packed, loss, list(map(dict, columns))), expected)
     assert len(runs) == 2 * math.ceil(8 / size) and loss.mini_batch_size == size
     with torch.no_grad():
-        assert sum(loss(list(map(dict, columns)), None).values()).item() == pytest.approx(expected[0])
+        assert sum(loss(list(map(dict, columns)), None).values()).item() == pytest.approx(
+            expected[0],
+        )
     columns[0]["task"] = "query"  # another kind than the others: mini-batches of one column
     for features in (columns, [stock.preprocess(column) for column in texts]):
         assert_same(gradients_of(packed, loss, features), expected)
@@ -260,7 +365,10 @@ def test_columns_of_several_encoders_are_not_joined(tokenizer_folder: Path, tmp_
     packed = fused_copy(stock)
     options = {"router_mapping": {"anchor": "query", "positive": "document"}}
     expected = train(stock, tmp_path / "stock", ahead=False, **options)
-    assert train(packed, tmp_path / "packed", ahead=True, **options) == pytest.approx(expected, rel=1e-4)
+    assert train(packed, tmp_path / "packed", ahead=True, **options) == pytest.approx(
+        expected,
+        rel=1e-4,
+    )
 
 
 def test_batches_are_made_in_a_thread_and_their_errors_come_out() -> None:
@@ -295,9 +403,14 @@ def test_a_larger_vocabulary_of_the_tokenizer_is_seen(tokenizer_folder: Path) ->
 
 def test_what_stays_padded_is_told(tokenizer_folder: Path) -> None:
     mpnet = build_tiny_splade("mpnet", tokenizer_folder)
-    with pytest.warns(UserWarning, match="MPNetForMaskedLM runs on padded batches: the attention of"):
+    with pytest.warns(
+        UserWarning,
+        match="MPNetForMaskedLM runs on padded batches: the attention of",
+    ):
         handle = accelerate(mpnet)
-    assert set(handle.padded) == {"MPNetForMaskedLM"} and "attention_mask" in mpnet(mpnet.preprocess(TEXTS))
+    assert set(handle.padded) == {"MPNetForMaskedLM"} and "attention_mask" in mpnet(
+        mpnet.preprocess(TEXTS),
+    )
     chosen = build_tiny_splade("bert", tokenizer_folder)
     chosen[0].unpad_inputs = False
     assert accelerate(chosen).padded == {"BertForMaskedLM": "unpad_inputs=False was chosen"}

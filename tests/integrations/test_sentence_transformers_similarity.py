@@ -1,4 +1,6 @@
-"""Similarities of a MultiVectorEncoder: the functions equal the stock ones, and ``accelerate`` puts them on a model."""
+"""Similarities of a MultiVectorEncoder: the functions equal the stock ones, and ``accelerate`` puts
+them on a model.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from torch import Tensor
 from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, needs_stock
 from tests.integrations.splade_models import FP32_BUDGET, assert_close
 from tests.refusals import refused
-from tilefold.integrations.sentence_transformers import accelerate, is_accelerated, multi_vector, restore
+from tilefold.integrations.sentence_transformers import (
+    accelerate,
+    is_accelerated,
+    multi_vector,
+    restore,
+)
 
 pytest.importorskip("sentence_transformers.multi_vector_encoder.scoring")
 from sentence_transformers.util import similarity as stock
@@ -45,7 +52,9 @@ def ragged(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tenso
 def forms() -> dict[str, tuple[Any, Any, dict[str, Any]]]:
     """One call's arguments, in the forms that the stock functions take."""
     queries, documents = ragged()
-    padded = [torch.nn.utils.rnn.pad_sequence(side, batch_first=True) for side in (queries, documents)]
+    padded = [
+        torch.nn.utils.rnn.pad_sequence(side, batch_first=True) for side in (queries, documents)
+    ]
     masks = {
         key: torch.rand(side.shape[:2], generator=torch.Generator().manual_seed(2)) < 0.7
         for key, side in zip(("a_mask", "b_mask"), padded, strict=True)
@@ -55,19 +64,27 @@ def forms() -> dict[str, tuple[Any, Any, dict[str, Any]]]:
         "lists": (queries, documents, {}),
         "lists and masks": (queries, documents, masks),
         "lists of masks": (
-            queries, documents, {"b_mask": [masks["b_mask"][i, : len(row)] for i, row in enumerate(documents)]}
+            queries,
+            documents,
+            {"b_mask": [masks["b_mask"][i, : len(row)] for i, row in enumerate(documents)]},
         ),
         "padded": (padded[0], padded[1], {}),
         "padded and masks": (padded[0], padded[1], masks),
-        "weights": (padded[0], padded[1], {"a_mask": torch.rand(4, 5), "b_mask": masks["b_mask"].float()}),
+        "weights": (
+            padded[0],
+            padded[1],
+            {"a_mask": torch.rand(4, 5), "b_mask": masks["b_mask"].float()},
+        ),
         "weights of lists": (queries, documents, {"a_mask": torch.rand(4, 5)}),
         "mixed": (padded[0], documents, {"a_mask": masks["a_mask"].numpy()}),
         "arrays": ([row.numpy() for row in queries], padded[1].numpy(), {}),
-    }  # fmt: skip
+    }
 
 
 def end_with_their_rows(a: Any, b: Any, masks: dict[str, Any]) -> None:
-    """Past a sequence's end, masks of lists speak of the chunk's padding: clear them where chunks may differ."""
+    """Past a sequence's end, masks of lists speak of the chunk's padding: clear them where chunks
+    may differ.
+    """
     for key, side in (("a_mask", a), ("b_mask", b)):
         for row, tokens in zip(masks.get(key, ()), side, strict=False):
             row[len(tokens) :] = 0
@@ -94,9 +111,15 @@ def test_masks_that_are_none_are_named(name: str) -> None:
     a, b = torch.ones(2, 3, 4), torch.ones(2, 5, 4)
     for mask, kind in (("not a mask", "str"), (["x", "y"], "str"), (object(), "object")):
         for side in ("a_mask", "b_mask"):
-            with pytest.raises(TypeError, match=rf"{side} must be a tensor or an array of numbers .* got {kind}"):
+            with pytest.raises(
+                TypeError,
+                match=rf"{side} must be a tensor or an array of numbers .* got {kind}",
+            ):
                 getattr(multi_vector, name)(a, b, **{side: mask})
-    with pytest.raises(TypeError, match=r"documents_mask must be a tensor or an array of numbers .* got str"):
+    with pytest.raises(
+        TypeError,
+        match=r"documents_mask must be a tensor or an array of numbers .* got str",
+    ):
         multi_vector.colbert_kd_scores(a, b[:, None], None, "not a mask")
 
 
@@ -108,7 +131,10 @@ def test_small_chunks_change_nothing(name: str) -> None:
         end_with_their_rows(a, b, masks)
         expected = getattr(multi_vector, name)(a, b, **masks)
         for elements in (1, 16 * 8, 16 * 12):
-            torch.testing.assert_close(getattr(multi_vector, name)(a, b, **masks, chunk_elements=elements), expected)
+            torch.testing.assert_close(
+                getattr(multi_vector, name)(a, b, **masks, chunk_elements=elements),
+                expected,
+            )
 
 
 @needs_stock
@@ -134,7 +160,10 @@ def test_one_sequence_and_no_sequence_are_taken(name: str) -> None:
         torch.testing.assert_close(getattr(multi_vector, name)(a, b), getattr(stock, name)(a, b))
     unequal = [] if "pairwise" in name else [(queries, []), ([], documents)]
     for one, other in ((queries[:1], [documents[1]]), ([], []), *unequal):
-        torch.testing.assert_close(getattr(multi_vector, name)(one, other), getattr(stock, name)(one, other))
+        torch.testing.assert_close(
+            getattr(multi_vector, name)(one, other),
+            getattr(stock, name)(one, other),
+        )
 
 
 def test_half_precision_is_scored_in_fp32() -> None:
@@ -153,13 +182,21 @@ def test_an_accelerated_model_scores_as_before(model: Any, encoded: Any, similar
     model.similarity_fn_name = similarity
     expected = model.similarity(queries, documents), model.similarity_pairwise(queries, documents)
     assert accelerate(model).model is model
-    model.similarity_fn_name = "maxsim"  # setting it, before or after, must not undo the acceleration
+    model.similarity_fn_name = (
+        "maxsim"  # setting it, before or after, must not undo the acceleration
+    )
     model.similarity_fn_name = similarity
     assert is_accelerated(model) and "similarity" in vars(model)
     torch.testing.assert_close(model.similarity(queries, documents), expected[0])
     torch.testing.assert_close(model.similarity_pairwise(queries, documents), expected[1])
     torch.testing.assert_close(
-        model.similarity(queries[0], documents[0], length_normalize=True, chunk_elements=64, device="cpu"),
+        model.similarity(
+            queries[0],
+            documents[0],
+            length_normalize=True,
+            chunk_elements=64,
+            device="cpu",
+        ),
         stock.mean_maxsim(queries[0], documents[0]),
     )
 
@@ -178,11 +215,18 @@ def test_evaluators_of_an_accelerated_model_report_the_same(colbert: Any) -> Non
     relevant = {i: {i} for i in range(len(QUERIES))}
     retrieval = [
         evaluation.MultiVectorInformationRetrievalEvaluator(
-            dict(enumerate(QUERIES)), corpus, relevant, mrr_at_k=[3], ndcg_at_k=[3], accuracy_at_k=[1],
-            precision_recall_at_k=[1], map_at_k=[3], score_functions=functions,
+            dict(enumerate(QUERIES)),
+            corpus,
+            relevant,
+            mrr_at_k=[3],
+            ndcg_at_k=[3],
+            accuracy_at_k=[1],
+            precision_recall_at_k=[1],
+            map_at_k=[3],
+            score_functions=functions,
         )
         for functions in (None, {"maxsim": multi_vector.maxsim})
-    ]  # fmt: skip
+    ]
     expected = reranking(model), retrieval[0](model)
     with accelerate(model):
         found = reranking(model), retrieval[1](model)
@@ -192,13 +236,28 @@ def test_evaluators_of_an_accelerated_model_report_the_same(colbert: Any) -> Non
 
 @needs_stock
 def test_models_that_score_with_something_else_are_refused(model: Any) -> None:
-    refused(ValueError, "quantize must be None for a MultiVectorEncoder", accelerate, model, quantize="fp8")
+    refused(
+        ValueError,
+        "quantize must be None for a MultiVectorEncoder",
+        accelerate,
+        model,
+        quantize="fp8",
+    )
     refused(ValueError, "impl must be one of 'auto'", accelerate, model, impl="cuda")
     assert not is_accelerated(model)
     kind = type(model)
-    model.__class__ = type("Halved", (kind,), {"similarity": lambda self, a, b: kind.similarity(self, a, b) / 2})
+    model.__class__ = type(
+        "Halved",
+        (kind,),
+        {"similarity": lambda self, a, b: kind.similarity(self, a, b) / 2},
+    )
     try:
-        refused(ValueError, r"must score with MultiVectorEncoder.similarity, got a Halved", accelerate, model)
+        refused(
+            ValueError,
+            r"must score with MultiVectorEncoder.similarity, got a Halved",
+            accelerate,
+            model,
+        )
     finally:
         model.__class__ = kind
     model.similarity_fn_name = "maxsim"
@@ -226,10 +285,21 @@ def test_on_a_gpu_scores_equal_those_of_the_cpu_and_come_back(name: str, kind: s
     assert on_device.device.type == "cpu"
     torch.testing.assert_close(on_device, expected, rtol=1e-4, atol=1e-4)
     if kind == "arrays":  # they follow the other side, as in the stock function
-        assert getattr(multi_vector, name)([torch.from_numpy(row).cuda() for row in a], b).device.type == "cuda"
+        assert (
+            getattr(multi_vector, name)([torch.from_numpy(row).cuda() for row in a], b).device.type
+            == "cuda"
+        )
     else:
-        a, b = ([row.cuda() for row in side] if isinstance(side, list) else side.cuda() for side in (a, b))
-        torch.testing.assert_close(getattr(multi_vector, name)(a, b, **masks).cpu(), expected, rtol=1e-4, atol=1e-4)
+        a, b = (
+            [row.cuda() for row in side] if isinstance(side, list) else side.cuda()
+            for side in (a, b)
+        )
+        torch.testing.assert_close(
+            getattr(multi_vector, name)(a, b, **masks).cpu(),
+            expected,
+            rtol=1e-4,
+            atol=1e-4,
+        )
 
 
 @pytest.mark.gpu
@@ -237,5 +307,12 @@ def test_on_a_gpu_a_model_is_accelerated_in_half_precision(model: Any, encoded: 
     twin = copy.deepcopy(model).to("cuda", torch.bfloat16)
     accelerate(twin)
     queries, documents = ([row.to("cuda", torch.bfloat16) for row in side] for side in encoded)
-    expected = multi_vector.maxsim(*([row.float().cpu() for row in side] for side in (queries, documents)))
-    torch.testing.assert_close(twin.similarity(queries, documents).cpu(), expected, rtol=1e-4, atol=1e-4)
+    expected = multi_vector.maxsim(
+        *([row.float().cpu() for row in side] for side in (queries, documents)),
+    )
+    torch.testing.assert_close(
+        twin.similarity(queries, documents).cpu(),
+        expected,
+        rtol=1e-4,
+        atol=1e-4,
+    )

@@ -1,4 +1,6 @@
-"""Training steps whose encoder is repeated: the gradients of every batch are those of a step without graphs."""
+"""Training steps whose encoder is repeated: the gradients of every batch are those of a step
+without graphs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ from tests.integrations.splade_models import (
 from tests.integrations.test_sentence_transformers_packed import KINDS, PAIRS, splade_loss
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
-from tilefold.integrations.sentence_transformers._backward import Found, backward_parts, prepared, write_gradients
+from tilefold.integrations.sentence_transformers._backward import (
+    Found,
+    backward_parts,
+    prepared,
+    write_gradients,
+)
 from tilefold.integrations.sentence_transformers.graphs import (
     LIMIT,
     Run,
@@ -49,7 +56,12 @@ class Repeated:
     """What a captured graph does, run anew each time: for machines without a GPU."""
 
     def __init__(
-        self, run: Run, inputs: StaticInputs, parameters: list[Tensor], gradients: list[Tensor | None], *_: Any
+        self,
+        run: Run,
+        inputs: StaticInputs,
+        parameters: list[Tensor],
+        gradients: list[Tensor | None],
+        *_: Any,
     ) -> None:
         self.run, self.inputs, self.gradients = run, inputs, gradients
         self.model = run.__self__.transformer.model  # type: ignore[attr-defined]
@@ -94,11 +106,18 @@ def batch(transformer: Any, lengths: list[int], seed: int = 0) -> dict[str, Any]
     device = next(transformer.parameters()).device
     ids = torch.randint(5, 100, (sum(lengths),), generator=generator).to(device)
     counts = torch.tensor(lengths, device=device)
-    return packed_features(ids, counts, padding_position(transformer.model), max(lengths, default=0))
+    return packed_features(
+        ids,
+        counts,
+        padding_position(transformer.model),
+        max(lengths, default=0),
+    )
 
 
 def plain(transformer: Any, features: dict[str, Any]) -> Tensor:
-    found: Tensor = type(transformer).forward(transformer, dict(features))[transformer.module_output_name]
+    found: Tensor = type(transformer).forward(transformer, dict(features))[
+        transformer.module_output_name
+    ]
     return found
 
 
@@ -106,7 +125,9 @@ def gradients(transformer: Any, output: Tensor) -> dict[str, Tensor]:
     transformer.zero_grad(set_to_none=True)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     (output * weights).sum().backward()
-    return {name: p.grad.clone() for name, p in transformer.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.clone() for name, p in transformer.named_parameters() if p.grad is not None
+    }
 
 
 def assert_as_without(transformer: Any, graphs: StepGraphs, features: dict[str, Any]) -> None:
@@ -118,7 +139,10 @@ def assert_as_without(transformer: Any, graphs: StepGraphs, features: dict[str, 
     found = gradients(transformer, got)
     assert found.keys() == right.keys()
     for name, value in found.items():
-        assert (value - right[name]).abs().max() <= ROUNDING * max(1.0, float(right[name].abs().max())), name
+        assert (value - right[name]).abs().max() <= ROUNDING * max(
+            1.0,
+            float(right[name].abs().max()),
+        ), name
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 1000, 1024, 1025, 11_300, 99_999])
@@ -127,7 +151,11 @@ def test_sizes_hold_a_batch_and_those_near_it(tokens: int, longest: int) -> None
     sizes = sizes_for(tokens, 7, longest)
     assert tokens <= sizes.tokens <= tokens * 17 / 16 + 64
     assert sizes.hold(tokens, 7, longest) and not sizes.hold(tokens, 8, longest)
-    assert not sizes.hold(tokens, 7, sizes.longest + 1) and not sizes.hold(sizes.tokens + 1, 7, longest)
+    assert not sizes.hold(tokens, 7, sizes.longest + 1) and not sizes.hold(
+        sizes.tokens + 1,
+        7,
+        longest,
+    )
     least = next(n for n in range(tokens + 1) if sizes.hold(n, 7, longest))
     assert least <= tokens * 19 // 20 and sizes.tokens - least <= max(128, least / 5)
     assert sizes.extra * sizes.longest >= sizes.tokens - least
@@ -142,7 +170,11 @@ def test_batches_of_random_texts_need_few_graphs(transformer: Any) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_and_gradients_are_those_of_a_plain_step(kind: str, device: str, tokenizer_folder: Path) -> None:
+def test_outputs_and_gradients_are_those_of_a_plain_step(
+    kind: str,
+    device: str,
+    tokenizer_folder: Path,
+) -> None:
     encoder = encoder_of(kind, tokenizer_folder, device)
     how = [Repeated] if device == "cpu" else []
     graphs, other = (StepGraphs(encoder, *how, halved=halved) for halved in (True, False))
@@ -154,11 +186,16 @@ def test_outputs_and_gradients_are_those_of_a_plain_step(kind: str, device: str,
     for one in (graphs, other):  # which share nothing
         one(features)
         assert_as_without(encoder, one, features)
-    assert len(graphs.graphs) == 2 and len(other.graphs) == 1 and not graphs.failed and graphs.halved
+    assert (
+        len(graphs.graphs) == 2 and len(other.graphs) == 1 and not graphs.failed and graphs.halved
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_forward_whose_backward_is_to_come_is_not_overwritten(dropout: float, transformer: Any) -> None:
+def test_a_forward_whose_backward_is_to_come_is_not_overwritten(
+    dropout: float,
+    transformer: Any,
+) -> None:
     graphs = StepGraphs(transformer, Repeated)
     features = [batch(transformer, [4, 6], seed) for seed in range(3)]
     graphs(features[0])
@@ -174,7 +211,9 @@ def test_a_forward_whose_backward_is_to_come_is_not_overwritten(dropout: float, 
     loss = third.sum()
     loss.backward(retain_graph=True)
     refused(RuntimeError, "and once, got it after another batch or again", loss.backward)
-    transformer.model.bert.encoder.layer[0].output.dropout.p = dropout  # another one: graphs are made anew
+    transformer.model.bert.encoder.layer[
+        0
+    ].output.dropout.p = dropout  # another one: graphs are made anew
     for _ in range(1 if dropout == 0.0 else 2):
         output = graphs(features[1])
     assert output is not None
@@ -190,7 +229,11 @@ def test_a_backward_pass_that_cannot_be_cut_is_whole(transformer: Any) -> None:
         return forwards[0](hidden, *rest, **options)
 
     layers[0].forward = first
-    layers[1].forward = lambda hidden, *rest, **options: forwards[1](hidden + below[0], *rest, **options)
+    layers[1].forward = lambda hidden, *rest, **options: forwards[1](
+        hidden + below[0],
+        *rest,
+        **options,
+    )
     graphs, features = StepGraphs(transformer, Repeated, halved=True), batch(transformer, [4, 6])
     graphs(features)
     with pytest.warns(UserWarning, match="hands out all gradients at once.*second time"):
@@ -279,16 +322,37 @@ def test_graphs_are_bounded_and_copies_begin_anew(transformer: Any) -> None:
 
 def trainer_of(model: SparseEncoder, folder: Path, **options: Any) -> SparseEncoderTrainer:
     cpu = model.device.type == "cpu"
-    arguments = five_steps(folder, max_steps=8, use_cpu=cpu, dataloader_pin_memory=not cpu, **options)
-    return SparseEncoderTrainer(model=model, args=arguments, train_dataset=PAIRS, loss=splade_loss(model))
+    arguments = five_steps(
+        folder,
+        max_steps=8,
+        use_cpu=cpu,
+        dataloader_pin_memory=not cpu,
+        **options,
+    )
+    return SparseEncoderTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=PAIRS,
+        loss=splade_loss(model),
+    )
 
 
 @pytest.mark.parametrize(
     ("device", "options"),
-    [("cpu", {}), *(pytest.param("cuda", options, marks=pytest.mark.gpu)
-                    for options in ({}, {"bf16": True}, {"gradient_accumulation_steps": 2}))],
-)  # fmt: skip
-def test_trainers_agree_on_losses(device: str, options: dict[str, Any], tokenizer_folder: Path, tmp_path: Path) -> None:
+    [
+        ("cpu", {}),
+        *(
+            pytest.param("cuda", options, marks=pytest.mark.gpu)
+            for options in ({}, {"bf16": True}, {"gradient_accumulation_steps": 2})
+        ),
+    ],
+)
+def test_trainers_agree_on_losses(
+    device: str,
+    options: dict[str, Any],
+    tokenizer_folder: Path,
+    tmp_path: Path,
+) -> None:
     stock = without_dropout(build_tiny_splade("bert", tokenizer_folder)).to(device)
     found = []
     for graphs in (True, False):
@@ -296,7 +360,10 @@ def test_trainers_agree_on_losses(device: str, options: dict[str, Any], tokenize
         trainer = trainer_of(model, tmp_path, **options)
         collate_ahead(trainer, graphs=graphs)
         if graphs:
-            captured = model[0].forward.graphs = StepGraphs(model[0], *([Repeated] if device == "cpu" else []))
+            captured = model[0].forward.graphs = StepGraphs(
+                model[0],
+                *([Repeated] if device == "cpu" else []),
+            )
         found.append(logged_losses(trainer))
     assert captured.graphs and not captured.failed
     assert found[0] == pytest.approx(found[1], rel=2e-2 if "bf16" in options else 1e-4)
@@ -304,8 +371,16 @@ def test_trainers_agree_on_losses(device: str, options: dict[str, Any], tokenize
 
 @compiling
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_are_compiled_for_a_graph(kind: str, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # as on a GPU, without its kernels
+def test_layers_are_compiled_for_a_graph(
+    kind: str,
+    tokenizer_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        partial(torch.compile, backend="eager"),
+    )  # as on a GPU, without its kernels
     encoder = encoder_of(kind, tokenizer_folder)
     traced = []
 
@@ -326,8 +401,12 @@ def test_layers_are_compiled_for_a_graph(kind: str, tokenizer_folder: Path, monk
         got = graphs(features)
         assert got is not None
         assert_close(got, plain(encoder, features), ROUNDING_BF16)
-    stacks = [module for module in encoder.model.modules() if isinstance(module, torch.nn.ModuleList)]
-    assert traced[1] > 0 and not any("forward" in vars(layer) for stack in stacks for layer in stack)
+    stacks = [
+        module for module in encoder.model.modules() if isinstance(module, torch.nn.ModuleList)
+    ]
+    assert traced[1] > 0 and not any(
+        "forward" in vars(layer) for stack in stacks for layer in stack
+    )
     assert copy.deepcopy(StepGraphs(encoder, compiled=True)).compiled
 
 
@@ -337,13 +416,23 @@ def failing(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_layers_that_fail_to_compile_run_plain_and_a_failed_capture_is_told_once(
-    compiled: bool, transformer: Any, monkeypatch: pytest.MonkeyPatch
+    compiled: bool,
+    transformer: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "compile", failing)
-    graphs = StepGraphs(transformer.to(torch.bfloat16), Repeated if compiled else failing, compiled=compiled)
+    graphs = StepGraphs(
+        transformer.to(torch.bfloat16),
+        Repeated if compiled else failing,
+        compiled=compiled,
+    )
     features = batch(transformer, [4, 6])
     assert graphs(features) is None
-    told = "as they are, without torch.compile" if compiled else "trains without CUDA graphs, which could not be captur"
+    told = (
+        "as they are, without torch.compile"
+        if compiled
+        else "trains without CUDA graphs, which could not be captur"
+    )
     with pytest.warns(UserWarning, match=rf"{told}.*: RuntimeError: no compiler, or not permitted"):
         assert (graphs(features) is not None) is compiled
     assert graphs.failed is not compiled and (compiled or graphs(features) is None)
@@ -365,10 +454,22 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it(transformer: Any) -> None:
 def test_graphs_are_refused_where_nothing_is_joined(tokenizer_folder: Path, tmp_path: Path) -> None:
     model = build_tiny_splade("bert", tokenizer_folder)
     trainer = trainer_of(model, tmp_path)
-    refused(ValueError, r"graphs must be False.*call accelerate\(model\) first", collate_ahead, trainer, graphs=True)
+    refused(
+        ValueError,
+        r"graphs must be False.*call accelerate\(model\) first",
+        collate_ahead,
+        trainer,
+        graphs=True,
+    )
     accelerate(model)
     refused(ValueError, "leave join=True", collate_ahead, trainer, join=False, graphs=True)
-    refused(ValueError, "compiled must be False without graphs", collate_ahead, trainer, compiled=True)
+    refused(
+        ValueError,
+        "compiled must be False without graphs",
+        collate_ahead,
+        trainer,
+        compiled=True,
+    )
     collate_ahead(trainer, graphs=True)
     assert model[0].forward.graphs is not None
     collate_ahead(trainer)
@@ -378,18 +479,36 @@ def test_graphs_are_refused_where_nothing_is_joined(tokenizer_folder: Path, tmp_
 @compiling
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_layers_on_a_gpu_are_as_exact_as_plain_ones(kind: str, tokenizer_folder: Path) -> None:
+def test_compiled_layers_on_a_gpu_are_as_exact_as_plain_ones(
+    kind: str,
+    tokenizer_folder: Path,
+) -> None:
     encoder = encoder_of(kind, tokenizer_folder, "cuda")
     graphs = StepGraphs(encoder, compiled=True)
 
-    def errors(output: Tensor, right: Tensor, found: dict[str, Tensor], exact: dict[str, Tensor]) -> list[float]:
-        pairs = [(output.detach().float(), right.detach()), *((found[name], value) for name, value in exact.items())]
+    def errors(
+        output: Tensor,
+        right: Tensor,
+        found: dict[str, Tensor],
+        exact: dict[str, Tensor],
+    ) -> list[float]:
+        pairs = [
+            (output.detach().float(), right.detach()),
+            *((found[name], value) for name, value in exact.items()),
+        ]
         norms = torch.stack([truth.norm() for _, truth in pairs])
-        scales = norms.clamp(min=float(norms.median()) / 10)  # a bias of keys has no gradient but rounding
-        return [float((got - truth).norm() / scale) for (got, truth), scale in zip(pairs, scales, strict=True)]
+        scales = norms.clamp(
+            min=float(norms.median()) / 10,
+        )  # a bias of keys has no gradient but rounding
+        return [
+            float((got - truth).norm() / scale)
+            for (got, truth), scale in zip(pairs, scales, strict=True)
+        ]
 
     checked = 0
-    for seed, lengths in enumerate(([3, 5, 4], [1, 30, 2], [20, 0, 20], [60, 50, 1], [60, 50, 1], [1, 1, 1])):
+    for seed, lengths in enumerate(
+        ([3, 5, 4], [1, 30, 2], [20, 0, 20], [60, 50, 1], [60, 50, 1], [1, 1, 1]),
+    ):
         features = batch(encoder, list(lengths), seed)
         right = plain(encoder, features)
         exact = gradients(encoder, right)
@@ -400,7 +519,9 @@ def test_compiled_layers_on_a_gpu_are_as_exact_as_plain_ones(kind: str, tokenize
         kept = outputs[1].detach().clone()
         rounded = errors(outputs[0], right, gradients(encoder, outputs[0]), exact)
         compiled = errors(kept, right, gradients(encoder, outputs[1]), exact)
-        assert all(mine <= 3 * theirs + 2**-5 for mine, theirs in zip(compiled, rounded, strict=True)), (seed, compiled)
+        assert all(
+            mine <= 3 * theirs + 2**-5 for mine, theirs in zip(compiled, rounded, strict=True)
+        ), (seed, compiled)
         checked += 1
     assert checked == 4 and graphs.compiled and not graphs.failed
 
@@ -422,7 +543,9 @@ def test_dropout_draws_anew_in_each_repetition(compiled: bool, tokenizer_folder:
         if output is not None:
             output.sum().backward()
             found.append(output.detach())
-    assert len(found) == 4 and not torch.equal(found[1], found[2]) and torch.equal(found[1], found[3])
+    assert (
+        len(found) == 4 and not torch.equal(found[1], found[2]) and torch.equal(found[1], found[3])
+    )
     assert graphs.compiled is compiled
 
 
@@ -431,7 +554,9 @@ def test_gradients_go_where_ddp_keeps_them_and_add_up(halved: bool, transformer:
     graphs, features = StepGraphs(transformer, Repeated, halved=halved), batch(transformer, [3, 5])
     assert graphs(features) is None
     right = gradients(transformer, graphs(features))  # type: ignore[arg-type]  # copies
-    graphs.places = {id(tensor): torch.full_like(tensor, torch.nan) for tensor in transformer.parameters()}
+    graphs.places = {
+        id(tensor): torch.full_like(tensor, torch.nan) for tensor in transformer.parameters()
+    }
     for anew in (False, True):
         if anew:  # written there at once
             graphs.write_to(graphs.places)

@@ -1,4 +1,6 @@
-"""Stock models with alpha-entmax attention (BERT, RoBERTa, ModernBERT, GPT-2), and checkpoints that remember it."""
+"""Stock models with alpha-entmax attention (BERT, RoBERTa, ModernBERT, GPT-2), and checkpoints that
+remember it.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,17 @@ def model(name: str, implementation: str = "entmax", **changes: Any) -> Any:
     options = {"attn_implementation": implementation, **changes}
     if name == "gpt2":
         torch.manual_seed(0)
-        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=99, n_positions=64, bos_token_id=1,
-                            eos_token_id=2, pad_token_id=0, **options)  # fmt: skip
+        config = transformers.GPT2Config(
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            vocab_size=99,
+            n_positions=64,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+            **options,
+        )
         return transformers.GPT2LMHeadModel(config).eval()
     if name == "modernbert":
         options |= {"local_attention": 8, "global_attn_every_n_layers": 2}
@@ -50,7 +61,9 @@ def model(name: str, implementation: str = "entmax", **changes: Any) -> Any:
 
 
 def sentence_model(tokenizer_folder: Path, folder: Path, **options: Any) -> Any:
-    """A SentenceTransformer of a tiny BERT with the real tokenizer, by way of a checkpoint in `folder`."""
+    """A SentenceTransformer of a tiny BERT with the real tokenizer, by way of a checkpoint in
+    `folder`.
+    """
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
@@ -112,8 +125,14 @@ def test_cross_attention_takes_the_mask_of_the_encoder() -> None:
     keep = torch.ones(3, 11)
     keep[1, 5:] = keep[2, :4] = 0
     states = torch.randn(3, 11, 32, generator=torch.Generator().manual_seed(2))
-    given = {"attention_mask": mask, "encoder_hidden_states": states, "encoder_attention_mask": keep}
-    found, expected = (m(input_ids=tokens, **given).last_hidden_state[mask.bool()] for m in (mine, stock))
+    given = {
+        "attention_mask": mask,
+        "encoder_hidden_states": states,
+        "encoder_attention_mask": keep,
+    }
+    found, expected = (
+        m(input_ids=tokens, **given).last_hidden_state[mask.bool()] for m in (mine, stock)
+    )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -136,7 +155,10 @@ def test_models_compile_whole() -> None:
     tokens, mask = batch()
     compiled = torch.compile(made, backend="eager", fullgraph=True)
     kept = mask.bool()
-    torch.testing.assert_close(output(compiled, tokens, mask)[kept], output(made, tokens, mask)[kept])
+    torch.testing.assert_close(
+        output(compiled, tokens, mask)[kept],
+        output(made, tokens, mask)[kept],
+    )
     torch._dynamo.reset()
 
 
@@ -158,11 +180,16 @@ def test_alphas_by_configuration_by_layer_and_learned() -> None:
     made = model("bert")
     plain = output(made, tokens, mask)
     set_alpha(made, [1.2, 2.0])
-    assert torch.equal(output(made, tokens, mask)[kept], by_config[kept]) and not torch.equal(plain, by_config)
+    assert torch.equal(output(made, tokens, mask)[kept], by_config[kept]) and not torch.equal(
+        plain,
+        by_config,
+    )
     alphas = learn_alpha(made, 1.5)
     torch.testing.assert_close(output(made, tokens, mask)[kept], plain[kept], rtol=1e-4, atol=1e-5)
     output(made, tokens, mask)[kept].square().sum().backward()
-    assert len(alphas) == 2 and all(a.theta.grad is not None and (a.theta.grad != 0).all() for a in alphas)
+    assert len(alphas) == 2 and all(
+        a.theta.grad is not None and (a.theta.grad != 0).all() for a in alphas
+    )
     assert "encoder.layer.0.attention.self.entmax_alpha.theta" in made.state_dict()
     refused(ValueError, "alpha must be one number or 2", set_alpha, made, [1.5])
 
@@ -174,9 +201,18 @@ def test_what_is_not_supported_is_said() -> None:
         made(input_ids=tokens, attention_mask=torch.ones(3, 1, 20, 20))
     decoder = model("gpt2")
     cache = transformers.StaticCache(config=decoder.config, max_cache_len=16)
-    refused(ValueError, "use a dynamic cache", decoder, input_ids=tokens[:, :4], past_key_values=cache)
+    refused(
+        ValueError,
+        "use a dynamic cache",
+        decoder,
+        input_ids=tokens[:, :4],
+        past_key_values=cache,
+    )
     packs = torch.cat([torch.arange(12), torch.arange(8)])[None].expand(3, -1)
-    with pytest.raises(ValueError, match="pass cu_seq_lens_q and cu_seq_lens_k for packed sequences"):
+    with pytest.raises(
+        ValueError,
+        match="pass cu_seq_lens_q and cu_seq_lens_k for packed sequences",
+    ):
         decoder(input_ids=tokens, position_ids=packs, use_cache=False)
     refused(ValueError, "must not contain 'flash'", register, "flash_entmax")
     unregister()
@@ -189,7 +225,10 @@ def saved(made: Any, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_checkpoint_runs_the_attention_and_the_alphas_that_it_was_saved_with(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_runs_the_attention_and_the_alphas_that_it_was_saved_with(
+    name: str,
+    tmp_path: Path,
+) -> None:
     tokens, mask = batch()
     made = model(name, "eager")
     use_entmax(made, [1.3, 2.0])
@@ -202,16 +241,26 @@ def test_a_checkpoint_runs_the_attention_and_the_alphas_that_it_was_saved_with(n
     again = saved(loaded, tmp_path / "again")  # a model that was loaded remembers it too
     assert (again["attn_implementation"], again["entmax_alpha"]) == ("entmax", [1.3, 2.0])
     use_softmax(loaded, "eager")
-    assert {"attn_implementation", "entmax_alpha"} & set(saved(loaded, tmp_path / "softmax")) == set()
+    assert {"attn_implementation", "entmax_alpha"} & set(
+        saved(loaded, tmp_path / "softmax"),
+    ) == set()
     assert torch.equal(output(loaded, tokens, mask), output(model(name, "eager"), tokens, mask))
 
 
-def test_a_model_that_was_loaded_by_hand_is_remembered_once_it_ran_and_followed_everywhere(tmp_path: Path) -> None:
+def test_a_model_that_was_loaded_by_hand_is_remembered_once_it_ran_and_followed_everywhere(
+    tmp_path: Path,
+) -> None:
     made = model("bert")
     output(made, *batch())
     assert saved(made, tmp_path)["attn_implementation"] == "entmax"
     for asked, runs in (({}, "entmax"), ({"attn_implementation": "sdpa"}, "sdpa")):
-        assert transformers.AutoModel.from_pretrained(str(tmp_path), **asked).config._attn_implementation == runs
+        assert (
+            transformers.AutoModel.from_pretrained(
+                str(tmp_path),
+                **asked,
+            ).config._attn_implementation
+            == runs
+        )
     # without tilefold it raises instead of running softmax
     code = "import sys; from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])"
     done = programs.run("-c", code, tmp_path)
@@ -236,27 +285,53 @@ def test_learned_alphas_are_saved_and_loaded(name: str, tmp_path: Path, caplog: 
     assert torch.equal(output(loaded, tokens, mask), expected)
     assert torch.equal(output(copy.deepcopy(loaded), tokens, mask), expected)
     set_alpha(loaded, 1.4)  # and back to numbers
-    assert not [key for key in loaded.state_dict() if "entmax_alpha" in key] and loaded.config.entmax_alpha == 1.4
+    assert (
+        not [key for key in loaded.state_dict() if "entmax_alpha" in key]
+        and loaded.config.entmax_alpha == 1.4
+    )
 
 
-def test_learned_alphas_of_a_model_with_a_head_load_without_it_and_from_shards(tmp_path: Path) -> None:
-    whole = transformers.BertForMaskedLM._from_config(model("bert").config, attn_implementation="entmax")
+def test_learned_alphas_of_a_model_with_a_head_load_without_it_and_from_shards(
+    tmp_path: Path,
+) -> None:
+    whole = transformers.BertForMaskedLM._from_config(
+        model("bert").config,
+        attn_implementation="entmax",
+    )
     for alpha in learn_alpha(whole, [1.2, 1.8]):
         alpha.theta.data.add_(torch.arange(2))
     whole.save_pretrained(str(tmp_path), max_shard_size="10KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     right = [layer.attention.self.entmax_alpha.theta for layer in whole.bert.encoder.layer]
     for cls in (transformers.BertModel, transformers.BertForMaskedLM):
-        pairs = zip(load_alpha(cls.from_pretrained(str(tmp_path)), str(tmp_path)), right, strict=True)
+        pairs = zip(
+            load_alpha(cls.from_pretrained(str(tmp_path)), str(tmp_path)),
+            right,
+            strict=True,
+        )
         assert all(torch.equal(alpha.theta, theta) for alpha, theta in pairs)
 
 
-def test_a_checkpoint_without_learned_alphas_is_refused_and_a_folder_without_one_too(tmp_path: Path) -> None:
+def test_a_checkpoint_without_learned_alphas_is_refused_and_a_folder_without_one_too(
+    tmp_path: Path,
+) -> None:
     made = model("bert")
     made.save_pretrained(str(tmp_path))
-    refused(ValueError, "must hold learned alphas of 2 attention layers, got 0", load_alpha, made, tmp_path)
+    refused(
+        ValueError,
+        "must hold learned alphas of 2 attention layers, got 0",
+        load_alpha,
+        made,
+        tmp_path,
+    )
     (tmp_path / "empty").mkdir()
-    refused(OSError, r"must hold one of model.safetensors.* got no such file", load_alpha, made, tmp_path / "empty")
+    refused(
+        OSError,
+        r"must hold one of model.safetensors.* got no such file",
+        load_alpha,
+        made,
+        tmp_path / "empty",
+    )
 
 
 def test_a_model_whose_attention_cannot_be_chosen_is_refused() -> None:
@@ -266,16 +341,30 @@ def test_a_model_whose_attention_cannot_be_chosen_is_refused() -> None:
     class Fixed(transformers.DistilBertModel):
         _can_set_attn_implementation = classmethod(lambda cls: False)
 
-    small = transformers.DistilBertModel.config_class(dim=16, n_layers=1, n_heads=2, hidden_dim=16, vocab_size=20)
+    small = transformers.DistilBertModel.config_class(
+        dim=16,
+        n_layers=1,
+        n_heads=2,
+        hidden_dim=16,
+        vocab_size=20,
+    )
     with pytest.raises(ValueError, match="model must support a choice of attention"):
         use_entmax(Fixed._from_config(small, attn_implementation="sdpa"))
 
 
-TEXTS = ["a list of files", "read json", "threads and locks that wait for each other, one after the other"]
+TEXTS = [
+    "a list of files",
+    "read json",
+    "threads and locks that wait for each other, one after the other",
+]
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_sentence_transformers_keep_the_attention(learned: bool, tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_sentence_transformers_keep_the_attention(
+    learned: bool,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+) -> None:
     from sentence_transformers import SentenceTransformer
 
     made = sentence_model(tokenizer_folder, tmp_path / "parts").eval()
@@ -291,9 +380,15 @@ def test_sentence_transformers_keep_the_attention(learned: bool, tokenizer_folde
     if learned:
         named = json.loads((folder / "modules.json").read_text())[0]["type"]
         assert named == "tilefold.integrations.sentence_transformers.entmax.EntmaxTransformer"
-        assert any(key.endswith("entmax_alpha.theta") for key in load_file(folder / "model.safetensors"))
+        assert any(
+            key.endswith("entmax_alpha.theta") for key in load_file(folder / "model.safetensors")
+        )
         refused(ValueError, "trust_remote_code", SentenceTransformer, str(folder), device="cpu")
-    loaded = SentenceTransformer(str(folder), device="cpu", **({"trust_remote_code": True} if learned else {}))
+    loaded = SentenceTransformer(
+        str(folder),
+        device="cpu",
+        **({"trust_remote_code": True} if learned else {}),
+    )
     assert (loaded.encode(TEXTS) == vectors).all()
     assert isinstance(loaded[0].model, transformers.PreTrainedModel)
     assert loaded[0].model.config.entmax_alpha == ("learned" if learned else [1.3, 2.0])

@@ -20,7 +20,9 @@ from tilefold.integrations.transformers.packed import (
 )
 
 KINDS = ["bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "albert"]
-CASES = [(kind, again) for kind in KINDS for again in (False, True) if (kind, again) != ("albert", True)]
+CASES = [
+    (kind, again) for kind in KINDS for again in (False, True) if (kind, again) != ("albert", True)
+]
 LENGTHS = [7, 1, 30, 12]
 
 
@@ -34,12 +36,19 @@ def batch(device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
     """Padded ids, their mask, and the offsets of the sequences."""
     lengths = torch.tensor(LENGTHS, device=device)
     mask = (torch.arange(max(LENGTHS), device=device) < lengths[:, None]).long()
-    ids = torch.randint(5, 300, mask.shape, generator=torch.Generator().manual_seed(1)).to(device) * mask
+    ids = (
+        torch.randint(5, 300, mask.shape, generator=torch.Generator().manual_seed(1)).to(device)
+        * mask
+    )
     return ids, mask, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
 
 
 def gradients(model: Any, out: Tensor) -> dict[str, Tensor]:
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    weights = torch.randn(
+        out.shape,
+        generator=torch.Generator().manual_seed(2),
+        dtype=torch.float64,
+    )
     model.zero_grad(set_to_none=True)
     (out * weights.to(out)).sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -55,7 +64,9 @@ def test_packed_is_padded_without_padding(kind: str, checkpointing: bool) -> Non
     assert use_packed(model) is None
     if checkpointing:
         model.train()
-        for module in model.modules():  # train mode turns checkpointing on; dropout has a test of its own
+        for (
+            module
+        ) in model.modules():  # train mode turns checkpointing on; dropout has a test of its own
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -72,10 +83,18 @@ def test_padded_inputs_run_as_before(kind: str) -> None:
     model = network(kind).eval()
     ids, mask, _ = batch()
     with torch.no_grad():
-        expected = [model(input_ids=ids, attention_mask=mask).logits, model(input_ids=ids[2:3]).logits]
+        expected = [
+            model(input_ids=ids, attention_mask=mask).logits,
+            model(input_ids=ids[2:3]).logits,
+        ]
         assert use_packed(model) is None and model.config._attn_implementation == PACKED
         assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, expected[0])
-        torch.testing.assert_close(model(input_ids=ids[2:3]).logits, expected[1], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            model(input_ids=ids[2:3]).logits,
+            expected[1],
+            rtol=0,
+            atol=1e-12,
+        )
     stop_packed(model)
     assert model.config._attn_implementation == "sdpa"
 
@@ -88,7 +107,10 @@ def test_positions_are_those_of_the_padded_model() -> None:
     ids = torch.where(mask.bool(), ids, 1)
     expected = RobertaEmbeddings.create_position_ids_from_input_ids(ids, 1)[mask.bool()]
     assert torch.equal(position_ids_of(ids[mask.bool()], offsets, 1), expected)
-    assert torch.equal(position_ids_of(ids[mask.bool()], offsets), torch.cat([torch.arange(n) for n in LENGTHS]))
+    assert torch.equal(
+        position_ids_of(ids[mask.bool()], offsets),
+        torch.cat([torch.arange(n) for n in LENGTHS]),
+    )
 
 
 def test_token_types_reach_the_model_and_masks_with_packed_sequences_are_refused() -> None:
@@ -97,11 +119,25 @@ def test_token_types_reach_the_model_and_masks_with_packed_sequences_are_refused
     types = (torch.arange(ids.size(1)) > 4).long().expand_as(ids).contiguous()
     assert use_packed(model) is None
     with torch.no_grad():
-        expected = model(input_ids=ids, attention_mask=mask, token_type_ids=types).logits[mask.bool()]
-        got = packed_hidden_states(model, ids[mask.bool()], offsets, max(LENGTHS), token_type_ids=types[mask.bool()])
+        expected = model(input_ids=ids, attention_mask=mask, token_type_ids=types).logits[
+            mask.bool()
+        ]
+        got = packed_hidden_states(
+            model,
+            ids[mask.bool()],
+            offsets,
+            max(LENGTHS),
+            token_type_ids=types[mask.bool()],
+        )
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
     with pytest.raises(ValueError, match=r"packed sequences must be one row \[1, T\]"):
-        model(input_ids=ids, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=30, max_length_k=30)
+        model(
+            input_ids=ids,
+            cu_seq_lens_q=offsets,
+            cu_seq_lens_k=offsets,
+            max_length_q=30,
+            max_length_k=30,
+        )
 
 
 def test_what_stays_padded_says_why_and_is_not_changed() -> None:
@@ -115,7 +151,10 @@ def test_what_stays_padded_says_why_and_is_not_changed() -> None:
         (AveragedModel(torch.nn.Linear(2, 2)), "is no transformers model"),
     ):
         assert why in str(use_packed(model))
-    assert (eager.config._attn_implementation, mixing.config._attn_implementation) == ("eager", "sdpa")
+    assert (eager.config._attn_implementation, mixing.config._attn_implementation) == (
+        "eager",
+        "sdpa",
+    )
 
 
 def test_entmax_attention_takes_packed_tokens_itself() -> None:
@@ -134,7 +173,9 @@ def test_entmax_attention_takes_packed_tokens_itself() -> None:
 def test_nothing_is_registered_by_an_import() -> None:
     code = "import tilefold.integrations.transformers, transformers as t; print(*t.AttentionInterface._global_mapping)"
     done = programs.run("-c", code)
-    assert done.returncode == 0 and "sdpa" in done.stdout and "tilefold_packed" not in done.stdout, done.stderr
+    assert (
+        done.returncode == 0 and "sdpa" in done.stdout and "tilefold_packed" not in done.stdout
+    ), done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
@@ -158,4 +199,6 @@ def test_packed_is_padded_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
     budget = 0.03 if dtype == torch.bfloat16 else 1e-3
     found = {"scores": got.detach(), **gradients(model, got)}
     for name, exact in {"scores": expected.detach(), **right}.items():
-        assert float((found[name] - exact).abs().max()) <= budget * float(exact.abs().max()) + 1e-6, name
+        assert (
+            float((found[name] - exact).abs().max()) <= budget * float(exact.abs().max()) + 1e-6
+        ), name

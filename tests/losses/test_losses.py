@@ -1,4 +1,6 @@
-"""Losses on one process: hand-computed values, the classes of sentence-transformers, gradients, errors."""
+"""Losses on one process: hand-computed values, the classes of sentence-transformers, gradients,
+errors.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,23 @@ SHORT = torch.tensor([[1.0, 0.0, 3.0], [0.0, 0.0, 2.0]])
 
 
 def random_scores(rows: int = 5, columns: int = 11, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(3), dtype=torch.float64).relu().to(dtype)
+    return (
+        torch.randn(rows, columns, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        .relu()
+        .to(dtype)
+    )
 
 
 BY_HAND = {
     "flops is the sum of squared column means": (lambda: flops(SCORES), 0.5**2 + 2.0**2),
-    "a threshold zeroes sparse rows but keeps them in the mean": (lambda: flops(SCORES, threshold=1), 0.5**2 + 1.5**2),
-    "weights stand inside the square": (lambda: flops(SCORES, weights=torch.tensor([2.0, 1.0, 0.5])), 1.0**2 + 1.0**2),
+    "a threshold zeroes sparse rows but keeps them in the mean": (
+        lambda: flops(SCORES, threshold=1),
+        0.5**2 + 1.5**2,
+    ),
+    "weights stand inside the square": (
+        lambda: flops(SCORES, weights=torch.tensor([2.0, 1.0, 0.5])),
+        1.0**2 + 1.0**2,
+    ),
     "l1 is the mean row sum": (lambda: l1(SCORES), 2.5),
     "l2 is the mean row sum of squares": (lambda: l2(SHORT), (10 + 4) / 2),
     "l2 spares short rows": (lambda: l2(SHORT, threshold=1), 5),
@@ -79,7 +91,9 @@ def test_df_weights_rise_from_zero_over_one_half_at_alpha_to_one() -> None:
 
 
 @pytest.mark.parametrize("threshold", [None, 4])
-def test_global_flops_of_one_process_is_flops_loss_of_sentence_transformers(threshold: int | None) -> None:
+def test_global_flops_of_one_process_is_flops_loss_of_sentence_transformers(
+    threshold: int | None,
+) -> None:
     results = []
     for loss in (GlobalFlopsLoss(threshold), FlopsLoss(nn.Identity(), threshold)):
         scores = random_scores().requires_grad_()
@@ -109,8 +123,14 @@ def test_df_flops_starts_as_flops_and_weighs_columns_after_its_first_refresh() -
     first, second = random_scores(4), random_scores(4).flip(0, 1)
     assert loss(first).item() == pytest.approx(flops(first).item())
     frequency = (torch.cat([first, second]) > 0).double().mean(dim=0)
-    assert loss(second).item() == pytest.approx(flops(second, weights=df_weights(frequency)).item(), rel=1e-6)
-    assert loss(first).item() == pytest.approx(flops(first, weights=df_weights(frequency)).item(), rel=1e-6)
+    assert loss(second).item() == pytest.approx(
+        flops(second, weights=df_weights(frequency)).item(),
+        rel=1e-6,
+    )
+    assert loss(first).item() == pytest.approx(
+        flops(first, weights=df_weights(frequency)).item(),
+        rel=1e-6,
+    )
 
 
 def test_df_flops_takes_frequencies_from_outside_and_counts_nothing_in_eval_mode() -> None:
@@ -125,7 +145,9 @@ def test_df_flops_takes_frequencies_from_outside_and_counts_nothing_in_eval_mode
 
 
 def test_a_sum_of_regularizers_weighs_its_terms_ours_and_stock() -> None:
-    total = RegularizerSum([(FlopsLoss(nn.Identity()), 0.5), (AntiZeroLoss(), 2.0), (L1Loss(), 0.1)])
+    total = RegularizerSum(
+        [(FlopsLoss(nn.Identity()), 0.5), (AntiZeroLoss(), 2.0), (L1Loss(), 0.1)],
+    )
     scores = random_scores()
     expected = 0.5 * flops(scores) + 2 * anti_zero(scores) + 0.1 * l1(scores)
     assert total.compute_loss_from_embeddings(scores).item() == pytest.approx(expected.item())
@@ -134,7 +156,10 @@ def test_a_sum_of_regularizers_weighs_its_terms_ours_and_stock() -> None:
 def test_positions_of_a_group_are_penalised_by_themselves() -> None:
     scores = random_scores(rows=6).requires_grad_()
     value = PositionSum(GlobalFlopsLoss(threshold=3), 3).compute_loss_from_embeddings(scores)
-    torch.testing.assert_close(value, sum(flops(scores[low : low + 2], threshold=3) for low in (0, 2, 4)))
+    torch.testing.assert_close(
+        value,
+        sum(flops(scores[low : low + 2], threshold=3) for low in (0, 2, 4)),
+    )
     assert value > flops(scores, threshold=3), "terms of some documents alone cost more"
     alike = random_scores(rows=2).repeat(3, 1)
     torch.testing.assert_close(PositionSum(FlopsLoss(None), 3)(alike), 3 * flops(alike[:2]))
@@ -150,34 +175,78 @@ def test_regularizers_can_be_copied_and_add_nothing_to_a_state_dict() -> None:
 
 
 WRONG = [
-    (TypeError, lambda: flops(torch.ones(2, 3, dtype=torch.int64)), "scores must be a floating-point tensor, got"),
+    (
+        TypeError,
+        lambda: flops(torch.ones(2, 3, dtype=torch.int64)),
+        "scores must be a floating-point tensor, got",
+    ),
     (ValueError, lambda: l1(torch.ones(3)), r"scores must have shape \[B, V\], got \[3\]"),
     (ValueError, lambda: flops(SCORES, weights=torch.ones(2)), "weights must have shape"),
-    (TypeError, lambda: flops(SCORES, weights=[1.0, 1.0, 1.0]), r"weights must be a torch.Tensor, got list"),
-    (ValueError, lambda: flops(SCORES, group="all"), "group must be a process group .* 'world' or None, got 'all'"),
+    (
+        TypeError,
+        lambda: flops(SCORES, weights=[1.0, 1.0, 1.0]),
+        r"weights must be a torch.Tensor, got list",
+    ),
+    (
+        ValueError,
+        lambda: flops(SCORES, group="all"),
+        "group must be a process group .* 'world' or None, got 'all'",
+    ),
     (ValueError, lambda: df_weights(torch.ones(2), alpha=1.0), "alpha must be between 0 and 1"),
     (ValueError, lambda: df_weights(torch.ones(2), beta=0.0), "beta must be positive"),
-    (TypeError, lambda: df_weights([0.1, 0.2]), r"document_frequency must be a torch.Tensor, got list"),
+    (
+        TypeError,
+        lambda: df_weights([0.1, 0.2]),
+        r"document_frequency must be a torch.Tensor, got list",
+    ),
     (ValueError, lambda: anti_zero(SCORES, epsilon=-1.0), "epsilon"),
-    (ValueError, lambda: DFFlopsLoss(refresh_every=0), "refresh_every must be a positive number of steps"),
-    (ValueError, lambda: DFFlopsLoss(refresh_every=1.5), "refresh_every must be a positive number of steps"),
+    (
+        ValueError,
+        lambda: DFFlopsLoss(refresh_every=0),
+        "refresh_every must be a positive number of steps",
+    ),
+    (
+        ValueError,
+        lambda: DFFlopsLoss(refresh_every=1.5),
+        "refresh_every must be a positive number of steps",
+    ),
     (ValueError, lambda: DFFlopsLoss(alpha=2.0), "alpha must be between 0 and 1"),
     (ValueError, lambda: DFFlopsLoss(beta=0.0), "beta must be positive"),
-    (TypeError, lambda: RegularizerSum([(nn.ReLU(), 1.0)]), "terms must have compute_loss_from_embeddings, got ReLU"),
-    (ValueError, lambda: RegularizerSum([]), r"terms must be at least one pair of a regulariser .* got an empty list"),
+    (
+        TypeError,
+        lambda: RegularizerSum([(nn.ReLU(), 1.0)]),
+        "terms must have compute_loss_from_embeddings, got ReLU",
+    ),
+    (
+        ValueError,
+        lambda: RegularizerSum([]),
+        r"terms must be at least one pair of a regulariser .* got an empty list",
+    ),
     (
         ValueError,
         lambda: PositionSum(GlobalFlopsLoss(), 4)(random_scores(rows=6)),
         "rows of 4 positions, as many of each, got 6",
     ),
-    (ValueError, lambda: PositionSum(GlobalFlopsLoss(), 0), "positions must be a whole number of at least 1, got 0"),
-    (TypeError, lambda: PositionSum(nn.Linear(1, 1), 2), "term must have compute_loss_from_embeddings, got Linear"),
+    (
+        ValueError,
+        lambda: PositionSum(GlobalFlopsLoss(), 0),
+        "positions must be a whole number of at least 1, got 0",
+    ),
+    (
+        TypeError,
+        lambda: PositionSum(nn.Linear(1, 1), 2),
+        "term must have compute_loss_from_embeddings, got Linear",
+    ),
     (TypeError, lambda: PositionSum(DFFlopsLoss(), 2), "must not be a DFFlopsLoss"),
 ]
 
 
 @pytest.mark.parametrize(("error", "make", "said"), WRONG)
-def test_wrong_arguments_are_named(error: type[Exception], make: Callable[[], object], said: str) -> None:
+def test_wrong_arguments_are_named(
+    error: type[Exception],
+    make: Callable[[], object],
+    said: str,
+) -> None:
     refused(error, said, make)
 
 
@@ -189,19 +258,28 @@ NEGATIVE = torch.tensor([[0.0, 1.0, 0.25]])
 
 
 def test_the_loss_of_epic_is_the_probability_of_the_negatives() -> None:
-    value = PairwiseSoftmaxLoss().compute_loss_from_embeddings([QUERIES, RELEVANT, NEGATIVE, 2 * NEGATIVE])
+    value = PairwiseSoftmaxLoss().compute_loss_from_embeddings(
+        [QUERIES, RELEVANT, NEGATIVE, 2 * NEGATIVE],
+    )
     pairs = [math.exp(score) / (math.exp(0.5) + math.exp(score)) for score in (0.5, 1.0)]
     assert value.item() == pytest.approx(sum(pairs) / 2)
-    with pytest.raises(ValueError, match=r"at least 3 columns \(a query, a relevant document and negatives\), got 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"at least 3 columns \(a query, a relevant document and negatives\), got 2",
+    ):
         PairwiseSoftmaxLoss().compute_loss_from_embeddings([QUERIES, RELEVANT])
 
 
 def test_the_loss_of_deepct_is_least_at_the_recall_of_a_term() -> None:
     value = TermRecallLoss().compute_loss_from_embeddings([QUERIES, RELEVANT])
-    assert value.item() == pytest.approx(((0.5 - 1) ** 2 + (1 - 0) ** 2) / 2)  # the third term is not in the document
+    assert value.item() == pytest.approx(
+        ((0.5 - 1) ** 2 + (1 - 0) ** 2) / 2,
+    )  # the third term is not in the document
     document = torch.full((4, 2), 0.5, requires_grad=True)
     queries = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
-    TermRecallLoss().compute_loss_from_embeddings([queries, document.mean(dim=0, keepdim=True).expand(4, 2)]).backward()
+    TermRecallLoss().compute_loss_from_embeddings(
+        [queries, document.mean(dim=0, keepdim=True).expand(4, 2)],
+    ).backward()
     at_recall = torch.tensor([[0.75, 0.25]]).expand(4, 2).clone().requires_grad_()
     TermRecallLoss().compute_loss_from_embeddings([queries, at_recall]).backward()
     assert document.grad.sum(dim=0).abs().min() > 0.1
@@ -209,22 +287,40 @@ def test_the_loss_of_deepct_is_least_at_the_recall_of_a_term() -> None:
 
 
 class First(nn.Module):
-    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
+    def compute_loss_from_embeddings(
+        self,
+        embeddings: list[Tensor],
+        labels: Tensor | None = None,
+    ) -> Tensor:
         return embeddings[0].sum() if labels is None else labels.sum()
 
 
 def test_a_weighted_sum_passes_labels_on_and_checks_its_terms() -> None:
     terms = [(First(), 2.0), (PairwiseSoftmaxLoss(), 0.5)]
-    value = WeightedLosses(terms).compute_loss_from_embeddings([QUERIES, RELEVANT, NEGATIVE], torch.tensor([4.0]))
+    value = WeightedLosses(terms).compute_loss_from_embeddings(
+        [QUERIES, RELEVANT, NEGATIVE],
+        torch.tensor([4.0]),
+    )
     assert value.item() == pytest.approx(8 + 0.5 * 0.5)
     refused(ValueError, r"at least one pair .* got an empty list", WeightedLosses, [])
-    refused(TypeError, "compute_loss_from_embeddings, got Linear", WeightedLosses, [(nn.Linear(1, 1), 1.0)])
+    refused(
+        TypeError,
+        "compute_loss_from_embeddings, got Linear",
+        WeightedLosses,
+        [(nn.Linear(1, 1), 1.0)],
+    )
 
 
 # The next-token loss on activated logits
 
 
-def whole(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, factor: float) -> Tensor:
+def whole(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    factor: float,
+) -> Tensor:
     """The definition, on all logits at once."""
     logits = hidden @ weight.T + (0 if bias is None else bias)
     kept = labels != -100
@@ -260,7 +356,11 @@ def test_chunks_give_the_loss_and_gradients_of_one_pass(chunk: int, with_bias: b
     loss = activated_lm_loss(hidden, weight, labels, bias, activated_weight=0.7, chunk=chunk).total
     expected = whole(hidden, weight, labels, bias, 0.7)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    for got, want in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True):
+    for got, want in zip(
+        torch.autograd.grad(loss, inputs),
+        torch.autograd.grad(expected, inputs),
+        strict=True,
+    ):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
@@ -268,7 +368,12 @@ def test_logits_of_all_positions_never_exist() -> None:
     n, v = 64, 5000
     hidden, weight = torch.randn(n, 4, requires_grad=True), torch.randn(v, 4, requires_grad=True)
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
-        activated_lm_loss(hidden, weight, torch.zeros(n, dtype=torch.int64), chunk=4).total.backward()
+        activated_lm_loss(
+            hidden,
+            weight,
+            torch.zeros(n, dtype=torch.int64),
+            chunk=4,
+        ).total.backward()
     # what is taken, not what is given back: that may be anything that was collected meanwhile
     assert max(event.cpu_memory_usage for event in profile.function_events) < n * v * 4 / 2
 

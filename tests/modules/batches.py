@@ -1,4 +1,6 @@
-"""Texts and a tiny masked LM over their words; random features of a batch, padded and packed, and their head."""
+"""Texts and a tiny masked LM over their words; random features of a batch, padded and packed, and
+their head.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ LENGTHS = (5, 3, 7, 2)
 
 
 class Batch(NamedTuple):
-    """``hidden`` ``[B, S, D]`` (leaf), ``weight`` ``[V, D]`` and ``bias`` ``[V]`` (leaves), ids and mask ``[B, S]``."""
+    """``hidden`` ``[B, S, D]`` (leaf), ``weight`` ``[V, D]`` and ``bias`` ``[V]`` (leaves), ids and
+    mask ``[B, S]``.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -34,14 +38,21 @@ class Batch(NamedTuple):
         return self.hidden @ self.weight.T + self.bias
 
     def features(self, tokens: Tensor, **more: Tensor) -> dict[str, Any]:
-        return {"token_embeddings": tokens, "input_ids": self.ids, "attention_mask": self.mask, **more}
+        return {
+            "token_embeddings": tokens,
+            "input_ids": self.ids,
+            "attention_mask": self.mask,
+            **more,
+        }
 
     def packed(self, tokens: Tensor, **more: Tensor) -> dict[str, Any]:
         """As flash attention leaves them: one row of all valid tokens."""
         keep = self.mask.bool()
         offsets = torch.tensor([0, *self.mask.sum(1).cumsum(0).tolist()], dtype=torch.int32)
         every = {"token_embeddings": tokens, "input_ids": self.ids, **more}
-        return {name: value[keep][None] for name, value in every.items()} | {"cu_seq_lens_q": offsets}
+        return {name: value[keep][None] for name, value in every.items()} | {
+            "cu_seq_lens_q": offsets,
+        }
 
 
 def batch(dim: int = 6, vocab: int = 19, left: bool = False) -> Batch:
@@ -56,15 +67,36 @@ def batch(dim: int = 6, vocab: int = 19, left: bool = False) -> Batch:
     hidden[~mask] = 1e3  # what a masked token holds must not be seen
     if left:
         mask, ids, hidden = mask.flip(1), ids.flip(1), hidden.flip(1)
-    weight, bias = torch.randn(vocab, dim, dtype=torch.float64), torch.randn(vocab, dtype=torch.float64)
-    return Batch(hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), ids, mask.long())
+    weight, bias = (
+        torch.randn(vocab, dim, dtype=torch.float64),
+        torch.randn(vocab, dtype=torch.float64),
+    )
+    return Batch(
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        bias.requires_grad_(),
+        ids,
+        mask.long(),
+    )
 
 
 def gradients(scores: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     """Those of a fixed weighted sum of the scores; zeros where there is none."""
-    weights = torch.rand(scores.shape, dtype=scores.dtype, generator=torch.Generator().manual_seed(1))
-    found = torch.autograd.grad((scores * weights).sum(), leaves, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
+    weights = torch.rand(
+        scores.shape,
+        dtype=scores.dtype,
+        generator=torch.Generator().manual_seed(1),
+    )
+    found = torch.autograd.grad(
+        (scores * weights).sum(),
+        leaves,
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return [
+        torch.zeros_like(leaf) if grad is None else grad
+        for leaf, grad in zip(leaves, found, strict=True)
+    ]
 
 
 def same(got: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:

@@ -1,4 +1,6 @@
-"""Models of our modules, accelerated: the same vectors, gradients and sparse rows; stock afterwards."""
+"""Models of our modules, accelerated: the same vectors, gradients and sparse rows; stock
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ SYSTEMS: dict[str, tuple[EncoderSpec | None, EncoderSpec]] = {
     "qmlp": (EncoderSpec("mlp", activation="log1p_relu"), EncoderSpec()),
     "sums": (EncoderSpec("idf"), EncoderSpec("mlm", pooling="sum", drop_special_tokens=True)),
     "epic": (EncoderSpec("mlp", activation="log1p_softplus"), EncoderSpec("epic")),
-    "windows": (EncoderSpec("mlm", top_k=4, normalize="l2", shared_network=True), EncoderSpec("mlm", top_k=8)),
+    "windows": (
+        EncoderSpec("mlm", top_k=4, normalize="l2", shared_network=True),
+        EncoderSpec("mlm", top_k=8),
+    ),
 }
 DENSE = {"convert_to_sparse_tensor": False, "show_progress_bar": False}
 
@@ -41,7 +46,11 @@ def model(request: pytest.FixtureRequest, tiny_lm: str) -> SparseEncoder:
 
 
 def vectors(model: SparseEncoder, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return model.encode_query(QUERIES, **DENSE, **options), model.encode_document(TEXTS, **DENSE, **options)
+    return model.encode_query(QUERIES, **DENSE, **options), model.encode_document(
+        TEXTS,
+        **DENSE,
+        **options,
+    )
 
 
 def trained_once(model: SparseEncoder) -> dict[str, torch.Tensor]:
@@ -51,8 +60,12 @@ def trained_once(model: SparseEncoder) -> dict[str, torch.Tensor]:
     for task, texts in (("query", QUERIES), ("document", TEXTS[:2])):
         found[task] = model(model.preprocess(texts, task=task), task=task)["sentence_embedding"]
     weights = torch.rand(found["query"].shape, generator=torch.Generator().manual_seed(0)).double()
-    ((found["query"] * found["document"] * weights).sum() + (found["document"] ** 2).sum()).backward()
-    return found | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    (
+        (found["query"] * found["document"] * weights).sum() + (found["document"] ** 2).sum()
+    ).backward()
+    return found | {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def test_vectors_and_gradients_are_the_same(model: SparseEncoder) -> None:
@@ -60,14 +73,23 @@ def test_vectors_and_gradients_are_the_same(model: SparseEncoder) -> None:
     expected = trained_once(plain)
     with accelerate(fused):
         got = trained_once(fused)
-    assert not is_accelerated(fused) and not any("forward" in vars(module) for module in fused.modules())
+    assert not is_accelerated(fused) and not any(
+        "forward" in vars(module) for module in fused.modules()
+    )
     assert got.keys() == expected.keys()
-    assert all(name in got for name, p in model.named_parameters() if p.requires_grad and "pooler" not in name)
+    assert all(
+        name in got
+        for name, p in model.named_parameters()
+        if p.requires_grad and "pooler" not in name
+    )
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=1e-8, atol=1e-10, msg=name)
 
 
-def test_sparse_rows_and_saved_vectors_are_those_of_encode(model: SparseEncoder, tmp_path: Path) -> None:
+def test_sparse_rows_and_saved_vectors_are_those_of_encode(
+    model: SparseEncoder,
+    tmp_path: Path,
+) -> None:
     expected = vectors(model)
     few = vectors(model, max_active_dims=3)
     for place, (task, texts) in enumerate((("query", QUERIES), ("document", TEXTS))):
@@ -77,13 +99,19 @@ def test_sparse_rows_and_saved_vectors_are_those_of_encode(model: SparseEncoder,
         torch.testing.assert_close(best.to_dense().sum(1), few[place].sum(1), rtol=1e-5, atol=1e-6)
         assert encode_sparse(model, [], task=task).shape == (0, expected[place].size(1))
         with accelerate(model):  # as collections and queries are encoded
-            items = list(model.encode_sparse_batch.stream([Window(texts)], task=task, to_host=place > 0))
+            items = list(
+                model.encode_sparse_batch.stream([Window(texts)], task=task, to_host=place > 0),
+            )
         streamed = as_csr([item for item in items if isinstance(item, Batch)], len(texts), 0)
         torch.testing.assert_close(streamed.to_dense(), expected[place], rtol=1e-5, atol=1e-6)
     assert not is_accelerated(model)
     with accelerate(model):
         model.save_pretrained(str(tmp_path))
-    for got, value in zip(vectors(load_encoder(str(tmp_path), device="cpu")), expected, strict=True):
+    for got, value in zip(
+        vectors(load_encoder(str(tmp_path), device="cpu")),
+        expected,
+        strict=True,
+    ):
         torch.testing.assert_close(got, value, rtol=0, atol=0)
 
 
@@ -97,7 +125,13 @@ def test_fp8_is_for_the_maximum_alone_and_what_cannot_be_fused_is_refused(tiny_l
     few = build_encoder(query, EncoderSpec("epic", top_k=5), base, device="cpu")
     assert (few.encode_document(TEXTS, **DENSE) > 0).sum(1).tolist() == [5] * len(TEXTS)
     for spec in (EncoderSpec("cls_mlm"), EncoderSpec("epic")):
-        refused(ValueError, "quantize must be None for pooling", accelerate, built(spec), quantize="fp8")
+        refused(
+            ValueError,
+            "quantize must be None for pooling",
+            accelerate,
+            built(spec),
+            quantize="fp8",
+        )
     with accelerate(built(EncoderSpec("mlm", drop_special_tokens=True)), quantize="fp8") as model:
         rounded = model.encode(TEXTS, **DENSE)
     exact = model.encode(TEXTS, **DENSE)

@@ -1,4 +1,6 @@
-"""Encoders from records: stock modules where they exist, a Router where the sides differ, the same vectors reloaded."""
+"""Encoders from records: stock modules where they exist, a Router where the sides differ, the same
+vectors reloaded.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ def vectors(model: SparseEncoder) -> tuple[torch.Tensor, torch.Tensor]:
     return model.encode_query(QUERIES, **options), model.encode_document(TEXTS[:4], **options)
 
 
-def reloaded(model: SparseEncoder, folder: Path, load: Any = load_encoder, **options: Any) -> SparseEncoder:
+def reloaded(
+    model: SparseEncoder,
+    folder: Path,
+    load: Any = load_encoder,
+    **options: Any,
+) -> SparseEncoder:
     """The model, loaded from what it saved, with the same vectors."""
     model.save_pretrained(str(folder))
     loaded: SparseEncoder = load(str(folder), device="cpu", **options)
@@ -53,23 +60,38 @@ def reloaded(model: SparseEncoder, folder: Path, load: Any = load_encoder, **opt
         (EncoderSpec("mlm"), EncoderSpec("mlm")),
     ],
 )
-def test_stock_stays_stock(tiny_lm: str, tmp_path: Path, query: EncoderSpec | None, document: EncoderSpec) -> None:
+def test_stock_stays_stock(
+    tiny_lm: str,
+    tmp_path: Path,
+    query: EncoderSpec | None,
+    document: EncoderSpec,
+) -> None:
     model = built(tiny_lm, query, document)
     reloaded(model, tmp_path, SparseEncoder)
-    assert not any("tilefold" in path.read_text() for path in tmp_path.rglob("*.json") if "config" in path.name)
+    assert not any(
+        "tilefold" in path.read_text() for path in tmp_path.rglob("*.json") if "config" in path.name
+    )
     assert "tilefold" not in (tmp_path / "modules.json").read_text()
     if query is not None and query.kind == "mlm":  # networks of their own, which are equal
-        ours, theirs = (list(model[0].sub_modules[name][0].model.parameters()) for name in ("query", "document"))
+        ours, theirs = (
+            list(model[0].sub_modules[name][0].model.parameters()) for name in ("query", "document")
+        )
         assert {id(p) for p in ours}.isdisjoint(id(p) for p in theirs)
         assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
 def test_a_shared_network_is_built_and_saved_once(tiny_lm: str, tmp_path: Path) -> None:
-    model = built(tiny_lm, EncoderSpec("mlm", normalize="l2", shared_network=True), EncoderSpec("mlm"))
+    model = built(
+        tiny_lm,
+        EncoderSpec("mlm", normalize="l2", shared_network=True),
+        EncoderSpec("mlm"),
+    )
     routes = model[0].sub_modules
     assert routes["query"][0] is routes["document"][0]
     loaded = reloaded(model, tmp_path)
-    if Version(sentence_transformers.__version__) >= Version("6.2"):  # before, a Router saves it for each route
+    if Version(sentence_transformers.__version__) >= Version(
+        "6.2",
+    ):  # before, a Router saves it for each route
         assert len(list(tmp_path.rglob("model.safetensors"))) == 1
         assert loaded[0].sub_modules["query"][0] is loaded[0].sub_modules["document"][0]
     torch.testing.assert_close(vectors(loaded)[0].norm(dim=1), torch.ones(2))
@@ -77,7 +99,11 @@ def test_a_shared_network_is_built_and_saved_once(tiny_lm: str, tmp_path: Path) 
 
 def test_binary_queries_weigh_each_distinct_token_once(tiny_lm: str) -> None:
     for trainable, made in ((False, SparseStaticEmbedding), (True, StaticQuery)):
-        model = built(tiny_lm, EncoderSpec("binary", scale=0.25, trainable=trainable), EncoderSpec())
+        model = built(
+            tiny_lm,
+            EncoderSpec("binary", scale=0.25, trainable=trainable),
+            EncoderSpec(),
+        )
         assert type(model[0].sub_modules["query"][0]) is made
         weights, _ = vectors(model)
         ids = model.tokenizer("csv csv files", add_special_tokens=False)["input_ids"]
@@ -87,10 +113,21 @@ def test_binary_queries_weigh_each_distinct_token_once(tiny_lm: str) -> None:
 
 
 @pytest.mark.parametrize("trainable", [False, True])
-def test_sides_without_a_network_have_the_length_of_the_other(tiny_lm: str, tmp_path: Path, trainable: bool) -> None:
-    """The position table of 64 cuts the length of the network; a longer one on its other side would undo that."""
+def test_sides_without_a_network_have_the_length_of_the_other(
+    tiny_lm: str,
+    tmp_path: Path,
+    trainable: bool,
+) -> None:
+    """The position table of 64 cuts the length of the network; a longer one on its other side would
+    undo that.
+    """
     base = Base(tiny_lm, max_length=256, texts=TEXTS)
-    model = build_encoder(EncoderSpec("binary", trainable=trainable), EncoderSpec(), base, device="cpu")
+    model = build_encoder(
+        EncoderSpec("binary", trainable=trainable),
+        EncoderSpec(),
+        base,
+        device="cpu",
+    )
     assert [route[0].max_seq_length for route in model[0].sub_modules.values()] == [64, 64]
     assert reloaded(model, tmp_path).max_seq_length == 64
 
@@ -101,22 +138,34 @@ def test_idf_is_that_of_bm25_over_the_sample(tiny_lm: str, tmp_path: Path) -> No
     place = model.tokenizer.convert_tokens_to_ids
     n = len(TEXTS)
     for token, df in (("functions", n), ("zip", 1), ("submarine", 0)):
-        assert weight[place(token)].item() == pytest.approx(math.log(1 + (n - df + 0.5) / (df + 0.5)), rel=1e-6)
+        assert weight[place(token)].item() == pytest.approx(
+            math.log(1 + (n - df + 0.5) / (df + 0.5)),
+            rel=1e-6,
+        )
     listed = tmp_path / "idf.json"
     listed.write_text(json.dumps({"zip": 7.5, "csv": 0.0, "notatokenatall": 3.0}))
-    read = built(tiny_lm, EncoderSpec("idf", idf=str(listed)), EncoderSpec())[0].sub_modules["query"][0].weight
+    read = (
+        built(tiny_lm, EncoderSpec("idf", idf=str(listed)), EncoderSpec())[0]
+        .sub_modules["query"][0]
+        .weight
+    )
     assert [read[place(token)].item() for token in ("zip", "functions", "[UNK]")] == [7.5, 1.0, 1.0]
 
 
 def test_a_trained_static_query_becomes_the_stock_module(tiny_lm: str, tmp_path: Path) -> None:
-    query = built(tiny_lm, EncoderSpec("idf", trainable=True), EncoderSpec())[0].sub_modules["query"][0]
+    query = built(tiny_lm, EncoderSpec("idf", trainable=True), EncoderSpec())[0].sub_modules[
+        "query"
+    ][0]
     with torch.no_grad():
         query.weight.sub_(1.0)  # some become negative, which stock would return
     stock = query.stock()
     assert (query.weight < 0).any() and type(stock) is SparseStaticEmbedding
     features = query.preprocess(["functions that read zip archives"])
     torch.testing.assert_close(
-        stock(dict(features))["sentence_embedding"], query(dict(features))["sentence_embedding"], rtol=0, atol=0
+        stock(dict(features))["sentence_embedding"],
+        query(dict(features))["sentence_embedding"],
+        rtol=0,
+        atol=0,
     )
     query.vocab_size += 2
     refused(ValueError, "keep the StaticQuery", query.stock)
@@ -142,7 +191,10 @@ def test_what_stock_computes_becomes_stock(tiny_lm: str, tmp_path: Path) -> None
     refused(ValueError, r"call restore\(model\) first", to_stock, model)
     restore(model)
     assert to_stock(model) == 2 and to_stock(model) == 0
-    assert {type(routes["query"][0]), type(routes["document"][1])} == {SparseStaticEmbedding, SpladePooling}
+    assert {type(routes["query"][0]), type(routes["document"][1])} == {
+        SparseStaticEmbedding,
+        SpladePooling,
+    }
     for got, value in zip(vectors(reloaded(model, tmp_path, SparseEncoder)), expected, strict=True):
         torch.testing.assert_close(got, value, rtol=0, atol=0)
     ours = built(tiny_lm, EncoderSpec("mlm", top_k=3))
@@ -151,14 +203,24 @@ def test_what_stock_computes_becomes_stock(tiny_lm: str, tmp_path: Path) -> None
 
 def test_first_tokens_start_with_terms_to_learn_from() -> None:
     base = Base("minilm", max_length=32, texts=TEXTS)
-    query, document = vectors(build_encoder(EncoderSpec("binary"), EncoderSpec("cls_mlm"), base, device="cpu"))
+    query, document = vectors(
+        build_encoder(EncoderSpec("binary"), EncoderSpec("cls_mlm"), base, device="cpu"),
+    )
     assert ((document > 0).sum(1) > 100).all() and (query @ document.T).count_nonzero() > 0
 
 
-def test_minilm_starts_every_kind_of_network_without_a_question_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sentence_transformers.util.load_file_path", lambda name, *_, **__: pytest.fail(name))
+def test_minilm_starts_every_kind_of_network_without_a_question_to_the_hub(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "sentence_transformers.util.load_file_path",
+        lambda name, *_, **__: pytest.fail(name),
+    )
     model = built("minilm", EncoderSpec("mlp"), EncoderSpec())
-    assert isinstance(model[0], Router) and isinstance(model[0].sub_modules["document"][1], SpladePooling)
+    assert isinstance(model[0], Router) and isinstance(
+        model[0].sub_modules["document"][1],
+        SpladePooling,
+    )
     query, document = vectors(model)
     assert query.shape == (2, 30522) and document.shape == (4, 30522) and (document > 0).any()
 
@@ -168,7 +230,9 @@ def test_modernbert_starts_with_a_sixteenth_of_its_logits(tiny_lm: str, tmp_path
     model = built(str(tmp_path), EncoderSpec())
     assert model[1].logit_scale == 1 / 16
     network = model[0].model
-    assert network.get_output_embeddings().weight is network.get_input_embeddings().weight  # untouched
+    assert (
+        network.get_output_embeddings().weight is network.get_input_embeddings().weight
+    )  # untouched
     full = built(str(tmp_path), EncoderSpec(logit_scale=1.0))
     assert type(full[1]) is SpladePooling
     small, large = vectors(model)[1], vectors(full)[1]
@@ -183,23 +247,41 @@ def test_a_side_can_keep_the_lowest_layers_alone(tmp_path: Path, kind: str) -> N
     networks = [model[0].sub_modules[name][0].model for name in ("query", "document")]
     assert [network.config.num_hidden_layers for network in networks] == [1, 2]
     reloaded(model, tmp_path / "saved")
-    refused(ValueError, "layers must not exceed the model's 2", built, str(base), EncoderSpec("mlm", layers=3))
+    refused(
+        ValueError,
+        "layers must not exceed the model's 2",
+        built,
+        str(base),
+        EncoderSpec("mlm", layers=3),
+    )
 
 
 @pytest.mark.parametrize(
     ("made", "said"),
     [
         (partial(EncoderSpec, "spladd"), "kind must be one of"),
-        (partial(EncoderSpec, "binary", pooling="max"), "pooling does not apply to an encoder of kind 'binary'"),
-        (partial(EncoderSpec, "mlm", logit_scale=-1.0), "logit_scale must be a number greater than 0"),
+        (
+            partial(EncoderSpec, "binary", pooling="max"),
+            "pooling does not apply to an encoder of kind 'binary'",
+        ),
+        (
+            partial(EncoderSpec, "mlm", logit_scale=-1.0),
+            "logit_scale must be a number greater than 0",
+        ),
         (partial(EncoderSpec, "mlm", top_k=0), "top_k must be a whole number"),
         (partial(HeadPooling, "median"), "pooling must be one of"),
-        (partial(HeadPooling, "cls", ignore_ids=[101]), "ignore_ids must be empty with pooling 'cls'"),
+        (
+            partial(HeadPooling, "cls", ignore_ids=[101]),
+            "ignore_ids must be empty with pooling 'cls'",
+        ),
         (partial(TokenWeights, 8, 9, activation="gelu"), "activation must be one of"),
         ((EncoderSpec("binary"),), "a shared encoder needs a network"),
         ((EncoderSpec("binary"), EncoderSpec("idf")), "one side must have a network"),
         ((EncoderSpec(), EncoderSpec(shared_network=True)), "set it on the query side"),
-        ((EncoderSpec("mlp", shared_network=True), EncoderSpec()), "a network for the task 'feature-extraction'"),
+        (
+            (EncoderSpec("mlp", shared_network=True), EncoderSpec()),
+            "a network for the task 'feature-extraction'",
+        ),
     ],
 )
 def test_wrong_records_are_refused_by_name(tiny_lm: str, made: Any, said: str) -> None:
@@ -213,12 +295,27 @@ def test_wrong_records_are_refused_by_name(tiny_lm: str, made: Any, said: str) -
         ("[1]", "idf must name a JSON file of token -> weight, got no token of the model in"),
         ('{"a": NaN}', "idf: the weight of 'a' in .* must be a number of at least 0, got nan"),
         ('{"a": "3"}', "idf: the weight of 'a' in .* must be a number of at least 0, got '3'"),
-        ('{"zzqq": 3}', "idf must name a JSON file of token -> weight, got no token of the model in"),
+        (
+            '{"zzqq": 3}',
+            "idf must name a JSON file of token -> weight, got no token of the model in",
+        ),
     ],
 )
-def test_files_of_weights_that_belong_elsewhere_are_refused(tiny_lm: str, tmp_path: Path, text: str, said: str) -> None:
+def test_files_of_weights_that_belong_elsewhere_are_refused(
+    tiny_lm: str,
+    tmp_path: Path,
+    text: str,
+    said: str,
+) -> None:
     (tmp_path / "idf.json").write_text(text)
-    refused(ValueError, said, built, tiny_lm, EncoderSpec("idf", idf=str(tmp_path / "idf.json")), EncoderSpec())
+    refused(
+        ValueError,
+        said,
+        built,
+        tiny_lm,
+        EncoderSpec("idf", idf=str(tmp_path / "idf.json")),
+        EncoderSpec(),
+    )
 
 
 def test_document_frequencies_need_texts(tiny_lm: str) -> None:

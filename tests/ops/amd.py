@@ -1,8 +1,9 @@
-"""What Triton's AMD backend makes of the portable kernels: ``python -m tests.ops.amd`` prints a table. Nothing is run.
+"""What Triton's AMD backend makes of the portable kernels: ``python -m tests.ops.amd`` prints a
+table. Nothing is run.
 
-The compile gates of all operators, with their plans for compute capability 8.0, compile for AMD's GPUs instead, each
-kernel in a process of its own, because a compiler that gives up may end it. Paths of gates and options of pytest
-choose some of them.
+The compile gates of all operators, with their plans for compute capability 8.0, compile for AMD's
+GPUs instead, each kernel in a process of its own, because a compiler that gives up may end it.
+Paths of gates and options of pytest choose some of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from tests.ops import cross_compile
 
 SHARED_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}  # bytes a program
 BUILDS, PTX = "builds", "PTX"
-IN_PTX = re.compile("for constraint|unexpected token|invalid instruction")  # its operands, or itself
+IN_PTX = re.compile(
+    "for constraint|unexpected token|invalid instruction",
+)  # its operands, or itself
 PRODUCTS = re.compile(r"input_precision must be one of .*Got (\w+)")
 REASON = re.compile(r"error: (.*)|LLVM ERROR: (.*)|(?:Error|Exception)[:(] ?(.*)")
 
@@ -63,7 +66,8 @@ def _build(source: ASTSource, arch: str, options: dict[str, Any], said: str) -> 
 
 
 class Gates:
-    """In pytest: keeps the gates of 8.0 (8.9 of what only that has), and notes what AMD's compiler says.
+    """In pytest: keeps the gates of 8.0 (8.9 of what only that has), and notes what AMD's compiler
+    says.
 
     Attributes:
         found: outcomes by kernel, dtype of its first tensor, and architecture.
@@ -74,11 +78,17 @@ class Gates:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         def capability(item: Any) -> int:
-            found: int = item.callspec.params.get("capability", 90) if hasattr(item, "callspec") else 90
+            found: int = (
+                item.callspec.params.get("capability", 90) if hasattr(item, "callspec") else 90
+            )
             return found
 
         portable = {item.originalname for item in items if capability(item) == 80}
-        items[:] = [item for item in items if capability(item) == (80 if item.originalname in portable else 89)]
+        items[:] = [
+            item
+            for item in items
+            if capability(item) == (80 if item.originalname in portable else 89)
+        ]
 
     def compile_kernel(
         self,
@@ -91,7 +101,12 @@ class Gates:
         **others: Any,
     ) -> cross_compile.Compiled:
         """Stand in for :func:`tests.ops.cross_compile.compile_kernel`."""
-        source = cross_compile.source_of(kernel, types, constants, others.get("divisible", frozenset()))
+        source = cross_compile.source_of(
+            kernel,
+            types,
+            constants,
+            others.get("divisible", frozenset()),
+        )
         room = kernel.fn.__module__.removeprefix("tilefold.ops.").replace("._triton", "")
         dtype = next(kind for kind in source.signature.values() if kind.startswith("*"))[1:]
         for arch in SHARED_LIMIT:
@@ -105,10 +120,15 @@ def main(arguments: list[str]) -> None:
     gates = Gates()
     vars(cross_compile)["compile_kernel"] = gates.compile_kernel  # for all that call it
     rooms = (
-        [] if any(Path(x).exists() for x in arguments) else map(str, Path(__file__).parent.glob("*/test_compile.py"))
+        []
+        if any(Path(x).exists() for x in arguments)
+        else map(str, Path(__file__).parent.glob("*/test_compile.py"))
     )
     pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", *rooms, *arguments], plugins=[gates])
-    lines = ["| kernel | first tensor | " + " | ".join(SHARED_LIMIT) + " |", "|---|---|" + "---|" * len(SHARED_LIMIT)]
+    lines = [
+        "| kernel | first tensor | " + " | ".join(SHARED_LIMIT) + " |",
+        "|---|---|" + "---|" * len(SHARED_LIMIT),
+    ]
     for kernel, dtype in sorted({key[:2] for key in gates.found}):
         cells = (gates.found[kernel, dtype, arch].items() for arch in SHARED_LIMIT)
         cell = " | ".join(", ".join(f"{n} {said}" for said, n in each) for each in cells)

@@ -1,4 +1,6 @@
-"""Private parts of the operators that have contracts of their own: files of ``tests/ops`` take them from here."""
+"""Private parts of the operators that have contracts of their own: files of ``tests/ops`` take them
+from here.
+"""
 
 # ruff: noqa: F401
 
@@ -14,13 +16,18 @@ from tilefold.ops._shared.activation import (
     differentiable_activate,
     slope_from_logit,
     slope_from_score,
-)  # fmt: skip
+)
 from tilefold.ops._shared.calls import call_key
 from tilefold.ops._shared.checks import check_shape
 from tilefold.ops._shared.entmax_root import kind_of, solve
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
 from tilefold.ops._shared.impl import chosen_impl
-from tilefold.ops._shared.internals import has_onednn_linear, onednn_linear, onednn_packed, tf32_allowed
+from tilefold.ops._shared.internals import (
+    has_onednn_linear,
+    onednn_linear,
+    onednn_packed,
+    tf32_allowed,
+)
 from tilefold.ops._shared.operator import Checked, Operator
 from tilefold.ops._shared.philox import philox_word
 from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, contiguous

@@ -29,20 +29,26 @@ if triton_interpreted():
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a compile gate's variants the first for each kernel and architecture is the one that ``make test`` builds."""
+    """Of a compile gate's variants the first for each kernel and architecture is the one that
+    ``make test`` builds.
+    """
     built: set[tuple[object, ...]] = set()
     for item in items:
         if not isinstance(item, pytest.Function) or not item.path.name.endswith("_compile.py"):
             continue
         given = item.callspec.params if hasattr(item, "callspec") else {}
         gate = (item.path, item.originalname, given.get("capability"), given.get("name"))
-        if gate in built and item.path.name != "test_cross_compile.py":  # that one checks the gates themselves
+        if (
+            gate in built and item.path.name != "test_cross_compile.py"
+        ):  # that one checks the gates themselves
             item.add_marker(pytest.mark.every_build)
         built.add(gate)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give ``target`` to the tests that ask for one: with TRITON_INTERPRET=1 the kernels on the CPU, else the rest."""
+    """Give ``target`` to the tests that ask for one: with TRITON_INTERPRET=1 the kernels on the
+    CPU, else the rest.
+    """
     if "target" not in metafunc.fixturenames:
         return
     if triton_interpreted():
@@ -66,7 +72,9 @@ def kernels(target: Target) -> Target:
 
 @pytest.fixture
 def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host looks at no value on the CPU either, as on a GPU, where that would cost a synchronisation."""
+    """The host looks at no value on the CPU either, as on a GPU, where that would cost a
+    synchronisation.
+    """
     monkeypatch.setattr(operator, "host_may_read", lambda device, impl: False)
 
 

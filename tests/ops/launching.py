@@ -1,4 +1,6 @@
-"""Private parts of launches, and kernels, that have contracts of their own; importing them needs Triton."""
+"""Private parts of launches, and kernels, that have contracts of their own; importing them needs
+Triton.
+"""
 
 # ruff: noqa: F401
 

@@ -13,17 +13,33 @@ from torch import Tensor
 from tilefold.bench.token_scatter import zipf_ids
 from tilefold.ops import token_scatter
 from tilefold.ops.entmax import entmax
-from tilefold.testing import USUAL_SENSITIVITY, assert_within_budget, budget, padding, relative_error
+from tilefold.testing import (
+    USUAL_SENSITIVITY,
+    assert_within_budget,
+    budget,
+    padding,
+    relative_error,
+)
 from tilefold.testing.entmax_attention import EntmaxAttentionInputs, entmax_attention_results
-from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_results, lsr_head_truth, with_one_answer
+from tilefold.testing.lsr_head import (
+    LSRHeadInputs,
+    lsr_head_results,
+    lsr_head_truth,
+    with_one_answer,
+)
 
 REDUCTIONS = ("max", "sum")
 
 
 def held_to_budgets(
-    results: dict[str, Tensor], truth: Mapping[str, Tensor], kind: str, sensitivity: float = USUAL_SENSITIVITY
+    results: dict[str, Tensor],
+    truth: Mapping[str, Tensor],
+    kind: str,
+    sensitivity: float = USUAL_SENSITIVITY,
 ) -> dict[str, Tensor]:
-    """Return results whose scores keep the budget ``"forward"``, and whose gradients keep that of `kind`."""
+    """Return results whose scores keep the budget ``"forward"``, and whose gradients keep that of
+    `kind`.
+    """
     if results.keys() != truth.keys():
         raise AssertionError(f"results must be {list(truth)}, got {list(results)}.")
     for name, out in results.items():
@@ -33,9 +49,11 @@ def held_to_budgets(
 
 
 def slope_sensitivity(scores: Tensor, dscores: Tensor, activation: str, kind: str) -> float:
-    """Sensitivity of a slope to the rounding of its score (exact, ``[B, V]``), called c in :mod:`tilefold.testing`.
+    """Sensitivity of a slope to the rounding of its score (exact, ``[B, V]``), called c in
+    :mod:`tilefold.testing`.
 
-    For the kind ``"gradient"`` it is the root mean square over the gradients of the logits, else the largest.
+    For the kind ``"gradient"`` it is the root mean square over the gradients of the logits, else
+    the largest.
     """
     y = scores.double()
     if activation == "log1p_relu":
@@ -62,11 +80,13 @@ def assert_lsr_head_matches(
 ) -> dict[str, Tensor]:
     """Run an implementation and hold its scores and gradients to their budgets; return its results.
 
-    Entries without one answer are taken out by :func:`with_one_answer`. ``kind`` is the budget of the gradients that
-    ``needs`` asks for; with ``large_scores``, for poolings of one token, it is computed from these scores instead of
-    usual ones. Options are the operator's, with ``impl``.
+    Entries without one answer are taken out by :func:`with_one_answer`. ``kind`` is the budget of
+    the gradients that ``needs`` asks for; with ``large_scores``, for poolings of one token, it is
+    computed from these scores instead of usual ones. Options are the operator's, with ``impl``.
     """
-    choices = {key: options[key] for key in ("pooling", "activation", "logit_scale") if key in options}
+    choices = {
+        key: options[key] for key in ("pooling", "activation", "logit_scale") if key in options
+    }
     inputs = with_one_answer(inputs, **choices)
     results = lsr_head_results(inputs, needs=needs, **options)
     truth = lsr_head_truth(inputs, needs=needs, **options)
@@ -108,9 +128,14 @@ class TokenScatterInputs(padding.Problem):
 
     def packed(self) -> TokenScatterInputs:
         """This problem with the valid tokens packed."""
-        mask = torch.ones_like(self.input_ids) if self.attention_mask is None else self.attention_mask
+        mask = (
+            torch.ones_like(self.input_ids) if self.attention_mask is None else self.attention_mask
+        )
         valid = mask != 0
-        changes: dict[str, Any] = {"weights": self.weights[valid], "input_ids": self.input_ids[valid]}
+        changes: dict[str, Any] = {
+            "weights": self.weights[valid],
+            "input_ids": self.input_ids[valid],
+        }
         changes |= {"attention_mask": None, "cu_seqlens": padding.offsets(valid.sum(dim=1))}
         return dataclasses.replace(self, **changes)
 
@@ -143,26 +168,46 @@ def token_scatter_inputs(
     return inputs.packed() if layout == "packed" else inputs
 
 
-def token_scatter_results(inputs: TokenScatterInputs, *, needs: bool = True, **options: Any) -> dict[str, Tensor]:
-    """Run forward, and backward if ``needs``; return ``scores`` and ``dweights``, with the operator's options."""
+def token_scatter_results(
+    inputs: TokenScatterInputs,
+    *,
+    needs: bool = True,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Run forward, and backward if ``needs``; return ``scores`` and ``dweights``, with the
+    operator's options.
+    """
     leaf = inputs.weights.detach().requires_grad_(needs)
     scores = token_scatter(leaf, inputs.input_ids, inputs.vocab_size, **inputs.layout, **options)  # type: ignore[arg-type]
-    return {"scores": scores.detach(), **padding.gradients(scores, {"weights": leaf}, inputs.dscores)}
+    return {
+        "scores": scores.detach(),
+        **padding.gradients(scores, {"weights": leaf}, inputs.dscores),
+    }
 
 
-def token_scatter_truth(inputs: TokenScatterInputs, *, needs: bool = True, **options: Any) -> dict[str, Tensor]:
+def token_scatter_truth(
+    inputs: TokenScatterInputs,
+    *,
+    needs: bool = True,
+    **options: Any,
+) -> dict[str, Tensor]:
     """:func:`token_scatter_results` of the reference in fp64."""
     known: dict[str, Any] = padding.without(options, "out_dtype", "impl")
     return token_scatter_results(inputs.cast(torch.float64), needs=needs, impl="reference", **known)
 
 
 def assert_token_scatter_matches(
-    inputs: TokenScatterInputs, *, kind: str = "gradient", needs: bool = True, **options: Any
+    inputs: TokenScatterInputs,
+    *,
+    kind: str = "gradient",
+    needs: bool = True,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Run an implementation and hold its scores and gradient to their budgets; return its results.
 
-    Winners are chosen on the weights as they were given, so every implementation has the same ones. ``kind`` is the
-    budget of the gradient, which the weights want if ``needs``; options are the operator's, with ``impl``.
+    Winners are chosen on the weights as they were given, so every implementation has the same ones.
+    ``kind`` is the budget of the gradient, which the weights want if ``needs``; options are the
+    operator's, with ``impl``.
     """
     results = token_scatter_results(inputs, needs=needs, **options)
     return held_to_budgets(results, token_scatter_truth(inputs, needs=needs, **options), kind)
@@ -177,7 +222,9 @@ def entmax_by_sorting(x: Tensor, alpha: float) -> Tensor:
     if alpha not in (1.5, 2.0):
         raise ValueError(f"alpha must be 1.5 or 2, got {alpha}.")
     z = (x.double() - x.double().amax(dim=-1, keepdim=True)) * (alpha - 1)
-    ordered = z.sort(dim=-1, descending=True).values.clamp_min(-2)  # nothing below -1 is in the support
+    ordered = z.sort(dim=-1, descending=True).values.clamp_min(
+        -2,
+    )  # nothing below -1 is in the support
     rank = torch.arange(1, x.size(-1) + 1, device=x.device).double()
     mean = ordered.cumsum(dim=-1) / rank
     if alpha == 2:
@@ -189,7 +236,13 @@ def entmax_by_sorting(x: Tensor, alpha: float) -> Tensor:
     return (z - threshold).clamp_min(0) ** (1 / (alpha - 1))
 
 
-def entmax_results(x: Tensor, alpha: float | Tensor, dp: Tensor, *, impl: str = "auto") -> dict[str, Tensor]:
+def entmax_results(
+    x: Tensor,
+    alpha: float | Tensor,
+    dp: Tensor,
+    *,
+    impl: str = "auto",
+) -> dict[str, Tensor]:
     """Probabilities ``p`` and gradients ``dx`` and, for a tensor, ``dalpha``."""
     x = x.detach().requires_grad_()
     leaves = [x]
@@ -212,9 +265,10 @@ def assert_entmax_attention_matches(
 ) -> dict[str, Tensor]:
     """Run an implementation and hold its results to their budgets; return them.
 
-    The output passes two roundings in 16 bits, of the weights and of itself, and gradients the rounding of a second
-    output more: they are held to the budget ``kind``, the output to ``"gradient"``. The gradient of alpha is a small
-    difference of large sums, so its budget is ten times that.
+    The output passes two roundings in 16 bits, of the weights and of itself, and gradients the
+    rounding of a second output more: they are held to the budget ``kind``, the output to
+    ``"gradient"``. The gradient of alpha is a small difference of large sums, so its budget is ten
+    times that.
     """
     results = entmax_attention_results(inputs, needs=needs, **options)
     exact = dict(options, impl="reference")
@@ -231,7 +285,10 @@ def assert_entmax_attention_matches(
         if name in results and float(truth[name].norm()) > 1e-9 * math.sqrt(truth[name].numel()):
             assert_within_budget(results[name], truth[name], dtype, kind, name=name)
     if "dalpha" in results:
-        error, allowed = relative_error(results["dalpha"], truth["dalpha"]), 10 * budget(dtype, kind)
+        error, allowed = (
+            relative_error(results["dalpha"], truth["dalpha"]),
+            10 * budget(dtype, kind),
+        )
         if error > allowed:
             raise AssertionError(f"dalpha: relative error {error:.1e} is over {allowed:.1e}.")
     return results

@@ -1,9 +1,10 @@
-"""Triton's interpreter with less work for the same results, so that the suite takes minutes less (Triton 3.6 alone).
+"""Triton's interpreter with less work for the same results, so that the suite takes minutes less
+(Triton 3.6 alone).
 
-Four things took most of its time: it looked through all names of ``triton.language`` at every call of a function in a
-kernel, made a table of dtypes for every tensor, described the shape of every block anew, and checked every sum of
-integers for an overflow, in a second sum. The interpreters of other releases are left as they are, so that `make
-test-triton` runs the kernels in those.
+Four things took most of its time: it looked through all names of ``triton.language`` at every call
+of a function in a kernel, made a table of dtypes for every tensor, described the shape of every
+block anew, and checked every sum of integers for an overflow, in a second sum. The interpreters of
+other releases are left as they are, so that `make test-triton` runs the kernels in those.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from tests.kernels import release
 
 
 def quicken() -> None:
-    """Replace these parts of ``triton.runtime.interpreter``; does nothing with another release than 3.6."""
+    """Replace these parts of ``triton.runtime.interpreter``; does nothing with another release than
+    3.6.
+    """
     if release() != (3, 6):
         return
     from triton.runtime import interpreter
@@ -32,10 +35,13 @@ def quicken() -> None:
 
 
 def _unchecked(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
-    """``TritonSemantic.binary_op_sanitize_overflow_impl``: the shapes of tests are small; other releases check."""
+    """``TritonSemantic.binary_op_sanitize_overflow_impl``: the shapes of tests are small; other
+    releases check.
+    """
 
 
-# by the numbers of a shape: as the type of a block has it, their product, how it is printed, and how a tensor has both
+# by the numbers of a shape: as the type of a block has it, their product, how it is printed, and
+# how a tensor has both
 _shapes: dict[tuple[int, ...], tuple[Any, int, str, tuple[Any, Any]]] = {}
 
 
@@ -48,7 +54,10 @@ def describe_block(self: Any, element_ty: Any, shape: Any) -> None:
     if found is None:
         if not sizes:
             raise TypeError("0d block_type is forbidden")
-        described, numbers = tl.core.tuple(sizes), tl.core.tuple([tl.constexpr(size) for size in sizes])
+        described, numbers = (
+            tl.core.tuple(sizes),
+            tl.core.tuple([tl.constexpr(size) for size in sizes]),
+        )
         numel = tl.core.validate_block_shape(described)
         found = _shapes[sizes] = described, numel, str(described), (numbers, tl.constexpr(numel))
     self.element_ty = element_ty
@@ -86,7 +95,9 @@ def _begin(honest: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _called(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``InterpretedFunction.__call__``: what a function of a module needs is replaced once in a kernel."""
+    """``InterpretedFunction.__call__``: what a function of a module needs is replaced once in a
+    kernel.
+    """
     from triton.runtime import interpreter
 
     if id(self.fn.__globals__) not in _replaced:

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from tests.kernels import triton_interpreted
-from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, quantize_tokens, quantize_weight, token_scatter
+from tilefold.ops import (
+    entmax,
+    entmax_attention,
+    lsr_head,
+    maxsim,
+    quantize_tokens,
+    quantize_weight,
+    token_scatter,
+)
 from tilefold.ops.entmax.api import ENTMAX
 from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.ops.lsr_head.api import HEAD
@@ -22,15 +30,21 @@ from tilefold.ops.sparse_search.api import SEARCH
 from tilefold.ops.token_scatter.api import SCATTER
 from tilefold.testing.maxsim import maxsim_inputs
 
-ROOMS: dict[str, Any] = {room.name: room for room in (ENTMAX, ATTENTION, HEAD, MAXSIM, XTR, SEARCH, SCATTER)}
+ROOMS: dict[str, Any] = {
+    room.name: room for room in (ENTMAX, ATTENTION, HEAD, MAXSIM, XTR, SEARCH, SCATTER)
+}
 DEVICE = "cpu" if triton_interpreted() else "cuda"
 Shape = tuple[int, ...]
 FP32 = torch.float32
 OFFSETS = [0, 11, 11, 32]  # three sequences, one of them empty
-MASK = (torch.arange(42).view(2, 21) % 3 * torch.tensor([[1], [0]])).tolist()  # holes, and a sequence without a token
+MASK = (
+    torch.arange(42).view(2, 21) % 3 * torch.tensor([[1], [0]])
+).tolist()  # holes, and a sequence without a token
 LAYOUTS: list[tuple[Shape, dict[str, Any]]] = [
-    ((), {}), ((2, 21, 16), {"attention_mask": MASK}), ((32, 16), {"cu_seqlens": OFFSETS}),
-]  # fmt: skip
+    ((), {}),
+    ((2, 21, 16), {"attention_mask": MASK}),
+    ((32, 16), {"cu_seqlens": OFFSETS}),
+]
 IDS = (torch.arange(42).view(2, 21) * 7 % 38).tolist()  # some of them more than once in a sequence
 
 
@@ -67,7 +81,9 @@ class Sample:
 
     def given(self, device: str = DEVICE) -> dict[str, Any]:
         """Options with their tensors."""
-        kinds = {name: torch.int32 if name.startswith("cu_seqlens") else None for name in self.options}
+        kinds = {
+            name: torch.int32 if name.startswith("cu_seqlens") else None for name in self.options
+        }
         return {
             name: torch.tensor(x, device=device, dtype=kinds[name]) if isinstance(x, list) else x
             for name, x in self.options.items()
@@ -75,8 +91,14 @@ class Sample:
 
 
 def dout(scores: Tensor) -> Tensor:
-    """A gradient for ``scores``, the same in every call, made where they lie: a graph may be captured."""
-    return torch.linspace(-1, 1, scores.numel(), device=scores.device).view(scores.shape).to(scores.dtype)
+    """A gradient for ``scores``, the same in every call, made where they lie: a graph may be
+    captured.
+    """
+    return (
+        torch.linspace(-1, 1, scores.numel(), device=scores.device)
+        .view(scores.shape)
+        .to(scores.dtype)
+    )
 
 
 def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -87,8 +109,13 @@ def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
 
 
 def allocations(call: Callable[[], Any]) -> list[int]:
-    """Bytes of what is allocated on the CPU while ``call`` runs, in that order, and below zero of what is released."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    """Bytes of what is allocated on the CPU while ``call`` runs, in that order, and below zero of
+    what is released.
+    """
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        profile_memory=True,
+    ) as profile:
         kept = call()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     del kept
@@ -113,8 +140,16 @@ def unaligned(tensor: Tensor) -> Tensor:
     return room[1:].view(tensor.shape).copy_(tensor.detach())
 
 
-def head(pooling: str = "max", *shape: int, vocab: int = 40, dtype: torch.dtype = FP32, **options: Any) -> Sample:
-    """The LSR head; rows of 16 values and 16 tokens are read through TMA descriptors where there are some."""
+def head(
+    pooling: str = "max",
+    *shape: int,
+    vocab: int = 40,
+    dtype: torch.dtype = FP32,
+    **options: Any,
+) -> Sample:
+    """The LSR head; rows of 16 values and 16 tokens are read through TMA descriptors where there
+    are some.
+    """
     shapes = (shape or (2, 16, 16), (vocab, shape[-1] if shape else 16), (vocab,))
     return Sample("lsr_head", lsr_head, shapes, {"pooling": pooling} | options, dtype)
 
@@ -136,7 +171,13 @@ def paired(
     place = {name: x.tolist() if isinstance(x, Tensor) else x for name, x in inputs.layout.items()}
     if function is not maxsim:
         del place["pairing"]
-    return Sample(function.__name__, function, (inputs.queries.shape, inputs.documents.shape), place | more, dtype)
+    return Sample(
+        function.__name__,
+        function,
+        (inputs.queries.shape, inputs.documents.shape),
+        place | more,
+        dtype,
+    )
 
 
 def quantized_head(hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
@@ -149,7 +190,9 @@ def quantized_documents(queries: Tensor, documents: Tensor, **options: Any) -> T
 
 def attention(keys: int = 21, learned: bool = False, **options: Any) -> Sample:
     batch = 2 if "key_padding_mask" in options else 1
-    shapes = [(32, 1, 16) if "cu_seqlens_k" in options else (batch, 1, n, 16) for n in (7, keys, keys)]
+    shapes = [
+        (32, 1, 16) if "cu_seqlens_k" in options else (batch, 1, n, 16) for n in (7, keys, keys)
+    ]
     return Sample("entmax_attention", attend, (*shapes, *([(1,)] if learned else [])), options)
 
 
@@ -184,11 +227,16 @@ def entmax_rows(x: Tensor, theta: Tensor | None = None, **options: Any) -> Any:
 @functools.cache
 def postings_on(device: torch.device) -> BlockedPostings:
     """Every document has two of ten terms."""
-    offsets, documents = torch.arange(0, 61, 6), (torch.arange(60).view(10, 6) * 7 % 30).sort(dim=1).values.flatten()
+    offsets, documents = (
+        torch.arange(0, 61, 6),
+        (torch.arange(60).view(10, 6) * 7 % 30).sort(dim=1).values.flatten(),
+    )
     return BlockedPostings.of(offsets, documents.int(), torch.linspace(0.1, 1, 60), 30, device)
 
 
 def searched(weights: Tensor, impl: str = "auto") -> Tensor:
     """Scores of sparse queries of the first terms."""
-    terms = torch.arange(weights.size(1), dtype=torch.int32, device=weights.device).expand_as(weights)
+    terms = torch.arange(weights.size(1), dtype=torch.int32, device=weights.device).expand_as(
+        weights,
+    )
     return sparse_topk(postings_on(weights.device), terms, weights.detach().abs(), 5, impl=impl)[0]

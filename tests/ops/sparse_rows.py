@@ -29,7 +29,12 @@ def entries(sparse: Tensor) -> list[list[int]]:
 
 
 def assert_best(
-    sparse: Tensor, scores: Tensor, top_k: int | None, min_weight: float, rtol: float = 1e-6, atol: float = 0.0
+    sparse: Tensor,
+    scores: Tensor,
+    top_k: int | None,
+    min_weight: float,
+    rtol: float = 1e-6,
+    atol: float = 0.0,
 ) -> None:
     """Its entries are the best of the dense scores, or as near as sums in another order."""
     assert sparse.layout == torch.sparse_csr and sparse.shape == scores.shape
@@ -39,7 +44,9 @@ def assert_best(
 
 
 def valid_csr(call: Callable[[], Tensor]) -> Tensor:
-    """The result, made without a warning (also of those that torch gives once in a process) or a graph."""
+    """The result, made without a warning (also of those that torch gives once in a process) or a
+    graph.
+    """
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
@@ -51,13 +58,21 @@ def valid_csr(call: Callable[[], Tensor]) -> Tensor:
     parts = sparse.crow_indices(), sparse.col_indices(), sparse.values()
     torch._validate_sparse_csr_tensor_args(*parts, list(sparse.shape))
     assert not sparse.requires_grad and parts[1].dtype == torch.int64
-    torch.testing.assert_close(sparse @ torch.ones(sparse.size(1), 1), sparse.to_dense().sum(dim=1, keepdim=True))
+    torch.testing.assert_close(
+        sparse @ torch.ones(sparse.size(1), 1),
+        sparse.to_dense().sum(dim=1, keepdim=True),
+    )
     return sparse
 
 
 LIMITS = [(None, 0.0), (None, 0.8), (1, 0.0), (7, 0.0), (7, 0.5), (40, 0.5), (500, 0.0)]
 BAD_LIMITS: list[tuple[dict[str, Any], str]] = [
-    *(({"top_k": wrong}, "top_k must be a positive integer or None, got ") for wrong in (0, -1, 1.5, True, "3")),
-    *(({"min_weight": wrong}, "min_weight must be a Python number, got .*-inf keeps every entry")
-      for wrong in (math.nan, "a", None, torch.tensor(1.0))),
-]  # fmt: skip
+    *(
+        ({"top_k": wrong}, "top_k must be a positive integer or None, got ")
+        for wrong in (0, -1, 1.5, True, "3")
+    ),
+    *(
+        ({"min_weight": wrong}, "min_weight must be a Python number, got .*-inf keeps every entry")
+        for wrong in (math.nan, "a", None, torch.tensor(1.0))
+    ),
+]

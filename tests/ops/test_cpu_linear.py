@@ -22,7 +22,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Rows of each product of the context that oneDNN made."""
     seen: list[int] = []
 
-    def counting(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def counting(
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
         seen.append(rows.numel() // rows.size(-1))
         return onednn_linear(rows, weight, bias)
 
@@ -33,7 +37,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(ROWS, 40), (1, ROWS + 3, 40), (2, 3, ROWS, 40)])
 def test_layers_give_the_same_numbers_in_the_order_of_sums(
-    calls: list[int], bias: bool, shape: tuple[int, ...]
+    calls: list[int],
+    bias: bool,
+    shape: tuple[int, ...],
 ) -> None:
     torch.manual_seed(0)
     layer, rows = nn.Linear(40, 24, bias), torch.randn(shape)
@@ -74,7 +80,9 @@ def test_a_nan_reaches_the_numbers_that_it_is_in() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[300, 20, 0, 20], [1500]])
-def test_the_head_of_many_tokens_gives_scores_and_winners_of_the_reference(lengths: list[int]) -> None:
+def test_the_head_of_many_tokens_gives_scores_and_winners_of_the_reference(
+    lengths: list[int],
+) -> None:
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(sum(lengths), 16), torch.randn(5000, 16), torch.randn(5000)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)

@@ -18,7 +18,12 @@ LENGTHS = [5, 0, 1, 9, 5]
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 
 
-def padded(*given: Any, scale: float | None = None, window: int | None = None, dropout_p: float = 0.0) -> Tensor:
+def padded(
+    *given: Any,
+    scale: float | None = None,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
     attend = partial(scaled_dot_product_attention, dropout_p=dropout_p, scale=scale)
     query, key, value, cu_seqlens, longest = given
     return packed_attention._padded((query, key, value), cu_seqlens, longest, window, attend)
@@ -26,24 +31,40 @@ def padded(*given: Any, scale: float | None = None, window: int | None = None, d
 
 def pack(dtype: torch.dtype, device: torch.device, dim: int = 8) -> tuple[list[Tensor], Tensor]:
     generator = torch.Generator().manual_seed(3)
-    tensors = [torch.randn(sum(LENGTHS), 2, dim, generator=generator, dtype=torch.float64) for _ in range(3)]
+    tensors = [
+        torch.randn(sum(LENGTHS), 2, dim, generator=generator, dtype=torch.float64)
+        for _ in range(3)
+    ]
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     return [tensor.to(device, dtype).requires_grad_() for tensor in tensors], offsets.to(device)
 
 
-def one_at_a_time(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None = None) -> Tensor:
+def one_at_a_time(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    scale: float | None = None,
+) -> Tensor:
     found = []
     for q, k, v in zip(*(tensor.split(LENGTHS) for tensor in (query, key, value)), strict=True):
         places = torch.arange(len(q), device=q.device)
         mask = (places[:, None] - places).abs() <= (len(q) if window is None else window)
-        scores = torch.einsum("ihd,jhd->hij", q, k) * (q.size(2) ** -0.5 if scale is None else scale)
-        found.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) * (
+            q.size(2) ** -0.5 if scale is None else scale
+        )
+        found.append(
+            torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v),
+        )
     return torch.cat(found)
 
 
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("attend", [packed_softmax_attention, padded])
-def test_it_is_attention_within_each_sequence(attend: Callable[..., Tensor], window: int | None) -> None:
+def test_it_is_attention_within_each_sequence(
+    attend: Callable[..., Tensor],
+    window: int | None,
+) -> None:
     tensors, offsets = pack(torch.float64, torch.device("cpu"))
     weights = torch.randn(tensors[0].shape, dtype=torch.float64)
     got = attend(*tensors, offsets, max(LENGTHS), scale=0.3, window=window)
@@ -62,7 +83,9 @@ def test_it_is_attention_within_each_sequence(attend: Callable[..., Tensor], win
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dim", [8, 12, 64])
 def test_the_kernels_of_a_gpu_are_no_further_from_fp64_than_padded_attention(
-    dtype: torch.dtype, window: int | None, dim: int
+    dtype: torch.dtype,
+    window: int | None,
+    dim: int,
 ) -> None:
     tensors, offsets = pack(dtype, torch.device("cuda"), dim)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
@@ -72,8 +95,14 @@ def test_the_kernels_of_a_gpu_are_no_further_from_fp64_than_padded_attention(
         out = attend(*inputs, **options)
         return [out, *torch.autograd.grad((out.double() * weights).sum(), inputs)]
 
-    reference = [each.detach() for each in results(lambda *inputs: one_at_a_time(*inputs, window=window), *exact)]
-    got = results(lambda *inputs: packed_softmax_attention(*inputs, offsets, max(LENGTHS), window=window), *tensors)
+    reference = [
+        each.detach()
+        for each in results(lambda *inputs: one_at_a_time(*inputs, window=window), *exact)
+    ]
+    got = results(
+        lambda *inputs: packed_softmax_attention(*inputs, offsets, max(LENGTHS), window=window),
+        *tensors,
+    )
     other = results(lambda *inputs: padded(*inputs, offsets, max(LENGTHS), window=window), *tensors)
     for mine, theirs, right in zip(got, other, reference, strict=True):
         rounding = torch.finfo(dtype).eps * float(right.abs().max())
@@ -89,9 +118,13 @@ def test_dropout_drops_weights_and_keeps_their_mean(device: torch.device) -> Non
     offsets = torch.tensor([0, 40, 64], dtype=torch.int32, device=device)
     torch.manual_seed(0)
     found = torch.stack(
-        [packed_softmax_attention(query, query, value, offsets, 40, dropout_p=0.25)[..., 0] for _ in range(64)]
+        [
+            packed_softmax_attention(query, query, value, offsets, 40, dropout_p=0.25)[..., 0]
+            for _ in range(64)
+        ],
     ).float()
-    # a mean of 64 x 128 sums of at least 24 weights: its deviation is below .4 / sqrt(64 * 128 * 24) = .001
+    # a mean of 64 x 128 sums of at least 24 weights: its deviation is below .4 / sqrt(64 * 128 *
+    # 24) = .001
     assert abs(float(found.mean()) - 1) < 0.005
     assert float(found.std(0).mean()) == pytest.approx((0.25 / 0.75 / 32) ** 0.5, rel=0.15)
     torch.testing.assert_close(packed_softmax_attention(query, query, value, offsets, 40), value)
@@ -103,7 +136,13 @@ def test_empty_sequences_are_skipped_nothing_gives_nothing_and_a_row_alone_is_sd
     nothing = torch.zeros(0, 2, 8)
     for attend in (packed_softmax_attention, padded):
         for count in (1, 3):
-            assert attend(nothing, nothing, nothing, torch.zeros(count, dtype=torch.int32), 0).shape == (0, 2, 8)
+            assert attend(
+                nothing,
+                nothing,
+                nothing,
+                torch.zeros(count, dtype=torch.int32),
+                0,
+            ).shape == (0, 2, 8)
     tensors = [torch.randn(6, 2, 8) for _ in range(3)]
     got = packed_softmax_attention(*tensors, torch.tensor([0, 6], dtype=torch.int32), 6)
     expected = scaled_dot_product_attention(*(tensor.transpose(0, 1)[None] for tensor in tensors))
@@ -114,5 +153,8 @@ def test_wrong_arguments_are_named() -> None:
     ok = torch.zeros(4, 2, 8)
     with pytest.raises(ValueError, match=r"must have one shape \[T, H, D\]"):
         packed_softmax_attention(ok, ok[:, :1], ok, torch.tensor([0, 4], dtype=torch.int32), 4)
-    with pytest.raises(ValueError, match=r"cu_seqlens must be int32 of shape \[B \+ 1\], got torch.int64"):
+    with pytest.raises(
+        ValueError,
+        match=r"cu_seqlens must be int32 of shape \[B \+ 1\], got torch.int64",
+    ):
         packed_softmax_attention(ok, ok, ok, torch.tensor([0, 4]), 4)

@@ -1,8 +1,9 @@
-"""The smallest operator on the base of all, for the contracts of that base: ``scale * (x @ w) ** 2``.
+"""The smallest operator on the base of all, for the contracts of that base: ``scale * (x @ w) **
+2``.
 
-Its kernels multiply and add up in one launch, in two that share scratch, or with torch between them; where TF32 is
-allowed they round operands to 16 bits. ``reads``, ``variant``, ``Instead`` and ``w_main_grad`` are here for their
-contracts: most operators have none of them.
+Its kernels multiply and add up in one launch, in two that share scratch, or with torch between
+them; where TF32 is allowed they round operands to 16 bits. ``reads``, ``variant``, ``Instead`` and
+``w_main_grad`` are here for their contracts: most operators have none of them.
 """
 
 from __future__ import annotations
@@ -86,7 +87,12 @@ def outputs(tensors: ToyTensors, options: ToyOptions, training: bool) -> tuple[B
     return Buffer((rows,), tensors.x.dtype), Buffer((rows if training else 0,), torch.float32)
 
 
-def forward(tensors: ToyTensors, options: ToyOptions, training: bool, setting: Setting) -> Plan | None:
+def forward(
+    tensors: ToyTensors,
+    options: ToyOptions,
+    training: bool,
+    setting: Setting,
+) -> Plan | None:
     if options.way == "no launch":
         return None
     numbers, grid = (*tensors.x.shape, options.scale), (tensors.x.size(0), 1, 1)
@@ -94,23 +100,58 @@ def forward(tensors: ToyTensors, options: ToyOptions, training: bool, setting: S
     if options.way == "one launch" and TWO_LAUNCHES.kernel not in setting.given_up:
         steps = [Launch(dot_kernel, grid, "x w y sums", numbers, constants, instead=TWO_LAUNCHES)]
         return Plan((*contiguous(**tensors._asdict()), *steps))
-    products = Launch(products_kernel, grid, "x w parts", numbers, {"TF32": setting.tf32, "BLOCK": BLOCK})
+    products = Launch(
+        products_kernel,
+        grid,
+        "x w parts",
+        numbers,
+        {"TF32": setting.tf32, "BLOCK": BLOCK},
+    )
     width = tensors.x.size(1)
     between = []
     if options.way == "torch between":
-        between, width = [TorchStep("parts", lambda parts: parts.sum(dim=1, keepdim=True), "parts")], 1
-    sums = Launch(sum_kernel, grid, "parts y sums", (width, options.scale), {"TRAINING": training, "BLOCK": BLOCK})
+        between, width = (
+            [TorchStep("parts", lambda parts: parts.sum(dim=1, keepdim=True), "parts")],
+            1,
+        )
+    sums = Launch(
+        sum_kernel,
+        grid,
+        "parts y sums",
+        (width, options.scale),
+        {"TRAINING": training, "BLOCK": BLOCK},
+    )
     buffers = {"parts": Buffer(tuple(tensors.x.shape), torch.float32)}
     return Plan((*contiguous(**tensors._asdict()), products, *between, sums), buffers)
 
 
-def backward(dy: Tensor, saved: ToySaved, options: ToyOptions, needs: tuple[bool, ...], setting: Setting) -> Plan:
-    constants: dict[str, Any] = {"NEED_X": needs[0], "NEED_W": needs[1], "ADD_W": "w" in setting.added}
+def backward(
+    dy: Tensor,
+    saved: ToySaved,
+    options: ToyOptions,
+    needs: tuple[bool, ...],
+    setting: Setting,
+) -> Plan:
+    constants: dict[str, Any] = {
+        "NEED_X": needs[0],
+        "NEED_W": needs[1],
+        "ADD_W": "w" in setting.added,
+    }
     constants |= {"TF32": setting.tf32, "BLOCK": BLOCK}
     strides = like_x(saved, options).strides or saved.x.stride()
     numbers = (*saved.x.shape, options.scale, dy.stride(0), *strides)
-    again = [] if saved.sums is not None else [TorchStep("sums", lambda x, w: (x * w).sum(dim=1).float(), "x w")]
-    launch = Launch(gradient_kernel, (saved.x.size(1), 1, 1), "dy x w sums dx dw", numbers, constants)
+    again = (
+        []
+        if saved.sums is not None
+        else [TorchStep("sums", lambda x, w: (x * w).sum(dim=1).float(), "x w")]
+    )
+    launch = Launch(
+        gradient_kernel,
+        (saved.x.size(1), 1, 1),
+        "dy x w sums dx dw",
+        numbers,
+        constants,
+    )
     return Plan((*contiguous(**saved._asdict()), *again, launch))
 
 
@@ -123,7 +164,11 @@ def tiled_forward(tensors: ToyTensors, options: ToyOptions, training: bool) -> t
 
 
 def tiled_backward(
-    dy: Tensor, saved: ToySaved, options: ToyOptions, needs: tuple[bool, ...], into: Tensor | None = None
+    dy: Tensor,
+    saved: ToySaved,
+    options: ToyOptions,
+    needs: tuple[bool, ...],
+    into: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     slope = 2 * options.scale * (saved.x @ saved.w) * dy
     dx = torch.empty_like(saved.x).copy_(slope[:, None] * saved.w) if needs[0] else None
@@ -151,8 +196,18 @@ def store_score(y_ptr, sums_ptr, row, total, scale, TRAINING: tl.constexpr):
 
 
 @triton.jit
-def dot_kernel(x_ptr, w_ptr, y_ptr, sums_ptr, R, N, scale, TF32: tl.constexpr, TRAINING: tl.constexpr,
-               BLOCK: tl.constexpr):  # fmt: skip
+def dot_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    sums_ptr,
+    R,
+    N,
+    scale,
+    TF32: tl.constexpr,
+    TRAINING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row, n = tl.program_id(0), tl.arange(0, BLOCK)
     x = rounded(tl.load(x_ptr + row * N + n, mask=n < N, other=0.0), TF32)
     w = rounded(tl.load(w_ptr + n, mask=n < N, other=0.0), TF32)
@@ -175,15 +230,35 @@ def sum_kernel(parts_ptr, y_ptr, sums_ptr, N, scale, TRAINING: tl.constexpr, BLO
 
 
 @triton.jit
-def gradient_kernel(dy_ptr, x_ptr, w_ptr, sums_ptr, dx_ptr, dw_ptr, R, N, scale, stride, stride_r, stride_n,
-                    NEED_X: tl.constexpr, NEED_W: tl.constexpr, ADD_W: tl.constexpr, TF32: tl.constexpr,
-                    BLOCK: tl.constexpr):  # fmt: skip
+def gradient_kernel(
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    sums_ptr,
+    dx_ptr,
+    dw_ptr,
+    R,
+    N,
+    scale,
+    stride,
+    stride_r,
+    stride_n,
+    NEED_X: tl.constexpr,
+    NEED_W: tl.constexpr,
+    ADD_W: tl.constexpr,
+    TF32: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     n, row = tl.program_id(0), tl.arange(0, BLOCK)
     inside = row < R
     slope = 2 * scale * tl.load(sums_ptr + row, mask=inside, other=0.0)
     slope *= tl.load(dy_ptr + row * stride, mask=inside, other=0.0)
     if NEED_X:
-        tl.store(dx_ptr + row * stride_r + n * stride_n, slope * rounded(tl.load(w_ptr + n), TF32), mask=inside)
+        tl.store(
+            dx_ptr + row * stride_r + n * stride_n,
+            slope * rounded(tl.load(w_ptr + n), TF32),
+            mask=inside,
+        )
     if NEED_W:
         x = rounded(tl.load(x_ptr + row * N + n, mask=inside, other=0.0), TF32)
         dw = tl.sum(x * slope, axis=0)

@@ -1,4 +1,6 @@
-"""The patches of ``contrib/`` apply to the packages that are installed, and compute there what these compute."""
+"""The patches of ``contrib/`` apply to the packages that are installed, and compute there what
+these compute.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,28 @@ def test_a_patch_applies_and_changes_no_result(name: str, tmp_path: Path) -> Non
     shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("__pycache__"))
     patch = (ROOT / "contrib" / f"{name}-{PATCHES[name]}.patch").read_bytes()
     for line in patch.splitlines():  # wheels may have other ends of lines than repositories
-        if line.startswith((b"--- a/", b"+++ b/")) and (path := tmp_path / line[6:].decode()).exists():
+        if (
+            line.startswith((b"--- a/", b"+++ b/"))
+            and (path := tmp_path / line[6:].decode()).exists()
+        ):
             path.write_bytes(path.read_bytes().replace(b"\r\n", b"\n"))
-    applied = subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch, capture_output=True, check=False)
+    applied = subprocess.run(
+        ["git", "apply", "-"],
+        cwd=tmp_path,
+        input=patch,
+        capture_output=True,
+        check=False,
+    )
     assert applied.returncode == 0, applied.stderr
     call = [sys.executable, "-m", "tests.peers.test_contrib", name, str(tmp_path)]
     run = subprocess.run(
-        call, env=environment(tmp_path, ROOT), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        call,
+        env=environment(tmp_path, ROOT),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert run.returncode == 0 and run.stdout.endswith("same\n"), run.stdout + run.stderr
 
@@ -43,7 +60,13 @@ def close(found: list[Tensor], expected: list[Tensor], of: str) -> None:
     """Within rounding of fp32, of the largest value."""
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype, of
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * float(b.abs().max().clamp(min=1e-6)), msg=of)
+        torch.testing.assert_close(
+            a,
+            b,
+            rtol=0,
+            atol=1e-5 * float(b.abs().max().clamp(min=1e-6)),
+            msg=of,
+        )
 
 
 def pylate() -> None:
@@ -79,7 +102,10 @@ def sentence_transformers() -> None:
         tokenizer = Path(folder, "tokenizer")
         tokenizer.mkdir()
         make_tokenizer_folder(tokenizer, VOCABULARY)
-        for kind, pooling, activation in (("bert", "max", "relu"), ("distilbert", "sum", "log1p_relu")):
+        for kind, pooling, activation in (
+            ("bert", "max", "relu"),
+            ("distilbert", "sum", "log1p_relu"),
+        ):
             made = SpladePooling(pooling_strategy=pooling, activation_function=activation)
             model = without_dropout(build_tiny_splade(kind, tokenizer, made))
             results = []
@@ -87,7 +113,9 @@ def sentence_transformers() -> None:
                 model.zero_grad()
                 features = model(model.preprocess(TEXTS))
                 features["sentence_embedding"].square().sum().backward()
-                gradients = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+                gradients = torch.cat(
+                    [x.grad.flatten() for x in model.parameters() if x.grad is not None],
+                )
                 results.append([features["sentence_embedding"].detach(), gradients])
             assert features["token_embeddings"].size(-1) == 32, "those are logits"
             close(results[1], results[0], kind)
@@ -95,12 +123,17 @@ def sentence_transformers() -> None:
             hidden, offsets = torch.randn(1, 11, 32), torch.tensor([0, 4, 11], dtype=torch.int32)
             flat = {"cu_seq_lens_q": offsets, "token_embeddings": decoder(hidden).detach()}
             fused = {"cu_seq_lens_q": offsets, "token_embeddings": hidden, "decoder": decoder}
-            close(*([made(given)["sentence_embedding"].detach()] for given in (fused, flat)), of=f"{kind}, flattened")
+            close(
+                *([made(given)["sentence_embedding"].detach()] for given in (fused, flat)),
+                of=f"{kind}, flattened",
+            )
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     asked = sys.argv[1].replace("-", "_")
-    assert str(importlib.util.find_spec(asked).origin).startswith(sys.argv[2]), "the package is not the patched copy"
+    assert str(importlib.util.find_spec(asked).origin).startswith(sys.argv[2]), (
+        "the package is not the patched copy"
+    )
     globals()[asked]()
     sys.stdout.write("same\n")

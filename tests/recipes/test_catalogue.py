@@ -1,4 +1,6 @@
-"""Every recipe by name: its row in the docs, two steps, a search; dead models; settings, and examples for training."""
+"""Every recipe by name: its row in the docs, two steps, a search; dead models; settings, and
+examples for training.
+"""
 
 from __future__ import annotations
 
@@ -39,46 +41,85 @@ from tilefold.retrieval.collection import Collection, Document
 from tilefold.retrieval.errors import DataError
 
 # saved with modules of sentence-transformers alone
-STOCK = ("splade", "splade-v2", "splade-pp", "splade-v3", "splade-doc", "efficient-splade", "inference-free",
-         "causal-splade", "colbert")  # fmt: skip
+STOCK = (
+    "splade",
+    "splade-v2",
+    "splade-pp",
+    "splade-v3",
+    "splade-doc",
+    "efficient-splade",
+    "inference-free",
+    "causal-splade",
+    "colbert",
+)
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
-SMALL: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "max_length": 24, "bf16": False, "save_steps": 100}
+SMALL: dict[str, Any] = {
+    "max_steps": 2,
+    "batch_size": 4,
+    "max_length": 24,
+    "bf16": False,
+    "save_steps": 100,
+}
 
 
 @pytest.fixture(scope="session")
 def bases(
-    collection: Collection, teachers: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+    collection: Collection,
+    teachers: tuple[Path, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, str]:
     """A tiny base model of each kind that entries name."""
     folder, masked_lm = tmp_path_factory.mktemp("bases"), str(teachers[1])
     texts = [*collection.contents().values(), *collection.queries.values()]
     causal = str(tiny_causal_lm(folder / "causal-lm", texts=texts))
-    return {"masked-lm": masked_lm, "encoder": masked_lm, "causal-lm": causal, "multi-vector": masked_lm}
+    return {
+        "masked-lm": masked_lm,
+        "encoder": masked_lm,
+        "causal-lm": causal,
+        "multi-vector": masked_lm,
+    }
 
 
 def small_recipe(entry: Entry, bases: dict[str, str]) -> Any:
     recipe = get_recipe(entry.name, base_model=bases[entry.base], **SMALL)
     if entry.name == "splate":  # the head of the model that the ColBERT is made of
         recipe = replace(recipe, document=replace(recipe.document, head_model=bases["masked-lm"]))
-    return replace(recipe, negatives=min(recipe.negatives, 3)) if isinstance(recipe, LsrRecipe) else recipe
+    return (
+        replace(recipe, negatives=min(recipe.negatives, 3))
+        if isinstance(recipe, LsrRecipe)
+        else recipe
+    )
 
 
 @pytest.mark.parametrize("entry", RECIPES.values(), ids=RECIPES)
 def test_two_steps_leave_a_model_that_searches(
-    entry: Entry, bases: dict[str, str], scores: Path, collection: Collection, tmp_path: Path
+    entry: Entry,
+    bases: dict[str, str],
+    scores: Path,
+    collection: Collection,
+    tmp_path: Path,
 ) -> None:
     recipe = small_recipe(entry, bases)
     file = scores if "negatives" in entry.needs else None
     result = train(recipe, collection, tmp_path / "m", negatives=file)
-    listed = [file.read_text() for name in ("modules.json", "router_config.json") for file in tmp_path.rglob(name)]
+    listed = [
+        file.read_text()
+        for name in ("modules.json", "router_config.json")
+        for file in tmp_path.rglob(name)
+    ]
     assert any("tilefold" in text for text in listed) == (entry.name not in STOCK)
     assert (result.steps, result.reused) == (2, False)
     if isinstance(recipe, ColbertRecipe):
         late: Any = MultiVectorEncoder(str(tmp_path / "m"), device="cpu")
         vectors = late.encode_query(list(collection.queries.values()))
-        assert late.similarity(vectors, late.encode_document(list(collection.contents().values()))).shape == (16, 16)
+        assert late.similarity(
+            vectors,
+            late.encode_document(list(collection.contents().values())),
+        ).shape == (16, 16)
         return
-    trust = {} if entry.name in STOCK else {"trust_remote_code": True}  # of modules in the installed tilefold
+    trust = (
+        {} if entry.name in STOCK else {"trust_remote_code": True}
+    )  # of modules in the installed tilefold
     model = SparseEncoder(str(tmp_path / "m"), device="cpu", **trust)
     retrieval.encode_collection(model, collection.contents(), tmp_path / "vectors")
     index = retrieval.build_index(retrieval.read_vectors(tmp_path / "vectors"), "exact")
@@ -89,15 +130,22 @@ def test_two_steps_leave_a_model_that_searches(
 
 
 def test_idf_queries_are_fitted_and_learn_at_their_own_rate(
-    bases: dict[str, str], scores: Path, collection: Collection, tmp_path: Path
+    bases: dict[str, str],
+    scores: Path,
+    collection: Collection,
+    tmp_path: Path,
 ) -> None:
     recipe = small_recipe(RECIPES["inference-free"], bases)
     assert isinstance(recipe, LsrRecipe) and recipe.query is not None
     texts = list(collection.contents().values())
     start = recipe.start(texts).cpu()[0].sub_modules["query"][0]
     (token,) = start.tokenizer("functions", add_special_tokens=False)["input_ids"]
-    assert start.weight[token].item() == pytest.approx(math.log1p(0.5 / (len(texts) + 0.5)))  # it is in every document
-    assert start.weight.max().item() == pytest.approx(math.log1p((len(texts) + 0.5) / 0.5))  # of a token in none
+    assert start.weight[token].item() == pytest.approx(
+        math.log1p(0.5 / (len(texts) + 0.5)),
+    )  # it is in every document
+    assert start.weight.max().item() == pytest.approx(
+        math.log1p((len(texts) + 0.5) / 0.5),
+    )  # of a token in none
     moved = {}
     for rate in (1e-4, 1e-1):
         folder = tmp_path / str(rate)
@@ -110,16 +158,30 @@ def test_idf_queries_are_fitted_and_learn_at_their_own_rate(
     train(fixed, collection, tmp_path / "fixed", negatives=scores)
     kept = SparseEncoder(str(tmp_path / "fixed"), device="cpu")[0].sub_modules["query"][0].weight
     assert torch.equal(kept, start.weight)
-    more = {**collection.documents, "new": Document("new", "", "A text that changes every frequency.")}
+    more = {
+        **collection.documents,
+        "new": Document("new", "", "A text that changes every frequency."),
+    }
     grown = replace(collection, documents=more)
     told = "made from other documents than those of small"
     refused(DataError, told, train, fixed, grown, tmp_path / "fixed", negatives=scores)
     from_pairs = small_recipe(RECIPES["deepct"], bases)
     train(from_pairs, collection, tmp_path / "pairs")
-    refused(FileExistsError, "differs in training data", train, from_pairs, grown, tmp_path / "pairs")
+    refused(
+        FileExistsError,
+        "differs in training data",
+        train,
+        from_pairs,
+        grown,
+        tmp_path / "pairs",
+    )
 
 
-def test_deepct_starts_at_an_idf_match_and_saturates(bases: Any, collection: Collection, tmp_path: Path) -> None:
+def test_deepct_starts_at_an_idf_match_and_saturates(
+    bases: Any,
+    collection: Collection,
+    tmp_path: Path,
+) -> None:
     recipe = small_recipe(RECIPES["deepct"], bases)
     texts = list(collection.contents().values())
     rows = recipe.start(texts).cpu().eval().encode_document(texts, convert_to_sparse_tensor=False)
@@ -127,22 +189,39 @@ def test_deepct_starts_at_an_idf_match_and_saturates(bases: Any, collection: Col
     train(recipe, collection, tmp_path / "m")
     model = load_encoder(str(tmp_path / "m"), device="cpu")
     assert model[0].sub_modules["document"][1].saturation == 0.1
-    assert len(set(model.encode_document(texts, convert_to_sparse_tensor=False).flatten().tolist())) > 10
+    assert (
+        len(set(model.encode_document(texts, convert_to_sparse_tensor=False).flatten().tolist()))
+        > 10
+    )
 
 
 def test_documents_of_a_group_are_penalised_together_or_by_position() -> None:
     recipe = get_recipe("inference-free", negatives=2)
-    rows = torch.rand(6, 9, generator=torch.Generator().manual_seed(0))  # two relevant ones, then negatives
+    rows = torch.rand(
+        6,
+        9,
+        generator=torch.Generator().manual_seed(0),
+    )  # two relevant ones, then negatives
     spec = RegularizerSpec(per_position=True)
     of_each = make_loss(None, replace(recipe, document_regularizer=spec)).document_regularizer
-    together = make_loss(None, replace(recipe, document_regularizer=RegularizerSpec())).document_regularizer
+    together = make_loss(
+        None,
+        replace(recipe, document_regularizer=RegularizerSpec()),
+    ).document_regularizer
     assert of_each(rows) == pytest.approx(sum(together(rows[low : low + 2]) for low in (0, 2, 4)))
 
 
 def test_the_page_and_the_needs_of_recipes_are_those_of_the_catalogue() -> None:
     for entry in RECIPES.values():
         paper = f"[{entry.paper}](https://arxiv.org/abs/{entry.paper})" if entry.paper else ""
-        cells = (f"`{entry.name}`", entry.summary, ", ".join(entry.needs), paper, entry.published, entry.publishes)
+        cells = (
+            f"`{entry.name}`",
+            entry.summary,
+            ", ".join(entry.needs),
+            paper,
+            entry.published,
+            entry.publishes,
+        )
         assert f"| {' | '.join(cells)} |" in PAGE, "write the row anew from the catalogue"
     asking = {name for name, entry in RECIPES.items() if "scores" in entry.needs}
     assert asking == {"splade-pp", "splade-v3", "efficient-splade", "inference-free", "splate"}
@@ -151,7 +230,11 @@ def test_the_page_and_the_needs_of_recipes_are_those_of_the_catalogue() -> None:
     refused(ValueError, "recipe must be one of splade, ", get_recipe, "spladee")
 
 
-def test_a_dead_model_stops_the_training_with_a_remedy(collection: Collection, bases: Any, tmp_path: Path) -> None:
+def test_a_dead_model_stops_the_training_with_a_remedy(
+    collection: Collection,
+    bases: Any,
+    tmp_path: Path,
+) -> None:
     dead = tmp_path / "dead"
     shutil.copytree(bases["masked-lm"], dead)
     network = BertForMaskedLM.from_pretrained(dead)
@@ -163,7 +246,11 @@ def test_a_dead_model_stops_the_training_with_a_remedy(collection: Collection, b
     refused(recipes.TrainingError, told, train, recipe, collection, tmp_path / "m")
 
 
-def test_a_model_that_is_not_sparse_is_told_of(collection: Collection, bases: Any, tmp_path: Path) -> None:
+def test_a_model_that_is_not_sparse_is_told_of(
+    collection: Collection,
+    bases: Any,
+    tmp_path: Path,
+) -> None:
     recipe = LsrRecipe(base_model=bases["masked-lm"], **SMALL)
     result = train(recipe, collection, tmp_path / "m")
     assert [text.split(" vectors have")[0] for text in result.warnings] == ["query", "document"]
@@ -199,23 +286,51 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"attention": "softmax", "anneal_alpha": 0.5}, "anneal_alpha must be left out"),
 ]
 OWN: list[tuple[Any, dict[str, Any], str]] = [
-    (SpladeRecipe, {"document_regularizer": -1e-3}, "document_regularizer must be a number of at least 0"),
+    (
+        SpladeRecipe,
+        {"document_regularizer": -1e-3},
+        "document_regularizer must be a number of at least 0",
+    ),
     (SpladeRecipe, {"regularizer_warmup_ratio": 0}, "regularizer_warmup_ratio must"),
     (SpladeRecipe, {"frozen_layers": 1.5}, "frozen_layers must be a whole number"),
     (SpladeRecipe, {"start_percentile": 100}, r"start_percentile must be a number in \(0, 100\)"),
     (LsrRecipe, {"group_by_length": 1}, "group_by_length must be True or False"),
-    (ColbertRecipe, {"dimension": 12}, "dimension must be a multiple of 8 up to 4096 or None, got 12"),
+    (
+        ColbertRecipe,
+        {"dimension": 12},
+        "dimension must be a multiple of 8 up to 4096 or None, got 12",
+    ),
     (ColbertRecipe, {"query_length": 0}, "query_length must be a whole number of at least 1"),
     (ColbertRecipe, {"expand_queries": "yes"}, "expand_queries must be True or False"),
     (LsrRecipe, {"loss": {"hinge": 1.0}}, "loss must map names out of infonce, kl"),
     (LsrRecipe, {"loss": {}}, "loss must map names"),
-    (LsrRecipe, {"loss": {"kl": 1.0}}, "negatives must be at least 1 for a loss that compares documents with a"),
-    (LsrRecipe, {"loss": {"pairwise_softmax": 1.0}}, "negatives must be at least 1 for the loss pairwise_softmax"),
+    (
+        LsrRecipe,
+        {"loss": {"kl": 1.0}},
+        "negatives must be at least 1 for a loss that compares documents with a",
+    ),
+    (
+        LsrRecipe,
+        {"loss": {"pairwise_softmax": 1.0}},
+        "negatives must be at least 1 for the loss pairwise_softmax",
+    ),
     (LsrRecipe, {"loss": {"infonce": 0}}, r"loss\['infonce'\] must be a number greater than 0"),
     (LsrRecipe, {"query": {"kind": "word2vec"}}, "query: kind must be one of"),
-    (LsrRecipe, {"document_regularizer": {"kind": "l0"}}, "document_regularizer: kind must be one of flops, l1"),
-    (RegularizerSpec, {"kind": "df_flops", "per_position": True}, "per_position must be False for kind 'df_flops'"),
-    (LsrRecipe, {"query_regularizer": {"per_position": True}}, "query_regularizer: per_position must be False"),
+    (
+        LsrRecipe,
+        {"document_regularizer": {"kind": "l0"}},
+        "document_regularizer: kind must be one of flops, l1",
+    ),
+    (
+        RegularizerSpec,
+        {"kind": "df_flops", "per_position": True},
+        "per_position must be False for kind 'df_flops'",
+    ),
+    (
+        LsrRecipe,
+        {"query_regularizer": {"per_position": True}},
+        "query_regularizer: per_position must be False",
+    ),
     (LsrRecipe, {"document": None}, "document must be an instance of EncoderSpec, got None"),
     (LsrRecipe, {"negatives": -1}, "negatives must be a whole number of at least 0"),
     (LsrRecipe, {"idf_learning_rate": 0}, "idf_learning_rate must be a number greater than 0"),
@@ -223,14 +338,34 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [
     (EncoderSpec, {"kind": "echo", "literal_residual": True}, "literal_residual does not apply"),
     (EncoderSpec, {"kind": "bge_m3", "top_k": 3}, "top_k does not apply"),
     (EncoderSpec, {"kind": "mlm", "trainable": 1}, "trainable does not apply"),
-    (EncoderSpec, {"kind": "idf", "trainable": 1}, "trainable must be True or False or None, got 1"),
+    (
+        EncoderSpec,
+        {"kind": "idf", "trainable": 1},
+        "trainable must be True or False or None, got 1",
+    ),
     (EncoderSpec, {"kind": []}, r"kind must be one of .*, got \[\]"),
-    (EncoderSpec, {"pooling": "avg"}, "pooling must be one of max, sum, mean, cls, last or None, got 'avg'"),
-    (EncoderSpec, {"kind": "prosper", "pooling": "sum"}, "pooling must be last, cls or max for kind 'prosper'"),
-    (EncoderSpec, {"pooling": "cls", "drop_special_tokens": True}, "drop_special_tokens must be left out with pooling"),
+    (
+        EncoderSpec,
+        {"pooling": "avg"},
+        "pooling must be one of max, sum, mean, cls, last or None, got 'avg'",
+    ),
+    (
+        EncoderSpec,
+        {"kind": "prosper", "pooling": "sum"},
+        "pooling must be last, cls or max for kind 'prosper'",
+    ),
+    (
+        EncoderSpec,
+        {"pooling": "cls", "drop_special_tokens": True},
+        "drop_special_tokens must be left out with pooling",
+    ),
     (EncoderSpec, {"activation": "gelu"}, "activation must be one of log1p_relu, .*, got 'gelu'"),
     (EncoderSpec, {"normalize": "l1"}, "normalize must be one of l2 or None, got 'l1'"),
-    (EncoderSpec, {"base_model": 5}, "base_model must be .minilm., a folder or a model name or None, got 5"),
+    (
+        EncoderSpec,
+        {"base_model": 5},
+        "base_model must be .minilm., a folder or a model name or None, got 5",
+    ),
     (EncoderSpec, {"kind": "idf", "idf": ""}, "idf must be the path of a file or None, got ''"),
     (
         EncoderSpec,
@@ -245,9 +380,14 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "text"), [*((kind, fields, text) for kind in EVERY for fields, text in COMMON), *OWN]
+    ("kind", "fields", "text"),
+    [*((kind, fields, text) for kind in EVERY for fields, text in COMMON), *OWN],
 )
-def test_a_recipe_names_the_field_that_is_wrong(kind: Any, fields: dict[str, Any], text: str) -> None:
+def test_a_recipe_names_the_field_that_is_wrong(
+    kind: Any,
+    fields: dict[str, Any],
+    text: str,
+) -> None:
     refused(ValueError, f"^{text}", kind, **fields)
 
 
@@ -256,12 +396,18 @@ def test_a_recipe_names_the_field_that_is_wrong(kind: Any, fields: dict[str, Any
     [
         SpladeRecipe("folder", epochs=2, seed=3),
         ColbertRecipe("folder", epochs=2, seed=3, dimension=None),
-        LsrRecipe("named", "folder", EncoderSpec("idf", trainable=True), loss={"kl": 1.0, "margin_mse": 0.05},
-                  negatives=8, document_regularizer=RegularizerSpec("df_flops", 0.3, threshold=20)),
+        LsrRecipe(
+            "named",
+            "folder",
+            EncoderSpec("idf", trainable=True),
+            loss={"kl": 1.0, "margin_mse": 0.05},
+            negatives=8,
+            document_regularizer=RegularizerSpec("df_flops", 0.3, threshold=20),
+        ),
         EncoderSpec("mlm", pooling="sum", logit_scale=0.5),
     ],
     ids=lambda recipe: type(recipe).__name__,
-)  # fmt: skip
+)
 def test_a_recipe_survives_json_and_refuses_unknown_fields(recipe: Any) -> None:
     kind = type(recipe)
     assert kind.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
@@ -274,16 +420,26 @@ def test_a_recipe_has_losses_of_its_own_and_the_names_of_the_module() -> None:
     recipe = LsrRecipe(loss=MappingProxyType(given))
     given["infonce"] = -1.0
     assert recipe.loss == {"infonce": 1.0} and LsrRecipe.from_dict(recipe.to_dict()) == recipe
-    assert (_settings.POOLINGS, _settings.ACTIVATIONS) == (head_pooling.POOLINGS, fused_pooling.ACTIVATIONS)
+    assert (_settings.POOLINGS, _settings.ACTIVATIONS) == (
+        head_pooling.POOLINGS,
+        fused_pooling.ACTIVATIONS,
+    )
 
 
-def write_rows(path: Path, rows: list[tuple[str, str, int, float, bool]], **teachers: list[float]) -> Path:
+def write_rows(
+    path: Path,
+    rows: list[tuple[str, str, int, float, bool]],
+    **teachers: list[float],
+) -> Path:
     names = ("query_id", "document_id", "rank", "score", "relevant")
     types = (pa.string(), pa.string(), pa.int32(), pa.float32(), pa.bool_())
     columns = {
-        name: pa.array(values, kind) for name, values, kind in zip(names, zip(*rows, strict=True), types, strict=True)
+        name: pa.array(values, kind)
+        for name, values, kind in zip(names, zip(*rows, strict=True), types, strict=True)
     }
-    columns |= {f"score:{name}": pa.array(values, pa.float32()) for name, values in teachers.items()}
+    columns |= {
+        f"score:{name}": pa.array(values, pa.float32()) for name, values in teachers.items()
+    }
     pq.write_table(pa.table(columns), path)
     return path
 
@@ -292,20 +448,36 @@ def write_rows(path: Path, rows: list[tuple[str, str, int, float, bool]], **teac
 def mined(tmp_path: Path) -> Path:
     """Of two training queries; d15 is relevant to no one, d1 to q1."""
     rows = [
-        ("q0", "d0", 1, 9.0, True), ("q0", "d1", 2, 8.0, False), ("q0", "d15", 3, 7.0, False),
-        ("q1", "d1", 1, 9.0, True), ("q1", "d2", 2, 4.0, False),
-    ]  # fmt: skip
+        ("q0", "d0", 1, 9.0, True),
+        ("q0", "d1", 2, 8.0, False),
+        ("q0", "d15", 3, 7.0, False),
+        ("q1", "d1", 1, 9.0, True),
+        ("q1", "d2", 2, 4.0, False),
+    ]
     return write_rows(tmp_path / "mined.parquet", rows)
 
 
 def test_pairs_alone_need_no_file_and_refuse_one(collection: Collection, mined: Path) -> None:
     recipe = get_recipe("splade-v2")
     made = make_examples(recipe, collection, None)
-    assert list(made.columns) == ["query", "positive"] and made.pairs == len(made.columns["query"]) == 12
-    refused(ValueError, "'splade-v2' takes none from a file", make_examples, recipe, collection, mined)
+    assert (
+        list(made.columns) == ["query", "positive"]
+        and made.pairs == len(made.columns["query"]) == 12
+    )
+    refused(
+        ValueError,
+        "'splade-v2' takes none from a file",
+        make_examples,
+        recipe,
+        collection,
+        mined,
+    )
 
 
-def test_negatives_are_drawn_for_each_pass_and_never_relevant(collection: Collection, mined: Path) -> None:
+def test_negatives_are_drawn_for_each_pass_and_never_relevant(
+    collection: Collection,
+    mined: Path,
+) -> None:
     recipe = LsrRecipe(negatives=2, epochs=3, seed=4)
     made = make_examples(recipe, collection, mined)
     assert list(made.columns) == ["query", "positive", "negative_1", "negative_2"]
@@ -321,22 +493,42 @@ def test_negatives_are_drawn_for_each_pass_and_never_relevant(collection: Collec
     assert make_examples(replace(recipe, seed=5), collection, mined).digest() != made.digest()
 
 
-def test_labels_are_the_teachers_scores_of_the_positive_and_the_negatives(collection: Any, tmp_path: Path) -> None:
+def test_labels_are_the_teachers_scores_of_the_positive_and_the_negatives(
+    collection: Any,
+    tmp_path: Path,
+) -> None:
     rows = [("q0", "d0", 1, 30.0, True), ("q0", "d1", 2, 12.0, False), ("q0", "d15", 3, 0.0, False)]
     scored = write_rows(tmp_path / "scored.parquet", rows, teacher=[5.0, 2.0, 0.0])
-    columns = make_examples(LsrRecipe(loss={"kl": 1.0}, negatives=2, epochs=1), collection, scored).columns
+    columns = make_examples(
+        LsrRecipe(loss={"kl": 1.0}, negatives=2, epochs=1),
+        collection,
+        scored,
+    ).columns
     assert columns["query"][:] == [collection.queries["q0"]]
-    score_of = {collection.documents[name].contents: score for name, score in (("d1", 12.0), ("d15", 0.0))}
-    assert columns["label"].tolist() == [[30.0, score_of[columns["negative_1"][0]], score_of[columns["negative_2"][0]]]]
+    score_of = {
+        collection.documents[name].contents: score for name, score in (("d1", 12.0), ("d15", 0.0))
+    }
+    assert columns["label"].tolist() == [
+        [30.0, score_of[columns["negative_1"][0]], score_of[columns["negative_2"][0]]],
+    ]
 
 
-def test_missing_data_are_named_with_their_commands(collection: Collection, mined: Path, tmp_path: Path) -> None:
+def test_missing_data_are_named_with_their_commands(
+    collection: Collection,
+    mined: Path,
+    tmp_path: Path,
+) -> None:
     needed = "the recipe 'splade-v3' needs mined negatives with teachers' scores"
     for file, text in ((None, needed), (mined, "has no teachers' scores")):
         with pytest.raises(ValueError, match=text) as told:
             make_examples(get_recipe("splade-v3"), collection, file)
-        assert "tilefold mine --data small --index bm25-index --output negatives.parquet" in str(told.value)
-        assert "tilefold score negatives.parquet --data small --teacher minilm --teacher bm25" in str(told.value)
+        assert "tilefold mine --data small --index bm25-index --output negatives.parquet" in str(
+            told.value,
+        )
+        assert (
+            "tilefold score negatives.parquet --data small --teacher minilm --teacher bm25"
+            in str(told.value)
+        )
         assert str(told.value).endswith("negatives=scores.parquet")
     file = write_rows(tmp_path / "test.parquet", [("q12", "d0", 1, 1.0, False)])
     text = "has no negatives of the training queries of 'small'"
@@ -347,7 +539,13 @@ def test_batches_grouped_by_length_hold_every_pair_once_and_no_text_twice() -> N
     texts = [f"{'word ' * (7 * i % 23)}{i}" for i in range(50)]
     texts[41] = texts[3]
     dataset = Dataset.from_dict({"query": [f"q{i}" for i in range(50)], "document": texts})
-    sampler = length_grouped_batches(dataset, 4, drop_last=False, generator=torch.Generator(), seed=5)
+    sampler = length_grouped_batches(
+        dataset,
+        4,
+        drop_last=False,
+        generator=torch.Generator(),
+        seed=5,
+    )
     batches = list(sampler)
     assert sorted(row for batch in batches for row in batch) == list(range(50))
     assert batches == list(sampler), "an epoch has one order, so that a killed run can go on"

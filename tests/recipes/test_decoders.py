@@ -1,4 +1,6 @@
-"""Encoders of causal language models, with and without LoRA, and their adaptation; PROSPER, BGE-M3 and SPLATE."""
+"""Encoders of causal language models, with and without LoRA, and their adaptation; PROSPER, BGE-M3
+and SPLATE.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,21 @@ from tilefold.recipes.decoders import VARIANTS, add_lora, check_bidirectional, m
 from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder, load_sparse_linear
 from tilefold.retrieval.collection import Collection
 
-SMALL: dict[str, Any] = {"batch_size": 2, "length": 16, "warmup_steps": 0, "chunk": 8, "bf16": False}
+SMALL: dict[str, Any] = {
+    "batch_size": 2,
+    "length": 16,
+    "warmup_steps": 0,
+    "chunk": 8,
+    "bf16": False,
+}
 RUN: dict[str, Any] = {
-    "max_steps": 3, "batch_size": 4, "max_length": 48, "bf16": False, "save_steps": 1, "learning_rate": 1e-2
-}  # fmt: skip
+    "max_steps": 3,
+    "batch_size": 4,
+    "max_length": 48,
+    "bf16": False,
+    "save_steps": 1,
+    "learning_rate": 1e-2,
+}
 
 
 def load(folder: str) -> tuple[Any, Any]:
@@ -63,10 +76,20 @@ def reload(model: SparseEncoder, folder: Path) -> SparseEncoder:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padding_saving_fusing_change_nothing(bases: dict[str, str], family: str, variant: str, tmp_path: Path) -> None:
+def test_padding_saving_fusing_change_nothing(
+    bases: dict[str, str],
+    family: str,
+    variant: str,
+    tmp_path: Path,
+) -> None:
     model = causal_splade(bases[family], variant, max_length=64, device="cpu")
     vectors = dense(model, TEXTS)
-    torch.testing.assert_close(vectors, torch.cat([dense(model, [text]) for text in TEXTS]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        vectors,
+        torch.cat([dense(model, [text]) for text in TEXTS]),
+        rtol=0,
+        atol=1e-6,
+    )
     assert (vectors > 0).any(dim=1).all()
     again = reload(model, tmp_path / "model")
     assert torch.equal(dense(again, TEXTS), vectors)
@@ -76,7 +99,12 @@ def test_padding_saving_fusing_change_nothing(bases: dict[str, str], family: str
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("variant", ["causal", "bidirectional"])
-def test_a_bidirectional_first_token_sees_the_last(bases: Any, variant: str, attention: str, tmp_path: Path) -> None:
+def test_a_bidirectional_first_token_sees_the_last(
+    bases: Any,
+    variant: str,
+    attention: str,
+    tmp_path: Path,
+) -> None:
     options = {"attn_implementation": attention}
     model = causal_splade(bases["qwen2"], variant, device="cpu", model_kwargs=options)
     model.save_pretrained(str(tmp_path))
@@ -95,14 +123,22 @@ def test_tied_and_untied_heads_score_with_their_own_matrix(tmp_path: Path) -> No
         folder = tiny_causal_lm(tmp_path / str(tied), "qwen2", tie_word_embeddings=tied)
         model = causal_splade(folder, device="cpu")
         network = model[0].model
-        assert (network.get_output_embeddings().weight is network.get_input_embeddings().weight) is tied
-        hidden = network.base_model(input_ids=model.preprocess(TEXTS[:1])["input_ids"]).last_hidden_state[0]
+        assert (
+            network.get_output_embeddings().weight is network.get_input_embeddings().weight
+        ) is tied
+        hidden = network.base_model(
+            input_ids=model.preprocess(TEXTS[:1])["input_ids"],
+        ).last_hidden_state[0]
         expected = (hidden @ network.lm_head.weight.T).amax(0).relu().log1p()
         torch.testing.assert_close(dense(model, TEXTS[:1])[0], expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_lora_trains_its_own_weights_and_is_merged_into_it(bases: dict[str, str], variant: str, tmp_path: Path) -> None:
+def test_lora_trains_its_own_weights_and_is_merged_into_it(
+    bases: dict[str, str],
+    variant: str,
+    tmp_path: Path,
+) -> None:
     model = causal_splade(bases["qwen2"], variant, max_length=64, device="cpu")
     assert add_lora(model[0], rank=4, alpha=8, dropout=0.0)[0] == "q_proj"
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -134,7 +170,14 @@ def test_texts_are_packed_with_an_end_token_between_them(bases: dict[str, str]) 
     stream = [token for block in blocks for token in block]
     first = tokenizer(TEXTS[0])["input_ids"]
     assert stream[: len(first) + 1] == [*first, tokenizer.eos_token_id]
-    refused(ValueError, "texts must fill at least one block of 4096 tokens", pack_texts, tokenizer, TEXTS, 4096)
+    refused(
+        ValueError,
+        "texts must fill at least one block of 4096 tokens",
+        pack_texts,
+        tokenizer,
+        TEXTS,
+        4096,
+    )
 
 
 def test_a_dying_head_comes_back_to_life(bases: dict[str, str]) -> None:
@@ -147,7 +190,13 @@ def test_a_dying_head_comes_back_to_life(bases: dict[str, str]) -> None:
     network.lm_head = head
     recipe = AdaptationRecipe(steps=12, learning_rate=2e-2, **SMALL)
     seen: list[tuple[int, int]] = []
-    result = adapt(network, tokenizer, TEXTS * 4, recipe, progress=lambda step, steps, loss: seen.append((step, steps)))
+    result = adapt(
+        network,
+        tokenizer,
+        TEXTS * 4,
+        recipe,
+        progress=lambda step, steps, loss: seen.append((step, steps)),
+    )
     assert result.first_alive == 0.0 and not result.dying and result.alive > 0.9
     assert result.plain < result.first_plain and result.activated < result.first_activated
     assert seen == [(step, 12) for step in range(1, 13)]
@@ -155,7 +204,13 @@ def test_a_dying_head_comes_back_to_life(bases: dict[str, str]) -> None:
 
 
 def test_what_cannot_be_built_or_adapted_is_refused(bases: dict[str, str]) -> None:
-    refused(ValueError, "variant must be one of causal, bidirectional, echo, got 'both'", causal_splade, "m", "both")
+    refused(
+        ValueError,
+        "variant must be one of causal, bidirectional, echo, got 'both'",
+        causal_splade,
+        "m",
+        "both",
+    )
     told = r"base_model must have a causal LM head, got .*BertForMaskedLM"
     refused(ValueError, told, causal_splade, bases["masked"])
     model = causal_splade(bases["llama"], "causal", device="cpu")
@@ -164,22 +219,52 @@ def test_what_cannot_be_built_or_adapted_is_refused(bases: dict[str, str]) -> No
     network, tokenizer = load(bases["qwen2"])
     network.config.is_causal = False
     recipe = AdaptationRecipe(steps=1, **SMALL)
-    refused(ValueError, "network must be causal for next-token prediction", adapt, network, tokenizer, TEXTS, recipe)
+    refused(
+        ValueError,
+        "network must be causal for next-token prediction",
+        adapt,
+        network,
+        tokenizer,
+        TEXTS,
+        recipe,
+    )
     config = transformers.Gemma2Config(
-        vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, intermediate_size=48, final_logit_softcapping=0.05,
-    )  # fmt: skip
+        vocab_size=320,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=48,
+        final_logit_softcapping=0.05,
+    )
     told = "logits must be those of the LM head, got changed ones in Gemma2ForCausalLM"
-    refused(ValueError, told, adapt, transformers.Gemma2ForCausalLM(config), tokenizer, TEXTS, recipe)
+    refused(
+        ValueError,
+        told,
+        adapt,
+        transformers.Gemma2ForCausalLM(config),
+        tokenizer,
+        TEXTS,
+        recipe,
+    )
 
 
 def built(base: str, document: EncoderSpec, query: EncoderSpec | None = None) -> Any:
-    return build_encoder(query, document, Base(base, max_length=48, texts=batches.TEXTS), device="cpu")
+    return build_encoder(
+        query,
+        document,
+        Base(base, max_length=48, texts=batches.TEXTS),
+        device="cpu",
+    )
 
 
 def vectors(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     options = {"convert_to_sparse_tensor": False, "show_progress_bar": False}
-    return model.encode_query(QUERIES, **options), model.encode_document(batches.TEXTS[:4], **options)
+    return model.encode_query(QUERIES, **options), model.encode_document(
+        batches.TEXTS[:4],
+        **options,
+    )
 
 
 WINDOWS = {"top_k": 8, "normalize": "l2", "shared_network": True}
@@ -190,22 +275,56 @@ WINDOWS = {"top_k": 8, "normalize": "l2", "shared_network": True}
     [
         ("causal", EncoderSpec("causal", pooling="last"), None, None),
         ("causal", EncoderSpec("bidirectional", logit_scale=0.5, top_k=16), None, None),
-        ("causal", EncoderSpec("echo"), EncoderSpec("echo", pooling="last", shared_network=True), EchoTransformer),
-        ("causal", EncoderSpec("prosper", top_k=16), EncoderSpec("prosper", **WINDOWS), ProsperTransformer),
-        ("masked", EncoderSpec("prosper", pooling="cls", literal_residual=False), None, LexicalWindow),
+        (
+            "causal",
+            EncoderSpec("echo"),
+            EncoderSpec("echo", pooling="last", shared_network=True),
+            EchoTransformer,
+        ),
+        (
+            "causal",
+            EncoderSpec("prosper", top_k=16),
+            EncoderSpec("prosper", **WINDOWS),
+            ProsperTransformer,
+        ),
+        (
+            "masked",
+            EncoderSpec("prosper", pooling="cls", literal_residual=False),
+            None,
+            LexicalWindow,
+        ),
         ("masked", EncoderSpec("bge_m3"), None, TokenWeights),
         ("masked", EncoderSpec("splate"), None, SplateHead),
         ("masked", EncoderSpec("mlp"), None, TokenWeights),
-        ("masked", EncoderSpec("mlp", activation="none", scale=0.5, drop_special_tokens=False), None, TokenWeights),
+        (
+            "masked",
+            EncoderSpec("mlp", activation="none", scale=0.5, drop_special_tokens=False),
+            None,
+            TokenWeights,
+        ),
         ("masked", EncoderSpec("mlp"), EncoderSpec("binary", trainable=True), StaticQuery),
-        ("masked", EncoderSpec("mlm", drop_special_tokens=True), EncoderSpec("idf", trainable=True), StaticQuery),
+        (
+            "masked",
+            EncoderSpec("mlm", drop_special_tokens=True),
+            EncoderSpec("idf", trainable=True),
+            StaticQuery,
+        ),
         ("masked", EncoderSpec("cls_mlm"), None, HeadPooling),
-        ("masked", EncoderSpec("mlm", pooling="mean", activation="log1p_softplus", logit_scale=0.25),
-         EncoderSpec("mlm", top_k=4, normalize="l2", shared_network=True), HeadPooling),
+        (
+            "masked",
+            EncoderSpec("mlm", pooling="mean", activation="log1p_softplus", logit_scale=0.25),
+            EncoderSpec("mlm", top_k=4, normalize="l2", shared_network=True),
+            HeadPooling,
+        ),
     ],
-)  # fmt: skip
+)
 def test_every_kind_is_built_and_reloads(
-    bases: dict[str, str], base: str, document: EncoderSpec, query: EncoderSpec | None, made: Any, tmp_path: Path
+    bases: dict[str, str],
+    base: str,
+    document: EncoderSpec,
+    query: EncoderSpec | None,
+    made: Any,
+    tmp_path: Path,
 ) -> None:
     if document.kind == "splate":
         document = EncoderSpec("splate", head_model=bases[base])
@@ -224,7 +343,10 @@ def test_every_kind_is_built_and_reloads(
 
 
 def test_training_reads_queries_as_encode_query_gives_them(
-    bases: dict[str, str], collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bases: dict[str, str],
+    collection: Collection,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: set[tuple[str | None, bool]] = set()
     stock = EchoTransformer.preprocess
@@ -234,17 +356,30 @@ def test_training_reads_queries_as_encode_query_gives_them(
         return stock(self, inputs, prompt, **kwargs)
 
     monkeypatch.setattr(EchoTransformer, "preprocess", preprocess)
-    recipe = LsrRecipe("echo", bases["causal"], document=EncoderSpec("echo", lora=2), **RUN | {"fused": False})
+    recipe = LsrRecipe(
+        "echo",
+        bases["causal"],
+        document=EncoderSpec("echo", lora=2),
+        **RUN | {"fused": False},
+    )
     train(replace(recipe, max_steps=1), collection, tmp_path / "model")
-    assert {("query", True), ("document", False)} <= seen and not {("query", False), ("document", True)} & seen
-    assert not any("lora" in name for name, _ in load_encoder(str(tmp_path / "model"), device="cpu").named_parameters())
+    assert {("query", True), ("document", False)} <= seen and not {
+        ("query", False),
+        ("document", True),
+    } & seen
+    assert not any(
+        "lora" in name
+        for name, _ in load_encoder(str(tmp_path / "model"), device="cpu").named_parameters()
+    )
 
 
 def test_seeds_make_the_literal_matrix_and_lora_trains_alone(bases: dict[str, str]) -> None:
     first, second = (vectors(built(bases["masked"], EncoderSpec("prosper")))[1] for _ in range(2))
     assert torch.equal(first, second)
     model = built(bases["causal"], EncoderSpec("bidirectional", lora=2))
-    assert {"lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad} == {True}
+    assert {
+        "lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad
+    } == {True}
 
 
 def test_bge_m3_reads_its_published_head_and_weighs_tokens_by_hand(tmp_path: Path) -> None:
@@ -260,18 +395,34 @@ def test_bge_m3_reads_its_published_head_and_weighs_tokens_by_hand(tmp_path: Pat
     for row, column in torch.nonzero(features["attention_mask"]).tolist():
         token = int(features["input_ids"][row, column])
         if token not in model.tokenizer.all_special_ids:
-            expected[row, token] = max(float(expected[row, token]), float(weights[row, column].detach()))
+            expected[row, token] = max(
+                float(expected[row, token]),
+                float(weights[row, column].detach()),
+            )
     got = model.encode(batches.TEXTS[:2], convert_to_sparse_tensor=False)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
     (base / "sparse_linear.pt").unlink()
-    save_file({"weight": torch.ones(1, 5), "bias": torch.ones(1)}, base / "sparse_linear.safetensors")
-    refused(ValueError, r"must fit states of width 32, got \[1, 5\]", built, str(base), EncoderSpec("bge_m3"))
+    save_file(
+        {"weight": torch.ones(1, 5), "bias": torch.ones(1)},
+        base / "sparse_linear.safetensors",
+    )
+    refused(
+        ValueError,
+        r"must fit states of width 32, got \[1, 5\]",
+        built,
+        str(base),
+        EncoderSpec("bge_m3"),
+    )
 
 
 def test_bge_m3_holds_a_vocabulary_of_xlm_r() -> None:
     head = TokenWeights(8, 250_002, ignore_ids=[0, 1, 2, 3])
     ids = torch.tensor([[0, 250_001, 2], [0, 7, 249_999]])
-    features = {"token_embeddings": torch.randn(2, 3, 8), "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    features = {
+        "token_embeddings": torch.randn(2, 3, 8),
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+    }
     rows = head(features)["sentence_embedding"]
     assert rows.shape == (2, 250_002) and not rows[:, [0, 1, 2, 3]].any()
     rows.sum().backward()
@@ -282,7 +433,10 @@ class Harmful:
         return (Path.touch, (Path("harmed"),))
 
 
-def test_a_pickle_of_more_than_tensors_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_of_more_than_tensors_is_not_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "sparse_linear.pt"
     torch.save({"weight": Harmful()}, path)
@@ -299,8 +453,17 @@ def test_a_pickle_of_more_than_tensors_is_not_run(tmp_path: Path, monkeypatch: p
     refused(ValueError, r"must hold weight \[1, D\] and bias \[1\]", load_sparse_linear, path)
 
 
-def test_an_interrupted_run_of_adapters_goes_on(bases: dict[str, str], collection: Collection, tmp_path: Path) -> None:
-    recipe = LsrRecipe("causal-splade", bases["causal"], document=EncoderSpec("bidirectional", lora=2), **RUN)
+def test_an_interrupted_run_of_adapters_goes_on(
+    bases: dict[str, str],
+    collection: Collection,
+    tmp_path: Path,
+) -> None:
+    recipe = LsrRecipe(
+        "causal-splade",
+        bases["causal"],
+        document=EncoderSpec("bidirectional", lora=2),
+        **RUN,
+    )
 
     def stop(step: int, steps: int, loss: float | None) -> None:
         if step == 2:
@@ -309,7 +472,9 @@ def test_an_interrupted_run_of_adapters_goes_on(bases: dict[str, str], collectio
     train(recipe, collection, tmp_path / "whole")
     refused(RuntimeError, "stopped", train, recipe, collection, tmp_path / "parts", progress=stop)
     assert train(recipe, collection, tmp_path / "parts").resumed_from > 0
-    whole, parts = (vectors(load_encoder(str(tmp_path / name), device="cpu")) for name in ("whole", "parts"))
+    whole, parts = (
+        vectors(load_encoder(str(tmp_path / name), device="cpu")) for name in ("whole", "parts")
+    )
     for got, expected in zip(parts, whole, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
     assert load_encoder(str(tmp_path / "parts"), device="cpu")[0].model.config.is_causal is False
@@ -317,8 +482,23 @@ def test_an_interrupted_run_of_adapters_goes_on(bases: dict[str, str], collectio
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("prosper", {"literal_residual": False}), ("prosper", {"pooling": "cls"}), ("causal", {"lora": 2})],
+    [
+        ("prosper", {"literal_residual": False}),
+        ("prosper", {"pooling": "cls"}),
+        ("causal", {"lora": 2}),
+    ],
 )
-def test_options_of_a_shared_network_stand_on_the_document_side(bases: Any, kind: str, options: Any) -> None:
+def test_options_of_a_shared_network_stand_on_the_document_side(
+    bases: Any,
+    kind: str,
+    options: Any,
+) -> None:
     query = EncoderSpec(kind, shared_network=True, **options)
-    refused(ValueError, "set it on the document side", built, bases["causal"], EncoderSpec(kind), query)
+    refused(
+        ValueError,
+        "set it on the document side",
+        built,
+        bases["causal"],
+        EncoderSpec(kind),
+        query,
+    )

@@ -1,4 +1,6 @@
-"""Small real parts: a BEIR folder, sparse vectors, and a tiny SparseEncoder over the real MiniLM tokenizer."""
+"""Small real parts: a BEIR folder, sparse vectors, and a tiny SparseEncoder over the real MiniLM
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def beir(tmp_path: Path) -> Path:
     folder = tmp_path / "tiny"
     (folder / "qrels").mkdir(parents=True)
     for name, rows in (("corpus", DOCUMENTS), ("queries", QUERIES)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows),
+            encoding="utf-8",
+        )
     (folder / "qrels" / "test.tsv").write_text(QRELS, encoding="utf-8")
     return folder
 
@@ -37,7 +42,12 @@ def pydocs() -> Collection:
 
 
 def random_vectors(
-    n: int, vocab_size: int = 500, terms: int = 20, seed: int = 0, prefix: str = "d", fingerprint: str | None = "f" * 64
+    n: int,
+    vocab_size: int = 500,
+    terms: int = 20,
+    seed: int = 0,
+    prefix: str = "d",
+    fingerprint: str | None = "f" * 64,
 ) -> SparseVectors:
     generator = np.random.default_rng(seed)
     rows = {
@@ -57,7 +67,9 @@ def make_vectors() -> Callable[..., SparseVectors]:
 
 @pytest.fixture(scope="session")
 def splade(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A SPLADE model of random weights, 32 wide, with words of a real tokenizer and prompts for both sides."""
+    """A SPLADE model of random weights, 32 wide, with words of a real tokenizer and prompts for
+    both sides.
+    """
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sparse_encoder.modules import SpladePooling
@@ -75,13 +87,20 @@ def splade(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def late(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A multi-vector model of random weights, 16 wide, over the real MiniLM tokenizer; punctuation is skipped."""
+    """A multi-vector model of random weights, 16 wide, over the real MiniLM tokenizer; punctuation
+    is skipped.
+    """
     from sentence_transformers import MultiVectorEncoder
 
     from tests.recipes.small import small_masked_lm
     from tilefold.recipes.colbert import ColbertRecipe
 
     folder = small_masked_lm(tmp_path_factory.mktemp("late"))
-    model = ColbertRecipe(base_model=str(folder), dimension=16, max_length=24, query_length=8).start()
+    model = ColbertRecipe(
+        base_model=str(folder),
+        dimension=16,
+        max_length=24,
+        query_length=8,
+    ).start()
     assert isinstance(model, MultiVectorEncoder)
     return model.to("cpu")

@@ -1,7 +1,9 @@
-"""The local mode of qdrant-client behind HTTP, with faults on request: for what happens on the wire.
+"""The local mode of qdrant-client behind HTTP, with faults on request: for what happens on the
+wire.
 
-It is no Qdrant server, and says nothing of what one answers. A suite over it tests that requests are well formed for
-the client's own implementation, and what the adapter does when answers are late, missing or refusals.
+It is no Qdrant server, and says nothing of what one answers. A suite over it tests that requests
+are well formed for the client's own implementation, and what the adapter does when answers are
+late, missing or refusals.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ class OverHttp(ThreadingHTTPServer):
 
     Attributes:
         key: which a request must have as ``api-key``, or None.
-        fault: called with method and path before each request; a status to answer with, 0 to close the connection;
-            200 is an answer that makes no sense.
+        fault: called with method and path before each request; a status to answer with, 0 to close
+            the connection; 200 is an answer that makes no sense.
         seen: method and path of every request.
     """
 
@@ -35,7 +37,11 @@ class OverHttp(ThreadingHTTPServer):
         self.client = client or QdrantClient(":memory:")
         self.lock, self.key, self.fault = threading.Lock(), None, None
         self.seen: list[tuple[str, str]] = []
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever,
+            kwargs={"poll_interval": 0.02},
+            daemon=True,
+        ).start()
 
     key: str | None
     fault: Fault | None
@@ -61,26 +67,54 @@ class OverHttp(ThreadingHTTPServer):
             made = models.CreateCollection.model_validate(body)
             if client.collection_exists(name):
                 raise FileExistsError(name)
-            return client.create_collection(name, made.vectors, made.sparse_vectors, metadata=made.metadata)
+            return client.create_collection(
+                name,
+                made.vectors,
+                made.sparse_vectors,
+                metadata=made.metadata,
+            )
         if not client.collection_exists(name):
             raise FileNotFoundError(name)
         if what == ("POST", "points"):
             request = models.PointRequest.model_validate(body)
-            return client.retrieve(name, request.ids, request.with_payload or False, request.with_vector or False)
+            return client.retrieve(
+                name,
+                request.ids,
+                request.with_payload or False,
+                request.with_vector or False,
+            )
         if what == ("POST", "points/scroll"):
             page = models.ScrollRequest.model_validate(body)
-            found, following = client.scroll(name, limit=page.limit or 10, offset=page.offset, with_payload=True)
+            found, following = client.scroll(
+                name,
+                limit=page.limit or 10,
+                offset=page.offset,
+                with_payload=True,
+            )
             return {"points": found, "next_page_offset": following}
         routes: dict[tuple[str, str], Callable[[], Any]] = {
             ("GET", ""): lambda: client.get_collection(name),
             ("PATCH", ""): lambda: client.update_collection(name, metadata=body["metadata"]),
             ("DELETE", ""): lambda: client.delete_collection(name),
-            ("PUT", "index"): lambda: {"operation_id": 0, "status": "completed"},  # the local mode has none
-            ("PUT", "points"): lambda: client.upsert(name, models.PointsList.model_validate(body).points),
-            ("POST", "points/delete"): lambda: client.delete(name, models.PointIdsList.model_validate(body)),
-            ("POST", "points/count"): lambda: client.count(name, models.CountRequest.model_validate(body).filter),
+            ("PUT", "index"): lambda: {
+                "operation_id": 0,
+                "status": "completed",
+            },  # the local mode has none
+            ("PUT", "points"): lambda: client.upsert(
+                name,
+                models.PointsList.model_validate(body).points,
+            ),
+            ("POST", "points/delete"): lambda: client.delete(
+                name,
+                models.PointIdsList.model_validate(body),
+            ),
+            ("POST", "points/count"): lambda: client.count(
+                name,
+                models.CountRequest.model_validate(body).filter,
+            ),
             ("POST", "points/query/batch"): lambda: client.query_batch_points(
-                name, models.QueryRequestBatch.model_validate(body).searches
+                name,
+                models.QueryRequestBatch.model_validate(body).searches,
             ),
         }
         return routes[what]()
@@ -102,7 +136,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.key is not None and self.headers.get("api-key") != self.server.key:
             status = 401
         if status is not None:
-            self._send(status, {"status": {"error": f"refused, with {self.headers.get('api-key')}"}, "time": 0.0})
+            self._send(
+                status,
+                {"status": {"error": f"refused, with {self.headers.get('api-key')}"}, "time": 0.0},
+            )
             return
         try:
             with self.server.lock, warnings.catch_warnings():

@@ -1,7 +1,9 @@
-"""Commands on a real Ray that are killed; with ``nodes FOLDER`` as arguments, one of two nodes is lost.
+"""Commands on a real Ray that are killed; with ``nodes FOLDER`` as arguments, one of two nodes is
+lost.
 
-The two nodes are on this machine, each with a raylet and an object store. One is lost on the way, and a second command
-goes on from a folder in which shards are missing: the folder must have the bytes that one process writes.
+The two nodes are on this machine, each with a raylet and an object store. One is lost on the way,
+and a second command goes on from a folder in which shards are missing: the folder must have the
+bytes that one process writes.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from tilefold.retrieval.encoding import SparseEncoding
 from tilefold.retrieval.on_ray import RayCluster, encode_on_ray
 
 COUNT, SHARD, SECONDS = 200, 8, 600
-TEXTS: dict[str, Any] = {f"d{i}": "cats sleep and dogs run " * (i % 37) + f"text {i}" for i in range(COUNT)}
+TEXTS: dict[str, Any] = {
+    f"d{i}": "cats sleep and dogs run " * (i % 37) + f"text {i}" for i in range(COUNT)
+}
 TEXTS |= {"number": 5, "nothing": None}
 OPTIONS: dict[str, Any] = {"top_k": 20}
 
@@ -65,13 +69,27 @@ def written(output: Path) -> int:
     return len(list(output.glob("part-*.parquet")))
 
 
-def run(make: Callable[[], Any], output: str | Path, address: str | None = None, workers: int | None = None) -> Any:
+def run(
+    make: Callable[[], Any],
+    output: str | Path,
+    address: str | None = None,
+    workers: int | None = None,
+) -> Any:
     cluster = RayCluster(address, workers=workers, worker_cpus=1)
-    return encode_on_ray(make, TEXTS, output, SparseEncoding(**OPTIONS), cluster=cluster, shard_size=SHARD)
+    return encode_on_ray(
+        make,
+        TEXTS,
+        output,
+        SparseEncoding(**OPTIONS),
+        cluster=cluster,
+        shard_size=SHARD,
+    )
 
 
 def encode_alone(model: Path, output: Path) -> None:
-    """What one process writes, with as many threads as a worker has: MKL adds up in another order with more."""
+    """What one process writes, with as many threads as a worker has: MKL adds up in another order
+    with more.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -83,7 +101,15 @@ def encode_alone(model: Path, output: Path) -> None:
 def killed(model: Path, output: Path) -> int:
     """Kill a command with one worker when two shards have appeared; how many there are then."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with programs.start("-m", "tests.retrieval.ray_killed", "run", model, output, 1, env=environment) as process:
+    with programs.start(
+        "-m",
+        "tests.retrieval.ray_killed",
+        "run",
+        model,
+        output,
+        1,
+        env=environment,
+    ) as process:
         while written(output) < 2 and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
@@ -91,9 +117,15 @@ def killed(model: Path, output: Path) -> int:
 
 
 def same_files(one: Path, other: Path) -> bool:
-    """Whether two folders have the same files with the same bytes, apart from what a killed process was writing."""
-    names, others = ({file.name for file in folder.iterdir() if file.is_file()} for folder in (one, other))
-    return names == others and all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+    """Whether two folders have the same files with the same bytes, apart from what a killed process
+    was writing.
+    """
+    names, others = (
+        {file.name for file in folder.iterdir() if file.is_file()} for folder in (one, other)
+    )
+    return names == others and all(
+        (one / name).read_bytes() == (other / name).read_bytes() for name in names
+    )
 
 
 def load_and_say(folder: str, nodes: str) -> Any:
@@ -121,7 +153,9 @@ def lose_a_node(home: Path) -> None:
         cluster.wait_for_nodes()
         with subprocess.Popen(command, env=environment) as process:
             until = time.monotonic() + SECONDS
-            while (written(output) < 4 or len(list(nodes.iterdir())) < 2) and process.poll() is None:
+            while (
+                written(output) < 4 or len(list(nodes.iterdir())) < 2
+            ) and process.poll() is None:
                 assert time.monotonic() < until, "both nodes should have begun"
                 time.sleep(0.02)
             lost = written(output)
@@ -134,7 +168,9 @@ def lose_a_node(home: Path) -> None:
         assert same_files(output, home / "alone")
     finally:
         cluster.shutdown()
-    sys.stdout.write(f"the same bytes after a node was lost with {lost} of {-(-len(TEXTS) // SHARD)} shards\n")
+    sys.stdout.write(
+        f"the same bytes after a node was lost with {lost} of {-(-len(TEXTS) // SHARD)} shards\n",
+    )
 
 
 def main() -> None:
@@ -144,7 +180,11 @@ def main() -> None:
         return
     output, *workers = rest
     nodes = Path(output).with_name("nodes")
-    said = functools.partial(load_and_say, place, str(nodes)) if nodes.is_dir() else functools.partial(load, place)
+    said = (
+        functools.partial(load_and_say, place, str(nodes))
+        if nodes.is_dir()
+        else functools.partial(load, place)
+    )
     run(said, output, os.environ.get("RAY_ADDRESS"), *map(int, workers))
 
 

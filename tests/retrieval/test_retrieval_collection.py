@@ -1,4 +1,6 @@
-"""Collections: what the BEIR layout holds, and as they come in production: compressed, Parquet, datasets, TREC."""
+"""Collections: what the BEIR layout holds, and as they come in production: compressed, Parquet,
+datasets, TREC.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_a_beir_folder_is_read_with_titles_grades_and_splits(beir: Path) -> None
 
 
 def test_a_collection_survives_saving_and_loading(beir: Path, tmp_path: Path) -> None:
-    (beir / "queries.jsonl").write_text('{"_id": "q1", "text": "\\ud800 cat"}\n{"_id": "q2", "text": "b"}\n')
+    (beir / "queries.jsonl").write_text(
+        '{"_id": "q1", "text": "\\ud800 cat"}\n{"_id": "q2", "text": "b"}\n',
+    )
     collection = r.load_beir(beir)
     assert collection.queries == {"q1": "\ud800 cat", "q2": "b"}
     for _ in range(2):  # an own folder may be replaced
@@ -77,43 +81,106 @@ def test_blank_lines_a_byte_order_mark_integer_ids_and_no_header_are_tolerated(b
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("corpus.jsonl", '{"_id": "d1", "text": "x"}\n{"_id": "d', r"corpus.jsonl:2: .*malformed JSON"),
+        (
+            "corpus.jsonl",
+            '{"_id": "d1", "text": "x"}\n{"_id": "d',
+            r"corpus.jsonl:2: .*malformed JSON",
+        ),
         ("corpus.jsonl", "[1]\n", r"corpus.jsonl:1: .*got list"),
         ("corpus.jsonl", "[" * 100_000, r"corpus.jsonl:1: .*malformed JSON"),
-        ("corpus.jsonl", '{"_id": "\\ud800", "text": ""}\n', r"corpus.jsonl:1: '_id' must be text that UTF-8 can hold"),
-        ("corpus.jsonl", '{"text": "x"}\n', r"corpus.jsonl:1: expected a column or field '_id' .*got 'text'. Rename"),
-        ("corpus.jsonl", '{"id": "a", "body": "x"}\n', r"corpus.jsonl:1: expected .* field 'text', got 'id', 'body'."),
-        ("corpus.jsonl", '{"id": "a", "text": null}\n', r"corpus.jsonl:1: 'text' must be a string, got None"),
-        ("corpus.jsonl", '{"_id": "a", "text": "x"}\n' * 2, r"corpus.jsonl:2: '_id' 'a' was given before"),
-        ("corpus.jsonl", '{"_id": "a", "text": 3}\n', r"corpus.jsonl:1: 'text' must be a string, got 3"),
+        (
+            "corpus.jsonl",
+            '{"_id": "\\ud800", "text": ""}\n',
+            r"corpus.jsonl:1: '_id' must be text that UTF-8 can hold",
+        ),
+        (
+            "corpus.jsonl",
+            '{"text": "x"}\n',
+            r"corpus.jsonl:1: expected a column or field '_id' .*got 'text'. Rename",
+        ),
+        (
+            "corpus.jsonl",
+            '{"id": "a", "body": "x"}\n',
+            r"corpus.jsonl:1: expected .* field 'text', got 'id', 'body'.",
+        ),
+        (
+            "corpus.jsonl",
+            '{"id": "a", "text": null}\n',
+            r"corpus.jsonl:1: 'text' must be a string, got None",
+        ),
+        (
+            "corpus.jsonl",
+            '{"_id": "a", "text": "x"}\n' * 2,
+            r"corpus.jsonl:2: '_id' 'a' was given before",
+        ),
+        (
+            "corpus.jsonl",
+            '{"_id": "a", "text": 3}\n',
+            r"corpus.jsonl:1: 'text' must be a string, got 3",
+        ),
         ("corpus.jsonl", "", r"corpus.jsonl: expected at least one line"),
         ("queries.jsonl", "\n", r"queries.jsonl: expected at least one line"),
         ("qrels/test.tsv", "q1\td1\n", r"test.tsv:1: expected 3 tab-separated fields .*got 2"),
         ("qrels/test.tsv", "q1\td1\tgood\n", r"test.tsv:1: expected an integer grade, got 'good'"),
         ("qrels/test.tsv", "q1\td1\t1.5\n", r"test.tsv:1: expected an integer grade, got '1.5'"),
         ("qrels/test.tsv", "q1\td1\t1\nq1\td1\t2\n", r"test.tsv:2: .*judged 1 before, got 2"),
-        ("qrels/test.tsv", "q1\td1\t1\nq9\td1\t1\nq1\td8\t1\n", r"test.tsv:2: unknown query 'q9'; 2 judgement"),
-        ("qrels/test.tsv", "query-id\tcorpus-id\tscore\n", r"test.tsv: expected at least one .* got no judgement"),
+        (
+            "qrels/test.tsv",
+            "q1\td1\t1\nq9\td1\t1\nq1\td8\t1\n",
+            r"test.tsv:2: unknown query 'q9'; 2 judgement",
+        ),
+        (
+            "qrels/test.tsv",
+            "query-id\tcorpus-id\tscore\n",
+            r"test.tsv: expected at least one .* got no judgement",
+        ),
     ],
 )
-def test_a_bad_line_is_reported_by_file_and_number(beir: Path, name: str, content: str, message: str) -> None:
+def test_a_bad_line_is_reported_by_file_and_number(
+    beir: Path,
+    name: str,
+    content: str,
+    message: str,
+) -> None:
     (beir / name).write_text(content, encoding="utf-8")
     refused(DataError, message, r.load_beir, beir)
 
 
 @pytest.mark.parametrize("name", ["corpus.jsonl", "qrels/test.tsv"])
 def test_a_bad_byte_is_found_by_line_and_by_byte(beir: Path, name: str) -> None:
-    lines = [b'{"_id": "d%d", "text": "x"}\n' % i for i in range(3000)] if name == "corpus.jsonl" else []
+    lines = (
+        [b'{"_id": "d%d", "text": "x"}\n' % i for i in range(3000)]
+        if name == "corpus.jsonl"
+        else []
+    )
     lines += [b'{"_id": "last", "text": "caf\xe9"}\n']
     (beir / name).write_bytes(b"".join(lines))
     at = b"".join(lines).index(b"\xe9")
-    refused(DataError, rf"{name}:{len(lines)}: .* the byte 0xe9 at byte {at} of the text", r.load_beir, beir)
+    refused(
+        DataError,
+        rf"{name}:{len(lines)}: .* the byte 0xe9 at byte {at} of the text",
+        r.load_beir,
+        beir,
+    )
 
 
 @pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\rb", ""])
-def test_ids_that_the_layout_cannot_hold_are_refused_and_nothing_is_written(name: str, tmp_path: Path) -> None:
-    collection = r.Collection("x", {name: r.Document(name, "", "text")}, {"q": "text"}, {"test": {"q": {name: 1}}})
-    refused(DataError, "the BEIR layout holds no empty id", collection.save_beir, tmp_path / "saved")
+def test_ids_that_the_layout_cannot_hold_are_refused_and_nothing_is_written(
+    name: str,
+    tmp_path: Path,
+) -> None:
+    collection = r.Collection(
+        "x",
+        {name: r.Document(name, "", "text")},
+        {"q": "text"},
+        {"test": {"q": {name: 1}}},
+    )
+    refused(
+        DataError,
+        "the BEIR layout holds no empty id",
+        collection.save_beir,
+        tmp_path / "saved",
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -123,7 +190,12 @@ def test_what_is_not_there_is_said_with_what_is(beir: Path) -> None:
     refused(FileNotFoundError, said, r.load_collection, "msmarco")
     for name in ("queries.jsonl", "corpus.jsonl"):
         (beir / name).unlink()
-        refused(FileNotFoundError, rf"{name}: no such file.* A BEIR folder has corpus\.jsonl", r.load_beir, beir)
+        refused(
+            FileNotFoundError,
+            rf"{name}: no such file.* A BEIR folder has corpus\.jsonl",
+            r.load_beir,
+            beir,
+        )
 
 
 def test_pydocs_has_its_size_and_cuts_queries_from_their_documents(pydocs: r.Collection) -> None:
@@ -145,17 +217,26 @@ def test_pydocs_has_its_size_and_cuts_queries_from_their_documents(pydocs: r.Col
     assert len(set(bodies)) == len(bodies)
     ids = set(pydocs.documents)
     assert {"json.dumps", "pathlib.Path", "builtins.sorted", "itertools.chain"} <= ids
-    assert not [name for name in ids if re.match(r"(test|idlelib|turtledemo|site-packages)\b", name)]
+    assert not [
+        name for name in ids if re.match(r"(test|idlelib|turtledemo|site-packages)\b", name)
+    ]
     assert pydocs.queries["q-json.dumps"] == "Serialize ``obj`` to a JSON formatted ``str``"
     assert "Serialize ``obj`` to" not in pydocs.documents["json.dumps"].text
 
 
 def test_pydocs_is_cached_and_a_damaged_cache_is_built_again(
-    pydocs: r.Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pydocs: r.Collection,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert r.load_collection("pydocs", cache_dir=tmp_path) == pydocs  # built twice, the same both times
+    assert (
+        r.load_collection("pydocs", cache_dir=tmp_path) == pydocs
+    )  # built twice, the same both times
     builds: Any = []
-    monkeypatch.setattr("tilefold.retrieval.datasets.build_pydocs", lambda: builds.append(1) or pydocs)
+    monkeypatch.setattr(
+        "tilefold.retrieval.datasets.build_pydocs",
+        lambda: builds.append(1) or pydocs,
+    )
     (folder,) = (tmp_path / "pydocs").iterdir()
     assert r.load_collection("pydocs", cache_dir=tmp_path) == pydocs
     assert not builds
@@ -164,7 +245,9 @@ def test_pydocs_is_cached_and_a_damaged_cache_is_built_again(
     assert builds == [1]
     assert r.load_beir(folder).queries == pydocs.queries
     (tmp_path / "file").write_text("")
-    assert r.load_collection("pydocs", cache_dir=tmp_path / "file").queries == pydocs.queries  # not writable
+    assert (
+        r.load_collection("pydocs", cache_dir=tmp_path / "file").queries == pydocs.queries
+    )  # not writable
 
 
 def parquet(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -192,7 +275,12 @@ def test_compressed_files_are_read_and_damaged_or_double_ones_named(beir: Path) 
     (beir / "corpus.jsonl.gz").write_bytes((beir / "corpus.jsonl.gz").read_bytes()[:-12])
     refused(DataError, r"corpus\.jsonl\.gz: expected a whole gzip file", r.load_beir, beir)
     (beir / "corpus.jsonl").write_text("")
-    refused(DataError, r"expected one of corpus\.jsonl, corpus\.jsonl\.gz, got all", r.load_beir, beir)
+    refused(
+        DataError,
+        r"expected one of corpus\.jsonl, corpus\.jsonl\.gz, got all",
+        r.load_beir,
+        beir,
+    )
 
 
 def test_parquet_files_and_folders_of_them_are_read(beir: Path) -> None:
@@ -222,7 +310,12 @@ def test_saved_datasets_are_read_as_parts_and_alone(beir: Path, tmp_path: Path) 
     corpus.save_to_disk(str(beir / "corpus"))
     assert r.load_beir(beir) == whole
     datasets.DatasetDict({"a": corpus, "b": corpus}).save_to_disk(str(tmp_path / "two"))
-    refused(DataError, "two: expected a dataset of one split, got a, b", r.load_collection, tmp_path / "two")
+    refused(
+        DataError,
+        "two: expected a dataset of one split, got a, b",
+        r.load_collection,
+        tmp_path / "two",
+    )
 
 
 def test_the_files_of_ms_marco_are_read_as_they_are(tmp_path: Path) -> None:
@@ -237,7 +330,11 @@ def test_the_files_of_ms_marco_are_read_as_they_are(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     found = r.load_beir(tmp_path)
-    assert found.documents["1"].contents == "Another passage." and list(found.queries) == ["1048585", "2", "121352"]
+    assert found.documents["1"].contents == "Another passage." and list(found.queries) == [
+        "1048585",
+        "2",
+        "121352",
+    ]
     assert found.qrels == {"dev.small": {"1048585": {"0": 1}}, "train": {"121352": {"1": 1}}}
     assert found.pairs("train") == [("121352", "1")]
     assert list(r.load_beir(tmp_path, splits=["train"]).qrels) == ["train"]
@@ -253,7 +350,7 @@ def test_judgements_and_topics_of_trec_are_read(beir: Path) -> None:
     (beir / "queries.jsonl").unlink()
     (beir / "queries.trec").write_text(
         "<top>\n<num> Number: q1\n<title> sleeping\ncats\n<desc> Description:\nwhy\n</top>\n"
-        '<topics><topic number="q2"><query>trees</query><question>which?</question></topic></topics>\n'
+        '<topics><topic number="q2"><query>trees</query><question>which?</question></topic></topics>\n',
     )
     assert r.load_beir(beir) == whole
     (beir / "queries.trec").write_text("1\ta query")
@@ -279,7 +376,12 @@ FRAMES = [
 @pytest.mark.parametrize(("header", "line", "expected"), FRAMES)
 @pytest.mark.parametrize("name", ["corpus.tsv", "corpus.txt", "corpus.tsv.gz"])
 def test_a_first_line_that_names_columns_is_no_document(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, header: str, line: str | None, expected: Any
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    header: str,
+    line: str | None,
+    expected: Any,
 ) -> None:
     path = tmp_path / name
     content = (header + (line or "2\tdogs\n")).encode()
@@ -287,23 +389,35 @@ def test_a_first_line_that_names_columns_is_no_document(
     if expected is None:
         said = "2: expected 3 fields as in the first line, which names them, got 2"
         if line is None:
-            said = "1: expected a row, or names of columns .* put it below another one, if it is a row"
+            said = (
+                "1: expected a row, or names of columns .* put it below another one, if it is a row"
+            )
         refused(DataError, f"{name}:{said}", r.load_collection, path)
         return
     found = r.load_collection(path).documents
     assert {key: (document.title, document.text) for key, document in found.items()} == expected
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == bool(header) and all(f"{name}:1: this line is taken as names of columns" in s for s in told)
+    assert len(told) == bool(header) and all(
+        f"{name}:1: this line is taken as names of columns" in s for s in told
+    )
     assert StoredTexts(path).survey(10).count == 1
 
 
-def test_queries_are_read_from_files_of_every_kind_and_names_of_columns_are_none(beir: Path, tmp_path: Path) -> None:
+def test_queries_are_read_from_files_of_every_kind_and_names_of_columns_are_none(
+    beir: Path,
+    tmp_path: Path,
+) -> None:
     whole = r.load_beir(beir)
     (tmp_path / "lines.txt").write_text("sleeping cats\n\nq2\ttrees\n")
     assert r.load_queries(tmp_path / "lines.txt") == {"1": "sleeping cats", "q2": "trees"}
     assert r.load_queries(beir / "queries.jsonl") == whole.queries
     (beir / "queries.jsonl").unlink()
-    refused(FileNotFoundError, r"gone\.txt: no such file with queries", r.load_queries, tmp_path / "gone.txt")
+    refused(
+        FileNotFoundError,
+        r"gone\.txt: no such file with queries",
+        r.load_queries,
+        tmp_path / "gone.txt",
+    )
     lines = "qid\tquery\n" + "".join(f"{row['_id']}\t{row['text']}\n" for row in QUERIES)
     for name in ("queries.tsv", "queries.txt"):
         (beir / name).write_text(lines)
@@ -312,11 +426,24 @@ def test_queries_are_read_from_files_of_every_kind_and_names_of_columns_are_none
     (beir / "queries.txt").write_text("\n\nquery\nwhat is a topic\n")  # one word may be a query
     assert r.load_queries(beir / "queries.txt") == {"3": "query", "4": "what is a topic"}
     (beir / "queries.txt").write_text("qid\twhat is a qid\n")
-    refused(DataError, r"queries\.txt:1: expected a row, or names of columns", r.load_queries, beir / "queries.txt")
-    refused(DataError, "line 1: expected a query, got names of columns", r.query_of_line, "qid\tquery\n", 1)
+    refused(
+        DataError,
+        r"queries\.txt:1: expected a row, or names of columns",
+        r.load_queries,
+        beir / "queries.txt",
+    )
+    refused(
+        DataError,
+        "line 1: expected a query, got names of columns",
+        r.query_of_line,
+        "qid\tquery\n",
+        1,
+    )
 
 
-def test_names_of_columns_say_which_is_which_in_judgements_and_a_query_called_qid_is_one(beir: Path) -> None:
+def test_names_of_columns_say_which_is_which_in_judgements_and_a_query_called_qid_is_one(
+    beir: Path,
+) -> None:
     whole = r.load_beir(beir)
     for lines in (
         "docid\tqid\trelevance\nd1\tq1\t2\nd2\tq1\t0\nd3\tq2\t1\n",
@@ -329,16 +456,24 @@ def test_names_of_columns_say_which_is_which_in_judgements_and_a_query_called_qi
     (beir / "qrels" / "test.tsv").write_text("qid\td1\t1\n")
     assert r.load_beir(beir).qrels["test"] == {"qid": {"d1": 1}}
     (beir / "qrels" / "test.tsv").write_text("qid\tanswer\tgain\nqid\td1\t1\n")
-    refused(DataError, r"test\.tsv:1: .*got 'gain'.*names of columns are query-id, corpus-id, score", r.load_beir, beir)
+    refused(
+        DataError,
+        r"test\.tsv:1: .*got 'gain'.*names of columns are query-id, corpus-id, score",
+        r.load_beir,
+        beir,
+    )
 
 
 STORED = {
     "jsonl": [
-        '{"_id": "d0", "title": "Cats", "text": "sleep"}', "",
-        '{"id": 7, "text": "\\u732b und Hunde"}', "\u3000", '{"_id": "ü", "title": null, "text": "trees"}',
+        '{"_id": "d0", "title": "Cats", "text": "sleep"}',
+        "",
+        '{"id": 7, "text": "\\u732b und Hunde"}',
+        "\u3000",
+        '{"_id": "ü", "title": null, "text": "trees"}',
     ],
     "tsv": ["d0\tCats\tsleep", "", "7\t\u732b und Hunde", "\u3000", "ü\ttrees"],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=["jsonl"])
@@ -351,7 +486,11 @@ def corpus(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 def opened(path: Path) -> tuple[object, dict[str, object], str]:
     collection = load(path)
-    return type(collection.documents), dict(collection.documents), texts_digest(collection.contents())
+    return (
+        type(collection.documents),
+        dict(collection.documents),
+        texts_digest(collection.contents()),
+    )
 
 
 def load(path: Path, cache: Path | None = None) -> r.Collection:
@@ -361,10 +500,17 @@ def load(path: Path, cache: Path | None = None) -> r.Collection:
 @pytest.mark.parametrize("size", [1, 8, 1 << 18])
 @pytest.mark.parametrize("corpus", ["jsonl", "tsv"], indirect=True)
 def test_documents_read_one_by_one_are_those_of_the_whole_file(
-    corpus: Path, size: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    corpus: Path,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(_document_lines, "RANGE", size)
-    monkeypatch.setattr(_document_lines, "ALONE", 1 if size == 8 else 1 << 27)  # by several processes
+    monkeypatch.setattr(
+        _document_lines,
+        "ALONE",
+        1 if size == 8 else 1 << 27,
+    )  # by several processes
     whole = r.load_documents(corpus)
     contents = {name: document.contents for name, document in whole.items()}
     for _ in range(2):  # the second time from the cache
@@ -372,10 +518,20 @@ def test_documents_read_one_by_one_are_those_of_the_whole_file(
     collection = load(corpus)
     documents, texts = collection.documents, collection.contents()
     assert list(documents) == list(whole) == ["d0", "7", "ü"] and len(documents) == len(texts) == 3
-    assert list(documents.values()) == list(whole.values()) and list(texts.values()) == list(contents.values())
-    assert "7" in documents and "8" not in texts and documents.get("8") is None and texts["7"] == contents["7"]
+    assert list(documents.values()) == list(whole.values()) and list(texts.values()) == list(
+        contents.values(),
+    )
+    assert (
+        "7" in documents
+        and "8" not in texts
+        and documents.get("8") is None
+        and texts["7"] == contents["7"]
+    )
     assert texts.pairs_at([2, 0]) == [("ü", contents["ü"]), ("d0", contents["d0"])]  # type: ignore[attr-defined]
-    assert collection.places(["ü", "8", "d0"]).tolist() == [2, -1, 0] and "ended early" not in caplog.text
+    assert (
+        collection.places(["ü", "8", "d0"]).tolist() == [2, -1, 0]
+        and "ended early" not in caplog.text
+    )
     assert r.Collection("c", whole, {}, {}).places(["ü", "8", "d0"]).tolist() == [2, -1, 0]
 
 
@@ -388,7 +544,9 @@ def test_ids_with_one_key_are_told_apart(corpus: Path, monkeypatch: pytest.Monke
 
 
 def test_what_a_process_that_ends_has_not_read_is_read(
-    corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     whole = list(_document_lines.all_lines(corpus, corpus.stat().st_size))
     monkeypatch.setattr(_document_lines, "ALONE", 0)
@@ -401,12 +559,17 @@ def test_what_a_process_that_ends_has_not_read_is_read(
         assert ("a process that read its lines ended early" in caplog.text) == (program is not None)
         caplog.clear()
     assert (
-        _document_lines._received(io.BytesIO(_document_lines._HEADER.pack(_document_lines._MARK, 1, 0) + b"1")) is None
+        _document_lines._received(
+            io.BytesIO(_document_lines._HEADER.pack(_document_lines._MARK, 1, 0) + b"1"),
+        )
+        is None
     )
 
 
 def test_a_link_to_a_file_of_another_name_is_read_by_its_own(
-    corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     whole = opened(corpus)
     corpus.rename(corpus.parent / "blob")
@@ -416,7 +579,15 @@ def test_a_link_to_a_file_of_another_name_is_read_by_its_own(
 
 
 def test_lines_of_several_kinds_have_the_keys_of_their_texts(tmp_path: Path) -> None:
-    texts = {"1": "7", "01": "x" * 40, "a": " b\tc", "\u00e9": "\u732b", "9" * 18: "1", "9" * 19: "", "b": "\u732b"}
+    texts = {
+        "1": "7",
+        "01": "x" * 40,
+        "a": " b\tc",
+        "\u00e9": "\u732b",
+        "9" * 18: "1",
+        "9" * 19: "",
+        "b": "\u732b",
+    }
     lines = [f"{name}\t{text}\r\n".encode() for name, text in texts.items()]
     (tmp_path / "c.tsv").write_bytes(b"".join(lines))
     size = (tmp_path / "c.tsv").stat().st_size
@@ -426,7 +597,9 @@ def test_lines_of_several_kinds_have_the_keys_of_their_texts(tmp_path: Path) -> 
             found = list(_document_lines.all_lines(tmp_path / "c.tsv", size))
         starts, keys, contents = np.concatenate([part.numbers for part in found], 1).tolist()
         assert starts == np.cumsum([0, *map(len, lines)])[:-1].tolist()
-        assert keys == list(map(stored.id_key, texts)) and contents == list(map(stored.id_key, texts.values()))
+        assert keys == list(map(stored.id_key, texts)) and contents == list(
+            map(stored.id_key, texts.values()),
+        )
         digest = TextsDigest()
         digest.add_encoded(b"".join(part.encoded for part in found))
         assert digest.hexdigest() == texts_digest(texts)
@@ -448,14 +621,20 @@ def test_a_file_that_changed_is_read_again(corpus: Path) -> None:
     refused(DataError, "or is gone", lambda: reading["7"])
 
 
-def test_a_file_of_this_moment_and_a_small_one_are_not_kept(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_this_moment_and_a_small_one_are_not_kept(
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(stored, "SETTLED_SECONDS", 60.0)
     assert opened(corpus) == opened(corpus) and not (corpus.parent / "cache").exists()
     monkeypatch.setattr(stored, "SETTLED_SECONDS", 0.0)
     assert type(r.load_collection(corpus, stored=1 << 20).documents) is dict
 
 
-@pytest.mark.parametrize("damage", ["facts.json", "keys.npy", "order.npy", "starts.npy", "unwritable"])
+@pytest.mark.parametrize(
+    "damage",
+    ["facts.json", "keys.npy", "order.npy", "starts.npy", "unwritable"],
+)
 def test_a_damaged_or_unwritable_cache_costs_only_time(corpus: Path, damage: str) -> None:
     whole = opened(corpus)
     if damage == "unwritable":
@@ -472,7 +651,10 @@ def test_a_folder_is_read_at_its_corpus_and_malformed_lines_are_named(corpus: Pa
     small_collection().save_beir(folder)
     for _ in range(2):
         collection = load(folder)
-        assert (collection.name, dict(collection.documents)) == ("beir", r.load_beir(folder).documents)
+        assert (collection.name, dict(collection.documents)) == (
+            "beir",
+            r.load_beir(folder).documents,
+        )
     assert isinstance(collection.documents, stored.Stored) and not collection.queries
     corpus.write_text(json.dumps({"_id": "d0", "text": 3}))
     refused(DataError, "'text' must be a string", load, corpus)

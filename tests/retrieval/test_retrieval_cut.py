@@ -1,4 +1,6 @@
-"""Texts that a model reads the beginning of only cost no more, and are counted in every way to vectors."""
+"""Texts that a model reads the beginning of only cost no more, and are counted in every way to
+vectors.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers import (
+    CrossEncoder,
+    MultiVectorEncoder,
+    SentenceTransformer,
+    SparseEncoder,
+)
 from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Pooling
@@ -24,12 +31,19 @@ from tests.retrieval.test_retrieval_teachers import reranker
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.modules.echo import EchoTransformer
 from tilefold.pipeline.truncated import tallied, watching
-from tilefold.retrieval import encode_collection, encode_queries, encode_texts, encode_tokens, read_manifest
+from tilefold.retrieval import (
+    encode_collection,
+    encode_queries,
+    encode_texts,
+    encode_tokens,
+    read_manifest,
+)
 from tilefold.retrieval.dense import encode_dense
 from tilefold.retrieval.truncation import Beginnings, cut_texts
 
 LIMIT = 64
-# beside the limit with and without special tokens and a prompt, and far beyond; an end that is nothing, and one that is
+# beside the limit with and without special tokens and a prompt, and far beyond; an end that is
+# nothing, and one that is
 COUNTS = (0, 1, 58, 59, 60, 61, 62, 63, 64, 65, 66, 200, 3000)
 TEXTS = {f"n{count}": "cats " * count for count in COUNTS}
 TEXTS |= {"spaces": "cats " * 62 + " " * 5000, "end": "cats " * 62 + " " * 5000 + "cats"}
@@ -48,12 +62,21 @@ def way(request: pytest.FixtureRequest) -> Any:
 def longer(model: Any, prompt: str = "", special: bool = True, limit: int = LIMIT) -> int:
     """How many of the texts have more tokens than the limit, by a tokenizer that cuts nothing."""
     tokenizer = AutoTokenizer.from_pretrained(model.tokenizer.name_or_path)
-    ids = tokenizer([prompt + text for text in TEXTS.values()], add_special_tokens=special, verbose=False)["input_ids"]
+    ids = tokenizer(
+        [prompt + text for text in TEXTS.values()],
+        add_special_tokens=special,
+        verbose=False,
+    )["input_ids"]
     return sum(len(row) > limit for row in ids)
 
 
 @pytest.mark.parametrize("kind", ["document", "query"])
-def test_the_manifest_says_how_many_texts_were_cut(splade: Any, way: Any, kind: Any, tmp_path: Path) -> None:
+def test_the_manifest_says_how_many_texts_were_cut(
+    splade: Any,
+    way: Any,
+    kind: Any,
+    tmp_path: Path,
+) -> None:
     prompt = splade.prompts[kind]
     expected = {"count": longer(splade, prompt), "max_length": LIMIT}
     assert (expected["count"], longer(splade)) == ((10, CUT) if prompt else (CUT, CUT))
@@ -64,7 +87,12 @@ def test_the_manifest_says_how_many_texts_were_cut(splade: Any, way: Any, kind: 
 
 
 @pytest.mark.parametrize("stop", [3, 6, 11])
-def test_an_interrupted_run_counts_each_text_once(splade: Any, way: Any, tmp_path: Path, stop: int) -> None:
+def test_an_interrupted_run_counts_each_text_once(
+    splade: Any,
+    way: Any,
+    tmp_path: Path,
+    stop: int,
+) -> None:
     options: dict[str, Any] = {"batch_size": 3, "shard_size": 8, "save_minutes": 0.0}
     with way(splade):
         with pytest.raises(KeyboardInterrupt):
@@ -74,7 +102,11 @@ def test_an_interrupted_run_counts_each_text_once(splade: Any, way: Any, tmp_pat
         assert encode_collection(splade, TEXTS, tmp_path, **options).truncated == manifest.truncated
 
 
-def test_a_shard_without_any_text_says_the_same_wherever_it_is_made(splade: Any, way: Any, tmp_path: Path) -> None:
+def test_a_shard_without_any_text_says_the_same_wherever_it_is_made(
+    splade: Any,
+    way: Any,
+    tmp_path: Path,
+) -> None:
     texts: dict[str, Any] = {"a": 1, "b": "cats", "c": 3}
     with way(splade):
         manifest = encode_collection(splade, texts, tmp_path, shard_size=1)
@@ -82,23 +114,41 @@ def test_a_shard_without_any_text_says_the_same_wherever_it_is_made(splade: Any,
     assert manifest.truncated == {"count": 0, "max_length": LIMIT}
 
 
-def test_each_route_has_its_own_limit_and_special_tokens(splade: Any, way: Any, tmp_path: Path) -> None:
+def test_each_route_has_its_own_limit_and_special_tokens(
+    splade: Any,
+    way: Any,
+    tmp_path: Path,
+) -> None:
     static = SparseStaticEmbedding(splade.tokenizer, torch.rand(len(splade.tokenizer)))
-    router = Router.for_query_document(query_modules=[static], document_modules=[splade[0], SpladePooling()])
+    router = Router.for_query_document(
+        query_modules=[static],
+        document_modules=[splade[0], SpladePooling()],
+    )
     model = SparseEncoder(modules=[router], device="cpu")
     with way(model):
         document = encode_collection(model, TEXTS, tmp_path / "d")
         query = encode_collection(model, TEXTS, tmp_path / "q", kind="query")
     assert document.truncated["count"] == longer(splade) == CUT
-    assert query.truncated == {"count": 4, "max_length": LIMIT} and longer(splade, special=False) == 4
+    assert (
+        query.truncated == {"count": 4, "max_length": LIMIT} and longer(splade, special=False) == 4
+    )
 
 
 @pytest.mark.parametrize("expansion", [None, "fixed", "min"])
-def test_queries_have_a_length_of_their_own(splade: Any, way: Any, tmp_path: Path, expansion: str | None) -> None:
+def test_queries_have_a_length_of_their_own(
+    splade: Any,
+    way: Any,
+    tmp_path: Path,
+    expansion: str | None,
+) -> None:
     folder = splade[0].tokenizer.name_or_path
     given = {} if expansion is None else {"query_expansion": {"strategy": expansion, "length": 62}}
     model = MultiVectorEncoder(
-        modules=[Transformer(folder, query_length=62, document_length=61, **given), MultiVectorMask()], device="cpu"
+        modules=[
+            Transformer(folder, query_length=62, document_length=61, **given),
+            MultiVectorMask(),
+        ],
+        device="cpu",
     )
     with way(model), tallied() as tally:
         documents = encode_tokens(model, TEXTS, tmp_path / "d", shard_size=4)
@@ -106,21 +156,39 @@ def test_queries_have_a_length_of_their_own(splade: Any, way: Any, tmp_path: Pat
         encode_texts(model, TEXTS, kind="query")
     assert documents.truncated == {"count": longer(splade, limit=61), "max_length": 61}
     assert queries.truncated == {"count": longer(splade, limit=62), "max_length": 62}
-    assert tally.lines() == [f"{queries.truncated['count']} of {len(TEXTS)} queries were cut at 62 tokens"]
+    assert tally.lines() == [
+        f"{queries.truncated['count']} of {len(TEXTS)} queries were cut at 62 tokens",
+    ]
 
 
-def test_both_copies_of_an_echo_share_the_limit_and_bound_no_batch(splade: Any, way: Any, tmp_path: Path) -> None:
+def test_both_copies_of_an_echo_share_the_limit_and_bound_no_batch(
+    splade: Any,
+    way: Any,
+    tmp_path: Path,
+) -> None:
     transformer = EchoTransformer(splade[0].tokenizer.name_or_path, transformer_task="fill-mask")
     model = SparseEncoder(modules=[transformer, SpladePooling()], device="cpu")
     with way(model):
-        with pytest.warns(UserWarning, match="batch_tokens does nothing for a model whose texts are padded"):
+        with pytest.warns(
+            UserWarning,
+            match="batch_tokens does nothing for a model whose texts are padded",
+        ):
             encode_collection(model, {"a": "cats"}, tmp_path / "warned", batch_tokens=64)
-        manifest = encode_collection(model, {"a": "cats " * 24, "b": "cats " * 40}, tmp_path / "cut")
+        manifest = encode_collection(
+            model,
+            {"a": "cats " * 24, "b": "cats " * 40},
+            tmp_path / "cut",
+        )
     room = manifest.truncated["max_length"]
     assert 20 < room < 32 and manifest.truncated["count"] == sum(count > room for count in (24, 40))
 
 
-def test_texts_that_are_cut_on_the_left_are_counted(splade: Any, way: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_texts_that_are_cut_on_the_left_are_counted(
+    splade: Any,
+    way: Any,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     monkeypatch.setattr(splade.tokenizer, "truncation_side", "left")
     with way(splade):
         assert encode_collection(splade, TEXTS, tmp_path).truncated["count"] == CUT
@@ -131,7 +199,11 @@ def test_what_is_encoded_into_memory_is_told(splade: Any, way: Any) -> None:
         encode_queries(splade, TEXTS, batch_size=4)
         assert tally.lines() == [f"10 of {len(TEXTS)} queries were cut at {LIMIT} tokens"]
     modules = [Transformer(splade[0].tokenizer.name_or_path), Pooling(32)]
-    dense = SentenceTransformer(modules=modules, prompts={"query": "find: ", "document": ""}, device="cpu")
+    dense = SentenceTransformer(
+        modules=modules,
+        prompts={"query": "find: ", "document": ""},
+        device="cpu",
+    )
     with tallied() as tally:
         encode_queries(splade, {"q": TEXTS["n200"]})
         encode_dense(dense, TEXTS, kind="document", batch_size=4)
@@ -144,12 +216,22 @@ def test_pairs_of_a_cross_encoder_are_counted(tmp_path: Path) -> None:
     pairs = [("cats", text) for text in TEXTS.values()]
     with watching() as cut:
         teacher.predict(pairs, batch_size=4, show_progress_bar=False)
-    whole = AutoTokenizer.from_pretrained(str(tmp_path))([a for a, _ in pairs], [b for _, b in pairs], verbose=False)
-    assert (cut.count, cut.max_length) == (sum(len(ids) > LIMIT for ids in whole["input_ids"]), LIMIT)
+    whole = AutoTokenizer.from_pretrained(str(tmp_path))(
+        [a for a, _ in pairs],
+        [b for _, b in pairs],
+        verbose=False,
+    )
+    assert (cut.count, cut.max_length) == (
+        sum(len(ids) > LIMIT for ids in whole["input_ids"]),
+        LIMIT,
+    )
 
 
 def test_a_tokenizer_without_rust_is_counted_too(splade: Any, tmp_path: Path) -> None:
-    slow = BertTokenizerLegacy(str(Path(splade[0].tokenizer.name_or_path) / "vocab.txt"), model_max_length=LIMIT)
+    slow = BertTokenizerLegacy(
+        str(Path(splade[0].tokenizer.name_or_path) / "vocab.txt"),
+        model_max_length=LIMIT,
+    )
     stock = PreTrainedTokenizerBase.__call__
     with watching() as cut:
         with watching():
@@ -161,7 +243,10 @@ def test_a_tokenizer_without_rust_is_counted_too(splade: Any, tmp_path: Path) ->
     assert PreTrainedTokenizerBase.__call__ is stock, "tokenizers are left as they were"
 
 
-def test_an_enormous_text_is_cut_and_read_as_before(splade: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_enormous_text_is_cut_and_read_as_before(
+    splade: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     long = " ".join(WORDS * 20_000)
     (cut,) = cut_texts(splade, [long])
     assert long.startswith(cut) and len(cut) < 40 * splade.max_seq_length
@@ -174,24 +259,39 @@ def test_an_enormous_text_is_cut_and_read_as_before(splade: Any, monkeypatch: py
 
 def test_a_text_is_cut_behind_as_many_tokens_as_the_model_reads(splade: Any) -> None:
     limit = splade.max_seq_length
-    words = (" " * 100_000 + "cats " * 100_000, "q" * 50_000 + " cats" * 100_000, "猫が眠る " * 50_000)
+    words = (
+        " " * 100_000 + "cats " * 100_000,
+        "q" * 50_000 + " cats" * 100_000,
+        "猫が眠る " * 50_000,
+    )
     for text in (*words, BASE64, JAPANESE):  # without white space
         (cut,) = cut_texts(splade, [text])
         assert text.startswith(cut) and len(cut) < (len(text) if text in words else 32 * limit + 1)
         settings: dict[str, Any] = {"truncation": True, "max_length": limit}
-        assert splade.tokenizer(cut, **settings)["input_ids"] == splade.tokenizer(text, **settings)["input_ids"]
+        assert (
+            splade.tokenizer(cut, **settings)["input_ids"]
+            == splade.tokenizer(text, **settings)["input_ids"]
+        )
 
 
-def test_what_cannot_be_cut_safely_is_left_whole(splade: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_cut_safely_is_left_whole(
+    splade: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     texts = ["cats", "q" * 200_000, " ".join(WORDS * 100)[: 30 * splade.max_seq_length]]
     assert cut_texts(splade, texts) == texts
     monkeypatch.setattr(splade.tokenizer, "truncation_side", "left")
     assert cut_texts(splade, ["cats " * 100_000]) == ["cats " * 100_000]
 
 
-def test_a_prompt_before_the_text_is_part_of_what_is_shown(splade: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_before_the_text_is_part_of_what_is_shown(
+    splade: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(splade, "prompts", {"query": "search_query: ", "document": "title[SEP]"})
-    assert cut_texts(splade, [BASE64]) == [BASE64], "a prompt with a special token is not decided by pieces"
+    assert cut_texts(splade, [BASE64]) == [BASE64], (
+        "a prompt with a special token is not decided by pieces"
+    )
     monkeypatch.setattr(splade, "prompts", {"query": "search_query: ", "document": ""})
     (cut,) = cut_texts(splade, [BASE64])
     settings: dict[str, Any] = {"truncation": True, "max_length": splade.max_seq_length}
@@ -200,11 +300,15 @@ def test_a_prompt_before_the_text_is_part_of_what_is_shown(splade: Any, monkeypa
 
 
 def fast_tokenizer(kind: str) -> Any:
-    """A Unigram tokenizer as SentencePiece makes them, or a byte-level BPE, trained on texts without white space."""
+    """A Unigram tokenizer as SentencePiece makes them, or a byte-level BPE, trained on texts
+    without white space.
+    """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    parts = [JAPANESE[i : i + 50] for i in range(0, 3000, 37)] + [BASE64[i : i + 50] for i in range(0, 3000, 37)]
+    parts = [JAPANESE[i : i + 50] for i in range(0, 3000, 37)] + [
+        BASE64[i : i + 50] for i in range(0, 3000, 37)
+    ]
     if kind == "bpe":
         return byte_pairs(parts)
     made = Tokenizer(models.Unigram())
@@ -241,8 +345,14 @@ def test_a_beginning_that_what_follows_changes_is_not_taken_for_the_whole() -> N
     from transformers import PreTrainedTokenizerFast
 
     pieces = [("<unk>", 0.0), ("a", -100.0), ("aa", -1.0), ("aaa", -1.4)]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram(pieces, 0)), **UNKNOWN)
-    first = {tuple(tokenizer("a" * size, add_special_tokens=False)["input_ids"][:20]) for size in range(1000, 1006)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.Unigram(pieces, 0)),
+        **UNKNOWN,
+    )
+    first = {
+        tuple(tokenizer("a" * size, add_special_tokens=False)["input_ids"][:20])
+        for size in range(1000, 1006)
+    }
     assert len(first) > 1, "the length of the whole decides the first tokens"
     assert Beginnings(tokenizer).first("a" * 1000, 20) is None
 
@@ -251,5 +361,7 @@ def test_combining_characters_at_the_end_decide_nothing(splade: Any) -> None:
     beginnings = Beginnings(splade.tokenizer)
     assert beginnings.first("cats sleep " * 40, 16) is not None
     assert beginnings.first("cats sleep " * 40 + "e" + "\u0301" * 100, 16) is None
-    assert beginnings.first("cats [MASK] sleep " * 40, 16) is None, "special tokens are split off before anything else"
+    assert beginnings.first("cats [MASK] sleep " * 40, 16) is None, (
+        "special tokens are split off before anything else"
+    )
     assert beginnings.first("q" * 2000, 1) is None, "a word may go on, and be unknown then"

@@ -40,7 +40,9 @@ def dense(vectors: Any) -> torch.Tensor:
 
 
 class Way:
-    """A model that encodes, of sparse or token vectors, plain or accelerated (fast), and how what it wrote is read."""
+    """A model that encodes, of sparse or token vectors, plain or accelerated (fast), and how what
+    it wrote is read.
+    """
 
     def __init__(self, model: Any, sparse: bool, fast: bool) -> None:
         self.model, self.sparse, self.fast = model, sparse, fast
@@ -68,7 +70,12 @@ class Way:
     def stock(self, texts: dict[str, str]) -> dict[str, torch.Tensor]:
         """What the stock ``encode_document`` gives."""
         options = {"convert_to_sparse_tensor": False} if self.sparse else {}
-        found = type(self.model).encode(self.model, list(texts.values()), task="document", **options)
+        found = type(self.model).encode(
+            self.model,
+            list(texts.values()),
+            task="document",
+            **options,
+        )
         return dict(zip(texts, found, strict=True))
 
 
@@ -98,7 +105,11 @@ def contents(folder: Path, pattern: str = "*") -> dict[str, bytes]:
 
 @pytest.mark.parametrize("batch", [{}, {"batch_tokens": 20}, {"batch_size": 2}])
 @pytest.mark.filterwarnings("ignore:batch_tokens does nothing")
-def test_rows_are_those_of_the_stock_model_in_their_order(way: Way, tmp_path: Path, batch: dict[str, int]) -> None:
+def test_rows_are_those_of_the_stock_model_in_their_order(
+    way: Way,
+    tmp_path: Path,
+    batch: dict[str, int],
+) -> None:
     calls: list[tuple[int, int]] = []
     report = {"progress": lambda *done: calls.append(done)}
     manifest = way.encode(TEXTS, tmp_path, shard_size=3, **report, **batch)
@@ -115,7 +126,12 @@ def test_rows_are_those_of_the_stock_model_in_their_order(way: Way, tmp_path: Pa
 
 @pytest.mark.parametrize("storage", ["fp16", "int8"])
 @pytest.mark.parametrize("kind", ["document", "query"])
-def test_a_stream_stores_token_vectors_as_a_plain_model(late: Any, tmp_path: Path, storage: str, kind: Any) -> None:
+def test_a_stream_stores_token_vectors_as_a_plain_model(
+    late: Any,
+    tmp_path: Path,
+    storage: str,
+    kind: Any,
+) -> None:
     options: dict[str, Any] = {"storage": storage, "kind": kind, "shard_size": 3}
     r.encode_tokens(late, TEXTS, tmp_path / "plain", **options)
     with accelerate(late):
@@ -125,23 +141,35 @@ def test_a_stream_stores_token_vectors_as_a_plain_model(late: Any, tmp_path: Pat
     for i in range(len(one)):
         torch.testing.assert_close(one.rows(i), other.rows(i), rtol=0, atol=2 / 127)
     with torch.autocast("cpu", torch.bfloat16):
-        assert r.encode_texts(late, TEXTS, kind=kind, storage=storage, batch_size=2).ids == list(TEXTS)
+        assert r.encode_texts(late, TEXTS, kind=kind, storage=storage, batch_size=2).ids == list(
+            TEXTS,
+        )
 
 
 def test_queries_get_the_query_prompt_and_are_thinned(splade: Any) -> None:
     vectors = r.encode_queries(splade, TEXTS, top_k=50)
-    expected = splade.encode_query(list(TEXTS.values()), convert_to_sparse_tensor=False, max_active_dims=50)
+    expected = splade.encode_query(
+        list(TEXTS.values()),
+        convert_to_sparse_tensor=False,
+        max_active_dims=50,
+    )
     torch.testing.assert_close(dense(vectors), expected, rtol=BUDGET, atol=BUDGET)
     assert int(np.diff(vectors.indptr).max()) == 50
     document = splade.encode_document("a cat sleeps", convert_to_sparse_tensor=False)
     assert not torch.allclose(dense(vectors)[0], document)
     threshold = float(np.median(vectors.data))
     thin = r.encode_queries(splade, TEXTS, top_k=50, min_weight=threshold)
-    assert thin.data.min() > threshold and thin.indices.size == int((vectors.data > threshold).sum())
+    assert thin.data.min() > threshold and thin.indices.size == int(
+        (vectors.data > threshold).sum(),
+    )
 
 
 @pytest.mark.parametrize("at", [1, 3, 5])
-def test_an_interrupted_run_goes_on_and_its_bits_are_the_same(way: Way, tmp_path: Path, at: int) -> None:
+def test_an_interrupted_run_goes_on_and_its_bits_are_the_same(
+    way: Way,
+    tmp_path: Path,
+    at: int,
+) -> None:
     calls: list[int] = []
 
     def stop(done: int, total: int) -> None:
@@ -153,7 +181,9 @@ def test_an_interrupted_run_goes_on_and_its_bits_are_the_same(way: Way, tmp_path
     with pytest.raises(KeyboardInterrupt):
         way.encode(MANY, tmp_path / "v", progress=stop, **options)
     refused(DataError, "unfinished run", way.read, tmp_path / "v")
-    done = {file: file.stat().st_mtime_ns for file in (tmp_path / "v").glob(f"part-0000?.{way.suffix}")}
+    done = {
+        file: file.stat().st_mtime_ns for file in (tmp_path / "v").glob(f"part-0000?.{way.suffix}")
+    }
     assert len(done) == len(way.manifest(tmp_path / "v").shards)
     again: list[int] = []
     way.encode(MANY, tmp_path / "v", progress=lambda done, total: again.append(done), **options)
@@ -169,7 +199,10 @@ def test_an_interrupted_run_goes_on_and_its_bits_are_the_same(way: Way, tmp_path
         assert at == 1 or there is None or not there.partial, "kept before its time"
 
     way.encode(MANY, tmp_path / "whole", progress=on_disk, save_minutes=float(at > 1), **options)
-    assert contents(tmp_path / "v") == contents(tmp_path / "whole") and len(contents(tmp_path / "v", "part-*")) == 5
+    assert (
+        contents(tmp_path / "v") == contents(tmp_path / "whole")
+        and len(contents(tmp_path / "v", "part-*")) == 5
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,10 +219,17 @@ def test_an_interrupted_run_goes_on_and_its_bits_are_the_same(way: Way, tmp_path
     ],
 )
 def test_resuming_with_other_settings_is_refused(
-    request: pytest.FixtureRequest, tmp_path: Path, name: str, change: dict[str, Any], message: str, monkeypatch: Any
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    name: str,
+    change: dict[str, Any],
+    message: str,
+    monkeypatch: Any,
 ) -> None:
     way = Way(request.getfixturevalue(name), name == "splade", False)
-    options = {"texts": TEXTS, "folder": tmp_path} | ({"top_k": 20} if way.sparse else {"shard_size": 2})
+    options = {"texts": TEXTS, "folder": tmp_path} | (
+        {"top_k": 20} if way.sparse else {"shard_size": 2}
+    )
     way.encode(**options)
     if "document_length" in change:
         monkeypatch.setattr(way.model[0], "document_length", change["document_length"])
@@ -198,7 +238,11 @@ def test_resuming_with_other_settings_is_refused(
     assert way.encode(**options, resume=False).complete
 
 
-def test_bad_texts_lose_no_others(way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_texts_lose_no_others(
+    way: Way,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     preprocess, made = way.model.preprocess, {}
 
     def explode(batch: list[str], **options: Any) -> Any:
@@ -207,7 +251,13 @@ def test_bad_texts_lose_no_others(way: Way, tmp_path: Path, monkeypatch: pytest.
         return preprocess(batch, **options)
 
     good = {**TEXTS, "long": "cats " * 100}
-    texts: dict[str, Any] = {"half": "cats \ud800", "number": 3, **good, "nothing": None, "poison": "boom " * 20}
+    texts: dict[str, Any] = {
+        "half": "cats \ud800",
+        "number": 3,
+        **good,
+        "nothing": None,
+        "poison": "boom " * 20,
+    }
     truncated = way.encode(good, tmp_path / "good").truncated
     monkeypatch.setattr(way.model, "preprocess", explode)
     for size in (20, 1):
@@ -224,14 +274,27 @@ def test_bad_texts_lose_no_others(way: Way, tmp_path: Path, monkeypatch: pytest.
     assert made == {20: [8], 1: [0, 0, *[1] * 8, 0, 0]}
 
 
-def test_texts_that_all_fail_are_an_error(way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_all_fail_are_an_error(
+    way: Way,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     preprocess = way.model.preprocess
     fails = lambda batch, **options: preprocess(batch, **options) if batch == ["a"] else 1 / 0  # noqa: E731
     monkeypatch.setattr(way.model, "preprocess", fails)
-    with pytest.raises(DataError, match=r"all 7 of shard 0 failed, 'd0' first .ZeroDivisionError.*Check the model"):
+    with pytest.raises(
+        DataError,
+        match=r"all 7 of shard 0 failed, 'd0' first .ZeroDivisionError.*Check the model",
+    ):
         way.encode(TEXTS, tmp_path / "v")
     encode = r.encode_queries if way.sparse else lambda *given: r.encode_texts(*given, kind="query")
-    refused(DataError, r"1 of 2 failed, 'b' first .expected a string", encode, way.model, {"a": "a", "b": 5})
+    refused(
+        DataError,
+        r"1 of 2 failed, 'b' first .expected a string",
+        encode,
+        way.model,
+        {"a": "a", "b": 5},
+    )
 
 
 def test_a_text_with_nan_is_listed_and_a_model_of_nan_is_an_error(way: Way, tmp_path: Path) -> None:
@@ -249,7 +312,13 @@ def test_a_text_with_nan_is_listed_and_a_model_of_nan_is_an_error(way: Way, tmp_
         assert list(way.read(tmp_path / "a")) == list(TEXTS)[:6]
         with torch.no_grad():
             weight.fill_(float("nan"))
-        refused(DataError, r"all 7 of shard 0 failed, 'd0' first .*Check the model", way.encode, TEXTS, tmp_path / "b")
+        refused(
+            DataError,
+            r"all 7 of shard 0 failed, 'd0' first .*Check the model",
+            way.encode,
+            TEXTS,
+            tmp_path / "b",
+        )
     finally:
         with torch.no_grad():
             weight.copy_(whole)
@@ -257,12 +326,20 @@ def test_a_text_with_nan_is_listed_and_a_model_of_nan_is_an_error(way: Way, tmp_
             network.cls.predictions.decoder.weight = tied
 
 
-def test_a_batch_that_the_device_refuses_is_divided(fast: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_the_device_refuses_is_divided(
+    fast: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     head = fast[1].forward
     whole = type(head).__call__
 
     def small_only(self: Any, features: dict[str, Any]) -> Any:
-        count = features["cu_seq_lens_q"].numel() - 1 if "cu_seq_lens_q" in features else len(features["input_ids"])
+        count = (
+            features["cu_seq_lens_q"].numel() - 1
+            if "cu_seq_lens_q" in features
+            else len(features["input_ids"])
+        )
         if count > 3:
             raise torch.OutOfMemoryError("too much")
         return whole(self, features)
@@ -277,7 +354,9 @@ def test_an_accelerated_model_gives_the_same_vectors(splade: Any, tmp_path: Path
     stored = r.encode_collection(splade, TEXTS, tmp_path)
     with accelerate(splade):
         fast = r.encode_queries(splade, TEXTS)
-        assert r.encode_collection(splade, TEXTS, tmp_path) == stored  # the same model: nothing to do
+        assert (
+            r.encode_collection(splade, TEXTS, tmp_path) == stored
+        )  # the same model: nothing to do
     assert fast.ids == plain.ids and fast.fingerprint == plain.fingerprint
     torch.testing.assert_close(dense(fast), dense(plain), rtol=BUDGET, atol=BUDGET)
 
@@ -296,11 +375,24 @@ def test_an_accelerated_model_gives_the_same_vectors(splade: Any, tmp_path: Path
     ],
 )
 def test_wrong_arguments_are_refused_before_any_file_is_written(
-    splade: Any, late: Any, tmp_path: Path, name: str, change: dict[str, Any], message: str
+    splade: Any,
+    late: Any,
+    tmp_path: Path,
+    name: str,
+    change: dict[str, Any],
+    message: str,
 ) -> None:
-    calls: dict[str, Any] = {"splade": (r.encode_collection, splade), "late": (r.encode_tokens, late)}
+    calls: dict[str, Any] = {
+        "splade": (r.encode_collection, splade),
+        "late": (r.encode_tokens, late),
+    }
     for encode, model in calls.values() if name == "both" else [calls[name]]:
-        refused(ValueError, message, encode, **{"model": model, "texts": TEXTS, "output_dir": tmp_path / "v"} | change)
+        refused(
+            ValueError,
+            message,
+            encode,
+            **{"model": model, "texts": TEXTS, "output_dir": tmp_path / "v"} | change,
+        )
         assert not (tmp_path / "v").exists()
 
 
@@ -313,8 +405,27 @@ def test_the_dense_baseline_ranks_by_the_models_own_similarity() -> None:
     queries = {"q1": "an animal asleep", "q2": "growing plants", "q3": "inverted index"}
     searcher = r.Searcher(r.encoded_index(model, documents), model)
     run = searcher.rank(queries, r.SearchRequest(2)).run
-    assert {query: next(iter(found)) for query, found in run.items()} == {"q1": "d0", "q2": "d6", "q3": "d3"}
-    assert run == {q: pytest.approx(own) for q, own in ranked_by_itself(model, documents, queries, 2).items()}
+    assert {query: next(iter(found)) for query, found in run.items()} == {
+        "q1": "d0",
+        "q2": "d6",
+        "q3": "d3",
+    }
+    assert run == {
+        q: pytest.approx(own) for q, own in ranked_by_itself(model, documents, queries, 2).items()
+    }
     assert len(searcher.rank({"q": "cat"}, r.SearchRequest(100)).run["q"]) == len(documents)
-    refused(ValueError, "texts: expected at least one, got an empty mapping", r.encoded_index, model, {})
-    refused(ValueError, "texts: expected at least one, got an empty mapping", r.encode_dense, model, {}, kind="query")
+    refused(
+        ValueError,
+        "texts: expected at least one, got an empty mapping",
+        r.encoded_index,
+        model,
+        {},
+    )
+    refused(
+        ValueError,
+        "texts: expected at least one, got an empty mapping",
+        r.encode_dense,
+        model,
+        {},
+        kind="query",
+    )

@@ -1,4 +1,6 @@
-"""Indexes that grow: updated ones answer as those that are built of all documents, also after a kill."""
+"""Indexes that grow: updated ones answer as those that are built of all documents, also after a
+kill.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ KILLED = 9
 
 
 def dense_folder(folder: Path, ids: list[str], seed: int, dimension: int = 8) -> r.TokenStore:
-    writer = r.TokenVectorWriter(folder, DenseManifest(dimension, "fp32", settings={"similarity": "dot"}))
+    writer = r.TokenVectorWriter(
+        folder,
+        DenseManifest(dimension, "fp32", settings={"similarity": "dot"}),
+    )
     rows = torch.randn(len(ids), 1, dimension, generator=torch.Generator().manual_seed(seed))
     writer.write_shard(0, r.TokenVectors.pack(ids, list(rows), dimension, "fp32"))
     writer.finish()
@@ -36,8 +41,14 @@ def answers(index: Any, queries: Any, k: int = 30) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("backend", ["exact", "seismic", "dense"])
-def test_an_updated_index_answers_as_one_of_all_documents(backend: str, make_vectors: Make, tmp_path: Path) -> None:
-    """200 documents, then 50 of which 20 replace others, then 10 are removed, then 30 more; and all that merged."""
+def test_an_updated_index_answers_as_one_of_all_documents(
+    backend: str,
+    make_vectors: Make,
+    tmp_path: Path,
+) -> None:
+    """200 documents, then 50 of which 20 replace others, then 10 are removed, then 30 more; and all
+    that merged.
+    """
     if backend == "dense":
         parts: list[Any] = [
             dense_folder(tmp_path / f"v{seed}", [f"d{at}" for at in span], seed)
@@ -51,13 +62,21 @@ def test_an_updated_index_answers_as_one_of_all_documents(backend: str, make_vec
         parts[1] = replace(parts[1], ids=[f"d{at}" for at in range(180, 230)])
         parts[2] = replace(parts[2], ids=[f"d{at}" for at in range(300, 330)])
         queries = make_vectors(5, seed=3, prefix="q")
-        options = {"n_postings": 200, "heap_factor": 0.0, "query_cut": 100} if backend == "seismic" else {}
+        options = (
+            {"n_postings": 200, "heap_factor": 0.0, "query_cut": 100}
+            if backend == "seismic"
+            else {}
+        )
         first = r.build_index(parts[0], backend, **options)
     place = tmp_path / "index"
     first.save(place)
     assert r.update_index(place, parts[1]) == {"n_documents": 230, "written": 50, "deleted": 0}
     gone = [f"d{at}" for at in range(5)] + [f"d{at}" for at in range(200, 205)]
-    assert r.update_index(place, delete=[*gone, "nobody"]) == {"n_documents": 220, "written": 0, "deleted": 10}
+    assert r.update_index(place, delete=[*gone, "nobody"]) == {
+        "n_documents": 220,
+        "written": 0,
+        "deleted": 10,
+    }
     assert r.update_index(place, parts[2])["n_documents"] == 250
     assert r.update_index(place, delete=gone)["deleted"] == 0, "gone already"
 
@@ -72,12 +91,14 @@ def test_an_updated_index_answers_as_one_of_all_documents(backend: str, make_vec
         assert torch.equal(updated.vectors(["d190", "d7"]), expected.vectors(["d190", "d7"]))
     else:
         where = {name: (part, row) for part in parts for row, name in enumerate(part.ids)}
-        expected = r.build_index(r.SparseVectors.concatenate([where[n][0].take([where[n][1]]) for n in names]))
+        expected = r.build_index(
+            r.SparseVectors.concatenate([where[n][0].take([where[n][1]]) for n in names]),
+        )
     close = 2e-3 if backend == "seismic" else 1e-5
     for hits, wanted in zip(answers(updated, queries), answers(expected, queries), strict=True):
-        assert hits == {name: pytest.approx(score, rel=close, abs=1e-5) for name, score in wanted.items()} or (
-            backend == "seismic" and len(set(hits) & set(wanted)) > 25
-        )
+        assert hits == {
+            name: pytest.approx(score, rel=close, abs=1e-5) for name, score in wanted.items()
+        } or (backend == "seismic" and len(set(hits) & set(wanted)) > 25)
     before = answers(updated, queries)
     assert r.merge_segments(place) == r.merge_segments(place) == 250
     merged = open_index(place)
@@ -106,14 +127,20 @@ def test_all_passages_of_a_document_go_with_it(tmp_path: Path) -> None:
     r.build_index(vectors).save(tmp_path / "index")
     more = replace(more, vocab_size=vectors.vocab_size, provenance=vectors.provenance)
     assert r.update_index(tmp_path / "index", more, ["c"])["deleted"] == 2
-    assert {name.partition("#")[0] for name in open_index(tmp_path / "index").ids} == {"a", "b", "d"}
+    assert {name.partition("#")[0] for name in open_index(tmp_path / "index").ids} == {
+        "a",
+        "b",
+        "d",
+    }
     refused(DataError, "expected passages", made.updated, {"e": "whole"})
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("merging", [False, True], ids=["update", "merge"])
 def test_a_kill_at_any_rename_leaves_the_index_before_or_after(
-    merging: bool, make_vectors: Make, tmp_path: Path
+    merging: bool,
+    make_vectors: Make,
+    tmp_path: Path,
 ) -> None:
     place, queries = tmp_path / "index", make_vectors(3, seed=3, prefix="q")
     more = make_vectors(20, seed=1, prefix="n")
@@ -153,13 +180,19 @@ def test_a_kill_at_any_rename_leaves_the_index_before_or_after(
         killed += 1
     assert code == 0 and killed > 1 and now.n_documents == 59
     r.update_index(place, delete=["d2"])
-    assert len([each for each in (place / "segments").iterdir() if each.is_dir()]) == (0 if merging else 1), (
-        "no leftovers"
+    assert len([each for each in (place / "segments").iterdir() if each.is_dir()]) == (
+        0 if merging else 1
+    ), "no leftovers"
+
+
+def test_vectors_that_do_not_belong_to_an_index_leave_it_as_it_was(
+    make_vectors: Make,
+    tmp_path: Path,
+) -> None:
+    place, old = (
+        tmp_path / "index",
+        replace(make_vectors(20), provenance=Provenance("a" * 64, "b" * 64)),
     )
-
-
-def test_vectors_that_do_not_belong_to_an_index_leave_it_as_it_was(make_vectors: Make, tmp_path: Path) -> None:
-    place, old = tmp_path / "index", replace(make_vectors(20), provenance=Provenance("a" * 64, "b" * 64))
     r.build_index(old).save(place)
     other = replace(make_vectors(5, prefix="n"), provenance=Provenance("c" * 64))
     strange: list[tuple[type[Exception], str, Any]] = [
@@ -176,13 +209,23 @@ def test_vectors_that_do_not_belong_to_an_index_leave_it_as_it_was(make_vectors:
     refused(FileNotFoundError, r"documents\.npy", open_index, place)
 
 
-def test_merged_folders_are_one_folder_and_what_differs_is_refused(make_vectors: Make, tmp_path: Path) -> None:
-    parts = {"a": make_vectors(30), "b": make_vectors(20, seed=1, prefix="n"), "c": make_vectors(3, vocab_size=400)}
+def test_merged_folders_are_one_folder_and_what_differs_is_refused(
+    make_vectors: Make,
+    tmp_path: Path,
+) -> None:
+    parts = {
+        "a": make_vectors(30),
+        "b": make_vectors(20, seed=1, prefix="n"),
+        "c": make_vectors(3, vocab_size=400),
+    }
     for name, vectors in parts.items():
         r.write_vectors(vectors, tmp_path / name, shard_size=8)
     dense_folder(tmp_path / "d", ["x"], 0)
     made = r.merge_vectors([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
-    read, expected = r.read_vectors(tmp_path / "out"), r.SparseVectors.concatenate([parts["a"], parts["b"]])
+    read, expected = (
+        r.read_vectors(tmp_path / "out"),
+        r.SparseVectors.concatenate([parts["a"], parts["b"]]),
+    )
     assert (made.n_documents, made.n_texts, read.ids) == (50, 50, expected.ids)
     assert (read.data == expected.data).all() and (read.indices == expected.indices).all()
     for folders, said in (
@@ -192,5 +235,17 @@ def test_merged_folders_are_one_folder_and_what_differs_is_refused(make_vectors:
         (["a", "d"], "expected sparse vectors"),
         (["a", "out"], "'d0' is in"),
     ):
-        refused(ValueError, said, r.merge_vectors, [tmp_path / name for name in folders], tmp_path / "never")
-    refused(DataError, "output_dir", r.merge_vectors, [tmp_path / "a", tmp_path / "b"], tmp_path / "a")
+        refused(
+            ValueError,
+            said,
+            r.merge_vectors,
+            [tmp_path / name for name in folders],
+            tmp_path / "never",
+        )
+    refused(
+        DataError,
+        "output_dir",
+        r.merge_vectors,
+        [tmp_path / "a", tmp_path / "b"],
+        tmp_path / "a",
+    )

@@ -42,10 +42,16 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("stores")
     vectors = random_vectors(len(DOCUMENTS), 300, 12)
     r.write_vectors(vectors, work / "vectors", shard_size=20)
-    writer = TokenVectorWriter(work / "tokens", TokenManifest(4, "fp16", settings={"texts_sha256": "b" * 64}))
+    writer = TokenVectorWriter(
+        work / "tokens",
+        TokenManifest(4, "fp16", settings={"texts_sha256": "b" * 64}),
+    )
     for number in range(2):
         names = list(DOCUMENTS)[20 * number : 20 * number + 20]
-        writer.write_shard(number, TokenVectors.pack(names, [torch.ones(3, 4) for _ in names], 4, "fp16"))
+        writer.write_shard(
+            number,
+            TokenVectors.pack(names, [torch.ones(3, 4) for _ in names], 4, "fp16"),
+        )
     writer.finish()
     for backend in ("exact", "seismic"):
         r.build_index(vectors, backend).save(work / backend)
@@ -64,7 +70,10 @@ def use(kind: str, folder: Path, k: int = 10) -> Any:
         return r.BM25Index.load(folder).search({"q": " ".join(DOCUMENTS.values())}, 10)
     index = r.load_index(folder)
     try:
-        return index.search(r.SparseVectors.from_rows({"q": dict.fromkeys(range(300), 1.0)}, 300, "f" * 64), k)
+        return index.search(
+            r.SparseVectors.from_rows({"q": dict.fromkeys(range(300), 1.0)}, 300, "f" * 64),
+            k,
+        )
     finally:
         if kind == "qdrant":
             index.close()  # type: ignore[attr-defined]
@@ -90,13 +99,25 @@ def replace_array(folder: Path, name: str, values: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", MANIFESTS)
-def test_a_manifest_that_is_changed_by_a_character_or_no_json_object_is_named(kind: str, copied: Any) -> None:
+def test_a_manifest_that_is_changed_by_a_character_or_no_json_object_is_named(
+    kind: str,
+    copied: Any,
+) -> None:
     folder = copied(kind)
     file = folder / MANIFESTS[kind]
     text = file.read_text(encoding="utf-8")
     at = re.search(r'"(texts_sha256|fingerprint)": "(.)', text).end(2)  # type: ignore[union-attr]
-    file.write_text(text[: at - 1] + ("0" if text[at - 1] != "0" else "1") + text[at:], encoding="utf-8")
-    refused(DataError, rf"{file.name}: damaged, or edited: its checksum is not that of the rest", use, kind, folder)
+    file.write_text(
+        text[: at - 1] + ("0" if text[at - 1] != "0" else "1") + text[at:],
+        encoding="utf-8",
+    )
+    refused(
+        DataError,
+        rf"{file.name}: damaged, or edited: its checksum is not that of the rest",
+        use,
+        kind,
+        folder,
+    )
     for content in ('{"a":' * 100_000 + "1" + "}" * 100_000, "[]", '{"a": 1', "\udcff"):
         file.write_bytes(content.encode("utf-8", "surrogateescape"))
         refused(DataError, rf"{file.name}: expected a JSON object", use, kind, folder)
@@ -113,7 +134,10 @@ def test_a_manifest_that_does_not_agree_with_itself_is_refused(kind: str, copied
     reader = {"vectors": r.read_vectors, "tokens": r.open_tokens}[kind]
     shards = r.open_tokens(folder).manifest.shards if kind == "tokens" else None
     for changes, message in (
-        ({"shards": (shards or [{"file": "part-00000.parquet", "rows": 20, "sha256": ""}])[:1]}, "40 rows, as n_docum"),
+        (
+            {"shards": (shards or [{"file": "part-00000.parquet", "rows": 20, "sha256": ""}])[:1]},
+            "40 rows, as n_docum",
+        ),
         ({"n_documents": 39}, "expected 39 rows, as n_documents says, got shards with 40"),
         ({"n_texts": 41}, "expected 41 texts, as n_texts says, got 40 rows and 0 failed"),
         ({"settings": []}, r"fields of other types \(settings\)"),
@@ -126,18 +150,32 @@ def test_a_manifest_that_does_not_agree_with_itself_is_refused(kind: str, copied
 
 
 @pytest.mark.parametrize("weight", [np.nan, np.inf, -np.inf, -1.0])
-def test_weights_that_are_none_are_refused_whatever_the_checksums_say(weight: float, copied: Any) -> None:
+def test_weights_that_are_none_are_refused_whatever_the_checksums_say(
+    weight: float,
+    copied: Any,
+) -> None:
     exact, bm25, tokens = copied("exact"), copied("bm25"), copied("tokens")
     weights = np.load(exact / "weights.npy")
     weights[7] = weight
     np.save(exact / "weights.npy", weights)
     sum_terms(exact)
     replace_array(exact, "weights.npy", weights)
-    refused(DataError, rf"damaged; the postings of term .* at least 0, got {weight}", use, "exact", exact)
+    refused(
+        DataError,
+        rf"damaged; the postings of term .* at least 0, got {weight}",
+        use,
+        "exact",
+        exact,
+    )
     data = np.load(bm25 / "data.csc.index.npy")
     data[3] = weight
     replace_array(bm25, "data.csc.index.npy", data)
-    refused(DataError, rf"bm25: could not be read \(data: .* finite weights .* got {weight}", r.BM25Index.load, bm25)
+    refused(
+        DataError,
+        rf"bm25: could not be read \(data: .* finite weights .* got {weight}",
+        r.BM25Index.load,
+        bm25,
+    )
     if weight == -1:  # as good as any other number of a vector
         return
     file = tokens / "part-00001.safetensors"
@@ -146,7 +184,13 @@ def test_weights_that_are_none_are_refused_whatever_the_checksums_say(weight: fl
     file.unlink()
     save_file(tensors, file)
     sum_shards(tokens)
-    refused(DataError, rf"part-00001.safetensors: .* finite token vectors, got {weight} for '", use, "tokens", tokens)
+    refused(
+        DataError,
+        rf"part-00001.safetensors: .* finite token vectors, got {weight} for '",
+        use,
+        "tokens",
+        tokens,
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +204,13 @@ def test_weights_that_are_none_are_refused_whatever_the_checksums_say(weight: fl
         *(("vocab", 0, content, "") for content in ("[]", "{}", '{"a": -1}', "[" * 100_000)),
     ],
 )
-def test_arrays_and_words_of_bm25_must_be_its_own(name: str, at: int, value: Any, message: str, copied: Any) -> None:
+def test_arrays_and_words_of_bm25_must_be_its_own(
+    name: str,
+    at: int,
+    value: Any,
+    message: str,
+    copied: Any,
+) -> None:
     folder = copied("bm25")
     file = "indptr.csc.index.npy" if name == "vocab" else f"{name}.csc.index.npy"
     values = np.load(folder / file)
@@ -195,26 +245,48 @@ def test_a_seismic_index_that_fails_while_it_searches_is_named(copied: Any) -> N
             return [("0", 1.0, 4711)]
 
     query = r.SparseVectors.from_rows({"q": {int(terms[0]): 1.0}}, 300, "f" * 64)
-    for engine, message in ((Broken(), "Seismic failed: index out"), (Elsewhere(), r"in \[0, 40\), got 4711")):
+    for engine, message in (
+        (Broken(), "Seismic failed: index out"),
+        (Elsewhere(), r"in \[0, 40\), got 4711"),
+    ):
         index._engine = engine  # type: ignore[attr-defined]
-        refused(DataError, rf"seismic: could not be searched \(.*{message}.*tilefold index", index.search, query, 3)
+        refused(
+            DataError,
+            rf"seismic: could not be searched \(.*{message}.*tilefold index",
+            index.search,
+            query,
+            3,
+        )
     built = r.build_index(query, "seismic")
     built._engine = Broken()  # type: ignore[attr-defined]
-    for queries in (query, r.SparseVectors.from_rows({"a": {int(terms[0]): 1.0}, "b": {int(terms[0]): 1.0}}, 300)):
+    for queries in (
+        query,
+        r.SparseVectors.from_rows({"a": {int(terms[0]): 1.0}, "b": {int(terms[0]): 1.0}}, 300),
+    ):
         refused(RuntimeError, r"^Seismic failed: index out", built.search, queries, 3)
 
 
 def shard_files(folder: Path) -> list[Path]:
     """Those of the engine that hold something, the fullest last."""
-    files = [file for file in (folder / "shard").rglob("*") if file.is_file() and any(file.read_bytes())]
+    files = [
+        file for file in (folder / "shard").rglob("*") if file.is_file() and any(file.read_bytes())
+    ]
     return sorted(files, key=lambda file: file.stat().st_blocks)
 
 
-def test_every_changed_byte_and_cut_file_of_an_embedded_collection_is_noticed(copied: Any, tmp_path: Path) -> None:
+def test_every_changed_byte_and_cut_file_of_an_embedded_collection_is_noticed(
+    copied: Any,
+    tmp_path: Path,
+) -> None:
     folder, moments = copied("qdrant"), random.Random(7)  # noqa: S311
 
     def damaged(name: str) -> None:
-        refused(DataError, rf"{name}: damaged; .* in checksums.json \(1 of \d+ files\)", r.load_index, folder)
+        refused(
+            DataError,
+            rf"{name}: damaged; .* in checksums.json \(1 of \d+ files\)",
+            r.load_index,
+            folder,
+        )
 
     files = shard_files(folder)
     assert len(files) >= 12
@@ -235,15 +307,23 @@ def test_every_changed_byte_and_cut_file_of_an_embedded_collection_is_noticed(co
         shutil.move(tmp_path / "aside", file)
     use("qdrant", folder)  # as it was
     file = folder / "checksums.json"
-    file.write_text(file.read_text(encoding="utf-8").replace('"bytes": 16', '"bytes": 17'), encoding="utf-8")
+    file.write_text(
+        file.read_text(encoding="utf-8").replace('"bytes": 16', '"bytes": 17'),
+        encoding="utf-8",
+    )
     refused(DataError, r"checksums.json: damaged, or edited", r.load_index, folder)
 
 
-def test_an_embedded_collection_without_checksums_is_read_with_a_warning_and_gets_them(copied: Any) -> None:
+def test_an_embedded_collection_without_checksums_is_read_with_a_warning_and_gets_them(
+    copied: Any,
+) -> None:
     folder = copied("qdrant")
     expected = use("qdrant", folder)
     (folder / "checksums.json").unlink()
-    with pytest.warns(RuntimeWarning, match="its files have no checksums, so that damage is not noticed"):
+    with pytest.warns(
+        RuntimeWarning,
+        match="its files have no checksums, so that damage is not noticed",
+    ):
         assert use("qdrant", folder) == expected
     assert use("qdrant", folder) == expected
     (folder / "checksums.json").unlink()
@@ -260,7 +340,11 @@ LEFT = {
 
 @pytest.mark.parametrize("end", LEFT)
 @pytest.mark.parametrize("changed", [True, False])
-def test_a_program_that_closes_nothing_leaves_right_checksums_or_none(end: str, changed: bool, copied: Any) -> None:
+def test_a_program_that_closes_nothing_leaves_right_checksums_or_none(
+    end: str,
+    changed: bool,
+    copied: Any,
+) -> None:
     folder = copied("qdrant")
     code = f"""
 import os
@@ -276,7 +360,11 @@ if {changed}:
     assert (done.returncode, done.stderr) == (9 if end == "killed" else 0, "")
     unknown = changed and end == "killed"
     assert (folder / "checksums.json").exists() is not unknown
-    said = pytest.warns(RuntimeWarning, match="a process that changed them did not close") if unknown else nullcontext()
+    said = (
+        pytest.warns(RuntimeWarning, match="a process that changed them did not close")
+        if unknown
+        else nullcontext()
+    )
     with said:
         assert ("d3" in {hit.id for hit in use("qdrant", folder, 40)[0]}) is not changed
     page = shard_files(folder)[-1]
@@ -286,7 +374,10 @@ if {changed}:
     refused(DataError, rf"{page.name}: damaged", r.load_index, folder)
 
 
-def test_a_closed_collection_ends_in_silence_as_python_does(copied: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_collection_ends_in_silence_as_python_does(
+    copied: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", said.append)
     collection = QdrantCollection.embedded(copied("qdrant"))
@@ -296,7 +387,10 @@ def test_a_closed_collection_ends_in_silence_as_python_does(copied: Any, monkeyp
     assert said == []
 
 
-def test_a_collection_that_changes_and_a_copy_of_it_have_their_own_checksums(copied: Any, tmp_path: Path) -> None:
+def test_a_collection_that_changes_and_a_copy_of_it_have_their_own_checksums(
+    copied: Any,
+    tmp_path: Path,
+) -> None:
     folder = copied("qdrant")
     index = r.load_index(folder)
     assert isinstance(index, QdrantIndex)
@@ -311,22 +405,48 @@ def test_a_collection_that_changes_and_a_copy_of_it_have_their_own_checksums(cop
                 assert len(collection) == count
         with shard_files(place)[-1].open("r+b") as stream:
             stream.truncate(4096)
-        refused(DataError, r"damaged; its checksum is not the one in checksums.json", r.load_index, place)
+        refused(
+            DataError,
+            r"damaged; its checksum is not the one in checksums.json",
+            r.load_index,
+            place,
+        )
 
 
-@pytest.mark.parametrize("free", [[0], [100, 100, 63], [1000, 1000, 1000, 64]], ids=["create", "batch", "optimize"])
-def test_a_full_disk_is_said_first(free: list[int], tmp_path: Path, make_vectors: Make, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    "free",
+    [[0], [100, 100, 63], [1000, 1000, 1000, 64]],
+    ids=["create", "batch", "optimize"],
+)
+def test_a_full_disk_is_said_first(
+    free: list[int],
+    tmp_path: Path,
+    make_vectors: Make,
+    monkeypatch: Any,
+) -> None:
     vectors, queries, reported = make_vectors(4000), make_vectors(3, seed=1, prefix="q"), [0]
     usage = namedtuple("usage", "free")
 
     def disk_usage(place: Path) -> Any:
-        assert tmp_path in Path(place).parents, "the space that counts is that of the disk of the index"
+        assert tmp_path in Path(place).parents, (
+            "the space that counts is that of the disk of the index"
+        )
         return usage((free.pop(0) if len(free) > 1 else free[0]) << 20)
 
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
-    with pytest.raises(DiskFullError, match=r"index.building: could not be written, .* need \d+ MB, \d+ MB are free"):
-        r.build_index(vectors, "qdrant", folder=tmp_path / "index", progress=lambda done, _: reported.append(done))
-    assert [entry.name for entry in tmp_path.iterdir()] == ([".index.building"] if reported[-1] else [])
+    with pytest.raises(
+        DiskFullError,
+        match=r"index.building: could not be written, .* need \d+ MB, \d+ MB are free",
+    ):
+        r.build_index(
+            vectors,
+            "qdrant",
+            folder=tmp_path / "index",
+            progress=lambda done, _: reported.append(done),
+        )
+    assert [entry.name for entry in tmp_path.iterdir()] == (
+        [".index.building"] if reported[-1] else []
+    )
     free[:] = [1000]
     index = r.build_index(vectors, "qdrant", folder=tmp_path / "index")
     found = [[hit.id for hit in row] for row in index.search(queries, 10)]
@@ -334,20 +454,35 @@ def test_a_full_disk_is_said_first(free: list[int], tmp_path: Path, make_vectors
     assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
 
 
-def test_a_copy_asks_for_space_where_it_goes(copied: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_asks_for_space_where_it_goes(
+    copied: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder, usage = copied("qdrant"), namedtuple("usage", "free")
     index = r.load_index(folder)
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(1 << 30 if Path(place) == folder else 0))
+    monkeypatch.setattr(
+        shutil,
+        "disk_usage",
+        lambda place: usage(1 << 30 if Path(place) == folder else 0),
+    )
     said = rf"{tmp_path / 'copy'}: could not be written, .* 0 MB are free"
     refused(DiskFullError, said, index.save, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(0 if Path(place) == folder else 1 << 30))
+    monkeypatch.setattr(
+        shutil,
+        "disk_usage",
+        lambda place: usage(0 if Path(place) == folder else 1 << 30),
+    )
     index.save(tmp_path / "copy")
     index.close()  # type: ignore[attr-defined]
     assert use("qdrant", tmp_path / "copy") == use("qdrant", folder)
 
 
-def test_checksums_are_durable_and_gone_before_a_change(copied: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_are_durable_and_gone_before_a_change(
+    copied: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder, synced = copied("qdrant"), list[tuple[str, bool]]()
     real = os.fsync
 

@@ -62,7 +62,12 @@ def test_settings_may_change_until_something_is_written(splade: Any, tmp_path: P
 def held(how: str, path: Path) -> Iterator[None]:
     """Another process that holds `path`, and is killed."""
     command = [sys.executable, "-c", HOLD, how, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         yield
         process.kill()
@@ -75,15 +80,23 @@ def test_a_folder_that_another_process_writes_to_is_refused(splade: Any, tmp_pat
         with pytest.raises(InUseError, match="another process is writing there"):
             r.encode_collection(splade, TEXTS, tmp_path, top_k=5, resume=False)
         assert (tmp_path / "manifest.json").read_text() == before
-    assert r.encode_collection(splade, TEXTS, tmp_path, top_k=5, resume=False).complete, "a lock ends with its process"
+    assert r.encode_collection(splade, TEXTS, tmp_path, top_k=5, resume=False).complete, (
+        "a lock ends with its process"
+    )
     assert not (tmp_path / LOCK).exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the process that is killed is forked")
 @pytest.mark.parametrize("backend", ["exact", "bm25", "seismic"])
-def test_a_saved_index_is_whole_after_a_kill_at_any_moment(backend: str, tmp_path: Path, make_vectors: Any) -> None:
+def test_a_saved_index_is_whole_after_a_kill_at_any_moment(
+    backend: str,
+    tmp_path: Path,
+    make_vectors: Any,
+) -> None:
     if backend == "bm25":
-        built: list[Any] = [r.BM25Index.build({f"{side}{i}": f"cats sleep {i}" for i in range(50)}) for side in "ab"]
+        built: list[Any] = [
+            r.BM25Index.build({f"{side}{i}": f"cats sleep {i}" for i in range(50)}) for side in "ab"
+        ]
     else:
         built = [r.build_index(make_vectors(50, prefix=side), backend) for side in "ab"]
     load: Any = r.BM25Index.load if backend == "bm25" else r.load_index
@@ -104,17 +117,27 @@ def test_a_saved_index_is_whole_after_a_kill_at_any_moment(backend: str, tmp_pat
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_swapped_directory_leaves_nothing_beside_it(at_once: bool, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_swapped_directory_leaves_nothing_beside_it(
+    at_once: bool,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     if not at_once:  # a system or file system without it
         monkeypatch.setattr("tilefold._files.exchange", lambda one, other: False)
     for name in ("new", "there"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text("")
     swap_directory(tmp_path / "new", tmp_path / "there")
-    assert [str(entry.relative_to(tmp_path)) for entry in sorted(tmp_path.rglob("*"))] == ["there", "there/new"]
+    assert [str(entry.relative_to(tmp_path)) for entry in sorted(tmp_path.rglob("*"))] == [
+        "there",
+        "there/new",
+    ]
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next_of_any_name(tmp_path: Path, make_vectors: Any) -> None:
+def test_what_a_killed_save_left_is_removed_by_the_next_of_any_name(
+    tmp_path: Path,
+    make_vectors: Any,
+) -> None:
     assert programs.run("-c", KILLED, tmp_path / "index").returncode == -signal.SIGKILL
     assert {entry.name[: len(".index.")] for entry in tmp_path.iterdir()} == {".index."}
     r.build_index(make_vectors(3), "exact").save(tmp_path / "index")
@@ -128,10 +151,17 @@ def test_what_a_killed_save_left_is_removed_by_the_next_of_any_name(tmp_path: Pa
         assert not left.exists() and first.parent.exists(), "that of a living process stays"
         second.write_text("{}")
         first.write_text("a run")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".notes.tmp", "run.jsonl", "run.trec"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        ".notes.tmp",
+        "run.jsonl",
+        "run.trec",
+    ]
 
 
-def test_a_file_that_fails_leaves_the_former_one_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_fails_leaves_the_former_one_alone(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (tmp_path / "run").write_text("whole")
     with pytest.raises(KeyError), atomic_file(tmp_path / "run") as file:
         file.write_text("half")
@@ -140,7 +170,11 @@ def test_a_file_that_fails_leaves_the_former_one_alone(tmp_path: Path, monkeypat
     former = os.umask(0o027)
     try:
         with monkeypatch.context() as patch, atomic_file(tmp_path / "run") as file:
-            patch.setattr(os, "umask", lambda mask: pytest.fail("files of other threads are made with this one"))
+            patch.setattr(
+                os,
+                "umask",
+                lambda mask: pytest.fail("files of other threads are made with this one"),
+            )
             file.chmod(0o600)
     finally:
         os.umask(former)
@@ -151,7 +185,12 @@ def test_an_index_that_another_process_writes_is_refused(tmp_path: Path, make_ve
     built = r.build_index(make_vectors(3), "exact")
     with held("hold_path", tmp_path / "index"):
         for index in (built, r.BM25Index.build({"a": "cats sleep"})):
-            refused(InUseError, f"{tmp_path}/index: another process is writing it", index.save, tmp_path / "index")
+            refused(
+                InUseError,
+                f"{tmp_path}/index: another process is writing it",
+                index.save,
+                tmp_path / "index",
+            )
         built.save(tmp_path / "other")
     built.save(tmp_path / "index")
     with hold_path(tmp_path / "index"):
@@ -160,7 +199,10 @@ def test_an_index_that_another_process_writes_is_refused(tmp_path: Path, make_ve
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["index", "other"]
 
 
-def test_a_writer_that_another_one_of_the_process_follows_is_not_in_its_way(tmp_path: Path, make_vectors: Any) -> None:
+def test_a_writer_that_another_one_of_the_process_follows_is_not_in_its_way(
+    tmp_path: Path,
+    make_vectors: Any,
+) -> None:
     first = r.SparseVectorWriter(tmp_path, r.VectorManifest(500, "f" * 64))
     first.write_shard(0, make_vectors(3))
     second = r.SparseVectorWriter(tmp_path, r.VectorManifest(500, "f" * 64), resume=True)
@@ -168,7 +210,9 @@ def test_a_writer_that_another_one_of_the_process_follows_is_not_in_its_way(tmp_
     assert second.finish().n_documents == 3
 
 
-def test_an_empty_temporary_folder_of_a_process_that_was_killed_before_it_locked_it_is_removed(tmp_path: Path) -> None:
+def test_an_empty_temporary_folder_of_a_process_that_was_killed_before_it_locked_it_is_removed(
+    tmp_path: Path,
+) -> None:
     for name, age in (("old", 100.0), ("new", 0.0), ("full", 100.0)):
         folder = tmp_path / f".{name}.tilefold.tmp"
         folder.mkdir()
@@ -177,4 +221,8 @@ def test_an_empty_temporary_folder_of_a_process_that_was_killed_before_it_locked
         os.utime(folder, (time.time() - age,) * 2)
     with atomic_file(tmp_path / "file"):
         pass
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".full.tilefold.tmp", ".new.tilefold.tmp", "file"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        ".full.tilefold.tmp",
+        ".new.tilefold.tmp",
+        "file",
+    ]

@@ -1,4 +1,6 @@
-"""An index of token vectors: exact scores of what is stored, candidates, growth, damage, and vectors made elsewhere."""
+"""An index of token vectors: exact scores of what is stored, candidates, growth, damage, and
+vectors made elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,21 @@ from tilefold.testing import assert_within_budget
 D = 16
 
 
-def made(ids: list[str], seed: int = 0, dimension: int = D, longest: int = 12, shortest: int = 1) -> r.TokenVectors:
+def made(
+    ids: list[str],
+    seed: int = 0,
+    dimension: int = D,
+    longest: int = 12,
+    shortest: int = 1,
+) -> r.TokenVectors:
     """Token vectors of norm 1 around 40 directions; the third text has none."""
     generator = torch.Generator().manual_seed(seed)
     themes = torch.randn(40, dimension, generator=torch.Generator().manual_seed(99))
     lengths = torch.randint(shortest, longest, (len(ids),), generator=generator).tolist()
     rows = [
         normalize(
-            themes[torch.randint(40, (n,), generator=generator)] + torch.randn(n, dimension, generator=generator) / 2
+            themes[torch.randint(40, (n,), generator=generator)]
+            + torch.randn(n, dimension, generator=generator) / 2,
         )
         for n in lengths
     ]
@@ -69,25 +78,46 @@ def centred(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("storage", token_blocks.STORAGES)
-def test_scores_are_maxsim_of_what_is_stored(storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 50 tokens, passes of 3 queries, one device and three shares; some documents left out, ties in order."""
+def test_scores_are_maxsim_of_what_is_stored(
+    storage: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks of 50 tokens, passes of 3 queries, one device and three shares; some documents left
+    out, ties in order.
+    """
     monkeypatch.setattr(late, "_BLOCK", 50)
     monkeypatch.setattr(late, "_QUERIES", 3)
     documents = made(names(range(60)))
     index = r.LateIndex.build(documents, tmp_path / "index", storage=storage)
     held = stored(index)
     step = {"int8": 1 / 127, "fp16": 2**-10, "int4": 1.01 / 15}[storage]
-    assert float((held.values - documents.values).abs().max()) <= step * float(documents.values.abs().max())
+    assert float((held.values - documents.values).abs().max()) <= step * float(
+        documents.values.abs().max(),
+    )
     queries = made([f"q{at}" for at in range(7)], 1)
     asked = r.TokenVectors.pack(
-        queries.ids, list(queries.values.split(queries.offsets.diff().tolist())), D, rounded(storage)
+        queries.ids,
+        list(queries.values.split(queries.offsets.diff().tolist())),
+        D,
+        rounded(storage),
     )
     allowed = np.arange(60) % 4 != 0
-    for mask, devices in ((None, "cpu"), (allowed, "cpu"), (None, ["cpu"] * 3), (allowed, ["cpu", "cpu"])):
+    for mask, devices in (
+        (None, "cpu"),
+        (allowed, "cpu"),
+        (None, ["cpu"] * 3),
+        (allowed, ["cpu", "cpu"]),
+    ):
         for at, hits in enumerate(index.search(queries, 10, device=devices, allowed=mask)):
             scores = wanted(held, asked.rows(at)) if len(asked.rows(at)) else {}
-            scores = {name: score for name, score in scores.items() if mask is None or mask[int(name[1:])]}
-            assert [hit.score for hit in hits] == pytest.approx(sorted(scores.values())[::-1][:10], rel=1e-5)
+            scores = {
+                name: score for name, score in scores.items() if mask is None or mask[int(name[1:])]
+            }
+            assert [hit.score for hit in hits] == pytest.approx(
+                sorted(scores.values())[::-1][:10],
+                rel=1e-5,
+            )
             assert all(hit.score == pytest.approx(scores[hit.id], rel=1e-5) for hit in hits)
     assert len(index.search(queries.take([0]), 1000)[0]) == 59, "all that have tokens"
     assert "d2" not in {hit.id for hit in index.search(queries.take([0]), 1000)[0]}
@@ -95,7 +125,10 @@ def test_scores_are_maxsim_of_what_is_stored(storage: str, tmp_path: Path, monke
 
 def test_equal_scores_are_in_document_order(tmp_path: Path, centred: None) -> None:
     same = made(["a"]).rows(0)
-    index = r.LateIndex.build(r.TokenVectors.pack(names(range(300)), [same] * 300, D, "fp32"), tmp_path / "index")
+    index = r.LateIndex.build(
+        r.TokenVectors.pack(names(range(300)), [same] * 300, D, "fp32"),
+        tmp_path / "index",
+    )
     query = r.TokenVectors.pack(["q"], [same], D, "fp32")
     for options in ({"candidates": 0}, {"candidates": 20}, {"device": ["cpu", "cpu"]}):
         hits = index.search(query, 5, **options)[0]
@@ -103,17 +136,26 @@ def test_equal_scores_are_in_document_order(tmp_path: Path, centred: None) -> No
         assert options.get("candidates") == 20 or [hit.id for hit in hits] == names(range(5))
 
 
-def test_candidates_have_exact_scores_and_the_recall_that_is_told(tmp_path: Path, centred: None) -> None:
+def test_candidates_have_exact_scores_and_the_recall_that_is_told(
+    tmp_path: Path,
+    centred: None,
+) -> None:
     documents = made(names(range(3000)))
     index = r.LateIndex.build(documents, tmp_path / "index")
-    assert index.n_candidates in (250, 500, 1000) and index.recall is not None and index.recall >= 0.985
+    assert (
+        index.n_candidates in (250, 500, 1000)
+        and index.recall is not None
+        and index.recall >= 0.985
+    )
     queries = made([f"q{at}" for at in range(40)], 1, longest=20, shortest=6)
     exact, near = (index.search(queries, 10, candidates=count) for count in (0, None))
     shares = []
     for hits, best in zip(near, exact, strict=True):
         scores = dict(best)
         shares.append(len(scores.keys() & dict(hits).keys()) / max(1, len(scores)))
-        assert all(hit.score == pytest.approx(scores[hit.id], rel=1e-5) for hit in hits if hit.id in scores)
+        assert all(
+            hit.score == pytest.approx(scores[hit.id], rel=1e-5) for hit in hits if hit.id in scores
+        )
     assert np.mean(shares) > 0.9
     allowed = np.isin(np.arange(3000) // 100, range(1, 7))
     found = index.search(queries, 30, candidates=60, allowed=allowed)[0]
@@ -123,7 +165,10 @@ def test_candidates_have_exact_scores_and_the_recall_that_is_told(tmp_path: Path
     assert r.LateIndex.build(documents, tmp_path / "other", queries=asked).recall is not None
 
 
-def test_metadata_choose_documents_also_of_an_index_that_grew(tmp_path: Path, centred: None) -> None:
+def test_metadata_choose_documents_also_of_an_index_that_grew(
+    tmp_path: Path,
+    centred: None,
+) -> None:
     place, queries = tmp_path / "index", made(["q"], 1)
     fields = {f"d{at}": {"even": at % 2 == 0} for at in range(600)}
     r.LateIndex.build(made(names(range(500))), place, metadata=fields)
@@ -145,17 +190,32 @@ def test_pooled_documents_are_those_of_sentence_transformers(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("storage", token_blocks.STORAGES)
-def test_an_index_that_grew_answers_as_one_of_all_documents(storage: str, tmp_path: Path, centred: None) -> None:
-    parts = [made(names(span), seed) for seed, span in enumerate((range(400), range(380, 430), range(500, 530)))]
+def test_an_index_that_grew_answers_as_one_of_all_documents(
+    storage: str,
+    tmp_path: Path,
+    centred: None,
+) -> None:
+    parts = [
+        made(names(span), seed)
+        for seed, span in enumerate((range(400), range(380, 430), range(500, 530)))
+    ]
     place = tmp_path / "index"
     r.LateIndex.build(parts[0], place, storage=storage)
     assert r.update_index(place, parts[1]) == {"n_documents": 430, "written": 50, "deleted": 0}
-    assert r.update_index(place, delete=[*names(range(5), range(400, 405)), "nobody"])["deleted"] == 10
+    assert (
+        r.update_index(place, delete=[*names(range(5), range(400, 405)), "nobody"])["deleted"] == 10
+    )
     assert r.update_index(place, parts[2])["n_documents"] == 450
     kept = [
         part.take([row for row, name in enumerate(part.ids) if keep(name)])
         for part, keep in zip(
-            parts, (lambda n: 5 <= int(n[1:]) < 380, lambda n: not 400 <= int(n[1:]) < 405, lambda n: True), strict=True
+            parts,
+            (
+                lambda n: 5 <= int(n[1:]) < 380,
+                lambda n: not 400 <= int(n[1:]) < 405,
+                lambda n: True,
+            ),
+            strict=True,
         )
     ]
     whole = r.LateIndex.build(r.TokenVectors.concatenate(kept), tmp_path / "whole", storage=storage)
@@ -174,7 +234,10 @@ def test_an_index_that_grew_answers_as_one_of_all_documents(storage: str, tmp_pa
     assert r.LateIndex.load(tmp_path / "copy").search(queries, 3) == merged.search(queries, 3)
 
 
-def test_a_killed_update_leaves_the_index_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_update_leaves_the_index_as_it_was(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Killed at every rename of an update and of a merge, in a process of its own."""
     place = tmp_path / "index"
     r.LateIndex.build(made(names(range(30))), place)
@@ -195,7 +258,9 @@ def test_a_killed_update_leaves_the_index_as_it_was(tmp_path: Path, monkeypatch:
         assert index.search(queries, 60) == before, moves
     assert codes == [9] * (len(codes) - 1) + [0] and len(codes) > 2
     assert len(index.search(queries, 60)[0]) == len(before[0]) + 9
-    assert len([each for each in (place / "segments").iterdir() if each.is_dir()]) == 2, "what was half there is gone"
+    assert len([each for each in (place / "segments").iterdir() if each.is_dir()]) == 2, (
+        "what was half there is gone"
+    )
 
 
 def die_at(moves: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,14 +310,26 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pool_factor: expected an integer"):
         r.LateIndex.build(documents, tmp_path / "other", pool_factor=0)
     with pytest.raises(ValueError, match="expected at least one, got none of 1 texts"):
-        r.LateIndex.build(r.TokenVectors.pack(["a"], [torch.zeros(0, D)], D, "fp16"), tmp_path / "other")
-    with pytest.raises(ValueError, match=f"finite fp16 or fp32 of dimension {D}, got .* of dimension 8"):
+        r.LateIndex.build(
+            r.TokenVectors.pack(["a"], [torch.zeros(0, D)], D, "fp16"),
+            tmp_path / "other",
+        )
+    with pytest.raises(
+        ValueError,
+        match=f"finite fp16 or fp32 of dimension {D}, got .* of dimension 8",
+    ):
         index.search(made(["q"], dimension=8), 3)
     wrong = made(["q"])
     wrong.values[0, 0] = torch.nan
     refused(ValueError, "with NaN or infinity", index.search, wrong, 3)
     refused(ValueError, "k: expected", index.search, made(["q"]), 0)
-    refused(DataError, r"expected \(dimension, similarity\)", r.update_index, place, made(["x"], dimension=8))
+    refused(
+        DataError,
+        r"expected \(dimension, similarity\)",
+        r.update_index,
+        place,
+        made(["x"], dimension=8),
+    )
     refused(DataError, r"LateIndex\.load", r.load_index, place)
     assert not (tmp_path / "other").exists()
 
@@ -268,11 +345,15 @@ def test_vectors_made_elsewhere(tmp_path: Path) -> None:
     np.savez(tmp_path / "masked.npz", embeddings=padded.numpy(), mask=mask.numpy(), ids=ids)
     save_file = pytest.importorskip("safetensors.torch").save_file
     packed = {"values": documents.values, "offsets": documents.offsets}
-    packed["ids"] = torch.from_numpy(np.frombuffer(json.dumps(documents.ids).encode(), np.uint8).copy())
+    packed["ids"] = torch.from_numpy(
+        np.frombuffer(json.dumps(documents.ids).encode(), np.uint8).copy(),
+    )
     save_file(packed, str(tmp_path / "packed.safetensors"))
     for name in ("each.npz", "pages.npz", "masked.npz", "packed.safetensors"):
         found = read_token_file(tmp_path / name)
-        assert (found.ids, found.offsets.tolist()) == (documents.ids, documents.offsets.tolist()), name
+        assert (found.ids, found.offsets.tolist()) == (documents.ids, documents.offsets.tolist()), (
+            name
+        )
         assert torch.equal(found.values, documents.values)
     padded[1, 0, 0] = torch.nan
     np.savez(tmp_path / "nan.npz", embeddings=padded.numpy(), ids=ids)
@@ -289,10 +370,20 @@ def test_integers_on_a_cpu_give_the_scores_of_the_specification() -> None:
     documents, queries = made(names(range(50))), made(["q", "r", "s", "t"], 3)
     asked = queries.values, quantize_tokens(documents.values)
     lengths = {"cu_seqlens_q": queries.offsets.int(), "cu_seqlens_d": documents.offsets.int()}
-    assert_within_budget(maxsim(*asked, **lengths), maxsim(*asked, **lengths, impl="reference"), dtype=torch.float32)
+    assert_within_budget(
+        maxsim(*asked, **lengths),
+        maxsim(*asked, **lengths, impl="reference"),
+        dtype=torch.float32,
+    )
 
 
-def test_too_little_memory_to_lock_an_index_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_to_lock_an_index_is_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(token_blocks, "memory_left", lambda: 10)
-    with pytest.warns(UserWarning, match=r"not locked in memory \(10 bytes are left, \d+ are wanted\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"not locked in memory \(10 bytes are left, \d+ are wanted\)",
+    ):
         r.LateIndex.build(made(names(range(3))), tmp_path / "index").files.lock()

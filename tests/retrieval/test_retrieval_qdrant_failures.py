@@ -30,7 +30,9 @@ Make = Callable[..., SparseVectors]
 KEY = "sesame-4711-open"
 SPARSE = Layout(500, "f" * 64)
 BATCH, PAPERS = 20, Layout(300)
-SERVER = multiprocessing.get_context("forkserver")  # forks are of a process that never opened a collection
+SERVER = multiprocessing.get_context(
+    "forkserver",
+)  # forks are of a process that never opened a collection
 SERVER.set_forkserver_preload([__name__])
 
 
@@ -43,7 +45,11 @@ def write(place: str, how: str, told: Any) -> None:
     vectors = NEW if how == "upsert" else OLD
     with QdrantCollection.embedded(place, PAPERS) as collection:
         add = getattr(collection, how)
-        add(Documents(vectors.ids, vectors), batch_size=BATCH, progress=lambda done, _: told.send(done))
+        add(
+            Documents(vectors.ids, vectors),
+            batch_size=BATCH,
+            progress=lambda done, _: told.send(done),
+        )
 
 
 def writer(place: Path, how: str) -> tuple[Any, Any]:
@@ -69,7 +75,9 @@ def reports(process: Any, here: Any, stop: float = math.inf, pause: float = 0.0)
 
 
 def check(folder: Path, reported: int, before: SparseVectors | None, after: SparseVectors) -> None:
-    """The first `reported` documents are those of `after`; the others as `before`, absent without, or of `after`."""
+    """The first `reported` documents are those of `after`; the others as `before`, absent without,
+    or of `after`.
+    """
     if not (folder / "collection.json").is_file():
         assert reported == 0 and before is None
         return
@@ -78,12 +86,18 @@ def check(folder: Path, reported: int, before: SparseVectors | None, after: Spar
         rows = {name: found.row(row) for row, name in enumerate(found.ids)}
         for at, name in enumerate(after.ids):
             allowed = [after] if at < reported or before is None else [before, after]
-            assert name in rows or (at >= reported and before is None), f"{name} of {reported} is lost"
+            assert name in rows or (at >= reported and before is None), (
+                f"{name} of {reported} is lost"
+            )
             if name in rows:
-                same = [all(map(np.array_equal, rows[name], vectors.row(at))) for vectors in allowed]
+                same = [
+                    all(map(np.array_equal, rows[name], vectors.row(at))) for vectors in allowed
+                ]
                 assert any(same), f"{name} is neither old nor new"
         query = SparseVectors.from_rows({"q": dict.fromkeys(range(300), 1.0)}, 300)
-        assert {hit.id for hit in collection.search(query, 240)[0]} == set(rows), "the index lacks some"
+        assert {hit.id for hit in collection.search(query, 240)[0]} == set(rows), (
+            "the index lacks some"
+        )
         assert len(collection) == len(rows)
 
 
@@ -108,7 +122,9 @@ def test_killed_writers_lose_nothing_that_they_reported(tmp_path: Path) -> None:
             stop, pause = least + moments.randrange(2), moments.uniform(0.0, 0.15)
             check(folder, reports(*writer(folder, how), stop, pause), before, after)
         last, told = writer(folder, how)
-        assert reports(last, told) in (0, 240) and last.exitcode == 0  # 0: one that was killed had written all
+        assert (
+            reports(last, told) in (0, 240) and last.exitcode == 0
+        )  # 0: one that was killed had written all
         check(folder, 240, before, after)
         before = after
     with QdrantCollection.embedded(folder) as collection:
@@ -118,7 +134,9 @@ def test_killed_writers_lose_nothing_that_they_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["down", "never answers"])
-def test_a_server_that_is_away_is_left_after_the_patience_and_said_with_the_time_waited(listens: bool) -> None:
+def test_a_server_that_is_away_is_left_after_the_patience_and_said_with_the_time_waited(
+    listens: bool,
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         if listens:
@@ -133,7 +151,10 @@ def test_a_server_that_is_away_is_left_after_the_patience_and_said_with_the_time
     assert KEY not in str(caught.value) and url in str(caught.value)
 
 
-def test_a_key_that_is_refused_is_never_shown(http: OverHttp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_is_refused_is_never_shown(
+    http: OverHttp,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     http.key = "another"
     monkeypatch.delenv("QDRANT_API_KEY", raising=False)
     with pytest.raises(PermissionError, match="answered 401 to no key; set QDRANT_API_KEY"):
@@ -151,7 +172,10 @@ def test_a_key_that_is_refused_is_never_shown(http: OverHttp, monkeypatch: pytes
         QdrantCollection.server(http.url, "papers")
     collection = QdrantCollection.server(http.url, "papers", SPARSE)
     assert KEY not in repr(collection) and KEY not in repr(vars(collection))
-    with pytest.warns(UserWarning, match=r"http://192.0.2.1:6333: the API key is sent without encryption") as seen:
+    with pytest.warns(
+        UserWarning,
+        match=r"http://192.0.2.1:6333: the API key is sent without encryption",
+    ) as seen:
         ServerEngine("http://192.0.2.1:6333", "papers", KEY).close()
     assert KEY not in str(seen[0].message)
 
@@ -168,7 +192,9 @@ def test_of_two_that_make_a_collection_the_second_takes_what_the_first_made(http
     first = QdrantCollection.server(http.url, "papers", SPARSE)
     answers, real = iter([200]), http.answer  # asked too early whether it exists
     http.answer = lambda method, path, body: (  # type: ignore[method-assign]
-        {"exists": False} if path.endswith("/exists") and next(answers, None) else real(method, path, body)
+        {"exists": False}
+        if path.endswith("/exists") and next(answers, None)
+        else real(method, path, body)
     )
     assert QdrantCollection.server(http.url, "papers", SPARSE).layout == first.layout
     answers = iter([200])
@@ -188,13 +214,21 @@ def test_a_busy_server_is_asked_again(http: OverHttp, make_vectors: Make) -> Non
     refused(UnreachableError, r"after 0.\d s", collection.search, vectors.take([0]), 3)
 
 
-def test_a_build_that_lost_its_server_goes_on_where_it_was(http: OverHttp, make_vectors: Make) -> None:
+def test_a_build_that_lost_its_server_goes_on_where_it_was(
+    http: OverHttp,
+    make_vectors: Make,
+) -> None:
     vectors = make_vectors(60)
     documents = Documents(vectors.ids, vectors)
     collection = QdrantCollection.server(http.url, "papers", SPARSE, patience=0.3)
     reported: list[int] = []
-    http.fault = lambda method, path: 0 if path.endswith("/points") and method == "PUT" and len(reported) == 3 else None
-    with pytest.raises(UnreachableError, match=r"What was reported as done before is kept; the same call goes on"):
+    http.fault = lambda method, path: (
+        0 if path.endswith("/points") and method == "PUT" and len(reported) == 3 else None
+    )
+    with pytest.raises(
+        UnreachableError,
+        match=r"What was reported as done before is kept; the same call goes on",
+    ):
         collection.build(documents, batch_size=10, progress=lambda done, _: reported.append(done))
     assert reported == [10, 20, 30]
     http.fault = None
@@ -203,12 +237,18 @@ def test_a_build_that_lost_its_server_goes_on_where_it_was(http: OverHttp, make_
     http.seen.clear()
     again.build(documents, batch_size=10, progress=lambda done, _: reported.append(done))
     assert reported == [10, 20, 30, 10, 20, 30, 40, 50, 60]
-    assert sum(method == "PUT" and path.endswith("/points") for method, path in http.seen) == 3  # not again
+    assert (
+        sum(method == "PUT" and path.endswith("/points") for method, path in http.seen) == 3
+    )  # not again
     assert again.complete and len(again) == 60
 
 
 @pytest.mark.parametrize("at", ["collection.json", "index.json"])
-def test_a_process_killed_while_it_writes_a_record_leaves_an_index(make_vectors: Make, tmp_path: Path, at: str) -> None:
+def test_a_process_killed_while_it_writes_a_record_leaves_an_index(
+    make_vectors: Make,
+    tmp_path: Path,
+    at: str,
+) -> None:
     folder, vectors = tmp_path / "index", make_vectors(5)
     build_index(vectors, "qdrant", folder=folder).close()
     code = f"""

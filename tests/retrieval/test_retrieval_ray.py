@@ -1,4 +1,6 @@
-"""Encoding on Ray: the bytes of one process, whatever is killed; what does not fit together is refused."""
+"""Encoding on Ray: the bytes of one process, whatever is killed; what does not fit together is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from tests.retrieval import ray_killed
 from tilefold.retrieval import encode_collection, read_manifest
 from tilefold.retrieval.encoding import Output, SparseEncoding
 from tilefold.retrieval.errors import DataError, MissingPackageError
-from tilefold.retrieval.on_ray import TRIED, TRIES, ClusterError, RayCluster, Work, Worker, encode_on_ray
+from tilefold.retrieval.on_ray import (
+    TRIED,
+    TRIES,
+    ClusterError,
+    RayCluster,
+    Work,
+    Worker,
+    encode_on_ray,
+)
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.text_ranges import HeldTexts, StoredTexts
 
@@ -49,9 +59,12 @@ class Held:
 
     def open(self) -> Any:
         output = Output(self.folder, shard_size=2)
-        return ENCODING.job(self.model, {}, output, lambda: Provenance(texts_sha256=self.survey.sha256)).open_writer(
-            True
-        )
+        return ENCODING.job(
+            self.model,
+            {},
+            output,
+            lambda: Provenance(texts_sha256=self.survey.sha256),
+        ).open_writer(True)
 
     def worker(self, **other: Any) -> Worker:
         made: dict[str, Any] = {
@@ -86,21 +99,37 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("default")  # Ray leaves files and sockets to the collector of garbage
-def test_after_kills_the_bytes_are_those_of_one_process(saved: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_after_kills_the_bytes_are_those_of_one_process(
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     ray, output = pytest.importorskip("ray"), tmp_path / "vectors"
     assert 0 < ray_killed.killed(saved, output) < 26, "it was killed on its way"
     ray_killed.encode_alone(saved, tmp_path / "alone")
     monkeypatch.setenv("TILEFOLD_COMMAND", str(os.getpid()))
-    load = functools.partial(ray_killed.load_and_die_once, str(saved), str(output), str(tmp_path / "died"))
+    load = functools.partial(
+        ray_killed.load_and_die_once,
+        str(saved),
+        str(output),
+        str(tmp_path / "died"),
+    )
     manifest = ray_killed.run(load, output)
     assert not ray.is_initialized(), "what was started is ended"
     assert (tmp_path / "died").exists(), "a worker has died"
-    assert manifest.failed == {"number": "expected a string, got int", "nothing": "expected a string, got NoneType"}
+    assert manifest.failed == {
+        "number": "expected a string, got int",
+        "nothing": "expected a string, got NoneType",
+    }
     assert manifest.n_texts == 202 and manifest.n_documents == 200
     assert ray_killed.same_files(output, tmp_path / "alone")
 
 
-def test_shards_come_in_any_order_and_a_single_process_takes_them(held: Held, alone: Path, splade: Any) -> None:
+def test_shards_come_in_any_order_and_a_single_process_takes_them(
+    held: Held,
+    alone: Path,
+    splade: Any,
+) -> None:
     assert held.ask(held.worker(), 4, 1) == ["", ""]
     assert held.writer.receive([4, 1]) == {4, 1}
     assert held.writer.manifest.shards == [], "none is listed before the first"
@@ -108,7 +137,10 @@ def test_shards_come_in_any_order_and_a_single_process_takes_them(held: Held, al
     assert held.same(alone)
 
 
-def test_after_a_kill_of_the_command_what_has_a_receipt_is_not_written_again(held: Held, alone: Path) -> None:
+def test_after_a_kill_of_the_command_what_has_a_receipt_is_not_written_again(
+    held: Held,
+    alone: Path,
+) -> None:
     held.ask(held.worker(), 0, 1, 3)
     again = held.open()
     assert [again.has_shard(number) for number in range(5)] == [True, True, False, True, False]
@@ -124,14 +156,26 @@ def test_after_a_kill_of_the_command_what_has_a_receipt_is_not_written_again(hel
     assert "the command has ended" in problem and not list(held.folder.glob("*.receipt.json"))
 
 
-def test_receipts_of_other_settings_or_half_written_files_count_for_nothing(held: Held, splade: Any) -> None:
+def test_receipts_of_other_settings_or_half_written_files_count_for_nothing(
+    held: Held,
+    splade: Any,
+) -> None:
     held.ask(held.worker(), 0, 1)
     file = held.folder / "part-00001.parquet"
     file.write_bytes(file.read_bytes()[:-1])
     assert held.writer.receive([0, 1]) == {0}
     held.writer.manifest.settings["shard_size"] = 3
     assert held.writer.receive([1]) == set()
-    refused(DataError, "top_k: 20 before, 5 now", encode_collection, splade, TEXTS, held.folder, top_k=5, shard_size=2)
+    refused(
+        DataError,
+        "top_k: 20 before, 5 now",
+        encode_collection,
+        splade,
+        TEXTS,
+        held.folder,
+        top_k=5,
+        shard_size=2,
+    )
     encode_collection(splade, TEXTS, held.folder, top_k=5, shard_size=2, resume=False)
     assert not list(held.folder.glob("*.receipt.json"))
 
@@ -153,10 +197,19 @@ def test_a_shard_that_was_damaged_is_written_again_apart(held: Held, alone: Path
 def test_a_machine_that_does_not_have_what_the_command_has_is_told(held: Held) -> None:
     identity = held.writer.manifest.identity | {"model_fingerprint": "0" * 64}
     cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"beacon": "elsewhere.shared.tmp"}, f"{held.folder}: is not the folder of the command on the machine"),
+        (
+            {"beacon": "elsewhere.shared.tmp"},
+            f"{held.folder}: is not the folder of the command on the machine",
+        ),
         ({"beacon": "elsewhere.shared.tmp"}, "that all machines share"),
-        ({"identity": identity}, "would encode something else (model_fingerprint: another model, or other weights)"),
-        ({"load": lambda: Path("no such model").read_bytes()}, "FileNotFoundError: [Errno 2] No such file"),
+        (
+            {"identity": identity},
+            "would encode something else (model_fingerprint: another model, or other weights)",
+        ),
+        (
+            {"load": lambda: Path("no such model").read_bytes()},
+            "FileNotFoundError: [Errno 2] No such file",
+        ),
     )
     for other, message in cases:
         (problem,) = held.ask(held.worker(**other), 0)
@@ -171,7 +224,10 @@ def test_texts_that_end_their_worker_every_time_end_the_command(held: Held) -> N
     assert not (held.folder / f"00000{TRIED}").exists()
 
 
-def test_when_every_text_of_a_shard_fails_the_model_is_at_fault(splade: Any, tmp_path: Path) -> None:
+def test_when_every_text_of_a_shard_fails_the_model_is_at_fault(
+    splade: Any,
+    tmp_path: Path,
+) -> None:
     texts: dict[str, Any] = dict.fromkeys(map(str, range(40)), 5)
     held = Held(splade, tmp_path / "v", HeldTexts(texts))
     assert held.ask(held.worker(), 0) == [""], "two texts may be wrong"
@@ -196,7 +252,9 @@ def test_rows_of_a_table_are_read_by_ranges_that_go_over_files(table: Path) -> N
 
     survey = StoredTexts(table).survey(2, sample=2)
     texts = {name: document.contents for name, document in load_documents(table).items()}
-    assert survey.count == 7 and survey.sha256 == texts_digest(texts) and 2 <= len(survey.sample) < 4
+    assert (
+        survey.count == 7 and survey.sha256 == texts_digest(texts) and 2 <= len(survey.sample) < 4
+    )
     parts = [part.read() for part in survey.ranges]
     assert [len(part) for part in parts] == [2, 2, 2, 1]
     assert {name: text for part in parts for name, text in part.items()} == texts
@@ -219,13 +277,20 @@ def test_parquet_and_saved_datasets_are_read_by_ranges(tmp_path: Path) -> None:
         assert read == [f"d{i}" for i in range(7)]
 
 
-def test_a_table_that_changes_while_it_is_encoded_is_refused(table: Path, splade: Any, tmp_path: Path) -> None:
+def test_a_table_that_changes_while_it_is_encoded_is_refused(
+    table: Path,
+    splade: Any,
+    tmp_path: Path,
+) -> None:
     held = Held(splade, tmp_path / "v", StoredTexts(table))
     text = (table / "b.jsonl").read_text(encoding="utf-8")
     (table / "b.jsonl").write_text(text.replace("sleep 5", "wake 5"), encoding="utf-8")
     assert held.ask(held.worker(), 0, 1) == ["", ""]
     (problem,) = held.ask(held.worker(), 2)
-    assert "b.jsonl: from row 2 on, the 2 rows are not those that were read at the beginning" in problem
+    assert (
+        "b.jsonl: from row 2 on, the 2 rows are not those that were read at the beginning"
+        in problem
+    )
 
 
 def refusal(tmp_path: Path, cluster: RayCluster, error: type[Exception]) -> str:
@@ -235,7 +300,10 @@ def refusal(tmp_path: Path, cluster: RayCluster, error: type[Exception]) -> str:
     return str(caught.value)
 
 
-def test_a_ray_that_is_missing_and_wrong_sizes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_is_missing_and_wrong_sizes_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "ray.data", None)
     assert "pip install 'tilefold[ray]'" in refusal(tmp_path, RayCluster(), MissingPackageError)
     for wrong in ({"workers": 0}, {"worker_cpus": 0}, {"worker_gpus": -1}):
@@ -250,6 +318,9 @@ def test_a_cluster_that_does_not_answer_is_named_with_the_time_waited(tmp_path: 
     began = time.monotonic()
     message = refusal(tmp_path, RayCluster(f"127.0.0.1:{free_port}", patience=0.3), ClusterError)
     assert time.monotonic() - began < 5
-    assert f"no answer from 127.0.0.1:{free_port} after 0 s" in message and "ray start --head" in message
+    assert (
+        f"no answer from 127.0.0.1:{free_port} after 0 s" in message
+        and "ray start --head" in message
+    )
     assert "ray job submit" in refusal(tmp_path, RayCluster("ray://here:1"), ValueError)
     assert "expected host:port" in refusal(tmp_path, RayCluster("here"), ValueError)

@@ -1,4 +1,6 @@
-"""Sparse vectors in memory and on disk: what is written comes back, whole; what does not fit is named."""
+"""Sparse vectors in memory and on disk: what is written comes back, whole; what does not fit is
+named.
+"""
 
 from __future__ import annotations
 
@@ -28,26 +30,46 @@ OWN: dict[str, Any] = {"vocab_size": 500, "fingerprint": "f" * 64}
 def same(left: r.SparseVectors, right: r.SparseVectors) -> bool:
     arrays = ((getattr(left, name), getattr(right, name)) for name in ("indptr", "indices", "data"))
     facts = ((each.ids, each.vocab_size, each.fingerprint) for each in (left, right))
-    return next(facts) == next(facts) and all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in arrays)
+    return next(facts) == next(facts) and all(
+        np.array_equal(a, b) and a.dtype == b.dtype for a, b in arrays
+    )
 
 
 def test_vectors_survive_shards_on_disk_bit_for_bit(make_vectors: Make, tmp_path: Path) -> None:
-    r.write_vectors(make_vectors(30), tmp_path / "v", shard_size=10)  # is replaced, with all its shards
-    vectors = r.SparseVectors.concatenate([make_vectors(24), r.SparseVectors.from_rows({"empty": {}}, 500, "f" * 64)])
+    r.write_vectors(
+        make_vectors(30),
+        tmp_path / "v",
+        shard_size=10,
+    )  # is replaced, with all its shards
+    vectors = r.SparseVectors.concatenate(
+        [make_vectors(24), r.SparseVectors.from_rows({"empty": {}}, 500, "f" * 64)],
+    )
     manifest = r.write_vectors(vectors, tmp_path / "v", model_name="tiny", shard_size=24)
     assert [shard["rows"] for shard in manifest.shards] == [24, 1]
-    assert manifest.complete and manifest.n_documents == 25 and r.read_manifest(tmp_path / "v") == manifest
-    assert same(r.read_vectors(tmp_path / "v"), vectors) and not vectors.row(24)[0].size, "a row without terms is kept"
+    assert (
+        manifest.complete
+        and manifest.n_documents == 25
+        and r.read_manifest(tmp_path / "v") == manifest
+    )
+    assert same(r.read_vectors(tmp_path / "v"), vectors) and not vectors.row(24)[0].size, (
+        "a row without terms is kept"
+    )
     assert sorted(path.name for path in (tmp_path / "v").iterdir()) == [
-        "manifest.json", "part-00000.parquet", "part-00001.parquet"
-    ]  # fmt: skip
+        "manifest.json",
+        "part-00000.parquet",
+        "part-00001.parquet",
+    ]
     schema = pq.read_schema(tmp_path / "v" / "part-00000.parquet")
     lists = {"indices": pa.list_(pa.int32()), "weights": pa.list_(pa.float32())}
     assert {name: schema.field(name).type for name in schema.names} == {"id": pa.string()} | lists
 
 
 @pytest.mark.parametrize("backend", ["exact", "seismic"])
-def test_model_and_texts_travel_from_vectors_into_an_index(make_vectors: Make, tmp_path: Path, backend: str) -> None:
+def test_model_and_texts_travel_from_vectors_into_an_index(
+    make_vectors: Make,
+    tmp_path: Path,
+    backend: str,
+) -> None:
     made = Provenance("ab" * 32, "cd" * 32)
     vectors = replace(make_vectors(12), provenance=made)
     r.write_vectors(vectors, tmp_path / "v", shard_size=5)
@@ -66,7 +88,10 @@ def test_rows_by_name_come_in_the_order_of_the_folder(make_vectors: Make, tmp_pa
     assert len(r.read_rows(tmp_path / "v", ["nobody"])) == 0
 
 
-def test_shards_have_receipts_and_those_without_vectors_are_made_again(make_vectors: Make, tmp_path: Path) -> None:
+def test_shards_have_receipts_and_those_without_vectors_are_made_again(
+    make_vectors: Make,
+    tmp_path: Path,
+) -> None:
     lister, other = (
         r.SparseVectorWriter(tmp_path, r.VectorManifest(**OWN)),
         r.SparseVectorWriter(tmp_path, r.VectorManifest(**OWN), lists=False),
@@ -87,16 +112,35 @@ def test_shards_have_receipts_and_those_without_vectors_are_made_again(make_vect
     assert r.read_vectors(tmp_path).ids == ["d0", "d1", "d2", "e0", "e1", "e2"]
 
 
-def test_a_writer_takes_the_manifest_of_a_new_folder_of_its_kind(make_vectors: Make, tmp_path: Path) -> None:
+def test_a_writer_takes_the_manifest_of_a_new_folder_of_its_kind(
+    make_vectors: Make,
+    tmp_path: Path,
+) -> None:
     read = r.write_vectors(make_vectors(6), tmp_path / "v", shard_size=3)
-    refused(ValueError, r"of a new folder, got one that lists 2 shard\(s\)", r.SparseVectorWriter, tmp_path / "w", read)
+    refused(
+        ValueError,
+        r"of a new folder, got one that lists 2 shard\(s\)",
+        r.SparseVectorWriter,
+        tmp_path / "w",
+        read,
+    )
     tokens = r.TokenManifest(8, "fp16")
-    refused(TypeError, "expected a VectorManifest, got TokenManifest", r.SparseVectorWriter, tmp_path / "v", tokens)
+    refused(
+        TypeError,
+        "expected a VectorManifest, got TokenManifest",
+        r.SparseVectorWriter,
+        tmp_path / "v",
+        tokens,
+    )
     assert r.read_manifest(tmp_path / "v") == read and not (tmp_path / "w").exists()
 
 
 @pytest.mark.parametrize("place", ["s.sha256_file", "s.ShardWriter._save"])
-def test_a_killed_writer_loses_only_its_last_shard(make_vectors: Make, tmp_path: Path, place: str) -> None:
+def test_a_killed_writer_loses_only_its_last_shard(
+    make_vectors: Make,
+    tmp_path: Path,
+    place: str,
+) -> None:
     code = (
         "import os, sys, tilefold.retrieval._shards as s, tilefold.retrieval.vectors as v\n"
         "writer = v.SparseVectorWriter(sys.argv[1], v.VectorManifest(500, 'f' * 64))\n"
@@ -115,13 +159,22 @@ def test_a_killed_writer_loses_only_its_last_shard(make_vectors: Make, tmp_path:
     refused(DataError, r"2 shard\(s\) of an unfinished run", r.read_vectors, tmp_path)
     writer.finish()
     assert r.read_vectors(tmp_path).ids == ["d0", "e0", "e1"]
-    other, said = r.VectorManifest(**OWN | {"vocab_size": 600}), "vocab_size: 500 before, 600 now.*resume=False"
+    other, said = (
+        r.VectorManifest(**OWN | {"vocab_size": 600}),
+        "vocab_size: 500 before, 600 now.*resume=False",
+    )
     refused(DataError, said, r.SparseVectorWriter, tmp_path, other, resume=True)
 
 
-def test_a_folder_of_other_files_is_never_written_to_nor_read(make_vectors: Make, tmp_path: Path) -> None:
+def test_a_folder_of_other_files_is_never_written_to_nor_read(
+    make_vectors: Make,
+    tmp_path: Path,
+) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    for path, message in ((tmp_path, "nothing was overwritten"), (tmp_path / "notes.txt", "got a file")):
+    for path, message in (
+        (tmp_path, "nothing was overwritten"),
+        (tmp_path / "notes.txt", "got a file"),
+    ):
         refused(FileExistsError, message, r.write_vectors, make_vectors(3), path)
     refused(FileNotFoundError, r"manifest.json: no such file", r.read_vectors, tmp_path)
     for version, message in (
@@ -132,7 +185,10 @@ def test_a_folder_of_other_files_is_never_written_to_nor_read(make_vectors: Make
         refused(DataError, message, r.read_vectors, tmp_path)
 
 
-def test_a_shard_that_is_damaged_or_written_by_another_program_is_named(make_vectors: Make, tmp_path: Path) -> None:
+def test_a_shard_that_is_damaged_or_written_by_another_program_is_named(
+    make_vectors: Make,
+    tmp_path: Path,
+) -> None:
     r.write_vectors(make_vectors(20), tmp_path, shard_size=10)
     file = tmp_path / "part-00001.parquet"
     content = bytearray(file.read_bytes())
@@ -142,9 +198,18 @@ def test_a_shard_that_is_damaged_or_written_by_another_program_is_named(make_vec
     no_list = pa.array([None], pa.list_(pa.int32()))
     for columns, message in (
         ({"indices": [[1, 2]]}, "expected Parquet with id, indices and weights"),
-        ({"indices": [[1, 2]], "weights": [[1.0]]}, "expected as many weights as indices .* got 1 and 2 for 'd0'"),
-        ({"indices": no_list, "weights": [[1.0]]}, "expected as many weights as indices .* got nulls in indices"),
-        ({"indices": [[1, 500]], "weights": [[1.0, 2.0]]}, r"indices: expected terms in \[0, 500\), got 500"),
+        (
+            {"indices": [[1, 2]], "weights": [[1.0]]},
+            "expected as many weights as indices .* got 1 and 2 for 'd0'",
+        ),
+        (
+            {"indices": no_list, "weights": [[1.0]]},
+            "expected as many weights as indices .* got nulls in indices",
+        ),
+        (
+            {"indices": [[1, 500]], "weights": [[1.0, 2.0]]},
+            r"indices: expected terms in \[0, 500\), got 500",
+        ),
     ):
         r.write_vectors(make_vectors(1), tmp_path)
         pq.write_table(pa.table({"id": ["d0"], **columns}), tmp_path / "part-00000.parquet")
@@ -152,21 +217,48 @@ def test_a_shard_that_is_damaged_or_written_by_another_program_is_named(make_vec
         refused(DataError, f"part-00000.parquet: {message}", r.read_vectors, tmp_path)
 
 
-ONE, TWO = (np.array([0, 1]), np.array([2], np.int32)), (np.array([0, 2]), np.array([2, 2], np.int32))
+ONE, TWO = (
+    (np.array([0, 1]), np.array([2], np.int32)),
+    (np.array([0, 2]), np.array([2, 2], np.int32)),
+)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: r.SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: float("nan")}}, 5), "got nan for 'b'"),
-        (lambda: r.SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: float("inf")}}, 5), "got inf for 'b'"),
+        (
+            lambda: r.SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: float("nan")}}, 5),
+            "got nan for 'b'",
+        ),
+        (
+            lambda: r.SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: float("inf")}}, 5),
+            "got inf for 'b'",
+        ),
         (lambda: r.SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: -0.5}}, 5), "got -0.5 for 'b'"),
-        (lambda: r.SparseVectors.from_rows({"a": {0: 1.0}, "b": {5: 1.0}}, 5), r"in \[0, 5\), got 5 for 'b'"),
-        (lambda: r.SparseVectors(["a"], *TWO, np.ones(2, np.float32), 5), "term 2 is given twice for 'a'"),
-        (lambda: r.SparseVectors(["a", "a"], *TWO, np.ones(2, np.float32), 5), r"ids\[1\]: 'a' was given before"),
-        (lambda: r.SparseVectors([""], *ONE, np.ones(1, np.float32), 5), r"ids\[0\]: expected a non-empty string"),
-        (lambda: r.SparseVectors.from_torch(["a"], torch.tensor([[torch.nan]]), min_weight=0.5), "got nan for 'a'"),
-        (lambda: r.SparseVectors.from_torch(["a", "b"], torch.ones(3, 4)), r"matrix: expected a tensor \[2, V\]"),
+        (
+            lambda: r.SparseVectors.from_rows({"a": {0: 1.0}, "b": {5: 1.0}}, 5),
+            r"in \[0, 5\), got 5 for 'b'",
+        ),
+        (
+            lambda: r.SparseVectors(["a"], *TWO, np.ones(2, np.float32), 5),
+            "term 2 is given twice for 'a'",
+        ),
+        (
+            lambda: r.SparseVectors(["a", "a"], *TWO, np.ones(2, np.float32), 5),
+            r"ids\[1\]: 'a' was given before",
+        ),
+        (
+            lambda: r.SparseVectors([""], *ONE, np.ones(1, np.float32), 5),
+            r"ids\[0\]: expected a non-empty string",
+        ),
+        (
+            lambda: r.SparseVectors.from_torch(["a"], torch.tensor([[torch.nan]]), min_weight=0.5),
+            "got nan for 'a'",
+        ),
+        (
+            lambda: r.SparseVectors.from_torch(["a", "b"], torch.ones(3, 4)),
+            r"matrix: expected a tensor \[2, V\]",
+        ),
     ],
 )
 def test_what_is_no_vector_is_named(make: Callable[[], r.SparseVectors], message: str) -> None:
@@ -175,7 +267,13 @@ def test_what_is_no_vector_is_named(make: Callable[[], r.SparseVectors], message
 
 def test_rows_out_of_order_are_sorted_and_rows_can_be_taken() -> None:
     indices, data = np.array([3, 1, 0, 3], np.int32), np.array([1, 2, 3, 4], np.float32)
-    vectors = r.SparseVectors(["a", "b"], np.array([0, 2, 4]), indices, data, 5)  # 3 in two rows is fine
+    vectors = r.SparseVectors(
+        ["a", "b"],
+        np.array([0, 2, 4]),
+        indices,
+        data,
+        5,
+    )  # 3 in two rows is fine
     assert [part.tolist() for part in vectors.row(0)] == [[1, 3], [2.0, 1.0]]
     taken = vectors.take([1, 0])
     assert taken.ids == ["b", "a"]
@@ -185,7 +283,10 @@ def test_rows_out_of_order_are_sorted_and_rows_can_be_taken() -> None:
 def test_mixed_vocabularies_are_refused(make_vectors: Make) -> None:
     small, other = make_vectors(2), replace(make_vectors(2, prefix="e"), fingerprint="0" * 64)
     for parts, message in (
-        ([small, make_vectors(2, vocab_size=600, prefix="e")], r"parts\[1\]: expected .*500 terms, got one with 600"),
+        (
+            [small, make_vectors(2, vocab_size=600, prefix="e")],
+            r"parts\[1\]: expected .*500 terms, got one with 600",
+        ),
         ([small, other], r"got one of the same size \(fingerprint 0{12}\)"),
     ):
         refused(VocabularyMismatchError, message, r.SparseVectors.concatenate, parts)
@@ -206,13 +307,31 @@ def test_jsonl_export_has_the_anserini_form(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     r.export_jsonl(vectors, file, ["cat", "dog", "ü"], contents={"a": "a cat"})
     first, second = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
-    assert first == {"id": "a", "contents": "a cat", "vector": pytest.approx({"cat": 0.5, "ü": 0.004})}
+    assert first == {
+        "id": "a",
+        "contents": "a cat",
+        "vector": pytest.approx({"cat": 0.5, "ü": 0.004}),
+    }
     assert second == {"id": "b", "contents": "", "vector": {}}
     r.export_jsonl(vectors, file, scale=100)
     assert json.loads(file.read_text().splitlines()[0])["vector"] == {"0": 50}
     earlier = file.read_text()
-    refused(VocabularyMismatchError, "every index up to 2, got 2 tokens", r.export_jsonl, vectors, file, ["cat", "dog"])
-    refused(DataError, "two terms of 'a' have the same text", r.export_jsonl, vectors, file, ["cat", "dog", "cat"])
+    refused(
+        VocabularyMismatchError,
+        "every index up to 2, got 2 tokens",
+        r.export_jsonl,
+        vectors,
+        file,
+        ["cat", "dog"],
+    )
+    refused(
+        DataError,
+        "two terms of 'a' have the same text",
+        r.export_jsonl,
+        vectors,
+        file,
+        ["cat", "dog", "cat"],
+    )
     assert file.read_text() == earlier and [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 
 

@@ -57,5 +57,7 @@ def vectors(sparse: Any, collection: Collection) -> r.SparseVectors:
 @pytest.fixture(scope="module")
 def client(sparse: Any, late: Any, masked_lm: str) -> Iterator[Client]:
     """A server with a sparse and a multi-vector model."""
-    with serving(Service([Served(sparse, "sparse", masked_lm), Served(late, "multi-vector", "colbert")])) as running:
+    with serving(
+        Service([Served(sparse, "sparse", masked_lm), Served(late, "multi-vector", "colbert")]),
+    ) as running:
         yield running

@@ -46,7 +46,11 @@ class Client:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, body, {**self.headers, **named})
             reply = connection.getresponse()
-            return Reply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())
+            return Reply(
+                reply.status,
+                {name.lower(): value for name, value in reply.getheaders()},
+                reply.read(),
+            )
         finally:
             connection.close()
 
@@ -54,7 +58,12 @@ class Client:
         return self.request("GET", path)
 
     def post(self, path: str, body: Any) -> Reply:
-        return self.request("POST", path, json.dumps(body).encode(), content_type="application/json")
+        return self.request(
+            "POST",
+            path,
+            json.dumps(body).encode(),
+            content_type="application/json",
+        )
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
@@ -76,7 +85,9 @@ def read_all(opened: socket.socket) -> bytes:
 
 @contextmanager
 def serving(service: Service, api_key: str | None = None, **options: Any) -> Iterator[Client]:
-    """The service on a free port of the loopback address, in a thread; `options` are those of :func:`create_app`."""
+    """The service on a free port of the loopback address, in a thread; `options` are those of
+    :func:`create_app`.
+    """
     app = create_app(service, api_key, **options)
     opened, ready = bind("127.0.0.1", 0), threading.Event()
     server = Server(app, service, ready.set)
@@ -94,9 +105,15 @@ def serving(service: Service, api_key: str | None = None, **options: Any) -> Ite
 
 @contextmanager
 def served(*options: str | Path) -> Iterator[tuple[Any, Client, str]]:
-    """A process of ``tilefold serve`` with these options, its client, and the line that says where it answers."""
+    """A process of ``tilefold serve`` with these options, its client, and the line that says where
+    it answers.
+    """
     command = ("-m", "tilefold.cli", "serve", "--port", "0", *options)
-    with programs.start(*command, env=environment(OMP_NUM_THREADS="1"), stderr=programs.PIPE) as process:
+    with programs.start(
+        *command,
+        env=environment(OMP_NUM_THREADS="1"),
+        stderr=programs.PIPE,
+    ) as process:
         try:
             line = next(line for line in process.stderr if "http://" in line)
             yield process, Client(int(re.search(r":(\d+); Ctrl-C ends", line)[1])), line

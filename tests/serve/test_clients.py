@@ -1,4 +1,5 @@
-"""The clients for LangChain, LlamaIndex and Haystack with the real libraries (``make test-clients``), and their source.
+"""The clients for LangChain, LlamaIndex and Haystack with the real libraries (``make
+test-clients``), and their source.
 
 Their vectors come from a model in process or from a server, with the same result.
 """
@@ -34,12 +35,19 @@ def url(client: Client, path: str = "") -> str:
 @pytest.fixture(scope="module")
 def server(two_sided: Any) -> Iterator[Client]:
     limits = Limits(max_client_batch_size=2, max_concurrent_requests=2)
-    with serving(Service([Served(two_sided, "sparse", "two-sided")], limits), api_key="sesam") as client:
+    with serving(
+        Service([Served(two_sided, "sparse", "two-sided")], limits),
+        api_key="sesam",
+    ) as client:
         yield client
 
 
 @pytest.mark.parametrize("side", ["query", "document"])
-def test_model_and_server_give_the_vectors_of_the_side(two_sided: Any, server: Client, side: Any) -> None:
+def test_model_and_server_give_the_vectors_of_the_side(
+    two_sided: Any,
+    server: Client,
+    side: Any,
+) -> None:
     expected = encode_sparse(two_sided, TEXTS, task=side).to_dense()
     for source in (
         SparseSource(two_sided, batch_size=2),
@@ -57,7 +65,11 @@ def test_model_and_server_give_the_vectors_of_the_side(two_sided: Any, server: C
     refused(TypeError, r"pass \[text\]", SparseSource(two_sided).encode, "a", side)
 
 
-def test_a_model_is_loaded_from_its_folder_at_first_use(masked_lm: str, tmp_path: Any, sparse: Any) -> None:
+def test_a_model_is_loaded_from_its_folder_at_first_use(
+    masked_lm: str,
+    tmp_path: Any,
+    sparse: Any,
+) -> None:
     sparse.save_pretrained(str(tmp_path / "model"))
     source = SparseSource(str(tmp_path / "model"))
     assert isinstance(source.model, str)
@@ -86,7 +98,13 @@ def test_errors_of_a_server_are_told_with_its_reason_and_the_time_waited(server:
         ("", "sesam", 3, "answered 422: batch size 3 > maximum allowed batch size 2"),
         ("/nowhere", "sesam", 1, "answered 404: there is no such route"),
     ):
-        refused(ServerError, told, SparseSource(url=url(server) + path, api_key=key).encode, ["a"] * texts, "query")
+        refused(
+            ServerError,
+            told,
+            SparseSource(url=url(server) + path, api_key=key).encode,
+            ["a"] * texts,
+            "query",
+        )
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         source = SparseSource(url=address, timeout=0.3)
@@ -95,10 +113,14 @@ def test_errors_of_a_server_are_told_with_its_reason_and_the_time_waited(server:
     refused(ServerError, told, SparseSource(url=address).encode, ["a"], "query")
 
 
-def test_a_busy_server_is_asked_again_and_one_that_knows_nothing_of_top_k_gives_the_same_entries() -> None:
+def test_a_busy_server_is_asked_again_and_one_that_knows_nothing_of_top_k_gives_the_same_entries() -> (
+    None
+):
     busy, fine = reply("{}", "429 Too Many Requests"), reply('[{"indices":[1],"values":[2.5]}]')
     assert SparseSource(url=page_of(busy, busy, fine)).encode(["a"], "query") == [([1], [2.5])]
-    entries = [{"index": index, "value": value} for index, value in ((3, 0.5), (4, 2), (7, 0.5), (9, 1.25))]
+    entries = [
+        {"index": index, "value": value} for index, value in ((3, 0.5), (4, 2), (7, 0.5), (9, 1.25))
+    ]
     source = SparseSource(url=page_of(reply(json.dumps([entries]))), top_k=3, sides=False)
     assert source.encode(["a"], "query") == [([3, 4, 9], [0.5, 2, 1.25])]
 
@@ -115,8 +137,14 @@ def reply(body: str, status: str = "200 OK") -> bytes:
         ({"url": "localhost:8080"}, "url: expected an address such as"),
         ({"url": "file:///etc/passwd"}, "url: expected an address such as"),
         ({"url": "http://localhost:99999"}, "url: expected an address such as"),
-        ({"url": "http://me:secret@localhost"}, "url: expected an address without a name, a password"),
-        ({"url": "http://localhost?key=secret"}, "url: expected an address without a name, a password"),
+        (
+            {"url": "http://me:secret@localhost"},
+            "url: expected an address without a name, a password",
+        ),
+        (
+            {"url": "http://localhost?key=secret"},
+            "url: expected an address without a name, a password",
+        ),
         ({"url": "http://localhost", "api_key": "sesam\n"}, "api_key: expected printable ASCII"),
         ({"url": "http://localhost", "api_key": "s\xe9sam"}, "api_key: expected printable ASCII"),
         ({"model": "a", "top_k": 0}, "top_k: expected at least 1"),
@@ -159,8 +187,16 @@ def dot(query: Mapping[int, float], row: Mapping[int, float]) -> float:
 
 
 @pytest.mark.parametrize("over", ["model", "url"])
-def test_langchain_ranks_by_our_dot_products(client: Client, sparse: Any, collection: Collection, over: str) -> None:
-    pytest.importorskip("langchain_qdrant", reason="langchain-qdrant is not installed; make test-clients brings it")
+def test_langchain_ranks_by_our_dot_products(
+    client: Client,
+    sparse: Any,
+    collection: Collection,
+    over: str,
+) -> None:
+    pytest.importorskip(
+        "langchain_qdrant",
+        reason="langchain-qdrant is not installed; make test-clients brings it",
+    )
     from langchain_core.documents import Document
     from langchain_qdrant import QdrantVectorStore, RetrievalMode, SparseEmbeddings
 
@@ -168,23 +204,41 @@ def test_langchain_ranks_by_our_dot_products(client: Client, sparse: Any, collec
 
     embeddings = TilefoldSparseEmbeddings(**places(over, client, sparse), top_k=64)
     assert isinstance(embeddings, SparseEmbeddings)
-    documents = [Document(each.contents, metadata={"id": each.id}) for each in collection.documents.values()]
+    documents = [
+        Document(each.contents, metadata={"id": each.id}) for each in collection.documents.values()
+    ]
     store = QdrantVectorStore.from_documents(
-        documents, None, location=":memory:", collection_name="t", sparse_embedding=embeddings,
+        documents,
+        None,
+        location=":memory:",
+        collection_name="t",
+        sparse_embedding=embeddings,
         retrieval_mode=RetrievalMode.SPARSE,
-    )  # fmt: skip
+    )
     found = store.similarity_search_with_score("csv files", k=16)
     query = embeddings.embed_query("csv files")
     vectors = embeddings.embed_documents([each.page_content for each in documents])
     names = [document.metadata["id"] for document in documents]
-    scores = {name: dot(as_dict(query), as_dict(row)) for name, row in zip(names, vectors, strict=True)}
-    assert {document.metadata["id"]: score for document, score in found} == pytest.approx(scores, rel=1e-2)
+    scores = {
+        name: dot(as_dict(query), as_dict(row)) for name, row in zip(names, vectors, strict=True)
+    }
+    assert {document.metadata["id"]: score for document, score in found} == pytest.approx(
+        scores,
+        rel=1e-2,
+    )
     assert asyncio.run(embeddings.aembed_query("csv files")).indices == query.indices
 
 
 @pytest.mark.parametrize("over", ["model", "url"])
-def test_embeddings_of_llama_index_are_dicts_of_the_model_s_terms(client: Client, sparse: Any, over: str) -> None:
-    pytest.importorskip("llama_index.core", reason="llama-index-core is not installed; make test-clients brings it")
+def test_embeddings_of_llama_index_are_dicts_of_the_model_s_terms(
+    client: Client,
+    sparse: Any,
+    over: str,
+) -> None:
+    pytest.importorskip(
+        "llama_index.core",
+        reason="llama-index-core is not installed; make test-clients brings it",
+    )
     from llama_index.core.base.embeddings.base_sparse import BaseSparseEmbedding
 
     from tilefold.integrations.llama_index import TilefoldSparseEmbedding
@@ -192,9 +246,15 @@ def test_embeddings_of_llama_index_are_dicts_of_the_model_s_terms(client: Client
     embedding = TilefoldSparseEmbedding(**places(over, client, sparse), batch_size=2)
     assert isinstance(embedding, BaseSparseEmbedding)
     served = client.post("/embed_sparse", {"inputs": TEXTS}).json
-    for texts in (embedding.get_text_embedding_batch(TEXTS), asyncio.run(embedding.aget_text_embedding_batch(TEXTS))):
+    for texts in (
+        embedding.get_text_embedding_batch(TEXTS),
+        asyncio.run(embedding.aget_text_embedding_batch(TEXTS)),
+    ):
         for found, row in zip(texts, served, strict=True):
-            assert found == pytest.approx({entry["index"]: entry["value"] for entry in row}, rel=2e-2)
+            assert found == pytest.approx(
+                {entry["index"]: entry["value"] for entry in row},
+                rel=2e-2,
+            )
     query = embedding.get_query_embedding("csv")
     assert asyncio.run(embedding.aget_query_embedding("csv")) == pytest.approx(query, rel=2e-2)
     assert embedding.similarity(query, query) == pytest.approx(1.0)
@@ -202,7 +262,10 @@ def test_embeddings_of_llama_index_are_dicts_of_the_model_s_terms(client: Client
 
 
 @pytest.mark.filterwarnings("ignore:Payload indexes have no effect in the local Qdrant")
-def test_a_hybrid_qdrant_store_of_llama_index_finds_by_our_vectors(client: Client, collection: Collection) -> None:
+def test_a_hybrid_qdrant_store_of_llama_index_finds_by_our_vectors(
+    client: Client,
+    collection: Collection,
+) -> None:
     pytest.importorskip("llama_index.vector_stores.qdrant")
     from llama_index.core.schema import MetadataMode, TextNode
     from llama_index.core.vector_stores.types import VectorStoreQuery, VectorStoreQueryMode
@@ -213,33 +276,59 @@ def test_a_hybrid_qdrant_store_of_llama_index_finds_by_our_vectors(client: Clien
 
     embedding = TilefoldSparseEmbedding(url=url(client))
     store = QdrantVectorStore(
-        "t", QdrantClient(":memory:"), enable_hybrid=True, sparse_doc_fn=embedding.document_vectors,
+        "t",
+        QdrantClient(":memory:"),
+        enable_hybrid=True,
+        sparse_doc_fn=embedding.document_vectors,
         sparse_query_fn=embedding.query_vectors,
-    )  # fmt: skip
+    )
     dense = [1.0, 0.0]
     documents = collection.documents.values()
-    nodes = [TextNode(text=each.contents, embedding=dense, metadata={"id": each.id}) for each in documents]
+    nodes = [
+        TextNode(text=each.contents, embedding=dense, metadata={"id": each.id})
+        for each in documents
+    ]
     store.add(nodes)
     sparse = VectorStoreQueryMode.SPARSE
-    found = store.query(VectorStoreQuery(query_embedding=dense, query_str="csv files", sparse_top_k=3, mode=sparse))
+    found = store.query(
+        VectorStoreQuery(query_embedding=dense, query_str="csv files", sparse_top_k=3, mode=sparse),
+    )
     texts = [node.get_content(MetadataMode.EMBED) for node in nodes]  # what the store encodes
     query = embedding.get_query_embedding("csv files")
-    best = sorted((dot(query, row) for row in embedding.get_text_embedding_batch(texts)), reverse=True)[:3]
+    best = sorted(
+        (dot(query, row) for row in embedding.get_text_embedding_batch(texts)),
+        reverse=True,
+    )[:3]
     assert sorted(found.similarities, reverse=True) == pytest.approx(best, rel=1e-2)
 
 
-def test_pipelines_of_haystack_find_and_survive_a_file(client: Client, sparse: Any, collection: Collection) -> None:
-    pytest.importorskip("haystack_integrations.document_stores.qdrant", reason="make test-clients brings it")
+def test_pipelines_of_haystack_find_and_survive_a_file(
+    client: Client,
+    sparse: Any,
+    collection: Collection,
+) -> None:
+    pytest.importorskip(
+        "haystack_integrations.document_stores.qdrant",
+        reason="make test-clients brings it",
+    )
     from haystack import Document, Pipeline
     from haystack.utils import Secret
     from haystack_integrations.components.retrievers.qdrant import QdrantSparseEmbeddingRetriever
     from haystack_integrations.document_stores.qdrant import QdrantDocumentStore
 
-    from tilefold.integrations.haystack import TilefoldSparseDocumentEmbedder, TilefoldSparseTextEmbedder
+    from tilefold.integrations.haystack import (
+        TilefoldSparseDocumentEmbedder,
+        TilefoldSparseTextEmbedder,
+    )
 
     store = QdrantDocumentStore(":memory:", use_sparse_embeddings=True, embedding_dim=2)
-    documents = [Document(content=each.contents, meta={"id": each.id}) for each in collection.documents.values()]
-    embedded = TilefoldSparseDocumentEmbedder(url=url(client), batch_size=8).run([*documents, Document(content=None)])
+    documents = [
+        Document(content=each.contents, meta={"id": each.id})
+        for each in collection.documents.values()
+    ]
+    embedded = TilefoldSparseDocumentEmbedder(url=url(client), batch_size=8).run(
+        [*documents, Document(content=None)],
+    )
     assert embedded["documents"][-1].sparse_embedding is None
     store.write_documents(embedded["documents"][:-1])
     pipeline = Pipeline()
@@ -250,17 +339,29 @@ def test_pipelines_of_haystack_find_and_survive_a_file(client: Client, sparse: A
     query = TilefoldSparseTextEmbedder(url=url(client)).run("csv files")["sparse_embedding"]
     rows = {each.id: each.sparse_embedding for each in embedded["documents"]}
     for document in found[:3]:
-        assert document.score == pytest.approx(dot(as_dict(query), as_dict(rows[document.id])), rel=1e-2)
+        assert document.score == pytest.approx(
+            dot(as_dict(query), as_dict(rows[document.id])),
+            rel=1e-2,
+        )
     alone, key = Pipeline(), Secret.from_env_var("NO_SUCH", strict=False)
     alone.add_component("text", TilefoldSparseTextEmbedder(url=url(client), api_key=key))
     again = Pipeline.loads(alone.dumps(), allowed_modules=["tilefold.integrations.haystack"])
-    assert again.run({"text": {"text": "csv files"}})["text"]["sparse_embedding"].indices == query.indices
+    assert (
+        again.run({"text": {"text": "csv files"}})["text"]["sparse_embedding"].indices
+        == query.indices
+    )
     here = TilefoldSparseTextEmbedder(sparse)
-    assert as_dict(here.run("csv files")["sparse_embedding"]) == pytest.approx(as_dict(query), rel=2e-2)
+    assert as_dict(here.run("csv files")["sparse_embedding"]) == pytest.approx(
+        as_dict(query),
+        rel=2e-2,
+    )
     refused(ValueError, "expected a folder or a name to store the pipeline", here.to_dict)
 
 
-def test_haystack_s_own_components_for_tei_run_against_our_server_unchanged(two_sided: Any, late: Any) -> None:
+def test_haystack_s_own_components_for_tei_run_against_our_server_unchanged(
+    two_sided: Any,
+    late: Any,
+) -> None:
     pytest.importorskip("haystack_integrations.components.embedders.huggingface_api")
     from haystack import Document
     from haystack.utils import Secret
@@ -272,10 +373,16 @@ def test_haystack_s_own_components_for_tei_run_against_our_server_unchanged(two_
         token = Secret.from_token("sesam")
         locked = Client(client.port, {"authorization": "Bearer sesam"})
         text = tei.HuggingFaceTEISparseTextEmbedder(api_base_url=url(client, "/query"), token=token)
-        (served,) = locked.post("/query/embed_sparse", {"inputs": "read csv files", "format": "arrays"}).json
+        (served,) = locked.post(
+            "/query/embed_sparse",
+            {"inputs": "read csv files", "format": "arrays"},
+        ).json
         expected = dict(zip(served["indices"], served["values"], strict=True))
         assert as_dict(text.run("read csv files")["sparse_embedding"]) == pytest.approx(expected)
-        several = tei.HuggingFaceTEISparseDocumentEmbedder(api_base_url=url(client, "/document"), token=token)
+        several = tei.HuggingFaceTEISparseDocumentEmbedder(
+            api_base_url=url(client, "/document"),
+            token=token,
+        )
         texts = ["read csv files", "dates"]
         documents = [Document(content=text) for text in texts]
         rows = locked.post("/document/embed_sparse", {"inputs": texts, "format": "arrays"}).json
@@ -283,5 +390,8 @@ def test_haystack_s_own_components_for_tei_run_against_our_server_unchanged(two_
             assert document.sparse_embedding.indices == row["indices"]
         ranker = HuggingFaceTEIRanker(url=url(client), token=token, top_k=2)
         ranked = ranker.run(query="read csv", documents=documents)["documents"]
-        scores = [entry["score"] for entry in locked.post("/rerank", {"query": "read csv", "texts": texts}).json]
+        scores = [
+            entry["score"]
+            for entry in locked.post("/rerank", {"query": "read csv", "texts": texts}).json
+        ]
         assert [each.score for each in ranked] == pytest.approx(scores, rel=1e-3)

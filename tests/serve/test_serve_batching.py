@@ -1,4 +1,6 @@
-"""Batches by tokens, failing inputs, what one request may ask for, others' turns; the scripts that load a server."""
+"""Batches by tokens, failing inputs, what one request may ask for, others' turns; the scripts that
+load a server.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,13 @@ class Recorder:
         return [2 * payload for payload in payloads]
 
 
-def run(entries: list[tuple[Any, ...]], limit: int = 12) -> tuple[list[tuple[Any, list[int]]], list[Any]]:
-    """Queue (key, payload, tokens, place, several) behind a first batch: the batches after it, what becomes of them."""
+def run(
+    entries: list[tuple[Any, ...]],
+    limit: int = 12,
+) -> tuple[list[tuple[Any, list[int]]], list[Any]]:
+    """Queue (key, payload, tokens, place, several) behind a first batch: the batches after it, what
+    becomes of them.
+    """
     recorder = Recorder()
     lane = Lane("test", recorder, limit, Metrics())
 
@@ -101,10 +108,19 @@ def test_what_is_quick_runs_on_the_event_loop_while_the_worker_has_nothing() -> 
         lane.close()
     assert [one.value, *(each.value for each in rest)] == [2, 4, 6, 8]
     assert isinstance(failed, ServeError) and failed.kind == "Backend"
-    assert {number: "tilefold" in name for number, name in threads} == {1: False, -1: False, 2: True, 3: True, 4: True}
+    assert {number: "tilefold" in name for number, name in threads} == {
+        1: False,
+        -1: False,
+        2: True,
+        3: True,
+        4: True,
+    }
 
 
-def test_a_request_that_is_alone_is_answered_on_the_event_loop(sparse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_is_alone_is_answered_on_the_event_loop(
+    sparse: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # as with graphs on a GPU, where a query takes a millisecond
     threads: list[str] = []
     monkeypatch.setattr(Served, "quick", lambda self, tokens: tokens <= 8)
@@ -123,27 +139,46 @@ def test_a_request_that_is_alone_is_answered_on_the_event_loop(sparse: Any, monk
     assert not found.refused and found.seconds and any("tilefold" in name for name in threads)
 
 
-def test_a_batch_takes_what_queued_of_its_way_while_longest_times_inputs_stays_within_the_limit() -> None:
-    batches, answers = run([("a", 1, 4), ("a", 2, 3), ("a", 3, 4), ("a", 4, 1), ("a", 5, 30), ("a", 6, 2)])
+def test_a_batch_takes_what_queued_of_its_way_while_longest_times_inputs_stays_within_the_limit() -> (
+    None
+):
+    batches, answers = run(
+        [("a", 1, 4), ("a", 2, 3), ("a", 3, 4), ("a", 4, 1), ("a", 5, 30), ("a", 6, 2)],
+    )
     assert [payloads for _, payloads in batches] == [[1, 2, 3], [4], [5], [6]]
     assert [answer.value for answer in answers] == [2, 4, 6, 8, 10, 12]
     assert all(answer.queue > 0 and answer.inference >= 0 for answer in answers)
-    assert run([("a", 1, 2), ("b", 2, 2), ("a", 3, 2), ("b", 4, 2)])[0] == [("a", [1, 3]), ("b", [2, 4])]
+    assert run([("a", 1, 2), ("b", 2, 2), ("a", 3, 2), ("b", 4, 2)])[0] == [
+        ("a", [1, 3]),
+        ("b", [2, 4]),
+    ]
 
 
 @pytest.mark.parametrize(
     ("requests", "batches"),
     [
-        ([[10, 11, 12, 13], [1], [2], [3]], [[1, 2], [10, 11], [3], [12, 13]]),  # every second one is of single inputs
-        ([[10, 11, 12, 13], [20, 21]], [[10, 20], [11, 21], [12, 13]]),  # the first inputs of all come first
+        (
+            [[10, 11, 12, 13], [1], [2], [3]],
+            [[1, 2], [10, 11], [3], [12, 13]],
+        ),  # every second one is of single inputs
+        (
+            [[10, 11, 12, 13], [20, 21]],
+            [[10, 20], [11, 21], [12, 13]],
+        ),  # the first inputs of all come first
     ],
 )
 def test_requests_take_turns(requests: list[list[int]], batches: list[list[int]]) -> None:
-    entries = [("a", each, 1, place, len(inputs) > 1) for inputs in requests for place, each in enumerate(inputs)]
+    entries = [
+        ("a", each, 1, place, len(inputs) > 1)
+        for inputs in requests
+        for place, each in enumerate(inputs)
+    ]
     assert [payloads for _, payloads in run(entries, limit=2)[0]] == batches
 
 
-def test_batches_of_long_requests_are_short_while_others_send_single_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_long_requests_are_short_while_others_send_single_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [100.0]
     monkeypatch.setattr("tilefold.serve.batching.time.monotonic", lambda: now[0])
     shares = batching._Shares(16384)
@@ -192,13 +227,17 @@ def test_a_closed_lane_refuses_what_waits_and_what_comes() -> None:
 
 
 def test_queries_asked_again_are_answered_from_before(sparse: Any, masked_lm: str) -> None:
-    with serving(Service([Served(sparse, "sparse", masked_lm)], Limits(cached_queries=2))) as client:
+    with serving(
+        Service([Served(sparse, "sparse", masked_lm)], Limits(cached_queries=2)),
+    ) as client:
 
         def kept() -> int:
             found = client.get("/metrics").raw.decode().split("tilefold_cached_count ")[-1]
             return int(float(found.split()[0]))
 
-        first = [client.post("/query/embed_sparse", {"inputs": text}).json for text in ("a list", "sum")]
+        first = [
+            client.post("/query/embed_sparse", {"inputs": text}).json for text in ("a list", "sum")
+        ]
         both = client.post("/query/embed_sparse", {"inputs": ["sum", "a list", "sum"]}).json
         assert both == [first[1][0], first[0][0], first[1][0]] and kept() == 2
         for text in ("x", "y", "a list"):  # which goes first: it was asked before the others
@@ -210,7 +249,8 @@ def test_queries_asked_again_are_answered_from_before(sparse: Any, masked_lm: st
 
 
 def test_texts_of_one_turn_of_the_loop_are_counted_by_one_call_and_fail_alone(
-    sparse: Any, monkeypatch: pytest.MonkeyPatch
+    sparse: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     texts, whole, counted = ["cats", "dogs bark", "b" * 20, "bad"], TextTokens.lengths, list[int]()
     failing: BaseException = ServeError("Tokenizer", "Tokenization error: Panic")
@@ -224,7 +264,8 @@ def test_texts_of_one_turn_of_the_loop_are_counted_by_one_call_and_fail_alone(
     async def main(wanted: list[str]) -> list[Any]:
         asked.start()
         return await asyncio.gather(
-            *(asked.encode("sparse", [each], Asked("query")) for each in wanted), return_exceptions=True
+            *(asked.encode("sparse", [each], Asked("query")) for each in wanted),
+            return_exceptions=True,
         )
 
     asked = Service([Served(sparse, "sparse", "tiny")])
@@ -245,20 +286,40 @@ def test_limits_that_make_no_sense_are_refused() -> None:
     for name in ("max_concurrent_requests", "payload_limit", "max_connections"):
         refused(ValueError, f"{name}: expected at least 1, got 0", Limits, **{name: 0})
     refused(ValueError, "body_seconds: expected a finite number above 0", Limits, body_seconds=0)
-    refused(ValueError, "at most max_concurrent", Limits, max_concurrent_requests=8, max_client_batch_size=9)
+    refused(
+        ValueError,
+        "at most max_concurrent",
+        Limits,
+        max_concurrent_requests=8,
+        max_client_batch_size=9,
+    )
 
 
 def test_as_many_characters_are_taken_as_any_model_reads(client: Client, collection: Any) -> None:
-    assert [len(tokens) for tokens in client.post("/tokenize", {"inputs": ["." * 8000] * 2}).json] == [8002] * 2
+    assert [
+        len(tokens) for tokens in client.post("/tokenize", {"inputs": ["." * 8000] * 2}).json
+    ] == [8002] * 2
     assert len(client.post("/decode", {"ids": [[7] * 8000] * 2}).json) == 2
-    with serving(Service([], searchable=Searchable("words", r.BM25Index.build(collection.contents())))) as other:
-        replies = [other.post("/v1/words/search", {"query": "csv " * count}) for count in (32_000, 32_001)]
+    with serving(
+        Service([], searchable=Searchable("words", r.BM25Index.build(collection.contents()))),
+    ) as other:
+        replies = [
+            other.post("/v1/words/search", {"query": "csv " * count}) for count in (32_000, 32_001)
+        ]
         assert [reply.status for reply in replies] == [200, 422]
-        assert replies[1].json["error"].endswith("`query` must have less than 128000 characters. Given: 128004")
+        assert (
+            replies[1]
+            .json["error"]
+            .endswith("`query` must have less than 128000 characters. Given: 128004")
+        )
 
 
 @pytest.mark.parametrize("direction", ["left", "right"])
-def test_nothing_beyond_the_limit_of_a_text_is_read(client: Client, direction: str, monkeypatch: Any) -> None:
+def test_nothing_beyond_the_limit_of_a_text_is_read(
+    client: Client,
+    direction: str,
+    monkeypatch: Any,
+) -> None:
     lengths, read = TextTokens.lengths, []
 
     def spied(self: TextTokens, texts: list[str], *given: Any) -> list[int]:
@@ -275,7 +336,9 @@ def test_nothing_beyond_the_limit_of_a_text_is_read(client: Client, direction: s
 
 
 class Gate:
-    """Stands before a method of ``TextTokens``: counts who comes, and lets nobody pass until it is opened."""
+    """Stands before a method of ``TextTokens``: counts who comes, and lets nobody pass until it is
+    opened.
+    """
 
     def __init__(self, function: Any) -> None:
         self.function, self.open = function, threading.Event()
@@ -290,7 +353,11 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Gate]:
     made = Gate(getattr(TextTokens, request.param))
-    monkeypatch.setattr(TextTokens, request.param, lambda *given, **named: made.wait(*given, **named))  # noqa: PLW0108
+    monkeypatch.setattr(
+        TextTokens,
+        request.param,
+        lambda *given, **named: made.wait(*given, **named),  # noqa: PLW0108
+    )
     yield made
     made.open.set()
 
@@ -306,7 +373,10 @@ def test_tokenizing_holds_nobody_else_up(sparse: Any, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("gate", ["lengths"], indirect=True)
-def test_work_for_a_client_that_has_gone_ends_with_its_next_portion(sparse: Any, gate: Gate) -> None:
+def test_work_for_a_client_that_has_gone_ends_with_its_next_portion(
+    sparse: Any,
+    gate: Gate,
+) -> None:
     with serving(service(sparse)) as client:
         with client.connect() as opened:
             opened.sendall(posted({"inputs": ["." * 9000] * 32}))
@@ -317,7 +387,10 @@ def test_work_for_a_client_that_has_gone_ends_with_its_next_portion(sparse: Any,
         assert [len(texts) for _, texts, *_ in gate.came] == [1, 1]
 
 
-def test_a_single_query_is_encoded_before_batches_that_came_first(sparse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_query_is_encoded_before_batches_that_came_first(
+    sparse: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     encode, batches = Served.encode, []
 
     def spied(self: Served, way: Any, inputs: list[str]) -> Any:
@@ -334,7 +407,9 @@ def test_a_single_query_is_encoded_before_batches_that_came_first(sparse: Any, m
             pool.submit(client.post, "/embed_sparse", {"inputs": "dates"})
             wait_until(lambda: "te_queue_size 129" in client.get("/metrics").raw.decode())
         pool.shutdown()
-    assert batches.index(["dates"]) <= 2 and len(batches) > 8  # the held one, one of documents, and then the query
+    assert (
+        batches.index(["dates"]) <= 2 and len(batches) > 8
+    )  # the held one, one of documents, and then the query
 
 
 def test_load_counts_answers_and_their_times(client: Client) -> None:
@@ -344,7 +419,9 @@ def test_load_counts_answers_and_their_times(client: Client) -> None:
     shown = row("tilefold", 4, 1, found)
     assert shown["requests_s"] == round(len(found.seconds) / found.wall, 1)
     assert 0 < shown["p50_ms"] <= shown["p99_ms"] < 1000 * found.wall
-    refused = asyncio.run(load(client.port, "/embed_sparse", [{"inputs": []}], clients=1, seconds=0.2))
+    refused = asyncio.run(
+        load(client.port, "/embed_sparse", [{"inputs": []}], clients=1, seconds=0.2),
+    )
     assert (refused.seconds, refused.refused > 0) == ([], True)
     with pytest.raises(ValueError, match="at most 1,000"):
         asyncio.run(load(client.port, "/embed_sparse", bodies, clients=5000, seconds=1))
@@ -356,7 +433,9 @@ def test_bad_input_gets_the_codes_that_the_soak_expects(sparse: Any, masked_lm: 
         every = serve_bad.BAD | serve_bad.SLOW
 
         async def send() -> list[Any]:
-            return await asyncio.gather(*(serve_bad.send(hasty.port, sent) for sent, _ in every.values()))
+            return await asyncio.gather(
+                *(serve_bad.send(hasty.port, sent) for sent, _ in every.values()),
+            )
 
         for (name, (_, codes)), code in zip(every.items(), asyncio.run(send()), strict=True):
             assert code in codes, name
@@ -384,8 +463,12 @@ def test_the_soak_tells_answers_from_those_of_other_texts(client: Client) -> Non
 
 def test_memory_that_grows_from_the_second_third_to_the_last_is_seen() -> None:
     seen: Counter[str] = Counter(answered=6)
-    watched = serve_soak.Watched([(2.0 * step, (100 + step // 30) * 2**20, seen) for step in range(91)])
+    watched = serve_soak.Watched(
+        [(2.0 * step, (100 + step // 30) * 2**20, seen) for step in range(91)],
+    )
     assert watched.medians() == (101, 102)
     assert [(row["minute"], row["memory_mib"], row["answered"]) for row in watched.minutes()] == [
-        (1, 101.0, 6), (2, 102.0, 0), (3, 103.0, 0)
-    ]  # fmt: skip
+        (1, 101.0, 6),
+        (2, 102.0, 0),
+        (3, 103.0, 0),
+    ]

@@ -1,7 +1,7 @@
 """The page at ``/``: what its files may not hold, and what it does in a real Chromium.
 
-The second half needs Playwright (``pip install "tilefold[page]"``) and a Chromium (``apt install chromium``);
-``make test-page`` runs it.
+The second half needs Playwright (``pip install "tilefold[page]"``) and a Chromium (``apt install
+chromium``); ``make test-page`` runs it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,31 @@ from tilefold.serve.service import Service
 EVIL = "<img src=x onerror=alert(1)> & \U0001f4be csv files \u05d0\u05d1"
 EVIL_DOCUMENTS = [
     Document("evil", "<script>alert(2)</script>", EVIL * 30),
-    Document("<svg/onload=alert(3)>", "<a href=javascript:alert(4)>a</a>", "csv files <style>*{display:none}</style>"),
-    Document("javascript:eval(5)", '"><iframe srcdoc="<script>alert(6)</script>">', "<body onload=alert(7)> csv files"),
+    Document(
+        "<svg/onload=alert(3)>",
+        "<a href=javascript:alert(4)>a</a>",
+        "csv files <style>*{display:none}</style>",
+    ),
+    Document(
+        "javascript:eval(5)",
+        '"><iframe srcdoc="<script>alert(6)</script>">',
+        "<body onload=alert(7)> csv files",
+    ),
 ]
 LACKING = ["vectors", "data", "vectors and data", "title", "text", "a model", "a model and data"]
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
+    None,
+)
 
 
 @pytest.fixture(scope="module")
-def searchable(sparse: Any, late: Any, collection: Collection, tmp_path_factory: pytest.TempPathFactory) -> Searchable:
+def searchable(
+    sparse: Any,
+    late: Any,
+    collection: Collection,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Searchable:
     folder = tmp_path_factory.mktemp("page")
     documents = dict(collection.documents) | {document.id: document for document in EVIL_DOCUMENTS}
     texts = {name: document.contents for name, document in documents.items()}
@@ -41,7 +57,15 @@ def searchable(sparse: Any, late: Any, collection: Collection, tmp_path_factory:
     vectors = r.read_vectors(folder / "vectors")
     index = r.build_index(vectors, "exact")
     models = Served(sparse, "sparse", "tiny"), Served(late, "multi-vector", "colbert")
-    return Searchable("small", index, models[0], documents, vectors, r.BM25Index.build(texts), models[1])
+    return Searchable(
+        "small",
+        index,
+        models[0],
+        documents,
+        vectors,
+        r.BM25Index.build(texts),
+        models[1],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +87,14 @@ class Tags(HTMLParser):
 def test_the_page_loads_its_own_files_alone_under_a_strict_policy(client: Client) -> None:
     reply = client.get("/")
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
-    policy = dict(part.strip().split(" ", 1) for part in reply.headers["content-security-policy"].split(";"))
-    assert (policy["default-src"], policy["script-src"], policy["style-src"]) == ("'none'", "'self'", "'self'")
+    policy = dict(
+        part.strip().split(" ", 1) for part in reply.headers["content-security-policy"].split(";")
+    )
+    assert (policy["default-src"], policy["script-src"], policy["style-src"]) == (
+        "'none'",
+        "'self'",
+        "'self'",
+    )
     assert {policy[name] for name in ("base-uri", "form-action", "frame-ancestors")} == {"'none'"}
     tags = Tags()
     tags.feed(reply.raw.decode())
@@ -75,16 +105,26 @@ def test_the_page_loads_its_own_files_alone_under_a_strict_policy(client: Client
             part = client.get(f"/{loaded}")
             assert (part.status, part.headers["x-content-type-options"]) == (200, "nosniff")
     labelled = {attributes.get("for") for tag, attributes in tags.found if tag == "label"}
-    fields = [attributes for tag, attributes in tags.found if tag == "input" and attributes["type"] != "checkbox"]
+    fields = [
+        attributes
+        for tag, attributes in tags.found
+        if tag == "input" and attributes["type"] != "checkbox"
+    ]
     assert all(attributes["id"] in labelled for attributes in fields)
     script = client.get("/page.js").raw.decode()
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|https?://", script)
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|https?://",
+        script,
+    )
     assert "http" not in client.get("/page.css").raw.decode()
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install 'tilefold[page]'")
+    api = pytest.importorskip(
+        "playwright.sync_api",
+        reason="Playwright is not installed: pip install 'tilefold[page]'",
+    )
     if CHROMIUM is None:
         pytest.skip("there is no Chromium on this machine: apt install chromium")
     with api.sync_playwright() as playwright:
@@ -98,7 +138,10 @@ def page(browser: Any) -> Iterator[Any]:
     opened = browser.new_page(viewport={"width": 1000, "height": 900})
     opened.set_default_timeout(15_000)
     opened.said = []  # what the browser complains of: errors, and breaches of the policy
-    opened.on("console", lambda message: opened.said.append(message.text) if message.type == "error" else None)
+    opened.on(
+        "console",
+        lambda message: opened.said.append(message.text) if message.type == "error" else None,
+    )
     opened.on("pageerror", lambda error: opened.said.append(str(error)))
     opened.on("dialog", lambda dialog: opened.said.append(dialog.message))
     yield opened
@@ -118,7 +161,10 @@ def test_a_search_shows_results_with_marks_bars_and_times(page: Any, client: Cli
     page.wait_for_selector("#results article")
     answer = client.post("/v1/small/search", {"query": "read csv files", "explain": True}).json
     assert page.locator("#results article").count() == 10
-    assert re.match(r"10 results · encoding [\d.]+ ms · search [\d.]+ ms · \d+ ms in all", page.inner_text("#status"))
+    assert re.match(
+        r"10 results · encoding [\d.]+ ms · search [\d.]+ ms · \d+ ms in all",
+        page.inner_text("#status"),
+    )
     heaviest = answer["query"]["terms"][0]
     first = page.locator("#bars li").first
     assert first.locator(".name").inner_text() == heaviest["term"]
@@ -159,7 +205,10 @@ def test_what_documents_and_queries_hold_is_text_and_never_html(page: Any, clien
     assert page.said == []
 
 
-def test_options_show_the_stages_and_the_address_brings_a_search_back(page: Any, client: Client) -> None:
+def test_options_show_the_stages_and_the_address_brings_a_search_back(
+    page: Any,
+    client: Client,
+) -> None:
     visit(page, client, "?q=dates")
     for name in ("fusion", "prf", "rerank"):
         page.check(f"#{name}")
@@ -177,8 +226,16 @@ def test_rankings_stand_side_by_side_and_lead_to_the_results(page: Any, client: 
     page.check("#columns")
     page.wait_for_selector("#rankings section")
     answer = client.post("/v1/small/search", {"query": "read csv files", "columns": True}).json
-    assert page.locator("#rankings h3").all_inner_texts() == ["learned sparse", "BM25", "late interaction"]
-    for section, name in zip(page.locator("#rankings section").all(), ("sparse", "words", "late"), strict=True):
+    assert page.locator("#rankings h3").all_inner_texts() == [
+        "learned sparse",
+        "BM25",
+        "late interaction",
+    ]
+    for section, name in zip(
+        page.locator("#rankings section").all(),
+        ("sparse", "words", "late"),
+        strict=True,
+    ):
         expected = [f"{entry['rank']}. {entry['title']}" for entry in answer["columns"][name]]
         assert section.locator("li .name").all_inner_texts() == expected
     boxes = [section.bounding_box() for section in page.locator("#rankings section").all()]
@@ -186,13 +243,19 @@ def test_rankings_stand_side_by_side_and_lead_to_the_results(page: Any, client: 
     top = page.locator("#rankings section").first.locator("li").nth(1)
     top.hover()
     same = page.locator("article.same")
-    assert (same.count(), same.get_attribute("data-document")) == (1, top.get_attribute("data-document"))
+    assert (same.count(), same.get_attribute("data-document")) == (
+        1,
+        top.get_attribute("data-document"),
+    )
     top.locator("a").focus()
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.id || location.hash").endswith("result-2")
     page.set_viewport_size({"width": 360, "height": 700})
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    assert len({section.bounding_box()["x"] for section in page.locator("#rankings section").all()}) == 1
+    assert (
+        len({section.bounding_box()["x"] for section in page.locator("#rankings section").all()})
+        == 1
+    )
     page.uncheck("#columns")
     page.wait_for_selector("#beside", state="hidden")
     assert page.said == []
@@ -223,7 +286,10 @@ def test_a_phone_and_dark_mode_fit(page: Any, client: Client) -> None:
     page.emulate_media(color_scheme="dark")
     visit(page, client, "?q=read+csv+files")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    back, ink = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color"))
+    back, ink = (
+        page.evaluate(f"getComputedStyle(document.body).{name}")
+        for name in ("backgroundColor", "color")
+    )
     darkness, light = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (back, ink))
     assert (darkness < 150, light > 600) == (True, True)
     for name in ("#go", "#hits"):
@@ -234,13 +300,19 @@ def test_without_an_index_the_page_shows_the_vector(page: Any, searchable: Any) 
     with serving(Service([searchable.encoder])) as client:
         page.goto(f"http://127.0.0.1:{client.port}/?q=read+csv")
         page.wait_for_selector("#bars li")
-        row = client.post("/query/embed_sparse", {"inputs": "read csv", "top_k": 1, "tokens": True}).json[0][0]
+        row = client.post(
+            "/query/embed_sparse",
+            {"inputs": "read csv", "top_k": 1, "tokens": True},
+        ).json[0][0]
         assert page.locator("#bars .number").first.inner_text() == f"{row['value']:.3f}"
         assert "without an index" in page.inner_text("#about")
 
 
 def test_a_key_is_asked_for_and_errors_are_said(page: Any, searchable: Any) -> None:
-    with serving(Service([searchable.encoder], searchable=replace(searchable, late=None)), api_key="sesam") as client:
+    with serving(
+        Service([searchable.encoder], searchable=replace(searchable, late=None)),
+        api_key="sesam",
+    ) as client:
         page.goto(f"http://127.0.0.1:{client.port}/?q=dates")
         page.wait_for_selector("#key-row:not([hidden])")
         assert page.evaluate("document.activeElement.id") == "key"
@@ -257,7 +329,11 @@ def without(searchable: Searchable, lacking: str) -> Searchable:
     """What a server has whose options lack this."""
     if lacking.startswith("a model"):
         kept = {} if lacking.endswith("data") else searchable.documents
-        return Searchable("small", searchable.words or pytest.fail("the fixture has BM25"), documents=kept)
+        return Searchable(
+            "small",
+            searchable.words or pytest.fail("the fixture has BM25"),
+            documents=kept,
+        )
     documents = {} if "data" in lacking else dict(searchable.documents)
     if lacking in ("title", "text"):
         documents = {name: replace(each, **{lacking: ""}) for name, each in documents.items()}
@@ -266,7 +342,11 @@ def without(searchable: Searchable, lacking: str) -> Searchable:
 
 
 @pytest.mark.parametrize("lacking", LACKING)
-def test_results_are_shown_whatever_the_server_lacks(page: Any, searchable: Searchable, lacking: str) -> None:
+def test_results_are_shown_whatever_the_server_lacks(
+    page: Any,
+    searchable: Searchable,
+    lacking: str,
+) -> None:
     served = without(searchable, lacking)
     models = [served.encoder] if served.encoder else []
     with serving(Service(models, searchable=served)) as client:
@@ -290,17 +370,29 @@ def test_results_are_shown_whatever_the_server_lacks(page: Any, searchable: Sear
     assert len(shown) == len(texts) and all(
         text.startswith(part.removesuffix(" …")) for part, text in zip(shown, texts, strict=True)
     )
-    assert page.locator("main :is(img, script, svg, style, iframe, body, a[href*=javascript])").count() == 0
+    assert (
+        page.locator("main :is(img, script, svg, style, iframe, body, a[href*=javascript])").count()
+        == 0
+    )
     assert page.said == []
 
 
 def test_what_failed_is_said_and_by_whom(page: Any, client: Client) -> None:
     answers: dict[str, dict[str, Any]] = {
-        "the index is away": {"status": 503, "json": {"error": "the index is away", "error_type": "Unhealthy"}},
-        "The service answered 502, and not in JSON.": {"status": 502, "body": "<h1>Bad gateway</h1>"},
+        "the index is away": {
+            "status": 503,
+            "json": {"error": "the index is away", "error_type": "Unhealthy"},
+        },
+        "The service answered 502, and not in JSON.": {
+            "status": 502,
+            "body": "<h1>Bad gateway</h1>",
+        },
         "The service answered 200, and not in JSON.": {"status": 200, "body": "<h1>Log in</h1>"},
         "The service answered 500.": {"status": 500, "body": "null"},
-        "This page failed, not the service: ": {"status": 200, "json": {"query": {}, "candidates": [{}]}},
+        "This page failed, not the service: ": {
+            "status": 200,
+            "json": {"query": {}, "candidates": [{}]},
+        },
     }
     visit(page, client)
     page.fill("#query", "csv files")
@@ -316,4 +408,6 @@ def test_what_failed_is_said_and_by_whom(page: Any, client: Client) -> None:
     page.unroute("**/v1/small/search")
     page.click("#go")
     page.wait_for_selector("#results article")
-    assert any("TypeError" in said for said in page.said)  # the console says where the page itself failed
+    assert any(
+        "TypeError" in said for said in page.said
+    )  # the console says where the page itself failed

@@ -1,4 +1,6 @@
-"""The routes of an index: Anserini's, and the POST with fusion, feedback, reranking and explanations; Qdrant."""
+"""The routes of an index: Anserini's, and the POST with fusion, feedback, reranking and
+explanations; Qdrant.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ PATH = "/v1/papers/search?query=csv+files&hits=3"
 
 
 @pytest.fixture(scope="module")
-def searchable(sparse: Any, late: Any, collection: Collection, tmp_path_factory: pytest.TempPathFactory) -> Searchable:
+def searchable(
+    sparse: Any,
+    late: Any,
+    collection: Collection,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Searchable:
     folder = tmp_path_factory.mktemp("index")
     r.encode_collection(sparse, collection.contents(), folder / "vectors")
     r.encode_tokens(late, collection.contents(), folder / "tokens")
@@ -42,7 +49,16 @@ def searchable(sparse: Any, late: Any, collection: Collection, tmp_path_factory:
     index, words = r.build_index(vectors, "exact"), r.BM25Index.build(collection.contents())
     models = Served(sparse, "sparse", "tiny"), Served(late, "multi-vector", "colbert")
     store = r.open_tokens(folder / "tokens")
-    return Searchable("small", index, models[0], collection.documents, vectors, words, models[1], store)
+    return Searchable(
+        "small",
+        index,
+        models[0],
+        collection.documents,
+        vectors,
+        words,
+        models[1],
+        store,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +95,11 @@ def runs(searchable: Any, sparse: Any) -> dict[str, dict[str, float]]:
 def test_a_get_answers_as_anserini_does(client: Client, collection: Collection, runs: Any) -> None:
     reply = client.get("/v1/small/search?query=how+do+I+work+with+csv+files&hits=3")
     assert (reply.status, set(reply.json)) == (200, {"api", "index", "query", "candidates"})
-    assert (reply.json["api"], reply.json["index"], reply.json["query"]) == ("v1", "small", {"text": QUERY})
+    assert (reply.json["api"], reply.json["index"], reply.json["query"]) == (
+        "v1",
+        "small",
+        {"text": QUERY},
+    )
     assert ranked(reply) == pytest.approx(dict(list(runs["sparse"].items())[:3]), rel=1e-4)
     for rank, entry in enumerate(reply.json["candidates"], start=1):
         document = collection.documents[entry["docid"]]
@@ -99,7 +119,11 @@ def test_a_get_answers_as_anserini_does(client: Client, collection: Collection, 
         ("/v1/small/search", 400, "Parameter 'query' is required"),
         ("/v1/small/search?query=%20", 400, "Parameter 'query' is required"),
         ("/v1/small/search?query=a&hits=0", 400, "Parameter 'hits' must be a positive integer"),
-        ("/v1/small/search?query=a&hits=" + "9" * 5000, 400, "Parameter 'hits' must be a positive integer"),
+        (
+            "/v1/small/search?query=a&hits=" + "9" * 5000,
+            400,
+            "Parameter 'hits' must be a positive integer",
+        ),
         ("/v1/small/search?query=a&hits=1001", 422, "`hits` expected at most 1000, got 1001"),
         ("/v1/small/search?query=a&parse=maybe", 400, "Parameter 'parse'"),
         ("/v1/other/search?query=a", 404, "the index of this server is 'small'"),
@@ -107,7 +131,12 @@ def test_a_get_answers_as_anserini_does(client: Client, collection: Collection, 
         ("/v1/small/doc/..%2F..%2Fetc%2Fpasswd", 404, "there is no document"),
     ],
 )
-def test_a_wrong_address_says_what_is_wrong(client: Client, path: str, status: int, message: str) -> None:
+def test_a_wrong_address_says_what_is_wrong(
+    client: Client,
+    path: str,
+    status: int,
+    message: str,
+) -> None:
     reply = client.get(path)
     assert (reply.status, message in reply.json["error"]) == (status, True)
 
@@ -118,9 +147,15 @@ def test_a_post_fuses_and_reranks_as_the_functions_do(client: Client, runs: Any)
 
     plain = post()
     assert ranked(plain) == pytest.approx(runs["sparse"], rel=1e-4)
-    assert ("columns" in plain.json, set(plain.json["milliseconds"])) == (False, {"encode", "search"})
+    assert ("columns" in plain.json, set(plain.json["milliseconds"])) == (
+        False,
+        {"encode", "search"},
+    )
     assert list(ranked(post(fusion=True))) == list(runs["rrf"])
-    assert ranked(post(fusion={"method": "interpolation", "weight": 0.3})) == pytest.approx(runs["mixed"], rel=1e-3)
+    assert ranked(post(fusion={"method": "interpolation", "weight": 0.3})) == pytest.approx(
+        runs["mixed"],
+        rel=1e-3,
+    )
     late = post(rerank=True)
     assert ranked(late) == pytest.approx(runs["late"], abs=2e-2)
     assert set(late.json["milliseconds"]) == {"encode", "search", "rerank"}
@@ -130,39 +165,71 @@ def test_a_post_fuses_and_reranks_as_the_functions_do(client: Client, runs: Any)
     assert all("late" not in entry["explanation"]["stages"] for entry in only[2:])
     assert list(ranked(post(rerank={"weight": 0.0}))) == list(runs["sparse"])
     everything = post(fusion=True, prf=True, rerank={"depth": 5}, explain=True)
-    assert set(everything.json["candidates"][0]["explanation"]["stages"]) <= {"sparse", "words", "fusion", "late"}
-    assert post(fusion=True, columns=True).json["candidates"] == post(fusion=True).json["candidates"]
+    assert set(everything.json["candidates"][0]["explanation"]["stages"]) <= {
+        "sparse",
+        "words",
+        "fusion",
+        "late",
+    }
+    assert (
+        post(fusion=True, columns=True).json["candidates"] == post(fusion=True).json["candidates"]
+    )
 
 
 def test_columns_are_the_rankings_of_each_method_alone(client: Client, runs: Any) -> None:
     for options in ({}, {"fusion": True}, {"rerank": {"depth": 2}}):
-        answer = client.post("/v1/small/search", {"query": QUERY, "hits": 4, "columns": True} | options).json
+        answer = client.post(
+            "/v1/small/search",
+            {"query": QUERY, "hits": 4, "columns": True} | options,
+        ).json
         assert set(answer["columns"]) == {"sparse", "words", "late"}
         for name, column in answer["columns"].items():
             best = dict(list(runs[name].items())[:4])
             assert [entry["rank"] for entry in column] == list(range(1, len(best) + 1))
-            assert {entry["docid"]: entry["score"] for entry in column} == pytest.approx(best, abs=5e-2)
+            assert {entry["docid"]: entry["score"] for entry in column} == pytest.approx(
+                best,
+                abs=5e-2,
+            )
             assert all(entry["title"] == "module" + entry["docid"][1:] for entry in column)
 
 
 def test_feedback_moves_the_query_and_says_so(client: Client, searchable: Any, sparse: Any) -> None:
-    body = {"query": QUERY, "hits": 5, "prf": {"method": "rocchio", "depth": 2, "top_terms": 20}, "explain": True}
+    body = {
+        "query": QUERY,
+        "hits": 5,
+        "prf": {"method": "rocchio", "depth": 2, "top_terms": 20},
+        "explain": True,
+    }
     reply = client.post("/v1/small/search", body)
     queries, index = r.encode_queries(sparse, {"q": QUERY}), searchable.index
     run = r.hits_to_run(queries, index.search(queries, 5))
-    expanded = r.expand_sparse(queries, searchable.vectors, run, r.Feedback("rocchio", depth=2, top_terms=20))
-    assert ranked(reply) == pytest.approx(r.hits_to_run(expanded, index.search(expanded, 5))["q"], rel=1e-3)
+    expanded = r.expand_sparse(
+        queries,
+        searchable.vectors,
+        run,
+        r.Feedback("rocchio", depth=2, top_terms=20),
+    )
+    assert ranked(reply) == pytest.approx(
+        r.hits_to_run(expanded, index.search(expanded, 5))["q"],
+        rel=1e-3,
+    )
     weights = [term["weight"] for term in reply.json["query"]["terms"]]
     assert len(weights) <= 20 and weights == sorted(weights, reverse=True)
     assert {term["feedback"] for term in reply.json["query"]["terms"]} <= {True, False}
 
 
-def test_an_explanation_adds_up_and_points_into_the_texts(client: Client, searchable: Searchable, sparse: Any) -> None:
+def test_an_explanation_adds_up_and_points_into_the_texts(
+    client: Client,
+    searchable: Searchable,
+    sparse: Any,
+) -> None:
     reply = client.post("/v1/small/search", {"query": QUERY, "explain": True, "hits": 3}).json
     terms = {term["id"]: term for term in reply["query"]["terms"]}
     own = set(sparse.tokenizer(QUERY, add_special_tokens=False)["input_ids"])
     assert all(term["expanded"] == (id_ not in own) for id_, term in terms.items())
-    assert all(sparse.tokenizer.convert_ids_to_tokens(id_) == term["term"] for id_, term in terms.items())
+    assert all(
+        sparse.tokenizer.convert_ids_to_tokens(id_) == term["term"] for id_, term in terms.items()
+    )
     for start, stop, id_ in reply["query"]["marks"]:
         assert id_ in own
         assert QUERY[start:stop].lower() == terms[id_]["term"].removeprefix("##")
@@ -173,13 +240,20 @@ def test_an_explanation_adds_up_and_points_into_the_texts(client: Client, search
         for term in matched.values():
             assert term["share"] == pytest.approx(term["contribution"] / entry["score"])
         for start, stop, id_ in entry["explanation"]["marks"]["text"]:
-            assert entry["doc"]["text"][start:stop].lower() == matched[id_]["term"].removeprefix("##")
+            assert entry["doc"]["text"][start:stop].lower() == matched[id_]["term"].removeprefix(
+                "##",
+            )
             assert matched[id_]["expanded"] is False
         assert entry["explanation"]["stages"]["sparse"]["rank"] == entry["rank"]
 
 
-def test_what_the_server_was_started_without_is_refused_with_the_option(models: list[Served], searchable: Any) -> None:
-    with serving(Service(models[:1], searchable=Searchable("bare", searchable.index, searchable.encoder))) as client:
+def test_what_the_server_was_started_without_is_refused_with_the_option(
+    models: list[Served],
+    searchable: Any,
+) -> None:
+    with serving(
+        Service(models[:1], searchable=Searchable("bare", searchable.index, searchable.encoder)),
+    ) as client:
         for body, message in (
             ({"explain": True}, "--vectors"),
             ({"prf": True}, "--vectors"),
@@ -190,7 +264,9 @@ def test_what_the_server_was_started_without_is_refused_with_the_option(models: 
         ):
             reply = client.post("/v1/bare/search", {"query": "csv"} | body)
             assert (reply.status, message in reply.json["error"]) == (422, True), reply.json
-        assert "`query` cannot be empty" in client.post("/v1/bare/search", {"query": ""}).json["error"]
+        assert (
+            "`query` cannot be empty" in client.post("/v1/bare/search", {"query": ""}).json["error"]
+        )
         assert client.get("/v1/bare/search?query=csv").json["candidates"][0]["doc"] is None
         assert "--data" in client.get("/v1/bare/doc/d1").json["error"]
         (index,) = client.get("/v1/indexes").json["indexes"]
@@ -198,7 +274,11 @@ def test_what_the_server_was_started_without_is_refused_with_the_option(models: 
         assert set(index["features"].values()) == {False}
 
 
-def test_an_index_of_words_needs_no_model(searchable: Any, collection: Collection, runs: Any) -> None:
+def test_an_index_of_words_needs_no_model(
+    searchable: Any,
+    collection: Collection,
+    runs: Any,
+) -> None:
     words = Searchable("words", searchable.words, documents=collection.documents)
     with serving(Service([], searchable=words)) as client:
         reply = client.get("/v1/words/search?query=how+do+I+work+with+csv+files&hits=16")
@@ -208,21 +288,49 @@ def test_an_index_of_words_needs_no_model(searchable: Any, collection: Collectio
         assert (client.get("/info").status, client.get("/health").status) == (424, 200)
 
 
-def test_only_documents_that_match_are_found_in_any_stage(searchable: Any, models: list[Served], sparse: Any) -> None:
-    metadata = {name: {"lang": "de" if at % 2 else "en", "n": at} for at, name in enumerate(searchable.documents)}
+def test_only_documents_that_match_are_found_in_any_stage(
+    searchable: Any,
+    models: list[Served],
+    sparse: Any,
+) -> None:
+    metadata = {
+        name: {"lang": "de" if at % 2 else "en", "n": at}
+        for at, name in enumerate(searchable.documents)
+    }
     german = {name for name, each in metadata.items() if each["lang"] == "de"}
     index = r.build_index(searchable.vectors, metadata=metadata)
-    words = r.BM25Index.build({name: each.contents for name, each in searchable.documents.items()}, metadata=metadata)
-    with serving(Service(models, searchable=replace(searchable, index=index, words=words))) as client:
+    words = r.BM25Index.build(
+        {name: each.contents for name, each in searchable.documents.items()},
+        metadata=metadata,
+    )
+    with serving(
+        Service(models, searchable=replace(searchable, index=index, words=words)),
+    ) as client:
         assert client.get("/v1/indexes").json["indexes"][0]["features"]["where"] is True
-        asked = {"query": QUERY, "hits": 16, "prf": True, "fusion": True, "rerank": True, "columns": True}
+        asked = {
+            "query": QUERY,
+            "hits": 16,
+            "prf": True,
+            "fusion": True,
+            "rerank": True,
+            "columns": True,
+        }
         reply = client.post("/v1/small/search", asked | {"where": {"lang": "de"}})
         assert set(ranked(reply)) == german
-        assert all({entry["docid"] for entry in column} <= german for column in reply.json["columns"].values())
-        reply = client.post("/v1/small/search", {"query": QUERY, "hits": 16, "where_not": {"n": {"gte": 3}}})
+        assert all(
+            {entry["docid"] for entry in column} <= german
+            for column in reply.json["columns"].values()
+        )
+        reply = client.post(
+            "/v1/small/search",
+            {"query": QUERY, "hits": 16, "where_not": {"n": {"gte": 3}}},
+        )
         assert set(ranked(reply)) == set(list(metadata)[:3])
         for where, said in (
-            ({"land": "de"}, "where: expected a field of the index, lang (text), n (integer); got 'land'"),
+            (
+                {"land": "de"},
+                "where: expected a field of the index, lang (text), n (integer); got 'land'",
+            ),
             ({"n": {"above": 3}}, "where: expected numbers under gt, gte, lt, lte"),
             ({}, "at least one condition"),
         ):
@@ -230,7 +338,11 @@ def test_only_documents_that_match_are_found_in_any_stage(searchable: Any, model
             assert (reply.status, said in reply.json["error"]) == (422, True), reply.json
 
 
-def test_candidates_are_encoded_as_many_as_there_are_permits(searchable: Any, models: list[Served], runs: Any) -> None:
+def test_candidates_are_encoded_as_many_as_there_are_permits(
+    searchable: Any,
+    models: list[Served],
+    runs: Any,
+) -> None:
     bare = replace(searchable, store=None)
     with serving(Service(models, searchable=bare)) as client:
         reply = client.post("/v1/small/search", {"query": QUERY, "hits": 16, "rerank": True})
@@ -241,27 +353,60 @@ def test_candidates_are_encoded_as_many_as_there_are_permits(searchable: Any, mo
             reply = client.post("/v1/small/search", {"query": QUERY, "rerank": {"depth": depth}})
             assert reply.status == status, reply.json
         assert "`rerank.depth` expected at most 7, got 8" in reply.json["error"]
-        assert len(client.post("/v1/small/search", {"query": QUERY, "columns": True}).json["columns"]["late"]) >= 7
+        assert (
+            len(
+                client.post("/v1/small/search", {"query": QUERY, "columns": True}).json["columns"][
+                    "late"
+                ],
+            )
+            >= 7
+        )
 
 
 def test_the_schema_names_every_field(client: Client) -> None:
     paths = client.get("/openapi.json").json["paths"]
-    schema = paths["/v1/{index}/search"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    fields = {"query", "hits", "parse", "by", "fusion", "prf", "rerank", "explain", "columns", "where", "where_not"}
+    schema = paths["/v1/{index}/search"]["post"]["requestBody"]["content"]["application/json"][
+        "schema"
+    ]
+    fields = {
+        "query",
+        "hits",
+        "parse",
+        "by",
+        "fusion",
+        "prf",
+        "rerank",
+        "explain",
+        "columns",
+        "where",
+        "where_not",
+    }
     assert set(schema["properties"]) == fields
     assert "$ref" not in json.dumps(paths)
     assert "/v1/{index}/doc/{docid}" in paths
 
 
-def test_feedback_beyond_measure_is_refused(client: Client, searchable: Any, models: list[Served], caplog: Any) -> None:
+def test_feedback_beyond_measure_is_refused(
+    client: Client,
+    searchable: Any,
+    models: list[Served],
+    caplog: Any,
+) -> None:
     def ask(server: Client, **weights: float) -> Any:
-        return server.post("/v1/small/search", {"query": QUERY, "prf": {"method": "rocchio"} | weights})
+        return server.post(
+            "/v1/small/search",
+            {"query": QUERY, "prf": {"method": "rocchio"} | weights},
+        )
 
     for weights in ({"alpha": 1e38}, {"alpha": 1e300}, {"beta": 1001}, {"gamma": 1e5, "bottom": 2}):
         told = f"{next(iter(weights))}`: Input should be less than or equal to 1000"
         reply = ask(client, **weights)
         assert (reply.status, told in reply.json["error"]) == (422, True)
-    for weights in ({"alpha": 1000, "beta": 1000}, {"alpha": 1e-300, "beta": 1e-300}, {"alpha": 0, "beta": 1}):
+    for weights in (
+        {"alpha": 1000, "beta": 1000},
+        {"alpha": 1e-300, "beta": 1e-300},
+        {"alpha": 0, "beta": 1},
+    ):
         assert ask(client, **weights).status == 200
     heavy = replace(searchable.vectors, data=searchable.vectors.data * np.float32(1e37))
     with serving(Service(models, searchable=replace(searchable, vectors=heavy))) as other:
@@ -275,17 +420,28 @@ def test_feedback_beyond_measure_is_refused(client: Client, searchable: Any, mod
 
 
 @contextmanager
-def away(sparse: Any, vectors: r.SparseVectors, limits: Limits | None = None, **options: Any) -> Iterator[Any]:
+def away(
+    sparse: Any,
+    vectors: r.SparseVectors,
+    limits: Limits | None = None,
+    **options: Any,
+) -> Iterator[Any]:
     """A client of a service whose index is on a Qdrant server, and that server."""
     http = OverHttp()
     r.build_index(vectors, "qdrant", url=http.url, collection="papers")
-    model, index = Served(sparse, "sparse", "tiny"), QdrantIndex(QdrantCollection.server(http.url, "papers", **options))
+    model, index = (
+        Served(sparse, "sparse", "tiny"),
+        QdrantIndex(QdrantCollection.server(http.url, "papers", **options)),
+    )
     with serving(Service([model], limits, searchable=Searchable("papers", index, model))) as client:
         yield client, http
     http.stop()
 
 
-def test_an_embedded_index_answers_requests_that_come_together(sparse: Any, vectors: r.SparseVectors) -> None:
+def test_an_embedded_index_answers_requests_that_come_together(
+    sparse: Any,
+    vectors: r.SparseVectors,
+) -> None:
     queries = r.encode_queries(sparse, {"q": "csv files"})
     wanted = {hit.id: hit.score for hit in r.build_index(vectors).search(queries, 3)[0]}
     index = r.build_index(vectors, "qdrant")
@@ -298,7 +454,10 @@ def test_an_embedded_index_answers_requests_that_come_together(sparse: Any, vect
         assert client.get("/v1/indexes").json["indexes"][0]["documents"] == len(vectors)
 
 
-def test_a_server_that_went_away_is_a_503_and_others_are_answered(sparse: Any, vectors: r.SparseVectors) -> None:
+def test_a_server_that_went_away_is_a_503_and_others_are_answered(
+    sparse: Any,
+    vectors: r.SparseVectors,
+) -> None:
     with away(sparse, vectors, patience=3) as (client, http):
         assert client.get(PATH).status == 200
         http.fault = lambda method, path: 503
@@ -313,12 +472,19 @@ def test_a_server_that_went_away_is_a_503_and_others_are_answered(sparse: Any, v
         for search in searches:
             reply = search.result()
             assert (reply.status, reply.json["error_type"]) == (503, "Unhealthy")
-            assert "does not answer" in reply.json["error"] and "127.0.0.1" not in reply.json["error"]
+            assert (
+                "does not answer" in reply.json["error"] and "127.0.0.1" not in reply.json["error"]
+            )
         http.fault = None
         assert client.get(PATH).status == 200
 
 
-def test_the_service_ends_although_a_server_is_silent(sparse: Any, vectors: Any, monkeypatch: Any, caplog: Any) -> None:
+def test_the_service_ends_although_a_server_is_silent(
+    sparse: Any,
+    vectors: Any,
+    monkeypatch: Any,
+    caplog: Any,
+) -> None:
     monkeypatch.setattr(service, "_LEAVE_SECONDS", 0.3)
     asked, never = threading.Event(), threading.Event()
 
@@ -333,14 +499,28 @@ def test_the_service_ends_although_a_server_is_silent(sparse: Any, vectors: Any,
             assert asked.wait(10)
             began = time.monotonic()
         assert time.monotonic() - began < 4  # and not the 50 s that a search may take
-        left = [thread for thread in threading.enumerate() if thread.name.startswith("tilefold-searcher")]
-        assert len(left) == 1 and all(thread.daemon for thread in left)  # the process need not wait for it either
-        assert (search.result().status, search.result().json["error"]) == (503, "the service is closing")
+        left = [
+            thread
+            for thread in threading.enumerate()
+            if thread.name.startswith("tilefold-searcher")
+        ]
+        assert len(left) == 1 and all(
+            thread.daemon for thread in left
+        )  # the process need not wait for it either
+        assert (search.result().status, search.result().json["error"]) == (
+            503,
+            "the service is closing",
+        )
         assert not [record for record in caplog.records if record.exc_info]
     never.set()
 
 
-def test_a_document_of_the_index_alone_is_named(sparse: Any, late: Any, collection: Collection, vectors: Any) -> None:
+def test_a_document_of_the_index_alone_is_named(
+    sparse: Any,
+    late: Any,
+    collection: Collection,
+    vectors: Any,
+) -> None:
     index: Any = r.build_index(vectors, "qdrant")
     models = Served(sparse, "sparse", "tiny"), Served(late, "multi-vector", "colbert")
     found = Searchable("papers", index, models[0], collection.documents, vectors, late=models[1])
@@ -353,46 +533,89 @@ def test_a_document_of_the_index_alone_is_named(sparse: Any, late: Any, collecti
             reply = client.post("/v1/papers/search", {"query": "csv files", name: True})
             assert (reply.status, reply.json["error_type"]) == (424, "Backend")
             assert "'added'" in reply.json["error"] and option in reply.json["error"]
-        assert client.post("/v1/papers/search", {"query": "csv files", "explain": True}).status == 200
+        assert (
+            client.post("/v1/papers/search", {"query": "csv files", "explain": True}).status == 200
+        )
 
 
-def test_an_index_of_token_vectors_is_served(late: Any, collection: Collection, tmp_path: Path) -> None:
+def test_an_index_of_token_vectors_is_served(
+    late: Any,
+    collection: Collection,
+    tmp_path: Path,
+) -> None:
     r.encode_tokens(late, collection.contents(), tmp_path / "tokens")
-    index = r.LateIndex.build(r.open_tokens(tmp_path / "tokens"), tmp_path / "index", storage="fp16")
-    found = Searchable("papers", index, Served(late, "multi-vector", "tiny"), documents=collection.documents)
+    index = r.LateIndex.build(
+        r.open_tokens(tmp_path / "tokens"),
+        tmp_path / "index",
+        storage="fp16",
+    )
+    found = Searchable(
+        "papers",
+        index,
+        Served(late, "multi-vector", "tiny"),
+        documents=collection.documents,
+    )
     with serving(Service([found.encoder] if found.encoder else [], searchable=found)) as client:
         answer = client.post("/v1/papers/search", {"query": "csv files", "hits": 3}).json
     expected = r.Searcher(index, late).rank({"q": "csv files"}, r.SearchRequest(3)).run["q"]
-    assert {each["docid"]: each["score"] for each in answer["candidates"]} == pytest.approx(expected, abs=1e-2)
+    assert {each["docid"]: each["score"] for each in answer["candidates"]} == pytest.approx(
+        expected,
+        abs=1e-2,
+    )
 
 
-def test_dense_vectors_of_a_collection_are_a_column(sparse: Any, collection: Collection, vectors: Any) -> None:
+def test_dense_vectors_of_a_collection_are_a_column(
+    sparse: Any,
+    collection: Collection,
+    vectors: Any,
+) -> None:
     from sentence_transformers import SentenceTransformer
 
     from tilefold.recipes.backbone import minilm_path
 
     minilm = SentenceTransformer(str(minilm_path()), device="cpu", local_files_only=True)
     embedded = minilm.encode(list(collection.contents().values()))
-    stored, asked = torch.from_numpy(embedded), r.encode_dense(minilm, {"q": "csv files"}, kind="query")
+    stored, asked = (
+        torch.from_numpy(embedded),
+        r.encode_dense(minilm, {"q": "csv files"}, kind="query"),
+    )
     best, names = minilm.similarity(asked, stored)[0].topk(3), list(collection.documents)
-    expected = {names[at]: score for at, score in zip(best.indices.tolist(), best.values.tolist(), strict=True)}
+    expected = {
+        names[at]: score
+        for at, score in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    }
     layout = Layout(vectors.vocab_size, vectors.fingerprint, dense=embedded.shape[1])
     models = Served(sparse, "sparse", "tiny"), Served(minilm, "dense", "minilm")
-    with tempfile.TemporaryDirectory() as folder, QdrantCollection.embedded(folder, layout) as opened:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        QdrantCollection.embedded(folder, layout) as opened,
+    ):
         opened.upsert(Documents(vectors.ids, vectors, embedded))
         found = Searchable("papers", QdrantIndex(opened), models[0], dense=models[1])
         with serving(Service(list(models), searchable=found)) as client:
-            answer = client.post("/v1/papers/search", {"query": "csv files", "hits": 3, "columns": True}).json
+            answer = client.post(
+                "/v1/papers/search",
+                {"query": "csv files", "hits": 3, "columns": True},
+            ).json
             assert client.get("/v1/indexes").json["indexes"][0]["features"]["dense"] is True
     assert set(answer["columns"]) == {"sparse", "dense"}
-    assert {entry["docid"]: entry["score"] for entry in answer["columns"]["dense"]} == pytest.approx(expected, abs=1e-4)
+    assert {
+        entry["docid"]: entry["score"] for entry in answer["columns"]["dense"]
+    } == pytest.approx(expected, abs=1e-4)
 
-    index = r.DenseIndex.build(r.TokenVectors.pack(vectors.ids, list(torch.tensor(embedded)[:, None]), 384, "fp32"))
+    index = r.DenseIndex.build(
+        r.TokenVectors.pack(vectors.ids, list(torch.tensor(embedded)[:, None]), 384, "fp32"),
+    )
     words = r.BM25Index.build(collection.contents())
     asked = {"query": "csv files", "hits": 3}
-    with serving(Service([models[1]], searchable=Searchable("own", index, models[1], words=words))) as client:
+    with serving(
+        Service([models[1]], searchable=Searchable("own", index, models[1], words=words)),
+    ) as client:
         assert ranked(client.post("/v1/own/search", asked)) == pytest.approx(expected, abs=1e-4)
-        answer = client.post("/v1/own/search", asked | {"prf": True, "fusion": True, "columns": True}).json
+        answer = client.post(
+            "/v1/own/search",
+            asked | {"prf": True, "fusion": True, "columns": True},
+        ).json
         assert set(answer["columns"]) == {"dense", "words"}
         for refused in ({"explain": True}, {"prf": {"top_terms": 3}}):
             assert client.post("/v1/own/search", asked | refused).status == 422, refused

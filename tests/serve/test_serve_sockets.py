@@ -1,4 +1,6 @@
-"""What a server does with clients that are slow, wrong, too many, or gone, and what remains where it is killed."""
+"""What a server does with clients that are slow, wrong, too many, or gone, and what remains where
+it is killed.
+"""
 
 from __future__ import annotations
 
@@ -46,27 +48,40 @@ def parsed(raw: bytes) -> tuple[int, Any]:
 
 def inputs_in_flight(client: Client) -> float:
     lines = client.get("/metrics").raw.decode().splitlines()
-    return float(next(line for line in lines if line.startswith("tilefold_inputs_in_flight ")).split()[1])
+    return float(
+        next(line for line in lines if line.startswith("tilefold_inputs_in_flight ")).split()[1],
+    )
 
 
 def service(sparse: Any, **limits: Any) -> Service:
     return Service([Served(sparse, "sparse", "/no/such/folder/tiny")], Limits(**limits))
 
 
-def test_bodies_above_the_limit_are_refused_while_they_stream_and_to_clients_that_still_send(sparse: Any) -> None:
+def test_bodies_above_the_limit_are_refused_while_they_stream_and_to_clients_that_still_send(
+    sparse: Any,
+) -> None:
     chunked = JSON + "authorization: Bearer sesam\r\ntransfer-encoding: chunked\r\n"
     with serving(service(sparse, payload_limit=10_000), api_key="sesam") as client:
-        asked = head(JSON + "authorization: Bearer sesam\r\ncontent-length: 20000\r\n")  # and none of it is sent
+        asked = head(
+            JSON + "authorization: Bearer sesam\r\ncontent-length: 20000\r\n",
+        )  # and none of it is sent
         status, answer = parsed(client.raw(asked))
         assert (status, answer["error"]) == (413, "the body has more than 10000 bytes")
         with client.connect() as opened:
             opened.sendall(head(chunked) + 3 * (b"1000\r\n" + b"x" * 4096 + b"\r\n"))  # and no end
             assert parsed(read_all(opened))[0] == 413
-        status, answer = parsed(client.raw(head(chunked), b'5\r\n{"inp\r\n', b'b\r\nuts":"csv"}\r\n', b"0\r\n\r\n"))
+        status, answer = parsed(
+            client.raw(head(chunked), b'5\r\n{"inp\r\n', b'b\r\nuts":"csv"}\r\n', b"0\r\n\r\n"),
+        )
         assert (status, len(answer)) == (200, 1)
         for key, status in (("wrong", 401), ("sesam", 413)):
             client.headers = {"authorization": f"Bearer {key}", "connection": "close"}
-            reply = client.request("POST", "/embed_sparse", b"x" * 20_000_000, content_type="application/json")
+            reply = client.request(
+                "POST",
+                "/embed_sparse",
+                b"x" * 20_000_000,
+                content_type="application/json",
+            )
             assert (reply.status, reply.json["error_type"]) == (status, "Validation")
 
 
@@ -75,7 +90,12 @@ def test_bodies_above_the_limit_are_refused_while_they_stream_and_to_clients_tha
     [
         (JSON, b'{"inputs": "a"', 400, "the body is not valid JSON"),
         (JSON, b"[" * 100_000, 400, "the body is not valid JSON"),
-        (JSON, b'{"inputs": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}", 400, "the body is not valid JSON"),
+        (
+            JSON,
+            b'{"inputs": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
+            400,
+            "the body is not valid JSON",
+        ),
         (JSON, '{"inputs": "ä"}'.encode("latin-1"), 400, "the body is not valid JSON"),
         (JSON, '{"inputs": "ä"}'.encode("utf-16"), 400, "the body is not valid JSON"),
         (JSON, b'{"inputs": "\\ud800"}', 400, "the body is not valid JSON"),
@@ -89,14 +109,24 @@ def test_bodies_above_the_limit_are_refused_while_they_stream_and_to_clients_tha
         (JSON + "content-encoding: gzip\r\n", b"{}", 415, "Content-Encoding"),
     ],
 )
-def test_a_body_that_is_none_is_answered(client: Client, header: str, body: bytes, status: int, message: str) -> None:
+def test_a_body_that_is_none_is_answered(
+    client: Client,
+    header: str,
+    body: bytes,
+    status: int,
+    message: str,
+) -> None:
     code, answer = parsed(client.raw(head(f"{header}content-length: {len(body)}\r\n") + body))
     assert (code, answer["error_type"]) == (status, "Validation")
     assert message in answer["error"]
 
 
-def test_a_slow_body_and_a_slow_head_are_given_up_and_others_are_served_meanwhile(sparse: Any) -> None:
-    with serving(service(sparse, body_seconds=0.5, header_seconds=0.5, keep_alive_seconds=1)) as client:
+def test_a_slow_body_and_a_slow_head_are_given_up_and_others_are_served_meanwhile(
+    sparse: Any,
+) -> None:
+    with serving(
+        service(sparse, body_seconds=0.5, header_seconds=0.5, keep_alive_seconds=1),
+    ) as client:
         with client.connect() as opened:
             opened.sendall(head(JSON + "content-length: 100\r\n") + b"{")
             assert client.post("/embed_sparse", {"inputs": "a"}).status == 200
@@ -115,12 +145,26 @@ def test_a_slow_body_and_a_slow_head_are_given_up_and_others_are_served_meanwhil
             assert read_all(opened) == b""
 
 
-def test_a_client_that_reads_nothing_of_its_answer_is_given_up_and_a_slow_one_is_not(late: Any) -> None:
-    limits = Limits(body_seconds=1, keep_alive_seconds=1, max_connections=2, payload_limit=10_000_000)
+def test_a_client_that_reads_nothing_of_its_answer_is_given_up_and_a_slow_one_is_not(
+    late: Any,
+) -> None:
+    limits = Limits(
+        body_seconds=1,
+        keep_alive_seconds=1,
+        max_connections=2,
+        payload_limit=10_000_000,
+    )
     text = "csv " * 2_000_000
-    asked = posted({"query": "csv", "texts": [text], "return_text": True}, "/rerank")  # and all of it comes back
+    asked = posted(
+        {"query": "csv", "texts": [text], "return_text": True},
+        "/rerank",
+    )  # and all of it comes back
     running = Service([Served(late, "multi-vector", "colbert")], limits)
-    with serving(running) as client, narrow_connection(client) as unread, narrow_connection(client) as slow:
+    with (
+        serving(running) as client,
+        narrow_connection(client) as unread,
+        narrow_connection(client) as slow,
+    ):
         for opened in (unread, slow):
             opened.sendall(asked.replace(b"connection: close\r\n", b"", 1))
         found, pauses = b"", 0
@@ -130,7 +174,9 @@ def test_a_client_that_reads_nothing_of_its_answer_is_given_up_and_a_slow_one_is
                 pauses += 1
                 time.sleep(0.5)
         assert pauses > 3 and (parsed(found)[0], parsed(found)[1][0]["text"]) == (200, text)
-        assert client.get("/health").status == 200  # the place of the one that does not read is free again
+        assert (
+            client.get("/health").status == 200
+        )  # the place of the one that does not read is free again
         assert len(read_all(unread)) < len(found)  # and is no answer, by its length
 
 
@@ -142,19 +188,32 @@ def narrow_connection(client: Client) -> socket.socket:
     return opened
 
 
-def test_connections_above_the_limit_are_told_so_and_those_that_were_reset_are_closed_at_once(sparse: Any) -> None:
-    with serving(service(sparse, payload_limit=10_000, max_connections=3, header_seconds=1)) as client:
+def test_connections_above_the_limit_are_told_so_and_those_that_were_reset_are_closed_at_once(
+    sparse: Any,
+) -> None:
+    with serving(
+        service(sparse, payload_limit=10_000, max_connections=3, header_seconds=1),
+    ) as client:
         for _ in range(40):
             opened = client.connect()
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets
+            opened.setsockopt(
+                socket.SOL_SOCKET,
+                socket.SO_LINGER,
+                struct.pack("ii", 1, 0),
+            )  # close() resets
             opened.sendall(head(JSON + "content-length: 900000\r\n") + b"x" * 30_000)
             opened.close()
-        wait_until(lambda: client.get("/health").status == 200)  # 429 while lost connections hold their places
+        wait_until(
+            lambda: client.get("/health").status == 200,
+        )  # 429 while lost connections hold their places
     with serving(service(sparse, max_connections=4)) as client:
         idle = [client.connect() for _ in range(4)]
         for _ in range(40):
             status, answer = parsed(client.raw(posted({"inputs": "a"})))
-            assert (status, answer) == (429, {"error": "too many connections", "error_type": "Overloaded"})
+            assert (status, answer) == (
+                429,
+                {"error": "too many connections", "error_type": "Overloaded"},
+            )
         for opened in idle:
             opened.close()
         wait_until(lambda: client.get("/health").status == 200)
@@ -171,13 +230,27 @@ def test_connections_above_the_limit_are_told_so_and_those_that_were_reset_are_c
         head(JSON + "transfer-encoding: chunked\r\n") + b"zz\r\n",
         head("host: other\r\n" + JSON + "content-length: 2\r\n") + b"{}",
         b"GET /health HTTP/1.1\r\nhost: a\r\n" + b"a: b\r\n" * 10_950,  # and no end
-        *(f"GET /health HTTP/{version}\r\nhost: localhost\r\n\r\n".encode() * 2 for version in (0.9, 1.2, 2.0, 9.9)),
+        *(
+            f"GET /health HTTP/{version}\r\nhost: localhost\r\n\r\n".encode() * 2
+            for version in (0.9, 1.2, 2.0, 9.9)
+        ),
     ],
 )
-def test_bytes_that_are_no_http_are_refused_and_fill_no_log(client: Client, caplog: Any, sent: bytes) -> None:
+def test_bytes_that_are_no_http_are_refused_and_fill_no_log(
+    client: Client,
+    caplog: Any,
+    sent: bytes,
+) -> None:
     found = client.raw(sent)  # read to the end: the connection is closed
-    if sent.startswith(b"GET /health HTTP/") and b"1.1" not in sent and not found.startswith(b"HTTP/1.1 400"):
-        assert parsed(found) == (505, {"error": "expected HTTP/1.1 or HTTP/1.0", "error_type": "Validation"})
+    if (
+        sent.startswith(b"GET /health HTTP/")
+        and b"1.1" not in sent
+        and not found.startswith(b"HTTP/1.1 400")
+    ):
+        assert parsed(found) == (
+            505,
+            {"error": "expected HTTP/1.1 or HTTP/1.0", "error_type": "Validation"},
+        )
         assert client.raw(b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
     else:
         assert found.startswith(b"HTTP/1.1 400")
@@ -187,10 +260,20 @@ def test_bytes_that_are_no_http_are_refused_and_fill_no_log(client: Client, capl
 def test_a_body_that_nobody_reads_does_not_become_the_next_request(client: Client) -> None:
     after = b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
     smuggled = b"GET /info HTTP/1.1\r\nhost: a\r\n\r\n"
-    for first, status in ((b"GET /health", b"200"), (b"POST /nowhere", b"404"), (b"POST /embed_sparse", b"415")):
-        asked = first + f" HTTP/1.1\r\nhost: a\r\ncontent-length: {len(smuggled)}\r\n\r\n".encode() + smuggled
+    for first, status in (
+        (b"GET /health", b"200"),
+        (b"POST /nowhere", b"404"),
+        (b"POST /embed_sparse", b"415"),
+    ):
+        asked = (
+            first
+            + f" HTTP/1.1\r\nhost: a\r\ncontent-length: {len(smuggled)}\r\n\r\n".encode()
+            + smuggled
+        )
         found = client.raw(asked, after)
-        assert re.findall(rb"HTTP/1.1 (\d+)", found) == [status, b"200"] and b"model_id" not in found
+        assert (
+            re.findall(rb"HTTP/1.1 (\d+)", found) == [status, b"200"] and b"model_id" not in found
+        )
 
 
 def test_trailers_are_no_headers_and_a_wish_for_another_protocol_is_not_heard(sparse: Any) -> None:
@@ -198,16 +281,27 @@ def test_trailers_are_no_headers_and_a_wish_for_another_protocol_is_not_heard(sp
     with serving(service(sparse), api_key="sesam") as client:
         asked = head(chunked) + b'f\r\n{"inputs": "a"}\r\n0\r\nauthorization: Bearer sesam\r\n\r\n'
         assert parsed(client.raw(asked))[0] == 401
-    upgrade = JSON + "connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+    upgrade = (
+        JSON
+        + "connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+    )
     with serving(service(sparse)) as client, client.connect() as opened:
         for _ in range(2):  # as Java's client asks, on one connection
-            opened.sendall(posted({"inputs": "a"}).replace(b"connection: close\r\n" + JSON.encode(), upgrade.encode()))
+            opened.sendall(
+                posted({"inputs": "a"}).replace(
+                    b"connection: close\r\n" + JSON.encode(),
+                    upgrade.encode(),
+                ),
+            )
             assert opened.recv(1 << 20).startswith(b"HTTP/1.1 200")
 
 
 def test_an_endless_body_after_an_early_answer_is_cut_off(sparse: Any) -> None:
     asked = head(JSON + "transfer-encoding: chunked\r\n").replace(b"connection: close\r\n", b"")
-    with serving(service(sparse, header_seconds=0.5), api_key="sesam") as client, client.connect() as opened:
+    with (
+        serving(service(sparse, header_seconds=0.5), api_key="sesam") as client,
+        client.connect() as opened,
+    ):
         opened.sendall(asked)
         began = time.monotonic()
         with pytest.raises(OSError, match=r"reset|[Bb]roken|aborted"):
@@ -217,11 +311,16 @@ def test_an_endless_body_after_an_early_answer_is_cut_off(sparse: Any) -> None:
         assert time.monotonic() - began < 8
 
 
-def test_an_answer_does_not_wait_until_its_head_has_come(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_does_not_wait_until_its_head_has_come(
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made, found = server.Protocol.connection_made, []
 
     def spied(self: Any, transport: Any) -> None:
-        found.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        found.append(
+            transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY),
+        )
         made(self, transport)
 
     monkeypatch.setattr(server.Protocol, "connection_made", spied)
@@ -237,13 +336,18 @@ def test_head_is_get_without_the_body(client: Client) -> None:
     assert client.request("HEAD", "/embed_sparse").status == 405
 
 
-def test_inputs_above_the_limit_get_429_at_once_and_those_of_a_client_that_has_gone_are_dropped(sparse: Any) -> None:
+def test_inputs_above_the_limit_get_429_at_once_and_those_of_a_client_that_has_gone_are_dropped(
+    sparse: Any,
+) -> None:
     with serving(service(sparse, max_concurrent_requests=4, max_client_batch_size=4)) as client:
         assert client.post("/embed_sparse", {"inputs": ["a"] * 4}).status == 200
         with hold(client, sparse, inputs=4) as held:
             began = time.monotonic()
             reply = client.post("/embed_sparse", {"inputs": "one more"})
-            assert (reply.status, reply.json) == (429, {"error": "Model is overloaded", "error_type": "Overloaded"})
+            assert (reply.status, reply.json) == (
+                429,
+                {"error": "Model is overloaded", "error_type": "Overloaded"},
+            )
             assert reply.headers["retry-after"] == "1"
             assert time.monotonic() - began < 1
             assert client.get("/health").status == 200
@@ -252,7 +356,9 @@ def test_inputs_above_the_limit_get_429_at_once_and_those_of_a_client_that_has_g
             opened = client.connect()
             opened.sendall(posted({"inputs": [f"gone {number}" for number in range(3)]}))
             wait_until(lambda: inputs_in_flight(client) == 4)
-            wait_until(lambda: "te_queue_size 3.0" in client.get("/metrics").raw.decode())  # their tokens are counted
+            wait_until(
+                lambda: "te_queue_size 3.0" in client.get("/metrics").raw.decode(),
+            )  # their tokens are counted
             opened.close()
             wait_until(lambda: inputs_in_flight(client) == 1)
         wait_until(lambda: "tilefold_dropped_count 3.0" in client.get("/metrics").raw.decode())
@@ -260,16 +366,32 @@ def test_inputs_above_the_limit_get_429_at_once_and_those_of_a_client_that_has_g
         assert "te_embed_count 12.0" in metrics and "te_embed_success 9.0" in metrics
 
 
-def test_a_key_is_asked_for_everywhere_but_where_probes_and_browsers_carry_none(sparse: Any) -> None:
+def test_a_key_is_asked_for_everywhere_but_where_probes_and_browsers_carry_none(
+    sparse: Any,
+) -> None:
     with serving(service(sparse), api_key="sesam") as client:
-        described = ("/docs", "/openapi.json", "/api-doc/openapi.json", "/", "/page.js", "/page.css")
+        described = (
+            "/docs",
+            "/openapi.json",
+            "/api-doc/openapi.json",
+            "/",
+            "/page.js",
+            "/page.css",
+        )
         for path in ("/health", "/ping", "/metrics", *described):
             assert client.get(path).status == 200
             assert client.post(path, {}).status == 401
         for path in ("/info", "/query/info", "/query/metrics", "/v1/indexes", "/nowhere"):
             reply = client.get(path)
             assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
-        for key in ("Bearer wrong", "Bearer ", "Basic sesam", "sesam", "Bearer sesam2", "Bearer s\xe9sam"):
+        for key in (
+            "Bearer wrong",
+            "Bearer ",
+            "Basic sesam",
+            "sesam",
+            "Bearer sesam2",
+            "Bearer s\xe9sam",
+        ):
             client.headers = {"authorization": key}
             assert client.post("/embed_sparse", {"inputs": "a"}).status == 401
         client.headers = {"authorization": "Bearer sesam"}
@@ -277,7 +399,10 @@ def test_a_key_is_asked_for_everywhere_but_where_probes_and_browsers_carry_none(
         assert client.get("/info").json["model_id"] == "tiny"
 
 
-def test_errors_that_nobody_expected_have_no_trace_in_the_answer(sparse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_nobody_expected_have_no_trace_in_the_answer(
+    sparse: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     running = service(sparse)
     monkeypatch.setattr(running.metrics, "render", lambda: open("/home/somebody/secret"))  # noqa: PTH123, SIM115
     with serving(running) as client:
@@ -286,7 +411,9 @@ def test_errors_that_nobody_expected_have_no_trace_in_the_answer(sparse: Any, mo
         assert (reply.status, reply.json) == (500, told)
 
 
-def test_a_stopped_server_answers_what_it_had_begun_and_its_service_may_be_served_again(sparse: Any) -> None:
+def test_a_stopped_server_answers_what_it_had_begun_and_its_service_may_be_served_again(
+    sparse: Any,
+) -> None:
     again = service(sparse)
     for _ in range(2):
         with ExitStack() as stack:
@@ -346,7 +473,9 @@ def ranking(raw: bytes) -> dict[str, float] | None:
     if raw and (length is None or len(body) != int(length[1])):
         return None
     assert not raw or first.startswith((b"HTTP/1.1 200", b"HTTP/1.1 503")), raw
-    return {entry["docid"]: entry["score"] for entry in json.loads(body or "{}").get("candidates", [])}
+    return {
+        entry["docid"]: entry["score"] for entry in json.loads(body or "{}").get("candidates", [])
+    }
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -355,7 +484,12 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("backend", ["qdrant", "exact"])
-def test_killed_servers_start_again(backend: str, vectors: r.SparseVectors, masked_lm: str, tmp_path: Path) -> None:
+def test_killed_servers_start_again(
+    backend: str,
+    vectors: r.SparseVectors,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
     index, expected = tmp_path / "papers", None
     built = r.build_index(vectors, backend, **({"folder": index} if backend == "qdrant" else {}))
     built.save(index)
@@ -363,9 +497,14 @@ def test_killed_servers_start_again(backend: str, vectors: r.SparseVectors, mask
         built.collection.close()
     before, queries = digests(index), QUERIES * 100
     for sent in (signal.SIGKILL, signal.SIGTERM):
-        with served("--model", masked_lm, "--index", index) as (process, client, _), ThreadPoolExecutor(6) as pool:
+        with (
+            served("--model", masked_lm, "--index", index) as (process, client, _),
+            ThreadPoolExecutor(6) as pool,
+        ):
             alone: Any = {query: ranking(ask(client, query)) for query in QUERIES}
-            assert alone == (expected or alone) and {len(scores) for scores in alone.values()} == {5}
+            assert alone == (expected or alone) and {len(scores) for scores in alone.values()} == {
+                5,
+            }
             expected = alone
             asked = [pool.submit(ask, client, query) for query in queries]
             wait_until(lambda asked=asked: sum(each.done() for each in asked) >= 5, SECONDS)

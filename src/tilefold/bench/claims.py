@@ -1,8 +1,9 @@
-"""Claims of published systems and of the README, each with both sides, their ratio, and whether it holds.
+"""Claims of published systems and of the README, each with both sides, their ratio, and whether it
+holds.
 
-A claim names two rows of a file of results, a column, and how many times better ours must be. Its rows are measured
-anew in one run where an operator's benchmark makes them (:func:`measured_by`), else they are the committed ones, with
-the command that repeats them.
+A claim names two rows of a file of results, a column, and how many times better ours must be. Its
+rows are measured anew in one run where an operator's benchmark makes them (:func:`measured_by`),
+else they are the committed ones, with the command that repeats them.
 """
 
 from __future__ import annotations
@@ -20,16 +21,22 @@ TIME, TRAIN, MEMORY = "forward_p50_ms", "forward_backward_p50_ms", "forward_back
 FORWARD_MEMORY = "forward_peak_mib"
 BATCH, RATE = "largest_batch", "pairs_per_second"  # of which more is better
 COLUMNS = {
-    TIME: ("forward", "ms"), TRAIN: ("forward + backward", "ms"), MEMORY: ("memory, forward + backward", "MiB"),
-    FORWARD_MEMORY: ("memory, forward", "MiB"), BATCH: ("largest batch", "pairs"), RATE: ("training", "pairs/s"),
+    TIME: ("forward", "ms"),
+    TRAIN: ("forward + backward", "ms"),
+    MEMORY: ("memory, forward + backward", "MiB"),
+    FORWARD_MEMORY: ("memory, forward", "MiB"),
+    BATCH: ("largest batch", "pairs"),
+    RATE: ("training", "pairs/s"),
     "p50_ms": ("query", "ms"),
-}  # fmt: skip
+}
 Row = Mapping[str, str]
 
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """One claim: in `column`, our row is at least `times` better than the other's, lower being better or higher."""
+    """One claim: in `column`, our row is at least `times` better than the other's, lower being
+    better or higher.
+    """
 
     system: str
     claim: str
@@ -51,8 +58,12 @@ class Claim:
         return f"python -m benchmarks.{self.file}"
 
 
-#: Claims in the order of docs/claims.md; those of ``"cpu"`` are measured on any CPU, and have no committed rows.
-CLAIMS = tuple(Claim(**row) for row in json.loads((Path(__file__).parent / "claims.json").read_text(encoding="utf-8")))
+# : Claims in the order of docs/claims.md; those of ``"cpu"`` are measured on any CPU, and have no
+# committed rows.
+CLAIMS = tuple(
+    Claim(**row)
+    for row in json.loads((Path(__file__).parent / "claims.json").read_text(encoding="utf-8"))
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,11 @@ class Verdict:
     @property
     def times(self) -> float:
         """How many times better ours is."""
-        better, worse = (self.ours, self.other) if self.claim.column in (BATCH, RATE) else (self.other, self.ours)
+        better, worse = (
+            (self.ours, self.other)
+            if self.claim.column in (BATCH, RATE)
+            else (self.other, self.ours)
+        )
         return better / worse if worse else math.nan  # 0: too little memory to be seen
 
     @property
@@ -79,11 +94,15 @@ class Verdict:
 
 
 def measured_by(device: str) -> dict[str, dict[str, set[str]]]:
-    """Cases that a run on ``"cuda"`` or ``"cpu"`` measures of each operator, and the implementations of each."""
+    """Cases that a run on ``"cuda"`` or ``"cpu"`` measures of each operator, and the
+    implementations of each.
+    """
     found: dict[str, dict[str, set[str]]] = {}
     for claim in CLAIMS:
         if claim.side == "impl" and (claim.device == "cpu") == (device == "cpu"):
-            found.setdefault(claim.file, {}).setdefault(claim.where["case"], set()).update((claim.ours, claim.other))
+            found.setdefault(claim.file, {}).setdefault(claim.where["case"], set()).update(
+                (claim.ours, claim.other),
+            )
     return found
 
 
@@ -99,10 +118,17 @@ def judge(claim: Claim, rows: Sequence[Row], note: str = "") -> Verdict:
         if text := row.get(claim.column):
             values[side] = (max if more else min)(values.get(side, float(text)), float(text))
         if side == claim.ours:
-            versions = f"torch {row['torch']}" + (f", Triton {row['triton']}" if row.get("triton") else "")
+            versions = f"torch {row['torch']}" + (
+                f", Triton {row['triton']}" if row.get("triton") else ""
+            )
             threads = "" if row.get("cuda") else f", {row['threads']} threads"
             conditions = f"{row['device']}{threads}, {versions}, {row['date'][:10]}{note}"
-    return Verdict(claim, values.get(claim.ours, math.nan), values.get(claim.other, math.nan), conditions)
+    return Verdict(
+        claim,
+        values.get(claim.ours, math.nan),
+        values.get(claim.other, math.nan),
+        conditions,
+    )
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -126,7 +152,16 @@ def table(verdicts: Iterable[Verdict]) -> list[str]:
 def _line(verdict: Verdict) -> str:
     claim, (what, unit) = verdict.claim, COLUMNS[verdict.claim.column]
     digits = [",.0f" if value >= 1000 else ".4g" for value in (verdict.other, verdict.ours)]
-    sides = ", ".join(format(value, spec) for value, spec in zip((verdict.other, verdict.ours), digits, strict=True))
+    sides = ", ".join(
+        format(value, spec)
+        for value, spec in zip((verdict.other, verdict.ours), digits, strict=True)
+    )
     times = "-" if math.isnan(verdict.times) else f"{verdict.times:.3g}"
-    cells = [claim.system, f"{claim.claim} ({what})", claim.other, f"{sides} {unit}", f"{times} ({claim.times:g})"]
+    cells = [
+        claim.system,
+        f"{claim.claim} ({what})",
+        claim.other,
+        f"{sides} {unit}",
+        f"{times} ({claim.times:g})",
+    ]
     return f"| {' | '.join([*cells, verdict.outcome, verdict.conditions, f'`{claim.command}`'])} |"

@@ -37,7 +37,12 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
     leaf = _ends(inputs.leaves[0].detach()).double().requires_grad_()
     p = _probabilities(leaf, "reference")
     (dx,) = torch.autograd.grad(p, leaf, _ends(inputs.grad_output).double())
-    return spec.Gate(inputs, case.dtype, {"out": spec.Part(_ends, p.detach())}, {"dx": spec.Part(_ends, dx)})
+    return spec.Gate(
+        inputs,
+        case.dtype,
+        {"out": spec.Part(_ends, p.detach())},
+        {"dx": spec.Part(_ends, dx)},
+    )
 
 
 class _SortedEntmax15(torch.autograd.Function):
@@ -73,7 +78,9 @@ IMPLEMENTATIONS = (
 
 
 def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Least work: scores read and probabilities written once; backward reads those and a gradient, and writes one."""
+    """Least work: scores read and probabilities written once; backward reads those and a gradient,
+    and writes one.
+    """
     (x,) = inputs.leaves
     operand = float(x.numel() * x.element_size())
     return spec.Work(3.0 * x.numel(), operand * (2 if phase == "forward" else 5))
@@ -81,7 +88,18 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
 
 def _needs(case: spec.BenchCase, impl: str) -> int:
     entries = case.dims["R"] * case.dims["N"]
-    return entries * (2 * spec.DTYPES[case.dtype].itemsize + {"sort": 24, "reference": 64}.get(impl, 0))
+    return entries * (
+        2 * spec.DTYPES[case.dtype].itemsize + {"sort": 24, "reference": 64}.get(impl, 0)
+    )
 
 
-SPEC = spec.BenchSpec("entmax", IMPLEMENTATIONS, "sort", make_inputs, make_gate, {"R": 4, "N": 32}, work, _needs)
+SPEC = spec.BenchSpec(
+    "entmax",
+    IMPLEMENTATIONS,
+    "sort",
+    make_inputs,
+    make_gate,
+    {"R": 4, "N": 32},
+    work,
+    _needs,
+)

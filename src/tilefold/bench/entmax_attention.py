@@ -1,4 +1,6 @@
-"""The benchmark of ``tilefold.ops.entmax_attention``, beside softmax attention (not gated) and AdaSplash (which is)."""
+"""The benchmark of ``tilefold.ops.entmax_attention``, beside softmax attention (not gated) and
+AdaSplash (which is).
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,25 @@ _MAX_PAIRS = 1 << 22  # scores in fp64 of the gate's head on the CPU
 
 
 def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
-    """Random q, k, v ``[B, H, N, D]`` and whether they are causal; scores are independent or alike in a sequence."""
+    """Random q, k, v ``[B, H, N, D]`` and whether they are causal; scores are independent or alike
+    in a sequence.
+    """
     batch, heads, n, dim = (case.dims[name] for name in "BHND")
     kind, _, causal = case.variant.partition("-")
     options: dict[str, Any] = {"dtype": spec.DTYPES[case.dtype], "device": device, "seed": seed}
     options |= {"correlated": kind == "correlated", "sharpness": _SHARPNESS[kind]}
     made = entmax_attention_inputs(batch, heads, n, dim, **options)
-    return spec.Inputs(tuple(t.requires_grad_() for t in (made.q, made.k, made.v)), (causal == "causal",), made.dout)
+    return spec.Inputs(
+        tuple(t.requires_grad_() for t in (made.q, made.k, made.v)),
+        (causal == "causal",),
+        made.dout,
+    )
 
 
 def _rounded_dq(head: Sequence[Tensor], dtype: torch.dtype, causal: bool) -> Tensor:
-    """``[rows, D]`` dq of one head in fp64, but for what products in ``dtype`` must round: weights, O2 and dS."""
+    """``[rows, D]`` dq of one head in fp64, but for what products in ``dtype`` must round: weights,
+    O2 and dS.
+    """
     q, k, v, dout, tau = head
 
     def rounded(t: Tensor) -> Tensor:
@@ -55,15 +65,22 @@ def _rounded_dq(head: Sequence[Tensor], dtype: torch.dtype, causal: bool) -> Ten
 def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
     """The last queries of the first head, and, where that is all of them, its dk and dv, in fp64.
 
-    Keys that are nearly alike cancel in dq, so that the roundings of any kernel with 16-bit products show. Where these
-    alone, applied to exact numbers, exceed the budget, half as much again as they do is allowed.
+    Keys that are nearly alike cancel in dq, so that the roundings of any kernel with 16-bit
+    products show. Where these alone, applied to exact numbers, exceed the budget, half as much
+    again as they do is allowed.
     """
     (causal,), dout, dtype = inputs.others, inputs.grad_output, inputs.grad_output.dtype
     n = dout.size(2)
     first = n - min(n, _GATE_ROWS if dout.is_cuda else max(1, _MAX_PAIRS // n))
     q, k, v = (t.detach()[:1, :1].double() for t in inputs.leaves)
     leaves = [q[:, :, first:].clone().requires_grad_(), k.requires_grad_(), v.requires_grad_()]
-    found = entmax_attention(*leaves, alpha=ALPHA, causal=causal, impl="reference", return_stats=True)
+    found = entmax_attention(
+        *leaves,
+        alpha=ALPHA,
+        causal=causal,
+        impl="reference",
+        return_stats=True,
+    )
     if isinstance(found, Tensor):
         raise TypeError("entmax_attention returned no statistics.")
     out, stats = found
@@ -78,7 +95,13 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
         "dv": None if first else spec.Part(lambda t: t[:1, :1], dv),
     }
     outputs = {"out": spec.Part(lambda t: t[:1, :1, first:], out.detach())}
-    return spec.Gate(inputs, case.dtype, outputs, gradients, spec.Budget(testing.budget(dtype, "gradient"), gradient))
+    return spec.Gate(
+        inputs,
+        case.dtype,
+        outputs,
+        gradients,
+        spec.Budget(testing.budget(dtype, "gradient"), gradient),
+    )
 
 
 def _sdpa(backend: SDPBackend) -> spec.Build:
@@ -146,7 +169,9 @@ IMPLEMENTATIONS = (
 
 
 def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Least work: every score once (their signs must be known); weights and gradients may all but vanish."""
+    """Least work: every score once (their signs must be known); weights and gradients may all but
+    vanish.
+    """
     batch, heads, n, dim = (case.dims[name] for name in "BHND")
     pairs = batch * heads * n * n / (2 if inputs.others[0] else 1)
     operand = inputs.grad_output.numel() * inputs.grad_output.element_size()
@@ -161,4 +186,13 @@ def _needs(case: spec.BenchCase, impl: str) -> int:
 
 
 PROBE = {"B": 1, "H": 1, "N": 32}  # too small to matter
-SPEC = spec.BenchSpec("entmax_attention", IMPLEMENTATIONS, "softmax-fa2", make_inputs, make_gate, PROBE, work, _needs)
+SPEC = spec.BenchSpec(
+    "entmax_attention",
+    IMPLEMENTATIONS,
+    "softmax-fa2",
+    make_inputs,
+    make_gate,
+    PROBE,
+    work,
+    _needs,
+)

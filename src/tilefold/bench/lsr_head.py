@@ -12,14 +12,22 @@ from tilefold.bench import spec
 from tilefold.ops.lsr_head import chosen_impl, lsr_head
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_truth, with_one_answer
 
-_SPARSE_ACTIVE = 0.02  # share of positive scores that "2pct" aims at, that of a trained SPLADE model
+_SPARSE_ACTIVE = (
+    0.02  # share of positive scores that "2pct" aims at, that of a trained SPLADE model
+)
 _QUANTILE_COLUMNS = 256
 GEMM_CHUNK_BYTES = 64 * 2**20
 COLUMNS = 256  # vocabulary entries that are checked for every sequence
 CHUNK_BYTES = 2**27  # fp64 logits held at a time
 
 
-def _sampled_maxima(hidden: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, columns: Tensor) -> Tensor:
+def _sampled_maxima(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mask: Tensor,
+    columns: Tensor,
+) -> Tensor:
     """``[B, C]`` fp32 maxima over valid tokens of the logits of some vocabulary entries."""
     logits = hidden.float() @ weight[columns].float().T + bias[columns].float()
     return logits.masked_fill(~mask.bool()[:, :, None], float("-inf")).amax(dim=1)
@@ -28,7 +36,8 @@ def _sampled_maxima(hidden: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, 
 def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
     """Random ``hidden [B, S, D]``, ``weight [V, D]``, ``bias [V]`` and ``attention_mask [B, S]``.
 
-    Logits are close to N(0, 1), in padding too. ``"2pct"`` shifts the bias until 2% of a sample of scores are positive.
+    Logits are close to N(0, 1), in padding too. ``"2pct"`` shifts the bias until 2% of a sample of
+    scores are positive.
     """
     B, S, D, V = (case.dims[name] for name in "BSDV")
     dtype = spec.DTYPES[case.dtype]
@@ -53,15 +62,19 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> sp
 
 
 def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
-    """Some vocabulary entries over all sequences, and two sequences over the whole vocabulary, in fp64.
+    """Some vocabulary entries over all sequences, and two sequences over the whole vocabulary, in
+    fp64.
 
-    The gradient becomes zero where two logits, or a logit and zero, differ by less than the order of evaluation does.
+    The gradient becomes zero where two logits, or a logit and zero, differ by less than the order
+    of evaluation does.
     """
     B, V = inputs.grad_output.shape
     device = inputs.grad_output.device
     every = torch.arange(B, device=device)
     few = torch.tensor(sorted({0, B - 1}), device=device)
-    columns = torch.linspace(0, V - 1, min(COLUMNS, V), dtype=torch.float64, device=device).round().long()
+    columns = (
+        torch.linspace(0, V - 1, min(COLUMNS, V), dtype=torch.float64, device=device).round().long()
+    )
     for rows, some in [(every, columns), *((few, chunk) for chunk in _chunks(inputs, few))]:
         inputs.grad_output[rows[:, None], some] = with_one_answer(_part(inputs, rows, some)).dscores
     truth = lsr_head_truth(_part(inputs, every, columns))
@@ -76,7 +89,9 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
         "out[b, :]": spec.Part(lambda t: t[few], torch.cat(scores, dim=1)),
     }
     gradients = {"dhidden": spec.Part(lambda t: t[few], dhidden)}
-    gradients |= {name: spec.Part(lambda t: t[columns], truth[name]) for name in ("dweight", "dbias")}
+    gradients |= {
+        name: spec.Part(lambda t: t[columns], truth[name]) for name in ("dweight", "dbias")
+    }
     return spec.Gate(inputs, case.dtype, outputs, gradients)
 
 
@@ -90,11 +105,20 @@ def _part(inputs: spec.Inputs, rows: Tensor, columns: Tensor) -> LSRHeadInputs:
     """Some sequences and vocabulary entries, as a problem of their own."""
     hidden, weight, bias = (leaf.detach() for leaf in inputs.leaves)
     grad = inputs.grad_output[rows[:, None], columns]
-    return LSRHeadInputs(hidden[rows], weight[columns], bias[columns], inputs.others[0][rows], None, grad)
+    return LSRHeadInputs(
+        hidden[rows],
+        weight[columns],
+        bias[columns],
+        inputs.others[0][rows],
+        None,
+        grad,
+    )
 
 
 def stock_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
-    """The operations of a masked-LM decoder followed by sentence-transformers' SPLADE max pooling, ``[B, V]``."""
+    """The operations of a masked-LM decoder followed by sentence-transformers' SPLADE max pooling,
+    ``[B, V]``.
+    """
     logits = linear(hidden, weight, bias)
     masked = (logits * attention_mask.unsqueeze(-1).to(logits.dtype)).relu_()
     activated = masked.log1p() if torch.is_grad_enabled() else masked.log1p_()
@@ -104,7 +128,11 @@ def stock_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Ten
 def max_first_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
     """The stock head with the activation moved behind the maximum, with which it commutes."""
     logits = linear(hidden, weight, bias)
-    return torch.max(logits * attention_mask.unsqueeze(-1).to(logits.dtype), dim=1).values.relu().log1p()
+    return (
+        torch.max(logits * attention_mask.unsqueeze(-1).to(logits.dtype), dim=1)
+        .values.relu()
+        .log1p()
+    )
 
 
 def _gemm(chunk_bytes: float) -> spec.Build:
@@ -116,7 +144,10 @@ def _gemm(chunk_bytes: float) -> spec.Build:
         weight = pad(weight, (0, 0, 0, -weight.size(0) % 8))
         width = weight.size(0)
         if chunk_bytes < rows.element_size() * rows.size(0) * width:
-            width = max(8, int(chunk_bytes) // (rows.element_size() * max(rows.size(0), 1)) // 8 * 8)
+            width = max(
+                8,
+                int(chunk_bytes) // (rows.element_size() * max(rows.size(0), 1)) // 8 * 8,
+            )
         chunks = torch.split(weight, width)
         buffer = torch.empty(rows.size(0) * width, dtype=rows.dtype, device=rows.device)
 
@@ -132,17 +163,26 @@ def _gemm(chunk_bytes: float) -> spec.Build:
 
 
 IMPLEMENTATIONS = (
-    *spec.ours(lambda h, w, b, mask, impl: lsr_head(h, w, b, attention_mask=mask, impl=impl), chosen_impl),
+    *spec.ours(
+        lambda h, w, b, mask, impl: lsr_head(h, w, b, attention_mask=mask, impl=impl),
+        chosen_impl,
+    ),
     spec.Implementation("eager", spec.bound(stock_head), "baseline"),
     spec.on_gpu("compile", spec.bound(spec.compiled(stock_head), "torch.compile"), "baseline"),
-    spec.on_gpu("compile-max-first", spec.bound(spec.compiled(max_first_head), "torch.compile"), "baseline"),
+    spec.on_gpu(
+        "compile-max-first",
+        spec.bound(spec.compiled(max_first_head), "torch.compile"),
+        "baseline",
+    ),
     spec.Implementation("gemm", _gemm(GEMM_CHUNK_BYTES), "bare"),
     spec.Implementation("gemm-full", _gemm(float("inf")), "bare"),
 )
 
 
 def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Least work: forward multiplies valid tokens with the vocabulary; backward moves rows, once each."""
+    """Least work: forward multiplies valid tokens with the vocabulary; backward moves rows, once
+    each.
+    """
     B, D, V = case.dims["B"], case.dims["D"], case.dims["V"]
     item, tokens = inputs.grad_output.element_size(), inputs.valid_tokens
     flops = 2.0 * tokens * D * V
@@ -163,4 +203,13 @@ def _needs(case: spec.BenchCase, impl: str) -> int:
 
 
 PROBE = {"B": 2, "S": 8, "D": 32, "V": 96}  # too small to matter
-SPEC = spec.BenchSpec("lsr_head", IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, _needs)
+SPEC = spec.BenchSpec(
+    "lsr_head",
+    IMPLEMENTATIONS,
+    "eager",
+    make_inputs,
+    make_gate,
+    PROBE,
+    work,
+    _needs,
+)

@@ -15,15 +15,21 @@ from tilefold.bench import spec
 from tilefold.bench.spec import BUDGETS
 from tilefold.ops.maxsim import chosen_impl, maxsim, quantize_tokens
 
-_PACKED_SHARE = 1 / 6  # shortest document of a packed case as a share of the longest; lengths are evenly spread
-DOCUMENTS = 4  # documents that are checked against every query, beside two queries against every document
+_PACKED_SHARE = (
+    1 / 6
+)  # shortest document of a packed case as a share of the longest; lengths are evenly spread
+DOCUMENTS = (
+    4  # documents that are checked against every query, beside two queries against every document
+)
 CHUNK_BYTES = 2**27  # fp64 similarities held at a time
 AMBIGUOUS = 2e-6  # fp32 evaluation order moves a similarity of unit vectors by less than this
 QUANTIZED_BUDGET = spec.Budget(forward=BUDGETS["float32"].forward, gradient=0.0)
 
 
 def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
-    """Random unit vectors ``[Nq, Lq, D]`` and ``[Nd, Ld, D]``, or ``[T, D]`` packed by int32 offsets ``[Nd + 1]``."""
+    """Random unit vectors ``[Nq, Lq, D]`` and ``[Nd, Ld, D]``, or ``[T, D]`` packed by int32
+    offsets ``[Nd + 1]``.
+    """
     dims, dtype = case.dims, spec.DTYPES[case.dtype]
     normal, generator = spec.random_tensors(device, seed)
 
@@ -42,7 +48,12 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> sp
         documents = unit(dims["Nd"], dims["Ld"], dims["D"])
     grad_output = normal(dims["Nq"], dims["Nd"])
     tokens = sum(side.shape[:-1].numel() for side in (queries, documents))
-    return spec.Inputs((queries.requires_grad_(), documents.requires_grad_()), (cu_seqlens,), grad_output, tokens)
+    return spec.Inputs(
+        (queries.requires_grad_(), documents.requires_grad_()),
+        (cu_seqlens,),
+        grad_output,
+        tokens,
+    )
 
 
 def _places(inputs: spec.Inputs, document: int) -> slice:
@@ -60,7 +71,9 @@ def _tokens(inputs: spec.Inputs, document: int) -> Tensor:
 
 @dataclass(frozen=True)
 class MaxSimGate(spec.Gate):
-    """A gate that compares scores of int8 and fp8 documents with what the rounded numbers stand for."""
+    """A gate that compares scores of int8 and fp8 documents with what the rounded numbers stand
+    for.
+    """
 
     documents: tuple[int, ...] = ()
 
@@ -80,9 +93,11 @@ class MaxSimGate(spec.Gate):
 
 @torch.no_grad()
 def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> MaxSimGate:
-    """Scores and gradients in fp64 of two queries with all documents, and of a few documents with all queries.
+    """Scores and gradients in fp64 of two queries with all documents, and of a few documents with
+    all queries.
 
-    The gradient of pairs with two best document tokens, up to the order of evaluation, becomes zero.
+    The gradient of pairs with two best document tokens, up to the order of evaluation, becomes
+    zero.
     """
     grad = inputs.grad_output
     device = grad.device
@@ -98,23 +113,36 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> MaxSimGate:
         grad[few[unclear], document] = 0
         dqueries += grad[few, document, None, None].double() * tokens[winner]
     step = max(1, CHUNK_BYTES // (8 * inputs.leaves[0].size(1) * case.dims["Ld"]))
-    columns, parts = zip(*(_document_truth(inputs, document, step) for document in chosen), strict=True)
+    columns, parts = zip(
+        *(_document_truth(inputs, document, step) for document in chosen),
+        strict=True,
+    )
 
     def taken(documents: Tensor) -> Tensor:
-        return torch.cat([documents.flatten(0, -2)[_places(inputs, document)] for document in chosen])
+        return torch.cat(
+            [documents.flatten(0, -2)[_places(inputs, document)] for document in chosen],
+        )
 
     outputs = {
         "out[q, :]": spec.Part(lambda t: t[few], scores),
         "out[:, d]": spec.Part(lambda t: t[:, chosen], torch.stack(columns, dim=1)),
     }
-    gradients = {"dqueries": spec.Part(lambda t: t[few], dqueries), "ddocuments": spec.Part(taken, torch.cat(parts))}
+    gradients = {
+        "dqueries": spec.Part(lambda t: t[few], dqueries),
+        "ddocuments": spec.Part(taken, torch.cat(parts)),
+    }
     # scores are fp32, and fp64 of fp64
-    ours = spec.Budget(min(BUDGETS[name].forward for name in ("float32", case.dtype)), BUDGETS[case.dtype].gradient)
+    ours = spec.Budget(
+        min(BUDGETS[name].forward for name in ("float32", case.dtype)),
+        BUDGETS[case.dtype].gradient,
+    )
     return MaxSimGate(inputs, case.dtype, outputs, gradients, ours=ours, documents=tuple(chosen))
 
 
 def _winners(queries: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of some queries with a document, the winners, and which queries have a token with two best."""
+    """Scores of some queries with a document, the winners, and which queries have a token with two
+    best.
+    """
     similarities = queries @ tokens.T  # [n, Lq, Ld]
     best, places = similarities.topk(min(2, similarities.size(-1)), dim=-1)
     unclear = torch.zeros(queries.size(0), dtype=torch.bool, device=queries.device)
@@ -124,7 +152,9 @@ def _winners(queries: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _document_truth(inputs: spec.Inputs, document: int, step: int) -> tuple[Tensor, Tensor]:
-    """A document's scores with all queries and its gradient; the first slice settled its pairs by the same margin."""
+    """A document's scores with all queries and its gradient; the first slice settled its pairs by
+    the same margin.
+    """
     grad, tokens = inputs.grad_output, _tokens(inputs, document).double()
     gradient, values = torch.zeros_like(tokens), []
     for start in range(0, grad.size(0), step):
@@ -139,15 +169,22 @@ def _document_truth(inputs: spec.Inputs, document: int, step: int) -> tuple[Tens
 
 
 def materialised_scores(queries: Tensor, documents: Tensor, valid: Tensor | None = None) -> Tensor:
-    """The einsum of late-interaction libraries: every similarity ``[Nq, Nd, Lq, Ld]``, then maximum and sum."""
+    """The einsum of late-interaction libraries: every similarity ``[Nq, Nd, Lq, Ld]``, then maximum
+    and sum.
+    """
     similarities = torch.einsum("qid,njd->qnij", queries, documents)
     if valid is not None:
         similarities = similarities.masked_fill(~valid[:, None], float("-inf"))
-    return similarities.amax(dim=3).sum(dim=2, dtype=torch.promote_types(queries.dtype, torch.float32))
+    return similarities.amax(dim=3).sum(
+        dim=2,
+        dtype=torch.promote_types(queries.dtype, torch.float32),
+    )
 
 
 def _stock(inputs: spec.Inputs) -> Callable[..., Tensor]:
-    """The einsum of these inputs; packed documents are padded and masked, as by a library without them."""
+    """The einsum of these inputs; packed documents are padded and masked, as by a library without
+    them.
+    """
     (offsets,) = inputs.others
     if offsets is None:
         return materialised_scores
@@ -169,14 +206,23 @@ def _flash_maxsim(inputs: spec.Inputs) -> spec.Runnable:
         query, longest = queries[0].detach(), int(offsets.diff().max())
 
         def packed() -> Tensor:
-            scores: Tensor = package.flash_maxsim_packed(query, documents.detach(), offsets, max_seqlen_d=longest)
+            scores: Tensor = package.flash_maxsim_packed(
+                query,
+                documents.detach(),
+                offsets,
+                max_seqlen_d=longest,
+            )
             return scores[None]
 
         return spec.Runnable(packed, None, "flash_maxsim_packed")
     name, score = "flash_maxsim_batched", package.flash_maxsim_batched
     if queries.size(0) == 1:
         name, score = "flash_maxsim", lambda q, d: package.flash_maxsim(q[0], d)[None]
-    return inputs.bind(lambda q, d, _: score(q, d), name, lambda q, d, _: package.flash_maxsim_batched_train(q, d))
+    return inputs.bind(
+        lambda q, d, _: score(q, d),
+        name,
+        lambda q, d, _: package.flash_maxsim_batched_train(q, d),
+    )
 
 
 def _late_interaction_kernels(inputs: spec.Inputs) -> spec.Runnable:
@@ -188,7 +234,13 @@ def _late_interaction_kernels(inputs: spec.Inputs) -> spec.Runnable:
     lengths = {"max_seqlen_q": length, "max_seqlen_d": int(offsets.diff().max())}
 
     def packed(queries: Tensor, documents: Tensor, offsets: Tensor) -> Tensor:
-        scores: Tensor = package.maxsim_varlen(queries[0], documents, query_offsets, offsets, **lengths)
+        scores: Tensor = package.maxsim_varlen(
+            queries[0],
+            documents,
+            query_offsets,
+            offsets,
+            **lengths,
+        )
         return scores
 
     return inputs.bind(packed, "maxsim_varlen")
@@ -198,19 +250,29 @@ def _quantized(dtype: str) -> spec.Build:
     def build(inputs: spec.Inputs) -> spec.Runnable:
         queries, documents = (leaf.detach() for leaf in inputs.leaves)
         stored = quantize_tokens(documents, dtype=dtype)
-        return spec.Runnable(lambda: maxsim(queries, stored, cu_seqlens_d=inputs.others[0]), None, dtype)
+        return spec.Runnable(
+            lambda: maxsim(queries, stored, cu_seqlens_d=inputs.others[0]),
+            None,
+            dtype,
+        )
 
     return build
 
 
 IMPLEMENTATIONS = (
-    *spec.ours(lambda q, d, offsets, impl: maxsim(q, d, cu_seqlens_d=offsets, impl=impl), chosen_impl, graph=True),
+    *spec.ours(
+        lambda q, d, offsets, impl: maxsim(q, d, cu_seqlens_d=offsets, impl=impl),
+        chosen_impl,
+        graph=True,
+    ),
     spec.on_gpu("tilefold-int8", _quantized("int8")),
     spec.on_gpu("tilefold-int8-graph", lambda inputs: spec.captured(_quantized("int8")(inputs))),
     spec.on_gpu("tilefold-fp8", _quantized("fp8")),
     spec.Implementation("eager", lambda inputs: inputs.bind(_stock(inputs), "torch"), "baseline"),
     spec.on_gpu(
-        "compile", lambda inputs: inputs.bind(torch.compile(_stock(inputs), dynamic=False), "torch.compile"), "baseline"
+        "compile",
+        lambda inputs: inputs.bind(torch.compile(_stock(inputs), dynamic=False), "torch.compile"),
+        "baseline",
     ),
     *spec.peer("flash_maxsim", {"flash-maxsim": _flash_maxsim}),
     *spec.peer("late_interaction_kernels", {"late-interaction-kernels": _late_interaction_kernels}),
@@ -218,7 +280,9 @@ IMPLEMENTATIONS = (
 
 
 def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Least work: all token pairs are multiplied and each token is read once; backward moves rows, once each."""
+    """Least work: all token pairs are multiplied and each token is read once; backward moves rows,
+    once each.
+    """
     rows = case.dims["Nq"] * case.dims["Lq"]
     queries, documents = inputs.leaves
     flops = 2.0 * rows * documents.numel()
@@ -238,4 +302,13 @@ def _needs(case: spec.BenchCase, impl: str) -> int:
 
 
 PROBE = {"Nq": 2, "Nd": 3, "Lq": 4, "Ld": 8, "D": 16}  # too small to matter
-SPEC = spec.BenchSpec("maxsim", IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, _needs)
+SPEC = spec.BenchSpec(
+    "maxsim",
+    IMPLEMENTATIONS,
+    "eager",
+    make_inputs,
+    make_gate,
+    PROBE,
+    work,
+    _needs,
+)

@@ -1,4 +1,6 @@
-"""Results: where a number comes from, CSV files in which a row is replaced when it is measured again, and tables."""
+"""Results: where a number comes from, CSV files in which a row is replaced when it is measured
+again, and tables.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,18 @@ if TYPE_CHECKING:
     from tilefold.bench.spec import BenchCase, BenchSpec
 
 RESULTS = Path("benchmarks/results")
-_COLUMNS = ("impl", "fwd ms", "x eager", "TFLOP/s", "of floor", "peak MiB", "f+b ms", "x eager", "of floor", "peak MiB")
+_COLUMNS = (
+    "impl",
+    "fwd ms",
+    "x eager",
+    "TFLOP/s",
+    "of floor",
+    "peak MiB",
+    "f+b ms",
+    "x eager",
+    "of floor",
+    "peak MiB",
+)
 _BUSY = 0.7  # load average before the first timing above which the machine is not ours
 COMMIT_VARIABLE = "TILEFOLD_COMMIT"  # what a copy of the sources is at, if git does not know
 
@@ -74,37 +87,71 @@ def driver_version() -> str:
 def _output(command: list[str], cwd: Path | None = None) -> str:
     """Output of a program, or ``""`` where it is not there or fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=20, check=True)  # noqa: S603
+        done = subprocess.run(  # noqa: S603
+            command,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
         return done.stdout.strip()
     return ""
 
 
 @functools.cache
 def commit() -> tuple[str, str]:
-    """``(commit, "yes" | "no" | "unknown")``: what the sources are at, and whether they differ from it."""
+    """``(commit, "yes" | "no" | "unknown")``: what the sources are at, and whether they differ from
+    it.
+    """
     if given := os.environ.get(COMMIT_VARIABLE, ""):
         return given, "unknown"
     here = Path(__file__).resolve().parent
-    # an installed copy may lie inside somebody else's repository: only a file that git tracks speaks for us
+    # an installed copy may lie inside somebody else's repository: only a file that git tracks
+    # speaks for us
     head = _output(["git", "rev-parse", "--short=12", "HEAD"], here)
     if not head or not _output(["git", "ls-files", Path(__file__).name], here):
         return "unknown", "unknown"
     root = Path(_output(["git", "rev-parse", "--show-toplevel"], here) or here)
-    return head, "yes" if _output(["git", "status", "--porcelain", "--untracked-files=no"], root) else "no"
+    return head, "yes" if _output(
+        ["git", "status", "--porcelain", "--untracked-files=no"],
+        root,
+    ) else "no"
 
 
 def collect(device: torch.device) -> Provenance:
     """Read the provenance of a run on ``device``."""
     on_gpu = device.type == "cuda"
-    name, count = (torch.cuda.get_device_name(device), torch.cuda.device_count()) if on_gpu else (cpu_name(), 1)
+    name, count = (
+        (torch.cuda.get_device_name(device), torch.cuda.device_count())
+        if on_gpu
+        else (cpu_name(), 1)
+    )
     driver, cuda = (driver_version(), torch.version.cuda or "") if on_gpu else ("", "")
-    versions = (torch.__version__, package_version("triton"), platform.python_version(), __version__)
+    versions = (
+        torch.__version__,
+        package_version("triton"),
+        platform.python_version(),
+        __version__,
+    )
     date = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return Provenance(name, count, driver, cuda, cpu_name(), torch.get_num_threads(), *versions, *commit(), date)
+    return Provenance(
+        name,
+        count,
+        driver,
+        cuda,
+        cpu_name(),
+        torch.get_num_threads(),
+        *versions,
+        *commit(),
+        date,
+    )
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device called ``name``, by default the GPU if there is one; ``ValueError`` if there is none such."""
+    """The device called ``name``, by default the GPU if there is one; ``ValueError`` if there is
+    none such.
+    """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):
@@ -115,14 +162,18 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def device_slug(provenance: Provenance) -> str:
-    """A folder name for the device: ``"NVIDIA H200"`` -> ``"nvidia-h200"``; processors carry their thread count."""
+    """A folder name for the device: ``"NVIDIA H200"`` -> ``"nvidia-h200"``; processors carry their
+    thread count.
+    """
     slug = re.sub(r"\((r|tm)\)", "", provenance.device.lower())
     slug = re.sub(r"[^a-z0-9]+", "-", slug).strip("-") or "unknown"
     return slug if provenance.cuda else f"cpu-{slug}-{provenance.threads}-threads"
 
 
 def results_folder(output: Path | None, quick: bool) -> Path | None:
-    """The folder of results: ``output``, else that of the repository around; ``quick`` ones go nowhere."""
+    """The folder of results: ``output``, else that of the repository around; ``quick`` ones go
+    nowhere.
+    """
     return output or (RESULTS if RESULTS.parent.is_dir() and not quick else None)
 
 
@@ -131,8 +182,14 @@ def results_file(folder: Path, name: str, provenance: Provenance) -> Path:
     return folder / device_slug(provenance) / f"{name}.csv"
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, object]], provenance: Provenance, key: Sequence[str]) -> None:
-    """Merge ``rows`` into the CSV at ``path``, atomically: rows of equal ``key`` are replaced, others stay as they are.
+def write_csv(
+    path: Path,
+    rows: Sequence[Mapping[str, object]],
+    provenance: Provenance,
+    key: Sequence[str],
+) -> None:
+    """Merge ``rows`` into the CSV at ``path``, atomically: rows of equal ``key`` are replaced,
+    others stay as they are.
 
     ``ValueError`` if the file exists and lacks one of the ``key`` columns.
     """
@@ -150,7 +207,10 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]], provenance: Prov
 def cells(row: Mapping[str, object], provenance: Provenance) -> dict[str, str]:
     """A row and where it comes from, as text."""
     found = {**row, **asdict(provenance)}.items()
-    return {name: "" if it is None else f"{it:.6g}" if isinstance(it, float) else str(it) for name, it in found}
+    return {
+        name: "" if it is None else f"{it:.6g}" if isinstance(it, float) else str(it)
+        for name, it in found
+    }
 
 
 def read_csv(path: str | Path, key: Sequence[str] = ()) -> list[dict[str, str]]:
@@ -160,16 +220,20 @@ def read_csv(path: str | Path, key: Sequence[str] = ()) -> list[dict[str, str]]:
         if missing := [name for name in key if name not in (reader.fieldnames or [])]:
             raise ValueError(
                 f"{path} must have the columns {', '.join(key)} to be updated, {', '.join(missing)} missing; "
-                "choose another --output or move the file away."
+                "choose another --output or move the file away.",
             )
         rows = list(reader)
     if any(None in row for row in rows):
-        raise ValueError(f"{path} must have rows no longer than its header; mend it, or move the file away.")
+        raise ValueError(
+            f"{path} must have rows no longer than its header; mend it, or move the file away.",
+        )
     return rows
 
 
 def short_number(value: float | None) -> str:
-    """Three significant digits, no exponent for large values: ``1234``, ``12.3``, ``0.123``; ``-`` for ``None``."""
+    """Three significant digits, no exponent for large values: ``1234``, ``12.3``, ``0.123``; ``-``
+    for ``None``.
+    """
     if value is None:
         return "-"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -218,14 +282,29 @@ def case_table(spec: BenchSpec, case: BenchCase, rows: Sequence[BenchRow]) -> Ta
         name = f"{row.impl} ({row.label})" if row.impl == "tilefold" and row.label else row.impl
         error = f"{exponent(row.forward_error)} / {exponent(row.gradient_error)}"
         if row.status == "ok":
-            table.add_row(name, *(cell for phase in PHASES for cell in _phase_cells(row, base, phase)), error)
+            table.add_row(
+                name,
+                *(cell for phase in PHASES for cell in _phase_cells(row, base, phase)),
+                error,
+            )
         else:
             blanks = ["-"] * (len(_COLUMNS) - 2)
-            table.add_row(name, row.status, *blanks, error, style="red" if row.failed_gate else "dim")
+            table.add_row(
+                name,
+                row.status,
+                *blanks,
+                error,
+                style="red" if row.failed_gate else "dim",
+            )
     return table
 
 
-def print_case(console: Console, spec: BenchSpec, case: BenchCase, rows: Sequence[BenchRow]) -> None:
+def print_case(
+    console: Console,
+    spec: BenchSpec,
+    case: BenchCase,
+    rows: Sequence[BenchRow],
+) -> None:
     """Print the table of one case, and why rows have no time."""
     if not rows:
         return
@@ -243,9 +322,14 @@ def print_header(console: Console, provenance: Provenance) -> None:
     else:
         where += f", {provenance.threads} threads"
     dirty = {"yes": " with local changes", "no": "", "unknown": ""}[provenance.dirty]
-    versions = f"torch {provenance.torch}, Python {provenance.python}, tilefold {provenance.tilefold}"
+    versions = (
+        f"torch {provenance.torch}, Python {provenance.python}, tilefold {provenance.tilefold}"
+    )
     text = f"{where}; {versions} at {provenance.commit}{dirty}; {provenance.date}"
     console.print(text, markup=False, highlight=False)
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if not provenance.cuda and busy > _BUSY:
-        console.print(f"load average {busy:.1f}: other programs run here, CPU times will be noisy", style="yellow")
+        console.print(
+            f"load average {busy:.1f}: other programs run here, CPU times will be noisy",
+            style="yellow",
+        )

@@ -1,4 +1,6 @@
-"""The parts of a benchmark: cases, inputs, implementations bound to them, the gate that checks them, least work."""
+"""The parts of a benchmark: cases, inputs, implementations bound to them, the gate that checks
+them, least work.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,16 @@ OPERATORS = ("lsr_head", "maxsim", "token_scatter", "entmax", "entmax_attention"
 _Named = TypeVar("_Named")
 Phase = Literal["forward", "forward_backward"]
 PHASES: tuple[Phase, ...] = ("forward", "forward_backward")
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
-_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")
+}
+_DTYPE_ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+}
 
 
 def parse_dtype(name: str) -> str:
@@ -38,7 +48,10 @@ class BenchCase:
     name: str  # what --shape takes
     device: str  # "cpu" or "cuda", where the case makes sense
     dtype: str  # a key of DTYPES
-    dims: Mapping[str, int]  # of the operator, for instance {"B": 32, "S": 512, "D": 768, "V": 30522}
+    dims: Mapping[
+        str,
+        int,
+    ]  # of the operator, for instance {"B": 32, "S": 512, "D": 768, "V": 30522}
     variant: str = "dense"  # what the numbers look like
     quick: bool = False  # whether --quick keeps the case
 
@@ -48,21 +61,33 @@ class Runnable:
     """An implementation bound to its inputs."""
 
     forward: Callable[[], Tensor | None]  # inference, no autograd; None for a bare product
-    forward_backward: Callable[[], tuple[Tensor, tuple[Tensor, ...]]] | None = None  # training: output and gradients
-    label: str = ""  # what actually runs, for instance the implementation that impl="auto" resolved to
+    forward_backward: Callable[[], tuple[Tensor, tuple[Tensor, ...]]] | None = (
+        None  # training: output and gradients
+    )
+    label: str = (
+        ""  # what actually runs, for instance the implementation that impl="auto" resolved to
+    )
 
 
 @dataclass(frozen=True)
 class Inputs:
     """Inputs of one case, on one device."""
 
-    leaves: tuple[Tensor, ...]  # whose gradients are taken, the first arguments of every implementation
+    leaves: tuple[
+        Tensor,
+        ...,
+    ]  # whose gradients are taken, the first arguments of every implementation
     others: tuple[Any, ...]  # the arguments after them
     grad_output: Tensor  # of the result's shape
     valid_tokens: int = 0  # that are not padding
     active: float | None = None  # share of positive scores, where scores have signs
 
-    def bind(self, call: Callable[..., Tensor], label: str, train: Callable[..., Tensor] | None = None) -> Runnable:
+    def bind(
+        self,
+        call: Callable[..., Tensor],
+        label: str,
+        train: Callable[..., Tensor] | None = None,
+    ) -> Runnable:
         """``call(*leaves, *others)``, or ``train`` of them where gradients are asked for."""
 
         def forward() -> Tensor:
@@ -71,26 +96,33 @@ class Inputs:
 
         def forward_backward() -> tuple[Tensor, tuple[Tensor, ...]]:
             out = (train or call)(*self.leaves, *self.others)
-            return out.detach(), torch.autograd.grad(out, self.leaves, self.grad_output.to(out.dtype))
+            return out.detach(), torch.autograd.grad(
+                out,
+                self.leaves,
+                self.grad_output.to(out.dtype),
+            )
 
         return Runnable(forward, forward_backward, label)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Largest allowed relative errors ``||out - ref|| / ||ref||`` of the output and of every gradient."""
+    """Largest allowed relative errors ``||out - ref|| / ||ref||`` of the output and of every
+    gradient.
+    """
 
     forward: float
     gradient: float
 
 
 BUDGETS: Mapping[str, Budget] = {
-    name: Budget(testing.budget(dtype), testing.budget(dtype, "gradient")) for name, dtype in DTYPES.items()
+    name: Budget(testing.budget(dtype), testing.budget(dtype, "gradient"))
+    for name, dtype in DTYPES.items()
 }
 
-# Baselines that keep logits in the input's dtype pick another winner where two round to the same value, so their
-# gradients are far off by construction, and a bias that cancels most of a rounded logit magnifies its error. They must
-# only be the same function, not as exact; the error is shown.
+# Baselines that keep logits in the input's dtype pick another winner where two round to the same
+# value, so their gradients are far off by construction, and a bias that cancels most of a rounded
+# logit magnifies its error. They must only be the same function, not as exact; the error is shown.
 BASELINE_BUDGETS: Mapping[str, Budget] = {
     "bfloat16": Budget(forward=6e-2, gradient=0.5),
     "float16": Budget(forward=5e-3, gradient=0.2),
@@ -101,15 +133,23 @@ BASELINE_BUDGETS: Mapping[str, Budget] = {
 
 @dataclass(frozen=True)
 class GateResult:
-    """Errors of one implementation against what is allowed; names that start with ``"d"`` are gradients."""
+    """Errors of one implementation against what is allowed; names that start with ``"d"`` are
+    gradients.
+    """
 
-    errors: Mapping[str, float]  # relative, of each checked quantity; infinite where a value is not finite
+    errors: Mapping[
+        str,
+        float,
+    ]  # relative, of each checked quantity; infinite where a value is not finite
     budget: Budget
 
     @property
     def failures(self) -> list[str]:
         """One readable line for each quantity over its budget."""
-        limits = {name: self.budget.gradient if name.startswith("d") else self.budget.forward for name in self.errors}
+        limits = {
+            name: self.budget.gradient if name.startswith("d") else self.budget.forward
+            for name in self.errors
+        }
         wrong = [name for name, error in self.errors.items() if not error <= limits[name]]
         return [f"{name} error {self.errors[name]:.2e} > {limits[name]:.0e}" for name in wrong]
 
@@ -120,12 +160,17 @@ class GateResult:
 
     def worst(self, gradients: bool) -> float | None:
         """The largest error among gradients, or among outputs; ``None`` if none was checked."""
-        return max((error for name, error in self.errors.items() if name.startswith("d") is gradients), default=None)
+        return max(
+            (error for name, error in self.errors.items() if name.startswith("d") is gradients),
+            default=None,
+        )
 
 
 @dataclass(frozen=True)
 class Part:
-    """A slice of a result that is small enough to be known exactly: how it is taken, and its value in fp64."""
+    """A slice of a result that is small enough to be known exactly: how it is taken, and its value
+    in fp64.
+    """
 
     take: Callable[[Tensor], Tensor]
     truth: Tensor
@@ -133,12 +178,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Gate:
-    """The ground truth of one case: slices are held to their values in fp64, everything else must be finite."""
+    """The ground truth of one case: slices are held to their values in fp64, everything else must
+    be finite.
+    """
 
     inputs: Inputs
     dtype: str
     outputs: Mapping[str, Part]
-    gradients: Mapping[str, Part | None]  # of each leaf, by a name with "d"; None for one that is not checked
+    gradients: Mapping[
+        str,
+        Part | None,
+    ]  # of each leaf, by a name with "d"; None for one that is not checked
     ours: Budget | None = None  # what our implementations are allowed, by default that of the dtype
 
     def check(self, runnable: Runnable, kind: str) -> GateResult:
@@ -152,40 +202,60 @@ class Gate:
             poison_allocator(poison)
             out, gradients = runnable.forward_backward()
             errors |= self._output_errors(out, "")
-            for (name, part), whole, leaf in zip(self.gradients.items(), gradients, self.inputs.leaves, strict=True):
+            for (name, part), whole, leaf in zip(
+                self.gradients.items(),
+                gradients,
+                self.inputs.leaves,
+                strict=True,
+            ):
                 errors |= {} if part is None else {name: _part_error(whole, leaf, part)}
-        allowed = (self.ours or BUDGETS[self.dtype]) if kind == "ours" else BASELINE_BUDGETS[self.dtype]
+        allowed = (
+            (self.ours or BUDGETS[self.dtype]) if kind == "ours" else BASELINE_BUDGETS[self.dtype]
+        )
         return GateResult(errors, allowed)
 
     def _output_errors(self, out: Tensor, prefix: str) -> dict[str, float]:
         dense = out.to_dense() if out.layout == torch.sparse_csr else out
         like = self.inputs.grad_output
-        return {f"{prefix}{name}": _part_error(dense, like, part) for name, part in self.outputs.items()}
+        return {
+            f"{prefix}{name}": _part_error(dense, like, part) for name, part in self.outputs.items()
+        }
 
 
 def _part_error(whole: Tensor, like: Tensor, part: Part) -> float:
-    """The relative error of a part, infinite if the whole has another shape than ``like`` or is not finite."""
+    """The relative error of a part, infinite if the whole has another shape than ``like`` or is not
+    finite.
+    """
     if whole.shape != like.shape or not bool(whole.isfinite().all()):
         return float("inf")
     return testing.relative_error(part.take(whole), part.truth)
 
 
 def poison_allocator(like: Sequence[Tensor]) -> None:
-    """Fill and free blocks of the sizes of ``like`` with NaN, which CUDA's allocator then hands out again."""
-    blocks = [torch.full_like(tensor, float("nan")) for tensor in like if tensor.is_floating_point()]
+    """Fill and free blocks of the sizes of ``like`` with NaN, which CUDA's allocator then hands out
+    again.
+    """
+    blocks = [
+        torch.full_like(tensor, float("nan")) for tensor in like if tensor.is_floating_point()
+    ]
     if blocks and blocks[0].is_cuda:
         torch.cuda.synchronize()
     del blocks
 
 
-def random_tensors(device: torch.device, seed: int) -> tuple[Callable[..., Tensor], torch.Generator]:
+def random_tensors(
+    device: torch.device,
+    seed: int,
+) -> tuple[Callable[..., Tensor], torch.Generator]:
     """A function of normal numbers in fp32 by shape, and its generator."""
     generator = torch.Generator(device=device).manual_seed(seed)
     return functools.partial(torch.randn, generator=generator, device=device), generator
 
 
 def ragged_lengths(batch: int, longest: int, device: torch.device) -> Tensor:
-    """Lengths ``[batch]`` spread evenly between 2% and 64% of the longest: 33% of the tokens are valid."""
+    """Lengths ``[batch]`` spread evenly between 2% and 64% of the longest: 33% of the tokens are
+    valid.
+    """
     return (torch.linspace(0.02, 0.64, batch, device=device) * longest).round().long()
 
 
@@ -196,7 +266,9 @@ def compiled(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def captured(eager: Runnable) -> Runnable:
-    """Both phases of ``eager``, each captured once as a CUDA graph, to time kernels without the host's part."""
+    """Both phases of ``eager``, each captured once as a CUDA graph, to time kernels without the
+    host's part.
+    """
     both = None if eager.forward_backward is None else _replay(eager.forward_backward)
     return Runnable(_replay(eager.forward), both, f"{eager.label}, CUDA graph")
 
@@ -213,7 +285,9 @@ def _replay(run: Callable[[], Any]) -> Callable[[], Any]:
     with torch.cuda.graph(graph):
         result = run()
 
-    def replay(_held: object = run) -> Any:  # the graph reads the memory of the tensors that `run` holds
+    def replay(
+        _held: object = run,
+    ) -> Any:  # the graph reads the memory of the tensors that `run` holds
         graph.replay()
         return result
 
@@ -225,13 +299,17 @@ Build = Callable[[Inputs], Runnable]  # of an implementation, from its inputs
 
 @dataclass(frozen=True)
 class Implementation:
-    """A way to compute the operator; baselines are gated by budgets of rounded intermediates, what is bare is not."""
+    """A way to compute the operator; baselines are gated by budgets of rounded intermediates, what
+    is bare is not.
+    """
 
     name: str  # what --impl takes
     build: Build
     kind: Literal["ours", "baseline", "bare"]
     default_on: tuple[str, ...] = ("cpu", "cuda")  # where it runs unless --impl says otherwise
-    slow: bool = False  # it compiles or tunes for long before its first answer, and runs after all others
+    slow: bool = (
+        False  # it compiles or tunes for long before its first answer, and runs after all others
+    )
 
 
 def bound(call: Callable[..., Tensor], label: str = "torch") -> Build:
@@ -239,10 +317,18 @@ def bound(call: Callable[..., Tensor], label: str = "torch") -> Build:
     return lambda inputs: inputs.bind(call, label)
 
 
-def peer(package: str, builds: Mapping[str, Build], slow: bool = False) -> tuple[Implementation, ...]:
-    """Kernels that a package publishes, by name: baselines on GPUs, by default where the package is installed."""
+def peer(
+    package: str,
+    builds: Mapping[str, Build],
+    slow: bool = False,
+) -> tuple[Implementation, ...]:
+    """Kernels that a package publishes, by name: baselines on GPUs, by default where the package is
+    installed.
+    """
     where = ("cuda",) if importlib.util.find_spec(package) is not None else ()
-    return tuple(Implementation(name, build, "baseline", where, slow) for name, build in builds.items())
+    return tuple(
+        Implementation(name, build, "baseline", where, slow) for name, build in builds.items()
+    )
 
 
 def ours(
@@ -252,26 +338,41 @@ def ours(
     *,
     graph: bool = False,
 ) -> tuple[Implementation, ...]:
-    """An operator's own implementations, ``call`` with ``impl=``; the tiled one runs by default ``tiled_on``."""
+    """An operator's own implementations, ``call`` with ``impl=``; the tiled one runs by default
+    ``tiled_on``.
+    """
 
     def build(impl: str) -> Build:
-        return lambda inputs: inputs.bind(functools.partial(call, impl=impl), chosen_impl(inputs.leaves[0], impl))
+        return lambda inputs: inputs.bind(
+            functools.partial(call, impl=impl),
+            chosen_impl(inputs.leaves[0], impl),
+        )
 
     made = (
         Implementation("tilefold", build("auto"), "ours"),
         Implementation("tiled", build("tiled"), "ours", default_on=tiled_on),
         Implementation("reference", build("reference"), "ours", default_on=()),
     )
-    return (*made, on_gpu("tilefold-graph", lambda inputs: captured(build("triton")(inputs)))) if graph else made
+    return (
+        (*made, on_gpu("tilefold-graph", lambda inputs: captured(build("triton")(inputs))))
+        if graph
+        else made
+    )
 
 
-def on_gpu(name: str, build: Build, kind: Literal["ours", "baseline", "bare"] = "ours") -> Implementation:
+def on_gpu(
+    name: str,
+    build: Build,
+    kind: Literal["ours", "baseline", "bare"] = "ours",
+) -> Implementation:
     """An implementation that runs on GPUs by default."""
     return Implementation(name, build, kind, default_on=("cuda",))
 
 
 class NotApplicable(Exception):  # noqa: N818
-    """Raised by an implementation's ``build`` for a case that it cannot compute: its row is skipped, not failed."""
+    """Raised by an implementation's ``build`` for a case that it cannot compute: its row is
+    skipped, not failed.
+    """
 
 
 @dataclass(frozen=True)
@@ -284,7 +385,9 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Work:
-    """The fewest operations and bytes that a phase can do: each input read once, each output written once."""
+    """The fewest operations and bytes that a phase can do: each input read once, each output
+    written once.
+    """
 
     flops: float
     bytes: float
@@ -303,9 +406,15 @@ class BenchSpec:
     baseline: str  # the implementation that ratios are taken against
     make_inputs: Callable[[BenchCase, torch.device, int], Inputs]  # from a seed
     make_gate: Callable[[BenchCase, Inputs], Gate]
-    probe_dims: Mapping[str, int]  # too small to matter: they load libraries and thread pools before memory is read
+    probe_dims: Mapping[
+        str,
+        int,
+    ]  # too small to matter: they load libraries and thread pools before memory is read
     work: Callable[[BenchCase, Inputs, Phase], Work]  # the least of that phase
-    needs_bytes: Callable[[BenchCase, str], int]  # a low estimate of an implementation's, to skip what cannot fit
+    needs_bytes: Callable[
+        [BenchCase, str],
+        int,
+    ]  # a low estimate of an implementation's, to skip what cannot fit
 
     @functools.cached_property
     def cases(self) -> Sequence[BenchCase]:
@@ -330,7 +439,9 @@ def _by_name(argument: str, name: str, items: Mapping[str, _Named]) -> _Named:
     if name in items:
         return items[name]
     listed = ", ".join(repr(known) for known in items)
-    raise ValueError(f"{argument} must be one of {listed}, got {name!r}; see `tilefold bench --list`.")
+    raise ValueError(
+        f"{argument} must be one of {listed}, got {name!r}; see `tilefold bench --list`.",
+    )
 
 
 def get_spec(op: str) -> BenchSpec:

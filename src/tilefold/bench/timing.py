@@ -1,4 +1,6 @@
-"""Timers and memory probes: device events with a cold L2 on CUDA, interleaved wall clock on the CPU."""
+"""Timers and memory probes: device events with a cold L2 on CUDA, interleaved wall clock on the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,18 @@ class Timing:
     def of(cls, samples: list[float]) -> Timing:
         """Percentiles of ``samples`` in milliseconds."""
         values = torch.tensor(samples, dtype=torch.float64)
-        p20, p50, p80 = torch.quantile(values, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+        p20, p50, p80 = torch.quantile(
+            values,
+            torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64),
+        ).tolist()
         return cls(p20, p50, p80, len(samples))
 
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """Time to spend on timing: seconds for one implementation and phase, and bounds on the number of calls."""
+    """Time to spend on timing: seconds for one implementation and phase, and bounds on the number
+    of calls.
+    """
 
     seconds: float = 0.5
     min_reps: int = 10
@@ -67,7 +74,9 @@ def _cuda_samples(run: Callable[[], object], reps: int, flush: torch.Tensor) -> 
 
 
 def time_cuda(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> dict[str, Timing]:
-    """Time every call of ``runs`` with CUDA events, L2 flushed before each, in rounds that share a clock's drift."""
+    """Time every call of ``runs`` with CUDA events, L2 flushed before each, in rounds that share a
+    clock's drift.
+    """
     flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(budget.rounds):
@@ -82,7 +91,9 @@ def time_cuda(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> d
 
 
 def time_cpu(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> dict[str, Timing]:
-    """Time every call of ``runs`` by wall clock, one of each in turn, as many as the slowest one allows."""
+    """Time every call of ``runs`` by wall clock, one of each in turn, as many as the slowest one
+    allows.
+    """
     for run in runs.values() if budget.warmup else ():
         run()
     samples: dict[str, list[float]] = {name: [] for name in runs}
@@ -98,13 +109,19 @@ def time_cpu(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> di
     return {name: Timing.of(values) for name, values in samples.items()}
 
 
-def time_all(runs: Mapping[str, Callable[[], object]], device: torch.device, budget: TimeBudget) -> dict[str, Timing]:
+def time_all(
+    runs: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    budget: TimeBudget,
+) -> dict[str, Timing]:
     """``time_cuda`` or ``time_cpu``, whichever fits ``device``."""
     return time_cuda(runs, budget) if device.type == "cuda" else time_cpu(runs, budget)
 
 
 def cuda_extra_peak_mib(run: Callable[[], object]) -> float:
-    """MiB that one call of ``run`` allocates at its peak above what is held before it, its results included."""
+    """MiB that one call of ``run`` allocates at its peak above what is held before it, its results
+    included.
+    """
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -115,13 +132,21 @@ def cuda_extra_peak_mib(run: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def in_fresh_process(call: Callable[_Asked, _Answer], *args: _Asked.args, **kwargs: _Asked.kwargs) -> _Answer:
-    """``call`` of these arguments in a new interpreter; ``RuntimeError`` when it died without an answer."""
+def in_fresh_process(
+    call: Callable[_Asked, _Answer],
+    *args: _Asked.args,
+    **kwargs: _Asked.kwargs,
+) -> _Answer:
+    """``call`` of these arguments in a new interpreter; ``RuntimeError`` when it died without an
+    answer.
+    """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
             return pool.submit(call, *args, **kwargs).result()
         except BrokenProcessPool as error:
-            raise RuntimeError("the measuring process was killed, most likely for lack of memory") from error
+            raise RuntimeError(
+                "the measuring process was killed, most likely for lack of memory",
+            ) from error
 
 
 def _proc_kib(file: str, field: str) -> int | None:
@@ -143,13 +168,17 @@ def _reset_high_water() -> bool:
 
 
 def resident_mib() -> float:
-    """MiB of memory that this process holds now; where the system does not say, the most that it ever held."""
+    """MiB of memory that this process holds now; where the system does not say, the most that it
+    ever held.
+    """
     now = _proc_kib("self/status", "VmRSS")
     return (_max_rss_kib() if now is None else now) / 1024
 
 
 def resident_peak_mib(run: Callable[[], object]) -> float:
-    """MiB of resident memory that one call of ``run`` adds at its peak, in a process that did nothing bigger before."""
+    """MiB of resident memory that one call of ``run`` adds at its peak, in a process that did
+    nothing bigger before.
+    """
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
     was_reset = _reset_high_water()
@@ -171,7 +200,9 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 
 def measure_ceilings(device: torch.device, dtype: str) -> Ceilings:
-    """Rate of a large matrix product in ``dtype`` and of a large copy, by the 20th percentile of their times."""
+    """Rate of a large matrix product in ``dtype`` and of a large copy, by the 20th percentile of
+    their times.
+    """
     size, copy_bytes = (8192, 2**31) if device.type == "cuda" else (2048, 2**28)
     budget = TimeBudget(seconds=0.3, min_reps=5, max_reps=30, rounds=1, warmup=3)
     torch_dtype = DTYPES[dtype]

@@ -16,7 +16,8 @@ INTERRUPTED = 130
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code: 0, 1 for failures, 2 for usage, 130 for Ctrl-C."""
-    # Threads that spin at OpenMP barriers make small operations tens of times slower on a busy machine.
+    # Threads that spin at OpenMP barriers make small operations tens of times slower on a busy
+    # machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if args is None else args)
     code = _run([arg for arg in given if arg != "--debug"], "--debug" in given)
@@ -29,7 +30,9 @@ def _run(args: list[str], debug: bool) -> int:
     try:
         import typer
     except ImportError:
-        sys.stderr.write('Error: the tilefold command needs typer and rich: pip install "tilefold[cli]"\n')
+        sys.stderr.write(
+            'Error: the tilefold command needs typer and rich: pip install "tilefold[cli]"\n',
+        )
         return 1
     from tilefold.cli import _common, _options
 
@@ -39,7 +42,11 @@ def _run(args: list[str], debug: bool) -> int:
         from tilefold.retrieval.truncation import tallied
 
         with tallied() as cuts:
-            outcome = typer.main.get_command(_app())(args, prog_name="tilefold", standalone_mode=False)
+            outcome = typer.main.get_command(_app())(
+                args,
+                prog_name="tilefold",
+                standalone_mode=False,
+            )
         for line in cuts.lines():
             _common.note(line)
         code = outcome if isinstance(outcome, int) else 0
@@ -56,7 +63,9 @@ def _run(args: list[str], debug: bool) -> int:
         return _report(error)
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code
         resumable = "Finished work is kept: run the same command again to resume."
-        _common.note(f"Interrupted. {resumable if any(check() for check in _common.kept) else 'Nothing was kept.'}")
+        _common.note(
+            f"Interrupted. {resumable if any(check() for check in _common.kept) else 'Nothing was kept.'}",
+        )
     return code
 
 
@@ -69,7 +78,9 @@ def _report(error: Exception) -> int:
     text = " ".join((formatted() if formatted is not None else text_of(error)).split())
     if not isinstance(error, CommandError):  # whose text has options already
         text = in_options(text)
-    known = isinstance(error, (CommandError, ValueError, OSError, ImportError, RuntimeError)) or usage
+    known = (
+        isinstance(error, (CommandError, ValueError, OSError, ImportError, RuntimeError)) or usage
+    )
     if not known or not text:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     note(f"Error: {text}", style="bold red")

@@ -1,4 +1,6 @@
-"""Shared by the commands: options, one-line errors, progress on stderr, JSON on stdout, loading data."""
+"""Shared by the commands: options, one-line errors, progress on stderr, JSON on stdout, loading
+data.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ DOCUMENTS_HELP = (
     "pydocs, a BEIR folder, or documents alone (.jsonl, .parquet, .tsv or .txt of id and text, "
     "all but .parquet also .gz; or a saved dataset)."
 )
-DROP_UNKNOWN_HELP = "Leave out judgements of queries and documents that the collection lacks, in a sample of one."
+DROP_UNKNOWN_HELP = (
+    "Leave out judgements of queries and documents that the collection lacks, in a sample of one."
+)
 
 
 class CommandError(Exception):
@@ -75,16 +79,26 @@ def shorten(text: str, cells: int) -> str:
 
 
 def print_table(
-    columns: Iterable[str], rows: Iterable[Iterable[str]], title: str = "", fold: Iterable[str] = (), **look: Any
+    columns: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    title: str = "",
+    fold: Iterable[str] = (),
+    **look: Any,
 ) -> None:
-    """Print a table on stdout; a column whose name ends in ``>`` is aligned right, those to `fold` are never cut."""
+    """Print a table on stdout; a column whose name ends in ``>`` is aligned right, those to `fold`
+    are never cut.
+    """
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=Text(title) if title else None, **look)
     for name in columns:
         justify: Any = "right" if name.endswith(">") else "left"
-        table.add_column(name.removesuffix(">"), justify=justify, overflow="fold" if name in fold else "ellipsis")
+        table.add_column(
+            name.removesuffix(">"),
+            justify=justify,
+            overflow="fold" if name in fold else "ellipsis",
+        )
     for row in rows:
         table.add_row(*map(Text, row))
     stdout().print(table)
@@ -106,9 +120,11 @@ def print_result(result: object, as_json: bool, *lines: str) -> None:
 
 @contextmanager
 def progress_bar(text: str, *, resumes: str | None = None) -> Iterator[Callable[..., None]]:
-    """Progress on stderr, a bar on a terminal and else a line per minute; yields a function of (done, total, note).
+    """Progress on stderr, a bar on a terminal and else a line per minute; yields a function of
+    (done, total, note).
 
-    With `resumes`, what the first call reports was done by an earlier run, and a line says so, and how to start over.
+    With `resumes`, what the first call reports was done by an earlier run, and a line says so, and
+    how to start over.
     """
     console, begun = stderr(), resumes is None
     update: Callable[..., None] = _line_per_minute(text)
@@ -149,7 +165,12 @@ def _line_per_minute(text: str) -> Callable[[int, int, str], None]:
         if now - spoken < SECONDS_PER_LINE or done == first[1]:
             return
         spoken, rate = now, (done - first[1]) / (now - first[0])
-        parts = [f"{done:,} of {total:,}", remark, f"{rate:.3g} per second", f"{_duration((total - done) / rate)} left"]
+        parts = [
+            f"{done:,} of {total:,}",
+            remark,
+            f"{rate:.3g} per second",
+            f"{_duration((total - done) / rate)} left",
+        ]
         note(f"{text}: {', '.join(part for part in parts if part)}")
 
     return update
@@ -157,7 +178,13 @@ def _line_per_minute(text: str) -> Callable[[int, int, str], None]:
 
 def _duration(seconds: float) -> str:
     minutes, hours = seconds / 60, seconds / 3600
-    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
+    return (
+        f"{seconds:.0f} s"
+        if minutes < 2
+        else f"{minutes:.0f} min"
+        if hours < 2
+        else f"{hours:.1f} h"
+    )
 
 
 @contextmanager
@@ -183,12 +210,21 @@ kept: list[Callable[[], bool]] = []
 
 
 def load_data(
-    name_or_path: str, cache_dir: Path | None = None, *, drop_unknown: bool = False, **parts: Any
+    name_or_path: str,
+    cache_dir: Path | None = None,
+    *,
+    drop_unknown: bool = False,
+    **parts: Any,
 ) -> Collection:
     """``pydocs``, a BEIR folder, or documents alone; `parts` are those of ``load_collection``."""
     from tilefold.retrieval.datasets import load_collection
 
-    return load_collection(name_or_path, cache_dir, unknown="drop" if drop_unknown else "error", **parts)
+    return load_collection(
+        name_or_path,
+        cache_dir,
+        unknown="drop" if drop_unknown else "error",
+        **parts,
+    )
 
 
 def texts_of(data: str | None) -> Callable[[], Mapping[str, str]] | None:
@@ -204,10 +240,14 @@ def known(values: Asked) -> Values:
 def check_split(collection: Collection, split: str, option: str = "--split") -> None:
     """Raise an error for a split that the collection does not have."""
     if not collection.qrels:
-        raise UsageError(f"--data: {collection.name} has no judgements; they belong in qrels/{split}.tsv.")
+        raise UsageError(
+            f"--data: {collection.name} has no judgements; they belong in qrels/{split}.tsv.",
+        )
     if split not in collection.qrels:
         splits = ", ".join(sorted(collection.qrels))
-        raise UsageError(f"{option}: {split!r} is not a split of {collection.name}; it has {splits}.")
+        raise UsageError(
+            f"{option}: {split!r} is not a split of {collection.name}; it has {splits}.",
+        )
 
 
 def text_of(error: BaseException) -> str:

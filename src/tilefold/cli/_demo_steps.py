@@ -44,8 +44,9 @@ class Size:
 
 
 FULL = Size("full", None, 128, 256, 64, 110, published=True)
-# --minutes -> size: 27, 30, 56 and 74 TFLOP. With 40 steps of the first, SPLADE was 5.1 standard errors
-# above BM25 and 2.3 above dense retrieval (800 queries); with steps of half the pairs it did not rise clearly above it.
+# --minutes -> size: 27, 30, 56 and 74 TFLOP. With 40 steps of the first, SPLADE was 5.1 standard
+# errors above BM25 and 2.3 above dense retrieval (800 queries); with steps of half the pairs it did
+# not rise clearly above it.
 SIZES = {
     3.0: Size("minutes-3", 3000, 64, 64, 48, 40),
     5.0: Size("minutes-5", 3000, 64, 64, 48, 50),
@@ -57,8 +58,11 @@ SIZES = {
 def split(collection: Collection, size: Size) -> Collection:
     """The collection with some training queries, evenly spaced, moved to a split ``"dev"``."""
     test, train = collection.qrels["test"], collection.qrels["train"]
-    # a short training sees few pairs twice, and more test queries make the standard error of a difference smaller
-    wanted = 0 if size.published else min(TEST_QUERIES, (len(test) + len(train)) * 3 // 8) - len(test)
+    # a short training sees few pairs twice, and more test queries make the standard error of a
+    # difference smaller
+    wanted = (
+        0 if size.published else min(TEST_QUERIES, (len(test) + len(train)) * 3 // 8) - len(test)
+    )
     moved = set(sorted(train, key=_rank)[: max(0, wanted)])
     names = sorted(train.keys() - moved)
     dev = names[:: max(1, len(names) // HELD_OUT)][:HELD_OUT]
@@ -71,8 +75,12 @@ def split(collection: Collection, size: Size) -> Collection:
 
 
 def take(collection: Collection, count: int | None) -> Collection:
-    """The collection with `count` documents, in its own order: relevant ones, which all stay, and others at random."""
-    judged = {name for grades in collection.qrels.values() for pairs in grades.values() for name in pairs}
+    """The collection with `count` documents, in its own order: relevant ones, which all stay, and
+    others at random.
+    """
+    judged = {
+        name for grades in collection.qrels.values() for pairs in grades.values() for name in pairs
+    }
     others = sorted(collection.documents.keys() - judged, key=_rank)
     judged &= collection.documents.keys()
     kept = judged.union(others if count is None else others[: max(0, count - len(judged))])
@@ -85,7 +93,8 @@ def _rank(name: str) -> str:
 
 
 DEPTH = 100
-# Heaviest terms kept per text: a third of the postings, for less than .01 nDCG@10 on held-out queries.
+# Heaviest terms kept per text: a third of the postings, for less than .01 nDCG@10 on held-out
+# queries.
 DOCUMENT_TERMS, QUERY_TERMS = 128, 32
 RERANKED = 50  # candidates per query for late interaction
 NDCG, RECALL = "nDCG@10", "R@100"
@@ -103,12 +112,30 @@ def make_recipe(size: Size, seed: int) -> SpladeRecipe:
     from tilefold.recipes.splade import SpladeRecipe
 
     lengths: Values = {"max_length": size.max_length, "train_max_length": size.train_length}
-    pace: Values = {"max_steps": size.steps, "batch_size": size.batch_size, "learning_rate": size.learning_rate}
-    return SpladeRecipe(BASE_MODEL, **lengths, **pace, group_by_length=not size.published, seed=seed)
+    pace: Values = {
+        "max_steps": size.steps,
+        "batch_size": size.batch_size,
+        "learning_rate": size.learning_rate,
+    }
+    return SpladeRecipe(
+        BASE_MODEL,
+        **lengths,
+        **pace,
+        group_by_length=not size.published,
+        seed=seed,
+    )
 
 
-def encode(how: Callable[..., object], model: Model, part: Collection, folder: Path, **options: object) -> bool:
-    """Encode documents into a folder, where an earlier run may have begun; whether it had done everything."""
+def encode(
+    how: Callable[..., object],
+    model: Model,
+    part: Collection,
+    folder: Path,
+    **options: object,
+) -> bool:
+    """Encode documents into a folder, where an earlier run may have begun; whether it had done
+    everything.
+    """
     before: list[int] = []
     with _common.progress_bar(f"  encoding {folder.name}", resumes="") as tick:
 
@@ -124,8 +151,15 @@ def encode(how: Callable[..., object], model: Model, part: Collection, folder: P
     return before[0] == len(part.documents)
 
 
-def zero_shot(root: Path, collection: Collection, queries: dict[str, str], length: int) -> tuple[Run, Tokens, bool]:
-    """Dense run of all-MiniLM-L6-v2, token vectors of queries and documents, and whether the latter were there."""
+def zero_shot(
+    root: Path,
+    collection: Collection,
+    queries: dict[str, str],
+    length: int,
+) -> tuple[Run, Tokens, bool]:
+    """Dense run of all-MiniLM-L6-v2, token vectors of queries and documents, and whether the latter
+    were there.
+    """
     from tilefold.recipes.colbert import ColbertRecipe, train
 
     # of all demos of these texts and this length; --rerank needs the model later
@@ -135,15 +169,37 @@ def zero_shot(root: Path, collection: Collection, queries: dict[str, str], lengt
     reused = encode(retrieval.encode_dense_collection, dense, collection, folder / "dense")
     index = retrieval.DenseIndex.build(retrieval.open_dense(folder / "dense"))
     run = retrieval.Searcher(index, dense).rank(queries, retrieval.SearchRequest(DEPTH)).run
-    recipe = ColbertRecipe(max_steps=0, dimension=None, max_length=length, query_length=length, skip_punctuation=False)
+    recipe = ColbertRecipe(
+        max_steps=0,
+        dimension=None,
+        max_length=length,
+        query_length=length,
+        skip_punctuation=False,
+    )
     source = str(Path(train(recipe, collection, folder / "model").model_dir).resolve())
     late, _ = _models.load_model(source, kinds=("multi-vector",), fast=_models.FUSED)
-    reused &= encode(retrieval.encode_tokens, late, collection, folder / "tokens", storage="int8", source=source)
-    tokens = retrieval.encode_texts(late, queries, kind="query"), retrieval.open_tokens(folder / "tokens")
+    reused &= encode(
+        retrieval.encode_tokens,
+        late,
+        collection,
+        folder / "tokens",
+        storage="int8",
+        source=source,
+    )
+    tokens = (
+        retrieval.encode_texts(late, queries, kind="query"),
+        retrieval.open_tokens(folder / "tokens"),
+    )
     return run, tokens, reused
 
 
 def overlap(exact: Run, other: Run, k: int = 10) -> float:
-    """Share of the exact top `k` that another run has in its own top `k`; both have the best documents first."""
-    tops = [(list(scores)[:k], list(other.get(query, {}))[:k]) for query, scores in exact.items() if scores]
+    """Share of the exact top `k` that another run has in its own top `k`; both have the best
+    documents first.
+    """
+    tops = [
+        (list(scores)[:k], list(other.get(query, {}))[:k])
+        for query, scores in exact.items()
+        if scores
+    ]
     return sum(len({*mine} & {*theirs}) / len(mine) for mine, theirs in tops) / max(1, len(tops))

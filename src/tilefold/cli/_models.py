@@ -1,4 +1,6 @@
-"""Models that options name: the packaged one, folders and Hugging Face names, refused at once where there is none."""
+"""Models that options name: the packaged one, folders and Hugging Face names, refused at once where
+there is none.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
 
 PACKAGED = "minilm"
-KINDS = {"sparse": "sparse", "tokens": "multi-vector", "dense": "dense"}  # of vectors, and of the models that make them
+KINDS = {
+    "sparse": "sparse",
+    "tokens": "multi-vector",
+    "dense": "dense",
+}  # of vectors, and of the models that make them
 VECTORS = {"sparse": "sparse vectors", "multi-vector": "token vectors", "dense": "dense vectors"}
 FUSED = ("sparse", "multi-vector")  # kinds of models that encode faster than stock ones
 SHOWN = 5  # models of the cache
@@ -47,12 +53,16 @@ def find_model(name: str, option: str) -> str:
         raise UsageError(f"{option}: there is no folder {name}; train a model with: tilefold train")
     if problem := _hub_problem(name):
         here = f"{PACKAGED} needs no download{cached()}"
-        raise UsageError(f"{option}: there is no folder {name}, and {problem}; {here}; train one with: tilefold train")
+        raise UsageError(
+            f"{option}: there is no folder {name}, and {problem}; {here}; train one with: tilefold train",
+        )
     return name
 
 
 def cached() -> str:
-    """Models of the Hugging Face cache of this machine, as the end of a sentence; empty without one."""
+    """Models of the Hugging Face cache of this machine, as the end of a sentence; empty without
+    one.
+    """
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
     except ImportError:
@@ -86,11 +96,15 @@ def _hub_problem(name: str) -> str | None:
     except errors.HFValidationError:
         problem = "no model can have that name"
     except errors.GatedRepoError:
-        problem = "the model of that name on the Hugging Face hub is gated: log in with hf auth login"
+        problem = (
+            "the model of that name on the Hugging Face hub is gated: log in with hf auth login"
+        )
     except errors.RepositoryNotFoundError:
         problem = "no model of that name on the Hugging Face hub"
     except Exception as error:  # by the library's version: of requests, httpx or its own
-        problem = f"the Hugging Face hub could not be asked for one of that name ({first_line(error)})"
+        problem = (
+            f"the Hugging Face hub could not be asked for one of that name ({first_line(error)})"
+        )
     return problem
 
 
@@ -99,10 +113,16 @@ def load_encoder(name: str) -> SparseEncoder:
     return load_model(name, kinds=("sparse",))[0]
 
 
-def load_untrained(texts_sha256: str, texts: Callable[[], Mapping[str, str]] | None, what: str) -> SparseEncoder:
-    """The packaged model as a SparseEncoder without training, for the documents with this fingerprint.
+def load_untrained(
+    texts_sha256: str,
+    texts: Callable[[], Mapping[str, str]] | None,
+    what: str,
+) -> SparseEncoder:
+    """The packaged model as a SparseEncoder without training, for the documents with this
+    fingerprint.
 
-    `texts` gives them, where the command has them, and `what` says in messages which documents are meant.
+    `texts` gives them, where the command has them, and `what` says in messages which documents are
+    meant.
     """
     find_model(PACKAGED, "--model")
     check_sentence_transformers()
@@ -127,10 +147,12 @@ def load_model(
     kinds: tuple[str, ...] = ("sparse", "multi-vector"),
     fast: tuple[str, ...] = ("sparse",),
 ) -> tuple[Any, str]:
-    """A model of one of `kinds` (``"sparse"``, ``"multi-vector"``, ``"dense"``), and its kind; of `fast`, accelerated.
+    """A model of one of `kinds` (``"sparse"``, ``"multi-vector"``, ``"dense"``), and its kind; of
+    `fast`, accelerated.
 
-    The packaged name is a dense model, or a multi-vector one where only those are of use; as a sparse one it depends on
-    documents, see :func:`load_untrained`. No remote code runs, and a folder is read without a look at the network.
+    The packaged name is a dense model, or a multi-vector one where only those are of use; as a
+    sparse one it depends on documents, see :func:`load_untrained`. No remote code runs, and a
+    folder is read without a look at the network.
     """
     path = find_model(name, option)
     check_sentence_transformers()
@@ -145,11 +167,15 @@ def load_model(
         kind = "sparse" if saved == "backbone" else saved
         if kind not in kinds:
             expected = " or ".join(_NAMES[wanted] for wanted in kinds)
-            raise UsageError(f"{option}: {name} is {_NAMES[saved]}; expected {expected}. {_remedy(name, kind, kinds)}")
+            raise UsageError(
+                f"{option}: {name} is {_NAMES[saved]}; expected {expected}. {_remedy(name, kind, kinds)}",
+            )
         try:
             model = untrained_colbert() if late else load_saved(path, saved)
         except OSError as error:
-            raise CommandError(f"{option}: {name} could not be loaded ({first_line(error)}).") from error
+            raise CommandError(
+                f"{option}: {name} could not be loaded ({first_line(error)}).",
+            ) from error
         except SafetensorError as error:
             damaged = f"damaged ({first_line(error)}); fetch or train it again."
             raise CommandError(f"{option}: the weights in {name} are {damaged}") from error
@@ -162,22 +188,30 @@ def load_model(
 
 def limit_length(model: Any, max_length: int | None) -> None:
     """Let a model read at most so many tokens of a text or pair, no more than it can."""
-    name = "max_seq_length" if hasattr(type(model), "max_seq_length") else "max_length"  # of a cross-encoder
+    name = (
+        "max_seq_length" if hasattr(type(model), "max_seq_length") else "max_length"
+    )  # of a cross-encoder
     if max_length is None:
         return
     if (own := getattr(model, name)) is not None and max_length > own:
-        raise UsageError(f"--max-length: expected at most {own}, the tokens that the model reads, got {max_length}.")
+        raise UsageError(
+            f"--max-length: expected at most {own}, the tokens that the model reads, got {max_length}.",
+        )
     setattr(model, name, max_length)
 
 
 def load_kind(model: str, kind: str | None, collection: Collection | None) -> tuple[Any, str]:
-    """The model that makes vectors of `kind`, and its own kind; minilm is a sparse one unless another is asked for."""
+    """The model that makes vectors of `kind`, and its own kind; minilm is a sparse one unless
+    another is asked for.
+    """
     if model != PACKAGED or kind in ("tokens", "dense"):
         kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
         return load_model(absolute(model), kinds=kinds, fast=FUSED)
     if collection is None:
         remedy = "Save it first: tilefold train --steps 0"
-        raise UsageError(f"--model: {model} as a sparse model is made from the documents, by one process. {remedy}")
+        raise UsageError(
+            f"--model: {model} as a sparse model is made from the documents, by one process. {remedy}",
+        )
     documents = collection.contents()
     what = f"the documents of {collection.name}"
     return load_untrained(texts_digest(documents), lambda: documents, what), "sparse"
@@ -226,5 +260,5 @@ def check_sentence_transformers() -> None:
         from sentence_transformers import MultiVectorEncoder, SparseEncoder  # noqa: F401 - 6 or later has both
     except ImportError as error:
         raise CommandError(
-            'this needs sentence-transformers 6 or later: pip install "tilefold[sentence-transformers]"'
+            'this needs sentence-transformers 6 or later: pip install "tilefold[sentence-transformers]"',
         ) from error

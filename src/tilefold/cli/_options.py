@@ -1,4 +1,6 @@
-"""Options: their declaration, the table of those that go together, and errors that name them; those of the program."""
+"""Options: their declaration, the table of those that go together, and errors that name them; those
+of the program.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,45 @@ Place: TypeAlias = Path | None
 Words: TypeAlias = list[str] | None
 # options of what a command works on: of two, one would be left out
 INPUTS = frozenset(
-    {"bm25", "data", "delete", "demo", "index", "model", "negatives", "queries", "run", "tokens", "vectors"}
+    {
+        "bm25",
+        "data",
+        "delete",
+        "demo",
+        "index",
+        "model",
+        "negatives",
+        "queries",
+        "run",
+        "tokens",
+        "vectors",
+    },
 )
-# A row has the options that are refused (parameters of the command), where they are, and what is said behind them.
-# Where: NAME is given, !NAME is not, NAME=VALUE or NAME!=VALUE; of several all must hold, and of a|b one.
+# A row has the options that are refused (parameters of the command), where they are, and what is
+# said behind them. Where: NAME is given, !NAME is not, NAME=VALUE or NAME!=VALUE; of several all
+# must hold, and of a|b one.
 _Rules = tuple[tuple[str, str, str], ...]
 _INDEX = "query_top_k query_cut heap_factor candidates other_model device"
 _MIX = "prf_place prf_weight prf_normalization"
 _ROCCHIO = "prf_alpha prf_beta prf_gamma prf_bottom"
 _RERANK: _Rules = (
-    ("rerank_model rerank_depth rerank_tail rerank_weight", "!rerank", "goes together with --rerank"),
-    ("rerank_tail", "rerank_weight", "goes without --rerank-weight, under which every candidate keeps its share"),
+    (
+        "rerank_model rerank_depth rerank_tail rerank_weight",
+        "!rerank",
+        "goes together with --rerank",
+    ),
+    (
+        "rerank_tail",
+        "rerank_weight",
+        "goes without --rerank-weight, under which every candidate keeps its share",
+    ),
 )
 _PRF: _Rules = (
-    (f"prf_depth prf_terms {_ROCCHIO} prf_equal_lengths prf_with {_MIX}", "!prf", "goes together with --prf"),
+    (
+        f"prf_depth prf_terms {_ROCCHIO} prf_equal_lengths prf_with {_MIX}",
+        "!prf",
+        "goes together with --prf",
+    ),
     (_ROCCHIO, "prf=average", "goes with --prf rocchio"),
     (_MIX, "!prf_with", "goes together with --prf-with"),
 )
@@ -64,14 +91,28 @@ RULES: dict[str, _Rules] = {
         *_CUTS,
         ("passages", "queries", "cuts documents, and --queries encodes queries"),
         ("split", "!queries", "chooses queries: give it together with --queries"),
-        ("jsonl address worker_cpus save_minutes resume", "dry_run",
-         _USELESS.format("with --dry-run, which writes nothing and measures here")),
-        ("save_minutes", "engine=ray",
-         _USELESS.format("where several processes share the work, which keep whole shards")),
-        ("jsonl", "engine=ray", "is written from all vectors in memory: leave it out with --engine ray"),
+        (
+            "jsonl address worker_cpus save_minutes resume",
+            "dry_run",
+            _USELESS.format("with --dry-run, which writes nothing and measures here"),
+        ),
+        (
+            "save_minutes",
+            "engine=ray",
+            _USELESS.format("where several processes share the work, which keep whole shards"),
+        ),
+        (
+            "jsonl",
+            "engine=ray",
+            "is written from all vectors in memory: leave it out with --engine ray",
+        ),
         ("address worker_cpus", "engine=local", "is for --engine ray"),
         ("workers", "engine=local !dry_run", "is for --engine ray and --dry-run"),
-        ("devices", "engine=ray|dry_run", "is for encoding in processes of this machine: with Ray give --workers"),
+        (
+            "devices",
+            "engine=ray|dry_run",
+            "is for encoding in processes of this machine: with Ray give --workers",
+        ),
     ),
     "search": (
         ("queries", "query", "goes without a query"),
@@ -103,45 +144,84 @@ RULES: dict[str, _Rules] = {
     "score": (("scale", "like", "goes without --like, which sets mean and deviation"),),
     "serve": (
         (f"data vectors bm25 name {_INDEX}", "!index", "goes with --index"),
-        ("default_side max_batch_tokens auto_truncate max_length", "index !model !tokens",
-         _USELESS.format("for an index of words alone, without a model")),
+        (
+            "default_side max_batch_tokens auto_truncate max_length",
+            "index !model !tokens",
+            _USELESS.format("for an index of words alone, without a model"),
+        ),
         ("tokens_model", "!tokens", "goes with --tokens"),
     ),
     "train": (
         (_TRAINING, "steps=0", _USELESS.format("with --steps 0, which trains nothing")),
-        ("evaluate_split evaluate_documents patience", "!evaluate_steps", "goes together with --evaluate-steps"),
+        (
+            "evaluate_split evaluate_documents patience",
+            "!evaluate_steps",
+            "goes together with --evaluate-steps",
+        ),
         ("epochs", "steps", _USELESS.format("with --steps, which says how many")),
         *_CUTS,
         ("negatives", "passages", "names whole documents, and goes without --passages"),
     ),
     "bench": (
-        ("shape impl device dtype output quick seconds minutes", "listing",
-         _USELESS.format("with --list, which runs nothing")),
+        (
+            "shape impl device dtype output quick seconds minutes",
+            "listing",
+            _USELESS.format("with --list, which runs nothing"),
+        ),
     ),
     "export": (
         ("field_type dots", "to!=opensearch", "goes with --to opensearch"),
         ("document namespace", "to!=vespa", "goes with --to vespa"),
         ("quantize top_k", "to!=onnx", "goes with --to onnx"),
-        ("vectors names data", "to=onnx", "goes with --to opensearch and vespa; onnx reads --model"),
+        (
+            "vectors names data",
+            "to=onnx",
+            "goes with --to opensearch and vespa; onnx reads --model",
+        ),
     ),
     "index": (
         (_BUILDS, "update|delete|merge", "is for a new index; {output} says how this one was made"),
-        *((options, f"backend!={name}", f"goes with --backend {name}") for name, options in OF_BACKEND.items()),
+        *(
+            (options, f"backend!={name}", f"goes with --backend {name}")
+            for name, options in OF_BACKEND.items()
+        ),
         ("collection overwrite", "!url", "goes with --url, the address of a server"),
-        ("data vectors tokens", "delete|merge !update", "goes with --update, to put them into the index"),
-        ("passages", "backend!=bm25", "goes with --backend bm25; vectors are cut by tilefold encode --passages"),
+        (
+            "data vectors tokens",
+            "delete|merge !update",
+            "goes with --update, to put them into the index",
+        ),
+        (
+            "passages",
+            "backend!=bm25",
+            "goes with --backend bm25; vectors are cut by tilefold encode --passages",
+        ),
         *_CUTS,
-        ("vectors", "backend=bm25", "goes with the backends exact, seismic and qdrant; bm25 reads --data"),
-        ("vectors", "backend=late", "goes with the backends exact, seismic and qdrant; late reads --tokens"),
-        ("tokens", "backend!=late !update", "goes with --backend late; {backend} reads --vectors or --data"),
+        (
+            "vectors",
+            "backend=bm25",
+            "goes with the backends exact, seismic and qdrant; bm25 reads --data",
+        ),
+        (
+            "vectors",
+            "backend=late",
+            "goes with the backends exact, seismic and qdrant; late reads --tokens",
+        ),
+        (
+            "tokens",
+            "backend!=late !update",
+            "goes with --backend late; {backend} reads --vectors or --data",
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def option(help: str, *flags: str, default: object = None, **settings: Any) -> Any:
-    """An option of a command, under its parameter's name unless `flags` are given, with those of ``typer.Option``.
+    """An option of a command, under its parameter's name unless `flags` are given, with those of
+    ``typer.Option``.
 
-    A `metavar` such as ``"keep|drop"`` is shown by ``--help``, and has the only words that the option takes.
+    A `metavar` such as ``"keep|drop"`` is shown by ``--help``, and has the only words that the
+    option takes.
     """
     return typer.Option(default, *flags, help=help, **settings)
 
@@ -168,15 +248,23 @@ def argument(help: str, default: object = None) -> Any:
     return typer.Argument(default, help=help)
 
 
-def with_options(*groups: Callable[..., None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of functions that declare them; its last parameter, ``**more``, takes their values."""
+def with_options(
+    *groups: Callable[..., None],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of functions that declare them; its last parameter, ``**more``,
+    takes their values.
+    """
 
     def extended(command: Callable[..., None]) -> Callable[..., None]:
         parameters: list[inspect.Parameter] = []
         for function in (command, *groups):
             hints = get_type_hints(function)
             own = inspect.signature(function).parameters.values()
-            parameters += [each.replace(annotation=hints[each.name]) for each in own if each.kind != each.VAR_KEYWORD]
+            parameters += [
+                each.replace(annotation=hints[each.name])
+                for each in own
+                if each.kind != each.VAR_KEYWORD
+            ]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
 
@@ -204,13 +292,19 @@ def refuse(names: Iterable[str], why: str) -> None:
 
 
 def refuse_useless(names: Iterable[str], where: str) -> None:
-    """Raise an error for parameters whose options were given and do nothing, such as ``"with --steps 0"``."""
+    """Raise an error for parameters whose options were given and do nothing, such as ``"with
+    --steps 0"``.
+    """
     refuse(names, _USELESS.format(where))
 
 
 def in_options(message: str) -> str:
-    """`message` with options of this command for arguments of Python: at its start, or spelled with an underscore."""
-    values = {argument.rpartition("=")[2] for argument in arguments}  # files may be called like options
+    """`message` with options of this command for arguments of Python: at its start, or spelled with
+    an underscore.
+    """
+    values = {
+        argument.rpartition("=")[2] for argument in arguments
+    }  # files may be called like options
 
     def option(match: re.Match[str]) -> str:
         return match[0] if match[0] in values else options.get(match[0], match[0])
@@ -227,10 +321,12 @@ def check_choice(option: str, value: str | None, allowed: Iterable[str]) -> None
 
 @contextmanager
 def as_options(*same: str, **names: str) -> Iterator[None]:
-    """Errors of library functions with options for their arguments, ``--prf-depth: ...`` for ``depth: ...``.
+    """Errors of library functions with options for their arguments, ``--prf-depth: ...`` for
+    ``depth: ...``.
 
-    `same` are arguments that are called like a parameter of the command. What files hold is a failure, a value that
-    cannot be is an error of usage. A name with a colon, such as ``--bm25: FOLDER``, is the beginning of the sentence.
+    `same` are arguments that are called like a parameter of the command. What files hold is a
+    failure, a value that cannot be is an error of usage. A name with a colon, such as ``--bm25:
+    FOLDER``, is the beginning of the sentence.
     """
     try:
         yield
@@ -257,7 +353,9 @@ def on_devices(devices: str | None) -> int | None:
     if count < 1 or (gpus and count > gpus):
         most = f"from 1 to {gpus}, the GPUs of this machine" if gpus else "1 or more"
         raise UsageError(f"--devices: expected 'all' or a whole number, {most}, got {devices!r}.")
-    return None if count == 1 else run_ranks([sys.executable, "-m", "tilefold.cli", *arguments], count)
+    return (
+        None if count == 1 else run_ranks([sys.executable, "-m", "tilefold.cli", *arguments], count)
+    )
 
 
 def _show_version(wanted: bool) -> None:
@@ -270,7 +368,9 @@ def _holds(condition: str, values: Mapping[str, object]) -> bool:
     name, equals, value = condition.lstrip("!").partition("=")
     if equals:
         return (str(values[name.removesuffix("!")]) == value) is not name.endswith("!")
-    return (values[name] not in (None, ()) and values[name] is not False) is not condition.startswith("!")
+    return (
+        values[name] not in (None, ()) and values[name] is not False
+    ) is not condition.startswith("!")
 
 
 class Command(TyperCommand):
@@ -282,7 +382,9 @@ class Command(TyperCommand):
         options.clear()
         _, _, found = self.make_parser(ctx).parse_args(args=list(args))
         spelled = {each.name: "/".join((*each.opts, *each.secondary_opts)) for each in self.params}
-        options.update({name: text.partition("/")[0] for name, text in spelled.items() if text[:2] == "--"})
+        options.update(
+            {name: text.partition("/")[0] for name, text in spelled.items() if text[:2] == "--"},
+        )
         for parameter in (each for each in found if each.name in spelled):  # --help is click's own
             option = spelled[parameter.name]
             if parameter.name in given and not getattr(parameter, "multiple", False):
@@ -293,17 +395,30 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, unless the table refuses its options, or one is none of the words of its metavar."""
+        """Run the command, unless the table refuses its options, or one is none of the words of its
+        metavar.
+        """
         for each in (each for each in self.params if "|" in (each.metavar or "")):
-            check_choice(options[str(each.name)], ctx.params[each.name], map(str.strip, str(each.metavar).split("|")))
+            check_choice(
+                options[str(each.name)],
+                ctx.params[each.name],
+                map(str.strip, str(each.metavar).split("|")),
+            )
         for names, where, why in RULES.get(ctx.info_name or "", ()):
-            if all(any(_holds(each, ctx.params) for each in part.split("|")) for part in where.split()):
+            if all(
+                any(_holds(each, ctx.params) for each in part.split("|")) for part in where.split()
+            ):
                 refuse(names.split(), why.format_map(ctx.params))
         return super().invoke(ctx)
 
 
 def root(
-    version: bool = flag("Show the version and exit.", "--version", callback=_show_version, is_eager=True),
+    version: bool = flag(
+        "Show the version and exit.",
+        "--version",
+        callback=_show_version,
+        is_eager=True,
+    ),
     debug: bool = flag("Show the whole traceback of an error.", "--debug"),
 ) -> None:
     """Train, encode, index, search and evaluate neural retrievers. Start with: tilefold demo"""

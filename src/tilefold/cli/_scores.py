@@ -1,4 +1,6 @@
-"""Shared by evaluate, fuse and compare: runs from files, checks that they belong together, measures, the table."""
+"""Shared by evaluate, fuse and compare: runs from files, checks that they belong together,
+measures, the table.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,19 @@ def check_measures(measures: Sequence[str] | None) -> tuple[Sequence[str], int]:
 
 
 def say_depth(k: int | None, deepest: int, used: object) -> None:
-    """Say where --k changes nothing: it is `used` by no --save-run, and measures see the documents that they need."""
+    """Say where --k changes nothing: it is `used` by no --save-run, and measures see the documents
+    that they need.
+    """
     if k is not None and used is None and k <= deepest:
-        note(f"--k {k} changes nothing without --save-run: the measures see {deepest} documents of a query")
+        note(
+            f"--k {k} changes nothing without --save-run: the measures see {deepest} documents of a query",
+        )
 
 
 def check_writable(path: Path | None, option: str, *others: Path | None) -> None:
-    """Refuse, before any work, a file that could not be written after it, or is one of the other files of a command."""
+    """Refuse, before any work, a file that could not be written after it, or is one of the other
+    files of a command.
+    """
     if path is None:
         return
     if path.is_dir():
@@ -67,9 +75,13 @@ def check_writable(path: Path | None, option: str, *others: Path | None) -> None
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise UsageError(f"{option}: {path} cannot be written ({error.strerror or error}).") from error
+        raise UsageError(
+            f"{option}: {path} cannot be written ({error.strerror or error}).",
+        ) from error
     if path.resolve() in [each.resolve() for each in others if each is not None]:
-        raise UsageError(f"{option}: expected a file of its own, got {path}, which another option names too.")
+        raise UsageError(
+            f"{option}: expected a file of its own, got {path}, which another option names too.",
+        )
 
 
 def read_run(path: Path, option: str) -> NamedRun:
@@ -77,7 +89,9 @@ def read_run(path: Path, option: str) -> NamedRun:
     from tilefold.retrieval import evaluation
 
     if not path.is_file():
-        raise UsageError(f"{option}: there is no file {path}; tilefold evaluate --save-run writes one.")
+        raise UsageError(
+            f"{option}: there is no file {path}; tilefold evaluate --save-run writes one.",
+        )
     run, made_by = evaluation.read_trec_run(path), evaluation.read_trec_provenance(path)
     if made_by.passages is not None:
         note(f"{option}: {path} ranks passages; documents count by their best one")
@@ -86,23 +100,36 @@ def read_run(path: Path, option: str) -> NamedRun:
 
 
 def load_splits(
-    data: str, split: Sequence[str] | None, drop_unknown: bool, also: Sequence[str] | None = None
+    data: str,
+    split: Sequence[str] | None,
+    drop_unknown: bool,
+    also: Sequence[str] | None = None,
 ) -> tuple[Collection, list[str]]:
-    """The collection, with judgements of `also` too (None: all), and the splits asked for, test if none."""
+    """The collection, with judgements of `also` too (None: all), and the splits asked for, test if
+    none.
+    """
     splits = list(dict.fromkeys(split or ["test"]))
-    collection = _common.load_data(data, drop_unknown=drop_unknown, splits=None if also is None else [*splits, *also])
+    collection = _common.load_data(
+        data,
+        drop_unknown=drop_unknown,
+        splits=None if also is None else [*splits, *also],
+    )
     for name in also or ():
         _common.check_split(collection, name, "--tune")
     for name in splits:
         _common.check_split(collection, name)
         grades = collection.qrels[name].values()
         if hopeless := sum(not any(grade > 0 for grade in judged.values()) for judged in grades):
-            note(f"{hopeless} of the {len(grades)} queries of {name} have no relevant document and count as 0")
+            note(
+                f"{hopeless} of the {len(grades)} queries of {name} have no relevant document and count as 0",
+            )
     return collection, splits
 
 
 def save(named: NamedRun, texts: Provenance, path: Path | None, k: int | None = None) -> None:
-    """Write the `k` best of a run, if --save-run is given; its tag says which texts, and which model, made it."""
+    """Write the `k` best of a run, if --save-run is given; its tag says which texts, and which
+    model, made it.
+    """
     if path is not None:
         best = {query: dict(list(scores.items())[:k]) for query, scores in named.run.items()}
         made_by = replace(texts, model_fingerprint=named.provenance.model_fingerprint)
@@ -129,7 +156,9 @@ def texts_of(collection: Collection) -> Provenance:
 
 
 def check_texts(name: str, made_by: Provenance, collection: Collection, texts: Provenance) -> None:
-    """Refuse what was made from other documents than those of the collection; `name` says what, with its option."""
+    """Refuse what was made from other documents than those of the collection; `name` says what,
+    with its option.
+    """
     if texts.differs(made_by):
         remedy = "Give its own with --data, or make it again (tilefold encode, tilefold index, evaluate --save-run)."
         other = f"other documents than those of {collection.name}: another collection, or one that has changed since"
@@ -137,17 +166,27 @@ def check_texts(name: str, made_by: Provenance, collection: Collection, texts: P
 
 
 def open_documents(data: str, index: Path, made_by: Provenance) -> Mapping[str, Document]:
-    """The documents that an index was made from, read from their file as they are asked for where that is possible."""
+    """The documents that an index was made from, read from their file as they are asked for where
+    that is possible.
+    """
     collection = _common.load_data(data, documents_only=True, stored=SMALLEST)
     check_texts(f"--index {index}", made_by, collection, texts_of(collection))
     return collection.documents
 
 
-def check_runs(named: Sequence[NamedRun], collection: Collection | None, splits: Sequence[str]) -> None:
-    """Refuse runs of different collections or of another one, or without results for one of the splits."""
+def check_runs(
+    named: Sequence[NamedRun],
+    collection: Collection | None,
+    splits: Sequence[str],
+) -> None:
+    """Refuse runs of different collections or of another one, or without results for one of the
+    splits.
+    """
     for first, other in itertools.combinations(named, 2):
         if "texts_sha256" in first.provenance.differs(other.provenance):
-            raise CommandError(f"{first.name} and {other.name} were made from different collections.")
+            raise CommandError(
+                f"{first.name} and {other.name} were made from different collections.",
+            )
     if collection is None:
         return
     texts = texts_of(collection)
@@ -157,7 +196,9 @@ def check_runs(named: Sequence[NamedRun], collection: Collection | None, splits:
 
 
 def check_answers(named: NamedRun, collection: Collection, splits: Sequence[str]) -> None:
-    """Refuse a run that answers no judged query of one of the splits, or knows no document of the collection."""
+    """Refuse a run that answers no judged query of one of the splits, or knows no document of the
+    collection.
+    """
     for split in splits:
         judged = collection.qrels[split]
         if not (answered := [query for query in judged if named.run.get(query)]):
@@ -167,9 +208,14 @@ def check_answers(named: NamedRun, collection: Collection, splits: Sequence[str]
             remedy = "Give the collection and the split that it was made for: --data, --split."
             got = "it is empty" if seen is None else example
             if not judged.keys().isdisjoint(named.run):
-                got, remedy = "they have no hit", "Look whether documents match --where, and queries have terms."
+                got, remedy = (
+                    "they have no hit",
+                    "Look whether documents match --where, and queries have terms.",
+                )
             raise CommandError(f"{named.name}: no result for {of} ({got}). {remedy}")
-        if not any(document in collection.documents for query in answered for document in named.run[query]):
+        if not any(
+            document in collection.documents for query in answered for document in named.run[query]
+        ):
             example = next(iter(named.run[answered[0]]))
             remedy = "Give the collection that it was made from with --data."
             got = f"none of its documents is in {collection.name} (it names {example!r})"
@@ -181,7 +227,9 @@ def check_answers(named: NamedRun, collection: Collection, splits: Sequence[str]
 
 @dataclass(frozen=True)
 class Scores:
-    """The measures of a run: split -> query -> measure -> value, and the conventions that they depend on."""
+    """The measures of a run: split -> query -> measure -> value, and the conventions that they
+    depend on.
+    """
 
     tables: dict[str, Table]
     conventions: dict[str, dict[str, float]]
@@ -189,33 +237,57 @@ class Scores:
     def means(self) -> dict[str, dict[str, Mean]]:
         """Split -> measure -> mean."""
         return {
-            split: {name: retrieval.mean_of(row[name] for row in table.values()) for name in next(iter(table.values()))}
+            split: {
+                name: retrieval.mean_of(row[name] for row in table.values())
+                for name in next(iter(table.values()))
+            }
             for split, table in self.tables.items()
         }
 
     def write(self, path: Path | None) -> None:
-        """Write a line per query, if --per-query is given: tab-separated columns, which the first line names."""
+        """Write a line per query, if --per-query is given: tab-separated columns, which the first
+        line names.
+        """
         if path is None:
             return
-        with atomic_file(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
+        with (
+            atomic_file(path) as temporary,
+            temporary.open("w", encoding="utf-8", newline="") as stream,
+        ):
             writer = csv.writer(stream, "excel-tab", lineterminator="\n")
-            writer.writerow(["split", "query_id", *next(iter(next(iter(self.tables.values())).values()))])
+            writer.writerow(
+                ["split", "query_id", *next(iter(next(iter(self.tables.values())).values()))],
+            )
             for split, table in self.tables.items():
-                writer.writerows([split, query, *map(repr, row.values())] for query, row in table.items())
+                writer.writerows(
+                    [split, query, *map(repr, row.values())] for query, row in table.items()
+                )
 
 
 def score(
-    named: NamedRun, collection: Collection, splits: Sequence[str], measures: Sequence[str], deepest: int
+    named: NamedRun,
+    collection: Collection,
+    splits: Sequence[str],
+    measures: Sequence[str],
+    deepest: int,
 ) -> Scores:
     """The measures of a run on the splits."""
     from tilefold.retrieval import evaluation
 
     if (longest := max(map(len, named.run.values()))) < min(deepest, len(collection.documents)):
-        note(f"{named.name}: at most {longest} documents per query, so that a cut-off of {deepest} sees no more")
+        note(
+            f"{named.name}: at most {longest} documents per query, so that a cut-off of {deepest} sees no more",
+        )
     judged = {split: collection.qrels[split] for split in splits}
     return Scores(
-        {split: evaluation.evaluate_per_query(named.run, qrels, measures) for split, qrels in judged.items()},
-        {split: evaluation.conventions(named.run, qrels, deepest) for split, qrels in judged.items()},
+        {
+            split: evaluation.evaluate_per_query(named.run, qrels, measures)
+            for split, qrels in judged.items()
+        },
+        {
+            split: evaluation.conventions(named.run, qrels, deepest)
+            for split, qrels in judged.items()
+        },
     )
 
 
@@ -227,7 +299,9 @@ def changed_by_feedback(
     ranking: Ranking,
     collection: Collection,
 ) -> Values:
-    """Say by split what feedback changes in the first measure, beside the ranking without it; as ``--json`` has it."""
+    """Say by split what feedback changes in the first measure, beside the ranking without it; as
+    ``--json`` has it.
+    """
     plain, found = searcher.rank_plainly(queries, request, ranking), dict[str, object]()
     for split, table in scores.tables.items():
         if len(table) < 2:
@@ -237,9 +311,15 @@ def changed_by_feedback(
         (change,) = retrieval.compare({"without": without, "feedback": table}, [measure])
         mean, verdict = change.difference.mean, "no more than chance"
         if change.different:
-            verdict = "it helps here" if mean > 0 else "it does harm here: leave out --prf, or give --prf-beta less"
+            verdict = (
+                "it helps here"
+                if mean > 0
+                else "it does harm here: leave out --prf, or give --prf-beta less"
+            )
         p = f"p {'<' if change.p_randomisation < 0.001 else '='} {max(0.001, change.p_randomisation):.3f}"
-        note(f"{split}: feedback changes {measure} by {mean:+.4f} ({p}, {len(table)} queries), {verdict}")
+        note(
+            f"{split}: feedback changes {measure} by {mean:+.4f} ({p}, {len(table)} queries), {verdict}",
+        )
         found[split] = change.to_dict()
     return found
 
@@ -247,18 +327,31 @@ def changed_by_feedback(
 def facts(collection: Collection, scores: Scores) -> Values:
     """The scores as ``--json`` prints them: of the first split, and of each; errors; conventions."""
     means, first = scores.means(), next(iter(scores.tables))
-    splits = {split: {name: found.mean for name, found in row.items()} for split, row in means.items()}
-    errors = {split: {name: asdict(found) for name, found in row.items()} for split, row in means.items()}
-    known: Values = {"collection": collection.name, "split": first, "measures": splits[first], "splits": splits}
+    splits = {
+        split: {name: found.mean for name, found in row.items()} for split, row in means.items()
+    }
+    errors = {
+        split: {name: asdict(found) for name, found in row.items()} for split, row in means.items()
+    }
+    known: Values = {
+        "collection": collection.name,
+        "split": first,
+        "measures": splits[first],
+        "splits": splits,
+    }
     return known | {"errors": errors, "conventions": scores.conventions}
 
 
 def print_scores(collection: Collection, scores: Scores) -> None:
-    """A row per measure, a column per split, with standard errors; what the numbers depend on below."""
+    """A row per measure, a column per split, with standard errors; what the numbers depend on
+    below.
+    """
     sizes = ", ".join(f"{split}: {len(table)} queries" for split, table in scores.tables.items())
     means = scores.means()
     columns = ["measure", *(f"{split}>" if len(means) > 1 else "value>" for split in means)]
-    rows = [[name, *(cell(row[name]) for row in means.values())] for name in next(iter(means.values()))]
+    rows = [
+        [name, *(cell(row[name]) for row in means.values())] for name in next(iter(means.values()))
+    ]
     if len(means) == 1:
         columns.append("95% interval")
         (values,) = (row.values() for row in means.values())
@@ -284,7 +377,9 @@ def said_of(found: Mapping[str, float]) -> str:
     """Conventions that some documents or judgements came under, as a sentence; empty without one."""
     parts = []
     if found["judged@10"] < 1:
-        parts.append(f"{found['judged@10']:.0%} of the first 10 documents are judged, others count as not relevant")
+        parts.append(
+            f"{found['judged@10']:.0%} of the first 10 documents are judged, others count as not relevant",
+        )
     if found["negative"]:
         parts.append(f"grades below 0 count as not relevant: {found['negative']:.0f}")
     if found["tied"]:

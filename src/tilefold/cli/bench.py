@@ -1,4 +1,6 @@
-"""``tilefold bench``, operators against their baselines, and ``tilefold warmup``, kernels built ahead."""
+"""``tilefold bench``, operators against their baselines, and ``tilefold warmup``, kernels built
+ahead.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,18 @@ import typer
 
 from tilefold.cli import _common, _models, _options
 from tilefold.cli._common import UsageError
-from tilefold.cli._options import Count, Place, Text, Words, argument, flag, option, positive, preset, required
+from tilefold.cli._options import (
+    Count,
+    Place,
+    Text,
+    Words,
+    argument,
+    flag,
+    option,
+    positive,
+    preset,
+    required,
+)
 
 if TYPE_CHECKING:
     from torch import device
@@ -24,7 +37,9 @@ _QUICK_SECONDS = 0.15
 
 
 def bench(
-    op: Text = argument("Operator to time, such as lsr_head; or claims: those of papers and the README."),
+    op: Text = argument(
+        "Operator to time, such as lsr_head; or claims: those of papers and the README.",
+    ),
     every: bool = flag("Time every operator.", "--all"),
     listing: bool = flag("List shapes and implementations, run nothing.", "--list"),
     shape: Words = option("Named shape; repeat for several.", "--shape", "--only"),
@@ -35,7 +50,10 @@ def bench(
     quick: bool = flag("A few shapes, short timing; saved only with --output.", "--quick"),
     seconds: float = preset(0.5, "Timing budget of one implementation and phase.", min=0),
     minutes: float = preset(
-        math.inf, "Start no further shape after this many; slow peers run last.", min=0, show_default=False
+        math.inf,
+        "Start no further shape after this many; slow peers run last.",
+        min=0,
+        show_default=False,
     ),
 ) -> None:
     """Check, then time operators and their baselines; a row whose check fails shows no time.
@@ -54,23 +72,34 @@ def bench(
         if quick and seconds > _QUICK_SECONDS:
             _options.refuse_useless(["seconds"], f"above {_QUICK_SECONDS:g} with --quick")
         if op == "claims":
-            raise typer.Exit(int(not _claims(choose_device(device), 0.15 if quick else seconds, minutes, output)))
+            raise typer.Exit(
+                int(
+                    not _claims(choose_device(device), 0.15 if quick else seconds, minutes, output),
+                ),
+            )
         names = OPERATORS if every or (listing and op is None) else (op,) if op is not None else ()
         if not (specs := [get_spec(name) for name in names]):
-            raise ValueError(f"op must be given, one of {', '.join(OPERATORS)}, claims; or use --all.")
+            raise ValueError(
+                f"op must be given, one of {', '.join(OPERATORS)}, claims; or use --all.",
+            )
         if listing:
             for spec in specs:
                 typer.echo(f"{spec.op}: shapes")
                 for case in spec.cases:
-                    typer.echo(f"  {case.name:32} {case.device:5} {case.dtype}{'  quick' if case.quick else ''}")
+                    typer.echo(
+                        f"  {case.name:32} {case.device:5} {case.dtype}{'  quick' if case.quick else ''}",
+                    )
                 typer.echo(f"{spec.op}: implementations")
                 for each in spec.implementations:
-                    typer.echo(f"  {each.name:32} {each.kind:9} {', '.join(each.default_on) or 'on request'}")
+                    typer.echo(
+                        f"  {each.name:32} {each.kind:9} {', '.join(each.default_on) or 'on request'}",
+                    )
             return
         target = choose_device(device)
         chosen = [(spec, _cases(spec, shape, target.type, dtype, quick)) for spec in specs]
         seconds = min(seconds, _QUICK_SECONDS) if quick else seconds
-        # on the CPU a call takes long enough that its own noise, not the clock's, decides: more seconds, fewer calls
+        # on the CPU a call takes long enough that its own noise, not the clock's, decides: more
+        # seconds, fewer calls
         on_cpu = TimeBudget(seconds=6 * seconds, min_reps=5, max_reps=50)
         budget = TimeBudget(seconds=seconds) if target.type == "cuda" else on_cpu
         options = RunOptions(device=target, impls=impl or None, budget=budget, limit=60 * minutes)
@@ -82,7 +111,9 @@ def bench(
 
 
 def _claims(target: device, seconds: float, minutes: float, output: Path | None) -> bool:
-    """Measure what claims need on this device, and print a row for each claim; False if a check failed."""
+    """Measure what claims need on this device, and print a row for each claim; False if a check
+    failed.
+    """
     from tempfile import TemporaryDirectory
 
     from tilefold.bench import claims
@@ -97,7 +128,12 @@ def _claims(target: device, seconds: float, minutes: float, output: Path | None)
         folder, provenance = output or Path(temporary), collect(target)
         for op, cases in claims.measured_by(target.type).items():
             spec, left = get_spec(op), 60 * minutes - (time.monotonic() - started)
-            options = RunOptions(device=target, impls=cases, budget=TimeBudget(seconds=seconds, min_reps=5), limit=left)
+            options = RunOptions(
+                device=target,
+                impls=cases,
+                budget=TimeBudget(seconds=seconds, min_reps=5),
+                limit=left,
+            )
             chosen = [(spec, [spec.case(name) for name in sorted(cases)])]
             right &= not _run_all(chosen, options, folder, with_claims=False)
         for claim in claims.CLAIMS:
@@ -105,25 +141,38 @@ def _claims(target: device, seconds: float, minutes: float, output: Path | None)
             if fresh or claim.device != "cpu":
                 path = committed / claim.device / f"{claim.file}.csv"
                 path = results_file(folder, claim.file, provenance) if fresh else path
-                found.append(claims.judge(claim, claims.read_rows(path), "" if fresh else " (committed)"))
+                found.append(
+                    claims.judge(claim, claims.read_rows(path), "" if fresh else " (committed)"),
+                )
     typer.echo("\n".join(claims.table(found)))
     return right
 
 
-def _cases(spec: BenchSpec, shape: list[str] | None, device: str, dtype: str | None, quick: bool) -> list[BenchCase]:
+def _cases(
+    spec: BenchSpec,
+    shape: list[str] | None,
+    device: str,
+    dtype: str | None,
+    quick: bool,
+) -> list[BenchCase]:
     from tilefold.bench.spec import parse_dtype
 
     if shape:
         cases = [spec.case(name) for name in shape]
         if foreign := [case.name for case in cases if case.device != device]:
-            raise ValueError(f"shape {foreign[0]!r} belongs to another device than {device!r}; set --device.")
+            raise ValueError(
+                f"shape {foreign[0]!r} belongs to another device than {device!r}; set --device.",
+            )
     else:
         cases = [case for case in spec.cases if case.device == device and (case.quick or not quick)]
     return [replace(case, dtype=parse_dtype(dtype)) for case in cases] if dtype else cases
 
 
 def _run_all(
-    chosen: list[tuple[BenchSpec, list[BenchCase]]], options: RunOptions, folder: Path | None, with_claims: bool = True
+    chosen: list[tuple[BenchSpec, list[BenchCase]]],
+    options: RunOptions,
+    folder: Path | None,
+    with_claims: bool = True,
 ) -> bool:
     """Run, print and save; whether an implementation of ours failed its check."""
     from rich.console import Console
@@ -139,7 +188,12 @@ def _run_all(
     for spec, cases in chosen:
         path = results_file(folder, spec.op, provenance) if folder is not None else None
 
-        def on_rows(case: BenchCase, rows: list[BenchRow], spec: BenchSpec = spec, path: Path | None = path) -> None:
+        def on_rows(
+            case: BenchCase,
+            rows: list[BenchRow],
+            spec: BenchSpec = spec,
+            path: Path | None = path,
+        ) -> None:
             results.print_case(console, spec, case, rows)
             if path is not None:  # after every case: a run that dies keeps what it has
                 write_csv(path, [row.record() for row in rows], provenance, CSV_KEY)
@@ -148,7 +202,12 @@ def _run_all(
             rows = run_spec(spec, cases, replace(options, progress=status.update), on_rows)
         judged = claims.judged(spec.op, [results.cells(row.record(), provenance) for row in rows])
         if with_claims and judged:
-            console.print("\n".join(claims.table(judged)), markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                "\n".join(claims.table(judged)),
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
         failed |= any(row.failed_gate for row in rows)
         if path is not None and rows:
             console.print(f"results: {path}", markup=False)
@@ -158,7 +217,7 @@ def _run_all(
 def warmup(
     model: str = required("A SparseEncoder or multi-vector model: folder or Hugging Face name."),
     length: list[int] | None = positive(
-        "Tokens of the longest text of a batch; may be repeated, first that of queries. [32, 256]"
+        "Tokens of the longest text of a batch; may be repeated, first that of queries. [32, 256]",
     ),
     batch_size: int = positive("Texts per batch: kernels are chosen by shape.", default=32),
     inference: bool = preset(True, "Kernels of scores alone.", "--inference/--no-inference"),
@@ -167,10 +226,11 @@ def warmup(
     workers: Count = positive("Kernels built at a time; by default one per core."),
     as_json: bool = flag("What was built as JSON on stdout.", "--json"),
 ) -> None:
-    """Build the kernels that a model needs on this GPU, several at a time, into Triton's cache on the disk.
+    """Build the kernels that a model needs on this GPU, several at a time, into Triton's cache on
+    the disk.
 
-    A first call of an operator otherwise waits seconds for a compiler. Later processes of this user load what was
-    built, as long as Triton, its settings and the GPU stay the same.
+    A first call of an operator otherwise waits seconds for a compiler. Later processes of this user
+    load what was built, as long as Triton, its settings and the GPU stay the same.
     """
     lengths = length or [32, 256]
     if not (inference or training):
@@ -186,10 +246,25 @@ def warmup(
     loaded, _ = _models.load_model(model)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     built = warm_up(
-        loaded.to("cuda"), lengths, batch_size, inference=inference, training=training, dtype=dtype, workers=workers
+        loaded.to("cuda"),
+        lengths,
+        batch_size,
+        inference=inference,
+        training=training,
+        dtype=dtype,
+        workers=workers,
     )
-    names = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in sorted(built.kernels.items()))
-    lines = [f"{built.count} kernels in {built.seconds:.1f} s: {names or 'none'}", f"in {built.cache}"]
+    names = ", ".join(
+        f"{name} x {count}" if count > 1 else name for name, count in sorted(built.kernels.items())
+    )
+    lines = [
+        f"{built.count} kernels in {built.seconds:.1f} s: {names or 'none'}",
+        f"in {built.cache}",
+    ]
     lines += [f"not built: {message}" for message in built.failed]
     lines.append(f"first calls take up to {max(built.first_calls, default=0.0):.2f} s now")
-    _common.print_result(asdict(built) | {"cache": str(built.cache), "count": built.count}, as_json, *lines)
+    _common.print_result(
+        asdict(built) | {"cache": str(built.cache), "count": built.count},
+        as_json,
+        *lines,
+    )

@@ -1,4 +1,6 @@
-"""``tilefold demo``: train, index, search and evaluate a sparse retriever on this machine, with no download."""
+"""``tilefold demo``: train, index, search and evaluate a sparse retriever on this machine, with no
+download.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,24 @@ from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.provenance import texts_digest
 
 ANSWERS = 3
-SYSTEMS = ("BM25", "dense zero-shot (all-MiniLM-L6-v2)", "SPLADE (trained here)", "fusion", "SPLADE + late interaction")
+SYSTEMS = (
+    "BM25",
+    "dense zero-shot (all-MiniLM-L6-v2)",
+    "SPLADE (trained here)",
+    "fusion",
+    "SPLADE + late interaction",
+)
 ERRORS = 2.0  # a difference of fewer standard errors may be chance
 
 
 def demo(
     minutes: Number = option(
-        "The largest of four sizes, meant for 3, 5, 10 and 15 minutes on two cores; by default 5."
+        "The largest of four sizes, meant for 3, 5, 10 and 15 minutes on two cores; by default 5.",
     ),
-    full: bool = flag("Everything at full size: 6 to 30 minutes on 2 cores, depending on the CPU.", "--full"),
+    full: bool = flag(
+        "Everything at full size: 6 to 30 minutes on 2 cores, depending on the CPU.",
+        "--full",
+    ),
     quick: bool = flag("The same as --minutes 3.", "--quick"),
     seed: int = preset(0, "Equal seeds and sizes give equal models."),
     output: Path = preset(_common.DEMO_DIR, "Folder for all files of the demo."),
@@ -39,11 +50,14 @@ def demo(
 ) -> None:
     """Train, index, search and evaluate a sparse retriever on the documentation of this Python.
 
-    Runs offline on a CPU. A second run reuses the results of the first; an interrupted run is resumed.
+    Runs offline on a CPU. A second run reuses the results of the first; an interrupted run is
+    resumed.
     """
     size = _asked_size(minutes, full, quick)
     if not 0 <= seed < 2**32:
-        raise UsageError(f"--seed: expected a whole number of at least 0 and below 2^32, got {seed}.")
+        raise UsageError(
+            f"--seed: expected a whole number of at least 0 and below 2^32, got {seed}.",
+        )
     if output.is_file():
         raise UsageError(f"--output: expected a folder, got the file {output}.")
     output.mkdir(parents=True, exist_ok=True)
@@ -51,9 +65,15 @@ def demo(
     try:
         results = _run(size, seed, output, stages)
     except MissingPackageError as error:
-        raise CommandError(f'{_common.first_line(error)} (everything: pip install "tilefold[demo]")') from error
+        raise CommandError(
+            f'{_common.first_line(error)} (everything: pip install "tilefold[demo]")',
+        ) from error
     results |= {"seconds": time.monotonic() - started, "stages": stages, "seed": seed}
-    record = {"folder": Path(results["model"]).parent.name, "query_terms": steps.QUERY_TERMS, "results": results}
+    record = {
+        "folder": Path(results["model"]).parent.name,
+        "query_terms": steps.QUERY_TERMS,
+        "results": results,
+    }
     write_json(output / "demo.json", record)
     (_common.print_json if as_json else print_report)(results)
 
@@ -71,19 +91,25 @@ def _asked_size(minutes: float | None, full: bool, quick: bool) -> Size:
 
 @contextmanager
 def _step(stages: Values, name: str, text: str) -> Iterator[Values]:
-    """Print what begins, and afterwards its time; yields a record that takes what it ``found``, and if it was kept."""
+    """Print what begins, and afterwards its time; yields a record that takes what it ``found``, and
+    if it was kept.
+    """
     started = time.monotonic()
     note(f"{text} ...")
     told: Values = {"found": "", "reused": False}
     yield told
     seconds = time.monotonic() - started
     stages[name] = {"seconds": seconds, "reused": told["reused"]}
-    note(f"  {told['found']}{', ' * bool(told['found'])}{'reused' if told['reused'] else f'{seconds:.1f} s'}")
+    note(
+        f"  {told['found']}{', ' * bool(told['found'])}{'reused' if told['reused'] else f'{seconds:.1f} s'}",
+    )
 
 
 def _answers(system: str, collection: Collection, run: Run) -> None:
     """Print the first documents for the example query."""
-    titles = [collection.documents[name].title or name for name in list(run[steps.EXAMPLE_ID])[:ANSWERS]]
+    titles = [
+        collection.documents[name].title or name for name in list(run[steps.EXAMPLE_ID])[:ANSWERS]
+    ]
     note(f'  {system} answers "{EXAMPLE}": {", ".join(titles) or "nothing"}')
 
 
@@ -96,40 +122,80 @@ def _run(size: Size, seed: int, output: Path, stages: Values) -> Values:
         everything = _common.load_data("pydocs", output / "data")
         part = steps.take(steps.split(everything, size), size.documents)
         pairs = ", ".join(f"{len(grades)} {split}" for split, grades in part.qrels.items())
-        told["found"] = f"{len(part.documents)} of {len(everything.documents)} documents; queries: {pairs}"
-    folder = steps.folder_of(output, size, seed, texts_digest({**everything.contents(), **everything.queries}))
+        told["found"] = (
+            f"{len(part.documents)} of {len(everything.documents)} documents; queries: {pairs}"
+        )
+    folder = steps.folder_of(
+        output,
+        size,
+        seed,
+        texts_digest({**everything.contents(), **everything.queries}),
+    )
     if (folder / "data").is_dir():
         note(f"resuming an earlier run in {folder} (delete that folder to start over)")
     part.save_beir(folder / "data")
     queries = part.split_queries("test") | part.split_queries("dev") | {steps.EXAMPLE_ID: EXAMPLE}
     with _step(stages, "bm25", "searching: BM25"):
-        bm25: Run = retrieval.BM25Index.build(part.contents(), identifiers=True).search(queries, DEPTH)
+        bm25: Run = retrieval.BM25Index.build(part.contents(), identifiers=True).search(
+            queries,
+            DEPTH,
+        )
     _answers("BM25", part, bm25)
-    with _step(stages, "dense", f"dense zero-shot, and token vectors: {len(part.documents)} documents") as told:
+    with _step(
+        stages,
+        "dense",
+        f"dense zero-shot, and token vectors: {len(part.documents)} documents",
+    ) as told:
         dense, tokens, told["reused"] = steps.zero_shot(output, part, queries, size.dense_length)
-        told["found"] = f"{tokens[1].manifest.n_tokens:,} token vectors in {tokens[1].manifest.storage}"
+        told["found"] = (
+            f"{tokens[1].manifest.n_tokens:,} token vectors in {tokens[1].manifest.storage}"
+        )
     _answers("dense", part, dense)
     title = f"training SPLADE with the fused head: {size.steps} steps of {size.batch_size} pairs"
     with _step(stages, "training", title) as told, _common.progress_bar("  training") as tick:
         trained = train(steps.make_recipe(size, seed), part, folder / "model", progress=tick)
-        resumed = f", from step {trained.resumed_from}" if trained.resumed_from and not trained.reused else ""
+        resumed = (
+            f", from step {trained.resumed_from}"
+            if trained.resumed_from and not trained.reused
+            else ""
+        )
         told["found"] = f"{trained.steps} steps, {'bf16' if trained.bf16 else 'fp32'}{resumed}"
         told["reused"] = trained.reused
     results = _evaluate(folder, part, queries, (bm25, dense), tokens, stages)
     late_weight = results["late_interaction"]["weights"]["maxsim"]
-    return results | {"model": str(folder / "model"), "commands": commands(folder, size, seed, late_weight)}
+    return results | {
+        "model": str(folder / "model"),
+        "commands": commands(folder, size, seed, late_weight),
+    }
 
 
 def _evaluate(
-    folder: Path, part: Collection, queries: dict[str, str], first: tuple[Run, Run], tokens: Tokens, stages: Values
+    folder: Path,
+    part: Collection,
+    queries: dict[str, str],
+    first: tuple[Run, Run],
+    tokens: Tokens,
+    stages: Values,
 ) -> Values:
-    """Search with the trained model, fuse and rerank, with weights chosen on held-out queries; the figures."""
+    """Search with the trained model, fuse and rerank, with weights chosen on held-out queries; the
+    figures.
+    """
     from tilefold.retrieval.evaluation import choose_weights
 
     encoder = _models.load_encoder(str(folder / "model"))
-    with _step(stages, "encoding", f"encoding the documents: {len(part.documents)} documents") as told:
+    with _step(
+        stages,
+        "encoding",
+        f"encoding the documents: {len(part.documents)} documents",
+    ) as told:
         stored = folder / "vectors"
-        told["reused"] = steps.encode(retrieval.encode_collection, encoder, part, stored, top_k=DOCUMENT_TERMS)
+        told["reused"] = steps.encode(
+            retrieval.encode_collection,
+            encoder,
+            part,
+            stored,
+            top_k=DOCUMENT_TERMS,
+        )
         vectors = retrieval.read_vectors(stored)
         told["found"] = f"{len(vectors)} vectors"
     indexes: Values = {}
@@ -143,22 +209,39 @@ def _evaluate(
         told["found"] = " and ".join(indexes)
     with _step(stages, "searching", "searching: SPLADE"):
         encoded = retrieval.encode_queries(encoder, queries, top_k=steps.QUERY_TERMS)
-        found = {name: retrieval.hits_to_run(encoded, index.search(encoded, DEPTH)) for name, index in indexes.items()}
+        found = {
+            name: retrieval.hits_to_run(encoded, index.search(encoded, DEPTH))
+            for name, index in indexes.items()
+        }
     _answers("SPLADE", part, found["exact"])
     runs, splade, dev = (*first, found["exact"]), found["exact"], part.qrels["dev"]
     with _step(stages, "fusion", "choosing fusion weights on held-out training queries"):
         weights, _ = choose_weights(runs, dev, measure=NDCG, k=DEPTH)
         fused = retrieval.interpolate(runs, weights, k=DEPTH)
-    with _step(stages, "reranking", "reranking by late interaction; its weight is chosen on the same queries"):
+    with _step(
+        stages,
+        "reranking",
+        "reranking by late interaction; its weight is chosen on the same queries",
+    ):
         late = retrieval.rerank(splade, *tokens, depth=steps.RERANKED, tail="drop")
         late_weights, _ = choose_weights((splade, late), dev, measure=NDCG, k=DEPTH)
         reranked = retrieval.interpolate((splade, late), late_weights, k=DEPTH)
     mixed = dict(zip(("splade", "maxsim"), late_weights, strict=True))
-    results = figures(dict(zip(SYSTEMS, (*runs, fused, reranked), strict=True)), part.qrels["test"]) | {
-        "active_terms": {"queries": retrieval.active_terms(encoded), "documents": retrieval.active_terms(vectors)},
+    results = figures(
+        dict(zip(SYSTEMS, (*runs, fused, reranked), strict=True)),
+        part.qrels["test"],
+    ) | {
+        "active_terms": {
+            "queries": retrieval.active_terms(encoded),
+            "documents": retrieval.active_terms(vectors),
+        },
         "documents": len(part.documents),
         "fusion_weights": dict(zip(("bm25", "dense", "splade"), weights, strict=True)),
-        "late_interaction": {"candidates": steps.RERANKED, "weights": mixed, "tokens": str(tokens[1].folder)},
+        "late_interaction": {
+            "candidates": steps.RERANKED,
+            "weights": mixed,
+            "tokens": str(tokens[1].folder),
+        },
     }
     if "seismic" in found:
         results["seismic_overlap_at_10"] = steps.overlap(splade, found["seismic"])
@@ -168,10 +251,15 @@ def _evaluate(
 def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> Values:
     """Means with standard errors of every system, and the paired differences that the demo reports."""
     measures = (NDCG, RECALL)
-    tables = {name: retrieval.evaluate_per_query(run, qrels, measures) for name, run in runs.items()}
+    tables = {
+        name: retrieval.evaluate_per_query(run, qrels, measures) for name, run in runs.items()
+    }
     systems: dict[str, Values] = {}
     for name, table in tables.items():
-        means = {each: retrieval.mean_of([row[each] for row in table.values()], resamples=99) for each in measures}
+        means = {
+            each: retrieval.mean_of([row[each] for row in table.values()], resamples=99)
+            for each in measures
+        }
         systems[name] = {each: found.mean for each, found in means.items()}
         systems[name]["standard_error"] = means[NDCG].standard_error or 0.0
     bm25, dense, splade, fusion, late = runs
@@ -179,7 +267,10 @@ def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> Values:
     comparisons = []
     for system, over in ((splade, bm25), (splade, dense), (fusion, best), (late, splade)):
         pairs = zip(tables[system].values(), tables[over].values(), strict=True)
-        found = retrieval.mean_of([mine[NDCG] - theirs[NDCG] for mine, theirs in pairs], resamples=99)
+        found = retrieval.mean_of(
+            [mine[NDCG] - theirs[NDCG] for mine, theirs in pairs],
+            resamples=99,
+        )
         row = {"system": system, "over": over, "difference": found.mean, "queries": len(qrels)}
         comparisons.append(row | {"standard_error": found.standard_error or 0.0})
     return {"queries": len(qrels), "systems": systems, "comparisons": comparisons}
@@ -201,22 +292,38 @@ def print_report(results: Values) -> None:
     fusion, mixed = (", ".join(f"{weight:.1f}" for weight in of.values()) for of in weights)
     labels = {
         SYSTEMS[3]: f"fusion ({fusion})",
-        SYSTEMS[4]: f"SPLADE + late interaction on its top {late['candidates']}, zero-shot MiniLM tokens ({mixed})",
+        SYSTEMS[
+            4
+        ]: f"SPLADE + late interaction on its top {late['candidates']}, zero-shot MiniLM tokens ({mixed})",
     }
     for name, scores in results["systems"].items():
-        terms = [f"{active[kind]:.0f}" if name == SYSTEMS[2] else "" for kind in ("queries", "documents")]
+        terms = [
+            f"{active[kind]:.0f}" if name == SYSTEMS[2] else "" for kind in ("queries", "documents")
+        ]
         ndcg = f"{scores[NDCG]:.3f} ± {scores['standard_error']:.3f}"
         rows.append([labels.get(name, name), ndcg, f"{scores[RECALL]:.3f}", *terms])
     title = f"pydocs, {results['documents']} documents, {results['queries']} test queries that training never saw"
-    _common.print_table(("system", "nDCG@10>", "recall@100>", "terms per query>", "terms per document>"), rows, title)
-    lines = [f"Differences in {NDCG}, mean ± standard error over the same {results['queries']} queries:"]
+    _common.print_table(
+        ("system", "nDCG@10>", "recall@100>", "terms per query>", "terms per document>"),
+        rows,
+        title,
+    )
+    lines = [
+        f"Differences in {NDCG}, mean ± standard error over the same {results['queries']} queries:",
+    ]
     lines += [f"  {difference_line(row)}" for row in results["comparisons"]]
     if "seismic_overlap_at_10" in results:
-        lines.append(f"Seismic's top 10 holds {results['seismic_overlap_at_10']:.1%} of the exact top 10.")
+        lines.append(
+            f"Seismic's top 10 holds {results['seismic_overlap_at_10']:.1%} of the exact top 10.",
+        )
     lines += [f"model: {results['model']}", "the rows of the first table by hand:"]
     lines += [f"  {line}" for line in results["commands"]]
     search = f'  tilefold search "{EXAMPLE}"'
-    lines += [f"done in {results['seconds'] / 60:.1f} minutes; now try:", search, f"{search} --rerank {late['tokens']}"]
+    lines += [
+        f"done in {results['seconds'] / 60:.1f} minutes; now try:",
+        search,
+        f"{search} --rerank {late['tokens']}",
+    ]
     typer.echo("\n".join(lines))
 
 

@@ -1,4 +1,6 @@
-"""``tilefold encode``: encodes documents or queries to sparse, token or dense vectors, depending on the model."""
+"""``tilefold encode``: encodes documents or queries to sparse, token or dense vectors, depending on
+the model.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,17 @@ from tilefold._ranks import first_rank_first, joined, several
 from tilefold._typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import Count, Number, Place, Text, flag, option, positive, preset, required
+from tilefold.cli._options import (
+    Count,
+    Number,
+    Place,
+    Text,
+    flag,
+    option,
+    positive,
+    preset,
+    required,
+)
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -38,10 +50,15 @@ _TIMED = {"cpu": 32, "cuda": 4096}  # texts that it encodes, at most
 
 
 def encode(
-    model: str = required("Folder or name of a SparseEncoder, a MultiVectorEncoder or a dense model; or minilm."),
+    model: str = required(
+        "Folder or name of a SparseEncoder, a MultiVectorEncoder or a dense model; or minilm.",
+    ),
     output: Path = required("Folder for the vectors."),
     data: str = preset("pydocs", _common.DOCUMENTS_HELP),
-    kind: Text = option("By default that of the model, with minilm sparse.", metavar="sparse|tokens|dense"),
+    kind: Text = option(
+        "By default that of the model, with minilm sparse.",
+        metavar="sparse|tokens|dense",
+    ),
     queries: bool = flag("Encode queries instead of documents.", "--queries"),
     split: Text = option("With --queries: only those of this split."),
     top_k: Count = positive("Sparse: keep only this many terms per text."),
@@ -49,38 +66,69 @@ def encode(
         "Sparse: keep weights of special tokens such as [CLS], which match in every text (default), or not.",
         "--special-tokens/--no-special-tokens",
     ),
-    max_length: Count = positive("Tokens read of a text, at most; by default as many as the model reads."),
+    max_length: Count = positive(
+        "Tokens read of a text, at most; by default as many as the model reads.",
+    ),
     passages: Count = _retrievers.PASSAGES,
     stride: Count = _retrievers.STRIDE,
     cut: Text = _retrievers.CUT,
-    storage: Text = option("Tokens: by default fp16; dense: fp32; int8 is half of fp16.", metavar="fp32|fp16|int8"),
-    dimension: Count = positive("Dense: keep only the first entries of a vector, for a Matryoshka model."),
+    storage: Text = option(
+        "Tokens: by default fp16; dense: fp32; int8 is half of fp16.",
+        metavar="fp32|fp16|int8",
+    ),
+    dimension: Count = positive(
+        "Dense: keep only the first entries of a vector, for a Matryoshka model.",
+    ),
     batch_size: Count = positive("Texts per batch, at most; by default batches are cut by tokens."),
     batch_tokens: Count = positive("Tokens per batch; by default what suits the device."),
-    shard_size: int = positive("Texts per shard; each shard is saved when it is full.", default=1024),
-    save_minutes: float = preset(1.0, "The part of a shard that is done is saved this often, and on Ctrl-C.", min=0),
-    devices: Text = option("GPUs to use, a number or all: a process for each. Without GPUs, processes."),
+    shard_size: int = positive(
+        "Texts per shard; each shard is saved when it is full.",
+        default=1024,
+    ),
+    save_minutes: float = preset(
+        1.0,
+        "The part of a shard that is done is saved this often, and on Ctrl-C.",
+        min=0,
+    ),
+    devices: Text = option(
+        "GPUs to use, a number or all: a process for each. Without GPUs, processes.",
+    ),
     jsonl: Place = option("Sparse: also write the vectors as JSON lines (Anserini form)."),
     resume: bool = preset(True, "Keep what an interrupted run has encoded.", "--resume/--fresh"),
-    engine: str = preset("local", "This process, or workers on this machine or on a cluster.", metavar="local|ray"),
-    address: Text = option("Ray: host:port of a cluster, auto for the one of this machine; by default this machine."),
-    workers: Count = positive("Ray: models at a time, at most; by default as many as fit, one per GPU."),
+    engine: str = preset(
+        "local",
+        "This process, or workers on this machine or on a cluster.",
+        metavar="local|ray",
+    ),
+    address: Text = option(
+        "Ray: host:port of a cluster, auto for the one of this machine; by default this machine.",
+    ),
+    workers: Count = positive(
+        "Ray: models at a time, at most; by default as many as fit, one per GPU.",
+    ),
     worker_cpus: Count = positive("Ray: cores of each worker."),
     dry_run: bool = flag("Only estimate shards, tokens, hours and gigabytes.", "--dry-run"),
-    rate: Number = option("With --dry-run: texts per second of a worker, instead of what is measured."),
+    rate: Number = option(
+        "With --dry-run: texts per second of a worker, instead of what is measured.",
+    ),
     as_json: bool = flag("The manifest as JSON on stdout.", "--json"),
 ) -> None:
-    """Encode a collection to sparse or dense vectors, or to token vectors with a multi-vector model (for --rerank).
+    """Encode a collection to sparse or dense vectors, or to token vectors with a multi-vector model
+    (for --rerank).
 
-    --model minilm is the packaged all-MiniLM-L6-v2 without training: as SPLADE, the start that train --steps 0 makes
-    from the documents of --data; with --kind tokens, its own token states; with --kind dense, the model itself.
+    --model minilm is the packaged all-MiniLM-L6-v2 without training: as SPLADE, the start that
+    train --steps 0 makes from the documents of --data; with --kind tokens, its own token states;
+    with --kind dense, the model itself.
 
-    The same command again resumes an interrupted run from what was kept last, with either engine. With --devices, or
-    under torchrun, several processes share the work; the result is that of one.
+    The same command again resumes an interrupted run from what was kept last, with either engine.
+    With --devices, or under torchrun, several processes share the work; the result is that of one.
     """
     asked = locals()
     if several():
-        _options.refuse_useless(["save_minutes"], "where several processes share the work, which keep whole shards")
+        _options.refuse_useless(
+            ["save_minutes"],
+            "where several processes share the work, which keep whole shards",
+        )
     cuts = _retrievers.passages(asked)
     if rate is not None and not (dry_run and rate > 0):
         raise UsageError("--rate: expected a number above 0 together with --dry-run.")
@@ -90,12 +138,19 @@ def encode(
         raise typer.Exit(code)
     with joined() as rank:
         stored = (
-            (engine == "ray" or dry_run) and not queries and cuts is None and data != "pydocs" and Path(data).exists()
+            (engine == "ray" or dry_run)
+            and not queries
+            and cuts is None
+            and data != "pydocs"
+            and Path(data).exists()
         )
         if rank:  # while the first one makes what this one finds
             _models.check_sentence_transformers()
         with first_rank_first() if model == _models.PACKAGED or data == "pydocs" else nullcontext():
-            parts: Values = {"documents_only": not queries, "splits": None if split is None else [split]}
+            parts: Values = {
+                "documents_only": not queries,
+                "splits": None if split is None else [split],
+            }
             collection = None if stored else _common.load_data(data, drop_unknown=True, **parts)
             texts = None if collection is None else _texts(collection, data, queries, split, cuts)
             encoder, made = _models.load_kind(model, kind, None if engine == "ray" else collection)
@@ -103,10 +158,17 @@ def encode(
             encoding = _encoding(made, asked)
         if cuts is not None and collection is not None and not rank:
             note(
-                f"{len(collection.documents):,} documents in {len(texts or ()):,} passages of at most {passages} words"
+                f"{len(collection.documents):,} documents in {len(texts or ()):,} passages of at most {passages} words",
             )
         if dry_run:
-            found = _dry_run(encoder, encoding, _source(data, texts), shard_size, workers or 1, rate)
+            found = _dry_run(
+                encoder,
+                encoding,
+                _source(data, texts),
+                shard_size,
+                workers or 1,
+                rate,
+            )
             _common.print_result(found, as_json, _said_of_dry_run(found))
             return
         _common.kept.append(lambda: _has_vectors(output))
@@ -118,7 +180,14 @@ def encode(
 
                 load = functools.partial(_models.load_once, _models.absolute(model), (made,))
                 cluster = RayCluster(address=address, workers=workers, worker_cpus=worker_cpus)
-                manifest: Any = encode_on_ray(load, _source(data, texts), output, encoding, cluster=cluster, **options)
+                manifest: Any = encode_on_ray(
+                    load,
+                    _source(data, texts),
+                    output,
+                    encoding,
+                    cluster=cluster,
+                    **options,
+                )
             else:
                 from tilefold.retrieval.encoding import Output, encode_to_folder
 
@@ -137,10 +206,19 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
     from tilefold.retrieval.truncation import tell_truncated
 
     cut = manifest.provenance.passages
-    tell_truncated(manifest.kind if cut is None else "passage", manifest.n_texts, manifest.truncated)
+    tell_truncated(
+        manifest.kind if cut is None else "passage",
+        manifest.n_texts,
+        manifest.truncated,
+    )
     if cut is not None and manifest.truncated.get("count"):
-        note("what was cut off a passage is never found: give --passages fewer words, or another model")
-    result, failed = {"output": str(output), "n": manifest.n_documents, "kind": manifest.kind}, manifest.failed
+        note(
+            "what was cut off a passage is never found: give --passages fewer words, or another model",
+        )
+    result, failed = (
+        {"output": str(output), "n": manifest.n_documents, "kind": manifest.kind},
+        manifest.failed,
+    )
     if hasattr(manifest, "vocab_size"):
         mean = sum(shard["nonzeros"] for shard in manifest.shards) / max(1, manifest.n_documents)
         result |= {"vocab_size": manifest.vocab_size, "mean_active_terms": mean}
@@ -155,7 +233,11 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
         result |= {**shape, "n_tokens": manifest.n_tokens, "mean_tokens": mean}
         each = f"{mean:.0f} of {manifest.dimension} entries in {manifest.storage}"
         line = f"token vectors of {manifest.n_documents} texts, {each} each on average: {output}"
-    result |= {"shards": len(manifest.shards), "texts": manifest.n_texts, "truncated": manifest.truncated}
+    result |= {
+        "shards": len(manifest.shards),
+        "texts": manifest.n_texts,
+        "truncated": manifest.truncated,
+    }
     total = f"{manifest.n_texts} texts = {manifest.n_documents} encoded + {len(failed)} not encoded"
     _common.print_result(result | {"failed": failed}, as_json, line, total)
     if as_json:
@@ -167,12 +249,16 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
 
 
 def _encoding(made: str, asked: Asked) -> Encoding:
-    """The record of what a model of the kind `made` makes of texts; refuses options of the other kinds."""
+    """The record of what a model of the kind `made` makes of texts; refuses options of the other
+    kinds.
+    """
     model = asked["model"]
     for name, (spelled, kinds) in _OF_KINDS.items():
         if asked[name] is not None and made not in kinds:
             these = " and ".join(kinds)
-            raise UsageError(f"{spelled} is for {these} models, and {model} is a {made} one: leave it out.")
+            raise UsageError(
+                f"{spelled} is for {these} models, and {model} is a {made} one: leave it out.",
+            )
     shared: Values = {name: asked[name] for name in ("batch_size", "batch_tokens", "max_length")}
     shared["kind"] = "query" if asked["queries"] else "document"
     if made != "sparse":
@@ -183,10 +269,20 @@ def _encoding(made: str, asked: Asked) -> Encoding:
         return (DenseEncoding if made == "dense" else TokenEncoding)(**shared)
     from tilefold.retrieval.encoding import SparseEncoding
 
-    return SparseEncoding(top_k=asked["top_k"], special_tokens=asked["special_tokens"] is not False, **shared)
+    return SparseEncoding(
+        top_k=asked["top_k"],
+        special_tokens=asked["special_tokens"] is not False,
+        **shared,
+    )
 
 
-def _texts(collection: Collection, data: str, queries: bool, split: Text, cuts: Passages | None) -> Mapping[str, str]:
+def _texts(
+    collection: Collection,
+    data: str,
+    queries: bool,
+    split: Text,
+    cuts: Passages | None,
+) -> Mapping[str, str]:
     """Id -> text of the documents or of their passages, or of the queries."""
     if not queries:
         return collection.contents() if cuts is None else cuts.of(collection.documents)
@@ -201,7 +297,11 @@ def _texts(collection: Collection, data: str, queries: bool, split: Text, cuts: 
 def _has_vectors(output: Path) -> bool:
     """Whether an interrupted run kept a shard, or a part of one."""
     manifest = read_json(output / "manifest.json") or {}
-    return bool(manifest.get("shards") or manifest.get("partial") or any(output.glob("part-*.receipt.json")))
+    return bool(
+        manifest.get("shards")
+        or manifest.get("partial")
+        or any(output.glob("part-*.receipt.json")),
+    )
 
 
 def _source(data: str, texts: Mapping[str, str] | None) -> Texts:
@@ -212,8 +312,17 @@ def _source(data: str, texts: Mapping[str, str] | None) -> Texts:
     return HeldTexts(texts) if texts is not None else StoredTexts(documents_table(Path(data)))
 
 
-def _dry_run(model: Model, encoding: Encoding, texts: Texts, shard_size: int, workers: int, rate: Number) -> Values:
-    """Estimate what encoding `texts` takes, from a sample of them; nothing is written but to a temporary folder."""
+def _dry_run(
+    model: Model,
+    encoding: Encoding,
+    texts: Texts,
+    shard_size: int,
+    workers: int,
+    rate: Number,
+) -> Values:
+    """Estimate what encoding `texts` takes, from a sample of them; nothing is written but to a
+    temporary folder.
+    """
     import torch
 
     from tilefold.retrieval.truncation import token_counts
@@ -222,14 +331,26 @@ def _dry_run(model: Model, encoding: Encoding, texts: Texts, shard_size: int, wo
     survey = texts.survey(shard_size, sample=_SAMPLE)
     reading = time.monotonic() - began
     counts = token_counts(model, survey.sample)
-    sample = [text for text, count in zip(survey.sample, counts, strict=True) if isinstance(count, int)]
+    sample = [
+        text for text, count in zip(survey.sample, counts, strict=True) if isinstance(count, int)
+    ]
     if not sample:
-        problem = next(_common.first_line(count) for count in counts if isinstance(count, Exception))
-        raise CommandError(f"--data: the tokenizer refuses all {len(counts)} texts of the sample ({problem}).")
-    tokens = sum(min(count, encoding.max_length or count) for count in counts if isinstance(count, int)) / len(sample)
+        problem = next(
+            _common.first_line(count) for count in counts if isinstance(count, Exception)
+        )
+        raise CommandError(
+            f"--data: the tokenizer refuses all {len(counts)} texts of the sample ({problem}).",
+        )
+    tokens = sum(
+        min(count, encoding.max_length or count) for count in counts if isinstance(count, int)
+    ) / len(sample)
     device = model.device.type
     here, size = _encoded(model, encoding, sample[: _TIMED.get(device, 32)])
-    where = torch.cuda.get_device_name() if device == "cuda" else f"{device} with {torch.get_num_threads()} threads"
+    where = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"{device} with {torch.get_num_threads()} threads"
+    )
     per_second = here if rate is None else rate
     return {
         "texts": survey.count,
@@ -265,7 +386,11 @@ def _encoded(model: Model, encoding: Encoding, sample: list[str]) -> tuple[float
 
 
 def _said_of_dry_run(found: Values) -> str:
-    refused = f"; {found['refused_texts']} others are none that the tokenizer takes" if found["refused_texts"] else ""
+    refused = (
+        f"; {found['refused_texts']} others are none that the tokenizer takes"
+        if found["refused_texts"]
+        else ""
+    )
     one = "1 worker" if found["workers"] == 1 else f"{found['workers']} workers"
     return (
         f"{found['texts']:,} texts in {found['shards']:,} shards of {found['shard_size']:,}\n"

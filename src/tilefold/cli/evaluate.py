@@ -1,4 +1,6 @@
-"""``tilefold evaluate``, a run, an index or a dense model against judgements, and ``tilefold fuse``, several runs."""
+"""``tilefold evaluate``, a run, an index or a dense model against judgements, and ``tilefold
+fuse``, several runs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ import typer
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, UsageError, Values
-from tilefold.cli._options import Count, Place, Text, Words, flag, option, positive, preset, required
+from tilefold.cli._options import (
+    Count,
+    Place,
+    Text,
+    Words,
+    flag,
+    option,
+    positive,
+    preset,
+    required,
+)
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
@@ -30,45 +42,69 @@ def evaluate(
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
     run: Place = option("A TREC run file to score."),
     index: Place = option("Index to search, with the --model that made it; BM25 has none."),
-    model: Text = option(_retrievers.MODEL_HELP + " Without --index, a dense model; minilm is all-MiniLM-L6-v2."),
-    k: Count = positive("Documents per query to rerank and to save, by default 100; measures see what they need."),
+    model: Text = option(
+        _retrievers.MODEL_HELP + " Without --index, a dense model; minilm is all-MiniLM-L6-v2.",
+    ),
+    k: Count = positive(
+        "Documents per query to rerank and to save, by default 100; measures see what they need.",
+    ),
     measure: Words = option(_scores.MEASURE_HELP),
     where: Words = _retrievers.WHERE,
     max_length: Count = _retrievers.DENSE_LENGTH,
-    rerank_tail: Text = option("Candidates that were not reranked: by default kept, last.", metavar="keep|drop"),
+    rerank_tail: Text = option(
+        "Candidates that were not reranked: by default kept, last.",
+        metavar="keep|drop",
+    ),
     vectors: Place = option("The encoded documents of --index, for --prf."),
     save_run: Place = option(_scores.SAVE_RUN_HELP),
-    per_query: Place = option("Write the measures of each query: tab-separated columns, named in the first line."),
+    per_query: Place = option(
+        "Write the measures of each query: tab-separated columns, named in the first line.",
+    ),
     as_json: bool = flag("The measures as JSON on stdout.", "--json"),
     **more: Any,
 ) -> None:
-    """Evaluate a TREC run, an index (with its model, or of BM25), or a dense model; with --rerank, after reranking.
+    """Evaluate a TREC run, an index (with its model, or of BM25), or a dense model; with --rerank,
+    after reranking.
 
-    Means over queries have standard errors (±) and bootstrap intervals; tilefold compare tests differences.
+    Means over queries have standard errors (±) and bootstrap intervals; tilefold compare tests
+    differences.
     """
     asked = locals() | more
     rerank = asked["rerank"]
     if (run is None) == (model is None and index is None):
-        raise UsageError("give either --run FILE, or --index (with --model, but for BM25), or a dense --model.")
+        raise UsageError(
+            "give either --run FILE, or --index (with --model, but for BM25), or a dense --model.",
+        )
     depth = None if run is not None else k or DEPTH
-    reranking, (feedback, mix) = _retrievers.rerank_request(asked, depth), _retrievers.feedback_request(asked)
+    reranking, (feedback, mix) = (
+        _retrievers.rerank_request(asked, depth),
+        _retrievers.feedback_request(asked),
+    )
     measures, deepest = _scores.check_measures(measure)
     _scores.say_depth(k, deepest, save_run or rerank)
     _scores.check_writable(save_run, "--save-run", run, asked["prf_with"])
     _scores.check_writable(per_query, "--per-query", run, asked["prf_with"], save_run)
     _models.find_models({"--model": model, "--rerank": rerank})
     collection, splits = _scores.load_splits(data, split, drop_unknown, also=())
-    queries = {query: text for name in splits for query, text in collection.split_queries(name).items()}
+    queries = {
+        query: text for name in splits for query, text in collection.split_queries(name).items()
+    }
     if run is None:
         _scores.check_savable(save_run, collection.documents, queries)
     texts = _scores.texts_of(collection)
-    reranker = None if rerank is None else _retrievers.load_reranker(asked, collection.documents, texts)
+    reranker = (
+        None if rerank is None else _retrievers.load_reranker(asked, collection.documents, texts)
+    )
     passages, changed = None, None
     if run is not None:
         found = _scores.read_run(run, "--run")
         _scores.check_texts(found.name, found.provenance, collection, texts)
     else:
-        request = retrieval.SearchRequest(max(k or DEPTH, deepest, asked["rerank_depth"] or 0), feedback, mix)
+        request = retrieval.SearchRequest(
+            max(k or DEPTH, deepest, asked["rerank_depth"] or 0),
+            feedback,
+            mix,
+        )
         searcher, request, ranking = _searched(asked, collection, queries, texts, request)
         name = f"--model {model}" if index is None else f"--index {index}"
         found = _scores.NamedRun(name, ranking.run, searcher.provenance)
@@ -83,18 +119,35 @@ def evaluate(
     _scores.save(found, texts, save_run, depth)
     scores.write(per_query)
     if feedback is not None and reranking is None:
-        changed = _scores.changed_by_feedback(scores, searcher, queries, request, ranking, collection)
+        changed = _scores.changed_by_feedback(
+            scores,
+            searcher,
+            queries,
+            request,
+            ranking,
+            collection,
+        )
     if as_json:
-        _common.print_json(_scores.facts(collection, scores) | _common.known({"rerank": rerank, "feedback": changed}))
+        _common.print_json(
+            _scores.facts(collection, scores)
+            | _common.known({"rerank": rerank, "feedback": changed}),
+        )
     else:
         _scores.print_scores(collection, scores)
 
 
 def _searched(
-    asked: Asked, collection: Collection, queries: dict[str, str], texts: Provenance, request: SearchRequest
+    asked: Asked,
+    collection: Collection,
+    queries: dict[str, str],
+    texts: Provenance,
+    request: SearchRequest,
 ) -> tuple[Searcher, SearchRequest, Ranking]:
     """The searcher of --index or --model, the request with --where, and the ranking of the queries."""
-    parts = {"vectors": asked["vectors"], "second": _retrievers.second_ranking(asked, queries, texts)}
+    parts = {
+        "vectors": asked["vectors"],
+        "second": _retrievers.second_ranking(asked, queries, texts),
+    }
     if asked["index"] is None:
         searcher = _retrievers.open_dense(asked, collection.contents(), **parts)
     else:
@@ -106,17 +159,36 @@ def _searched(
 
 
 def fuse(
-    run: list[Path] = required("A TREC run file, such as evaluate --save-run writes; twice or more."),
-    method: str = preset(
-        "rrf", "Reciprocal rank fusion, or weighted sum of normalised scores.", metavar="rrf|interpolation"
+    run: list[Path] = required(
+        "A TREC run file, such as evaluate --save-run writes; twice or more.",
     ),
-    weight: list[float] | None = option("interpolation: one per run, in their order; by default equal ones."),
-    tune: Text = option("interpolation: choose the weights on this split of --data, by the first measure."),
-    in_sample: bool = flag("Report queries that --tune chose the weights on, too, and say so.", "--in-sample"),
-    normalization: Text = option("interpolation: per query; by default min_max.", metavar="min_max|z_score|none"),
+    method: str = preset(
+        "rrf",
+        "Reciprocal rank fusion, or weighted sum of normalised scores.",
+        metavar="rrf|interpolation",
+    ),
+    weight: list[float] | None = option(
+        "interpolation: one per run, in their order; by default equal ones.",
+    ),
+    tune: Text = option(
+        "interpolation: choose the weights on this split of --data, by the first measure.",
+    ),
+    in_sample: bool = flag(
+        "Report queries that --tune chose the weights on, too, and say so.",
+        "--in-sample",
+    ),
+    normalization: Text = option(
+        "interpolation: per query; by default min_max.",
+        metavar="min_max|z_score|none",
+    ),
     rrf_k: Count = positive("rrf: the constant of 1 / (k + rank); by default 60."),
-    k: int = positive("Documents to keep per query; as many as the measures need at least.", default=100),
-    data: Text = option("The collection of the runs, to measure the fusion: pydocs, or a BEIR folder."),
+    k: int = positive(
+        "Documents to keep per query; as many as the measures need at least.",
+        default=100,
+    ),
+    data: Text = option(
+        "The collection of the runs, to measure the fusion: pydocs, or a BEIR folder.",
+    ),
     split: Words = option(_scores.SPLIT_HELP),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
     measure: Words = option(_scores.MEASURE_HELP),
@@ -125,12 +197,15 @@ def fuse(
 ) -> None:
     """Fuse runs: measure the fusion with --data, write it with --save-run.
 
-    To choose weights, make the runs with --split dev --split test, and give --method interpolation --tune dev.
+    To choose weights, make the runs with --split dev --split test, and give --method interpolation
+    --tune dev.
     """
     if len(run) < 2:
         raise UsageError(f"--run: expected two runs or more, got {len(run)}.")
     if weight is not None and (len(weight) != len(run) or not any(weight)):
-        raise UsageError(f"--weight: expected one for each of {len(run)} runs, not all of them 0, got {weight}.")
+        raise UsageError(
+            f"--weight: expected one for each of {len(run)} runs, not all of them 0, got {weight}.",
+        )
     if data is None and save_run is None:
         raise UsageError("give --data to measure the fusion, or --save-run to write it.")
     measures, deepest = _scores.check_measures(measure)
@@ -138,7 +213,9 @@ def fuse(
     _scores.check_writable(save_run, "--save-run", *run)
     named = [_scores.read_run(path, "--run") for path in run]
     also = [] if tune is None else [tune]
-    collection, splits = (None, []) if data is None else _scores.load_splits(data, split, drop_unknown, also)
+    collection, splits = (
+        (None, []) if data is None else _scores.load_splits(data, split, drop_unknown, also)
+    )
     _scores.check_runs(named, collection, [*splits, *also])
     weights, runs, depth = weight, [each.run for each in named], max(k, deepest)
     chosen = cast("Normalization", normalization or "min_max")
@@ -154,16 +231,25 @@ def fuse(
     else:
         with _options.as_options("normalization", weights="--weight"):
             found = retrieval.interpolate(runs, weights, chosen, k=depth)
-    made_of = Provenance(texts_sha256=Provenance.shared(each.provenance for each in named).texts_sha256)
+    made_of = Provenance(
+        texts_sha256=Provenance.shared(each.provenance for each in named).texts_sha256,
+    )
     fused = _scores.NamedRun("the fusion", found, made_of)
     _scores.save(fused, made_of, save_run)
     result["weights"] = weights
-    scores = None if collection is None else _scores.score(fused, collection, splits, measures, deepest)
+    scores = (
+        None if collection is None else _scores.score(fused, collection, splits, measures, deepest)
+    )
     if as_json:
-        _common.print_json(result | (_scores.facts(collection, scores) if collection and scores else {}))
+        _common.print_json(
+            result | (_scores.facts(collection, scores) if collection and scores else {}),
+        )
         return
     if weights is not None:
-        typer.echo("weights: " + ", ".join(f"{path} {value:g}" for path, value in zip(run, weights, strict=True)))
+        typer.echo(
+            "weights: "
+            + ", ".join(f"{path} {value:g}" for path, value in zip(run, weights, strict=True)),
+        )
     if collection is not None and scores is not None:
         _scores.print_scores(collection, scores)
         for name, count in shared.items():
@@ -174,22 +260,34 @@ def fuse(
 
 
 def _tuned(
-    runs: list[Run], judged: Mapping[str, Mapping[str, int]], measure: str, normalization: Normalization, k: int
+    runs: list[Run],
+    judged: Mapping[str, Mapping[str, int]],
+    measure: str,
+    normalization: Normalization,
+    k: int,
 ) -> list[float]:
     from tilefold.retrieval.evaluation import choose_weights
 
     try:
-        return list(choose_weights(runs, judged, measure=measure, normalization=normalization, k=k)[0])
+        return list(
+            choose_weights(runs, judged, measure=measure, normalization=normalization, k=k)[0],
+        )
     except ValueError as error:
         raise UsageError(f"--tune: {error}") from error
 
 
 def _in_sample(collection: Collection, tune: str, splits: list[str], asked: bool) -> dict[str, int]:
-    """Split -> how many of its queries the weights are chosen on, of those that have any; refused unless asked for."""
-    counts = {name: len(collection.qrels[name].keys() & collection.qrels[tune].keys()) for name in splits}
+    """Split -> how many of its queries the weights are chosen on, of those that have any; refused
+    unless asked for.
+    """
+    counts = {
+        name: len(collection.qrels[name].keys() & collection.qrels[tune].keys()) for name in splits
+    }
     if (shared := {name: count for name, count in counts.items() if count}) and not asked:
         name, count = next(iter(shared.items()))
         some = f"{count} of the {len(collection.qrels[name])} queries of {name}, whose numbers are reported (--split)"
-        remedy = "better than on new queries. Tune on a split of other queries, or give --in-sample."
+        remedy = (
+            "better than on new queries. Tune on a split of other queries, or give --in-sample."
+        )
         raise UsageError(f"--tune: the weights would be chosen on {some}: {remedy}")
     return shared

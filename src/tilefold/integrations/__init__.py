@@ -1,1 +1,3 @@
-"""Fused operators inside other libraries, through their extension points; patches only on request, and reversible."""
+"""Fused operators inside other libraries, through their extension points; patches only on request,
+and reversible.
+"""

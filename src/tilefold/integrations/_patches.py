@@ -1,4 +1,6 @@
-"""Replaces functions in other libraries' modules, or methods of one model, on request, and restores them."""
+"""Replaces functions in other libraries' modules, or methods of one model, on request, and restores
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tilefold.ops.implementations import switched_off
 
 
 class Replacement:
-    """Replaces a method on one instance, its owner; not a module, so the state dict does not change."""
+    """Replaces a method on one instance, its owner; not a module, so the state dict does not
+    change.
+    """
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -28,11 +32,12 @@ def replacements(model: nn.Module) -> Iterator[tuple[nn.Module, str, Replacement
 
 
 class Acceleration:
-    """Replacements in one library, all of them or none; a context that restores its own functions at the end.
+    """Replacements in one library, all of them or none; a context that restores its own functions
+    at the end.
 
-    `library` and `requirement` (the oldest release, as for pip) are for error messages; `places` are modules by the
-    name that is replaced in them, which may be ``"Class.method"``. :meth:`apply` raises an ImportError without the
-    library, and a RuntimeError for a version without these names.
+    `library` and `requirement` (the oldest release, as for pip) are for error messages; `places`
+    are modules by the name that is replaced in them, which may be ``"Class.method"``. :meth:`apply`
+    raises an ImportError without the library, and a RuntimeError for a version without these names.
     """
 
     def __init__(self, library: str, requirement: str, places: Mapping[str, Sequence[str]]) -> None:
@@ -41,7 +46,8 @@ class Acceleration:
         self._stock: list[object] = []
 
     def apply(self, functions: Mapping[str, Callable[..., object]]) -> Acceleration:
-        """Put the function of its name in each place; :meth:`restore` brings back what was there at first.
+        """Put the function of its name in each place; :meth:`restore` brings back what was there at
+        first.
 
         Under ``TILEFOLD_DISABLE=1`` the library's own functions stay, or come back.
         """
@@ -52,7 +58,9 @@ class Acceleration:
             owners = [self._owner(module, name) for module, name in self.places]
         except ImportError as error:
             remedy = f'pip install "{self.requirement}".'
-            raise ImportError(f"accelerate() changes {self.library}, which cannot be imported; {remedy}") from error
+            raise ImportError(
+                f"accelerate() changes {self.library}, which cannot be imported; {remedy}",
+            ) from error
         self._stock = self._stock or [getattr(owner, name) for owner, name in owners]
         for (owner, name), (_, place) in zip(owners, self.places, strict=True):
             setattr(owner, name, functions[place])

@@ -1,4 +1,6 @@
-"""Converts token vectors from other libraries: tensors, arrays, and lists of sequences of different lengths."""
+"""Converts token vectors from other libraries: tensors, arrays, and lists of sequences of different
+lengths.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ def as_tokens(name: str, embeddings: object, dims: int) -> Tensor:
     """Padded token vectors ``[.., L, D]`` with ``dims`` dimensions, floating; lists are stacked."""
     if isinstance(embeddings, (list, tuple)):
         if not embeddings:
-            raise ValueError(f"{name} must hold at least one sequence, got an empty list; skip the call.")
+            raise ValueError(
+                f"{name} must hold at least one sequence, got an empty list; skip the call.",
+            )
         embeddings = torch.stack([as_tensor(item) for item in embeddings])
     rows = as_tensor(embeddings)
     if rows.dim() != dims:
@@ -29,14 +33,18 @@ def token_vectors(name: str, items: Sequence[object]) -> list[Tensor]:
 
 
 def pack(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The rows ``[T, D]`` of all sequences, and the int32 offsets ``[N + 1]`` of the first row of each."""
+    """The rows ``[T, D]`` of all sequences, and the int32 offsets ``[N + 1]`` of the first row of
+    each.
+    """
     lengths = torch.tensor([0, *(item.size(0) for item in rows)])
     packed = torch.cat(list(rows)) if len(rows) > 1 else rows[0]
     return packed, lengths.cumsum(0).to(torch.int32).to(packed.device)
 
 
 def as_tensor(item: object) -> Tensor:
-    """Arrays share memory with the tensor, except read-only ones, which are copied because torch would warn."""
+    """Arrays share memory with the tensor, except read-only ones, which are copied because torch
+    would warn.
+    """
     if isinstance(item, np.ndarray) and not item.flags.writeable:
         item = item.copy()
     return item if isinstance(item, Tensor) else torch.as_tensor(item)

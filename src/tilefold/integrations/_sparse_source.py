@@ -24,18 +24,22 @@ _FIRST_WAIT = 0.2  # seconds, doubled each time
 
 
 class ServerError(RuntimeError):
-    """A server refused a request, could not be reached, or answered something else; the message says which."""
+    """A server refused a request, could not be reached, or answered something else; the message
+    says which.
+    """
 
 
 class SparseSource:
     """Sparse vectors of texts, from a model or a server.
 
     Args:
-        model: a ``SparseEncoder``, or a folder or Hugging Face name of one, which is loaded at first use.
+        model: a ``SparseEncoder``, or a folder or Hugging Face name of one, which is loaded at
+            first use.
         url: of ``tilefold serve``, instead of a model.
         api_key, timeout: of the server; seconds for an answer.
         top_k, batch_size: heaviest terms kept per text; texts at a time.
-        sides: False for other servers with ``/embed_sparse``, which do not tell queries from documents.
+        sides: False for other servers with ``/embed_sparse``, which do not tell queries from
+            documents.
 
     Raises:
         ValueError: not one of `model` and `url`, or a value out of range.
@@ -53,11 +57,16 @@ class SparseSource:
         sides: bool = True,
     ) -> None:
         if (model is None) == (url is None):
-            raise ValueError("model, url: expected one of them, got " + ("neither." if model is None else "both."))
+            raise ValueError(
+                "model, url: expected one of them, got "
+                + ("neither." if model is None else "both."),
+            )
         if url is not None:
             _check_url(url)
         if api_key is not None and not _KEY.fullmatch(api_key):
-            raise ValueError("api_key: expected printable ASCII without spaces or line ends, got other text.")
+            raise ValueError(
+                "api_key: expected printable ASCII without spaces or line ends, got other text.",
+            )
         for name, value in (("top_k", top_k), ("batch_size", batch_size)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}.")
@@ -89,13 +98,24 @@ class SparseSource:
             self.model = load_encoder(self.model)
             with suppress(ValueError):  # an architecture without a fused head encodes with its own
                 accelerate(self.model)
-        rows = encode_sparse(self.model, texts, task=side, batch_size=self.batch_size, top_k=self.top_k)
+        rows = encode_sparse(
+            self.model,
+            texts,
+            task=side,
+            batch_size=self.batch_size,
+            top_k=self.top_k,
+        )
         columns, weights = rows.col_indices().tolist(), rows.values().float().tolist()
-        return [(columns[low:high], weights[low:high]) for low, high in pairwise(rows.crow_indices().tolist())]
+        return [
+            (columns[low:high], weights[low:high])
+            for low, high in pairwise(rows.crow_indices().tolist())
+        ]
 
     def _ask(self, body: dict[str, object], side: Side) -> Any:
         """The answer of the server; a busy one is asked again, later."""
-        sent = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
+        sent = json.dumps(
+            {name: value for name, value in body.items() if value is not None},
+        ).encode()
         for attempt in range(_TRIES):
             status, raw = self._post(sent, side)
             if status != _BUSY or attempt == _TRIES - 1:
@@ -104,15 +124,23 @@ class SparseSource:
         try:
             answer = json.loads(raw)
         except ValueError as error:
-            raise ServerError(f"url: {self.url} answered {status} and no JSON; is it a server of vectors?") from error
+            raise ServerError(
+                f"url: {self.url} answered {status} and no JSON; is it a server of vectors?",
+            ) from error
         if status != http.client.OK:
-            reason = answer.get("error", "no reason given") if isinstance(answer, dict) else "no reason given"
+            reason = (
+                answer.get("error", "no reason given")
+                if isinstance(answer, dict)
+                else "no reason given"
+            )
             raise ServerError(f"url: {self.url} answered {status}: {reason}")
         return answer
 
     def _post(self, body: bytes, side: Side) -> tuple[int, bytes]:
         parts = urlsplit(self.url or "")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        kind = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
         path = parts.path.rstrip("/") + (f"/{side}" if self.sides else "") + "/embed_sparse"
         headers = {"content-type": "application/json"}
         if self.api_key:
@@ -125,7 +153,9 @@ class SparseSource:
             return reply.status, reply.read()
         except (OSError, http.client.HTTPException) as error:
             why = f"in {time.monotonic() - began:.1f} s ({error or type(error).__name__})"
-            text = f"url: {self.url} gave no answer {why}. Is it running? tilefold serve --model MODEL"
+            text = (
+                f"url: {self.url} gave no answer {why}. Is it running? tilefold serve --model MODEL"
+            )
             raise ServerError(text) from error
         finally:
             connection.close()
@@ -141,11 +171,15 @@ def _check_url(url: str) -> None:
     if wrong:
         raise ValueError(f"url: expected an address such as http://localhost:8080, got {url!r}.")
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ValueError("url: expected an address without a name, a password or a query in it; a key goes in api_key.")
+        raise ValueError(
+            "url: expected an address without a name, a password or a query in it; a key goes in api_key.",
+        )
 
 
 def _strongest(indices: list[int], weights: list[float], top_k: int | None) -> Vector:
-    """The heaviest entries, as the model in process keeps them: a server that does not know `top_k` sends all."""
+    """The heaviest entries, as the model in process keeps them: a server that does not know `top_k`
+    sends all.
+    """
     if top_k is None or len(indices) <= top_k:
         return indices, weights
     kept = sorted(sorted(range(len(indices)), key=lambda at: (-weights[at], indices[at]))[:top_k])
@@ -153,7 +187,9 @@ def _strongest(indices: list[int], weights: list[float], top_k: int | None) -> V
 
 
 def _vectors(answer: Any, expected: int) -> list[Vector]:
-    """Vectors of either form: arrays, or a list of entries as servers answer that do not know `format`."""
+    """Vectors of either form: arrays, or a list of entries as servers answer that do not know
+    `format`.
+    """
     try:
         found = [
             (list(row["indices"]), list(row["values"]))
@@ -162,12 +198,20 @@ def _vectors(answer: Any, expected: int) -> list[Vector]:
             for row in answer
         ]
     except (KeyError, TypeError) as error:
-        raise ServerError(f"url: expected sparse vectors in the answer of the server, got {answer!r:.80}.") from error
+        raise ServerError(
+            f"url: expected sparse vectors in the answer of the server, got {answer!r:.80}.",
+        ) from error
     for indices, weights in found:
         numbers = all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights)
-        if not numbers or len(indices) != len(weights) or any(type(index) is not int for index in indices):
+        if (
+            not numbers
+            or len(indices) != len(weights)
+            or any(type(index) is not int for index in indices)
+        ):
             text = "url: expected whole numbers and finite weights in the answer of the server"
             raise ServerError(f"{text}, got {(indices, weights)!r:.80}.")
     if len(found) != expected:
-        raise ServerError(f"url: expected {expected} vectors in the answer of the server, got {len(found)}.")
+        raise ServerError(
+            f"url: expected {expected} vectors in the answer of the server, got {len(found)}.",
+        )
     return found

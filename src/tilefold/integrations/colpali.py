@@ -1,10 +1,12 @@
 """colpali-engine's late-interaction scores without the similarities ``[Bq, Bd, Lq, Ld]``.
 
-colpali-engine has no masks: padding is a row of zeros, which takes part in the maximum with a similarity of 0, larger
-than a negative one. These functions compute the same. Among equal similarities, such as those of rows of zeros, the
-first row takes the gradient that colpali-engine splits; the models drop the gradients of padding.
+colpali-engine has no masks: padding is a row of zeros, which takes part in the maximum with a
+similarity of 0, larger than a negative one. These functions compute the same. Among equal
+similarities, such as those of rows of zeros, the first row takes the gradient that colpali-engine
+splits; the models drop the gradients of padding.
 
-The losses call the functions by name; only :func:`accelerate`, which replaces those names, imports colpali-engine.
+The losses call the functions by name; only :func:`accelerate`, which replaces those names, imports
+colpali-engine.
 """
 
 from __future__ import annotations
@@ -22,8 +24,15 @@ from tilefold.ops.implementations import check_impl
 __all__ = ["Acceleration", "accelerate", "is_accelerated", "maxsim_inbatch", "maxsim_kd", "restore"]
 
 
-def maxsim_inbatch(query: Tensor, doc: Tensor, *, tau: float | None = None, impl: str = "auto") -> Tensor:
-    """MaxSim of every query with every document, as ``colpali_engine.utils.maxsim.maxsim_inbatch`` (arXiv 2407.01449).
+def maxsim_inbatch(
+    query: Tensor,
+    doc: Tensor,
+    *,
+    tau: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """MaxSim of every query with every document, as ``colpali_engine.utils.maxsim.maxsim_inbatch``
+    (arXiv 2407.01449).
 
     ``scores[i, j] = sum_s max_t query[i, s] . doc[j, t]`` over all rows, rows of zeros included.
 
@@ -46,10 +55,18 @@ def maxsim_inbatch(query: Tensor, doc: Tensor, *, tau: float | None = None, impl
     return maxsim(query, doc, temperature=tau, impl=impl)
 
 
-def maxsim_kd(query: Tensor, doc: Tensor, *, tau: float | None = None, impl: str = "auto") -> Tensor:
-    """MaxSim ``[B, N]`` of each query with its own N documents, as ``colpali_engine.utils.maxsim.maxsim_kd``.
+def maxsim_kd(
+    query: Tensor,
+    doc: Tensor,
+    *,
+    tau: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """MaxSim ``[B, N]`` of each query with its own N documents, as
+    ``colpali_engine.utils.maxsim.maxsim_kd``.
 
-    ``query`` is ``[B, Lq, D]``, ``doc`` ``[B, N, Ld, D]``; all else is as in :func:`maxsim_inbatch`.
+    ``query`` is ``[B, Lq, D]``, ``doc`` ``[B, N, Ld, D]``; all else is as in
+    :func:`maxsim_inbatch`.
     """
     check_shape("query", check_tensor("query", query), "B L D")
     check_shape("doc", check_tensor("doc", doc), "B N L D")
@@ -58,7 +75,11 @@ def maxsim_kd(query: Tensor, doc: Tensor, *, tau: float | None = None, impl: str
 
 _LOSSES = "colpali_engine.loss.late_interaction_losses"
 _PLACES = {
-    "maxsim_inbatch": ["colpali_engine.utils.maxsim", "colpali_engine.utils.processing_utils", _LOSSES],
+    "maxsim_inbatch": [
+        "colpali_engine.utils.maxsim",
+        "colpali_engine.utils.processing_utils",
+        _LOSSES,
+    ],
     "maxsim_kd": ["colpali_engine.utils.maxsim", _LOSSES],
     "ColbertModule._inbatch_scores": [_LOSSES],
 }
@@ -70,9 +91,9 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
     """Make colpali-engine's losses and ``score_multi_vector`` use the functions of this module.
 
     Losses created before or after the call score without the similarities, in-batch smooth maxima
-    (``use_smooth_max=True``) included. The smooth maxima of explicit negatives, ``[B, N, Lq, Ld]``, stay
-    colpali-engine's own, and so do the similarities of each query with its positive, ``[B, Lq, Ld]``.
-    ``COLPALI_SCORES_BACKEND`` is not read.
+    (``use_smooth_max=True``) included. The smooth maxima of explicit negatives, ``[B, N, Lq, Ld]``,
+    stay colpali-engine's own, and so do the similarities of each query with its positive, ``[B, Lq,
+    Ld]``. ``COLPALI_SCORES_BACKEND`` is not read.
 
     Args:
         impl: as in :func:`tilefold.ops.maxsim`.
@@ -82,7 +103,8 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
         replaced with ``TILEFOLD_DISABLE=1`` in the environment.
 
     Raises:
-        ValueError: for an unknown ``impl``; ImportError, RuntimeError: without colpali-engine, or these names in it.
+        ValueError: for an unknown ``impl``; ImportError, RuntimeError: without colpali-engine, or
+            these names in it.
     """
 
     def inbatch_scores(self: Any, query_embeddings: Tensor, doc_embeddings: Tensor) -> Tensor:
@@ -93,5 +115,8 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
         return found
 
     check_impl(impl)
-    scores = {function.__name__: functools.partial(function, impl=impl) for function in (maxsim_inbatch, maxsim_kd)}
+    scores = {
+        function.__name__: functools.partial(function, impl=impl)
+        for function in (maxsim_inbatch, maxsim_kd)
+    }
     return _PATCHES.apply({**scores, "ColbertModule._inbatch_scores": inbatch_scores})

@@ -13,13 +13,16 @@ from tilefold.integrations._sparse_source import ServerError, SparseSource
 try:
     from langchain_qdrant import SparseEmbeddings, SparseVector
 except ImportError as missing:
-    raise ImportError(f"{__name__} needs langchain-qdrant: pip install langchain-qdrant") from missing
+    raise ImportError(
+        f"{__name__} needs langchain-qdrant: pip install langchain-qdrant",
+    ) from missing
 
 __all__ = ["ServerError", "TilefoldSparseEmbeddings"]
 
 
 class TilefoldSparseEmbeddings(SparseEmbeddings):
-    """``langchain_qdrant.SparseEmbeddings`` of any ``SparseEncoder``; queries and documents take their own routes.
+    """``langchain_qdrant.SparseEmbeddings`` of any ``SparseEncoder``; queries and documents take
+    their own routes.
 
     Arguments are those of :class:`tilefold.integrations._sparse_source.SparseSource`.
     """
@@ -29,7 +32,10 @@ class TilefoldSparseEmbeddings(SparseEmbeddings):
 
     def embed_documents(self, texts: list[str]) -> list[SparseVector]:
         """The vectors of documents."""
-        return [SparseVector(indices=ids, values=weights) for ids, weights in self._source.encode(texts, "document")]
+        return [
+            SparseVector(indices=ids, values=weights)
+            for ids, weights in self._source.encode(texts, "document")
+        ]
 
     def embed_query(self, text: str) -> SparseVector:
         """The vector of a query."""

@@ -15,16 +15,19 @@ try:
     from llama_index.core.base.embeddings.base_sparse import BaseSparseEmbedding
     from llama_index.core.bridge.pydantic import PrivateAttr
 except ImportError as missing:
-    raise ImportError(f"{__name__} needs llama-index-core: pip install llama-index-core") from missing
+    raise ImportError(
+        f"{__name__} needs llama-index-core: pip install llama-index-core",
+    ) from missing
 
 __all__ = ["ServerError", "TilefoldSparseEmbedding"]
 
 
 class TilefoldSparseEmbedding(BaseSparseEmbedding):
-    """LlamaIndex's ``BaseSparseEmbedding`` of any ``SparseEncoder``; queries and documents take their own routes.
+    """LlamaIndex's ``BaseSparseEmbedding`` of any ``SparseEncoder``; queries and documents take
+    their own routes.
 
-    ``QdrantVectorStore(enable_hybrid=True, sparse_doc_fn=e.document_vectors, sparse_query_fn=e.query_vectors)`` stores
-    and searches its vectors.
+    ``QdrantVectorStore(enable_hybrid=True, sparse_doc_fn=e.document_vectors,
+    sparse_query_fn=e.query_vectors)`` stores and searches its vectors.
 
     Arguments are those of :class:`tilefold.integrations._sparse_source.SparseSource`.
     """
@@ -55,7 +58,10 @@ class TilefoldSparseEmbedding(BaseSparseEmbedding):
         return [ids for ids, _ in rows], [weights for _, weights in rows]
 
     def _rows(self, texts: list[str], side: Side) -> list[dict[int, float]]:
-        return [dict(zip(ids, weights, strict=True)) for ids, weights in self._source.encode(texts, side)]
+        return [
+            dict(zip(ids, weights, strict=True))
+            for ids, weights in self._source.encode(texts, side)
+        ]
 
     def _get_query_embedding(self, query: str) -> dict[int, float]:
         return self._rows([query], "query")[0]

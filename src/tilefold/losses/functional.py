@@ -1,4 +1,6 @@
-"""Sparsity regularisers, as functions of the nonnegative scores ``[B, V]``, and the next-token loss of CSPLADE."""
+"""Sparsity regularisers, as functions of the nonnegative scores ``[B, V]``, and the next-token loss
+of CSPLADE.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,33 @@ from tilefold.ops.checks import check_tensor
 
 
 def flops(
-    scores: Tensor, *, threshold: float | None = None, weights: Tensor | None = None, group: Group = None
+    scores: Tensor,
+    *,
+    threshold: float | None = None,
+    weights: Tensor | None = None,
+    group: Group = None,
 ) -> Tensor:
-    """FLOPS: the expected number of multiplications of one inner product (Paria et al., arXiv 2004.05665).
+    """FLOPS: the expected number of multiplications of one inner product (Paria et al., arXiv
+    2004.05665).
 
-    ``sum_v (w_v * mean_b scores[b, v])^2``, the mean over all rows of all ranks of ``group``. Without weights on one
-    process this is ``FlopsLoss`` of sentence-transformers. Averaging over one rank's rows instead adds
-    ``variance / rows``: such a penalty grows as the same batch is spread over more ranks, and so does sparsity.
+    ``sum_v (w_v * mean_b scores[b, v])^2``, the mean over all rows of all ranks of ``group``.
+    Without weights on one process this is ``FlopsLoss`` of sentence-transformers. Averaging over
+    one rank's rows instead adds ``variance / rows``: such a penalty grows as the same batch is
+    spread over more ranks, and so does sparsity.
 
-    Each rank returns the value over the whole batch, in fp32 (fp64), and the *average* of the ranks' gradients, as DDP
-    and FSDP take it, is the gradient of one process with all rows. Ranks may hold different numbers of rows.
+    Each rank returns the value over the whole batch, in fp32 (fp64), and the *average* of the
+    ranks' gradients, as DDP and FSDP take it, is the gradient of one process with all rows. Ranks
+    may hold different numbers of rows.
 
     Args:
-        scores: ``[B, V]``, or a DTensor ``Shard(1)`` of a vocabulary-parallel head, whose columns stay there.
-        threshold: rows with at most this many nonzero scores count as zero, and stay in the mean (the l0 mask of
-            arXiv 2504.14839).
-        weights: ``[V]`` factors of the columns (this rank's where scores are a DTensor): :func:`df_weights`.
-        group: ranks that hold other rows of the batch: a process group, ``"world"``, or ``None`` for no others.
+        scores: ``[B, V]``, or a DTensor ``Shard(1)`` of a vocabulary-parallel head, whose columns
+            stay there.
+        threshold: rows with at most this many nonzero scores count as zero, and stay in the mean
+            (the l0 mask of arXiv 2504.14839).
+        weights: ``[V]`` factors of the columns (this rank's where scores are a DTensor):
+            :func:`df_weights`.
+        group: ranks that hold other rows of the batch: a process group, ``"world"``, or ``None``
+            for no others.
 
     Returns:
         A scalar.
@@ -46,13 +58,16 @@ def flops(
     mean = _mean_over_rows(_long_rows(columns, threshold).sum(dim=0), columns)
     if weights is not None:
         if check_tensor("weights", weights).shape != mean.shape:
-            raise ValueError(f"weights must have shape [V] with V={mean.size(0)}, got {list(weights.shape)}.")
+            raise ValueError(
+                f"weights must have shape [V] with V={mean.size(0)}, got {list(weights.shape)}.",
+            )
         mean = mean * weights.to(mean)
     return sum_over_columns(mean.square().sum(), columns.shards)
 
 
 def l1(scores: Tensor, *, threshold: float | None = None, group: Group = None) -> Tensor:
-    """``mean_b sum_v |scores[b, v]|``: the query penalty of Efficient SPLADE (Lassance and Clinchant, 2207.03834).
+    """``mean_b sum_v |scores[b, v]|``: the query penalty of Efficient SPLADE (Lassance and
+    Clinchant, 2207.03834).
 
     Arguments, result and errors are those of :func:`flops`.
     """
@@ -67,16 +82,24 @@ def l2(scores: Tensor, *, threshold: float | None = None, group: Group = None) -
     return _mean_row_sum(scores, Tensor.square, threshold, group)
 
 
-def _mean_row_sum(scores: Tensor, of: Callable[[Tensor], Tensor], threshold: float | None, group: Group) -> Tensor:
+def _mean_row_sum(
+    scores: Tensor,
+    of: Callable[[Tensor], Tensor],
+    threshold: float | None,
+    group: Group,
+) -> Tensor:
     columns = columns_of(scores, group)
-    return sum_over_columns(_mean_over_rows(of(_long_rows(columns, threshold)).sum()[None], columns)[0], columns.shards)
+    return sum_over_columns(
+        _mean_over_rows(of(_long_rows(columns, threshold)).sum()[None], columns)[0],
+        columns.shards,
+    )
 
 
 def anti_zero(scores: Tensor, *, epsilon: float = 1e-8, group: Group = None) -> Tensor:
     """``1 / ((sum_bv scores[b, v])^2 + epsilon)``: keeps regularised scores from all becoming zero.
 
-    The term of naver's SPLADE trainer, there without ``epsilon``, which makes a batch of zeros infinite. Add it to
-    another penalty: see :class:`tilefold.losses.RegularizerSum`.
+    The term of naver's SPLADE trainer, there without ``epsilon``, which makes a batch of zeros
+    infinite. Add it to another penalty: see :class:`tilefold.losses.RegularizerSum`.
 
     Args:
         scores, group: as in :func:`flops`.
@@ -93,9 +116,11 @@ def anti_zero(scores: Tensor, *, epsilon: float = 1e-8, group: Group = None) -> 
 
 
 def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 10.0) -> Tensor:
-    """``w(x) = 1 / (1 + (x^log_alpha(2) - 1)^beta)``, the weights of DF-FLOPS (Porco et al., arXiv 2505.15070).
+    """``w(x) = 1 / (1 + (x^log_alpha(2) - 1)^beta)``, the weights of DF-FLOPS (Porco et al., arXiv
+    2505.15070).
 
-    A logistic curve on [0, 1]: 0 for a term in no document, 1/2 for one in a share ``alpha`` of them, 1 for one in all.
+    A logistic curve on [0, 1]: 0 for a term in no document, 1/2 for one in a share ``alpha`` of
+    them, 1 for one in all.
 
     Args:
         document_frequency: ``[V]`` shares of documents that contain each term, in [0, 1].
@@ -111,8 +136,12 @@ def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 
     if not 0 < beta < math.inf:
         raise ValueError(f"beta must be positive and finite, got {beta!r}.")
     check_tensor("document_frequency", document_frequency)
-    share = document_frequency.to(torch.promote_types(document_frequency.dtype, torch.float32)).clamp(0, 1)
-    base = share.pow(math.log(2) / math.log(alpha)) - 1  # infinite where the share is 0, which makes the weight 0
+    share = document_frequency.to(
+        torch.promote_types(document_frequency.dtype, torch.float32),
+    ).clamp(0, 1)
+    base = (
+        share.pow(math.log(2) / math.log(alpha)) - 1
+    )  # infinite where the share is 0, which makes the weight 0
     return 1 / (1 + base.clamp(min=0).pow(beta))
 
 
@@ -127,10 +156,15 @@ def _long_rows(columns: Columns, threshold: float | None) -> Tensor:
 
 
 def _mean_over_rows(sums: Tensor, columns: Columns) -> Tensor:
-    """``sums`` ``[n]`` of this process's rows -> means over all rows of the batch, in one all-reduce."""
+    """``sums`` ``[n]`` of this process's rows -> means over all rows of the batch, in one
+    all-reduce.
+    """
     if columns.rows is None:
         return sums / columns.local.size(0)
-    total = sum_over_rows(torch.cat([sums, sums.new_full((1,), columns.local.size(0))]), columns.rows)
+    total = sum_over_rows(
+        torch.cat([sums, sums.new_full((1,), columns.local.size(0))]),
+        columns.rows,
+    )
     return total[:-1] / total[-1]
 
 
@@ -160,11 +194,12 @@ def activated_lm_loss(
     chunk: int = 1024,
     ignore_index: int = -100,
 ) -> ActivatedLmLoss:
-    """``CE(H, y) + activated_weight * CE(log1p(relu(H)), y)`` over positions, with ``H = hidden @ weight.T + bias``.
+    """``CE(H, y) + activated_weight * CE(log1p(relu(H)), y)`` over positions, with ``H = hidden @
+    weight.T + bias``.
 
-    It prepares a causal LM head for SPLADE (CSPLADE, arXiv 2504.10816). Positions are taken `chunk` at a time, forward
-    and (recomputed) backward, so that fp32 logits are at most ``[chunk, V]``; the result is that of one pass, up to the
-    order of sums.
+    It prepares a causal LM head for SPLADE (CSPLADE, arXiv 2504.10816). Positions are taken `chunk`
+    at a time, forward and (recomputed) backward, so that fp32 logits are at most ``[chunk, V]``;
+    the result is that of one pass, up to the order of sums.
 
     Args:
         hidden: ``[N, D]`` states, already shifted: position i predicts ``labels[i]``.
@@ -178,31 +213,61 @@ def activated_lm_loss(
     Raises:
         ValueError: for shapes that do not fit together, or an option out of range.
     """
-    if hidden.dim() != 2 or labels.shape != hidden.shape[:1] or weight.shape[1:] != hidden.shape[1:]:
+    if (
+        hidden.dim() != 2
+        or labels.shape != hidden.shape[:1]
+        or weight.shape[1:] != hidden.shape[1:]
+    ):
         raise ValueError(
             f"hidden [N, D], weight [V, D] and labels [N] must fit together, got {list(hidden.shape)}, "
-            f"{list(weight.shape)} and {list(labels.shape)}; flatten batch and positions, and shift the labels."
+            f"{list(weight.shape)} and {list(labels.shape)}; flatten batch and positions, and shift the labels.",
         )
     if chunk < 1 or activated_weight < 0:
         got = f"{chunk} and {activated_weight}"
         raise ValueError(f"chunk must be at least 1 and activated_weight at least 0, got {got}.")
-    sums = hidden.new_zeros(3, dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    sums = hidden.new_zeros(
+        3,
+        dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
+    )
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
         # hidden, weight and bias are arguments, so that the recomputation gives them gradients
         sums = sums + checkpoint(
-            _sums, hidden[part], weight, bias, labels[part], ignore_index, use_reentrant=False, preserve_rng_state=False
+            _sums,
+            hidden[part],
+            weight,
+            bias,
+            labels[part],
+            ignore_index,
+            use_reentrant=False,
+            preserve_rng_state=False,
         )
     count = (labels != ignore_index).sum().clamp(min=1)
     plain, activated, alive = (sums / count).unbind()
-    return ActivatedLmLoss(plain + activated_weight * activated, plain.detach(), activated.detach(), alive.detach())
+    return ActivatedLmLoss(
+        plain + activated_weight * activated,
+        plain.detach(),
+        activated.detach(),
+        alive.detach(),
+    )
 
 
-def _sums(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int) -> Tensor:
+def _sums(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+) -> Tensor:
     """Sums of both losses, and of the positions with a logit above 0; ``[3]``."""
     logits = linear(hidden, weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     plain = cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
-    activated = cross_entropy(logits.relu().log1p(), labels, ignore_index=ignore_index, reduction="sum")
+    activated = cross_entropy(
+        logits.relu().log1p(),
+        labels,
+        ignore_index=ignore_index,
+        reduction="sum",
+    )
     alive = ((logits > 0).any(dim=1) & (labels != ignore_index)).sum()
     return torch.stack([plain, activated, alive.to(plain.dtype)])

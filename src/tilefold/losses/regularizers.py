@@ -1,4 +1,6 @@
-"""Regularisers as modules with ``compute_loss_from_embeddings``, which ``SpladeLoss`` calls for either side."""
+"""Regularisers as modules with ``compute_loss_from_embeddings``, which ``SpladeLoss`` calls for
+either side.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ from tilefold.losses.ranking import WeightedTerms, check_term
 
 
 class Regularizer(nn.Module):
-    """Base of the regularisers: a function of the scores ``[B, V]`` of one side, queries or documents.
+    """Base of the regularisers: a function of the scores ``[B, V]`` of one side, queries or
+    documents.
 
     Args:
-        group: ranks that hold other rows of the batch: a process group, ``"world"`` (all ranks, where
-            torch.distributed is initialised), or ``None`` for no others. Where several ranks hold the same rows (tensor
-            parallelism with gathered scores), pass the data-parallel group, or ``None``.
+        group: ranks that hold other rows of the batch: a process group, ``"world"`` (all ranks,
+            where torch.distributed is initialised), or ``None`` for no others. Where several ranks
+            hold the same rows (tensor parallelism with gathered scores), pass the data-parallel
+            group, or ``None``.
     """
 
     def __init__(self, group: Group = "world") -> None:
@@ -47,14 +51,17 @@ class _Thresholded(Regularizer):
 
 
 class GlobalFlopsLoss(_Thresholded):
-    """FLOPS ``sum_v (mean_b w[b, v])^2`` over the batch of all ranks, see :func:`tilefold.losses.flops`.
+    """FLOPS ``sum_v (mean_b w[b, v])^2`` over the batch of all ranks, see
+    :func:`tilefold.losses.flops`.
 
-    Pass it to ``SpladeLoss(..., document_regularizer=GlobalFlopsLoss())``. On one process it equals ``FlopsLoss`` of
-    sentence-transformers; on W ranks it equals what one process with W times the rows computes, so that the weight
-    found on one GPU keeps its meaning. Cost: one all-reduce of ``[V]`` in forward, none in backward.
+    Pass it to ``SpladeLoss(..., document_regularizer=GlobalFlopsLoss())``. On one process it equals
+    ``FlopsLoss`` of sentence-transformers; on W ranks it equals what one process with W times the
+    rows computes, so that the weight found on one GPU keeps its meaning. Cost: one all-reduce of
+    ``[V]`` in forward, none in backward.
 
     Args:
-        threshold: rows with at most this many nonzero scores count as zero (the l0 mask of arXiv 2504.14839).
+        threshold: rows with at most this many nonzero scores count as zero (the l0 mask of arXiv
+            2504.14839).
         group: as in :class:`Regularizer`.
     """
 
@@ -62,16 +69,20 @@ class GlobalFlopsLoss(_Thresholded):
 
 
 class L1Loss(_Thresholded):
-    """``mean_b sum_v |w|``, see :func:`tilefold.losses.l1`; arguments are those of :class:`GlobalFlopsLoss`.
+    """``mean_b sum_v |w|``, see :func:`tilefold.losses.l1`; arguments are those of
+    :class:`GlobalFlopsLoss`.
 
-    A mean over rows is the same on any number of ranks with equal batches; ``group`` matters where they differ.
+    A mean over rows is the same on any number of ranks with equal batches; ``group`` matters where
+    they differ.
     """
 
     _penalty = staticmethod(l1)
 
 
 class L2Loss(_Thresholded):
-    """``mean_b sum_v w^2``, see :func:`tilefold.losses.l2`; arguments are those of :class:`GlobalFlopsLoss`."""
+    """``mean_b sum_v w^2``, see :func:`tilefold.losses.l2`; arguments are those of
+    :class:`GlobalFlopsLoss`.
+    """
 
     _penalty = staticmethod(l2)
 
@@ -85,7 +96,8 @@ class NoPenalty(Regularizer):
 
 
 class AntiZeroLoss(Regularizer):
-    """``1 / ((sum w)^2 + epsilon)``, see :func:`tilefold.losses.anti_zero`; add it to another with RegularizerSum.
+    """``1 / ((sum w)^2 + epsilon)``, see :func:`tilefold.losses.anti_zero`; add it to another with
+    RegularizerSum.
 
     Args:
         epsilon: bounds the penalty of a batch of zeros.
@@ -101,18 +113,21 @@ class AntiZeroLoss(Regularizer):
 
 
 class DFFlopsLoss(Regularizer):
-    """DF-FLOPS: FLOPS with small weights for rare terms and large ones for frequent terms (arXiv 2505.15070).
+    """DF-FLOPS: FLOPS with small weights for rare terms and large ones for frequent terms (arXiv
+    2505.15070).
 
-    ``sum_v (w_v * mean_b scores[b, v])^2`` with ``w`` of :func:`tilefold.losses.df_weights`. Descriptions of the paper
-    put ``w_v`` inside the square or in front of it; here it is inside.
+    ``sum_v (w_v * mean_b scores[b, v])^2`` with ``w`` of :func:`tilefold.losses.df_weights`.
+    Descriptions of the paper put ``w_v`` inside the square or in front of it; here it is inside.
 
-    The paper takes document frequencies from the documents that validation encodes, every 100 steps: pass those to
-    :meth:`set_document_frequency`. With ``refresh_every`` the module estimates them itself, from the training
-    documents of all ranks since the last refresh; until the first one every weight is 1, which is FLOPS.
+    The paper takes document frequencies from the documents that validation encodes, every 100
+    steps: pass those to :meth:`set_document_frequency`. With ``refresh_every`` the module estimates
+    them itself, from the training documents of all ranks since the last refresh; until the first
+    one every weight is 1, which is FLOPS.
 
     Args:
         alpha, beta: of the weights.
-        refresh_every: training steps between estimates, or ``None`` for :meth:`set_document_frequency` alone.
+        refresh_every: training steps between estimates, or ``None`` for
+            :meth:`set_document_frequency` alone.
         threshold, group: as in :class:`GlobalFlopsLoss`.
 
     Raises:
@@ -132,15 +147,24 @@ class DFFlopsLoss(Regularizer):
     ) -> None:
         super().__init__(group)
         if refresh_every is not None and (not isinstance(refresh_every, int) or refresh_every < 1):
-            raise ValueError(f"refresh_every must be a positive number of steps or None, got {refresh_every!r}.")
+            raise ValueError(
+                f"refresh_every must be a positive number of steps or None, got {refresh_every!r}.",
+            )
         df_weights(torch.zeros(1), alpha=alpha, beta=beta)  # refuses numbers out of range
-        self.alpha, self.beta, self.refresh_every, self.threshold = alpha, beta, refresh_every, threshold
+        self.alpha, self.beta, self.refresh_every, self.threshold = (
+            alpha,
+            beta,
+            refresh_every,
+            threshold,
+        )
         self.register_buffer("weights", None, persistent=False)
         self.register_buffer("_counts", None, persistent=False)
         self._steps = 0
 
     def set_document_frequency(self, document_frequency: Tensor) -> None:
-        """Use these shares of documents ``[V]`` from now on (this rank's columns where scores are a DTensor)."""
+        """Use these shares of documents ``[V]`` from now on (this rank's columns where scores are a
+        DTensor).
+        """
         self.weights = df_weights(document_frequency, alpha=self.alpha, beta=self.beta)
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
@@ -153,7 +177,9 @@ class DFFlopsLoss(Regularizer):
     def _count(self, embeddings: Tensor) -> None:
         columns = columns_of(embeddings.detach(), self.group)
         present = (columns.local > 0).sum(dim=0)
-        seen = torch.cat([present, present.new_full((1,), columns.local.size(0))])  # [V + 1], the rows last
+        seen = torch.cat(
+            [present, present.new_full((1,), columns.local.size(0))],
+        )  # [V + 1], the rows last
         self._counts = seen if self._counts is None else self._counts + seen
         self._steps += 1
         if self._steps % (self.refresh_every or 1) == 0:
@@ -181,28 +207,33 @@ class RegularizerSum(WeightedTerms, Regularizer):
 
 
 class PositionSum(Regularizer):
-    """A regulariser of each position of a group of documents by itself: ``sum_p term(documents of position p)``.
+    """A regulariser of each position of a group of documents by itself: ``sum_p term(documents of
+    position p)``.
 
-    ``SpladeLoss`` gives the relevant documents of a batch, then its first negatives, its second ones and so on, in one
-    tensor, of which the other regularisers take means over all rows. OpenSearch's trainer of inference-free models
-    (arXiv 2411.04403, in its code) takes FLOPS of each position and adds them, so that a term may not be frequent among
-    the relevant documents alone. With n positions the sum is n times as large where all are alike: divide the weight.
+    ``SpladeLoss`` gives the relevant documents of a batch, then its first negatives, its second
+    ones and so on, in one tensor, of which the other regularisers take means over all rows.
+    OpenSearch's trainer of inference-free models (arXiv 2411.04403, in its code) takes FLOPS of
+    each position and adds them, so that a term may not be frequent among the relevant documents
+    alone. With n positions the sum is n times as large where all are alike: divide the weight.
 
     Args:
-        term: a module with ``compute_loss_from_embeddings``, ours or sentence-transformers'; no DFFlopsLoss, which
-            counts its calls as steps.
+        term: a module with ``compute_loss_from_embeddings``, ours or sentence-transformers'; no
+            DFFlopsLoss, which counts its calls as steps.
         positions: documents in a group: 1, and the negatives of each query.
 
     Raises:
         TypeError: if the term has no ``compute_loss_from_embeddings``, or is a DFFlopsLoss.
-        ValueError: if ``positions`` is not a positive number; in the call, if rows do not make up so many positions.
+        ValueError: if ``positions`` is not a positive number; in the call, if rows do not make up
+            so many positions.
     """
 
     def __init__(self, term: nn.Module, positions: int) -> None:
         super().__init__(None)
         check_term("term", term, "a regulariser of tilefold.losses or of sentence-transformers")
         if isinstance(term, DFFlopsLoss):
-            raise TypeError("term must not be a DFFlopsLoss, which estimates frequencies once a step.")
+            raise TypeError(
+                "term must not be a DFFlopsLoss, which estimates frequencies once a step.",
+            )
         if isinstance(positions, bool) or not isinstance(positions, int) or positions < 1:
             raise ValueError(f"positions must be a whole number of at least 1, got {positions!r}.")
         self.term: Any = term

@@ -1,4 +1,6 @@
-"""Modules for a ``SparseEncoder`` that sentence-transformers lacks, each with its own ``save`` and ``load``."""
+"""Modules for a ``SparseEncoder`` that sentence-transformers lacks, each with its own ``save`` and
+``load``.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ def module_classes() -> dict[str, type]:
 def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:
     """``SparseEncoder(name_or_path, **kwargs)`` that knows the modules of this room.
 
-    sentence-transformers 6 imports a class of another package only with ``trust_remote_code=True``, which also lets a
-    repository run code of its own; here, any other class than those needs the flag.
+    sentence-transformers 6 imports a class of another package only with ``trust_remote_code=True``,
+    which also lets a repository run code of its own; here, any other class than those needs the
+    flag.
     """
     from sentence_transformers import SparseEncoder
 
@@ -47,20 +50,26 @@ def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:
 
 
 def to_stock(model: nn.Module) -> int:
-    """Replace modules in place by those of sentence-transformers that compute the same vectors; how many these are.
+    """Replace modules in place by those of sentence-transformers that compute the same vectors; how
+    many these are.
 
-    A :class:`StaticQuery` becomes a frozen ``SparseStaticEmbedding`` if its vocabulary is the tokenizer's, and a
-    :class:`HeadPooling` a ``SpladePooling`` if it has only options of that. Do this when training is over: a model in
-    which nothing of this room is left loads without tilefold.
+    A :class:`StaticQuery` becomes a frozen ``SparseStaticEmbedding`` if its vocabulary is the
+    tokenizer's, and a :class:`HeadPooling` a ``SpladePooling`` if it has only options of that. Do
+    this when training is over: a model in which nothing of this room is left loads without
+    tilefold.
 
     Raises:
         ValueError: if the model is accelerated.
     """
     children = [(parent, *item) for parent in model.modules() for item in parent._modules.items()]
-    stocks = [(*child, stock) for child in children if (stock := stock_module(child[2])) is not None]
+    stocks = [
+        (*child, stock) for child in children if (stock := stock_module(child[2])) is not None
+    ]
     for parent, name, child, stock in stocks:
         if "forward" in vars(child):
-            raise ValueError("model must not be accelerated, got one that is; call restore(model) first.")
+            raise ValueError(
+                "model must not be accelerated, got one that is; call restore(model) first.",
+            )
         parent._modules[name] = stock.train(child is not None and child.training)
     return len(stocks)
 
@@ -79,7 +88,17 @@ def stock_module(module: Any) -> nn.Module | None:
     if not isinstance(module, HeadPooling) or module.pooling not in ("max", "sum"):
         return None
     activation = {ours: stock for stock, ours in STOCK_ACTIVATIONS.items()}.get(module.activation)
-    if module.logit_scale != 1 or module.ignore_ids or module.top_k or module.normalize or activation is None:
+    if (
+        module.logit_scale != 1
+        or module.ignore_ids
+        or module.top_k
+        or module.normalize
+        or activation is None
+    ):
         return None
-    pooling: nn.Module = SpladePooling(module.pooling, activation, embedding_dimension=module.embedding_dimension)
+    pooling: nn.Module = SpladePooling(
+        module.pooling,
+        activation,
+        embedding_dimension=module.embedding_dimension,
+    )
     return pooling

@@ -1,4 +1,6 @@
-"""Echo inputs (arXiv 2402.15449): a causal model reads every text twice, and only the second copy is pooled."""
+"""Echo inputs (arXiv 2402.15449): a causal model reads every text twice, and only the second copy
+is pooled.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,15 @@ _SLOT = "{text}"
 
 
 class EchoTransformer(Transformer):
-    """A ``Transformer`` that reads ``<template with the text twice><eos>`` and offers the second copy for pooling.
+    """A ``Transformer`` that reads ``<template with the text twice><eos>`` and offers the second
+    copy for pooling.
 
-    Tokens are joined before padding: ``bos, before, t_1..t_n, between, t_1..t_n, after, eos``. A text is cut to
-    ``n = (max_seq_length - others) // 2`` tokens first, so both copies are equal whatever its length. The
-    ``attention_mask`` that leaves this module marks the second copy only, so that every pooling module, plain or
-    accelerated, pools over it; a row of an empty text has no token there and gets the scores 0. A prompt stands before
-    the template, once. Without a task (``encode``), the document's template is used.
+    Tokens are joined before padding: ``bos, before, t_1..t_n, between, t_1..t_n, after, eos``. A
+    text is cut to ``n = (max_seq_length - others) // 2`` tokens first, so both copies are equal
+    whatever its length. The ``attention_mask`` that leaves this module marks the second copy only,
+    so that every pooling module, plain or accelerated, pools over it; a row of an empty text has no
+    token there and gets the scores 0. A prompt stands before the template, once. Without a task
+    (``encode``), the document's template is used.
 
     Args:
         model_name_or_path, options: as in ``Transformer``.
@@ -35,8 +39,9 @@ class EchoTransformer(Transformer):
 
     Raises:
         TypeError: in the call, for inputs that are not texts.
-        ValueError: for a template that does not have ``{text}`` twice; in the call, for a length without room for one
-            token of each copy, and for features that :meth:`preprocess` did not make.
+        ValueError: for a template that does not have ``{text}`` twice; in the call, for a length
+            without room for one token of each copy, and for features that :meth:`preprocess` did
+            not make.
     """
 
     config_keys: list[str] = [*Transformer.config_keys, "query_template", "document_template"]  # noqa: RUF012 - the attribute of the stock base class
@@ -53,7 +58,12 @@ class EchoTransformer(Transformer):
         self.query_template = _checked(query_template, "query_template")
         self.document_template = _checked(document_template, "document_template")
 
-    def preprocess(self, inputs: Sequence[str], prompt: str | None = None, **kwargs: Any) -> Features:
+    def preprocess(
+        self,
+        inputs: Sequence[str],
+        prompt: str | None = None,
+        **kwargs: Any,
+    ) -> Features:
         """``input_ids``, ``attention_mask`` and ``pooling_mask`` of texts, each ``[B, S]`` int64."""
         if not inputs:
             return {}
@@ -64,7 +74,11 @@ class EchoTransformer(Transformer):
         template = self.query_template if task == "query" else self.document_template
         before, between, after = template.split(_SLOT)
         bos, eos = self._ends()
-        head, middle, tail = bos + self._ids((prompt or "") + before), self._ids(between), self._ids(after) + eos
+        head, middle, tail = (
+            bos + self._ids((prompt or "") + before),
+            self._ids(between),
+            self._ids(after) + eos,
+        )
         others = len(head) + len(middle) + len(tail)
         limit = self._limit(task, kwargs.get("max_length"))
         room = None if limit is None else (limit - others) // 2
@@ -74,7 +88,11 @@ class EchoTransformer(Transformer):
         texts = [text.lower() for text in inputs] if self.do_lower_case else list(inputs)
         rows, marks = [], []
         for ids in self.tokenizer(
-            texts, add_special_tokens=False, truncation=room is not None, max_length=room, return_attention_mask=False
+            texts,
+            add_special_tokens=False,
+            truncation=room is not None,
+            max_length=room,
+            return_attention_mask=False,
         )["input_ids"]:
             before_second = [*head, *ids, *middle]
             rows.append([*before_second, *ids, *tail])
@@ -89,7 +107,9 @@ class EchoTransformer(Transformer):
         return {**padded, "modality": "text", **keeps}
 
     def forward(self, features: Features, **kwargs: Any) -> Features:
-        """The features of ``Transformer``, with an ``attention_mask`` of the second copy, in a new dictionary."""
+        """The features of ``Transformer``, with an ``attention_mask`` of the second copy, in a new
+        dictionary.
+        """
         if "pooling_mask" not in features:
             got = f"{sorted(features)}; make them with preprocess(texts)."
             raise ValueError(f"features must hold pooling_mask, got {got}")
@@ -104,7 +124,9 @@ class EchoTransformer(Transformer):
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def _ends(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer puts before and after a text; at the end there is always one."""
+        """The special tokens that the tokenizer puts before and after a text; at the end there is
+        always one.
+        """
         made = self.tokenizer("a", return_special_tokens_mask=True)
         ids, special = made["input_ids"], made["special_tokens_mask"]
         text = special.index(0)
@@ -117,11 +139,19 @@ class EchoTransformer(Transformer):
         """The most tokens of a row, both copies and the template together."""
         side = {"query": self.query_length, "document": self.document_length}.get(task or "")
         limits = [max_length if max_length is not None else side, self.max_seq_length]
-        return min((limit for limit in limits if limit is not None and limit < 1 << 30), default=None)
+        return min(
+            (limit for limit in limits if limit is not None and limit < 1 << 30),
+            default=None,
+        )
 
     def _padded(self, rows: list[list[int]], fill: int) -> Tensor:
         tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
-        return pad_sequence(tensors, batch_first=True, padding_value=fill, padding_side=self.tokenizer.padding_side)
+        return pad_sequence(
+            tensors,
+            batch_first=True,
+            padding_value=fill,
+            padding_side=self.tokenizer.padding_side,
+        )
 
 
 def _checked(template: str, name: str) -> str:

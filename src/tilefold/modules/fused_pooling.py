@@ -1,4 +1,6 @@
-"""Base classes of poolings that ``accelerate`` runs on hidden states, or to sparse rows, and what they share."""
+"""Base classes of poolings that ``accelerate`` runs on hidden states, or to sparse rows, and what
+they share.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,37 @@ from torch.nn.functional import softplus
 
 from tilefold.ops import lsr_head, lsr_head_sparse
 
-__all__ = ["ACTIVATIONS", "STOCK_ACTIVATIONS", "Features", "FusedPooling", "Head", "Options", "Places", "PoolingModule"]
+__all__ = [
+    "ACTIVATIONS",
+    "STOCK_ACTIVATIONS",
+    "Features",
+    "FusedPooling",
+    "Head",
+    "Options",
+    "Places",
+    "PoolingModule",
+]
 __all__ += ["SparseOptions", "Wanted", "activate", "autocasts", "places_of"]
 
 Features: TypeAlias = dict[str, Any]
 Options: TypeAlias = dict[str, Any]  # keywords of a call
 Dtype: TypeAlias = torch.dtype
-WHERE = ("token", "cache_folder", "revision", "local_files_only")  # arguments of ``load`` that say where a file lies
+WHERE = (
+    "token",
+    "cache_folder",
+    "revision",
+    "local_files_only",
+)  # arguments of ``load`` that say where a file lies
 # by name what the operators apply, and how many log1p follow it
-FUSED_ACTIVATIONS = {name: (name, 0) for name in ("log1p_relu", "log1p_log1p_relu", "relu", "softplus")}
+FUSED_ACTIVATIONS = {
+    name: (name, 0) for name in ("log1p_relu", "log1p_log1p_relu", "relu", "softplus")
+}
 FUSED_ACTIVATIONS |= {"log1p_softplus": ("softplus", 1), "none": ("none", 0)}
 ACTIVATIONS = tuple(FUSED_ACTIVATIONS)
-STOCK_ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}  # SpladePooling's name -> the operator's
+STOCK_ACTIVATIONS = {
+    "relu": "log1p_relu",
+    "log1p_relu": "log1p_log1p_relu",
+}  # SpladePooling's name -> the operator's
 _LINEAR_FROM = 40.0  # beyond it softplus(x) and x differ by less than fp64 can tell
 
 
@@ -41,7 +62,9 @@ def activate(x: Tensor, name: str) -> Tensor:
 
 
 class Head(NamedTuple):
-    """The operands of an LM head: ``hidden`` ``[.., D]``, ``weight`` ``[V, D]``, ``bias`` ``[V]`` or ``None``."""
+    """The operands of an LM head: ``hidden`` ``[.., D]``, ``weight`` ``[V, D]``, ``bias`` ``[V]``
+    or ``None``.
+    """
 
     hidden: Tensor
     weight: Any  # Tensor or QuantizedWeight
@@ -56,9 +79,11 @@ class SparseOptions(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """How scores are returned: ``out_dtype`` and ``impl`` as of :func:`tilefold.ops.lsr_head`, and the form of rows.
+    """How scores are returned: ``out_dtype`` and ``impl`` as of :func:`tilefold.ops.lsr_head`, and
+    the form of rows.
 
-    With ``sparse``, poolings return CSR rows under these options if they can; dense ones are pruned by who asked.
+    With ``sparse``, poolings return CSR rows under these options if they can; dense ones are pruned
+    by who asked.
     """
 
     out_dtype: Dtype | None = None
@@ -69,11 +94,12 @@ class Wanted(NamedTuple):
 class FusedPooling(ABC):
     """A module that fills ``sentence_embedding`` and knows how to do so without ``[B, S, V]``.
 
-    ``accelerate`` finds such a module by this class and calls :meth:`fused_scores` in place of its ``forward``.
+    ``accelerate`` finds such a module by this class and calls :meth:`fused_scores` in place of its
+    ``forward``.
 
     Attributes:
-        reads_logits: whether it pools the logits of an LM head, which is then fused with it; False for modules that
-            pool something else, and only return CSR rows where those are wanted.
+        reads_logits: whether it pools the logits of an LM head, which is then fused with it; False
+            for modules that pool something else, and only return CSR rows where those are wanted.
         embedding_dimension: V, of modules that read logits; None until it is known.
     """
 
@@ -81,7 +107,9 @@ class FusedPooling(ABC):
     embedding_dimension: int | None = None
 
     def forward(self, features: Features) -> Features:
-        """Put ``sentence_embedding`` ``[B, V]`` into a copy of the features; poolings of logits have their own."""
+        """Put ``sentence_embedding`` ``[B, V]`` into a copy of the features; poolings of logits
+        have their own.
+        """
         features = dict(features)
         features["sentence_embedding"] = self.fused_scores(features, None, Wanted())
         return features
@@ -94,11 +122,15 @@ class FusedPooling(ABC):
         try:
             found = super().load_config(model_name_or_path, subfolder=subfolder, **where)  # type: ignore[misc]
         except ValueError as error:
-            raise ValueError(f"{expected}, got no JSON: {error}. Fetch the checkpoint whole.") from error
+            raise ValueError(
+                f"{expected}, got no JSON: {error}. Fetch the checkpoint whole.",
+            ) from error
         if not found or not isinstance(found, dict):
             raise ValueError(f"{expected}, got {found or 'none'}. Fetch the checkpoint whole.")
         if unknown := sorted(set(found) - set(made.config_keys)):
-            raise ValueError(f"{expected}, got {', '.join(unknown)} of a newer release: pip install -U tilefold.")
+            raise ValueError(
+                f"{expected}, got {', '.join(unknown)} of a newer release: pip install -U tilefold.",
+            )
         return found
 
     @abstractmethod
@@ -106,8 +138,10 @@ class FusedPooling(ABC):
         """``[B, V]`` scores: what ``forward`` puts into ``sentence_embedding``.
 
         Args:
-            features: those that reach the module; ``token_embeddings`` was taken out if there is a head.
-            head: its operands, ``hidden`` being ``[B, S, D]`` or packed ``[T, D]``; None if `reads_logits` is False.
+            features: those that reach the module; ``token_embeddings`` was taken out if there is a
+                head.
+            head: its operands, ``hidden`` being ``[B, S, D]`` or packed ``[T, D]``; None if
+                `reads_logits` is False.
             wanted: how they are returned.
         """
 
@@ -127,7 +161,13 @@ class PoolingModule(FusedPooling, Module):
         """V, or None before the first forward."""
         return self.embedding_dimension
 
-    def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
+    def save(
+        self,
+        output_path: str,
+        *args: Any,
+        safe_serialization: bool = True,
+        **kwargs: Any,
+    ) -> None:
         self.save_config(output_path)
         if self.state_dict():
             self.save_torch_weights(output_path, safe_serialization=safe_serialization)
@@ -136,7 +176,12 @@ class PoolingModule(FusedPooling, Module):
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> Any:
         made = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
         if made.state_dict():
-            cls.load_torch_weights(model_name_or_path, subfolder=subfolder, **place_of_files(kwargs), model=made)
+            cls.load_torch_weights(
+                model_name_or_path,
+                subfolder=subfolder,
+                **place_of_files(kwargs),
+                model=made,
+            )
         return made
 
 
@@ -162,9 +207,11 @@ class Places(NamedTuple):
 
 
 def places_of(features: Features, ignore_ids: tuple[int, ...] = ()) -> Places:
-    """The tokens that count: attended to, not in `ignore_ids`, and in ``features["pooling_mask"]`` if there is one.
+    """The tokens that count: attended to, not in `ignore_ids`, and in ``features["pooling_mask"]``
+    if there is one.
 
-    ``pooling_mask`` (``[B, S]``, nonzero = counts) lets a module before the pooling confine it to a part of the text.
+    ``pooling_mask`` (``[B, S]``, nonzero = counts) lets a module before the pooling confine it to a
+    part of the text.
     """
     cu_seqlens = features.get("cu_seq_lens_q")
     conditions = [] if cu_seqlens is not None else [features["attention_mask"] != 0]
@@ -175,16 +222,33 @@ def places_of(features: Features, ignore_ids: tuple[int, ...] = ()) -> Places:
         conditions.append(~torch.isin(ids, torch.tensor(ignore_ids, device=ids.device)))
     if cu_seqlens is not None:
         conditions = [condition.reshape(-1) for condition in conditions]
-    return Places(functools.reduce(torch.logical_and, conditions) if conditions else None, cu_seqlens)
+    return Places(
+        functools.reduce(torch.logical_and, conditions) if conditions else None,
+        cu_seqlens,
+    )
 
 
-def head_scores(head: Head, places: Places, wanted: Wanted, *, logit_scale: float = 1.0, **options: Any) -> Tensor:
-    """Scores of an LM head over the tokens of ``places``; its logits, bias included, are times ``logit_scale``."""
+def head_scores(
+    head: Head,
+    places: Places,
+    wanted: Wanted,
+    *,
+    logit_scale: float = 1.0,
+    **options: Any,
+) -> Tensor:
+    """Scores of an LM head over the tokens of ``places``; its logits, bias included, are times
+    ``logit_scale``.
+    """
     hidden, weight, bias = head
     mask, cu_seqlens = places
     if cu_seqlens is not None:
         mask, (hidden, cu_seqlens) = None, places.packed(hidden)
-    options |= {"attention_mask": mask, "cu_seqlens": cu_seqlens, "logit_scale": logit_scale, "impl": wanted.impl}
+    options |= {
+        "attention_mask": mask,
+        "cu_seqlens": cu_seqlens,
+        "logit_scale": logit_scale,
+        "impl": wanted.impl,
+    }
     options["out_dtype"] = torch.float32 if autocasts(hidden) else wanted.out_dtype
     bias = bias if bias is None or logit_scale == 1 else bias * logit_scale
     if wanted.sparse is not None:

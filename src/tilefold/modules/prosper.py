@@ -1,4 +1,6 @@
-"""PROSPER's encoder (arXiv 2510.18527): the vector of one token, and a residual that lifts the text's own terms."""
+"""PROSPER's encoder (arXiv 2510.18527): the vector of one token, and a residual that lifts the
+text's own terms.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
 from tilefold._typing import Network
-from tilefold.modules.fused_pooling import Features, Options, autocasts, pass_hidden_states, place_of_files
+from tilefold.modules.fused_pooling import (
+    Features,
+    Options,
+    autocasts,
+    pass_hidden_states,
+    place_of_files,
+)
 from tilefold.modules.head_pooling import pool_logits
 from tilefold.ops import lsr_head, token_scatter
 
@@ -22,22 +30,25 @@ LITERAL_WEIGHTS = "literal_residual.safetensors"
 
 
 class ProsperTransformer(Transformer):
-    """A ``Transformer`` with its LM head, pooling and literal residual network; gives ``sentence_embedding``.
+    """A ``Transformer`` with its LM head, pooling and literal residual network; gives
+    ``sentence_embedding``.
 
-    With hidden states ``h`` ``[S, D]`` before the LM head, and its logits ``H = logit_scale * (h @ E.T + b)``::
+    With hidden states ``h`` ``[S, D]`` before the LM head, and its logits ``H = logit_scale * (h @
+    E.T + b)``::
 
         w  = pool_s log1p(relu(H_s))        base weights      [V]
         w' = F pool_s log1p(relu(h_s))      importance        [V], F a matrix [V, D] of its own
         W  = w + I * (max_v w'_v - w')      final weights     [V], I marks the terms that stand in the text
 
     The vocabulary-wide logits of all tokens never exist, accelerated or not: the head is applied by
-    :func:`tilefold.ops.lsr_head` to the pooled token. Of ``w'`` only its maximum and its values at the tokens of the
-    text are formed. Special tokens are not literal terms. ``base_embedding`` holds ``w``, on which the paper puts its
-    penalty (:class:`tilefold.losses.BaseSpladeLoss`). Windows and norms of either side are a
-    :class:`tilefold.modules.window.LexicalWindow` after it.
+    :func:`tilefold.ops.lsr_head` to the pooled token. Of ``w'`` only its maximum and its values at
+    the tokens of the text are formed. Special tokens are not literal terms. ``base_embedding``
+    holds ``w``, on which the paper puts its penalty (:class:`tilefold.losses.BaseSpladeLoss`).
+    Windows and norms of either side are a :class:`tilefold.modules.window.LexicalWindow` after it.
 
     Args:
-        model_name_or_path, options: as in ``Transformer``, with the task ``"text-generation"`` or ``"fill-mask"``.
+        model_name_or_path, options: as in ``Transformer``, with the task ``"text-generation"`` or
+            ``"fill-mask"``.
         pooling: ``"last"`` token (the paper), ``"cls"`` (the first), or ``"max"``.
         literal_residual: with False, ``W = w``.
         logit_scale: factor on the logits, bias included.
@@ -50,7 +61,12 @@ class ProsperTransformer(Transformer):
         ValueError: for an unknown pooling, or a model without a linear LM head.
     """
 
-    config_keys: list[str] = [*Transformer.config_keys, "pooling", "literal_residual", "logit_scale"]  # noqa: RUF012 - the attribute of the stock base class
+    config_keys: list[str] = [  # noqa: RUF012
+        *Transformer.config_keys,
+        "pooling",
+        "literal_residual",
+        "logit_scale",
+    ]
 
     def __init__(
         self,
@@ -70,12 +86,19 @@ class ProsperTransformer(Transformer):
         self.vocab_size = decoder.out_features
         self.literal = None
         if literal_residual:
-            self.literal = nn.Linear(decoder.in_features, self.vocab_size, bias=False, dtype=decoder.weight.dtype)
+            self.literal = nn.Linear(
+                decoder.in_features,
+                self.vocab_size,
+                bias=False,
+                dtype=decoder.weight.dtype,
+            )
             nn.init.normal_(self.literal.weight, std=0.02)
             self.literal.to(decoder.weight.device)
 
     def forward(self, features: Features, **kwargs: Any) -> Features:
-        """``sentence_embedding`` ``W`` and ``base_embedding`` ``w``, each ``[B, V]``; the input is left as it is."""
+        """``sentence_embedding`` ``W`` and ``base_embedding`` ``w``, each ``[B, V]``; the input is
+        left as it is.
+        """
         head = linear_head(self.model)
         vars(head)["forward"] = pass_hidden_states
         out: Features = super().forward(dict(features), **kwargs)
@@ -83,40 +106,69 @@ class ProsperTransformer(Transformer):
         weight = head.weight
         if not autocasts(hidden):
             hidden = hidden.to(weight.dtype)  # some models return fp32 from a half-precision head
-        bias = head.bias if head.bias is None or self.logit_scale == 1 else head.bias * self.logit_scale
-        options: Options = {"pooling": self.pooling, "logit_scale": self.logit_scale, "impl": self.impl}
+        bias = (
+            head.bias
+            if head.bias is None or self.logit_scale == 1
+            else head.bias * self.logit_scale
+        )
+        options: Options = {
+            "pooling": self.pooling,
+            "logit_scale": self.logit_scale,
+            "impl": self.impl,
+        }
         final = base = lsr_head(hidden, weight, bias, attention_mask=mask, **options)
         if self.literal is not None:
-            pooled, special = pool_logits(hidden, mask != 0, self.pooling, "log1p_relu"), self.tokenizer.all_special_ids
+            pooled, special = (
+                pool_logits(hidden, mask != 0, self.pooling, "log1p_relu"),
+                self.tokenizer.all_special_ids,
+            )
             operands = pooled, self.literal.weight, out["input_ids"], mask
-            final = base + literal_residual(*operands, ignore_ids=special, impl=self.impl).to(base.dtype)
+            final = base + literal_residual(*operands, ignore_ids=special, impl=self.impl).to(
+                base.dtype,
+            )
         return {**out, "sentence_embedding": final, "base_embedding": base}
 
     def get_embedding_dimension(self) -> int:
         return self.vocab_size
 
-    def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
+    def save(
+        self,
+        output_path: str,
+        *args: Any,
+        safe_serialization: bool = True,
+        **kwargs: Any,
+    ) -> None:
         super().save(output_path, *args, safe_serialization=safe_serialization, **kwargs)
         if self.literal is not None:
             weight = self.literal.weight.detach().cpu().contiguous()
             save_file({"weight": weight}, str(Path(output_path) / LITERAL_WEIGHTS))
 
     @classmethod
-    def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> ProsperTransformer:
+    def load(
+        cls,
+        model_name_or_path: str,
+        subfolder: str = "",
+        **kwargs: Any,
+    ) -> ProsperTransformer:
         made: ProsperTransformer = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
         if made.literal is None:
             return made
-        found = cls.load_file_path(model_name_or_path, LITERAL_WEIGHTS, subfolder=subfolder, **place_of_files(kwargs))
+        found = cls.load_file_path(
+            model_name_or_path,
+            LITERAL_WEIGHTS,
+            subfolder=subfolder,
+            **place_of_files(kwargs),
+        )
         if found is None:
             raise FileNotFoundError(
                 f"{model_name_or_path}: {LITERAL_WEIGHTS} is missing, without which the literal residual would be "
-                "random; fetch the checkpoint whole."
+                "random; fetch the checkpoint whole.",
             )
         weight = load_file(found)["weight"]
         if weight.shape != made.literal.weight.shape:
             raise ValueError(
                 f"{found}: the weight must be {list(made.literal.weight.shape)}, got {list(weight.shape)}; it belongs "
-                "to another model."
+                "to another model.",
             )
         with torch.no_grad():
             made.literal.weight.copy_(weight)
@@ -127,7 +179,9 @@ class ProsperTransformer(Transformer):
 
 
 def linear_head(network: Network) -> nn.Linear:
-    """The LM head of a transformers model, whose weights are read where they are applied; ``ValueError`` for others."""
+    """The LM head of a transformers model, whose weights are read where they are applied;
+    ``ValueError`` for others.
+    """
     head = getattr(network, "get_output_embeddings", lambda: None)()
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
         return head
@@ -145,21 +199,36 @@ def literal_residual(
     ignore_ids: list[int] | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """``I * (max_v w'_v - w')`` ``[B, V]`` with ``w' = pooled @ weight.T``: fp32 (fp64 for fp64), none negative.
+    """``I * (max_v w'_v - w')`` ``[B, V]`` with ``w' = pooled @ weight.T``: fp32 (fp64 for fp64),
+    none negative.
 
-    ``pooled`` is ``[B, D]``, ``weight`` ``[V, D]``; ``input_ids`` and ``attention_mask`` ``[B, S]`` give the terms of a
-    text, for ``I``, but for ``ignore_ids``. Only those entries of ``w'`` are formed that are needed.
+    ``pooled`` is ``[B, D]``, ``weight`` ``[V, D]``; ``input_ids`` and ``attention_mask`` ``[B, S]``
+    give the terms of a text, for ``I``, but for ``ignore_ids``. Only those entries of ``w'`` are
+    formed that are needed.
     """
     with torch.autocast(pooled.device.type, enabled=False):
         pooled = pooled.to(weight.dtype)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        # the rows of the matrix as tokens of one sequence, the texts as its vocabulary: the maximum over rows
-        largest = lsr_head(weight[None], pooled, activation="none", out_dtype=wide, impl=impl)[0]  # [B]
+        # the rows of the matrix as tokens of one sequence, the texts as its vocabulary: the maximum
+        # over rows
+        largest = lsr_head(weight[None], pooled, activation="none", out_dtype=wide, impl=impl)[
+            0
+        ]  # [B]
         own = (weight[input_ids].to(wide) * pooled[:, None].to(wide)).sum(-1)  # [B, S]
         gap = (largest[:, None] - own).clamp_min(0)  # below 0 by rounding only
-        keep = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+        keep = (
+            torch.ones_like(input_ids, dtype=torch.bool)
+            if attention_mask is None
+            else attention_mask != 0
+        )
         if ignore_ids:
             keep = keep & ~torch.isin(input_ids, torch.tensor(ignore_ids, device=input_ids.device))
         return token_scatter(
-            gap, input_ids, weight.size(0), attention_mask=keep, reduce="max", activation="none", impl=impl
+            gap,
+            input_ids,
+            weight.size(0),
+            attention_mask=keep,
+            reduce="max",
+            activation="none",
+            impl=impl,
         )

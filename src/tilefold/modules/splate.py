@@ -1,4 +1,6 @@
-"""SPLATE (arXiv 2404.13950): sparse vectors from the token states of a frozen ColBERT, through a trained adapter."""
+"""SPLATE (arXiv 2404.13950): sparse vectors from the token states of a frozen ColBERT, through a
+trained adapter.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ __all__ = ["FrozenTransformer", "SplateHead"]
 
 
 class FrozenTransformer(Transformer):
-    """A ``Transformer`` that is never trained: no gradients, and no dropout in training mode either."""
+    """A ``Transformer`` that is never trained: no gradients, and no dropout in training mode
+    either.
+    """
 
     def __init__(self, model_name_or_path: str, **options: Any) -> None:
         super().__init__(model_name_or_path, **options)
@@ -42,14 +46,16 @@ class SplateHead(PoolingModule):
         x_s   = h_s + W2 gelu(W1 h_s + b1) + b2        only this is trained
         out_v = max_s log1p(relu(logit_scale * MLM(x_s)_v))    over the tokens of the attention mask
 
-    ``W2`` and ``b2`` start at zero, so the untrained model is the MLM head on ColBERT's states. Logits of all tokens
-    never exist. The states before ColBERT's projection are read: an MLM head of the same backbone can decode these, and
-    one pass of the backbone serves both this module and the projection that reranks.
+    ``W2`` and ``b2`` start at zero, so the untrained model is the MLM head on ColBERT's states.
+    Logits of all tokens never exist. The states before ColBERT's projection are read: an MLM head
+    of the same backbone can decode these, and one pass of the backbone serves both this module and
+    the projection that reranks.
 
     Args:
         hidden_size, vocab_size: D and V.
         adapter_size: rows of W1.
-        activation: ``act`` of the MLM head, a name of transformers; ``None`` for a head that is only a decoder.
+        activation: ``act`` of the MLM head, a name of transformers; ``None`` for a head that is
+            only a decoder.
         layer_norm_eps, norm_bias: of the MLM head's LayerNorm, and whether it has a bias.
         transform_bias: whether ``T`` has a bias c.
         logit_scale: factor on the logits, bias included.
@@ -62,9 +68,16 @@ class SplateHead(PoolingModule):
 
     reads_logits = False  # of the Transformer before it, which has no head
     config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
-        "hidden_size", "vocab_size", "adapter_size", "activation", "layer_norm_eps", "norm_bias", "transform_bias",
-        "logit_scale", "train_bias",
-    ]  # fmt: skip
+        "hidden_size",
+        "vocab_size",
+        "adapter_size",
+        "activation",
+        "layer_norm_eps",
+        "norm_bias",
+        "transform_bias",
+        "logit_scale",
+        "train_bias",
+    ]
 
     def __init__(
         self,

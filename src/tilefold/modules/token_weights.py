@@ -17,7 +17,8 @@ _MAX_IGNORED = 64  # of token_scatter
 
 
 class TokenWeights(PoolingModule):
-    """A linear layer gives every token a weight; a term of the vocabulary has the largest one of its tokens.
+    """A linear layer gives every token a weight; a term of the vocabulary has the largest one of
+    its tokens.
 
     With hidden states ``h[b, s]`` of a Transformer (feature extraction) and ``token_scatter``
     (:func:`tilefold.ops.token_scatter`), over the tokens that count::
@@ -25,16 +26,18 @@ class TokenWeights(PoolingModule):
         t[b, s] = scale * act(linear(h[b, s]))
         w[b, v] = max(0, max over s with input_ids[b, s] == v of t[b, s])
 
-    With ``"none"`` weights may be negative. In training mode the ``max(0, ..)`` is then left out, so that a loss of the
-    weights themselves, as DeepCT's, still reaches terms that fell below 0.
+    With ``"none"`` weights may be negative. In training mode the ``max(0, ..)`` is then left out,
+    so that a loss of the weights themselves, as DeepCT's, still reaches terms that fell below 0.
 
-    With a ``saturation`` c, ``t`` is ``u / (u + c)``, ``u = max(0, scale * act(linear(h)))``, in evaluation mode alone:
-    DeepCT indexes ``100 * weight`` as frequencies, of which BM25 without length normalisation makes ``c = k1 / 100``.
+    With a ``saturation`` c, ``t`` is ``u / (u + c)``, ``u = max(0, scale * act(linear(h)))``, in
+    evaluation mode alone: DeepCT indexes ``100 * weight`` as frequencies, of which BM25 without
+    length normalisation makes ``c = k1 / 100``.
 
-    The encoder of uniCOIL (arXiv 2106.14807, ``"relu"``), DeepImpact (arXiv 2104.12016, ``"relu"``), DeepCT (arXiv
-    1910.10687, ``"none"``), the query side of EPIC (arXiv 2004.14245, ``"log1p_softplus"``), and the "MLP" of the
-    unified framework (arXiv 2303.13416, ``"log1p_relu"``). ``forward`` also leaves ``t`` in
-    ``features["token_weights"]``, ``[B, S]`` (packed: ``[T]``).
+    The encoder of uniCOIL (arXiv 2106.14807, ``"relu"``), DeepImpact (arXiv 2104.12016,
+    ``"relu"``), DeepCT (arXiv 1910.10687, ``"none"``), the query side of EPIC (arXiv 2004.14245,
+    ``"log1p_softplus"``), and the "MLP" of the unified framework (arXiv 2303.13416,
+    ``"log1p_relu"``). ``forward`` also leaves ``t`` in ``features["token_weights"]``, ``[B, S]``
+    (packed: ``[T]``).
 
     Args:
         hidden_size, vocab_size: D and V.
@@ -53,8 +56,13 @@ class TokenWeights(PoolingModule):
 
     reads_logits = False
     config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
-        "hidden_size", "vocab_size", "activation", "has_scale", "ignore_ids", "saturation",
-    ]  # fmt: skip
+        "hidden_size",
+        "vocab_size",
+        "activation",
+        "has_scale",
+        "ignore_ids",
+        "saturation",
+    ]
 
     def __init__(
         self,
@@ -69,8 +77,12 @@ class TokenWeights(PoolingModule):
         super().__init__()
         if activation not in fused.ACTIVATIONS:
             raise ValueError(f"activation must be one of {fused.ACTIVATIONS}, got {activation!r}.")
-        if saturation is not None and not (isinstance(saturation, (int, float)) and 0 < saturation < float("inf")):
-            raise ValueError(f"saturation must be a finite number above 0 or None, got {saturation!r}.")
+        if saturation is not None and not (
+            isinstance(saturation, (int, float)) and 0 < saturation < float("inf")
+        ):
+            raise ValueError(
+                f"saturation must be a finite number above 0 or None, got {saturation!r}.",
+            )
         self.hidden_size, self.activation, self.saturation = hidden_size, activation, saturation
         self.vocab_size = self.embedding_dimension = vocab_size
         self.ignore_ids = sorted({int(i) for i in ignore_ids})
@@ -86,11 +98,16 @@ class TokenWeights(PoolingModule):
 
     def weights(self, features: Features) -> Tensor:
         """``[B, S]`` or packed ``[T]`` weights of the tokens in ``token_embeddings``."""
-        hidden: Tensor = features["token_embeddings"]  # [B, S, D], or [1, T, D] when inputs are flattened
+        hidden: Tensor = features[
+            "token_embeddings"
+        ]  # [B, S, D], or [1, T, D] when inputs are flattened
         if "cu_seq_lens_q" in features:
             hidden = hidden.squeeze(0)
         product = self.linear(hidden).squeeze(-1)
-        weights = fused.activate(product.float() if fused.autocasts(hidden) else product, self.activation)
+        weights = fused.activate(
+            product.float() if fused.autocasts(hidden) else product,
+            self.activation,
+        )
         if self.scale is not None:
             weights = weights * self.scale
         if self.saturation is None or self.training:
@@ -108,14 +125,24 @@ class TokenWeights(PoolingModule):
             weights, cu_seqlens = places.packed(weights)
             mask = None
         ignored = self.ignore_ids if few else None
-        arguments: Options = {"attention_mask": mask, "cu_seqlens": cu_seqlens, "ignore_ids": ignored}
+        arguments: Options = {
+            "attention_mask": mask,
+            "cu_seqlens": cu_seqlens,
+            "ignore_ids": ignored,
+        }
         arguments |= {"activation": "none", "out_dtype": wanted.out_dtype}
         if wanted.sparse is not None:
-            return token_scatter_sparse(weights, ids, self.vocab_size, **arguments, **wanted.sparse._asdict())
+            return token_scatter_sparse(
+                weights,
+                ids,
+                self.vocab_size,
+                **arguments,
+                **wanted.sparse._asdict(),
+            )
         if self.activation != "none" or not self.training:
             return token_scatter(weights, ids, self.vocab_size, **arguments, impl=wanted.impl)
-        # the largest weight of each term's tokens, also where it is negative: all are moved above 0 and back, not in
-        # half precision, which would lose the small ones
+        # the largest weight of each term's tokens, also where it is negative: all are moved above 0
+        # and back, not in half precision, which would lose the small ones
         wide = weights if weights.dtype == torch.float64 else weights.float()
         counted = wide.detach() if mask is None else wide.detach().masked_fill(~mask, 0)
         least = counted.amin() - 1 if counted.numel() else counted.new_zeros(())

@@ -1,4 +1,6 @@
-"""The window of the heaviest terms, and the norm, that follow a sparse vector (PROSPER, arXiv 2510.18527)."""
+"""The window of the heaviest terms, and the norm, that follow a sparse vector (PROSPER, arXiv
+2510.18527).
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ __all__ = ["LexicalWindow", "keep_heaviest"]
 
 
 class LexicalWindow(PoolingModule):
-    """Keeps the ``top_k`` heaviest terms of rows that have more, and divides by the Euclidean norm if asked.
+    """Keeps the ``top_k`` heaviest terms of rows that have more, and divides by the Euclidean norm
+    if asked.
 
-    ``out = TopK_k(w) / ||TopK_k(w)||_2``, differentiable through the terms that stay; a row with at most ``k`` nonzero
-    terms keeps them, and a row of zeros stays zero. Put it after the module that writes ``sentence_embedding``
-    ``[B, V]``; sparse (CSR) rows come out dense.
+    ``out = TopK_k(w) / ||TopK_k(w)||_2``, differentiable through the terms that stay; a row with at
+    most ``k`` nonzero terms keeps them, and a row of zeros stays zero. Put it after the module that
+    writes ``sentence_embedding`` ``[B, V]``; sparse (CSR) rows come out dense.
 
     Args:
         top_k: terms that are kept, at least 1; ``None`` keeps all.
@@ -30,7 +33,10 @@ class LexicalWindow(PoolingModule):
     config_keys: list[str] = ["top_k", "normalize", "embedding_dimension"]  # noqa: RUF012 - the attribute of the stock base class
 
     def __init__(
-        self, top_k: int | None = None, normalize: str | None = None, embedding_dimension: int | None = None
+        self,
+        top_k: int | None = None,
+        normalize: str | None = None,
+        embedding_dimension: int | None = None,
     ) -> None:
         super().__init__()
         check_window(top_k, normalize)
@@ -65,7 +71,9 @@ def windowed(rows: Tensor, top_k: int | None, normalize: str | None) -> Tensor:
 
 
 def keep_heaviest(rows: Tensor, count: int) -> Tensor:
-    """Rows ``[B, V]``, none negative, with all but their `count` largest entries set to zero; of ties any may stay."""
+    """Rows ``[B, V]``, none negative, with all but their `count` largest entries set to zero; of
+    ties any may stay.
+    """
     if count >= rows.size(1):
         return rows
     best = rows.topk(count, dim=1, sorted=False)

@@ -1,4 +1,6 @@
-"""Operators as modules: they own parameters and options, and leave the mathematics to ``tilefold.ops``."""
+"""Operators as modules: they own parameters and options, and leave the mathematics to
+``tilefold.ops``.
+"""
 
 from tilefold.nn.heads import EntmaxAlpha, LSRHead, TokenWeightHead
 

@@ -1,4 +1,6 @@
-"""Linear layers to the vocabulary or to one weight per token, fused with what follows them, and learned alphas."""
+"""Linear layers to the vocabulary or to one weight per token, fused with what follows them, and
+learned alphas.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,21 @@ _REMEDY = "pass the output embeddings of the model, for instance model.get_outpu
 
 
 class LinearParameters(nn.Module):
-    """``weight`` ``[rows, D]`` and ``bias`` ``[rows]`` or ``None``, drawn as ``nn.Linear`` draws them."""
+    """``weight`` ``[rows, D]`` and ``bias`` ``[rows]`` or ``None``, drawn as ``nn.Linear`` draws
+    them.
+    """
 
     weight: Tensor
     bias: Tensor | None
     shown: tuple[str, ...]  # options of the operator, which are printed
 
     def __init__(
-        self, hidden_size: int, rows: int, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+        self,
+        hidden_size: int,
+        rows: int,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
@@ -55,14 +64,18 @@ class LinearParameters(nn.Module):
 class LSRHead(LinearParameters):
     """Scores of a sequence over the vocabulary, without the ``[B, S, V]`` logits.
 
-    A thin owner of ``weight`` and ``bias`` around :func:`tilefold.ops.lsr_head`, which documents the mathematics. The
-    paper is Sparton (arXiv 2603.25011); ``forward(hidden, mask)`` has the signature of its ``SpartonHead``.
+    A thin owner of ``weight`` and ``bias`` around :func:`tilefold.ops.lsr_head`, which documents
+    the mathematics. The paper is Sparton (arXiv 2603.25011); ``forward(hidden, mask)`` has the
+    signature of its ``SpartonHead``.
 
     Args:
-        hidden_size, vocab_size: D, the width of the hidden states, and V, the number of output terms.
+        hidden_size, vocab_size: D, the width of the hidden states, and V, the number of output
+            terms.
         bias: whether each term has a bias.
-        pooling: ``"max"``, ``"sum"``, ``"mean"``, ``"cls"`` or ``"last"``, over the tokens of a sequence.
-        activation: ``"log1p_relu"`` (SPLADE), ``"log1p_log1p_relu"``, ``"relu"``, ``"softplus"`` or ``"none"``.
+        pooling: ``"max"``, ``"sum"``, ``"mean"``, ``"cls"`` or ``"last"``, over the tokens of a
+            sequence.
+        activation: ``"log1p_relu"`` (SPLADE), ``"log1p_log1p_relu"``, ``"relu"``, ``"softplus"`` or
+            ``"none"``.
         logit_scale: factor on ``hidden @ weight.T``, before the bias.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``.
         device, dtype: of the parameters ``weight`` ``[V, D]`` and ``bias`` ``[V]`` or ``None``.
@@ -83,7 +96,12 @@ class LSRHead(LinearParameters):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, vocab_size, bias, device, dtype)
-        self.pooling, self.activation, self.logit_scale, self.impl = pooling, activation, logit_scale, impl
+        self.pooling, self.activation, self.logit_scale, self.impl = (
+            pooling,
+            activation,
+            logit_scale,
+            impl,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -91,7 +109,8 @@ class LSRHead(LinearParameters):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> LSRHead:
-        """A head that shares the parameters of ``linear`` (``[V, D]``), which may itself be tied to an embedding.
+        """A head that shares the parameters of ``linear`` (``[V, D]``), which may itself be tied to
+        an embedding.
 
         Args:
             linear: for instance ``model.get_output_embeddings()`` of a masked language model.
@@ -101,12 +120,19 @@ class LSRHead(LinearParameters):
             TypeError: if ``linear`` is no ``nn.Linear``.
         """
         _check_linear("linear", linear, _REMEDY)
-        head = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **options)
+        head = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            device="meta",
+            **options,
+        )
         head.tie_weights(linear)
         return head
 
     def tie_weights(self, linear: nn.Linear) -> None:
-        """Share ``weight`` and ``bias`` with ``linear`` from now on; gradients and updates reach both.
+        """Share ``weight`` and ``bias`` with ``linear`` from now on; gradients and updates reach
+        both.
 
         Raises:
             TypeError: if ``linear`` is no ``nn.Linear``.
@@ -115,7 +141,12 @@ class LSRHead(LinearParameters):
         self.weight = linear.weight
         self.bias = linear.bias
 
-    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         """``[B, V]`` scores.
 
         Args:
@@ -123,7 +154,11 @@ class LSRHead(LinearParameters):
             attention_mask: ``[B, S]``, nonzero = keep; all tokens are kept without it.
             cu_seqlens: ``[B + 1]`` int32 offsets of packed sequences.
         """
-        options: dict[str, Any] = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, **self._options()}
+        options: dict[str, Any] = {
+            "attention_mask": attention_mask,
+            "cu_seqlens": cu_seqlens,
+            **self._options(),
+        }
         return lsr_head(hidden, self.weight, self.bias, **options)
 
 
@@ -135,16 +170,18 @@ def _check_linear(name: str, linear: object, remedy: str) -> None:
 class TokenWeightHead(LinearParameters):
     """Scores over the vocabulary from one learned weight per token, without term expansion.
 
-    A thin owner of ``weight`` and ``bias`` around :func:`tilefold.ops.token_scatter`, which documents the mathematics.
-    This is the head of uniCOIL (arXiv 2106.14807) and the lexical one of BGE-M3 (arXiv 2402.03216). The parameters have
-    the names and shapes of ``nn.Linear(hidden_size, 1)``, so the state dict of such a layer loads unchanged: BGE-M3's
-    ``sparse_linear.pt`` with ``head.load_state_dict(torch.load(path, weights_only=True))``.
+    A thin owner of ``weight`` and ``bias`` around :func:`tilefold.ops.token_scatter`, which
+    documents the mathematics. This is the head of uniCOIL (arXiv 2106.14807) and the lexical one of
+    BGE-M3 (arXiv 2402.03216). The parameters have the names and shapes of ``nn.Linear(hidden_size,
+    1)``, so the state dict of such a layer loads unchanged: BGE-M3's ``sparse_linear.pt`` with
+    ``head.load_state_dict(torch.load(path, weights_only=True))``.
 
     Args:
-        hidden_size, vocab_size, bias, impl, device, dtype: as in :class:`LSRHead`; ``weight`` is ``[1, D]``, ``bias``
-            ``[1]`` or ``None``.
+        hidden_size, vocab_size, bias, impl, device, dtype: as in :class:`LSRHead`; ``weight`` is
+            ``[1, D]``, ``bias`` ``[1]`` or ``None``.
         reduce: ``"max"`` or ``"sum"`` over the tokens with the same id.
-        activation: ``"relu"``, ``"log1p_relu"``, ``"log1p_log1p_relu"``, ``"softplus"`` or ``"none"``.
+        activation: ``"relu"``, ``"log1p_relu"``, ``"log1p_log1p_relu"``, ``"softplus"`` or
+            ``"none"``.
         ignore_ids: ids whose tokens do not count, for instance those of CLS, SEP, PAD and UNK.
     """
 
@@ -163,7 +200,12 @@ class TokenWeightHead(LinearParameters):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, 1, bias, device, dtype)
-        self.vocab_size, self.reduce, self.activation, self.impl = vocab_size, reduce, activation, impl
+        self.vocab_size, self.reduce, self.activation, self.impl = (
+            vocab_size,
+            reduce,
+            activation,
+            impl,
+        )
         self.ignore_ids = tuple(ignore_ids or ())
 
     @classmethod
@@ -171,7 +213,8 @@ class TokenWeightHead(LinearParameters):
         """A head that shares the parameters of ``layer``, an ``nn.Linear(D, 1)``.
 
         Args:
-            layer: for instance the ``sparse_linear`` of a BGE-M3 model, or the ``tok_proj`` of a uniCOIL model.
+            layer: for instance the ``sparse_linear`` of a BGE-M3 model, or the ``tok_proj`` of a
+                uniCOIL model.
             vocab_size: V.
             options: ``reduce``, ``activation``, ``ignore_ids`` and ``impl`` of the constructor.
 
@@ -179,17 +222,29 @@ class TokenWeightHead(LinearParameters):
             TypeError: if ``layer`` is not an ``nn.Linear``.
             ValueError: if it has more than one output.
         """
-        _check_linear("layer", layer, "call tilefold.token_scatter on the weights that other layers give.")
+        _check_linear(
+            "layer",
+            layer,
+            "call tilefold.token_scatter on the weights that other layers give.",
+        )
         if layer.out_features != 1:
-            raise ValueError(f"layer must have one output, got {layer.out_features}; a decoder goes into LSRHead.")
+            raise ValueError(
+                f"layer must have one output, got {layer.out_features}; a decoder goes into LSRHead.",
+            )
         head = cls(layer.in_features, vocab_size, layer.bias is not None, device="meta", **options)
         head.weight, head.bias = layer.weight, layer.bias
         return head
 
     def forward(
-        self, hidden: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        hidden: Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """``[B, V]`` scores; ``input_ids`` are ``[B, S]`` or packed ``[T]``, the rest is as in :class:`LSRHead`."""
+        """``[B, V]`` scores; ``input_ids`` are ``[B, S]`` or packed ``[T]``, the rest is as in
+        :class:`LSRHead`.
+        """
         operands, options = self._arguments(hidden, input_ids, attention_mask, cu_seqlens)
         return token_scatter(*operands, **options)
 
@@ -202,22 +257,35 @@ class TokenWeightHead(LinearParameters):
         top_k: int | None = None,
         min_weight: float = 0.0,
     ) -> Tensor:
-        """The scores above ``min_weight`` as a ``[B, V]`` CSR tensor, at most ``top_k`` per row; not differentiable.
+        """The scores above ``min_weight`` as a ``[B, V]`` CSR tensor, at most ``top_k`` per row;
+        not differentiable.
 
-        The other arguments are those of :meth:`forward`; see :func:`tilefold.ops.token_scatter_sparse`.
+        The other arguments are those of :meth:`forward`; see
+        :func:`tilefold.ops.token_scatter_sparse`.
         """
         with torch.no_grad():
             operands, options = self._arguments(hidden, input_ids, attention_mask, cu_seqlens)
             del options["impl"]
             return token_scatter_sparse(*operands, **options, top_k=top_k, min_weight=min_weight)
 
-    def _arguments(self, hidden: Tensor, input_ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Any:
+    def _arguments(
+        self,
+        hidden: Tensor,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Any:
         options = {"attention_mask": mask, "cu_seqlens": cu_seqlens, **self._options()}
-        return (functional.linear(hidden, self.weight, self.bias), input_ids, self.vocab_size), options
+        return (
+            functional.linear(hidden, self.weight, self.bias),
+            input_ids,
+            self.vocab_size,
+        ), options
 
 
 class EntmaxAlpha(nn.Module):
-    """One learned alpha in (1, 2) per head, ``1 + sigmoid(theta)``, so that no optimiser step leaves that range.
+    """One learned alpha in (1, 2) per head, ``1 + sigmoid(theta)``, so that no optimiser step
+    leaves that range.
 
     Args:
         heads: number of heads.
@@ -232,7 +300,9 @@ class EntmaxAlpha(nn.Module):
         if heads < 1:
             raise ValueError(f"heads must be at least 1, got {heads}.")
         if not 1 < initial < 2:
-            raise ValueError(f"initial must lie strictly between 1 and 2, got {initial}; the ends cannot be learned.")
+            raise ValueError(
+                f"initial must lie strictly between 1 and 2, got {initial}; the ends cannot be learned.",
+            )
         self.theta = nn.Parameter(torch.full((heads,), math.log((initial - 1) / (2 - initial))))
 
     def forward(self) -> Tensor:

@@ -1,4 +1,6 @@
-"""Tensor parallelism of the modules, as styles for ``torch.distributed.tensor.parallel.parallelize_module``."""
+"""Tensor parallelism of the modules, as styles for
+``torch.distributed.tensor.parallel.parallelize_module``.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,32 @@ from tilefold.nn.heads import LSRHead
 class VocabularyParallel(ParallelStyle):
     """Shard the vocabulary of a :class:`tilefold.nn.LSRHead` over the ranks of a mesh.
 
-    Each rank holds ``ceil(V / ranks)`` rows of ``weight`` and ``bias`` (the last ranks fewer), computes those columns
-    of the scores, and keeps their gradients; only the gradient of ``hidden`` is summed over the ranks. Every rank must
-    call the head with the same ``hidden``, mask and offsets, and must compute the same loss from the scores::
+    Each rank holds ``ceil(V / ranks)`` rows of ``weight`` and ``bias`` (the last ranks fewer),
+    computes those columns of the scores, and keeps their gradients; only the gradient of ``hidden``
+    is summed over the ranks. Every rank must call the head with the same ``hidden``, mask and
+    offsets, and must compute the same loss from the scores::
 
         parallelize_module(model, mesh["tp"], {"head": VocabularyParallel()})
 
-    Weights that were tied before are no longer: tie them again, to a DTensor with the same placement.
+    Weights that were tied before are no longer: tie them again, to a DTensor with the same
+    placement.
 
     Args:
-        output_layouts: placement of the ``[B, V]`` scores: ``Shard(1)`` leaves the columns on their ranks,
-            ``Replicate()`` gathers them.
-        use_local_output: return this rank's part of the scores as a plain tensor, for code that does not support
-            DTensor. With ``Replicate()`` that is all of them.
+        output_layouts: placement of the ``[B, V]`` scores: ``Shard(1)`` leaves the columns on their
+            ranks, ``Replicate()`` gathers them.
+        use_local_output: return this rank's part of the scores as a plain tensor, for code that
+            does not support DTensor. With ``Replicate()`` that is all of them.
 
     Raises:
         TypeError: when it is applied to a module that is not an LSRHead.
     """
 
-    def __init__(self, *, output_layouts: Placement | None = None, use_local_output: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = False,
+    ) -> None:
         super().__init__()
         self.output_layouts: Placement = Shard(1) if output_layouts is None else output_layouts
         self.use_local_output = use_local_output
@@ -42,12 +51,20 @@ class VocabularyParallel(ParallelStyle):
         if not isinstance(module, LSRHead):
             raise TypeError(
                 f"VocabularyParallel must be applied to a tilefold.nn.LSRHead, got {type(module).__name__}; name the "
-                "head in the plan of parallelize_module, for instance {'head': VocabularyParallel()}."
+                "head in the plan of parallelize_module, for instance {'head': VocabularyParallel()}.",
             )
         rank = getattr(self, "src_data_rank", 0)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            shard = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)], src_data_rank=rank)
-            module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+            shard = distribute_tensor(
+                parameter.detach(),
+                device_mesh,
+                [Shard(0)],
+                src_data_rank=rank,
+            )
+            module.register_parameter(
+                name,
+                nn.Parameter(shard, requires_grad=parameter.requires_grad),
+            )
 
         def replicate_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if "hidden" in kwargs:
@@ -68,7 +85,9 @@ class VocabularyParallel(ParallelStyle):
 
 
 def as_replica(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
-    """``hidden``, equal on every rank of a one-dimensional mesh, as a ``Replicate()`` DTensor; shards are gathered."""
+    """``hidden``, equal on every rank of a one-dimensional mesh, as a ``Replicate()`` DTensor;
+    shards are gathered.
+    """
     if not isinstance(hidden, DTensor):
         return DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
     return hidden.redistribute(placements=[Replicate()] * mesh.ndim)

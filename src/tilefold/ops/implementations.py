@@ -40,15 +40,35 @@ def check_impl(impl: str) -> None:
 
 def operators() -> dict[str, str]:
     """The public functions that take ``impl``, each with the operator whose kernels it runs."""
-    return {name: room for name, room in ROOM_OF.items() if "impl" in inspect.signature(getattr(ops, name)).parameters}
+    return {
+        name: room
+        for name, room in ROOM_OF.items()
+        if "impl" in inspect.signature(getattr(ops, name)).parameters
+    }
 
 
-def kernel_of(operator: str, capability: tuple[int, int], device: torch.device | None = None) -> tuple[str, str | None]:
+def kernel_of(
+    operator: str,
+    capability: tuple[int, int],
+    device: torch.device | None = None,
+) -> tuple[str, str | None]:
     """Kernels that ``operator`` runs in bf16 on a compute capability, and why no faster ones do."""
     if operator == "lsr_head":
-        failed = {} if device is None else {kernel: given_up(kernel, device) for kernel in (head.BY_ROLES, head.BY_TMA)}
-        setting = Setting(capability, 1, tf32=False, aligned=True, given_up=frozenset(filter(failed.get, failed)))
-        name = head.kernel_name(head.max_forward(torch.bfloat16, setting)).removeprefix("lsr_head's ")
+        failed = (
+            {}
+            if device is None
+            else {kernel: given_up(kernel, device) for kernel in (head.BY_ROLES, head.BY_TMA)}
+        )
+        setting = Setting(
+            capability,
+            1,
+            tf32=False,
+            aligned=True,
+            given_up=frozenset(filter(failed.get, failed)),
+        )
+        name = head.kernel_name(head.max_forward(torch.bfloat16, setting)).removeprefix(
+            "lsr_head's ",
+        )
         why = releases.why_no_warp_roles() if capability == (9, 0) else None
         why = failed.get(head.BY_TMA) or failed.get(head.BY_ROLES) or why
     elif operator == "maxsim":

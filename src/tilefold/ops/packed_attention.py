@@ -1,4 +1,6 @@
-"""Softmax attention of packed sequences, for encoders that should see no padding; the specification is torch's SDPA."""
+"""Softmax attention of packed sequences, for encoders that should see no padding; the specification
+is torch's SDPA.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,14 @@ def packed_softmax_attention(
 ) -> Tensor:
     """``softmax(scale * q k^T) v`` within each sequence of a pack, forward and backward.
 
-    On a GPU torch's own variable-length kernels run: flash attention in 16 bits, memory-efficient attention in fp32.
-    On the CPU, sequences are attended to one after the other. What neither can do (a window in fp32, heads that are no
-    multiple of 8, other devices) is padded inside this function alone. No path waits for the GPU.
+    On a GPU torch's own variable-length kernels run: flash attention in 16 bits, memory-efficient
+    attention in fp32. On the CPU, sequences are attended to one after the other. What neither can
+    do (a window in fp32, heads that are no multiple of 8, other devices) is padded inside this
+    function alone. No path waits for the GPU.
 
     Args:
-        query, key, value: ``[T, H, D]`` floating, of any strides whose last is 1; one number of heads.
+        query, key, value: ``[T, H, D]`` floating, of any strides whose last is 1; one number of
+            heads.
         cu_seqlens: int32 ``[B + 1]``, from 0 to T, on the device of ``query``.
         max_seqlen: at least the length of the longest sequence.
         scale: of the scores; ``D ** -0.5`` by default.
@@ -51,18 +55,25 @@ def packed_softmax_attention(
     if query.dim() != 3 or key.shape != query.shape or value.shape != query.shape:
         raise ValueError(
             f"query, key and value must have one shape [T, H, D], got {list(query.shape)}, {list(key.shape)} and "
-            f"{list(value.shape)}; repeat the heads of key and value first."
+            f"{list(value.shape)}; repeat the heads of key and value first.",
         )
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         raise ValueError(
-            f"cu_seqlens must be int32 of shape [B + 1], got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}."
+            f"cu_seqlens must be int32 of shape [B + 1], got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}.",
         )
     if window is not None and window >= max_seqlen - 1:
         window = None
     operands = query, key, value
     if query.is_cuda and torch.version.cuda is not None:
         if query.dtype in _HALF and query.size(2) % 8 == 0 and _flash_runs_on(query):
-            return flash_attention_varlen(operands, cu_seqlens, max_seqlen, dropout_p, scale, window)
+            return flash_attention_varlen(
+                operands,
+                cu_seqlens,
+                max_seqlen,
+                dropout_p,
+                scale,
+                window,
+            )
         if window is None and query.dtype in (*_HALF, torch.float32) and query.size(2) % 8 == 0:
             return efficient_attention_varlen(operands, cu_seqlens, max_seqlen, dropout_p, scale)
     attend = partial(scaled_dot_product_attention, dropout_p=dropout_p, scale=scale)
@@ -72,29 +83,48 @@ def packed_softmax_attention(
 
 
 def places_of_tokens(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Sequence and place of each token of a pack, int64 ``[T]`` each, without waiting for the device."""
+    """Sequence and place of each token of a pack, int64 ``[T]`` each, without waiting for the
+    device.
+    """
     every = torch.arange(tokens, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:].long(), every, right=True)
     return sequence, every - cu_seqlens.long()[sequence]
 
 
 def _flash_runs_on(query: Tensor) -> bool:
-    return query.size(2) <= _FLASH_HEAD_DIM and torch.cuda.get_device_capability(query.get_device()) >= (8, 0)
+    return query.size(2) <= _FLASH_HEAD_DIM and torch.cuda.get_device_capability(
+        query.get_device(),
+    ) >= (8, 0)
 
 
-def _one_by_one(operands: Heads, cu_seqlens: Tensor, window: int | None, attend: Callable[..., Tensor]) -> Tensor:
+def _one_by_one(
+    operands: Heads,
+    cu_seqlens: Tensor,
+    window: int | None,
+    attend: Callable[..., Tensor],
+) -> Tensor:
     """Each sequence by itself: no padding, and one cut of the pack forward and backward."""
     lengths = cu_seqlens.diff().tolist()
-    parts = [torch.split(tensor.transpose(0, 1), lengths, dim=1) for tensor in operands]  # [H, L, D] each
+    parts = [
+        torch.split(tensor.transpose(0, 1), lengths, dim=1) for tensor in operands
+    ]  # [H, L, D] each
     found = []
     for length, q, k, v in zip(lengths, *parts, strict=True):
-        mask = _within(window, length, q.device) if window is not None and window < length - 1 else None
+        mask = (
+            _within(window, length, q.device)
+            if window is not None and window < length - 1
+            else None
+        )
         found.append(attend(q[None], k[None], v[None], mask)[0] if length else q.new_zeros(q.shape))
     return torch.cat(found, dim=1).transpose(0, 1) if found else torch.zeros_like(operands[0])
 
 
 def _padded(
-    operands: Heads, cu_seqlens: Tensor, max_seqlen: int, window: int | None, attend: Callable[..., Tensor]
+    operands: Heads,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    window: int | None,
+    attend: Callable[..., Tensor],
 ) -> Tensor:
     query = operands[0]
     count = cu_seqlens.numel() - 1
@@ -104,10 +134,17 @@ def _padded(
     places = torch.arange(max_seqlen, device=query.device)
     rows = (offsets[:-1, None] + places).clamp(max=query.size(0) - 1)  # [B, S]
     inside = places < offsets.diff()[:, None]  # [B, S]
-    mask = (inside | (places == 0))[:, None, None]  # an empty sequence sees something, which nobody reads
+    mask = (inside | (places == 0))[
+        :,
+        None,
+        None,
+    ]  # an empty sequence sees something, which nobody reads
     if window is not None:  # so do the queries of padding
         mask = mask & (_within(window, max_seqlen, query.device) | ~inside[:, None, :, None])
-    out = attend(*(tensor[rows].transpose(1, 2) for tensor in operands), mask).transpose(1, 2)  # of [B, H, S, D]
+    out = attend(*(tensor[rows].transpose(1, 2) for tensor in operands), mask).transpose(
+        1,
+        2,
+    )  # of [B, H, S, D]
     sequence, place = places_of_tokens(cu_seqlens, query.size(0))
     return out.flatten(0, 1)[sequence * max_seqlen + place]
 

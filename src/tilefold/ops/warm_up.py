@@ -23,7 +23,8 @@ class Built:
     """Result of :func:`build_kernels`.
 
     Attributes:
-        kernels: the kernels that the calls launch, by name, and how many builds of each: one per kind of arguments.
+        kernels: the kernels that the calls launch, by name, and how many builds of each: one per
+            kind of arguments.
         failed: what could not be built, and why.
         seconds: for listing, building and one run of each call.
         first_calls: seconds of that run of each call alone.
@@ -52,19 +53,24 @@ def check_kernels_can_be_built() -> None:
 
     if not torch.cuda.is_available():
         raise RuntimeError(
-            "kernels are built for the GPU that runs them, and torch sees none here; on a CPU nothing is built."
+            "kernels are built for the GPU that runs them, and torch sees none here; on a CPU nothing is built.",
         )
     if not triton_installed():
-        raise RuntimeError("kernels are built by Triton, which is not installed; pip install triton.")
+        raise RuntimeError(
+            "kernels are built by Triton, which is not installed; pip install triton.",
+        )
     if triton_interpreted():
-        raise RuntimeError("kernels are interpreted with TRITON_INTERPRET=1 and never built; unset it.")
+        raise RuntimeError(
+            "kernels are interpreted with TRITON_INTERPRET=1 and never built; unset it.",
+        )
 
 
 def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = None) -> Built:
     """Build what the calls launch, in ``workers`` threads, then run each call once.
 
-    Every call first runs without launching anything, so nothing on the host may depend on what kernels write. Triton
-    keeps what it builds on the disk, so that later processes on this machine load it.
+    Every call first runs without launching anything, so nothing on the host may depend on what
+    kernels write. Triton keeps what it builds on the disk, so that later processes on this machine
+    load it.
 
     Args:
         calls: functions of no argument on the current CUDA device; what they return is dropped.
@@ -92,7 +98,9 @@ def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = N
         return str(failed) if isinstance(failed, KernelUnavailableError) else None
 
     with ThreadPoolExecutor(workers) as pool:
-        failed = tuple(message for message in pool.map(build, launches.values()) if message is not None)
+        failed = tuple(
+            message for message in pool.map(build, launches.values()) if message is not None
+        )
     kernels: dict[str, int] = {}
     for launch in launches.values():
         kernels[launch.kernel.__name__] = kernels.get(launch.kernel.__name__, 0) + 1
@@ -102,4 +110,10 @@ def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = N
         call()
         torch.cuda.synchronize()
         first_calls.append(time.perf_counter() - start)
-    return Built(kernels, failed, time.perf_counter() - begin, tuple(first_calls), Path(triton_cache()))
+    return Built(
+        kernels,
+        failed,
+        time.perf_counter() - begin,
+        tuple(first_calls),
+        Path(triton_cache()),
+    )

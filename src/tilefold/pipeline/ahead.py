@@ -1,4 +1,6 @@
-"""Threads that work ahead of the device and behind it, with bounded queues; errors come out where the results do."""
+"""Threads that work ahead of the device and behind it, with bounded queues; errors come out where
+the results do.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,27 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-_POLL_SECONDS = 0.1  # how soon a thread that waits for a full or empty queue sees that it should stop
+_POLL_SECONDS = (
+    0.1  # how soon a thread that waits for a full or empty queue sees that it should stop
+)
 _END = object()
 
 
 class Ahead(Generic[T]):
     """The items of an iterator, computed by a thread, at most `depth` ahead of who takes them.
 
-    An exception of the iterator is raised by ``next`` after the items before it. Leaving the context stops the thread
-    at its next item and waits for it, so that nothing runs on when the consumer has failed. An item that is None says
-    that there is none yet, and is not given on. Threads that take from one another share what stops them.
+    An exception of the iterator is raised by ``next`` after the items before it. Leaving the
+    context stops the thread at its next item and waits for it, so that nothing runs on when the
+    consumer has failed. An item that is None says that there is none yet, and is not given on.
+    Threads that take from one another share what stops them.
     """
 
     def __init__(
-        self, items: Iterable[T | None], depth: int, name: str = "tilefold-ahead", stop: threading.Event | None = None
+        self,
+        items: Iterable[T | None],
+        depth: int,
+        name: str = "tilefold-ahead",
+        stop: threading.Event | None = None,
     ) -> None:
         self._queue: queue.Queue[Any] = queue.Queue(depth)
         self._stop = threading.Event() if stop is None else stop
@@ -70,8 +79,9 @@ class Ahead(Generic[T]):
 class Behind:
     """Runs functions in order in a thread, at most `depth` of them waiting.
 
-    When one raises, the later ones are dropped, and the error is raised by the next :meth:`submit` or :meth:`drain`.
-    Leaving the context runs what was submitted, even after an error elsewhere, and waits for it.
+    When one raises, the later ones are dropped, and the error is raised by the next :meth:`submit`
+    or :meth:`drain`. Leaving the context runs what was submitted, even after an error elsewhere,
+    and waits for it.
     """
 
     def __init__(self, depth: int, name: str = "tilefold-behind") -> None:

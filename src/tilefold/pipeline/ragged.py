@@ -38,13 +38,20 @@ def offsets_of(lengths: npt.ArrayLike) -> Int64:
 
 
 def gathered(offsets: Int64, chosen: Int64) -> tuple[Int64, Int64]:
-    """Places of the entries of the given rows, in the given order, and the offsets that they then have."""
+    """Places of the entries of the given rows, in the given order, and the offsets that they then
+    have.
+    """
     lengths = np.diff(offsets)[chosen]
     made = offsets_of(lengths)
     return np.repeat(offsets[chosen] - made[:-1], lengths) + np.arange(made[-1]), made
 
 
-def spans(offsets: Int64, size: int, low: int = 0, high: int | None = None) -> Iterator[tuple[int, int]]:
+def spans(
+    offsets: Int64,
+    size: int,
+    low: int = 0,
+    high: int | None = None,
+) -> Iterator[tuple[int, int]]:
     """Ranges of consecutive rows of up to `size` entries, of at least one row."""
     high = len(offsets) - 1 if high is None else high
     while low < high:
@@ -56,12 +63,15 @@ def spans(offsets: Int64, size: int, low: int = 0, high: int | None = None) -> I
 def cut_batches(lengths: Int64, budget: int | None, most: int | None = None) -> Iterator[Int64]:
     """Places of the texts of each batch, longest texts first; every text is in one batch.
 
-    Batches hold at most `budget` tokens and `most` texts, and are nearly equal; a longer text is alone.
+    Batches hold at most `budget` tokens and `most` texts, and are nearly equal; a longer text is
+    alone.
     """
     order = np.argsort(-lengths, kind="stable")
     total = int(lengths.sum())
     budget = max(1, total) if budget is None else budget
-    target = -(-total // max(1, -(-total // budget)))  # as many tokens in each of the fewest batches
+    target = -(
+        -total // max(1, -(-total // budget))
+    )  # as many tokens in each of the fewest batches
     start = tokens = 0
     for place, length in enumerate(lengths[order].tolist()):
         full = tokens >= target or tokens + length > budget or place - start == most

@@ -1,4 +1,6 @@
-"""Windows of texts that go into a stream, batches that come out, their rows, and copies between host and device."""
+"""Windows of texts that go into a stream, batches that come out, their rows, and copies between
+host and device.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Batch(NamedTuple):
 
 
 def halved(texts: Items, attempt: Callable[[Items], R]) -> Iterator[tuple[Items, R | Exception]]:
-    """Parts of `texts` with what came of them: what fails is halved until the failing text is alone."""
+    """Parts of `texts` with what came of them: what fails is halved until the failing text is
+    alone.
+    """
     try:
         outcome: R | Exception = attempt(texts)
     except Exception as error:  # of one text, which must not lose the others
@@ -75,13 +79,16 @@ Item = Begun | Batch | WindowEnd
 class Window(NamedTuple):
     """Texts that are tokenised together and cut into batches.
 
-    Rows are known of those at the places to `skip`. Batches are cut as if they were not, so that the others get the
-    same companions, and with them the same bits, as in a run that was not interrupted.
+    Rows are known of those at the places to `skip`. Batches are cut as if they were not, so that
+    the others get the same companions, and with them the same bits, as in a run that was not
+    interrupted.
     """
 
     texts: Sequence[str]
     skip: frozenset[int] = frozenset()
-    prepare: Callable[[Sequence[str]], Sequence[str]] | None = None  # cuts texts before they are tokenised
+    prepare: Callable[[Sequence[str]], Sequence[str]] | None = (
+        None  # cuts texts before they are tokenised
+    )
 
     def prepared(self) -> list[str]:
         """The texts that are tokenised."""
@@ -122,7 +129,9 @@ class NoRoomError(Exception):
 
 
 class Fetched:
-    """Tensors on their way to the host: from a GPU into pinned memory, in the order of its current stream."""
+    """Tensors on their way to the host: from a GPU into pinned memory, in the order of its current
+    stream.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: Any = None
@@ -149,10 +158,15 @@ class Fetched:
 
 
 class PendingRows(Fetched):
-    """Sparse rows on their way to the host: ``[B, V]`` CSR, or (counts, kept, columns, values, V) of fixed capacity."""
+    """Sparse rows on their way to the host: ``[B, V]`` CSR, or (counts, kept, columns, values, V)
+    of fixed capacity.
+    """
 
     def __init__(
-        self, rows: Tensor | tuple[Tensor, Tensor, Tensor, Tensor, int], capacity: int = 0, to_host: bool = True
+        self,
+        rows: Tensor | tuple[Tensor, Tensor, Tensor, Tensor, int],
+        capacity: int = 0,
+        to_host: bool = True,
     ) -> None:
         self.capacity: int | None = None if isinstance(rows, Tensor) else capacity
         if isinstance(rows, Tensor):
@@ -173,7 +187,8 @@ class PendingRows(Fetched):
 
 
 def rows_in_room(parts: Sequence[Tensor], capacity: int, vocab_size: int) -> SparseRows:
-    """Rows of (counts, kept, columns, values) of a `capacity`; :class:`NoRoomError` if one has more.
+    """Rows of (counts, kept, columns, values) of a `capacity`; :class:`NoRoomError` if one has
+    more.
 
     Columns and values may lie on a device, and stay there; nothing waits for it.
     """
@@ -183,13 +198,25 @@ def rows_in_room(parts: Sequence[Tensor], capacity: int, vocab_size: int) -> Spa
     if columns.device.type != "cpu":
         kept = kept.to(torch.int64)
         if len(kept) == 1:
-            size = int(kept)  # copies, since what is lent is written again; of columns as sparse tensors take them
-            return SparseRows(kept, columns[0, :size].to(torch.int64, copy=True), values[0, :size].clone(), vocab_size)
+            size = int(
+                kept,
+            )  # copies, since what is lent is written again; of columns as sparse tensors take them
+            return SparseRows(
+                kept,
+                columns[0, :size].to(torch.int64, copy=True),
+                values[0, :size].clone(),
+                vocab_size,
+            )
         behind = torch.arange(len(kept)) * columns.size(1) - (kept.cumsum(0) - kept)
         at = places(behind, kept, columns.device)
         return SparseRows(kept, columns.flatten()[at], values.flatten()[at], vocab_size)
     sizes = kept.tolist()
-    return SparseRows(kept.to(torch.int64), _firsts(columns, sizes), _firsts(values, sizes), vocab_size)
+    return SparseRows(
+        kept.to(torch.int64),
+        _firsts(columns, sizes),
+        _firsts(values, sizes),
+        vocab_size,
+    )
 
 
 def _firsts(rows: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -200,12 +227,22 @@ def _firsts(rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def stacked(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets ``[total + 1]``, columns and values of the rows of batches, in the order of `total` texts."""
+    """Offsets ``[total + 1]``, columns and values of the rows of batches, in the order of `total`
+    texts.
+    """
     if not batches:
-        return torch.zeros(total + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+        return (
+            torch.zeros(total + 1, dtype=torch.int64),
+            torch.zeros(0, dtype=torch.int64),
+            torch.zeros(0),
+        )
     if len(batches) == 1 and batches[0].places == range(total):
         rows = batches[0].rows
-        return torch.from_numpy(offsets_of(rows.counts.numpy())), rows.columns.clone(), rows.values.clone()
+        return (
+            torch.from_numpy(offsets_of(rows.counts.numpy())),
+            rows.columns.clone(),
+            rows.values.clone(),
+        )
     counts = torch.cat([batch.rows.counts for batch in batches])
     columns = torch.cat([batch.rows.columns for batch in batches])
     values = torch.cat([batch.rows.values for batch in batches])
@@ -220,14 +257,18 @@ def stacked(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def places(behind: Tensor, counts: Tensor, device: torch.device) -> Tensor:
-    """Where the entries of rows with so many come from, which lie so many places `behind` where they will."""
+    """Where the entries of rows with so many come from, which lie so many places `behind` where
+    they will.
+    """
     found = repeated(behind, counts, device)
     return found.add_(torch.arange(len(found), device=device))
 
 
 def repeated(values: Tensor, counts: Tensor, device: torch.device | None = None) -> Tensor:
     """``torch.repeat_interleave`` of values on the CPU, on `device`, which nothing waits for."""
-    if device is None or device.type == "cpu":  # by numpy: torch wakes all threads for a few rows, which can take ms
+    if (
+        device is None or device.type == "cpu"
+    ):  # by numpy: torch wakes all threads for a few rows, which can take ms
         return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
     there, of_each = to_device(np.stack([values.numpy(), counts.numpy()]), device)
     return torch.repeat_interleave(there, of_each, output_size=int(counts.sum()))
@@ -236,7 +277,11 @@ def repeated(values: Tensor, counts: Tensor, device: torch.device | None = None)
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A numpy array on `device`, in the order of the current stream."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 class TokenRows(NamedTuple):
@@ -254,22 +299,33 @@ class TokenRows(NamedTuple):
 
 
 class PendingTokens(Fetched):
-    """Token vectors ``[B, S, D]`` that count, packed and stored on the device, of unknown number there.
+    """Token vectors ``[B, S, D]`` that count, packed and stored on the device, of unknown number
+    there.
 
     `stored` makes of ``[T, D]`` fp32 which are finite ``[T]``, values, and scales if any.
     """
 
-    def __init__(self, vectors: Tensor, mask: Tensor, stored: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+    def __init__(
+        self,
+        vectors: Tensor,
+        mask: Tensor,
+        stored: Callable[[Tensor], tuple[Tensor, ...]],
+    ) -> None:
         keep = mask.bool()
         super().__init__([keep.sum(1), *stored(packed_rows(vectors, keep).float())])
 
     def get(self) -> TokenRows:
         counts, *others = self.fetched()
-        return TokenRows(counts, *(part[:total] for total in [int(counts.sum())] for part in others))
+        return TokenRows(
+            counts,
+            *(part[:total] for total in [int(counts.sum())] for part in others),
+        )
 
 
 class PendingVectors(Fetched):
-    """Token vectors ``[B, S, D]`` that count, packed on the device, of whose numbers the host does not know yet."""
+    """Token vectors ``[B, S, D]`` that count, packed on the device, of whose numbers the host does
+    not know yet.
+    """
 
     def __init__(self, vectors: Tensor, mask: Tensor, to_host: bool) -> None:
         keep = mask.bool()
@@ -287,10 +343,14 @@ class PendingVectors(Fetched):
 
 
 def packed_rows(vectors: Tensor, keep: Tensor) -> Tensor:
-    """``[T, D]`` vectors that count; on a GPU as many rows as there are places, the last of which mean nothing."""
+    """``[T, D]`` vectors that count; on a GPU as many rows as there are places, the last of which
+    mean nothing.
+    """
     if vectors.device.type == "cpu":
         return vectors[keep]
     flat = keep.reshape(-1)
     spare = flat.numel()
     at = torch.where(flat, flat.cumsum(0) - 1, spare)
-    return vectors.new_zeros(spare + 1, vectors.size(-1)).index_copy_(0, at, vectors.flatten(0, 1))[:spare]
+    return vectors.new_zeros(spare + 1, vectors.size(-1)).index_copy_(0, at, vectors.flatten(0, 1))[
+        :spare
+    ]

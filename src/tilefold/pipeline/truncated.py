@@ -1,4 +1,6 @@
-"""Texts that a tokenizer cut at the model's limit: seen where their tokens are made, and told to who says so."""
+"""Texts that a tokenizer cut at the model's limit: seen where their tokens are made, and told to
+who says so.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ __all__ = ["Call", "Tally", "Truncation", "tallied", "tell", "unwatched", "watch
 
 
 class Call(NamedTuple):
-    """Texts that a tokenizer got together, the places of those that it cut, and the most tokens that it kept of one.
+    """Texts that a tokenizer got together, the places of those that it cut, and the most tokens
+    that it kept of one.
 
     `special` is whether it was to put its special tokens around them.
     """
@@ -29,7 +32,9 @@ class Call(NamedTuple):
 
 @dataclass
 class Truncation:
-    """Number of texts that were tokenised, and `count` of those that were cut; no limit has a `max_length` of None."""
+    """Number of texts that were tokenised, and `count` of those that were cut; no limit has a
+    `max_length` of None.
+    """
 
     texts: int = 0
     count: int = 0
@@ -39,20 +44,43 @@ class Truncation:
     def add(self, texts: int, count: int, max_length: int | None) -> None:
         self.texts += texts
         self.count += count
-        self.max_length = max((length for length in (self.max_length, max_length) if length is not None), default=None)
+        self.max_length = max(
+            (length for length in (self.max_length, max_length) if length is not None),
+            default=None,
+        )
 
     def see(self, call: Call) -> None:
         self.calls.append(call)
         self.add(call.texts, len(call.cut), call.max_length)
 
     def places(self, texts: int) -> set[int]:
-        """Places of texts cut in a call with so many: models tokenise their prompt alone, too, for its length."""
+        """Places of texts cut in a call with so many: models tokenise their prompt alone, too, for
+        its length.
+        """
         return {place for call in self.calls if call.texts == texts for place in call.cut}
 
-    def see_encodings(self, encodings: Sequence[Any], truncation: dict[str, Any] | None, special: bool = True) -> None:
-        """Count what the Rust tokenizer made; what it cut off stays with each text, and is not tokenised again."""
-        cut = [] if truncation is None else [at for at, made in enumerate(encodings) if made.overflowing]
-        self.see(Call(len(encodings), cut, None if truncation is None else truncation["max_length"], special))
+    def see_encodings(
+        self,
+        encodings: Sequence[Any],
+        truncation: dict[str, Any] | None,
+        special: bool = True,
+    ) -> None:
+        """Count what the Rust tokenizer made; what it cut off stays with each text, and is not
+        tokenised again.
+        """
+        cut = (
+            []
+            if truncation is None
+            else [at for at, made in enumerate(encodings) if made.overflowing]
+        )
+        self.see(
+            Call(
+                len(encodings),
+                cut,
+                None if truncation is None else truncation["max_length"],
+                special,
+            ),
+        )
 
 
 _watch: ContextVar[Truncation | None] = ContextVar("tilefold_truncation", default=None)
@@ -68,7 +96,9 @@ def watched() -> Truncation | None:
 @contextmanager
 def watching(into: Truncation | None = None) -> Iterator[Truncation]:
     """Within it, what tokenizers of transformers cut in this thread is counted."""
-    from transformers import PreTrainedTokenizerBase as Tokenizer  # there is no tokenizer without it
+    from transformers import (
+        PreTrainedTokenizerBase as Tokenizer,
+    )  # there is no tokenizer without it
 
     found = Truncation() if into is None else into
     with _lock:  # what tokenizers give is looked at as long as somebody watches, in whatever thread
@@ -105,7 +135,14 @@ def _counting(stock: Callable[..., Any]) -> Callable[..., Any]:
                 special = bool(kwargs.get("add_special_tokens", True))
                 watch.see_encodings(encodings, self.backend_tokenizer.truncation, special)
             else:
-                _see_slow(watch, functools.partial(stock, self), found, self.model_max_length, *args, **kwargs)
+                _see_slow(
+                    watch,
+                    functools.partial(stock, self),
+                    found,
+                    self.model_max_length,
+                    *args,
+                    **kwargs,
+                )
         return found
 
     return call
@@ -121,7 +158,9 @@ def _see_slow(
     *_: Any,
     **kwargs: Any,
 ) -> None:
-    """Count what a tokenizer without Rust made; texts of as many tokens as it may give are tokenised again, whole."""
+    """Count what a tokenizer without Rust made; texts of as many tokens as it may give are
+    tokenised again, whole.
+    """
     masked = "attention_mask" in found
     rows = found["attention_mask" if masked else "input_ids"]
     if isinstance(text, str):

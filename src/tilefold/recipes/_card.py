@@ -1,4 +1,6 @@
-"""The part of a model's card that tells of its training, after what sentence-transformers writes of the model."""
+"""The part of a model's card that tells of its training, after what sentence-transformers writes of
+the model.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,30 @@ print(model.similarity(queries, documents))
 
 
 def describe(
-    recipe: Any, result: Any, data: str, pairs: int, history: Sequence[Mapping[str, float]], command: str
+    recipe: Any,
+    result: Any,
+    data: str,
+    pairs: int,
+    history: Sequence[Mapping[str, float]],
+    command: str,
 ) -> str:
     """The section in Markdown: what was trained, on what, with which command, and what came of it."""
     standard = {each.name: each.default for each in fields(recipe)}
-    settings = {name: value for name, value in recipe.to_dict().items() if value != standard.get(name)}
-    trained = [row for row in history if "loss" in row and row["step"] <= (result.kept_step or result.steps)]
+    settings = {
+        name: value for name, value in recipe.to_dict().items() if value != standard.get(name)
+    }
+    trained = [
+        row
+        for row in history
+        if "loss" in row and row["step"] <= (result.kept_step or result.steps)
+    ]
     last = trained[-1] if trained else {}
     rows = {
         "recipe": f"`{getattr(recipe, 'name', type(recipe).__name__)}` of tilefold {__version__}",
         "data": f"{data}, {pairs:,} pairs",
         "command": f"`{command}`" if command else "",
-        "training": f"{result.steps:,} steps" + (f" of {result.pairs:,} pairs" if result.pairs else ""),
+        "training": f"{result.steps:,} steps"
+        + (f" of {result.pairs:,} pairs" if result.pairs else ""),
         "negatives of a query": "" if result.negatives is None else f"{result.negatives:,}",
         "processes": str(result.ranks),
         "last losses": ", ".join(
@@ -44,13 +58,20 @@ def describe(
             if name.endswith(("loss", "penalty"))
         ),
         f"nDCG@10 of {result.evaluated}": ", ".join(
-            f"{row['nDCG@10']:.4f} at step {row['step']:,}{' (kept)' * row['kept']}" for row in result.evaluations
+            f"{row['nDCG@10']:.4f} at step {row['step']:,}{' (kept)' * row['kept']}"
+            for row in result.evaluations
         ),
         "terms of a vector": ", ".join(
-            f"{name.removesuffix('_active_terms')} {value:.0f}" for name, value in last.items() if "active" in name
+            f"{name.removesuffix('_active_terms')} {value:.0f}"
+            for name, value in last.items()
+            if "active" in name
         ),
     }
-    table = "".join(f"| {name} | {value.replace('|', chr(92) + '|')} |\n" for name, value in rows.items() if value)
+    table = "".join(
+        f"| {name} | {value.replace('|', chr(92) + '|')} |\n"
+        for name, value in rows.items()
+        if value
+    )
     warned = "".join(f"- {text}\n" for text in result.warnings)
     parts = [
         "## Made with tilefold\n",
@@ -59,7 +80,11 @@ def describe(
         f"Settings that differ from those of the recipe's class:\n\n```json\n{json.dumps(settings, indent=1)}\n```\n",
         f"Warnings of the training:\n\n{warned}" if warned else "",
         "Losses and terms are means over the last logged steps of training"
-        + (" up to the step that was kept, which nDCG@10 on these documents chose" if result.evaluations else "")
+        + (
+            " up to the step that was kept, which nDCG@10 on these documents chose"
+            if result.evaluations
+            else ""
+        )
         + "; this card says nothing of search quality (`tilefold evaluate` measures it).\n",
     ]
     return "\n".join(filter(None, parts))

@@ -1,4 +1,6 @@
-"""The stock evaluator of a model while it trains: queries of a split, and a sample of the documents that stays."""
+"""The stock evaluator of a model while it trains: queries of a split, and a sample of the documents
+that stays.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tilefold.retrieval.provenance import texts_digest
 
 
 def choose(recipe: TrainingSettings, collection: Collection) -> tuple[Any, str, str]:
-    """The evaluator of a recipe, None without ``evaluate_steps``; what it reads, in words; and its digests."""
+    """The evaluator of a recipe, None without ``evaluate_steps``; what it reads, in words; and its
+    digests.
+    """
     if recipe.evaluate_steps is None or recipe.max_steps == 0:
         return None, "", ""
     others = sorted({*collection.qrels} - {"train", "test"})
@@ -23,21 +27,34 @@ def choose(recipe: TrainingSettings, collection: Collection) -> tuple[Any, str, 
     if not relevant:
         got = ", ".join(sorted(collection.qrels)) or "none"
         remedy = "Add positive judgements to its folder, as qrels/dev.tsv, or name another split."
-        raise ValueError(f"evaluate_split: expected pairs of {split!r} in {collection.name!r}, got {got}. {remedy}")
-    from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorInformationRetrievalEvaluator
+        raise ValueError(
+            f"evaluate_split: expected pairs of {split!r} in {collection.name!r}, got {got}. {remedy}",
+        )
+    from sentence_transformers.multi_vector_encoder.evaluation import (
+        MultiVectorInformationRetrievalEvaluator,
+    )
     from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
 
     judged = dict.fromkeys(name for grades in collection.qrels[split].values() for name in grades)
     contents, chance = collection.contents(), random.Random(recipe.seed)  # noqa: S311 - reproducible, no secret
     count = max(0, (recipe.evaluate_documents or 10_000) - len(judged))
-    pair: Callable[[int], tuple[str, str]] = getattr(contents, "pair", None) or list(contents.items()).__getitem__
+    pair: Callable[[int], tuple[str, str]] = (
+        getattr(contents, "pair", None) or list(contents.items()).__getitem__
+    )
     drawn = map(pair, chance.sample(range(len(contents)), min(len(contents), count + len(judged))))
     rest = [(name, text) for name, text in drawn if name not in judged]
     queries = {query: collection.queries[query] for query in relevant}
     documents = {name: contents[name] for name in judged} | dict(rest[:count])
-    evaluator = (MultiVectorInformationRetrievalEvaluator if recipe.late else SparseInformationRetrievalEvaluator)(
+    evaluator = (
+        MultiVectorInformationRetrievalEvaluator
+        if recipe.late
+        else SparseInformationRetrievalEvaluator
+    )(
         *(queries, documents, relevant),
-        corpus_chunk_size=max(1, min(1000, 2**26 // len(queries))),  # of the scores in memory at a time
+        corpus_chunk_size=max(
+            1,
+            min(1000, 2**26 // len(queries)),
+        ),  # of the scores in memory at a time
         **{name: [10] for name in ("accuracy_at_k", "precision_recall_at_k", "map_at_k")},
         name=split,
         write_csv=False,

@@ -1,4 +1,6 @@
-"""Rows of a training: places of texts in the collection, which are read where they lie when a batch needs them."""
+"""Rows of a training: places of texts in the collection, which are read where they lie when a batch
+needs them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from tilefold.retrieval.training_rows import TrainingRows
 from tilefold.retrieval.truncation import text_cutter
 
 Places = npt.NDArray[np.int64]
-_CHARACTERS, _NO_LIMIT = 8, 10**6  # of a token, at most about; tokens of a model that names none, or 10^30
+_CHARACTERS, _NO_LIMIT = (
+    8,
+    10**6,
+)  # of a token, at most about; tokens of a model that names none, or 10^30
 
 
 class Held(list[str]):
@@ -57,7 +62,10 @@ class Column(Sequence[str]):
 class Examples:
     """Rows that a trainer reads."""
 
-    columns: dict[str, Any]  # in the order that the loss reads them: texts, and teacher scores as "label", float32
+    columns: dict[
+        str,
+        Any,
+    ]  # in the order that the loss reads them: texts, and teacher scores as "label", float32
     pairs: int  # of one epoch; there may be several rows, with other negatives, for each
     note: str = ""  # what the user should know of them
     texts: str = ""  # digest of all queries and documents
@@ -67,12 +75,16 @@ class Examples:
         sha = hashlib.sha256(self.texts.encode())
         for name, column in self.columns.items():
             sha.update(name.encode())
-            sha.update((column.places.astype("<i8") if isinstance(column, Column) else column).tobytes())
+            sha.update(
+                (column.places.astype("<i8") if isinstance(column, Column) else column).tobytes(),
+            )
         return sha.hexdigest()
 
 
 class Pairs(NamedTuple):
-    """P pairs of a query and a relevant document: ids of the queries, and the places ``[P]`` of both."""
+    """P pairs of a query and a relevant document: ids of the queries, and the places ``[P]`` of
+    both.
+    """
 
     names: list[str]
     queries: Places
@@ -85,52 +97,87 @@ def training_pairs(collection: Collection) -> Pairs:
     if not named:
         got = f"(splits: {sorted(collection.qrels) or 'none'})"
         remedy = "add qrels/train.tsv with at least one positive judgement."
-        raise ValueError(f"collection {collection.name!r} has no pairs in its 'train' split {got}; {remedy}")
+        raise ValueError(
+            f"collection {collection.name!r} has no pairs in its 'train' split {got}; {remedy}",
+        )
     if len(named) < 2:
         why = "which no other document is a negative for; give at least 2 positive judgements."
-        raise ValueError(f"collection {collection.name!r} has a single pair in its 'train' split, {why}")
+        raise ValueError(
+            f"collection {collection.name!r} has a single pair in its 'train' split, {why}",
+        )
     names = [query for query, _ in named]
     place_of = {name: place for place, name in enumerate(collection.queries)}
     queries = np.array([place_of.get(name, -1) for name in names], np.int64)
     documents = collection.places([document for _, document in named])
-    for place, (query, document) in zip(np.minimum(queries, documents).tolist(), named, strict=True):
+    for place, (query, document) in zip(
+        np.minimum(queries, documents).tolist(),
+        named,
+        strict=True,
+    ):
         if place < 0:
             lacks = f"query {query!r} and document {document!r}, of which it lacks one"
-            raise ValueError(f"collection {collection.name!r} judges {lacks}; load it with unknown='drop'.")
+            raise ValueError(
+                f"collection {collection.name!r} judges {lacks}; load it with unknown='drop'.",
+            )
     return Pairs(names, queries, documents)
 
 
 def document_texts(collection: Collection) -> Column:
     """The contents of all documents, in their order."""
     contents: Mapping[str, str] = collection.contents()
-    return Column(contents if isinstance(contents, Stored) else Held(contents.values()), np.arange(len(contents)))
+    return Column(
+        contents if isinstance(contents, Stored) else Held(contents.values()),
+        np.arange(len(contents)),
+    )
 
 
 def pair_examples(collection: Collection, document: str) -> Examples:
     """The columns ``"query"`` and `document` of the pairs."""
     pairs = training_pairs(collection)
-    return examples_of(collection, len(pairs.names), {"query": pairs.queries, document: pairs.documents})
+    return examples_of(
+        collection,
+        len(pairs.names),
+        {"query": pairs.queries, document: pairs.documents},
+    )
 
 
-def examples_of(collection: Collection, pairs: int, columns: dict[str, Any], note: str = "") -> Examples:
-    """Examples with texts for places: those of queries in the column ``"query"``, else those of documents."""
+def examples_of(
+    collection: Collection,
+    pairs: int,
+    columns: dict[str, Any],
+    note: str = "",
+) -> Examples:
+    """Examples with texts for places: those of queries in the column ``"query"``, else those of
+    documents.
+    """
     queries, documents = Held(collection.queries.values()), document_texts(collection).texts
     texts = {
-        name: places if name == "label" else Column(queries if name == "query" else documents, places)
+        name: places
+        if name == "label"
+        else Column(queries if name == "query" else documents, places)
         for name, places in columns.items()
     }
-    return Examples(texts, pairs, note, texts_digest(collection.queries) + texts_digest(collection.contents()))
+    return Examples(
+        texts,
+        pairs,
+        note,
+        texts_digest(collection.queries) + texts_digest(collection.contents()),
+    )
 
 
 class Mined:
-    """The pairs that have negatives in mined rows, and, if `scored`, a teacher's score of their own.
+    """The pairs that have negatives in mined rows, and, if `scored`, a teacher's score of their
+    own.
 
     `places` ``[D]`` are those of the documents of `rows` in the collection.
     """
 
     def __init__(self, pairs: Pairs, rows: TrainingRows, places: Places, *, scored: bool) -> None:
         place_of = {query: place for place, query in enumerate(rows.queries)}
-        group = np.array([place_of.get(query, -1) for query in pairs.names], np.int64)  # of each pair
+        group = np.array(
+            [place_of.get(query, -1) for query in pairs.names],
+            np.int64,
+        )  # of each pair
         self._places, positive = places, _rows_of(rows, group, places, pairs.documents)
         _check_relevant(rows, group, positive)
         negative = ~rows.relevant
@@ -138,19 +185,27 @@ class Mined:
         before = np.append(0, np.cumsum(negative))[rows.offsets]  # negatives before each query's
         count = np.append(np.diff(before), 0)[group]
         keep = np.flatnonzero((count > 0) & ((positive >= 0) | (not scored)))
-        self.pairs = Pairs([pairs.names[i] for i in keep], pairs.queries[keep], pairs.documents[keep])
+        self.pairs = Pairs(
+            [pairs.names[i] for i in keep],
+            pairs.queries[keep],
+            pairs.documents[keep],
+        )
         self._first, self._count = before[group[keep]], count[keep]
         self._positive, self._negatives = positive[keep], np.flatnonzero(negative)
         self._document, self._target = rows.document, rows.target if scored else None
 
     def columns(self, count: int, draws: int, seed: int) -> dict[str, Any]:
-        """The pairs so many times, with `count` negatives of new draws, by their places, and ``"label"``, the scores.
+        """The pairs so many times, with `count` negatives of new draws, by their places, and
+        ``"label"``, the scores.
 
         No negative comes twice in a row where there are enough of them.
         """
         pairs = np.tile(np.arange(len(self.pairs.queries)), draws)
         drawn = self._negatives[self._first[pairs, None] + _draw(self._count[pairs], count, seed)]
-        columns: dict[str, Any] = {"query": self.pairs.queries[pairs], "positive": self.pairs.documents[pairs]}
+        columns: dict[str, Any] = {
+            "query": self.pairs.queries[pairs],
+            "positive": self.pairs.documents[pairs],
+        }
         for number in range(count):
             columns[f"negative_{number + 1}"] = self._places[self._document[drawn[:, number]]]
         if self._target is not None:
@@ -159,18 +214,26 @@ class Mined:
 
 
 def _check_relevant(rows: TrainingRows, group: Places, positive: Places) -> None:
-    """Raise a ``DataError`` where most documents that the rows of these queries call relevant are not judged so."""
-    marked = np.diff(np.append(0, np.cumsum(rows.relevant))[rows.offsets])[np.unique(group[group >= 0])].sum()
+    """Raise a ``DataError`` where most documents that the rows of these queries call relevant are
+    not judged so.
+    """
+    marked = np.diff(np.append(0, np.cumsum(rows.relevant))[rows.offsets])[
+        np.unique(group[group >= 0])
+    ].sum()
     judged = rows.relevant[np.unique(positive[positive >= 0])].sum()
     if 2 * judged < marked:
         got = f"{marked:,} of its queries, of which it calls {judged:,} relevant. Take negatives; this may be a run."
-        raise DataError(f"training rows: expected relevant documents as the split 'train' judges them, got {got}")
+        raise DataError(
+            f"training rows: expected relevant documents as the split 'train' judges them, got {got}",
+        )
 
 
 def _rows_of(rows: TrainingRows, group: Places, places: Places, wanted: Places) -> Places:
-    """The row of each of P pairs, -1 where there is none: of the `wanted` document among the rows of its query.
+    """The row of each of P pairs, -1 where there is none: of the `wanted` document among the rows
+    of its query.
 
-    `group` ``[P]`` are the queries, -1 for none, and `places` ``[D]`` those of the documents of `rows`.
+    `group` ``[P]`` are the queries, -1 for none, and `places` ``[D]`` those of the documents of
+    `rows`.
     """
     found = np.full(len(group), -1, np.int64)
     at, ends, live = rows.offsets[group], rows.offsets[group + 1], np.flatnonzero(group >= 0)
@@ -183,7 +246,9 @@ def _rows_of(rows: TrainingRows, group: Places, places: Places, wanted: Places) 
 
 
 def _draw(sizes: Places, count: int, seed: int) -> Places:
-    """`count` of the numbers below each of the n `sizes`, ``[n, count]``; again and again only where they run out."""
+    """`count` of the numbers below each of the n `sizes`, ``[n, count]``; again and again only
+    where they run out.
+    """
     chance = np.random.default_rng(seed)
     drawn = np.empty((len(sizes), 0), np.int64)
     for number in range(count):
@@ -196,22 +261,32 @@ def _draw(sizes: Places, count: int, seed: int) -> Places:
 
 
 class Reader:
-    """Turns places in a batch into texts, without ends that `model` would not read; `digest` tells readers apart.
+    """Turns places in a batch into texts, without ends that `model` would not read; `digest` tells
+    readers apart.
 
-    For a sampler, a data set of numbers, equal ones for equal texts, so that no text is read for being compared.
+    For a sampler, a data set of numbers, equal ones for equal texts, so that no text is read for
+    being compared.
     """
 
     def __init__(self, columns: dict[str, Any], model: Model, digest: str) -> None:
         self._columns, self._cut, self._digest = columns, text_cutter(model, beside=True), digest
-        self._ends: tuple[dict[int, int], ...] = {}, {}  # of texts that are cut, of documents and queries, by place
+        self._ends: tuple[dict[int, int], ...] = (
+            {},
+            {},
+        )  # of texts that are cut, of documents and queries, by place
         late = getattr(next(iter(model or ()), None), "document_length", None)
-        self._longest = _CHARACTERS * min(late or getattr(model, "max_seq_length", None) or _NO_LIMIT, _NO_LIMIT)
+        self._longest = _CHARACTERS * min(
+            late or getattr(model, "max_seq_length", None) or _NO_LIMIT,
+            _NO_LIMIT,
+        )
 
     def __len__(self) -> int:
         return len(self._columns["query"])
 
     def __getitem__(self, row: int) -> dict[str, int]:
-        texts = ((name, column) for name, column in self._columns.items() if isinstance(column, Column))
+        texts = (
+            (name, column) for name, column in self._columns.items() if isinstance(column, Column)
+        )
         return {name: column.texts.text_keys.item(column.places[row]) for name, column in texts}
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -219,13 +294,20 @@ class Reader:
 
     def rows(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """The rows of a batch."""
-        values = {name: getattr(column, "places", column)[numbers].tolist() for name, column in self._columns.items()}
-        return [dict(zip(values, row, strict=True)) for row in zip(*self(values).values(), strict=True)]
+        values = {
+            name: getattr(column, "places", column)[numbers].tolist()
+            for name, column in self._columns.items()
+        }
+        return [
+            dict(zip(values, row, strict=True)) for row in zip(*self(values).values(), strict=True)
+        ]
 
     def sizes(self, numbers: Sequence[int]) -> Places:
         """About how long the texts of n rows are that the model reads, ``[n]``."""
         columns = [column for column in self._columns.values() if isinstance(column, Column)]
-        return sum(np.minimum(one.texts.sizes(one.places[numbers]), self._longest) for one in columns)  # type: ignore[return-value]
+        return sum(
+            np.minimum(one.texts.sizes(one.places[numbers]), self._longest) for one in columns
+        )  # type: ignore[return-value]
 
     def _read(self, name: str, places: list[Any]) -> list[Any]:
         if not isinstance(column := self._columns[name], Column):
@@ -240,12 +322,16 @@ class Reader:
     def __deepcopy__(self, memo: object) -> Reader:
         return self
 
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:  # datasets takes a fingerprint of what it pickles
+    def __reduce__(
+        self,
+    ) -> tuple[type[str], tuple[str]]:  # datasets takes a fingerprint of what it pickles
         return str, (self._digest,)
 
 
 class Dealt:
-    """Batches of a sampler, whose rows are dealt to ranks, a part each, so that the parts take about equally long."""
+    """Batches of a sampler, whose rows are dealt to ranks, a part each, so that the parts take
+    about equally long.
+    """
 
     def __init__(self, sampler: Any, reader: Reader, ranks: int) -> None:
         self._sampler, self._reader, self._ranks = sampler, reader, ranks
@@ -263,6 +349,9 @@ class Dealt:
             if len(batch) % self._ranks:
                 yield batch
                 continue
-            dealt = np.array(batch)[np.argsort(-self._reader.sizes(batch), kind="stable")].reshape(-1, self._ranks)
+            dealt = np.array(batch)[np.argsort(-self._reader.sizes(batch), kind="stable")].reshape(
+                -1,
+                self._ranks,
+            )
             dealt[1::2] = dealt[1::2, ::-1]
             yield dealt.T.ravel().tolist()

@@ -1,4 +1,6 @@
-"""The files of a training run: complete checkpoints, and a model that is moved into place atomically."""
+"""The files of a training run: complete checkpoints, and a model that is moved into place
+atomically.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,15 @@ class Losses(NamedTuple):
     best: tuple[float, int] | None = None  # nDCG@10 and step of the best one
 
     def __str__(self) -> str:
-        parts = "" if self.penalties is None else f" (ranking {self.ranking:.3f}, penalties {self.penalties:.3f})"
+        parts = (
+            ""
+            if self.penalties is None
+            else f" (ranking {self.ranking:.3f}, penalties {self.penalties:.3f})"
+        )
         best = "" if self.best is None else f" (best {self.best[0]:.3f} at step {self.best[1]:,})"
-        return f"loss {self.loss:.3f}{parts}" + ("" if self.ndcg is None else f", {NDCG} {self.ndcg:.3f}{best}")
+        return f"loss {self.loss:.3f}{parts}" + (
+            "" if self.ndcg is None else f", {NDCG} {self.ndcg:.3f}{best}"
+        )
 
 
 Progress = Callable[[int, int, "Losses | None"], None]
@@ -52,14 +60,18 @@ class TrainingRun:
 
     def finished(self, *, overwrite: bool, resume: bool) -> dict[str, Any] | None:
         """The result of a finished run in this folder, if it has the same recipe and data."""
-        if not self.output_dir.exists() or (self.output_dir.is_dir() and not any(self.output_dir.iterdir())):
+        if not self.output_dir.exists() or (
+            self.output_dir.is_dir() and not any(self.output_dir.iterdir())
+        ):
             return None
         if (record := read_json(self.output_dir / RECORD)) is None:
             held = "exists and holds no model that tilefold trained; choose another one."
             raise FileExistsError(f"output_dir {self.output_dir} {held}")
         if resume and not self._difference(record):
             left = read_json(self.work_dir / RECORD)
-            if left is not None and not self._difference(left):  # interrupted after the model was in place
+            if left is not None and not self._difference(
+                left,
+            ):  # interrupted after the model was in place
                 shutil.rmtree(self.work_dir)
             result = record.get("result")
             return result if isinstance(result, dict) else None
@@ -70,10 +82,11 @@ class TrainingRun:
         raise FileExistsError(f"output_dir {self.output_dir} holds {got}; {remedy}")
 
     def open(self, *, resume: bool, ranks: int = 1) -> tuple[Path | None, int, bool]:
-        """Prepare the work folder; its newest complete checkpoint, the step of that, and whether batches are whole.
+        """Prepare the work folder; its newest complete checkpoint, the step of that, and whether
+        batches are whole.
 
-        A run goes on with the batches that it began with, whatever the number of ranks; only from one to several may
-        the last batches of epochs change.
+        A run goes on with the batches that it began with, whatever the number of ranks; only from
+        one to several may the last batches of epochs change.
         """
         self._lock = hold_folder(self.work_dir)
         left = read_json(self.work_dir / RECORD)
@@ -82,27 +95,39 @@ class TrainingRun:
             if self._difference(left):
                 got = f"an interrupted run with other settings ({self._difference(left)})"
                 remedy = "or discard it with resume=False (with --fresh on the command line)."
-                raise ValueError(f"{self.work_dir} holds {got}; go on with the same settings, {remedy}")
+                raise ValueError(
+                    f"{self.work_dir} holds {got}; go on with the same settings, {remedy}",
+                )
             self.resumed_from, self.checkpoint = max(found.items())
-        self.whole_batches = ranks > 1 or bool(self.checkpoint and left and left.get("whole_batches"))
+        self.whole_batches = ranks > 1 or bool(
+            self.checkpoint and left and left.get("whole_batches"),
+        )
         for entry in self.work_dir.iterdir():
             if entry.is_dir() and entry not in found.values():
                 shutil.rmtree(entry)
             elif entry.is_file() and entry.name != LOCK and not found:
                 entry.unlink()
         if not found:
-            write_json(self.work_dir / RECORD, {"settings": self.settings, "whole_batches": self.whole_batches})
+            write_json(
+                self.work_dir / RECORD,
+                {"settings": self.settings, "whole_batches": self.whole_batches},
+            )
         return self.checkpoint, self.resumed_from, self.whole_batches
 
     def finish(self, model: Model, result: Record, told: str = "") -> None:
-        """Save `model`, a card with what is `told`, log and plot in a temporary folder, and move that into place."""
+        """Save `model`, a card with what is `told`, log and plot in a temporary folder, and move
+        that into place.
+        """
         made = self.work_dir / "model"
         if made.exists():
             shutil.rmtree(made)
         model.save_pretrained(str(made))
         extend_card(made / "README.md", told)
         if self.history:
-            (made / LOG).write_text("".join(json.dumps(row) + "\n" for row in self.history), encoding="utf-8")
+            (made / LOG).write_text(
+                "".join(json.dumps(row) + "\n" for row in self.history),
+                encoding="utf-8",
+            )
             with suppress(ImportError):  # of matplotlib
                 draw(self.history, made / PLOT)
         write_json(made / RECORD, {"settings": self.settings, "result": result})
@@ -130,19 +155,37 @@ class TrainingRun:
 
 def _training(recipe: Record) -> Record:
     """The fields that change the model."""
-    return {name: value for name, value in recipe.items() if name not in ("save_steps", "save_minutes", "log_steps")}
+    return {
+        name: value
+        for name, value in recipe.items()
+        if name not in ("save_steps", "save_minutes", "log_steps")
+    }
 
 
 def draw(history: list[dict[str, float]], picture: Path) -> None:
-    """Plot a log: losses and weighted penalties over the steps; below, if counted, the terms of a vector, and nDCG."""
+    """Plot a log: losses and weighted penalties over the steps; below, if counted, the terms of a
+    vector, and nDCG.
+    """
     names = dict.fromkeys(name for row in history for name in row)
-    groups = [[name for name in names if name.endswith(ends)] for ends in ("loss", "penalty", "_active_terms", NDCG)]
+    groups = [
+        [name for name in names if name.endswith(ends)]
+        for ends in ("loss", "penalty", "_active_terms", NDCG)
+    ]
     panels = [part for part in (groups[0] + groups[1], *groups[2:]) if part]
     figure = new_figure((7, 3.5 * len(panels)))
-    for axes, lines in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
+    for axes, lines in zip(
+        figure.subplots(len(panels), 1, squeeze=False).flat,
+        panels,
+        strict=True,
+    ):
         for name in lines:
             points = [(row["step"], row[name]) for row in history if name in row]
-            axes.plot(*zip(*points, strict=True), label=name.replace("_", " "), marker=".", linewidth=1)
+            axes.plot(
+                *zip(*points, strict=True),
+                label=name.replace("_", " "),
+                marker=".",
+                linewidth=1,
+            )
         for row in (row for row in history if lines == groups[3] and row.get("kept")):
             axes.axvline(row["step"], label="kept", linestyle=":")
         axes.set_xlabel("step")
@@ -151,14 +194,20 @@ def draw(history: list[dict[str, float]], picture: Path) -> None:
 
 
 def newest_step(output_dir: Path) -> int | None:
-    """The step of the newest complete checkpoint of an interrupted run into `output_dir`, None without one."""
+    """The step of the newest complete checkpoint of an interrupted run into `output_dir`, None
+    without one.
+    """
     return max(complete_checkpoints(work_folder(output_dir)), default=None)
 
 
 def complete_checkpoints(work_dir: Path) -> dict[int, Path]:
     """Step -> folder."""
     marks = {path.parent: read_json(path) for path in work_dir.glob(f"checkpoint-*/{WHOLE}")}
-    return {mark["step"]: path for path, mark in marks.items() if mark and isinstance(mark.get("step"), int)}
+    return {
+        mark["step"]: path
+        for path, mark in marks.items()
+        if mark and isinstance(mark.get("step"), int)
+    }
 
 
 def work_folder(output_dir: Path) -> Path:

@@ -1,4 +1,6 @@
-"""Settings as checked dataclasses: rules for fields, dictionaries for files; trainings, encoders, penalties."""
+"""Settings as checked dataclasses: rules for fields, dictionaries for files; trainings, encoders,
+penalties.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,15 @@ T = TypeVar("T")
 
 
 def rule(accept: Callable[[Any], bool], expected: str) -> Check:
-    """A check of a field: the value must be what is `expected`, which `accept` tells, or None where that is allowed."""
+    """A check of a field: the value must be what is `expected`, which `accept` tells, or None where
+    that is allowed.
+    """
 
     def check(name: str, value: object, optional: bool = False) -> None:
         if not (optional and value is None) and not accept(value):
-            raise ValueError(f"{name} must be {expected}{' or None' if optional else ''}, got {value!r}.")
+            raise ValueError(
+                f"{name} must be {expected}{' or None' if optional else ''}, got {value!r}.",
+            )
 
     return check
 
@@ -60,11 +66,16 @@ NOT_NEGATIVE = number(lambda value: value >= 0, "of at least 0")
 RATIO = number(lambda value: 0 < value <= 1, "in (0, 1]")
 REGULARIZERS = ("flops", "l1", "l2", "df_flops", "anti_zero", "none")
 NAME = text("'minilm', a folder or a model name")
-SEED = rule(lambda value: is_whole(value, 0) and value < 2**32, "a whole number of at least 0 and below 2^32")
+SEED = rule(
+    lambda value: is_whole(value, 0) and value < 2**32,
+    "a whole number of at least 0 and below 2^32",
+)
 
 
 def checked(default: T, check: Check) -> T:
-    """A field of :class:`Settings` with a default and a rule; None is allowed where it is the default."""
+    """A field of :class:`Settings` with a default and a rule; None is allowed where it is the
+    default.
+    """
     return field(default=default, metadata={"check": check})
 
 
@@ -83,11 +94,17 @@ class Settings:
 
     @classmethod
     def described(cls) -> dict[str, str]:
-        """Field -> what it does, from the section "Attributes" of the docstrings of the class and its bases."""
+        """Field -> what it does, from the section "Attributes" of the docstrings of the class and
+        its bases.
+        """
         found: dict[str, str] = {}
         for each in reversed(cls.__mro__):
             _, _, section = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")
-            for names, text in re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", section, re.MULTILINE):
+            for names, text in re.findall(
+                r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)",
+                section,
+                re.MULTILINE,
+            ):
                 plain = re.sub(r":\w+:`~?([^`]*)`", r"\1", " ".join(text.split())).replace("`", "")
                 found.update(dict.fromkeys(names.split(", "), plain))
         return found
@@ -113,30 +130,38 @@ class TrainingSettings(Settings):
         max_steps: optimiser steps; 0 leaves the untrained start, which needs no pairs.
         epochs: passes over the training pairs where ``max_steps`` is ``None``.
         batch_size: pairs per step, at least 2; every other document of a batch is a negative.
-        mini_batch_size: texts of each forward and backward, for batches that do not fit: all vectors are made first,
-            and once more for their gradients (GradCache, arXiv 2101.06983). ``None`` takes each batch at once.
+        mini_batch_size: texts of each forward and backward, for batches that do not fit: all
+            vectors are made first, and once more for their gradients (GradCache, arXiv 2101.06983).
+            ``None`` takes each batch at once.
         learning_rate: peak of the linear schedule.
         warmup_ratio: share of the steps over which the learning rate rises.
         similarity_scale: factor on the scores before the softmax.
         max_length: maximum tokens per text (of a ColBERT: per document) of the saved model.
         train_max_length: the same while training; ``None`` takes ``max_length``.
         bf16: bf16 autocast; ``None`` uses it where the hardware has it.
-        fused: train with the fused head, or the fused similarity on packed tokens where the model allows.
-        graphs: repeat forward and backward of the encoder as CUDA graphs, see :func:`collate_ahead`. Needs a GPU and
-            ``fused``. A resumed run draws other numbers for dropout than one that was not interrupted.
-        save_steps: steps between checkpoints, from which an interrupted run is resumed; ``None`` takes 25, or more
-            where they would take over a twentieth of the time.
+        fused: train with the fused head, or the fused similarity on packed tokens where the model
+            allows.
+        graphs: repeat forward and backward of the encoder as CUDA graphs, see
+            :func:`collate_ahead`. Needs a GPU and ``fused``. A resumed run draws other numbers for
+            dropout than one that was not interrupted.
+        save_steps: steps between checkpoints, from which an interrupted run is resumed; ``None``
+            takes 25, or more where they would take over a twentieth of the time.
         save_minutes: time between checkpoints at the latest.
-        log_steps: steps between rows of the log, for each of which the GPU stands still for some milliseconds; a loss
-            that is not finite, or a model that is all zero, is noticed then.
-        evaluate_steps: steps between evaluations (nDCG@10; the best is kept) once penalties are full, or ``None``.
-        evaluate_split: whose queries search; ``None`` takes ``"dev"``, or the one beside train and test.
-        evaluate_documents: how many are searched, judged ones and others by the seed; ``None`` takes 10,000.
+        log_steps: steps between rows of the log, for each of which the GPU stands still for some
+            milliseconds; a loss that is not finite, or a model that is all zero, is noticed then.
+        evaluate_steps: steps between evaluations (nDCG@10; the best is kept) once penalties are
+            full, or ``None``.
+        evaluate_split: whose queries search; ``None`` takes ``"dev"``, or the one beside train and
+            test.
+        evaluate_documents: how many are searched, judged ones and others by the seed; ``None``
+            takes 10,000.
         patience: stop after so many evaluations in a row that are not better; ``None`` for never.
         seed: of fresh parameters, the data order, dropout and the sample for the decoder bias.
-        attention: ``"softmax"``, ``"entmax"``, or ``None`` for that of the base model (softmax in a stock one).
+        attention: ``"softmax"``, ``"entmax"``, or ``None`` for that of the base model (softmax in a
+            stock one).
         alpha: of entmax, in [1, 2]; ``None`` takes 1.5.
-        anneal_alpha: share of the steps, in [0, 1], over which alpha rises from 1, which is softmax; 0 for none.
+        anneal_alpha: share of the steps, in [0, 1], over which alpha rises from 1, which is
+            softmax; 0 for none.
     """
 
     late: ClassVar[bool] = False  # whether a text has a vector for each token
@@ -168,17 +193,27 @@ class TrainingSettings(Settings):
         super().__post_init__()
         for name in ("alpha", "anneal_alpha"):
             if getattr(self, name) and self.attention != "entmax":
-                raise ValueError(f"{name} must be left out without attention='entmax', got {getattr(self, name)!r}.")
+                raise ValueError(
+                    f"{name} must be left out without attention='entmax', got {getattr(self, name)!r}.",
+                )
         for name in ("evaluate_split", "evaluate_documents", "patience"):
             if getattr(self, name) is not None and self.evaluate_steps is None:
-                raise ValueError(f"{name} must be None without evaluate_steps, got {getattr(self, name)!r}.")
+                raise ValueError(
+                    f"{name} must be None without evaluate_steps, got {getattr(self, name)!r}.",
+                )
         if self.train_max_length is not None and self.train_max_length > self.max_length:
             most = f"max_length ({self.max_length})"
-            raise ValueError(f"train_max_length must not exceed {most}, got {self.train_max_length}.")
+            raise ValueError(
+                f"train_max_length must not exceed {most}, got {self.train_max_length}.",
+            )
         if self.graphs and not self.fused:
-            raise ValueError("graphs must be False without fused, got True; leave --graphs or --plain out.")
+            raise ValueError(
+                "graphs must be False without fused, got True; leave --graphs or --plain out.",
+            )
         if self.graphs and self.mini_batch_size is not None:
-            raise ValueError("graphs must be False with mini_batch_size, whose parts run without them, got True.")
+            raise ValueError(
+                "graphs must be False with mini_batch_size, whose parts run without them, got True.",
+            )
 
 
 # those of HeadPooling, which imports torch
@@ -198,7 +233,9 @@ KINDS: Mapping[str, frozenset[str]] = {
     "causal": _CAUSAL,
     "bidirectional": _CAUSAL,
     "echo": _CAUSAL,
-    "prosper": frozenset({"pooling", "logit_scale", "top_k", "normalize", "literal_residual", "shared_network"}),
+    "prosper": frozenset(
+        {"pooling", "logit_scale", "top_k", "normalize", "literal_residual", "shared_network"},
+    ),
     "bge_m3": frozenset({"shared_network"}),
     "splate": frozenset({"head_model", "trainable"}),
 }
@@ -208,25 +245,29 @@ KINDS: Mapping[str, frozenset[str]] = {
 class EncoderSpec(Settings):
     """The encoder of queries, of documents, or of both; every field is checked on construction.
 
-    Fields that say nothing (None) have the value of the kind. One that the kind does not have is an error. Kinds are
-    ``"mlm"`` (an LM head over all tokens: SPLADE), ``"cls_mlm"`` (over the first one: TILDE), ``"epic"`` (over all,
-    weighted by learned importance and quality), ``"mlp"`` (a weight for each token: uniCOIL, DeepImpact), ``"binary"``
-    (1 for each distinct token, times a number), ``"idf"`` (a number of its own for each distinct token; these two need
-    no network), ``"causal"``, ``"bidirectional"`` or ``"echo"`` (the LM head of a causal language model, see
-    :mod:`tilefold.recipes.decoders`), ``"prosper"`` (:class:`tilefold.modules.ProsperTransformer`), ``"bge_m3"`` (a
-    weight for each token, with BGE-M3's own where the base model has them) and ``"splate"`` (an adapter on a frozen
-    ColBERT, the base model).
+    Fields that say nothing (None) have the value of the kind. One that the kind does not have is an
+    error. Kinds are ``"mlm"`` (an LM head over all tokens: SPLADE), ``"cls_mlm"`` (over the first
+    one: TILDE), ``"epic"`` (over all, weighted by learned importance and quality), ``"mlp"`` (a
+    weight for each token: uniCOIL, DeepImpact), ``"binary"`` (1 for each distinct token, times a
+    number), ``"idf"`` (a number of its own for each distinct token; these two need no network),
+    ``"causal"``, ``"bidirectional"`` or ``"echo"`` (the LM head of a causal language model, see
+    :mod:`tilefold.recipes.decoders`), ``"prosper"`` (:class:`tilefold.modules.ProsperTransformer`),
+    ``"bge_m3"`` (a weight for each token, with BGE-M3's own where the base model has them) and
+    ``"splate"`` (an adapter on a frozen ColBERT, the base model).
 
     Attributes:
-        kind: ``"mlm"``, ``"cls_mlm"``, ``"epic"``, ``"mlp"``, ``"binary"``, ``"idf"``, ``"causal"``,
-            ``"bidirectional"``, ``"echo"``, ``"prosper"``, ``"bge_m3"`` or ``"splate"``.
-        base_model: of this side alone: ``"minilm"``, a folder or a Hugging Face name; None takes the recipe's.
-        pooling: of the LM head (:class:`tilefold.modules.HeadPooling`): ``"max"``, of ``"prosper"`` ``"last"``.
+        kind: ``"mlm"``, ``"cls_mlm"``, ``"epic"``, ``"mlp"``, ``"binary"``, ``"idf"``,
+            ``"causal"``, ``"bidirectional"``, ``"echo"``, ``"prosper"``, ``"bge_m3"`` or
+            ``"splate"``.
+        base_model: of this side alone: ``"minilm"``, a folder or a Hugging Face name; None takes
+            the recipe's.
+        pooling: of the LM head (:class:`tilefold.modules.HeadPooling`): ``"max"``, of ``"prosper"``
+            ``"last"``.
         activation: ``"log1p_relu"`` of heads, ``"relu"`` of ``"mlp"``.
         logit_scale: factor on the logits: 1, but 1/16 for ModernBERT and Ettin (arXiv 2606.18811).
         drop_special_tokens: they do not count; True for ``"mlp"`` and ``"epic"``.
-        top_k: keep the largest weights of a text that has more than this many; of ``"epic"``, whose weights are all
-            positive, the ``max_active_dims`` of the model, 1,000.
+        top_k: keep the largest weights of a text that has more than this many; of ``"epic"``, whose
+            weights are all positive, the ``max_active_dims`` of the model, 1,000.
         normalize: ``"l2"`` for vectors of length 1.
         scale: start of a learned factor (``"mlp"``); of ``"binary"``, 0.3.
         trainable: learn the numbers of ``"binary"`` and ``"idf"``; of ``"splate"``, the bias.
@@ -235,9 +276,10 @@ class EncoderSpec(Settings):
         shared_network: queries run the network of documents, with a pooling of their own.
         lora: rank of updates, trained alone, merged when it is saved; None trains all weights.
         literal_residual: of ``"prosper"``: False leaves out that network.
-        head_model: of ``"splate"``: the masked language model whose head decodes; by default ``"minilm"``.
-        saturation: of ``"mlp"``: the weight that counts half when texts are encoded, as BM25 counts frequencies, and
-            that all tokens start with; the loss sees weights as they are.
+        head_model: of ``"splate"``: the masked language model whose head decodes; by default
+            ``"minilm"``.
+        saturation: of ``"mlp"``: the weight that counts half when texts are encoded, as BM25 counts
+            frequencies, and that all tokens start with; the loss sees weights as they are.
     """
 
     kind: str = "mlm"
@@ -261,15 +303,23 @@ class EncoderSpec(Settings):
     def __post_init__(self) -> None:
         one_of(*sorted(KINDS))("kind", self.kind)
         allowed = KINDS[self.kind] | {"kind", "base_model"}
-        given = {field.name for field in fields(self) if getattr(self, field.name) not in (None, field.default)}
+        given = {
+            field.name
+            for field in fields(self)
+            if getattr(self, field.name) not in (None, field.default)
+        }
         if extra := sorted(given - allowed):
-            raise ValueError(f"{extra[0]} does not apply to an encoder of kind {self.kind!r}; leave it out.")
+            raise ValueError(
+                f"{extra[0]} does not apply to an encoder of kind {self.kind!r}; leave it out.",
+            )
         super().__post_init__()
         if self.kind == "prosper" and self.pooling in ("sum", "mean"):
-            raise ValueError(f"pooling must be last, cls or max for kind 'prosper', got {self.pooling!r}.")
+            raise ValueError(
+                f"pooling must be last, cls or max for kind 'prosper', got {self.pooling!r}.",
+            )
         if self.pooling == "cls" and self.drop_special_tokens:
             raise ValueError(
-                "drop_special_tokens must be left out with pooling 'cls', which reads one of them, got True."
+                "drop_special_tokens must be left out with pooling 'cls', which reads one of them, got True.",
             )
 
     @property
@@ -283,13 +333,14 @@ class RegularizerSpec(Settings):
     """The sparsity penalty of one side.
 
     Attributes:
-        kind: ``"flops"``, ``"l1"``, ``"l2"``, ``"df_flops"``, ``"anti_zero"`` (added to FLOPS, as naver's trainer does)
-            or ``"none"``.
+        kind: ``"flops"``, ``"l1"``, ``"l2"``, ``"df_flops"``, ``"anti_zero"`` (added to FLOPS, as
+            naver's trainer does) or ``"none"``.
         weight: of the penalty, once the warm-up is over.
         warmup_ratio: share of the steps over which the weight rises quadratically.
         threshold: rows up to so many terms go free (arXiv 2504.14839).
-        per_position: of documents: relevant ones, first negatives and so on are penalised by themselves, and the
-            values added (:class:`tilefold.losses.PositionSum`); False takes all documents of a batch together.
+        per_position: of documents: relevant ones, first negatives and so on are penalised by
+            themselves, and the values added (:class:`tilefold.losses.PositionSum`); False takes all
+            documents of a batch together.
     """
 
     kind: str = checked("flops", one_of(*REGULARIZERS))
@@ -301,6 +352,10 @@ class RegularizerSpec(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind == "anti_zero" and self.threshold is not None:
-            raise ValueError(f"threshold must be None for kind {self.kind!r}, got {self.threshold}.")
+            raise ValueError(
+                f"threshold must be None for kind {self.kind!r}, got {self.threshold}.",
+            )
         if self.kind == "df_flops" and self.per_position:
-            raise ValueError("per_position must be False for kind 'df_flops', whose frequencies are of all documents.")
+            raise ValueError(
+                "per_position must be False for kind 'df_flops', whose frequencies are of all documents.",
+            )

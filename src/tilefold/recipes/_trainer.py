@@ -1,4 +1,6 @@
-"""The stock trainer of a run: its arguments and batches, on this rank of several, and what it tells."""
+"""The stock trainer of a run: its arguments and batches, on this rank of several, and what it
+tells.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,12 @@ _logger = logging.getLogger(__name__)
 
 
 def _by_buckets(graphs: Any, weights: int) -> Any:
-    """DDP's options: the same parameters get gradients in every step, so that nothing looks for those that do not.
+    """DDP's options: the same parameters get gradients in every step, so that nothing looks for
+    those that do not.
 
-    Whole buckets are averaged, not one gradient after the other. Those of `graphs` are written into the buckets, which
-    hold a part of the fp32 `weights` each. Buffers are sent again only where training changes them.
+    Whole buckets are averaged, not one gradient after the other. Those of `graphs` are written into
+    the buckets, which hold a part of the fp32 `weights` each. Buffers are sent again only where
+    training changes them.
     """
     import torch.distributed as dist
     from accelerate import DistributedDataParallelKwargs
@@ -43,19 +47,33 @@ def _by_buckets(graphs: Any, weights: int) -> Any:
 
             def reduced(group, bucket):  # type: ignore[no-untyped-def]  # DDP knows no annotation that is a string
                 place, parameters = bucket.buffer().data_ptr(), bucket.parameters()
-                if graphs is not None and (seen.get(bucket.index()) != place or id(parameters[0]) not in graphs.places):
+                if graphs is not None and (
+                    seen.get(bucket.index()) != place or id(parameters[0]) not in graphs.places
+                ):
                     seen[bucket.index()] = place
-                    graphs.write_to(graphs.places | dict(zip(map(id, parameters), bucket.gradients(), strict=True)))
+                    graphs.write_to(
+                        graphs.places
+                        | dict(zip(map(id, parameters), bucket.gradients(), strict=True)),
+                    )
                 if not (bucket.buffer().is_cuda and "nccl" in dist.get_backend_config(group)):
                     return allreduce_hook(group, bucket)
-                done = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group, async_op=True).get_future()
+                done = dist.all_reduce(
+                    bucket.buffer(),
+                    dist.ReduceOp.AVG,
+                    group,
+                    async_op=True,
+                ).get_future()
                 return done.then(lambda future: future.value()[0])
 
             model.register_comm_hook(None, reduced)
-            model.broadcast_buffers = any(hasattr(module, "running_mean") for module in model.modules())
+            model.broadcast_buffers = any(
+                hasattr(module, "running_mean") for module in model.modules()
+            )
 
     # the trainer of transformers 5.0 to 5.2 sets its own, which looks for such parameters
-    more: dict[str, Any] = {} if graphs is None else {"bucket_cap_mb": max(1, 4 * weights // BUCKETS >> 20)}
+    more: dict[str, Any] = (
+        {} if graphs is None else {"bucket_cap_mb": max(1, 4 * weights // BUCKETS >> 20)}
+    )
     return ByBuckets(static_graph=True, gradient_as_bucket_view=True, **more)
 
 
@@ -67,7 +85,9 @@ def run_trainer(
     callbacks: Sequence[TrainerCallback] = (),
     **settings: object,
 ) -> TrainResult:
-    """Run a stock trainer over the job's model in place; `settings` are further arguments of the trainer."""
+    """Run a stock trainer over the job's model in place; `settings` are further arguments of the
+    trainer.
+    """
     from datasets import Dataset
     from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, TrainerState
 
@@ -78,32 +98,63 @@ def run_trainer(
     say_unused_gpus()
     recipe, read, world = job.recipe, job.examples.columns, job.world
     card = job.model.model_card_data
-    card.widget = card.widget or [{"text": read["query"][0]}]  # else the card draws examples with a progress bar
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{job.run.output_dir}.logs")  # outlives the checkpoints
+    card.widget = card.widget or [
+        {"text": read["query"][0]},
+    ]  # else the card draws examples with a progress bar
+    os.environ.setdefault(
+        "TENSORBOARD_LOGGING_DIR",
+        f"{job.run.output_dir}.logs",
+    )  # outlives the checkpoints
     watcher = Watcher(job)
-    annealed = [AlphaSchedule(recipe.alpha or 1.5, until=float(recipe.anneal_alpha))] if recipe.anneal_alpha else []
+    annealed = (
+        [AlphaSchedule(recipe.alpha or 1.5, until=float(recipe.anneal_alpha))]
+        if recipe.anneal_alpha
+        else []
+    )
     patient = [EarlyStoppingCallback(recipe.patience)] if recipe.patience else []
-    metric = f"eval_{job.evaluator.name}_{job.model.similarity_fn_name}_ndcg@10" if job.evaluator else ""
-    places = {name: column.places if isinstance(column, Column) else column for name, column in read.items()}
+    metric = (
+        f"eval_{job.evaluator.name}_{job.model.similarity_fn_name}_ndcg@10" if job.evaluator else ""
+    )
+    places = {
+        name: column.places if isinstance(column, Column) else column
+        for name, column in read.items()
+    }
     dataset = Dataset.from_dict(places)
     dataset.set_transform(reader := Reader(read, job.model, job.examples.digest()))
     trainer = trainer_class(
         model=job.model,
-        args=one_gpu(arguments_class)(**_settings(job) | settings, metric_for_best_model=metric or None),
+        args=one_gpu(arguments_class)(
+            **_settings(job) | settings,
+            metric_for_best_model=metric or None,
+        ),
         train_dataset=dataset,
         evaluator=job.evaluator,
         loss=loss,
         callbacks=[*callbacks, *annealed, *patient, watcher],
     )
-    trainer._load_best_model = functools.partial(_load, trainer, job.run)  # the stock one only logs that it failed
+    trainer._load_best_model = functools.partial(
+        _load,
+        trainer,
+        job.run,
+    )  # the stock one only logs that it failed
     collate_ahead(trainer, graphs=recipe.graphs)
     graphs = getattr(job.model[0].forward, "graphs", None)
-    trainer.accelerator.ddp_handler = _by_buckets(graphs, sum(tensor.numel() for tensor in job.model.parameters()))
-    trainer.get_train_dataloader = functools.partial(_batches_by_epoch, trainer.get_train_dataloader, reader, world)
+    trainer.accelerator.ddp_handler = _by_buckets(
+        graphs,
+        sum(tensor.numel() for tensor in job.model.parameters()),
+    )
+    trainer.get_train_dataloader = functools.partial(
+        _batches_by_epoch,
+        trainer.get_train_dataloader,
+        reader,
+        world,
+    )
     if not job.call.verbose:
         trainer.remove_callback(PrinterCallback)
     checkpoint = job.run.checkpoint
-    if checkpoint and (read_json(checkpoint / WHOLE) or {}).get("ended"):  # the stock trainer would go on
+    if checkpoint and (read_json(checkpoint / WHOLE) or {}).get(
+        "ended",
+    ):  # the stock trainer would go on
         trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         _load(trainer, job.run)
     else:
@@ -118,15 +169,23 @@ def run_trainer(
         if "loss" in row:
             job.run.history.append({NAMES.get(name, name): value for name, value in row.items()})
         elif metric in row:
-            job.run.history.append({"step": row["step"], NDCG: row[metric], "kept": row["step"] == kept})
+            job.run.history.append(
+                {"step": row["step"], NDCG: row[metric], "kept": row["step"] == kept},
+            )
             if row["step"] == kept:  # the stock card has the last one
-                card.eval_results_dict[job.evaluator] = {name[5:]: row[name] for name in row if "@" in name}
+                card.eval_results_dict[job.evaluator] = {
+                    name[5:]: row[name] for name in row if "@" in name
+                }
     warnings = job.result.warnings
     cuts = Tally()  # of all ranks, for each length
-    for found in itertools.chain(*world.all(list(getattr(trainer.data_collator, "cut", cuts).seen.values()))):
+    for found in itertools.chain(
+        *world.all(list(getattr(trainer.data_collator, "cut", cuts).seen.values())),
+    ):
         cuts.add("text", found.texts, found.count, found.max_length)
     if getattr(getattr(trainer.model[0].forward, "graphs", None), "failed", False):
-        warnings += ("the training ran without CUDA graphs, which could not be captured; leave --graphs out.",)
+        warnings += (
+            "the training ran without CUDA graphs, which could not be captured; leave --graphs out.",
+        )
     return replace(
         job.result,
         steps=state.global_step,
@@ -138,20 +197,25 @@ def run_trainer(
         penalties=None if watcher.losses is None else watcher.losses.penalties,
         warnings=warnings,
         truncated=tuple(
-            {key: vars(cut)[key] for key in ("texts", "count", "max_length")} for cut in cuts.seen.values()
+            {key: vars(cut)[key] for key in ("texts", "count", "max_length")}
+            for cut in cuts.seen.values()
         ),
     )
 
 
 def _load(trainer: Trainer, run: TrainingRun) -> None:
-    """Load the best checkpoint of a run, which may have moved, or that of the last step without evaluations."""
+    """Load the best checkpoint of a run, which may have moved, or that of the last step without
+    evaluations.
+    """
     step = trainer.state.best_global_step or trainer.state.global_step
     trainer.model.model_card_data.set_best_model_step(step)
     trainer._load_from_checkpoint(str(run.work_dir / f"checkpoint-{step}"))
 
 
 def _batches_by_epoch(make: Callable[[], Any], reader: Reader, world: World) -> Any:
-    """A loader of a trainer, whose sampler hears of every epoch, where a rank takes a part of each batch, too."""
+    """A loader of a trainer, whose sampler hears of every epoch, where a rank takes a part of each
+    batch, too.
+    """
     loader = make()
     inner: Any = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
     if hasattr(inner, "set_epoch") and not hasattr(loader.batch_sampler, "set_epoch"):
@@ -170,7 +234,10 @@ def _settings(job: TrainingJob) -> dict[str, object]:
     import torch
 
     recipe, steps, on_gpu = job.recipe, job.result.steps, torch.cuda.is_available()
-    shared = {"accelerator_config": {"split_batches": True}, "ddp_backend": None if on_gpu else "gloo"}
+    shared = {
+        "accelerator_config": {"split_batches": True},
+        "ddp_backend": None if on_gpu else "gloo",
+    }
     return {
         **(shared if job.world.size > 1 else {}),
         "batch_sampler": "no_duplicates",
@@ -191,7 +258,9 @@ def _settings(job: TrainingJob) -> dict[str, object]:
         "load_best_model_at_end": job.evaluator is not None,
         "restore_callback_states_from_checkpoint": True,  # how long patience has waited
         "save_strategy": "steps",
-        "save_steps": recipe.evaluate_steps or recipe.save_steps or 10**9,  # the watcher asks for others
+        "save_steps": recipe.evaluate_steps
+        or recipe.save_steps
+        or 10**9,  # the watcher asks for others
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
         "logging_steps": max(1, min(recipe.log_steps, steps)),
@@ -207,5 +276,7 @@ def say_unused_gpus() -> None:
 
     gpus = torch.cuda.device_count()
     if gpus > 1 and not several():
-        remedy = "For all of them: tilefold train --devices all, or torchrun --nproc-per-node %d SCRIPT"
+        remedy = (
+            "For all of them: tilefold train --devices all, or torchrun --nproc-per-node %d SCRIPT"
+        )
         _logger.warning("%d GPUs are visible and one is used, cuda:0. " + remedy, gpus, gpus)

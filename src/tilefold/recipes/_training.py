@@ -1,4 +1,6 @@
-"""The ``train`` of every recipe: pairs, one resumable run, a stock model, on one rank or on several."""
+"""The ``train`` of every recipe: pairs, one resumable run, a stock model, on one rank or on
+several.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,14 @@ class TrainResult:
     ranking_loss: float | None = None  # and of the last ones
     penalties: float | None = None  # of the last ones, weighted; None without any
     warnings: tuple[str, ...] = ()  # what went wrong in the training, and what to do about it
-    #: ``{"texts", "count", "max_length"}`` for each length: texts that this call's steps read, repeated ones too, and
-    #: how many of them were cut there
+    # : ``{"texts", "count", "max_length"}`` for each length: texts that this call's steps read,
+    # repeated ones too, and : how many of them were cut there
     truncated: tuple[dict[str, int | None], ...] = ()
     ranks: int = 1  # processes that the last call trained with, each with its share of every step
     pairs: int | None = None  # of a step, on all ranks together
-    negatives: int | None = None  # documents that a step compares each query with, beside its own; on all ranks too
+    negatives: int | None = (
+        None  # documents that a step compares each query with, beside its own; on all ranks too
+    )
     evaluated: str = ""  # what nDCG@10 is of; empty without evaluations
     evaluations: tuple[dict[str, Any], ...] = ()  # ``{"step", "nDCG@10", "kept"}`` of each
     kept_step: int | None = None  # whose model this is: the best evaluation
@@ -102,7 +106,9 @@ class Recipe(TrainingSettings):
         return ("pairs",)
 
     def preparation(self, data: str) -> list[str]:
-        """Commands that make what :attr:`needs` has beside pairs of a collection, offline; the last writes the file."""
+        """Commands that make what :attr:`needs` has beside pairs of a collection, offline; the last
+        writes the file.
+        """
         return []
 
     @property
@@ -114,7 +120,11 @@ class Recipe(TrainingSettings):
         """The untrained model; `texts` are the documents of the collection."""
         raise NotImplementedError
 
-    def examples(self, collection: Collection, negatives: str | Path | RowsAhead | None) -> Examples:
+    def examples(
+        self,
+        collection: Collection,
+        negatives: str | Path | RowsAhead | None,
+    ) -> Examples:
         """The rows that training reads."""
         return pair_examples(collection, "document")
 
@@ -137,41 +147,50 @@ def train(
     report_to: str = "none",
     command: str = "",
 ) -> TrainResult:
-    """Train any recipe on the pairs of the collection's ``"train"`` split, and save a stock model in `output_dir`.
+    """Train any recipe on the pairs of the collection's ``"train"`` split, and save a stock model
+    in `output_dir`.
 
-    Checkpoints lie in ``<output_dir>.training``; the finished model is moved into place atomically. The same call
-    (recipe and data) goes on from the last complete checkpoint of an interrupted run, and returns a finished one
-    unchanged. Equal recipes, data and machines give equal models; ``max_steps=0`` saves the model as it starts.
+    Checkpoints lie in ``<output_dir>.training``; the finished model is moved into place atomically.
+    The same call (recipe and data) goes on from the last complete checkpoint of an interrupted run,
+    and returns a finished one unchanged. Equal recipes, data and machines give equal models;
+    ``max_steps=0`` saves the model as it starts.
 
-    Under ``torchrun`` or ``accelerate launch``, every rank makes this call. The ranks share the pairs of each step:
-    batches, negatives and penalties are those of one process with the same recipe, but for the short last batch of an
-    epoch, which several ranks leave out. The first rank writes; another number of ranks may resume.
+    Under ``torchrun`` or ``accelerate launch``, every rank makes this call. The ranks share the
+    pairs of each step: batches, negatives and penalties are those of one process with the same
+    recipe, but for the short last batch of an epoch, which several ranks leave out. The first rank
+    writes; another number of ranks may resume.
 
     Args:
-        negatives: of the training queries, mined or with teacher scores (:mod:`tilefold.retrieval.training_rows`).
+        negatives: of the training queries, mined or with teacher scores
+            (:mod:`tilefold.retrieval.training_rows`).
         resume: go on with, or return, an earlier run; False discards its checkpoints.
         overwrite: replace a finished model in `output_dir`.
-        progress: called as ``progress(step, steps, losses)`` after every step, on the first rank; the
-            :class:`tilefold.recipes.Losses` are ``None`` until they are known.
+        progress: called as ``progress(step, steps, losses)`` after every step, on the first rank;
+            the :class:`tilefold.recipes.Losses` are ``None`` until they are known.
         verbose: let the libraries log.
-        hours: of this call's training, at most; then a checkpoint is kept, and :class:`OutOfTimeError` raised.
-        report_to: ``"tensorboard"`` (in ``<output_dir>.logs``), ``"wandb"`` or another name that the trainer knows.
+        hours: of this call's training, at most; then a checkpoint is kept, and
+            :class:`OutOfTimeError` raised.
+        report_to: ``"tensorboard"`` (in ``<output_dir>.logs``), ``"wandb"`` or another name that
+            the trainer knows.
         command: for the card of the model, ``README.md``, that made it.
 
     Raises:
-        ValueError: no training pairs, missing data (the message has the command that makes them), no split to
-            evaluate, checkpoints of another recipe or data, `negatives` for a recipe that reads none, graphs without a
-            GPU, or a batch that the ranks cannot share.
+        ValueError: no training pairs, missing data (the message has the command that makes them),
+            no split to evaluate, checkpoints of another recipe or data, `negatives` for a recipe
+            that reads none, graphs without a GPU, or a batch that the ranks cannot share.
         FileExistsError: `output_dir` holds something other than a model of this recipe and data.
         MissingPackageError: sentence-transformers or the packaged model is not installed.
         OutOfTimeError: `hours` are over; the same call goes on.
         RankError: another rank failed or ended; its checkpoints are kept.
-        RuntimeError: the environment names several processes, and no launcher that is known started them.
+        RuntimeError: the environment names several processes, and no launcher that is known started
+            them.
     """
     import torch.distributed as dist
 
     if negatives is not None and not recipe.reads_negatives:
-        raise ValueError(f"negatives must be left out for a {type(recipe).__name__}, which reads none.")
+        raise ValueError(
+            f"negatives must be left out for a {type(recipe).__name__}, which reads none.",
+        )
     if hours is not None and not hours > 0:
         raise ValueError(f"hours must be above 0 or None, got {hours}.")
     if report_to not in ("none", "all"):
@@ -183,11 +202,16 @@ def train(
     processes = int(os.environ.get("WORLD_SIZE") or 1)
     if processes > 1 and not several() and not (dist.is_available() and dist.is_initialized()):
         remedy = "Start it with torchrun, accelerate launch or tilefold train --devices, or unset WORLD_SIZE."
-        raise RuntimeError(f"several processes must come from a known launcher, got WORLD_SIZE={processes}. {remedy}")
+        raise RuntimeError(
+            f"several processes must come from a known launcher, got WORLD_SIZE={processes}. {remedy}",
+        )
     with joined(training=True):
         world = World()
         try:
-            call, shown = Call(resume, overwrite, verbose, hours, report_to, command), None if world.rank else progress
+            call, shown = (
+                Call(resume, overwrite, verbose, hours, report_to, command),
+                None if world.rank else progress,
+            )
             return _train(recipe, collection, Path(output_dir), negatives, world, call, shown)
         finally:
             world.close()
@@ -212,11 +236,15 @@ def _train(
     bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
     run = _run.TrainingRun(output_dir, recipe.to_dict() | {"bf16": bf16}, data)
     if any(settings != run.settings for settings in world.all(run.settings)):
-        raise ValueError("recipe and data must be the same on all ranks, got others; give each rank the same call.")
+        raise ValueError(
+            "recipe and data must be the same on all ranks, got others; give each rank the same call.",
+        )
     finished = world.first(lambda: run.finished(overwrite=call.overwrite, resume=call.resume))
     if finished is not None:
         now = {"seconds": time.monotonic() - started, "reused": True, "model_dir": str(output_dir)}
-        lists = {name: tuple(finished.get(name, ())) for name in ("warnings", "truncated", "evaluations")}
+        lists = {
+            name: tuple(finished.get(name, ())) for name in ("warnings", "truncated", "evaluations")
+        }
         return TrainResult(**finished | now | lists)
     check_graphs(recipe.graphs)
     opened = world.first(lambda: run.open(resume=call.resume, ranks=world.size))
@@ -250,7 +278,9 @@ def _train(
         )
         with naming_full_disk(run.work_dir), world.telling():
             if not untrained:
-                result = recipe.fit(TrainingJob(recipe, model, made, run, result, progress, world, call, evaluator))
+                result = recipe.fit(
+                    TrainingJob(recipe, model, made, run, result, progress, world, call, evaluator),
+                )
             result = replace(result, seconds=time.monotonic() - started)
             told = describe(recipe, result, collection.name, made.pairs, run.history, call.command)
             world.first(lambda: run.finish(model, asdict(result), told))
@@ -261,15 +291,21 @@ def _check_share(recipe: TrainingSettings, examples: Examples, ranks: int) -> No
     """Raise a ``ValueError`` for steps that so many ranks cannot share evenly."""
     if recipe.batch_size % ranks:
         remedy = f"take {ranks * max(1, recipe.batch_size // ranks)}, or another number of ranks."
-        raise ValueError(f"batch_size must be a multiple of the {ranks} ranks, got {recipe.batch_size}; {remedy}")
+        raise ValueError(
+            f"batch_size must be a multiple of the {ranks} ranks, got {recipe.batch_size}; {remedy}",
+        )
     rows = len(next(iter(examples.columns.values()), ()))
     if ranks > 1 and rows and rows < recipe.batch_size:
         why = "and several ranks train on whole batches alone"
-        raise ValueError(f"batch_size must be at most the {rows} rows of the data, {why}, got {recipe.batch_size}.")
+        raise ValueError(
+            f"batch_size must be at most the {rows} rows of the data, {why}, got {recipe.batch_size}.",
+        )
 
 
 def _use_attention(model: Model, recipe: TrainingSettings) -> None:
-    """Give `model` the attention of a recipe; a ``ValueError`` for one whose attention cannot be chosen."""
+    """Give `model` the attention of a recipe; a ``ValueError`` for one whose attention cannot be
+    chosen.
+    """
     if recipe.attention is None:
         return
     from tilefold.integrations.transformers import runs_entmax, use_entmax, use_softmax
@@ -300,4 +336,6 @@ def check_graphs(graphs: bool) -> None:
     import torch
 
     if graphs and (torch.version.cuda is None or not torch.cuda.is_available()):
-        raise ValueError("graphs must be False without a GPU of CUDA, got True; leave --graphs out on this machine.")
+        raise ValueError(
+            "graphs must be False without a GPU of CUDA, got True; leave --graphs out on this machine.",
+        )

@@ -1,4 +1,6 @@
-"""The ranks that train one model together: what the first one decides, what they count, and what ends them all."""
+"""The ranks that train one model together: what the first one decides, what they count, and what
+ends them all.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _LOST = re.compile(r"gloo|nccl|connection|broken pipe|timed? ?out|socket", re.IG
 
 
 class World:
-    """All ranks of the default process group, or this process alone; they talk over gloo, whatever the gradients do."""
+    """All ranks of the default process group, or this process alone; they talk over gloo, whatever
+    the gradients do.
+    """
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -26,7 +30,9 @@ class World:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self._group = dist.new_group(backend="gloo")
-            with self.telling():  # or a rank that fails at once closes what another still connects to
+            with (
+                self.telling()
+            ):  # or a rank that fails at once closes what another still connects to
                 dist.barrier(self._group)
 
     def close(self) -> None:
@@ -63,7 +69,8 @@ class World:
         return found
 
     def highest(self, number: int) -> int:
-        """The highest number of all ranks: of this call if there is one rank, else of the one before; nothing waits.
+        """The highest number of all ranks: of this call if there is one rank, else of the one
+        before; nothing waits.
 
         Every rank calls this equally often.
         """
@@ -75,7 +82,12 @@ class World:
         with self.telling():
             self._numbers = [
                 mine,
-                self._dist.all_reduce(mine, self._dist.ReduceOp.MAX, group=self._group, async_op=True),
+                self._dist.all_reduce(
+                    mine,
+                    self._dist.ReduceOp.MAX,
+                    group=self._group,
+                    async_op=True,
+                ),
             ]
             if before:
                 before[1].wait()
@@ -90,4 +102,6 @@ class World:
             if self.size == 1 or isinstance(error, RankError) or not _LOST.search(str(error)):
                 raise
             said = " ".join(str(error).split())[:200]
-            raise RankError(f"rank {self.rank}: another rank ended, or does not answer ({said}). {KEPT}") from error
+            raise RankError(
+                f"rank {self.rank}: another rank ended, or does not answer ({said}). {KEPT}",
+            ) from error

@@ -45,18 +45,24 @@ class AdaptationResult:
 
     @property
     def dying(self) -> bool:
-        """Whether more than half of the positions have no logit above 0: SPLADE would not learn from them."""
+        """Whether more than half of the positions have no logit above 0: SPLADE would not learn
+        from them.
+        """
         return self.alive < _DYING
 
 
 def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[list[int]]:
-    """Token ids of all texts in a row, an end token after each, cut into blocks of `length`; the rest is dropped."""
+    """Token ids of all texts in a row, an end token after each, cut into blocks of `length`; the
+    rest is dropped.
+    """
     stream: list[int] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for text in texts:
         ids = tokenizer(text, truncation=False, verbose=False)["input_ids"]
         stream += ids if ids[-1:] == end else ids + end
-    blocks = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
+    blocks = [
+        stream[start : start + length] for start in range(0, len(stream) - length + 1, length)
+    ]
     if not blocks:
         got = f"{len(stream)} tokens; give more text, or a smaller length."
         raise ValueError(f"texts must fill at least one block of {length} tokens, got {got}")
@@ -71,11 +77,13 @@ def adapt(
     *,
     progress: Progress | None = None,
 ) -> AdaptationResult:
-    """Train a causal language model in place with ``CE(H) + activated_weight * CE(log1p(relu(H)))``.
+    """Train a causal language model in place with ``CE(H) + activated_weight *
+    CE(log1p(relu(H)))``.
 
-    Causal LM heads give logits that are mostly negative, and relu of them has no gradient: trained directly, such
-    models die. Do it before the model is made bidirectional or wrapped for SPLADE; then save it, and name the folder as
-    ``base_model``. Attention is causal here, so a bidirectional model is refused: it would see the token it predicts.
+    Causal LM heads give logits that are mostly negative, and relu of them has no gradient: trained
+    directly, such models die. Do it before the model is made bidirectional or wrapped for SPLADE;
+    then save it, and name the folder as ``base_model``. Attention is causal here, so a
+    bidirectional model is refused: it would see the token it predicts.
 
     Args:
         network: a transformers ``...ForCausalLM``, adapters included, of this `tokenizer`.
@@ -83,8 +91,10 @@ def adapt(
         progress: called as ``progress(step, steps, losses)`` after every step.
 
     Raises:
-        ValueError: a bidirectional model, one whose logits are not ``head(hidden)``, or too little text.
-        RuntimeError: the loss is not a number, at the step that is named, or this is one of a launcher's processes.
+        ValueError: a bidirectional model, one whose logits are not ``head(hidden)``, or too little
+            text.
+        RuntimeError: the loss is not a number, at the step that is named, or this is one of a
+            launcher's processes.
     """
     from transformers import TrainingArguments, default_data_collator
 
@@ -93,11 +103,15 @@ def adapt(
     recipe = recipe or AdaptationRecipe()
     if getattr(network.config, "is_causal", True) is False:
         remedy = "adapt the model first and make it bidirectional afterwards."
-        raise ValueError(f"network must be causal for next-token prediction, got config.is_causal=False; {remedy}")
+        raise ValueError(
+            f"network must be causal for next-token prediction, got config.is_causal=False; {remedy}",
+        )
     _check_head(network)
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         remedy = "start this without torchrun or accelerate launch."
-        raise RuntimeError(f"adapt trains in one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}; {remedy}")
+        raise RuntimeError(
+            f"adapt trains in one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}; {remedy}",
+        )
     blocks = pack_texts(tokenizer, texts, recipe.length)
     seen: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="tilefold-adaptation-") as folder:
@@ -119,8 +133,17 @@ def adapt(
         )
         rows = [{"input_ids": block} for block in blocks]
         made = _trainer_class(recipe, seen, progress)
-        made(model=network, args=arguments, train_dataset=rows, data_collator=default_data_collator).train()
-    told = (getattr(step, name) for name in ("plain", "activated", "alive") for step in (seen[0], seen[-1]))
+        made(
+            model=network,
+            args=arguments,
+            train_dataset=rows,
+            data_collator=default_data_collator,
+        ).train()
+    told = (
+        getattr(step, name)
+        for name in ("plain", "activated", "alive")
+        for step in (seen[0], seen[-1])
+    )
     return AdaptationResult(recipe.steps, *map(float, told))
 
 
@@ -131,14 +154,33 @@ def _trainer_class(recipe: AdaptationRecipe, seen: list[Any], progress: Progress
     from tilefold.losses import activated_lm_loss
 
     class AdaptationTrainer(Trainer):
-        def compute_loss(self, model: Model, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        def compute_loss(
+            self,
+            model: Model,
+            inputs: Any,
+            return_outputs: bool = False,
+            **_: Any,
+        ) -> Any:
             ids = inputs["input_ids"]
             network = self.accelerator.unwrap_model(model)
             head = network.get_output_embeddings()
             with self.accelerator.autocast():
-                hidden = network.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
-                options: dict[str, Any] = {"activated_weight": recipe.activated_weight, "chunk": recipe.chunk}
-                loss = activated_lm_loss(hidden, head.weight, ids[:, 1:].flatten(), head.bias, **options)
+                hidden = (
+                    network.base_model(input_ids=ids, use_cache=False)
+                    .last_hidden_state[:, :-1]
+                    .flatten(0, 1)
+                )
+                options: dict[str, Any] = {
+                    "activated_weight": recipe.activated_weight,
+                    "chunk": recipe.chunk,
+                }
+                loss = activated_lm_loss(
+                    hidden,
+                    head.weight,
+                    ids[:, 1:].flatten(),
+                    head.bias,
+                    **options,
+                )
             step, steps = self.state.global_step + 1, recipe.steps
             if not bool(loss.total.isfinite()):
                 got = f"{float(loss.total)} at step {step} of {steps}; lower learning_rate, or set bf16=False."
@@ -162,7 +204,12 @@ def _check_head(network: Network) -> None:
     with in_eval_mode(network), torch.no_grad():
         ids = torch.arange(4, device=head.weight.device)[None] % head.out_features
         hidden = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        found, expected = network(input_ids=ids, use_cache=False).logits.float(), head(hidden).float()
+        found, expected = (
+            network(input_ids=ids, use_cache=False).logits.float(),
+            head(hidden).float(),
+        )
     if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
         got = f"changed ones in {type(network).__name__} (soft-capping or a scale)"
-        raise ValueError(f"logits must be those of the LM head, got {got}, which the chunked loss does not reproduce.")
+        raise ValueError(
+            f"logits must be those of the LM head, got {got}, which the chunked loss does not reproduce.",
+        )

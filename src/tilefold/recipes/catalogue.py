@@ -1,4 +1,6 @@
-"""The published systems by name: their sources, and the settings in which each differs from its class of recipe."""
+"""The published systems by name: their sources, and the settings in which each differs from its
+class of recipe.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tilefold.recipes.splade import SpladeRecipe
 __all__ = ["RECIPES", "Config", "Entry", "TrainResult", "describe", "get_recipe", "train"]
 
 Config = SpladeRecipe | ColbertRecipe | LsrRecipe
-_CLASSES: dict[str, type[Config]] = {kind.__name__: kind for kind in (SpladeRecipe, ColbertRecipe, LsrRecipe)}
+_CLASSES: dict[str, type[Config]] = {
+    kind.__name__: kind for kind in (SpladeRecipe, ColbertRecipe, LsrRecipe)
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,9 @@ def get_recipe(name: str, **overrides: Any) -> Config:
 
 
 def describe(recipe: Config) -> Iterator[tuple[str, object, str]]:
-    """Name as ``--set`` takes it, JSON value and meaning of the fields of a recipe, and of those inside that apply."""
+    """Name as ``--set`` takes it, JSON value and meaning of the fields of a recipe, and of those
+    inside that apply.
+    """
     values = recipe.to_dict()
     for name, text in recipe.described().items():
         inside = getattr(recipe, name)
@@ -76,7 +82,11 @@ def describe(recipe: Config) -> Iterator[tuple[str, object, str]]:
             if name != "name":
                 yield name, values[name], text
             continue
-        applies = KINDS[inside.kind] | {"kind", "base_model"} if isinstance(inside, EncoderSpec) else values[name]
+        applies = (
+            KINDS[inside.kind] | {"kind", "base_model"}
+            if isinstance(inside, EncoderSpec)
+            else values[name]
+        )
         for part, meaning in inside.described().items():
             if part in applies:
                 yield f"{name}.{part}", values[name][part], meaning

@@ -1,4 +1,6 @@
-"""SPLADE on causal language models: Mistral-SPLADE (arXiv 2408.11119), CSPLADE (arXiv 2504.10816), and PROSPER."""
+"""SPLADE on causal language models: Mistral-SPLADE (arXiv 2408.11119), CSPLADE (arXiv 2504.10816),
+and PROSPER.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tilefold._typing import Module, Network, SparseEncoder, Tokenizer, Transformer
-from tilefold.recipes._builders import Base, head_pooling, load_transformer, shared_network, usual_scale
+from tilefold.recipes._builders import (
+    Base,
+    head_pooling,
+    load_transformer,
+    shared_network,
+    usual_scale,
+)
 from tilefold.recipes._settings import EncoderSpec
 from tilefold.recipes.loading import local_only, saved_architectures, seeded, whole_weights
 from tilefold.retrieval.errors import MissingPackageError
@@ -18,19 +26,27 @@ _LOGITS = {"text": {"method": "forward", "method_output_name": "logits"}}
 
 
 def causal_transformer(
-    base_model: str | Path, variant: str = "causal", *, max_length: int = 128, **options: Any
+    base_model: str | Path,
+    variant: str = "causal",
+    *,
+    max_length: int = 128,
+    **options: Any,
 ) -> Transformer:
-    """A ``Transformer`` on a causal language model (Llama, Mistral, Qwen2, Qwen3, ...): logits of all tokens.
+    """A ``Transformer`` on a causal language model (Llama, Mistral, Qwen2, Qwen3, ...): logits of
+    all tokens.
 
     Padding is on the left.
 
     Args:
         base_model: a folder or Hugging Face name of a model with a causal LM head.
-        variant: how a token sees the text after it: ``"causal"``, not at all; ``"bidirectional"``, by
-            ``config.is_causal = False``, which transformers 5.2 and later read and which is saved; ``"echo"``,
-            in a second copy of the text (:class:`tilefold.modules.echo.EchoTransformer`).
-        max_length: maximum tokens of an input; the two copies of an echo, and its template, share them.
-        options: ``query_template`` and ``document_template`` of an echo, ``model_kwargs`` of ``Transformer``.
+        variant: how a token sees the text after it: ``"causal"``, not at all; ``"bidirectional"``,
+            by ``config.is_causal = False``, which transformers 5.2 and later read and which is
+            saved; ``"echo"``, in a second copy of the text
+            (:class:`tilefold.modules.echo.EchoTransformer`).
+        max_length: maximum tokens of an input; the two copies of an echo, and its template, share
+            them.
+        options: ``query_template`` and ``document_template`` of an echo, ``model_kwargs`` of
+            ``Transformer``.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
@@ -61,7 +77,9 @@ def causal_transformer(
 
 
 def _check_causal_lm(name_or_path: str) -> None:
-    """Refuse a model whose configuration names no ``...ForCausalLM``, and a release that keeps one token's logits."""
+    """Refuse a model whose configuration names no ``...ForCausalLM``, and a release that keeps one
+    token's logits.
+    """
     import sentence_transformers
     from packaging.version import Version
 
@@ -72,14 +90,18 @@ def _check_causal_lm(name_or_path: str) -> None:
         raise RuntimeError(f"causal language models need {why}, got {got}")
     packaged = name_or_path == "minilm"
     named = [] if packaged else saved_architectures(name_or_path) or []
-    if packaged or (Path(name_or_path).is_dir() and not any(name.endswith("ForCausalLM") for name in named)):
+    if packaged or (
+        Path(name_or_path).is_dir() and not any(name.endswith("ForCausalLM") for name in named)
+    ):
         got = f"{name_or_path}, whose config.json names {'BertModel' if packaged else ', '.join(named) or 'nothing'}"
         remedy = "name a causal model (Llama, Mistral, Qwen), or take a recipe for masked ones (splade-v2, splade-pp)."
         raise ValueError(f"base_model must have a causal LM head, got {got}; {remedy}")
 
 
 def check_bidirectional(network: Network) -> None:
-    """Refuse a model that ignores ``config.is_causal = False``: its first token must depend on its last."""
+    """Refuse a model that ignores ``config.is_causal = False``: its first token must depend on its
+    last.
+    """
     import torch
 
     from tilefold.integrations.transformers.packed import in_eval_mode
@@ -94,8 +116,16 @@ def check_bidirectional(network: Network) -> None:
         raise ValueError(f"{needs}, got {got}; use variant 'echo', or transformers 5.2 or later.")
 
 
-def add_lora(transformer: Transformer, *, rank: int = 16, alpha: int = 32, dropout: float = 0.05) -> list[str]:
-    """Train low-rank updates of attention and MLP projections only (arXiv 2106.09685); returns their names."""
+def add_lora(
+    transformer: Transformer,
+    *,
+    rank: int = 16,
+    alpha: int = 32,
+    dropout: float = 0.05,
+) -> list[str]:
+    """Train low-rank updates of attention and MLP projections only (arXiv 2106.09685); returns
+    their names.
+    """
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -103,19 +133,32 @@ def add_lora(transformer: Transformer, *, rank: int = 16, alpha: int = 32, dropo
     names = {name.rpartition(".")[2] for name, _ in transformer.model.named_modules()}
     if not (targets := [name for name in PROJECTIONS if name in names]):
         got = f"{type(transformer.model).__name__}; call model.add_adapter with target_modules of your own."
-        raise ValueError(f"lora needs a model with projections named {', '.join(PROJECTIONS)}, got {got}")
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, bias="none")
+        raise ValueError(
+            f"lora needs a model with projections named {', '.join(PROJECTIONS)}, got {got}",
+        )
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=targets,
+        bias="none",
+    )
     transformer.model.add_adapter(config)
     return targets
 
 
 def merge_adapters(model: SparseEncoder) -> int:
-    """Add every LoRA update to its weight and drop the adapters, which alone would be saved; returns their number."""
+    """Add every LoRA update to its weight and drop the adapters, which alone would be saved;
+    returns their number.
+    """
     from sentence_transformers.base.modules import Transformer
 
     merged = 0
     for network in [module.model for module in model.modules() if isinstance(module, Transformer)]:
-        kinds = {name: {base.__name__ for base in type(each).__mro__} for name, each in network.named_modules()}
+        kinds = {
+            name: {base.__name__ for base in type(each).__mro__}
+            for name, each in network.named_modules()
+        }
         layers = [name for name, bases in kinds.items() if "LoraLayer" in bases]
         for name in layers:
             layer = network.get_submodule(name)
@@ -130,11 +173,17 @@ def merge_adapters(model: SparseEncoder) -> int:
 
 
 def build_causal(spec: EncoderSpec, base: Base) -> list[Module]:
-    """A causal language model, read causally, in both directions, or twice, and the pooling of its logits."""
+    """A causal language model, read causally, in both directions, or twice, and the pooling of its
+    logits.
+    """
     if spec.shared_network:
         transformer = shared_network(spec, base, "text-generation")
     else:
-        transformer = causal_transformer(spec.base_model or base.base_model, spec.kind, max_length=base.max_length)
+        transformer = causal_transformer(
+            spec.base_model or base.base_model,
+            spec.kind,
+            max_length=base.max_length,
+        )
         if spec.lora is not None:
             with seeded(base.seed):
                 add_lora(transformer, rank=spec.lora, alpha=2 * spec.lora)
@@ -161,7 +210,9 @@ def _prosper_transformer(spec: EncoderSpec, base: Base) -> Transformer:
     from tilefold.modules.prosper import ProsperTransformer
 
     name = spec.base_model or base.base_model
-    if name != "minilm" and any(found.endswith("ForCausalLM") for found in saved_architectures(name) or []):
+    if name != "minilm" and any(
+        found.endswith("ForCausalLM") for found in saved_architectures(name) or []
+    ):
         plain = causal_transformer(name, "causal", max_length=base.max_length)
     else:
         plain = load_transformer(name, base, "fill-mask")

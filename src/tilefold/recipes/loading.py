@@ -1,4 +1,6 @@
-"""The kind of a saved model, and the model itself: whole, quiet, in the precision of this machine, ready to encode."""
+"""The kind of a saved model, and the model itself: whole, quiet, in the precision of this machine,
+ready to encode.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from tilefold.recipes._run import LOG, PLOT, newest_step
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["LOG", "PLOT", "fast_inference", "load_saved", "newest_step", "quiet_libraries", "run_fast", "saved_kind"]
+__all__ = [
+    "LOG",
+    "PLOT",
+    "fast_inference",
+    "load_saved",
+    "newest_step",
+    "quiet_libraries",
+    "run_fast",
+    "saved_kind",
+]
 __all__ += ["supports_bf16"]
 
 M = TypeVar("M", bound=Model)
@@ -34,7 +45,9 @@ _KINDS = {
 
 
 def saved_kind(name_or_path: str) -> str:
-    """Return "sparse", "multi-vector", "dense", "cross-encoder", or "backbone" for any other or unknown model."""
+    """Return "sparse", "multi-vector", "dense", "cross-encoder", or "backbone" for any other or
+    unknown model.
+    """
     saved = _read(name_or_path, "config_sentence_transformers.json")
     if isinstance(saved, dict) and (kind := _KINDS.get(str(saved.get("model_type")))):
         return kind
@@ -51,7 +64,9 @@ def saved_kind(name_or_path: str) -> str:
 
 
 def check_masked_lm(name_or_path: str) -> None:
-    """Refuse a backbone whose configuration names no ``...ForMaskedLM``: stock code would give it a random head."""
+    """Refuse a backbone whose configuration names no ``...ForMaskedLM``: stock code would give it a
+    random head.
+    """
     named = saved_architectures(name_or_path)
     if named is not None and not any(name.endswith("ForMaskedLM") for name in named):
         got = f"its config.json names {', '.join(named) or 'nothing'}), and sparse vectors come from one"
@@ -77,25 +92,33 @@ def saved_modules(name_or_path: str) -> list[str]:
 
 
 def load_saved(name_or_path: str, kind: str) -> Model:
-    """The model of a kind of :func:`saved_kind`, ready to encode, with the attention that it was saved with.
+    """The model of a kind of :func:`saved_kind`, ready to encode, with the attention that it was
+    saved with.
 
     No remote code runs, and a folder is read without a look at the network.
 
     Raises:
         OSError: no such model, here or on the Hugging Face hub.
-        ValueError: a model that was trained with entmax attention and would run softmax; one whose weights are not all
-            in its files, or whose tokenizer is another's.
+        ValueError: a model that was trained with entmax attention and would run softmax; one whose
+            weights are not all in its files, or whose tokenizer is another's.
     """
     import sentence_transformers
 
     from tilefold.integrations import transformers as entmax
     from tilefold.modules import load_encoder
 
-    names = {"multi-vector": "MultiVectorEncoder", "dense": "SentenceTransformer", "cross-encoder": "CrossEncoder"}
+    names = {
+        "multi-vector": "MultiVectorEncoder",
+        "dense": "SentenceTransformer",
+        "cross-encoder": "CrossEncoder",
+    }
     if kind == "backbone":
         check_masked_lm(name_or_path)
     entmax.register()
-    model = load_whole(getattr(sentence_transformers, names[kind]) if kind in names else load_encoder, name_or_path)
+    model = load_whole(
+        getattr(sentence_transformers, names[kind]) if kind in names else load_encoder,
+        name_or_path,
+    )
     entmax.runs_entmax(model)  # refuses a model that has alphas and would run softmax
     model.model_card_data.local_files_only = True
     run_fast(model)
@@ -103,9 +126,15 @@ def load_saved(name_or_path: str, kind: str) -> Model:
 
 
 def load_whole(made: Callable[..., M], name_or_path: str) -> M:
-    """The model that `made` loads, without remote code; all its weights and its tokenizer must be in its files."""
+    """The model that `made` loads, without remote code; all its weights and its tokenizer must be
+    in its files.
+    """
     with whole_weights(name_or_path):
-        model = made(name_or_path, trust_remote_code=False, local_files_only=Path(name_or_path).is_dir())
+        model = made(
+            name_or_path,
+            trust_remote_code=False,
+            local_files_only=Path(name_or_path).is_dir(),
+        )
     _check_tokenizer(model, name_or_path)
     return model
 
@@ -135,7 +164,9 @@ def stay_offline(model: M) -> M:
 
 @contextmanager
 def whole_weights(name_or_path: str) -> Iterator[None]:
-    """Refuse what transformers loads in this context if weights, but for poolers, are not in the files."""
+    """Refuse what transformers loads in this context if weights, but for poolers, are not in the
+    files.
+    """
     from transformers import PreTrainedModel
 
     fresh: list[str] = []
@@ -147,7 +178,9 @@ def whole_weights(name_or_path: str) -> Iterator[None]:
             fresh.extend(sorted(key for key in info["missing_keys"] if "pooler" not in key))
         return (model, info) if asked else model
 
-    with _loading:  # else threads would put back each other's method, and miss weights that are not there
+    with (
+        _loading
+    ):  # else threads would put back each other's method, and miss weights that are not there
         stock = PreTrainedModel.__dict__["from_pretrained"]
         PreTrainedModel.from_pretrained = classmethod(from_pretrained)
         try:
@@ -161,14 +194,20 @@ def whole_weights(name_or_path: str) -> Iterator[None]:
 
 
 def _check_tokenizer(model: Model, name_or_path: str) -> None:
-    """Refuse a model whose tokenizer has far fewer tokens than its embeddings, as without its files, or more."""
+    """Refuse a model whose tokenizer has far fewer tokens than its embeddings, as without its
+    files, or more.
+    """
     try:
         tokens, rows = len(model.tokenizer), model[0].model.get_input_embeddings().num_embeddings
     except (AttributeError, TypeError, NotImplementedError):
         return  # static embeddings, routes, images: nothing to compare
-    if not 0.5 * rows <= tokens <= 1.1 * rows:  # padded vocabularies and added tokens are well within
+    if (
+        not 0.5 * rows <= tokens <= 1.1 * rows
+    ):  # padded vocabularies and added tokens are well within
         why = "the tokenizer's files are missing or belong to another model. Put those of its own beside the weights."
-        raise ValueError(f"{name_or_path}: its tokenizer has {tokens} tokens and its embeddings {rows}: {why}")
+        raise ValueError(
+            f"{name_or_path}: its tokenizer has {tokens} tokens and its embeddings {rows}: {why}",
+        )
 
 
 def _read(name_or_path: str, file: str) -> object:
@@ -182,7 +221,9 @@ def _read(name_or_path: str, file: str) -> object:
 
 
 def supports_bf16() -> bool:
-    """Whether bf16 autocast is worth it on this machine: a GPU that has it, or a CPU with AMX or AVX512-BF16."""
+    """Whether bf16 autocast is worth it on this machine: a GPU that has it, or a CPU with AMX or
+    AVX512-BF16.
+    """
     import torch
 
     if torch.cuda.is_available():
@@ -190,7 +231,10 @@ def supports_bf16() -> bool:
     # one that torch uses as one with AVX2 alone (ATEN_CPU_CAPABILITY=avx2) would emulate bf16
     if "AVX512" not in torch.backends.cpu.get_cpu_capability():
         return False
-    probes = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    probes = (
+        getattr(torch.cpu, name, None)
+        for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    )
     return any(probe() for probe in probes if probe is not None)
 
 
@@ -199,18 +243,26 @@ def fast_inference() -> Iterator[None]:
     """bf16 autocast where the hardware has it; weights and scores stay fp32."""
     import torch
 
-    with torch.autocast("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, enabled=supports_bf16()):
+    with torch.autocast(
+        "cuda" if torch.cuda.is_available() else "cpu",
+        torch.bfloat16,
+        enabled=supports_bf16(),
+    ):
         yield
 
 
 def run_fast(model: nn.Module) -> None:
-    """Let every forward pass of `model` run in :func:`fast_inference`: a text has one vector in every command."""
+    """Let every forward pass of `model` run in :func:`fast_inference`: a text has one vector in
+    every command.
+    """
     model.forward = fast_inference()(model.forward)
 
 
 @contextmanager
 def quiet_libraries(verbose: bool = False) -> Iterator[None]:
-    """Silence progress bars, logs and warnings of the Hugging Face libraries; put them back at the end."""
+    """Silence progress bars, logs and warnings of the Hugging Face libraries; put them back at the
+    end.
+    """
     if verbose:
         yield
         return
@@ -222,7 +274,13 @@ def quiet_libraries(verbose: bool = False) -> Iterator[None]:
     hf_logging.disable_progress_bar()
     try:
         with quiet_loggers(*LOGGERS), warnings.catch_warnings():
-            for module in ("transformers", "sentence_transformers", "accelerate", "datasets", "torch"):
+            for module in (
+                "transformers",
+                "sentence_transformers",
+                "accelerate",
+                "datasets",
+                "torch",
+            ):
                 warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
             yield
     finally:
@@ -233,7 +291,9 @@ def quiet_libraries(verbose: bool = False) -> Iterator[None]:
 
 @contextmanager
 def quiet_loggers(*names: str | None) -> Iterator[None]:
-    """Let loggers, ``None`` for the root, say nothing but errors; their levels are put back at the end."""
+    """Let loggers, ``None`` for the root, say nothing but errors; their levels are put back at the
+    end.
+    """
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,4 +1,6 @@
-"""Learned sparse retrieval: one typed configuration for the systems of the catalogue, trained with stock parts."""
+"""Learned sparse retrieval: one typed configuration for the systems of the catalogue, trained with
+stock parts.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,17 @@ from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.training_rows import RowsAhead, read_training_rows
 
 __all__ = [
-    "LOSSES", "REGULARIZERS", "LsrRecipe", "RegularizerSpec", "TrainResult", "fused_head", "length_grouped_batches",
-    "make_examples", "make_loss", "train",
-]  # fmt: skip
+    "LOSSES",
+    "REGULARIZERS",
+    "LsrRecipe",
+    "RegularizerSpec",
+    "TrainResult",
+    "fused_head",
+    "length_grouped_batches",
+    "make_examples",
+    "make_loss",
+    "train",
+]
 
 LOSSES = ("infonce", "kl", "margin_mse", "pairwise_softmax", "term_recall")
 MASKED_LM, FLOPS = EncoderSpec(), RegularizerSpec()
@@ -36,25 +46,30 @@ class SparseRecipe(Recipe):
     """The settings of every learned sparse model, on top of :class:`TrainingSettings`.
 
     Attributes:
-        start_percentile: initial decoder bias of ``"minilm"``, see :func:`tilefold.recipes.minilm_splade`.
+        start_percentile: initial decoder bias of ``"minilm"``, see
+            :func:`tilefold.recipes.minilm_splade`.
         group_by_length: batches of documents of similar length, with little padding.
     """
 
-    start_percentile: float = rules.checked(99.95, rules.number(lambda value: 0 < value < 100, "in (0, 100)"))
+    start_percentile: float = rules.checked(
+        99.95,
+        rules.number(lambda value: 0 < value < 100, "in (0, 100)"),
+    )
     group_by_length: bool = rules.checked(False, rules.flag)
 
 
 @dataclass(frozen=True)
 class LsrRecipe(SparseRecipe):
-    """Configuration of a learned sparse model and its training; every field is checked on construction.
+    """Configuration of a learned sparse model and its training; every field is checked on
+    construction.
 
     Attributes:
         name: of the system, for messages; it changes nothing.
         base_model: of encoders that name none: ``"minilm"``, a folder or a Hugging Face name.
         query: encoder of queries; None shares the document's weights.
         document: encoder of documents.
-        loss: weights by name, out of ``"infonce"`` (in-batch negatives beside mined ones), ``"kl"``, ``"margin_mse"``,
-            ``"pairwise_softmax"`` and ``"term_recall"``.
+        loss: weights by name, out of ``"infonce"`` (in-batch negatives beside mined ones),
+            ``"kl"``, ``"margin_mse"``, ``"pairwise_softmax"`` and ``"term_recall"``.
         query_regularizer, document_regularizer: penalties of the two sides.
         negatives: mined, per query and step; 0 for in-batch negatives alone.
         idf_learning_rate: of the weights of ``"idf"`` queries; None takes `learning_rate`.
@@ -83,17 +98,31 @@ class LsrRecipe(SparseRecipe):
             self._nest(f"{side}_regularizer", RegularizerSpec)
         super().__post_init__()
         if self.query_regularizer.per_position:
-            raise ValueError("query_regularizer: per_position must be False, a group has one query.")
+            raise ValueError(
+                "query_regularizer: per_position must be False, a group has one query.",
+            )
         if not isinstance(self.loss, Mapping) or not self.loss or set(self.loss) - set(LOSSES):
-            raise ValueError(f"loss must map names out of {', '.join(LOSSES)} to weights, got {self.loss!r}.")
-        object.__setattr__(self, "loss", dict(self.loss))  # which nobody else changes, and which files can keep
+            raise ValueError(
+                f"loss must map names out of {', '.join(LOSSES)} to weights, got {self.loss!r}.",
+            )
+        object.__setattr__(
+            self,
+            "loss",
+            dict(self.loss),
+        )  # which nobody else changes, and which files can keep
         for name, weight in self.loss.items():
             rules.POSITIVE(f"loss[{name!r}]", weight)
         compares = self.needs_scores or "pairwise_softmax" in self.loss
         if self.mini_batch_size is not None and self.document.kind == "prosper":
-            raise ValueError("mini_batch_size must be None for kind 'prosper', whose penalties are on other vectors.")
+            raise ValueError(
+                "mini_batch_size must be None for kind 'prosper', whose penalties are on other vectors.",
+            )
         if compares and not self.negatives:
-            of = "a loss that compares documents with a teacher" if self.needs_scores else "the loss pairwise_softmax"
+            of = (
+                "a loss that compares documents with a teacher"
+                if self.needs_scores
+                else "the loss pairwise_softmax"
+            )
             raise ValueError(f"negatives must be at least 1 for {of}, got 0.")
 
     def _nest(self, name: str, cls: type[Settings]) -> None:
@@ -120,10 +149,14 @@ class LsrRecipe(SparseRecipe):
     @property
     def step_negatives(self) -> int:
         """Documents that a step compares each query with, beside its own."""
-        return (1 + self.negatives) * self.batch_size - 1 if "infonce" in self.loss else self.negatives
+        return (
+            (1 + self.negatives) * self.batch_size - 1 if "infonce" in self.loss else self.negatives
+        )
 
     def preparation(self, data: str) -> list[str]:
-        """Commands that make the negatives and scores that training needs, offline; the last writes the file."""
+        """Commands that make the negatives and scores that training needs, offline; the last writes
+        the file.
+        """
         commands = [
             f"tilefold index --backend bm25 --data {data} --output bm25-index",
             f"tilefold mine --data {data} --index bm25-index --output negatives.parquet",
@@ -136,7 +169,11 @@ class LsrRecipe(SparseRecipe):
         base = Base(self.base_model, self.max_length, texts, self.seed, self.start_percentile)
         return build_encoder(self.query, self.document, base)
 
-    def examples(self, collection: Collection, negatives: str | Path | RowsAhead | None) -> Examples:
+    def examples(
+        self,
+        collection: Collection,
+        negatives: str | Path | RowsAhead | None,
+    ) -> Examples:
         """The rows that training reads."""
         return make_examples(self, collection, negatives)
 
@@ -151,7 +188,10 @@ class LsrRecipe(SparseRecipe):
 
 def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> TrainResult:
     """Train the job's model in place; a SPLADE recipe's has stock penalties, and a head to fuse."""
-    from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments
+    from sentence_transformers.sparse_encoder import (
+        SparseEncoderTrainer,
+        SparseEncoderTrainingArguments,
+    )
 
     from tilefold.recipes._watch import SparseWatch
     from tilefold.recipes.decoders import merge_adapters
@@ -159,10 +199,20 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
     model, length = job.model, job.model.max_seq_length
     model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
     ranks = job.world.size
-    loss = make_loss(model, recipe, stock=splade and ranks == 1, ranks=ranks)  # stock penalties are of one rank's rows
+    loss = make_loss(
+        model,
+        recipe,
+        stock=splade and ranks == 1,
+        ranks=ranks,
+    )  # stock penalties are of one rank's rows
     penalties = {"query": recipe.query_regularizer, "document": recipe.document_regularizer}
     warmups = {side: spec.warmup_ratio for side, spec in penalties.items() if spec.kind != "none"}
-    watcher = SparseWatch(loss, warmups, bounded=not splade and model.max_active_dims is not None, world=job.world)
+    watcher = SparseWatch(
+        loss,
+        warmups,
+        bounded=not splade and model.max_active_dims is not None,
+        world=job.world,
+    )
     sampler = "no_duplicates" if "infonce" in recipe.loss else "batch_sampler"
     with fused_head(model, recipe.fused, needed=splade):
         last = run_trainer(
@@ -182,24 +232,41 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
 
 
 def _routes(recipe: LsrRecipe, job: TrainingJob) -> dict[str, object]:
-    """Arguments of the trainer for a model of two routes, or one that reads queries in another form."""
+    """Arguments of the trainer for a model of two routes, or one that reads queries in another
+    form.
+    """
     if recipe.query is None and recipe.document.kind not in ("echo", "splate"):
         return {}
-    routes = {name: "query" if name == "query" else "document" for name in job.examples.columns if name != "label"}
+    routes = {
+        name: "query" if name == "query" else "document"
+        for name in job.examples.columns
+        if name != "label"
+    }
     settings: dict[str, object] = {"router_mapping": routes}
     learned = recipe.query is not None and recipe.query.kind == "idf" and recipe.query.trainable
     if learned and recipe.idf_learning_rate is not None:
-        settings["learning_rate_mapping"] = {r"sub_modules\.query\.0\.weight$": recipe.idf_learning_rate}
+        settings["learning_rate_mapping"] = {
+            r"sub_modules\.query\.0\.weight$": recipe.idf_learning_rate,
+        }
     return settings
 
 
-def fused_head(model: SparseEncoder, fused: bool = True, *, needed: bool = False) -> AbstractContextManager[object]:
-    """A context in which `model` scores without the logits, where it has a head to fuse and `fused` asks for it."""
+def fused_head(
+    model: SparseEncoder,
+    fused: bool = True,
+    *,
+    needed: bool = False,
+) -> AbstractContextManager[object]:
+    """A context in which `model` scores without the logits, where it has a head to fuse and `fused`
+    asks for it.
+    """
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
     from tilefold.modules import FusedPooling
 
-    fusable = needed or any(isinstance(module, (SpladePooling, FusedPooling)) for module in model.modules())
+    fusable = needed or any(
+        isinstance(module, (SpladePooling, FusedPooling)) for module in model.modules()
+    )
     if not fused or not fusable:
         return nullcontext()  # encoders without a vocabulary-wide head have nothing to fuse
     from tilefold.integrations.sentence_transformers import accelerate
@@ -208,10 +275,12 @@ def fused_head(model: SparseEncoder, fused: bool = True, *, needed: bool = False
 
 
 def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: int = 1) -> Module:
-    """``SpladeLoss`` of the recipe's loss and penalties, which may be stock ones; PROSPER's are on base weights.
+    """``SpladeLoss`` of the recipe's loss and penalties, which may be stock ones; PROSPER's are on
+    base weights.
 
-    Several `ranks` share negatives and penalties: documents are gathered as ``[B, V]``, their gradients scattered back.
-    The loss's own gathering does so with queries, too, of which it then takes this rank's.
+    Several `ranks` share negatives and penalties: documents are gathered as ``[B, V]``, their
+    gradients scattered back. The loss's own gathering does so with queries, too, of which it then
+    takes this rank's.
     """
     from sentence_transformers.sparse_encoder import losses
 
@@ -220,7 +289,9 @@ def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: in
 
     made_by: dict[str, Callable[[], Module]] = {
         "infonce": lambda: losses.SparseMultipleNegativesRankingLoss(
-            model, scale=recipe.similarity_scale, **({"similarity_fct": dot_of_all_ranks} if ranks > 1 else {})
+            model,
+            scale=recipe.similarity_scale,
+            **({"similarity_fct": dot_of_all_ranks} if ranks > 1 else {}),
         ),
         "kl": lambda: losses.SparseDistillKLDivLoss(model),
         "margin_mse": lambda: losses.SparseMarginMSELoss(model),
@@ -239,7 +310,9 @@ def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: in
         loss=terms[0][0] if len(terms) == 1 and terms[0][1] == 1 else WeightedLosses(terms),
         document_regularizer_weight=document.weight,
         query_regularizer_weight=query.weight,
-        document_regularizer=None if stock else make_regularizer(document, positions=1 + recipe.negatives),
+        document_regularizer=None
+        if stock
+        else make_regularizer(document, positions=1 + recipe.negatives),
         query_regularizer=None if stock else make_regularizer(query),
         **cached,
     )
@@ -259,23 +332,37 @@ def make_regularizer(spec: RegularizerSpec, positions: int = 1) -> Module:
     if spec.kind == "none":
         return ours.NoPenalty()
     if spec.kind == "anti_zero":
-        penalty: Module = ours.RegularizerSum([(ours.GlobalFlopsLoss(), 1.0), (ours.AntiZeroLoss(), 1.0)])
+        penalty: Module = ours.RegularizerSum(
+            [(ours.GlobalFlopsLoss(), 1.0), (ours.AntiZeroLoss(), 1.0)],
+        )
     else:
-        kinds = {"flops": ours.GlobalFlopsLoss, "l1": ours.L1Loss, "l2": ours.L2Loss, "df_flops": ours.DFFlopsLoss}
+        kinds = {
+            "flops": ours.GlobalFlopsLoss,
+            "l1": ours.L1Loss,
+            "l2": ours.L2Loss,
+            "df_flops": ours.DFFlopsLoss,
+        }
         penalty = kinds[spec.kind](threshold=spec.threshold)
     return ours.PositionSum(penalty, positions) if spec.per_position else penalty
 
 
-def make_examples(recipe: LsrRecipe, collection: Collection, file: str | Path | RowsAhead | None) -> Examples:
-    """The columns ``query``, ``positive``, ``negative_1`` to ``negative_n``, and ``label``: the teachers' scores.
+def make_examples(
+    recipe: LsrRecipe,
+    collection: Collection,
+    file: str | Path | RowsAhead | None,
+) -> Examples:
+    """The columns ``query``, ``positive``, ``negative_1`` to ``negative_n``, and ``label``: the
+    teachers' scores.
 
-    A query's negatives are drawn anew for each pass over the pairs, as far as memory allows, without repetition within
-    a row where the file has enough of them.
+    A query's negatives are drawn anew for each pass over the pairs, as far as memory allows,
+    without repetition within a row where the file has enough of them.
     """
     if not recipe.negatives:
         if file is not None:
             remedy = "leave the file out, or set negatives to at least 1."
-            raise ValueError(f"negatives: {recipe.name!r} takes none from a file (its negatives are 0); {remedy}")
+            raise ValueError(
+                f"negatives: {recipe.name!r} takes none from a file (its negatives are 0); {remedy}",
+            )
         return pair_examples(collection, "positive")
     pairs, count = training_pairs(collection), recipe.negatives
     if file is None:
@@ -283,17 +370,30 @@ def make_examples(recipe: LsrRecipe, collection: Collection, file: str | Path | 
     rows = file.take() if isinstance(file, RowsAhead) else read_training_rows(file)
     places = rows.check_collection(collection)
     if recipe.needs_scores and not rows.scored:
-        raise ValueError(f"negatives: {file} has no teachers' scores; {_how_to_make(recipe, collection)}")
+        raise ValueError(
+            f"negatives: {file} has no teachers' scores; {_how_to_make(recipe, collection)}",
+        )
     mined = Mined(pairs, rows, places, scored=recipe.needs_scores)
     what = "negatives and scored relevant documents" if recipe.needs_scores else "negatives"
     kept, in_all = len(mined.pairs.names), len(pairs.names)
     if not kept:
         of = f"the training queries of {collection.name!r}"
-        raise ValueError(f"negatives: {file} has no {what} of {of}; {_how_to_make(recipe, collection)}")
-    note = f"{in_all - kept} of {in_all} training pairs were left out: {file} has no {what} for them."
-    passes = recipe.epochs if recipe.max_steps is None else recipe.max_steps * recipe.batch_size / kept
+        raise ValueError(
+            f"negatives: {file} has no {what} of {of}; {_how_to_make(recipe, collection)}",
+        )
+    note = (
+        f"{in_all - kept} of {in_all} training pairs were left out: {file} has no {what} for them."
+    )
+    passes = (
+        recipe.epochs if recipe.max_steps is None else recipe.max_steps * recipe.batch_size / kept
+    )
     draws = max(1, min(math.ceil(passes), MAX_TEXTS // (kept * (1 + count))))
-    return examples_of(collection, kept, mined.columns(count, draws, recipe.seed), note if kept < in_all else "")
+    return examples_of(
+        collection,
+        kept,
+        mined.columns(count, draws, recipe.seed),
+        note if kept < in_all else "",
+    )
 
 
 def _how_to_make(recipe: LsrRecipe, collection: Collection) -> str:
@@ -307,13 +407,20 @@ def _how_to_make(recipe: LsrRecipe, collection: Collection) -> str:
 
 
 def length_grouped_batches(dataset: Any, batch_size: int, **settings: Any) -> Any:
-    """A sampler for sentence-transformers: batches without duplicates, of documents of similar length."""
+    """A sampler for sentence-transformers: batches without duplicates, of documents of similar
+    length.
+    """
     from sentence_transformers.base.sampler import DefaultBatchSampler, NoDuplicatesBatchSampler
 
     name = "document" if "document" in dataset.column_names else "positive"
     lengths = [len(text) for text in dataset.select_columns([name])[name]]
-    # pools without a text twice: sorted by the length of documents, cut into batches, and these are shuffled
-    pools = NoDuplicatesBatchSampler(dataset, batch_size=POOL * batch_size, **settings | {"drop_last": False})
+    # pools without a text twice: sorted by the length of documents, cut into batches, and these are
+    # shuffled
+    pools = NoDuplicatesBatchSampler(
+        dataset,
+        batch_size=POOL * batch_size,
+        **settings | {"drop_last": False},
+    )
 
     class LengthGrouped(DefaultBatchSampler):
         def __iter__(self) -> Iterator[list[int]]:
@@ -321,11 +428,20 @@ def length_grouped_batches(dataset: Any, batch_size: int, **settings: Any) -> An
             shuffle = random.Random(self.seed + self.epoch).shuffle  # noqa: S311 - a reproducible order, no secret
             for pool in pools:
                 ordered = sorted(pool, key=lambda row: lengths[row])
-                batches = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
+                batches = [
+                    ordered[start : start + batch_size]
+                    for start in range(0, len(ordered), batch_size)
+                ]
                 shuffle(batches)
-                yield from (batch for batch in batches if not self.drop_last or len(batch) == batch_size)
+                yield from (
+                    batch for batch in batches if not self.drop_last or len(batch) == batch_size
+                )
 
         def __len__(self) -> int:
-            return len(lengths) // batch_size if self.drop_last else math.ceil(len(lengths) / batch_size)
+            return (
+                len(lengths) // batch_size
+                if self.drop_last
+                else math.ceil(len(lengths) / batch_size)
+            )
 
     return LengthGrouped(dataset, batch_size=batch_size, **settings)

@@ -1,4 +1,6 @@
-"""A trained SparseEncoder as an ONNX graph from token ids to scores, compared with the model before it is kept."""
+"""A trained SparseEncoder as an ONNX graph from token ids to scores, compared with the model before
+it is kept.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ LENGTHS = (1, 3, 12, 40, 200, 700)  # words of the random texts
 
 
 class ExportedGraph(NamedTuple):
-    """Result of :func:`export_onnx`: ``error`` has the part of the budget that was used, or the least cosine."""
+    """Result of :func:`export_onnx`: ``error`` has the part of the budget that was used, or the
+    least cosine.
+    """
 
     output: str
     graphs: int
@@ -43,37 +47,47 @@ class ExportedGraph(NamedTuple):
 
 
 def export_onnx(
-    model: Model | str, output: str | Path, *, quantize: str | None = None, top_k: int | None = None
+    model: Model | str,
+    output: str | Path,
+    *,
+    quantize: str | None = None,
+    top_k: int | None = None,
 ) -> ExportedGraph:
-    """Write a ``SparseEncoder`` to a folder in which each Transformer with its SpladePooling is one ONNX graph.
+    """Write a ``SparseEncoder`` to a folder in which each Transformer with its SpladePooling is one
+    ONNX graph.
 
-    The graph goes from ``input_ids`` and ``attention_mask`` ``[B, S]``, B and S free, to ``scores`` ``[B, V]``:
-    network, LM head, activation (once per score, after a max) and pooling. Other modules, such as the static queries
-    of a Router, stay what they are. The folder is a ``SparseEncoder`` whose module is a
-    :class:`tilefold.modules.OnnxGraph`, so that commands and :func:`tilefold.modules.load_encoder` take it as any
-    model.
+    The graph goes from ``input_ids`` and ``attention_mask`` ``[B, S]``, B and S free, to ``scores``
+    ``[B, V]``: network, LM head, activation (once per score, after a max) and pooling. Other
+    modules, such as the static queries of a Router, stay what they are. The folder is a
+    ``SparseEncoder`` whose module is a :class:`tilefold.modules.OnnxGraph`, so that commands and
+    :func:`tilefold.modules.load_encoder` take it as any model.
 
-    After the export the folder is loaded, and random texts of 1 to 700 words are encoded by it and by the model in
-    fp64: their largest difference may be 8 times that between the model's fp32 and its fp64, or 8 roundings of
-    the largest score where that is more. Each vector of an 8-bit graph must have a cosine of at least 0.9.
+    After the export the folder is loaded, and random texts of 1 to 700 words are encoded by it and
+    by the model in fp64: their largest difference may be 8 times that between the model's fp32 and
+    its fp64, or 8 roundings of the largest score where that is more. Each vector of an 8-bit graph
+    must have a cosine of at least 0.9.
 
     Args:
         model: with stock modules, max or sum pooling; or its folder or name.
         output: a new folder.
-        quantize: ``"int8"`` multiplies by 8-bit weights (7 bits of each, by output, so that no CPU without VNNI
-            saturates) and activations that are rounded by one scale for the whole batch.
-        top_k: give the heaviest entries of a row only, as ``indices`` and ``weights`` ``[B, top_k]``, heaviest first.
+        quantize: ``"int8"`` multiplies by 8-bit weights (7 bits of each, by output, so that no CPU
+            without VNNI saturates) and activations that are rounded by one scale for the whole
+            batch.
+        top_k: give the heaviest entries of a row only, as ``indices`` and ``weights`` ``[B,
+            top_k]``, heaviest first.
 
     Raises:
         ImportError: without onnx, onnxscript and onnxruntime.
-        ValueError: for a model that has no such pair of modules, is accelerated, cannot be exported by torch, or whose
-            graph computes something else; nothing is written then.
+        ValueError: for a model that has no such pair of modules, is accelerated, cannot be exported
+            by torch, or whose graph computes something else; nothing is written then.
     """
     try:
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ImportError(f'an export to ONNX needs {error.name}: pip install "tilefold[onnx]".') from error
+        raise ImportError(
+            f'an export to ONNX needs {error.name}: pip install "tilefold[onnx]".',
+        ) from error
     if quantize not in {None, "int8"}:
         raise ValueError(f"quantize: expected 'int8' or None, got {quantize!r}.")
     if isinstance(model, str):
@@ -81,7 +95,9 @@ def export_onnx(
     if not isinstance(model, SparseEncoder):
         raise ValueError(f"model: expected a SparseEncoder, got a {type(model).__name__}.")
     if "encode_sparse_batch" in vars(model):
-        raise ValueError("model: expected a stock model, got an accelerated one. Call restore(model) first.")
+        raise ValueError(
+            "model: expected a stock model, got an accelerated one. Call restore(model) first.",
+        )
     # of modules alone: what was put on the model itself, such as autocast, stays out
     stock = _with_modules(model, copy.deepcopy(list(model.children()))).float()
     vocab_size = _encoded(stock, ["a"]).size(1)
@@ -95,11 +111,15 @@ def export_onnx(
         exported = _with_modules(model, maker.modules_of(stock))
         if not maker.made:
             names = ", ".join(type(module).__name__ for module in stock)
-            raise ValueError(f"model: expected a Transformer with an LM head before a SpladePooling, got {names}.")
+            raise ValueError(
+                f"model: expected a Transformer with an LM head before a SpladePooling, got {names}.",
+            )
         errors = _compared(stock, exported, quantize, top_k)
         for graph in maker.made:
             graph.error = errors
-        exported.float().max_active_dims = model.max_active_dims  # whose other modules are those that were compared
+        exported.float().max_active_dims = (
+            model.max_active_dims
+        )  # whose other modules are those that were compared
         with atomic_directory(Path(output), own_names=()) as folder:
             exported.save_pretrained(str(folder), create_model_card=False)
     size = sum(file.stat().st_size for file in Path(output).rglob("*") if file.is_file())
@@ -108,32 +128,58 @@ def export_onnx(
 
 def _with_modules(model: Model, modules: list[nn.Module]) -> Model:
     """A model of other modules with the settings of `model`, but for ``max_active_dims``."""
-    settings = {name: getattr(model, name) for name in ("prompts", "default_prompt_name", "similarity_fn_name")}
+    settings = {
+        name: getattr(model, name)
+        for name in ("prompts", "default_prompt_name", "similarity_fn_name")
+    }
     return type(model)(modules=modules, device="cpu", **settings).eval()
 
 
 def _encoded(model: Model, texts: list[str]) -> Tensor:
     """Texts as queries and as documents, ``[2 n, V]`` fp64, in the model's own precision."""
-    how: dict[str, Any] = {"convert_to_tensor": True, "convert_to_sparse_tensor": False, "show_progress_bar": False}
+    how: dict[str, Any] = {
+        "convert_to_tensor": True,
+        "convert_to_sparse_tensor": False,
+        "show_progress_bar": False,
+    }
     with torch.no_grad():
-        return torch.cat([encode(texts, **how).double() for encode in (model.encode_query, model.encode_document)])
+        return torch.cat(
+            [
+                encode(texts, **how).double()
+                for encode in (model.encode_query, model.encode_document)
+            ],
+        )
 
 
 class _Maker:
     """Puts a graph in the place of each Transformer with its pooling, once for each pair."""
 
     def __init__(
-        self, scratch: Path, vocab_size: int, quantize: str | None, top_k: int | None, made_of: dict[str, Any]
+        self,
+        scratch: Path,
+        vocab_size: int,
+        quantize: str | None,
+        top_k: int | None,
+        made_of: dict[str, Any],
     ) -> None:
-        self.scratch, self.vocab_size, self.quantize, self.top_k = scratch, vocab_size, quantize, top_k
+        self.scratch, self.vocab_size, self.quantize, self.top_k = (
+            scratch,
+            vocab_size,
+            quantize,
+            top_k,
+        )
         self.made_of, self.made = made_of, list[OnnxGraph]()
 
     def modules_of(self, pipeline: nn.Module) -> list[nn.Module]:
         found: list[nn.Module] = []
         for module in pipeline.children():
             if isinstance(module, Router):
-                routes = {name: self.modules_of(route) for name, route in module.sub_modules.items()}
-                options = {name: getattr(module, name) for name in ("default_route", "allow_empty_key")}
+                routes = {
+                    name: self.modules_of(route) for name, route in module.sub_modules.items()
+                }
+                options = {
+                    name: getattr(module, name) for name in ("default_route", "allow_empty_key")
+                }
                 found.append(Router(routes, route_mappings=module.route_mappings, **options))
             elif type(module) is SpladePooling and found and isinstance(found[-1], Transformer):
                 found[-1] = self._graph(found[-1], module)
@@ -141,12 +187,16 @@ class _Maker:
                 found.append(module)
         if any(isinstance(module, Transformer) for module in found):
             names = " -> ".join(type(module).__name__ for module in pipeline.children())
-            raise ValueError(f"model: expected a SpladePooling right after its Transformer, got {names}.")
+            raise ValueError(
+                f"model: expected a SpladePooling right after its Transformer, got {names}.",
+            )
         return found
 
     def _graph(self, transformer: Any, pooling: Any) -> OnnxGraph:
         if getattr(transformer, "query_expansion", None) is not None:
-            raise ValueError("model: expected texts as they are, got a Transformer that expands queries.")
+            raise ValueError(
+                "model: expected texts as they are, got a Transformer that expands queries.",
+            )
         folder = self.scratch / str(len(self.made))
         folder.mkdir()
         path = folder / GRAPH
@@ -154,18 +204,30 @@ class _Maker:
         _write(scorer, path if self.quantize is None else folder / "fp32.onnx")
         if self.quantize is not None:
             _quantize(folder / "fp32.onnx", path)
-        lengths = {name: getattr(transformer, name, None) for name in ("query_length", "document_length")}
+        lengths = {
+            name: getattr(transformer, name, None) for name in ("query_length", "document_length")
+        }
         graph = OnnxGraph(
-            copy.deepcopy(transformer.tokenizer), path, vocab_size=self.vocab_size, sha256=sha256_file(path),
-            max_seq_length=transformer.max_seq_length, top_k=self.top_k, pooling=pooling.pooling_strategy,
-            activation=pooling.activation_function, quantize=self.quantize, made_of=self.made_of, **lengths,
-        )  # fmt: skip
+            copy.deepcopy(transformer.tokenizer),
+            path,
+            vocab_size=self.vocab_size,
+            sha256=sha256_file(path),
+            max_seq_length=transformer.max_seq_length,
+            top_k=self.top_k,
+            pooling=pooling.pooling_strategy,
+            activation=pooling.activation_function,
+            quantize=self.quantize,
+            made_of=self.made_of,
+            **lengths,
+        )
         self.made.append(graph)
         return graph
 
 
 class _Scorer(nn.Module):
-    """A copy of a masked language model in fp32, with activation and pooling, as one function of token ids."""
+    """A copy of a masked language model in fp32, with activation and pooling, as one function of
+    token ids.
+    """
 
     def __init__(self, transformer: Any, pooling: Any, top_k: int | None, own_head: bool) -> None:
         super().__init__()
@@ -179,7 +241,10 @@ class _Scorer(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         """``[B, V]`` scores, or indices and weights ``[B, top_k]``."""
         logits = self.network(input_ids=input_ids, attention_mask=attention_mask).logits
-        logits = logits.masked_fill(attention_mask[..., None] == 0, -torch.inf)  # of which every activation is 0
+        logits = logits.masked_fill(
+            attention_mask[..., None] == 0,
+            -torch.inf,
+        )  # of which every activation is 0
         if self.pooling == "max":
             scores = activate(logits.amax(dim=1), self.activation)
         else:
@@ -201,13 +266,21 @@ def _write(scorer: _Scorer, path: Path) -> None:
         with warnings.catch_warnings(), quiet_loggers("torch.onnx"), torch.no_grad():
             warnings.simplefilter("ignore")
             program: Any = torch.onnx.export(
-                scorer, (ids, mask), dynamo=True, opset_version=OPSET, dynamic_shapes=(sizes, sizes), verbose=False,
-                input_names=["input_ids", "attention_mask"], output_names=names,
-            )  # fmt: skip
+                scorer,
+                (ids, mask),
+                dynamo=True,
+                opset_version=OPSET,
+                dynamic_shapes=(sizes, sizes),
+                verbose=False,
+                input_names=["input_ids", "attention_mask"],
+                output_names=names,
+            )
             program.save(path)
     except Exception as error:
         kind, why = type(scorer.network).__name__, str(error).strip().partition("\n")[0]
-        raise ValueError(f"model: torch cannot export a {kind} to ONNX ({type(error).__name__}: {why}).") from error
+        raise ValueError(
+            f"model: torch cannot export a {kind} to ONNX ({type(error).__name__}: {why}).",
+        ) from error
 
 
 def _quantize(path: Path, to: Path) -> None:
@@ -216,12 +289,22 @@ def _quantize(path: Path, to: Path) -> None:
     large = path.with_name(path.name + ".data").exists()
     with quiet_loggers(None):  # it advises through the root logger
         quantize_dynamic(
-            path, to, per_channel=True, reduce_range=True, weight_type=QuantType.QInt8,
-            op_types_to_quantize=["MatMul", "Gemm"], use_external_data_format=large,
-        )  # fmt: skip
+            path,
+            to,
+            per_channel=True,
+            reduce_range=True,
+            weight_type=QuantType.QInt8,
+            op_types_to_quantize=["MatMul", "Gemm"],
+            use_external_data_format=large,
+        )
 
 
-def _compared(stock: Model, exported: Model, quantize: str | None, top_k: int | None) -> dict[str, float]:
+def _compared(
+    stock: Model,
+    exported: Model,
+    quantize: str | None,
+    top_k: int | None,
+) -> dict[str, float]:
     """Encode random texts by both, and refuse a graph that computes something else."""
     drawn, special = random.Random(0), set(stock.tokenizer.all_special_ids)  # noqa: S311 - no secret
     ids = [id_ for id_ in range(len(stock.tokenizer)) if id_ not in special]
@@ -230,23 +313,33 @@ def _compared(stock: Model, exported: Model, quantize: str | None, top_k: int | 
         rounded, exact = _encoded(stock, texts), _encoded(stock.double(), texts)
     except Exception as error:
         why = f"{type(error).__name__}: {error}; set its max_seq_length if it has fewer positions"
-        raise ValueError(f"model: expected one that encodes texts of {max(LENGTHS)} words, got {why}.") from error
+        raise ValueError(
+            f"model: expected one that encodes texts of {max(LENGTHS)} words, got {why}.",
+        ) from error
     if not bool(exact.any()):
-        raise ValueError("model: expected weights above 0 of random texts, got empty vectors. Train the model first.")
+        raise ValueError(
+            "model: expected weights above 0 of random texts, got empty vectors. Train the model first.",
+        )
     got = _encoded(exported, texts)
     if top_k is not None:  # entries that tie with the last one may be others
         last = exact.topk(top_k, dim=1).values[:, -1:]
         kept = got > 0
         exact, rounded = (torch.where(kept | (each > last), each, 0) for each in (exact, rounded))
     if quantize is not None:
-        cosine = float(torch.nn.functional.cosine_similarity(got, exact, dim=1)[exact.any(dim=1)].min())
+        cosine = float(
+            torch.nn.functional.cosine_similarity(got, exact, dim=1)[exact.any(dim=1)].min(),
+        )
         if not cosine >= LEAST_COSINE:
             remedy = "This model loses too much in 8 bits: export it without quantize."
-            raise ValueError(f"quantize: expected a cosine of at least {LEAST_COSINE}, got {cosine:.3g}. {remedy}")
+            raise ValueError(
+                f"quantize: expected a cosine of at least {LEAST_COSINE}, got {cosine:.3g}. {remedy}",
+            )
         return {"least_cosine": round(cosine, 6)}
     own, largest = float((rounded - exact).abs().max()), float(exact.abs().max())
     allowed = ALLOWED * max(own, EPSILON * largest)
     if not (difference := float((got - exact).abs().max())) <= allowed:
         expected = f"scores of the model within {allowed:.3g} on random texts"
-        raise ValueError(f"model: expected {expected}, got a difference of {difference:.3g}. Leave it as it is.")
+        raise ValueError(
+            f"model: expected {expected}, got a difference of {difference:.3g}. Leave it as it is.",
+        )
     return {"budget_used": round(difference / allowed, 4)}

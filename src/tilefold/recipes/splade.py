@@ -1,4 +1,6 @@
-"""SPLADE encoders, trained with the stock trainer, loss and checkpoints of sentence-transformers, or untrained."""
+"""SPLADE encoders, trained with the stock trainer, loss and checkpoints of sentence-transformers,
+or untrained.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,16 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SpladeRecipe(SparseRecipe):
-    """A SPLADE model with in-batch negatives and FLOPS penalties (arXiv 2004.05665, 2107.05720); fields are checked.
+    """A SPLADE model with in-batch negatives and FLOPS penalties (arXiv 2004.05665, 2107.05720);
+    fields are checked.
 
     Attributes:
-        base_model: ``"minilm"`` for the packaged MiniLM, else a folder or a Hugging Face name of a masked LM, or of a
-            SparseEncoder, whose modules are kept.
+        base_model: ``"minilm"`` for the packaged MiniLM, else a folder or a Hugging Face name of a
+            masked LM, or of a SparseEncoder, whose modules are kept.
         query_regularizer, document_regularizer: weights of the FLOPS terms.
         regularizer_warmup_ratio: share of the steps over which those weights rise, quadratically.
-        frozen_layers: number of lowest encoder layers that are frozen, together with the embeddings (and a decoder tied
-            to them); they have no backward pass. 0 trains everything.
+        frozen_layers: number of lowest encoder layers that are frozen, together with the embeddings
+            (and a decoder tied to them); they have no backward pass. 0 trains everything.
 
     The others are those of :class:`SparseRecipe` and :class:`TrainingSettings`.
     """
@@ -52,7 +55,12 @@ class SpladeRecipe(SparseRecipe):
 
     def as_lsr(self) -> LsrRecipe:
         """This training as the general record: both sides share a masked language model."""
-        own = ("query_regularizer", "document_regularizer", "regularizer_warmup_ratio", "frozen_layers")
+        own = (
+            "query_regularizer",
+            "document_regularizer",
+            "regularizer_warmup_ratio",
+            "frozen_layers",
+        )
         common = {name: value for name, value in self.to_dict().items() if name not in own}
         query, document = (
             RegularizerSpec("flops", weight, self.regularizer_warmup_ratio)
@@ -61,9 +69,16 @@ class SpladeRecipe(SparseRecipe):
         return LsrRecipe("splade", query_regularizer=query, document_regularizer=document, **common)
 
     def start(self, texts: Sequence[str]) -> SparseEncoder:
-        """The stock SparseEncoder that training starts from; `texts` are the documents of the collection."""
+        """The stock SparseEncoder that training starts from; `texts` are the documents of the
+        collection.
+        """
         if self.base_model == "minilm":
-            return minilm_splade(texts, percentile=self.start_percentile, max_length=self.max_length, seed=self.seed)
+            return minilm_splade(
+                texts,
+                percentile=self.start_percentile,
+                max_length=self.max_length,
+                seed=self.seed,
+            )
         from tilefold.modules import load_encoder
 
         base, kind = self.base_model, loading.saved_kind(self.base_model)
@@ -85,12 +100,17 @@ class SpladeRecipe(SparseRecipe):
 
 
 def untrained_splade(
-    texts_sha256: str, texts: Callable[[], Mapping[str, str]] | None = None, *, cache_dir: str | Path | None = None
+    texts_sha256: str,
+    texts: Callable[[], Mapping[str, str]] | None = None,
+    *,
+    cache_dir: str | Path | None = None,
 ) -> SparseEncoder:
-    """The packaged MiniLM as ``SpladeRecipe(max_steps=0)`` makes it of the documents of a digest, in a cache.
+    """The packaged MiniLM as ``SpladeRecipe(max_steps=0)`` makes it of the documents of a digest,
+    in a cache.
 
-    Its decoder bias is set from a sample of the documents: queries are encoded later by the very same weights, without
-    them. `texts` gives id -> text, and is called only if the model is not in the cache.
+    Its decoder bias is set from a sample of the documents: queries are encoded later by the very
+    same weights, without them. `texts` gives id -> text, and is called only if the model is not in
+    the cache.
 
     Raises:
         LookupError: the model is not in the cache, and there are no `texts`.
@@ -105,14 +125,22 @@ def untrained_splade(
             try:
                 return loading.load_saved(str(folder), "sparse")
             except Exception as error:  # whatever a damaged file raises; it is made again
-                _logger.warning("the cached model in %s is damaged and is made again: %s", folder, error)
+                _logger.warning(
+                    "the cached model in %s is damaged and is made again: %s",
+                    folder,
+                    error,
+                )
         with tempfile.TemporaryDirectory(prefix="tilefold-minilm-") as made:
             if texts is None:
-                raise LookupError("the untrained start of these documents is not in the cache, and is made from them.")
+                raise LookupError(
+                    "the untrained start of these documents is not in the cache, and is made from them.",
+                )
             found = texts()
             if texts_digest(found) != texts_sha256:
                 got = f"{len(found)} of another. Give those."
-                raise ValueError(f"texts: expected the documents of the digest {texts_sha256}, got {got}")
+                raise ValueError(
+                    f"texts: expected the documents of the digest {texts_sha256}, got {got}",
+                )
             recipe.start(list(found.values())).save_pretrained(made)
             try:
                 names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []

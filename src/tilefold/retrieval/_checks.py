@@ -64,13 +64,17 @@ def outside(positions: Array, limit: int) -> int | None:
 
 def no_weight(values: Array) -> int | None:
     """Index of the first number that is NaN, infinite or negative; None where all are weights."""
-    if not values.size or 0 <= values.min() <= values.max() < np.inf:  # a NaN among them is the lowest and the highest
+    if (
+        not values.size or 0 <= values.min() <= values.max() < np.inf
+    ):  # a NaN among them is the lowest and the highest
         return None
     return int(np.flatnonzero(~np.isfinite(values) | (values < 0))[0])
 
 
 def check_arrays(places: tuple[str, Array, int], weights: tuple[str, Array]) -> None:
-    """Raise ``DataError``, with the name of the array, unless these are positions below a limit and their weights."""
+    """Raise ``DataError``, with the name of the array, unless these are positions below a limit and
+    their weights.
+    """
     name, positions, limit = places
     if (at := outside(positions, limit)) is not None:
         raise DataError(f"{name}: expected positions in [0, {limit}), got {positions[at]}.")

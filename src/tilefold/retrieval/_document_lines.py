@@ -1,4 +1,5 @@
-"""Lines of a file of documents: where they begin, keys of ids and texts, and what their digest is of.
+"""Lines of a file of documents: where they begin, keys of ids and texts, and what their digest is
+of.
 
 A large file is read by several processes, which run :func:`main`.
 """
@@ -27,7 +28,11 @@ from tilefold.retrieval.collection import Document, document_of_row
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import encoded_texts
 
-RANGE, ALONE, MOST = 1 << 18, 1 << 27, 8  # bytes read at once, and of a file that one process reads; processes
+RANGE, ALONE, MOST = (
+    1 << 18,
+    1 << 27,
+    8,
+)  # bytes read at once, and of a file that one process reads; processes
 _MARK = b"\0lines\0\0"
 _HEADER = struct.Struct("<8sQQ")  # the mark, lines, and bytes of what a digest is of
 _logger = logging.getLogger(__name__)
@@ -36,7 +41,9 @@ _logger = logging.getLogger(__name__)
 class Lines(NamedTuple):
     """n lines that are not blank."""
 
-    numbers: npt.NDArray[np.uint64]  # [3, n]: the bytes before each, the key of its id, and of its contents
+    numbers: npt.NDArray[
+        np.uint64
+    ]  # [3, n]: the bytes before each, the key of its id, and of its contents
     encoded: bytes  # ids and contents as a digest takes them
 
 
@@ -48,8 +55,14 @@ def all_lines(file: Path, size: int) -> Iterator[Lines]:
     place, begins, workers = 0, range(0, size, RANGE), list[subprocess.Popen[bytes]]()
     try:
         with suppress(OSError, ValueError):  # no process more, or broken pipes
-            workers.extend(_start(file, size, number, count) for number in range(count) if count > 1)
-            while workers and place < len(begins) and (found := _received(workers[place % count].stdout)):
+            workers.extend(
+                _start(file, size, number, count) for number in range(count) if count > 1
+            )
+            while (
+                workers
+                and place < len(begins)
+                and (found := _received(workers[place % count].stdout))
+            ):
                 yield found
                 place += 1
     finally:
@@ -59,18 +72,31 @@ def all_lines(file: Path, size: int) -> Iterator[Lines]:
     with file.open("rb") as stream:
         yield from (_lines(stream, str(file), begin, begin + RANGE) for begin in begins[place:])
     if count > 1 and place < len(begins):  # else an error said which line is broken
-        _logger.warning("%s: a process that read its lines ended early; this one has read the rest.", file)
+        _logger.warning(
+            "%s: a process that read its lines ended early; this one has read the rest.",
+            file,
+        )
 
 
 def _start(file: Path, size: int, number: int, count: int) -> subprocess.Popen[bytes]:
     path = [entry for entry in sys.path if isinstance(entry, str)]
-    code = f"import sys; sys.path[:] = {path!r}; from {__spec__.name} import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, str(file.absolute()), *map(str, (size, number, count, RANGE))]
+    code = (
+        f"import sys; sys.path[:] = {path!r}; from {__spec__.name} import main; main(sys.argv[1:])"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        str(file.absolute()),
+        *map(str, (size, number, count, RANGE)),
+    ]
     worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # noqa: S603 - this program
     if sys.platform == "linux" and worker.stdout:
         import fcntl
 
-        with suppress(OSError):  # as far as a user may have pipes of this size; in smaller ones they wait for another
+        with suppress(
+            OSError,
+        ):  # as far as a user may have pipes of this size; in smaller ones they wait for another
             fcntl.fcntl(worker.stdout, fcntl.F_SETPIPE_SZ, 4 * RANGE)
     return worker
 
@@ -120,10 +146,15 @@ def _lines(stream: IO[bytes], path: str, begin: int, end: int) -> Lines:
 
 
 def _plain(lines: list[bytes]) -> tuple[Sequence[bytes], Sequence[bytes]] | None:
-    """Ids and texts of lines of an id, which begins with an ASCII letter or so, a tab and a text; None for others."""
+    """Ids and texts of lines of an id, which begins with an ASCII letter or so, a tab and a text;
+    None for others.
+    """
     if not lines:
         return (), ()
-    names, tabs, texts = zip(*(line.rstrip(b"\r\n").partition(b"\t") for line in lines), strict=True)
+    names, tabs, texts = zip(
+        *(line.rstrip(b"\r\n").partition(b"\t") for line in lines),
+        strict=True,
+    )
     whole = b"".join(lines)
     if min(names) < b"!" or max(names) > b"~" or not min(tabs) or b"\0" in whole:
         return None
@@ -139,7 +170,11 @@ def encoding(start: int) -> str:
 
 def document_of_line(text: str, file: str) -> tuple[str, Document]:
     """Id and document of a line."""
-    row = json_object(text, file) if file.endswith(".jsonl") else dict(zip(("_id", "text"), _pair(text), strict=True))
+    row = (
+        json_object(text, file)
+        if file.endswith(".jsonl")
+        else dict(zip(("_id", "text"), _pair(text), strict=True))
+    )
     document = document_of_row(row, file, ())
     return document.id, document
 
@@ -164,7 +199,9 @@ def _bytes(text: str) -> bytes:
 
 
 def id_key(name: str | bytes) -> int:
-    """64 bits of an id or a text, which another one shares once in 2^64: a number of up to 18 digits is its own."""
+    """64 bits of an id or a text, which another one shares once in 2^64: a number of up to 18
+    digits is its own.
+    """
     text = name if isinstance(name, bytes) else _bytes(name)
     if len(text) < 19 and text.isdigit() and text[0] != 48:
         return int(text)

@@ -1,4 +1,6 @@
-"""JSON that is checked, packages that may be missing, and ids, which are text in every file, index and run."""
+"""JSON that is checked, packages that may be missing, and ids, which are text in every file, index
+and run.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,17 @@ Json = dict[str, Any]  # a JSON object
 
 
 def require(module: str, package: str, purpose: str, extra: str = "retrieval") -> ModuleType:
-    """Import an optional `module`, or say which `package` to install, what `extra` (if any) has it, and why."""
+    """Import an optional `module`, or say which `package` to install, what `extra` (if any) has it,
+    and why.
+    """
     try:
         return import_module(module)
     except ImportError as error:
         also = f" or `pip install 'tilefold[{extra}]'`" if extra else ""
         why = f"{purpose} needs {package}, which cannot be imported ({error})."
-        raise MissingPackageError(f"{why} Install it with `pip install {package}`{also}.") from error
+        raise MissingPackageError(
+            f"{why} Install it with `pip install {package}`{also}.",
+        ) from error
 
 
 def arrow(purpose: str) -> tuple[ModuleType, ModuleType]:
@@ -42,13 +48,17 @@ def _checksum(value: Mapping[str, object]) -> str:
 
 
 def read_json_object(path: Path, remedy: str) -> Json:
-    """The JSON object in `path`, whose checksum is compared and left out; else an error that ends in `remedy`."""
+    """The JSON object in `path`, whose checksum is compared and left out; else an error that ends
+    in `remedy`.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"{path}: no such file. {remedy}") from None
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested without end
-        raise DataError(f"{path}: expected a JSON object, got malformed JSON ({error}). {remedy}") from error
+        raise DataError(
+            f"{path}: expected a JSON object, got malformed JSON ({error}). {remedy}",
+        ) from error
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected a JSON object, got {type(value).__name__}. {remedy}")
     if (checksum := value.pop(CHECKSUM, None)) is not None and checksum != _checksum(value):
@@ -58,17 +68,23 @@ def read_json_object(path: Path, remedy: str) -> Json:
 
 
 def listed_file(folder: Path, name: str, digest: str | None, manifest: str, remedy: str) -> Path:
-    """The file of a `name` that a manifest lists; an error where it is not there, or has not that SHA-256, if given."""
+    """The file of a `name` that a manifest lists; an error where it is not there, or has not that
+    SHA-256, if given.
+    """
     file = folder / name
     if Path(name).name != name or not file.is_file():
-        raise FileNotFoundError(f"{file}: listed in {manifest}, but there is no such file. {remedy}")
+        raise FileNotFoundError(
+            f"{file}: listed in {manifest}, but there is no such file. {remedy}",
+        )
     if digest is not None and sha256_file(file) != digest:
         raise DataError(f"{file}: damaged; its checksum is not the one in {manifest}. {remedy}")
     return file
 
 
 def json_line(value: object) -> str:
-    """`value` as a line of JSON in UTF-8; escapes are used only where a text has half a surrogate pair."""
+    """`value` as a line of JSON in UTF-8; escapes are used only where a text has half a surrogate
+    pair.
+    """
     line = json.dumps(value, ensure_ascii=False)
     return (line if is_unicode(line) else json.dumps(value)) + "\n"
 
@@ -83,14 +99,18 @@ def is_unicode(text: str) -> bool:
 
 
 def check_text_ids(what: str, ids: Collection[object]) -> None:
-    """Raise an error for the first of the `ids` of `what` that is no text, or that C would read as another one."""
+    """Raise an error for the first of the `ids` of `what` that is no text, or that C would read as
+    another one.
+    """
     try:
         whole = "".join(ids)  # type: ignore[arg-type]
     except TypeError:
         raise no_string(what, next(name for name in ids if not isinstance(name, str))) from None
     if "\0" in whole or not is_unicode(whole):
         wrong = next(name for name in ids if "\0" in str(name) or not is_unicode(str(name)))
-        raise DataError(f"{what}: expected ids without zero bytes that UTF-8 can hold, got {wrong!r}. Rename it.")
+        raise DataError(
+            f"{what}: expected ids without zero bytes that UTF-8 can hold, got {wrong!r}. Rename it.",
+        )
 
 
 def no_string(what: str, name: object) -> TypeError:

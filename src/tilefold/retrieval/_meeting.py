@@ -1,4 +1,6 @@
-"""Rendezvous of the ranks of a process group that share the work on a folder, and the shards of each of them."""
+"""Rendezvous of the ranks of a process group that share the work on a folder, and the shards of
+each of them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from tilefold.retrieval._shards import M, Receipt, V, check_some, differences
 from tilefold.retrieval._streamed import WAITING_SHARDS, Job, Shard, encode_shards
 from tilefold.retrieval.errors import DataError, RankError
 
-# that a rank has taken and not yet encoded: few at the end of the work, but more than a stream holds back of one batch
+# that a rank has taken and not yet encoded: few at the end of the work, but more than a stream
+# holds back of one batch
 OPEN_SHARDS = IN_FLIGHT + 2
 MEET_SECONDS = 300.0  # in which all ranks must come: models may take a while to load
 POLL_SECONDS = 0.1
@@ -34,11 +37,15 @@ _STORE_SECONDS = 1.0
 
 
 class Meeting:
-    """Values that all ranks see, from any thread; the first rank watches the locked folders of all others, they its."""
+    """Values that all ranks see, from any thread; the first rank watches the locked folders of all
+    others, they its.
+    """
 
     def __init__(self, rank: int, homes: Sequence[Path]) -> None:
         self.rank = rank
-        self.watched = {other: homes[other] for other in (range(1, len(homes)) if rank == 0 else (0,))}
+        self.watched = {
+            other: homes[other] for other in (range(1, len(homes)) if rank == 0 else (0,))
+        }
         self._store = dist.FileStore(str(homes[0] / "store"), len(homes))  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self._looked = 0.0  # when it was seen that the others live
@@ -78,7 +85,9 @@ class Meeting:
             raise
 
     def check(self) -> None:
-        """Raise what ended the work, if something did: Ctrl-C for all, else an error that names its rank."""
+        """Raise what ended the work, if something did: Ctrl-C for all, else an error that names its
+        rank.
+        """
         gone = None
         if time.monotonic() - self._looked >= POLL_SECONDS:
             self._looked = time.monotonic()
@@ -109,7 +118,9 @@ def _has_left(home: Path) -> bool:
 
 @contextmanager
 def meeting(group: dist.ProcessGroup) -> Iterator[Meeting]:
-    """Meet the other ranks of `group`; :class:`RankError` if one did not come in time, or runs on another machine."""
+    """Meet the other ranks of `group`; :class:`RankError` if one did not come in time, or runs on
+    another machine.
+    """
     rank = dist.get_rank(group)
     with scratch_folder(Path(tempfile.gettempdir()) / "tilefold-rank") as home:
         ranks = Meeting(rank, _homes(group, home))
@@ -126,14 +137,20 @@ def _homes(group: dist.ProcessGroup, home: Path) -> list[Path]:
     cpu, own = _cpu_group(group)
     try:
         with _come_in_time():
-            dist.monitored_barrier(cpu, timeout=timedelta(seconds=MEET_SECONDS), wait_all_ranks=True)
+            dist.monitored_barrier(
+                cpu,
+                timeout=timedelta(seconds=MEET_SECONDS),
+                wait_all_ranks=True,
+            )
         places = [("", "")] * dist.get_world_size(cpu)
         dist.all_gather_object(places, (_machine(), str(home)), group=cpu)
     finally:
         if own:
             dist.destroy_process_group(cpu)
     if len({machine for machine, _ in places}) > 1:
-        remedy = "Give each machine a part of the texts, or encode with an engine that is made for it."
+        remedy = (
+            "Give each machine a part of the texts, or encode with an engine that is made for it."
+        )
         raise RankError(f"group: expected ranks of one machine, got several machines. {remedy}")
     return [Path(path) for _, path in places]
 
@@ -145,7 +162,12 @@ def _cpu_group(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, bool]:
     timeout = timedelta(seconds=MEET_SECONDS)
     ranks = dist.get_process_group_ranks(group)
     with _come_in_time():
-        made = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+        made = dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend="gloo",
+            use_local_synchronization=True,
+        )
     return made, True
 
 
@@ -156,7 +178,9 @@ def _come_in_time() -> Iterator[None]:
     except RuntimeError as error:
         said = f"within {MEET_SECONDS:.0f} s, and some did not come ({' '.join(str(error).split())[:200]})"
         remedy = "Call it on all ranks, or with group=None on one alone."
-        raise RankError(f"group: expected a call on every rank of the process group {said}. {remedy}") from error
+        raise RankError(
+            f"group: expected a call on every rank of the process group {said}. {remedy}",
+        ) from error
 
 
 def _machine() -> str:
@@ -168,7 +192,9 @@ def _machine() -> str:
 
 
 class RankShards(Generic[M, V]):
-    """Shards of one rank, which takes the next when it is ready; the first rank lists what all leave, and reports."""
+    """Shards of one rank, which takes the next when it is ready; the first rank lists what all
+    leave, and reports.
+    """
 
     def __init__(self, job: Job[M, V], ranks: Meeting) -> None:
         self.job, self.ranks = job, ranks
@@ -184,7 +210,9 @@ class RankShards(Generic[M, V]):
         if not (late := self.job.opens_late()):
             self.writer = self.job.open_writer(True)
         numbers = range(len(self.chunks))
-        self.left = [number for number in numbers if self.writer is None or not self.writer.has_shard(number)]
+        self.left = [
+            number for number in numbers if self.writer is None or not self.writer.has_shard(number)
+        ]
         partial = {} if self.writer is None else self.writer.manifest.partial
         self.ranks.say("missing", {"shards": self.left, "partial": partial})
         if not late:
@@ -208,7 +236,9 @@ class RankShards(Generic[M, V]):
     def _encode(self, open_late: Callable[[], None] | None) -> None:
         with (
             Behind(WAITING_SHARDS, "tilefold-writer") as behind,
-            closing(encode_shards(self.job, self._taken(), self._write, behind, open_late)) as steps,
+            closing(
+                encode_shards(self.job, self._taken(), self._write, behind, open_late),
+            ) as steps,
         ):
             for _ in steps:
                 self._step()
@@ -241,7 +271,9 @@ class RankShards(Generic[M, V]):
                 return
             number = missing["shards"][place]
             shard: Shard[V] = Shard(number, self.chunks[number], self.job.texts)
-            if number == missing["partial"].get("shard"):  # which an earlier run of one process kept
+            if number == missing["partial"].get(
+                "shard",
+            ):  # which an earlier run of one process kept
                 writer = self.job.open_writer(False)
                 writer.manifest.partial = missing["partial"]
                 shard = shard.resumed(writer.read_partial(number))
@@ -263,7 +295,9 @@ class RankShards(Generic[M, V]):
             self.job.output.report(done, len(self.job.texts))
 
     def _list(self) -> bool:
-        """At the first rank, list the shards that have receipts, in order; whether there are others."""
+        """At the first rank, list the shards that have receipts, in order; whether there are
+        others.
+        """
         if not self.left or not self._agree():
             return bool(self.left)
         folder, key = self.writer.path, self.writer.key
@@ -280,7 +314,9 @@ class RankShards(Generic[M, V]):
         return bool(self.left)
 
     def _agree(self) -> bool:
-        """Whether all ranks have said that they write the same; ``DataError`` if one writes something else."""
+        """Whether all ranks have said that they write the same; ``DataError`` if one writes
+        something else.
+        """
         others = self.ranks.watched
         if self._agreed or not self.ranks.said(*(f"identity of {rank}" for rank in others)):
             return self._agreed

@@ -1,4 +1,6 @@
-"""Negatives as MS MARCO and its systems publish them: triples of ids, and JSON lines with or without scores."""
+"""Negatives as MS MARCO and its systems publish them: triples of ids, and JSON lines with or
+without scores.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ _KINDS = (
 
 
 def read_published(path: Path) -> dict[str, Any]:
-    """The fields of :class:`tilefold.retrieval.TrainingRows`, but for one that says what made the rows.
+    """The fields of :class:`tilefold.retrieval.TrainingRows`, but for one that says what made the
+    rows.
 
-    The rows of a query stand together; a document that comes several times is relevant if it once was.
+    The rows of a query stand together; a document that comes several times is relevant if it once
+    was.
     """
     queries, documents = dict[str, int](), dict[str, int]()
     query, document, relevant, scores = array("i"), array("i"), bytearray(), array("f")
@@ -45,14 +49,22 @@ def read_published(path: Path) -> dict[str, Any]:
                 scores.extend(() if score is None else (score,))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             got = f"{line.strip():.60} ({error})"
-            raise DataError(f"line {number}: expected {_KINDS}, got {got}. Fix that line.") from error
+            raise DataError(
+                f"line {number}: expected {_KINDS}, got {got}. Fix that line.",
+            ) from error
     if not query:
         raise DataError("expected a line at least, got an empty file. Fetch it again.")
     if len(scores) not in (0, len(query)):
         got = f"{len(scores)} for {len(query)} documents"
-        raise DataError(f"expected a score for every document, or none, got {got}. Give all of them one, or none.")
+        raise DataError(
+            f"expected a score for every document, or none, got {got}. Give all of them one, or none.",
+        )
     of, at = np.frombuffer(query, np.int32), np.frombuffer(document, np.int32)
-    _, first, same = np.unique(of.astype(np.int64) * len(documents) + at, return_index=True, return_inverse=True)
+    _, first, same = np.unique(
+        of.astype(np.int64) * len(documents) + at,
+        return_index=True,
+        return_inverse=True,
+    )
     marked = np.bincount(same, np.frombuffer(relevant, np.bool_)) > 0
     order = np.lexsort((first, of[first]))
     rows = first[order]
@@ -77,7 +89,9 @@ def _group(value: Any) -> tuple[str, Iterator[_Row]]:
         others = negatives.values() if isinstance(negatives, dict) else [negatives]
         if not all(isinstance(names, list) for names in (value["pos"], *others)):
             raise TypeError("no lists")
-        listed = [(name, True) for name in value["pos"]] + [(name, False) for names in others for name in names]
+        listed = [(name, True) for name in value["pos"]] + [
+            (name, False) for names in others for name in names
+        ]
         return _id(value["qid"]), ((_id(name), is_relevant, None) for name, is_relevant in listed)
     name, *found = value
     if len(found) < 2:

@@ -12,9 +12,22 @@ from types import UnionType
 from typing import ClassVar, Generic, Protocol, TypeVar, get_origin, get_type_hints
 
 from tilefold import _files
-from tilefold._files import LOCK, atomic_file, hold_folder, release_folder, remove_leftovers, sha256_file
+from tilefold._files import (
+    LOCK,
+    atomic_file,
+    hold_folder,
+    release_folder,
+    remove_leftovers,
+    sha256_file,
+)
 from tilefold.pipeline.truncated import Truncation
-from tilefold.retrieval._files import Json, listed_file, read_json_object, require, write_json_object
+from tilefold.retrieval._files import (
+    Json,
+    listed_file,
+    read_json_object,
+    require,
+    write_json_object,
+)
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import Provenance
 
@@ -29,13 +42,17 @@ _OF_CUTS = {"count": int, "max_length": int | None}
 
 @dataclass(kw_only=True)
 class Manifest:
-    """The manifest of a folder of vectors: the fields of all kinds, which in the file are behind those of a kind."""
+    """The manifest of a folder of vectors: the fields of all kinds, which in the file are behind
+    those of a kind.
+    """
 
     LAYOUT: ClassVar[str]
     WHAT: ClassVar[str]  # is in a folder of this kind
     INSTEAD: ClassVar[str]  # what to do with a folder of another kind
     IDENTITY: ClassVar[tuple[str, ...]]  # fields that make a folder this one, beside its settings
-    TOTALS: ClassVar[dict[str, str]] = {"n_documents": "rows"}  # fields that sum up those of the shards
+    TOTALS: ClassVar[dict[str, str]] = {
+        "n_documents": "rows",
+    }  # fields that sum up those of the shards
 
     n_documents: int = 0
     shards: list[Json] = field(default_factory=list)
@@ -50,14 +67,20 @@ class Manifest:
 
     @classmethod
     def read(cls: type[M], folder: Path) -> M:
-        """The manifest of a folder; ``DataError`` unless it is whole, of this kind, and agrees with itself."""
+        """The manifest of a folder; ``DataError`` unless it is whole, of this kind, and agrees with
+        itself.
+        """
 
         def refused(problem: str) -> DataError:
             return DataError(f"{folder / MANIFEST_NAME}: expected {problem}. {REMEDY}")
 
         value = read_json_object(folder / MANIFEST_NAME, REMEDY)
         if (layout := value.get("layout", "sparse")) != cls.LAYOUT:
-            got = "token vectors of a multi-vector model" if layout == "tokens" else f"{layout} vectors"
+            got = (
+                "token vectors of a multi-vector model"
+                if layout == "tokens"
+                else f"{layout} vectors"
+            )
             raise DataError(f"{folder}: expected {cls.WHAT}, got {got}. {cls.INSTEAD}")
         if (version := value.get("schema_version")) != SCHEMA_VERSION:
             raise refused(f"schema_version {SCHEMA_VERSION}, got {version!r}")
@@ -70,9 +93,13 @@ class Manifest:
             raise refused(f"a manifest of vectors, got fields of other types ({', '.join(wrong)})")
         rows, failed = sum(shard["rows"] for shard in manifest.shards), len(manifest.failed)
         if rows != manifest.n_documents:
-            raise refused(f"{manifest.n_documents} rows, as n_documents says, got shards with {rows}")
+            raise refused(
+                f"{manifest.n_documents} rows, as n_documents says, got shards with {rows}",
+            )
         if manifest.complete and manifest.n_texts not in (None, rows + failed):
-            raise refused(f"{manifest.n_texts} texts, as n_texts says, got {rows} rows and {failed} failed")
+            raise refused(
+                f"{manifest.n_texts} texts, as n_texts says, got {rows} rows and {failed} failed",
+            )
         return manifest
 
     @property
@@ -92,13 +119,24 @@ class Manifest:
 
     def wrong(self, types: Mapping[str, type | UnionType]) -> list[str]:
         """Fields that are not of these `types`, or whose parts are not what they must be."""
-        bare = {name: kind if isinstance(kind, UnionType) else get_origin(kind) or kind for name, kind in types.items()}
-        if wrong := [name for name, type_ in bare.items() if not isinstance(getattr(self, name), type_)]:
+        bare = {
+            name: kind if isinstance(kind, UnionType) else get_origin(kind) or kind
+            for name, kind in types.items()
+        }
+        if wrong := [
+            name for name, type_ in bare.items() if not isinstance(getattr(self, name), type_)
+        ]:
             return wrong
         entry = {"file": str, "sha256": str, **dict.fromkeys(self.TOTALS.values(), int)}
-        if not all(_has(shard, entry) and _counts_cuts(shard.get("truncated", {})) for shard in self.shards):
+        if not all(
+            _has(shard, entry) and _counts_cuts(shard.get("truncated", {})) for shard in self.shards
+        ):
             return ["shards"]
-        return [] if all(map(_counts_cuts, (self.truncated, self.partial.get("truncated", {})))) else ["truncated"]
+        return (
+            []
+            if all(map(_counts_cuts, (self.truncated, self.partial.get("truncated", {}))))
+            else ["truncated"]
+        )
 
 
 M = TypeVar("M", bound=Manifest)
@@ -145,9 +183,15 @@ class Receipt:
 
     @classmethod
     def read(cls, folder: Path, number: int, key: str) -> Receipt | None:
-        """The receipt of shard `number`, None without one of this key whose file is there in its full size."""
+        """The receipt of shard `number`, None without one of this key whose file is there in its
+        full size.
+        """
         found = _files.read_json(cls.file_of(folder, number))
-        if found is None or found.get("key") != key or set(found) != {item.name for item in fields(cls)}:
+        if (
+            found is None
+            or found.get("key") != key
+            or set(found) != {item.name for item in fields(cls)}
+        ):
             return None
         receipt = cls(**found)
         file = folder / str(receipt.shard["file"])
@@ -155,7 +199,9 @@ class Receipt:
 
 
 def check_some(number: int, rows: int, failed: Mapping[str, str], *, nothing_yet: bool) -> None:
-    """Raise ``DataError`` where all texts of a shard failed: of a large one, or of all where `nothing_yet` has rows."""
+    """Raise ``DataError`` where all texts of a shard failed: of a large one, or of all where
+    `nothing_yet` has rows.
+    """
     if failed and not rows and (len(failed) >= TOO_MANY or nothing_yet):
         name, why = next(iter(failed.items()))
         said = f"texts: all {len(failed)} of shard {number} failed, {name!r} first ({why})"
@@ -163,21 +209,31 @@ def check_some(number: int, rows: int, failed: Mapping[str, str], *, nothing_yet
 
 
 class ShardWriter(ABC, Generic[M, V]):
-    """Writer of a folder as :class:`tilefold.retrieval.SparseVectorWriter`, for one process at a time.
+    """Writer of a folder as :class:`tilefold.retrieval.SparseVectorWriter`, for one process at a
+    time.
 
-    Others (`lists` is False) may leave shards (:meth:`leave_shard`) for the one that lists them (:meth:`receive`): they
-    neither check nor change anything until a shard is stored.
+    Others (`lists` is False) may leave shards (:meth:`leave_shard`) for the one that lists them
+    (:meth:`receive`): they neither check nor change anything until a shard is stored.
     """
 
     suffix: ClassVar[str]
     package: ClassVar[tuple[str, str, str]]  # arguments of :func:`require`
     made_with: ClassVar[type[Manifest]]
 
-    def __init__(self, path: str | Path, manifest: M, *, resume: bool = False, lists: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        manifest: M,
+        *,
+        resume: bool = False,
+        lists: bool = True,
+    ) -> None:
         require(*self.package)
         if not isinstance(manifest, self.made_with):
             got = type(manifest).__name__
-            raise TypeError(f"manifest: expected a {self.made_with.__name__}, got {got}. Make one for these vectors.")
+            raise TypeError(
+                f"manifest: expected a {self.made_with.__name__}, got {got}. Make one for these vectors.",
+            )
         self.path, self._kind = Path(path), type(manifest)
         self._received: dict[int, Receipt] = {}
         if not lists:
@@ -185,7 +241,9 @@ class ShardWriter(ABC, Generic[M, V]):
             return
         if manifest.shards or manifest.partial or manifest.complete:
             got = f"one that lists {len(manifest.shards)} shard(s)"
-            raise ValueError(f"manifest: expected that of a new folder, got {got}. Make a new one with its settings.")
+            raise ValueError(
+                f"manifest: expected that of a new folder, got {got}. Make a new one with its settings.",
+            )
         self._earlier()  # refuses a foreign folder before anything is written there
         self._lock = hold_folder(self.path)
         earlier = self._earlier()
@@ -195,7 +253,9 @@ class ShardWriter(ABC, Generic[M, V]):
         if earlier is not None and resume:
             if changed := differences(earlier.identity, manifest.identity, "before", "now"):
                 remedy = f"Go on with the former ones, choose another folder, or take {_ANEW}."
-                raise DataError(f"{self.path}: holds vectors with other settings ({changed}). {remedy}")
+                raise DataError(
+                    f"{self.path}: holds vectors with other settings ({changed}). {remedy}",
+                )
             manifest = earlier
         self.manifest = manifest
         if not resume:
@@ -212,7 +272,10 @@ class ShardWriter(ABC, Generic[M, V]):
         return self._kind.read(self.path)
 
     @abstractmethod
-    def _check(self, vectors: V) -> None: ...  # an error for vectors that do not belong into this folder
+    def _check(
+        self,
+        vectors: V,
+    ) -> None: ...  # an error for vectors that do not belong into this folder
     @abstractmethod
     def _counts(self, vectors: V) -> dict[str, int]: ...
     @abstractmethod
@@ -225,13 +288,19 @@ class ShardWriter(ABC, Generic[M, V]):
             raise FileExistsError(f"{self.path}: expected a folder for vectors, got a file.")
         if (self.path / MANIFEST_NAME).exists():
             return self.listed()
-        if self.path.exists() and any(not entry.name.endswith((".tmp", LOCK)) for entry in self.path.iterdir()):
+        if self.path.exists() and any(
+            not entry.name.endswith((".tmp", LOCK)) for entry in self.path.iterdir()
+        ):
             expected = "expected a new folder or one with vectors, got one with other files"
-            raise FileExistsError(f"{self.path}: {expected}. Choose another path; nothing was overwritten.")
+            raise FileExistsError(
+                f"{self.path}: {expected}. Choose another path; nothing was overwritten.",
+            )
         return None
 
     def has_shard(self, number: int) -> bool:
-        """Whether shard `number` is complete: listed in the manifest or received, with an unchanged file."""
+        """Whether shard `number` is complete: listed in the manifest or received, with an unchanged
+        file.
+        """
         if number < len(self.manifest.shards):
             shard = self.manifest.shards[number]
         elif number in self._received:
@@ -247,14 +316,24 @@ class ShardWriter(ABC, Generic[M, V]):
     @property
     def key(self) -> str:
         """SHA-256 of what makes the folder this one."""
-        return hashlib.sha256(json.dumps(self.manifest.identity, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps(self.manifest.identity, sort_keys=True).encode(),
+        ).hexdigest()
 
     def receive(self, numbers: Iterable[int] | None = None) -> set[int]:
-        """Take and list shards whose receipts are there, as far as none is missing before; those that were found."""
+        """Take and list shards whose receipts are there, as far as none is missing before; those
+        that were found.
+        """
         if numbers is None:
-            numbers = [int(file.name.split("-")[1].split(".")[0]) for file in self.path.glob(RECEIPTS)]
+            numbers = [
+                int(file.name.split("-")[1].split(".")[0]) for file in self.path.glob(RECEIPTS)
+            ]
         found = ((number, Receipt.read(self.path, number, self.key)) for number in numbers)
-        taken = {n: each for n, each in found if each and (each.shard["rows"] or len(each.failed) < TOO_MANY)}
+        taken = {
+            n: each
+            for n, each in found
+            if each and (each.shard["rows"] or len(each.failed) < TOO_MANY)
+        }
         self._received |= taken
         for number in sorted(taken):
             if number < len(self.manifest.shards):  # written again
@@ -275,8 +354,14 @@ class ShardWriter(ABC, Generic[M, V]):
         try:
             if sha256_file(file) != partial["sha256"]:
                 return None
-            return Part(self._read(file), dict(partial["failed"]), _truncation(partial) or Truncation())
-        except FileNotFoundError:  # another rank's shard was listed meanwhile, which forgets what was kept
+            return Part(
+                self._read(file),
+                dict(partial["failed"]),
+                _truncation(partial) or Truncation(),
+            )
+        except (
+            FileNotFoundError
+        ):  # another rank's shard was listed meanwhile, which forgets what was kept
             return None
 
     def write_partial(self, number: int, part: Part[V]) -> None:
@@ -293,28 +378,58 @@ class ShardWriter(ABC, Generic[M, V]):
             return sha256_file(temporary)
 
     def write_shard(
-        self, number: int, vectors: V, failed: Mapping[str, str] | None = None, cut: Truncation | None = None
+        self,
+        number: int,
+        vectors: V,
+        failed: Mapping[str, str] | None = None,
+        cut: Truncation | None = None,
     ) -> None:
         """Write shard `number` (the next one, or one to replace) and list it in the manifest."""
         self._check_next(number)
-        for name in self.manifest.failed.keys() & set(vectors.ids):  # of a shard that is written again
+        for name in self.manifest.failed.keys() & set(
+            vectors.ids,
+        ):  # of a shard that is written again
             del self.manifest.failed[name]
         self.list_shard(number, self.store_shard(number, vectors, cut), failed)
 
     def store_shard(self, number: int, vectors: V, cut: Truncation | None = None) -> Json:
-        """Write the file of shard `number`, of which `cut` says how many texts were cut; its entry for the manifest."""
+        """Write the file of shard `number`, of which `cut` says how many texts were cut; its entry
+        for the manifest.
+        """
         self._check(vectors)
         file = self.path / f"part-{number:05d}.{self.suffix}"
-        return {"file": file.name, **self._counts(vectors), "sha256": self._save_shard(vectors, file)} | _cut(cut)
+        return {
+            "file": file.name,
+            **self._counts(vectors),
+            "sha256": self._save_shard(vectors, file),
+        } | _cut(cut)
 
-    def leave_shard(self, number: int, vectors: V, failed: Mapping[str, str], cut: Truncation | None) -> None:
-        """Write shard `number` with a receipt, for :meth:`receive` of the writer that holds the folder."""
+    def leave_shard(
+        self,
+        number: int,
+        vectors: V,
+        failed: Mapping[str, str],
+        cut: Truncation | None,
+    ) -> None:
+        """Write shard `number` with a receipt, for :meth:`receive` of the writer that holds the
+        folder.
+        """
         stored = self.store_shard(number, vectors, cut)
         size = (self.path / stored["file"]).stat().st_size
-        _files.write_json(Receipt.file_of(self.path, number), asdict(Receipt(self.key, size, stored, dict(failed))))
+        _files.write_json(
+            Receipt.file_of(self.path, number),
+            asdict(Receipt(self.key, size, stored, dict(failed))),
+        )
 
-    def list_shard(self, number: int, stored: Json, failed: Mapping[str, str] | None = None) -> None:
-        """List shard `number` (the next one, or one to replace), which :meth:`store_shard` wrote, in the manifest."""
+    def list_shard(
+        self,
+        number: int,
+        stored: Json,
+        failed: Mapping[str, str] | None = None,
+    ) -> None:
+        """List shard `number` (the next one, or one to replace), which :meth:`store_shard` wrote,
+        in the manifest.
+        """
         self._check_next(number)
         self.manifest.shards[number : number + 1] = [dict(stored)]
         for total, count in self._kind.TOTALS.items():
@@ -333,10 +448,14 @@ class ShardWriter(ABC, Generic[M, V]):
     def _check_next(self, number: int) -> None:
         if not 0 <= number <= len(self.manifest.shards):
             following = f"at most {len(self.manifest.shards)}, the next shard"
-            raise ValueError(f"number: expected {following}, got {number}. Shards are written in order.")
+            raise ValueError(
+                f"number: expected {following}, got {number}. Shards are written in order.",
+            )
 
     def finish(self, n_texts: int | None = None) -> M:
-        """Mark the folder as complete; ``DataError`` unless each of `n_texts` has a row or a reason why not."""
+        """Mark the folder as complete; ``DataError`` unless each of `n_texts` has a row or a reason
+        why not.
+        """
         self.receive()  # what a lost worker wrote once more
         rows, errors = self.manifest.n_documents, len(self.manifest.failed)
         if n_texts is not None and rows + errors != n_texts:
@@ -354,11 +473,17 @@ class ShardWriter(ABC, Generic[M, V]):
 
 def _cut(found: Truncation | None) -> Json:
     """Manifest entry of texts that were cut; nothing where they were not counted."""
-    return {} if found is None else {"truncated": {"count": found.count, "max_length": found.max_length}}
+    return (
+        {}
+        if found is None
+        else {"truncated": {"count": found.count, "max_length": found.max_length}}
+    )
 
 
 def _truncation(*entries: Json) -> Truncation | None:
-    """Number of texts that were cut, by manifest entries of shards; None where one was written without counting."""
+    """Number of texts that were cut, by manifest entries of shards; None where one was written
+    without counting.
+    """
     found = Truncation()
     for entry in entries:
         if "truncated" not in entry:
@@ -369,7 +494,10 @@ def _truncation(*entries: Json) -> Truncation | None:
 
 def differences(one: Json, other: Json, first: str, second: str) -> str:
     """Settings in which two folders differ, in words; empty where in none."""
-    digests = {"texts_sha256": "other texts", "model_fingerprint": "another model, or other weights"}
+    digests = {
+        "texts_sha256": "other texts",
+        "model_fingerprint": "another model, or other weights",
+    }
     return "; ".join(
         f"{name}: {digests.get(name) or f'{one.get(name)!r} {first}, {other.get(name)!r} {second}'}"
         for name in {**one, **other}
@@ -378,7 +506,9 @@ def differences(one: Json, other: Json, first: str, second: str) -> str:
 
 
 def _has(value: object, types: Mapping[str, type | UnionType]) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(name), type_) for name, type_ in types.items())
+    return isinstance(value, dict) and all(
+        isinstance(value.get(name), type_) for name, type_ in types.items()
+    )
 
 
 def _counts_cuts(value: Json) -> bool:
@@ -395,4 +525,10 @@ def check_whole(folder: Path, manifest: Manifest) -> None:
 
 def shard_file(folder: Path, shard: Json, *, verify: bool = True) -> Path:
     """The file of a listed shard, checked against its checksum."""
-    return listed_file(folder, str(shard["file"]), shard["sha256"] if verify else None, "the manifest", REMEDY)
+    return listed_file(
+        folder,
+        str(shard["file"]),
+        shard["sha256"] if verify else None,
+        "the manifest",
+        REMEDY,
+    )

@@ -25,7 +25,8 @@ Row = tuple[Ints, Floats]  # terms and weights
 
 @dataclass
 class SparseVectors:
-    """N sparse vectors over a vocabulary of V terms, checked on construction; rows out of order are sorted.
+    """N sparse vectors over a vocabulary of V terms, checked on construction; rows out of order are
+    sorted.
 
     Attributes:
         ids: N unique, non-empty strings.
@@ -34,10 +35,11 @@ class SparseVectors:
         data: float32 ``[nnz]``, finite and not negative.
         vocab_size: V.
         fingerprint: of :func:`vocabulary_fingerprint` for the tokenizer, or None when unknown.
-        provenance: the model and the texts that the vectors were made from, as far as they are known.
+        provenance: the model and the texts that the vectors were made from, as far as they are
+            known.
 
-    Shapes that do not fit, an index out of range or twice in a row, a weight that is NaN, infinite or negative, or an
-    empty or repeated id is a ``DataError``, which names the row.
+    Shapes that do not fit, an index out of range or twice in a row, a weight that is NaN, infinite
+    or negative, or an empty or repeated id is a ``DataError``, which names the row.
     """
 
     ids: list[str]
@@ -59,17 +61,25 @@ class SparseVectors:
             rows = np.repeat(np.arange(len(self.ids), dtype=np.int64), np.diff(self.indptr))
             keys = rows * self.vocab_size + self.indices
             order = np.argsort(keys, kind="stable")
-            self.indices, self.data, steps = self.indices[order], self.data[order], np.diff(keys[order])
+            self.indices, self.data, steps = (
+                self.indices[order],
+                self.data[order],
+                np.diff(keys[order]),
+            )
             if (steps == 0).any():
                 at = int(np.flatnonzero(steps == 0)[0])
-                raise DataError(f"indices: term {self.indices[at]} is given twice for {self._owner(at)}.")
+                raise DataError(
+                    f"indices: term {self.indices[at]} is given twice for {self._owner(at)}.",
+                )
 
     def _check(self) -> None:
         n, nnz = len(self.ids), self.indices.size
         if self.vocab_size < 1:
             raise DataError(f"vocab_size: expected at least 1, got {self.vocab_size}.")
         if self.indptr.shape != (n + 1,):
-            raise DataError(f"indptr: expected {n + 1} offsets for {n} ids, got shape {self.indptr.shape}.")
+            raise DataError(
+                f"indptr: expected {n + 1} offsets for {n} ids, got shape {self.indptr.shape}.",
+            )
         if self.indices.shape != (nnz,) or self.data.shape != (nnz,):
             got = f"shapes {self.indices.shape} and {self.data.shape}"
             raise DataError(f"indices and data: expected two flat arrays of one length, got {got}.")
@@ -94,28 +104,48 @@ class SparseVectors:
 
     @classmethod
     def from_rows(
-        cls, rows: Mapping[str, Mapping[int, float]], vocab_size: int, fingerprint: str | None = None
+        cls,
+        rows: Mapping[str, Mapping[int, float]],
+        vocab_size: int,
+        fingerprint: str | None = None,
     ) -> SparseVectors:
         """From ``{id: {term index: weight}}``."""
         lengths = np.array([len(row) for row in rows.values()], np.int64)
         indices = np.fromiter((term for row in rows.values() for term in row), dtype=np.int64)
-        data = np.fromiter((weight for row in rows.values() for weight in row.values()), dtype=np.float32)
-        return cls(list(rows), offsets_of(lengths), _as_int32(indices), data, vocab_size, fingerprint)
+        data = np.fromiter(
+            (weight for row in rows.values() for weight in row.values()),
+            dtype=np.float32,
+        )
+        return cls(
+            list(rows),
+            offsets_of(lengths),
+            _as_int32(indices),
+            data,
+            vocab_size,
+            fingerprint,
+        )
 
     @classmethod
     def from_torch(
-        cls, ids: Sequence[str], matrix: Tensor, fingerprint: str | None = None, min_weight: float = 0.0
+        cls,
+        ids: Sequence[str],
+        matrix: Tensor,
+        fingerprint: str | None = None,
+        min_weight: float = 0.0,
     ) -> SparseVectors:
         """From a torch tensor ``[N, V]``: dense, sparse COO or CSR; any device, any float dtype.
 
-        Without a `fingerprint`, that of a result of ``encode_sparse`` is taken. Entries that are 0, or positive and not
-        above `min_weight`, are dropped; NaN and negative entries are kept so that they are reported.
+        Without a `fingerprint`, that of a result of ``encode_sparse`` is taken. Entries that are 0,
+        or positive and not above `min_weight`, are dropped; NaN and negative entries are kept so
+        that they are reported.
         """
         import torch
 
         if not isinstance(matrix, torch.Tensor) or matrix.ndim != 2 or matrix.shape[0] != len(ids):
             got = tuple(matrix.shape) if isinstance(matrix, torch.Tensor) else type(matrix).__name__
-            raise DataError(f"matrix: expected a tensor [{len(ids)}, V] for {len(ids)} ids, got {got}.")
+            raise DataError(
+                f"matrix: expected a tensor [{len(ids)}, V] for {len(ids)} ids, got {got}.",
+            )
         fingerprint = fingerprint or getattr(matrix, "vocabulary_fingerprint", None)
         matrix = matrix.detach()
         if matrix.layout == torch.sparse_csr:
@@ -158,7 +188,9 @@ class SparseVectors:
         return replace(self, ids=ids, indptr=offsets, indices=self.indices[at], data=self.data[at])
 
     def above(self, min_weight: float) -> SparseVectors:
-        """A copy without weights of at most `min_weight`; the vectors themselves if there are none such."""
+        """A copy without weights of at most `min_weight`; the vectors themselves if there are none
+        such.
+        """
         keep = self.data > min_weight
         return self if keep.all() else self._kept(keep)
 
@@ -167,7 +199,12 @@ class SparseVectors:
         return self._kept(~np.isin(self.indices, terms))
 
     def _kept(self, keep: npt.NDArray[np.bool_]) -> SparseVectors:
-        return replace(self, indptr=offsets_of(keep)[self.indptr], indices=self.indices[keep], data=self.data[keep])
+        return replace(
+            self,
+            indptr=offsets_of(keep)[self.indptr],
+            indices=self.indices[keep],
+            data=self.data[keep],
+        )
 
     @cached_property
     def row_of(self) -> dict[str, int]:
@@ -192,8 +229,15 @@ class HasVocabulary(Protocol):
     def fingerprint(self) -> str | None: ...
 
 
-def check_same_vocabulary(left: HasVocabulary, right: HasVocabulary, left_name: str, right_name: str) -> None:
-    """Raise VocabularyMismatchError unless sizes are equal, and fingerprints too where both are known."""
+def check_same_vocabulary(
+    left: HasVocabulary,
+    right: HasVocabulary,
+    left_name: str,
+    right_name: str,
+) -> None:
+    """Raise VocabularyMismatchError unless sizes are equal, and fingerprints too where both are
+    known.
+    """
     if left.vocab_size != right.vocab_size:
         expected, got = f"with {left.vocab_size} terms", f"with {right.vocab_size}"
     elif left.fingerprint and right.fingerprint and left.fingerprint != right.fingerprint:
@@ -209,11 +253,15 @@ def check_buildable(vectors: SparseVectors) -> None:
     """Raise ``ValueError`` unless some vector holds a positive weight."""
     if not len(vectors) or not bool((vectors.data > 0).any()):
         got = f"{len(vectors)} vector(s) without"
-        raise ValueError(f"vectors: expected at least one vector with a positive weight, got {got}. Check the model.")
+        raise ValueError(
+            f"vectors: expected at least one vector with a positive weight, got {got}. Check the model.",
+        )
 
 
 def check_search(index: HasVocabulary, queries: SparseVectors, k: int) -> None:
-    """Raise ``ValueError`` or ``VocabularyMismatchError`` unless ``queries`` and ``k`` suit the index."""
+    """Raise ``ValueError`` or ``VocabularyMismatchError`` unless ``queries`` and ``k`` suit the
+    index.
+    """
     check_k(k)
     check_same_vocabulary(index, queries, "the index", "queries")
 
@@ -224,7 +272,9 @@ def _as_int32(indices: npt.ArrayLike) -> Ints:
         raise DataError(f"indices: expected integers, got {array.dtype}.")
     limits = np.iinfo(np.int32)
     if array.size and (array.max() > limits.max or array.min() < limits.min):
-        raise DataError(f"indices: expected terms that fit int32, got {array.min()} to {array.max()}.")
+        raise DataError(
+            f"indices: expected terms that fit int32, got {array.min()} to {array.max()}.",
+        )
     return np.ascontiguousarray(array, dtype=np.int32)
 
 

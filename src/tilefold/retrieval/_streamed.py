@@ -1,7 +1,8 @@
-"""Texts into a folder of vectors: one thread tokenises, the caller's encodes, and one assembles and writes shards.
+"""Texts into a folder of vectors: one thread tokenises, the caller's encodes, and one assembles and
+writes shards.
 
-A shard counts when the manifest lists it; what is reported as done never runs ahead of that by more than a part of the
-first shard that is not written, which is kept by time and on Ctrl-C.
+A shard counts when the manifest lists it; what is reported as done never runs ahead of that by more
+than a part of the first shard that is not written, which is kept by time and on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from torch import Tensor
 
 from tilefold._typing import Model
 from tilefold.pipeline.ahead import Behind
-from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd, halved, say_unused_batch_tokens
+from tilefold.pipeline.rows import (
+    Batch,
+    Begun,
+    Item,
+    Window,
+    WindowEnd,
+    halved,
+    say_unused_batch_tokens,
+)
 from tilefold.pipeline.truncated import Truncation, tell, watching
 from tilefold.retrieval._checks import check_choice, check_least
 from tilefold.retrieval._files import check_text_ids
@@ -40,7 +49,9 @@ Stream = Callable[[Iterator[Window | None]], Generator[Any, None, None]]  # item
 
 @dataclass(frozen=True)
 class Output:
-    """Folder of vectors, and how it is written, in the words of :func:`tilefold.retrieval.encode_collection`."""
+    """Folder of vectors, and how it is written, in the words of
+    :func:`tilefold.retrieval.encode_collection`.
+    """
 
     folder: Path
     shard_size: int = 1024
@@ -62,7 +73,9 @@ IN_MEMORY = Output(Path())
 
 @dataclass(frozen=True)
 class Encoding(ABC):
-    """Options of encoding texts, apart from the model, in the words of :func:`tilefold.retrieval.encode_collection`."""
+    """Options of encoding texts, apart from the model, in the words of
+    :func:`tilefold.retrieval.encode_collection`.
+    """
 
     kind: Kind = "document"
     batch_size: int | None = None
@@ -76,13 +89,25 @@ class Encoding(ABC):
         check_least("batch_tokens", self.batch_tokens)
 
     @abstractmethod
-    def job(self, model: Model, texts: Mapping[str, str], output: Output, made_of: MadeOf) -> Job[Any, Any]:
-        """The work of a sentence-transformers `model`, which is looked at, so that a wrong one is an error."""
+    def job(
+        self,
+        model: Model,
+        texts: Mapping[str, str],
+        output: Output,
+        made_of: MadeOf,
+    ) -> Job[Any, Any]:
+        """The work of a sentence-transformers `model`, which is looked at, so that a wrong one is
+        an error.
+        """
 
     def settings(self, made_of: Provenance) -> dict[str, object]:
-        """Settings of a manifest for every kind of vectors: the documents, their cut, and a limit of its own."""
+        """Settings of a manifest for every kind of vectors: the documents, their cut, and a limit
+        of its own.
+        """
         given = {"passages": made_of.passages, "max_length": self.max_length}
-        return {"texts_sha256": made_of.texts_sha256} | {name: value for name, value in given.items() if value}
+        return {"texts_sha256": made_of.texts_sha256} | {
+            name: value for name, value in given.items() if value
+        }
 
 
 @dataclass
@@ -102,10 +127,14 @@ class Job(ABC, Generic[M, V]):
     def __post_init__(self) -> None:
         how = self.how
         stream = getattr(getattr(self.model, self.fused, None), "stream", None)
-        self.ahead = stream is not None  # of the device; else a shard is written before the next one begins
+        self.ahead = (
+            stream is not None
+        )  # of the device; else a shard is written before the next one begins
         self.stream: Stream = self.plain
         if stream is not None:
-            options = {name: getattr(how, name) for name in ("batch_size", "batch_tokens", *self.options)}
+            options = {
+                name: getattr(how, name) for name in ("batch_size", "batch_tokens", *self.options)
+            }
             self.stream = functools.partial(stream, task=how.kind, **options)
         elif how.batch_tokens is not None:
             say_unused_batch_tokens()
@@ -128,14 +157,18 @@ class Job(ABC, Generic[M, V]):
             texts = window.prepared()
             order = sorted(range(len(texts)), key=lambda place: len(texts[place]), reverse=True)
             for start in range(0, len(order), size):
-                places = [place for place in order[start : start + size] if place not in window.skip]
+                places = [
+                    place for place in order[start : start + size] if place not in window.skip
+                ]
                 for part, rows in halved(places, attempt) if places else ():
                     yield Batch(number, part, rows, seen.count, seen.max_length)
             yield WindowEnd(number)
 
     @abstractmethod
     def vectors(self, names: list[str], rows: Any) -> V:
-        """Vectors of some texts, of the rows of a batch; an error tells that one of them is at fault."""
+        """Vectors of some texts, of the rows of a batch; an error tells that one of them is at
+        fault.
+        """
 
     @abstractmethod
     def nothing(self) -> V:
@@ -155,9 +188,13 @@ class Job(ABC, Generic[M, V]):
         return [ids[start : start + size] for start in range(0, len(ids), size)]
 
     def opens_late(self) -> bool:
-        """Whether the folder, which holds nothing to resume, is opened when the device has its first texts."""
+        """Whether the folder, which holds nothing to resume, is opened when the device has its
+        first texts.
+        """
         folder = self.output.folder
-        return self.ahead and (not folder.exists() or (folder.is_dir() and not any(folder.iterdir())))
+        return self.ahead and (
+            not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+        )
 
     def in_memory(self, what: str) -> V:
         """The vectors of all texts, in their order; an error says `what` they are."""
@@ -173,7 +210,9 @@ class Job(ABC, Generic[M, V]):
         vectors, failed = shard.assembled(self)
         if failed:
             name, why = next(iter(failed.items()))
-            raise DataError(f"{what}: {len(failed)} of {len(self.texts)} failed, {name!r} first ({why}).")
+            raise DataError(
+                f"{what}: {len(failed)} of {len(self.texts)} failed, {name!r} first ({why}).",
+            )
         return vectors
 
 
@@ -210,14 +249,22 @@ class Shard(Generic[V]):
     def resumed(self, before: Part[V] | None) -> Shard[V]:
         """The shard, of which an earlier run kept a part."""
         if before is not None:
-            self.done, self.failed, self.cut = [before.vectors], dict(before.failed) | self.failed, before.cut
+            self.done, self.failed, self.cut = (
+                [before.vectors],
+                dict(before.failed) | self.failed,
+                before.cut,
+            )
             self.kept = len(self)
         return self
 
     def window(self, model: Model) -> Window:
         known = {name for vectors in self.done for name in vectors.ids} | self.failed.keys()
         skip = frozenset(place for place, name in enumerate(self.strings) if name in known)
-        return Window([str(self.texts[name]) for name in self.strings], skip, functools.partial(cut_texts, model))
+        return Window(
+            [str(self.texts[name]) for name in self.strings],
+            skip,
+            functools.partial(cut_texts, model),
+        )
 
     def take(self, batch: Batch, job: Job[Any, V]) -> None:
         """A batch of the stream; what fails of it, such as NaN in a row, loses no other text."""
@@ -262,9 +309,11 @@ def encode_shards(
     behind: Behind,
     open_late: Callable[[], None] | None = None,
 ) -> Generator[Shard[V], None, None]:
-    """Encode shards of a source, which gives None where there is none yet, and yield them as batches are done.
+    """Encode shards of a source, which gives None where there is none yet, and yield them as
+    batches are done.
 
-    A thread ahead takes shards, one `behind` writes whole ones; `open_late` opens the folder when the device has texts.
+    A thread ahead takes shards, one `behind` writes whole ones; `open_late` opens the folder when
+    the device has texts.
     """
     given: list[Shard[V]] = []
 
@@ -278,7 +327,9 @@ def encode_shards(
         next(items)  # the stream has begun
         first: list[Batch | WindowEnd] = []
         if open_late is not None:
-            _ = job.fingerprint  # while the first texts are tokenised: it reads the model, which waits for the device
+            _ = (
+                job.fingerprint
+            )  # while the first texts are tokenised: it reads the model, which waits for the device
             first = list(islice(items, 1))
             open_late()
         for item in chain(first, items):
@@ -344,7 +395,12 @@ class FolderShards(Generic[M, V]):
         """In the thread that works behind, or after it."""
         vectors, failed = shard.assembled(self.job)
         last = (shard.number + 1) * self.job.output.shard_size >= self.total
-        check_some(shard.number, len(vectors), failed, nothing_yet=last and self.writer.manifest.n_documents == 0)
+        check_some(
+            shard.number,
+            len(vectors),
+            failed,
+            nothing_yet=last and self.writer.manifest.n_documents == 0,
+        )
         self.writer.write_shard(shard.number, vectors, failed, shard.cut)
         shard.written()
 

@@ -1,4 +1,6 @@
-"""Rows of the files of collections: JSON lines, TSV, Parquet, saved datasets, TREC topics; judgements by split."""
+"""Rows of the files of collections: JSON lines, TSV, Parquet, saved datasets, TREC topics;
+judgements by split.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,23 @@ TOPICS = ".trec"
 _SAVED = ("dataset_dict.json", "state.json")  # of a DatasetDict, of a Dataset
 _ROWS_PER_BATCH = 1024
 _TOPIC = re.compile(r"<top(?:ic)?\b([^>]*)>(.*?)</top(?:ic)?>", re.DOTALL | re.IGNORECASE)
-_NUMBER = re.compile(r"<num(?:ber)?>\s*(?:Number:)?\s*([^\s<]+)|\bnumber=[\"']([^\"']+)", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"<num(?:ber)?>\s*(?:Number:)?\s*([^\s<]+)|\bnumber=[\"']([^\"']+)",
+    re.IGNORECASE,
+)
 _TITLE = re.compile(r"<(?:title|query)>\s*(?:Topic:)?(.*?)(?=<|\Z)", re.DOTALL | re.IGNORECASE)
 # What a column is -> names that BEIR, TREC, MS MARCO, datasets and data frames give it.
-_DOCUMENT = ("corpus-id", "corpus_id", "docid", "doc_id", "doc-id", "docno", "document_id", "pid", "passage_id")
+_DOCUMENT = (
+    "corpus-id",
+    "corpus_id",
+    "docid",
+    "doc_id",
+    "doc-id",
+    "docno",
+    "document_id",
+    "pid",
+    "passage_id",
+)
 _QUERY = ("query-id", "query_id", "qid", "queryid", "topic_id", "topic-id")
 TEXTS = {
     "_id": ("_id", "id", *_DOCUMENT, *_QUERY),
@@ -54,11 +69,15 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def find_table(folder: Path, name: str, suffixes: tuple[str, ...]) -> Path | None:
-    """The table `name` in `folder`: a file with one of `suffixes`, or a folder; None if there is nothing."""
+    """The table `name` in `folder`: a file with one of `suffixes`, or a folder; None if there is
+    nothing.
+    """
     found = [path for suffix in suffixes if (path := folder / f"{name}{suffix}").is_file()]
     found += [folder / name] if (folder / name).is_dir() else []
     if len(found) > 1:
-        raise DataError(f"{folder}: expected one of {', '.join(path.name for path in found)}, got all. Keep one.")
+        raise DataError(
+            f"{folder}: expected one of {', '.join(path.name for path in found)}, got all. Keep one.",
+        )
     return found[0] if found else None
 
 
@@ -73,11 +92,15 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
                 except UnicodeDecodeError as error:
                     got = f"the byte {line[error.start]:#04x} at byte {start + error.start} of the text"
                     remedy = "Convert it: iconv -f LATIN1 -t UTF-8"
-                    raise DataError(f"{path}:{number}: expected UTF-8 text, got {got}. {remedy}") from error
+                    raise DataError(
+                        f"{path}:{number}: expected UTF-8 text, got {got}. {remedy}",
+                    ) from error
                 yield number, text
                 start += len(line)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: expected a whole gzip file, got ({error}). Fetch it again.") from error
+        raise DataError(
+            f"{path}: expected a whole gzip file, got ({error}). Fetch it again.",
+        ) from error
 
 
 def table_files(path: Path) -> list[Path]:
@@ -86,12 +109,16 @@ def table_files(path: Path) -> list[Path]:
         return [path]
     if not (files := sorted(file for file in path.iterdir() if file.name.endswith(ROWS))):
         got = sorted(file.name for file in path.iterdir())[:3] or "an empty folder"
-        raise DataError(f"{path}: expected files that end in {', '.join(ROWS)}, or a saved dataset, got {got}.")
+        raise DataError(
+            f"{path}: expected files that end in {', '.join(ROWS)}, or a saved dataset, got {got}.",
+        )
     return files
 
 
 def table_rows(path: Path, skip: int = 0) -> Iterator[Row]:
-    """``(where, row)`` of each row, but the first `skip` of each file, of a file, folder of files or saved dataset."""
+    """``(where, row)`` of each row, but the first `skip` of each file, of a file, folder of files
+    or saved dataset.
+    """
     if path.is_dir():
         if is_saved_dataset(path):
             yield from _dataset_rows(path, skip)
@@ -107,17 +134,30 @@ def table_rows(path: Path, skip: int = 0) -> Iterator[Row]:
     elif path.name.endswith(TEXT):
         yield from islice(text_rows(numbered_lines(path), path), skip, None)
     else:
-        raise DataError(f"{path}: expected a file that ends in {', '.join((*ROWS, *TEXT))}, got {path.name!r}.")
+        raise DataError(
+            f"{path}: expected a file that ends in {', '.join((*ROWS, *TEXT))}, got {path.name!r}.",
+        )
 
 
-def text_rows(lines: Iterable[tuple[int, str]], path: object, *, bare: bool = False) -> Iterator[Row]:
-    """Rows of lines: an id, a tab and a text; a `bare` text, by its number; or the columns that the first names."""
+def text_rows(
+    lines: Iterable[tuple[int, str]],
+    path: object,
+    *,
+    bare: bool = False,
+) -> Iterator[Row]:
+    """Rows of lines: an id, a tab and a text; a `bare` text, by its number; or the columns that the
+    first names.
+    """
     columns: list[str | None] | None = None
-    for place, (number, line) in enumerate(((number, line) for number, line in lines if line.strip())):
+    for place, (number, line) in enumerate(
+        ((number, line) for number, line in lines if line.strip()),
+    ):
         where, fields = f"{path}:{number}", line.rstrip("\r\n").split("\t")
         if place == 0 and (columns := text_columns(fields, where)):
             _say_once(where, tuple(fields))
-            columns = [kind or name.strip().strip('"') for kind, name in zip(columns, fields, strict=True)]
+            columns = [
+                kind or name.strip().strip('"') for kind, name in zip(columns, fields, strict=True)
+            ]
             continue
         if columns:
             yield where, row_of(fields, columns, where)
@@ -126,18 +166,27 @@ def text_rows(lines: Iterable[tuple[int, str]], path: object, *, bare: bool = Fa
         elif bare:
             yield where, {"_id": str(number), "text": line.strip()}
         else:
-            raise DataError(f"{where}: expected an id, a tab and a text, got no tab. Fix that line.")
+            raise DataError(
+                f"{where}: expected an id, a tab and a text, got no tab. Fix that line.",
+            )
 
 
 def json_object(line: str, where: str) -> Json:
     """The JSON object in a line; a ``DataError`` that begins with `where` for anything else."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # malformed JSON, a number with thousands of digits, too deep nesting
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # malformed JSON, a number with thousands of digits, too deep nesting
         got = f"malformed JSON ({error})"
-        raise DataError(f"{where}: expected one JSON object per line, got {got}. Fix that line.") from error
+        raise DataError(
+            f"{where}: expected one JSON object per line, got {got}. Fix that line.",
+        ) from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: expected one JSON object per line, got {type(row).__name__}. Fix that line.")
+        raise DataError(
+            f"{where}: expected one JSON object per line, got {type(row).__name__}. Fix that line.",
+        )
     return row
 
 
@@ -155,14 +204,18 @@ def _parquet_rows(path: Path, skip: int) -> Iterator[Row]:
                     if number > skip:
                         yield f"{path}, row {number}", row
     except pa.ArrowException as error:
-        raise DataError(f"{path}: expected a Parquet file, got ({error}). Fetch it again.") from error
+        raise DataError(
+            f"{path}: expected a Parquet file, got ({error}). Fetch it again.",
+        ) from error
 
 
 def _dataset_rows(path: Path, skip: int) -> Iterator[Row]:
     saved = require("datasets", "datasets", "Reading a saved dataset").load_from_disk(str(path))
     if hasattr(saved, "keys"):  # a DatasetDict
         if len(saved) != 1:
-            raise DataError(f"{path}: expected a dataset of one split, got {', '.join(saved)}. Save one of them.")
+            raise DataError(
+                f"{path}: expected a dataset of one split, got {', '.join(saved)}. Save one of them.",
+            )
         (saved,) = saved.values()
     for number, row in enumerate(saved.skip(skip) if skip else saved, start=skip + 1):
         yield f"{path}, row {number}", dict(row)
@@ -175,7 +228,9 @@ def named_columns(fields: Sequence[str], known: Mapping[str, Sequence[str]]) -> 
 
 
 def text_columns(fields: Sequence[str], where: str) -> list[str | None] | None:
-    """The columns that a first line names, None where it is a row, and a ``DataError`` where it may be either."""
+    """The columns that a first line names, None where it is a row, and a ``DataError`` where it may
+    be either.
+    """
     kinds = named_columns(fields, TEXTS)
     if kinds.count("_id") == kinds.count("text") == 1 and kinds.count("title") <= 1:
         return kinds
@@ -191,7 +246,9 @@ def _say_once(where: str, fields: tuple[str, ...]) -> None:
     """Say which line is no row; files are read several times."""
     kinds = named_columns(fields, TEXTS)
     used = ", ".join(name.strip() for name, kind in zip(fields, kinds, strict=True) if kind)
-    left = ", ".join(repr(name.strip()) for name, kind in zip(fields, kinds, strict=True) if not kind)
+    left = ", ".join(
+        repr(name.strip()) for name, kind in zip(fields, kinds, strict=True) if not kind
+    )
     others = f", {left} as metadata" if left else ""
     _logger.warning("%s: this line is taken as names of columns (%s)%s", where, used, others)
 
@@ -205,19 +262,34 @@ def row_of(fields: Sequence[str], columns: Sequence[str | None], where: str) -> 
 
 
 def _topic_rows(path: Path) -> Iterator[Row]:
-    """Rows of ``_id`` and ``text`` for TREC topics: ``<top>`` or ``<topic>`` with a number, and a title or query."""
+    """Rows of ``_id`` and ``text`` for TREC topics: ``<top>`` or ``<topic>`` with a number, and a
+    title or query.
+    """
     text, found = "".join(line for _, line in numbered_lines(path)), 0
     for found, match in enumerate(_TOPIC.finditer(text), start=1):
-        where, number, title = f"{path}, topic {found}", _NUMBER.search(match[0]), _TITLE.search(match[2])
+        where, number, title = (
+            f"{path}, topic {found}",
+            _NUMBER.search(match[0]),
+            _TITLE.search(match[2]),
+        )
         if number is None or title is None or not title[1].strip():
-            raise DataError(f"{where}: expected a <num> and a <title> (or <query>), got one without.")
-        yield where, {"_id": number[1] or number[2], "text": " ".join(html.unescape(title[1]).split())}
+            raise DataError(
+                f"{where}: expected a <num> and a <title> (or <query>), got one without.",
+            )
+        yield (
+            where,
+            {"_id": number[1] or number[2], "text": " ".join(html.unescape(title[1]).split())},
+        )
     if not found:
-        raise DataError(f"{path}: expected TREC topics (<top> ... </top>), got {text[:40]!r}. Name a table .tsv.")
+        raise DataError(
+            f"{path}: expected TREC topics (<top> ... </top>), got {text[:40]!r}. Name a table .tsv.",
+        )
 
 
 def query_rows(path: Path, *, bare: bool = False) -> Iterator[Row]:
-    """Rows of ``_id`` and ``text``: TREC topics of a ``.trec`` file, or a table; `bare` as in :func:`text_rows`."""
+    """Rows of ``_id`` and ``text``: TREC topics of a ``.trec`` file, or a table; `bare` as in
+    :func:`text_rows`.
+    """
     if path.name.endswith(TOPICS) and not path.is_dir():
         return _topic_rows(path)
     if bare and not path.is_dir() and not path.name.endswith(ROWS):
@@ -226,22 +298,32 @@ def query_rows(path: Path, *, bare: bool = False) -> Iterator[Row]:
 
 
 def query_of_line(line: str, number: int) -> tuple[str, str]:
-    """Id and text of a query: ``id<tab>text``, or a text with its line's number; no names of columns."""
+    """Id and text of a query: ``id<tab>text``, or a text with its line's number; no names of
+    columns.
+    """
     if number == 1 and text_columns(line.strip().split("\t"), "line 1"):
-        raise DataError(f"line 1: expected a query, got names of columns, {line.strip()!r}. Leave that line out.")
+        raise DataError(
+            f"line 1: expected a query, got names of columns, {line.strip()!r}. Leave that line out.",
+        )
     name, tab, text = line.strip().partition("\t")
     return (name, text) if tab else (str(number), name)
 
 
 def read_splits(
-    folder: Path, known: tuple[Container[str], Container[str]], drop: bool, wanted: Sequence[str] | None
+    folder: Path,
+    known: tuple[Container[str], Container[str]],
+    drop: bool,
+    wanted: Sequence[str] | None,
 ) -> dict[str, Qrels]:
-    """Split -> judgements in `folder` of `known` ids, others are errors or to `drop`: the `wanted` splits, or all.
+    """Split -> judgements in `folder` of `known` ids, others are errors or to `drop`: the `wanted`
+    splits, or all.
 
     Without the folder ``qrels``, those of MS MARCO's files beside it, ``qrels.<split>.tsv``.
     """
     splits: dict[str, list[Path]] = {}
-    for file in sorted(folder.iterdir() if folder.is_dir() else folder.parent.glob(f"{folder.name}.*.tsv")):
+    for file in sorted(
+        folder.iterdir() if folder.is_dir() else folder.parent.glob(f"{folder.name}.*.tsv"),
+    ):
         suffix = max((end for end in _SUFFIXES if file.name.endswith(end)), key=len, default=None)
         if suffix is not None and not file.name.startswith("."):
             name = file.name if folder.is_dir() else file.name.removeprefix(f"{folder.name}.")
@@ -251,7 +333,12 @@ def read_splits(
     return {split: _read_split(splits[split], *known, drop) for split in chosen}
 
 
-def _read_split(files: list[Path], queries: Container[str], documents: Container[str], drop: bool) -> Qrels:
+def _read_split(
+    files: list[Path],
+    queries: Container[str],
+    documents: Container[str],
+    drop: bool,
+) -> Qrels:
     qrels: Qrels = {}
     strays: list[str] = []
     for where, query, document, grade in (row for file in files for row in _judgements(file)):
@@ -261,18 +348,26 @@ def _read_split(files: list[Path], queries: Container[str], documents: Container
             continue
         judged = qrels.setdefault(query, {})
         if judged.get(document, grade) != grade:
-            before = f"were judged {judged[document]} before, got {grade}. Keep one of the two lines."
+            before = (
+                f"were judged {judged[document]} before, got {grade}. Keep one of the two lines."
+            )
             raise DataError(f"{where}: query {query!r} and document {document!r} {before}")
         judged[document] = grade
     if strays and drop:
-        _logger.warning("%s; %d judgement(s) of what the collection lacks are left out", strays[0], len(strays))
+        _logger.warning(
+            "%s; %d judgement(s) of what the collection lacks are left out",
+            strays[0],
+            len(strays),
+        )
     if strays and not drop:
         said = f"{len(strays)} judgement(s) in this file name queries or documents that are not in the collection"
         remedy = "Complete it, or load it with --drop-unknown to leave them out (unknown='drop')."
         raise DataError(f"{strays[0]}; {said}. {remedy}")
     if not qrels:
         got = f"{len(strays)} of others, the first in {strays[0]}" if strays else "no judgement"
-        raise DataError(f"{files[0]}: expected at least one judgement of a known query and document, got {got}.")
+        raise DataError(
+            f"{files[0]}: expected at least one judgement of a known query and document, got {got}.",
+        )
     return qrels
 
 
@@ -309,7 +404,9 @@ def _field(row: Json, name: str, where: str) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if value is None:
-        raise DataError(f"{where}: expected the fields {', '.join(_COLUMNS)}, got {', '.join(row)}. Rename them.")
+        raise DataError(
+            f"{where}: expected the fields {', '.join(_COLUMNS)}, got {', '.join(row)}. Rename them.",
+        )
     return str(value)
 
 
@@ -317,4 +414,6 @@ def _judgement(fields: list[str], where: str) -> Judgement:
     try:
         return where, fields[0], fields[1], int(fields[2])
     except ValueError:
-        raise DataError(f"{where}: expected an integer grade, got {fields[2]!r}. {_NAMED}") from None
+        raise DataError(
+            f"{where}: expected an integer grade, got {fields[2]!r}. {_NAMED}",
+        ) from None

@@ -26,21 +26,38 @@ from tilefold.retrieval.provenance import Provenance, owned, provenance_of
 
 __all__ = ["LANGUAGES", "BM25Index", "BM25Options", "Tokenizer"]
 
-# Scripts that are written without spaces: Thai, Lao, Khmer, kana, CJK ideographs; cut into character pairs.
+# Scripts that are written without spaces: Thai, Lao, Khmer, kana, CJK ideographs; cut into
+# character pairs.
 UNSPACED = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{UNSPACED}]+|[^\W{UNSPACED}]+")
 _PAIRED = re.compile(rf"[{UNSPACED}]")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|_")
-# Language of bm25s's stop words -> its two letters. Snowball stems more languages, then without stop words.
+# Language of bm25s's stop words -> its two letters. Snowball stems more languages, then without
+# stop words.
 _STOPPED = {
-    "danish": "da", "dutch": "nl", "english": "en", "french": "fr", "german": "de", "italian": "it",
-    "norwegian": "no", "portuguese": "pt", "russian": "ru", "spanish": "es", "swedish": "sv", "turkish": "tr",
-}  # fmt: skip
+    "danish": "da",
+    "dutch": "nl",
+    "english": "en",
+    "french": "fr",
+    "german": "de",
+    "italian": "it",
+    "norwegian": "no",
+    "portuguese": "pt",
+    "russian": "ru",
+    "spanish": "es",
+    "swedish": "sv",
+    "turkish": "tr",
+}
 Counts = npt.NDArray[np.int32]
 LANGUAGES = (*_STOPPED, "none")
 _ARRAYS = ("data", "indices", "indptr")
 _COUNTS = "counts.npy"
-_OWN_NAMES = (_COUNTS, "params.index.json", "vocab.index.json", *(f"{name}.csc.index.npy" for name in _ARRAYS))
+_OWN_NAMES = (
+    _COUNTS,
+    "params.index.json",
+    "vocab.index.json",
+    *(f"{name}.csc.index.npy" for name in _ARRAYS),
+)
 
 
 @dataclass(frozen=True)
@@ -48,12 +65,12 @@ class BM25Options:
     """Options of BM25.
 
     Attributes:
-        language: of stop words and Snowball stemmer: one of `LANGUAGES`, its two letters, any other that Snowball
-            stems (without stop words), or ``"none"`` for neither.
+        language: of stop words and Snowball stemmer: one of `LANGUAGES`, its two letters, any other
+            that Snowball stems (without stop words), or ``"none"`` for neither.
         k1: saturation of term frequency; 0 ignores repetitions.
         b: normalisation by document length, in [0, 1].
-        identifiers: also cut words at underscores and at capitals (``move_to_end``, ``OrderedDict``), for texts about
-            programs.
+        identifiers: also cut words at underscores and at capitals (``move_to_end``,
+            ``OrderedDict``), for texts about programs.
     """
 
     language: str = "english"
@@ -70,8 +87,8 @@ class BM25Options:
 class Tokenizer:
     """Lower-cased words of at least two characters, without stop words, stemmed.
 
-    Scripts without spaces give overlapping pairs of characters. A language that Snowball does not stem is a
-    ``ValueError``.
+    Scripts without spaces give overlapping pairs of characters. A language that Snowball does not
+    stem is a ``ValueError``.
     """
 
     def __init__(self, options: BM25Options) -> None:
@@ -103,11 +120,15 @@ def _language(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
         return frozenset(), stem
     _package()
     lists = require("bm25s.stopwords", "bm25s", "BM25")
-    return frozenset(getattr(lists, "STOPWORDS_EN" if full == "english" else f"STOPWORDS_{full.upper()}")), stem
+    return frozenset(
+        getattr(lists, "STOPWORDS_EN" if full == "english" else f"STOPWORDS_{full.upper()}"),
+    ), stem
 
 
 def _package() -> ModuleType:
-    """The package, without JAX, which it starts where that is installed, and which takes 75% of a GPU's memory."""
+    """The package, without JAX, which it starts where that is installed, and which takes 75% of a
+    GPU's memory.
+    """
     if hide := "jax" not in sys.modules:
         sys.modules["jax"] = None  # type: ignore[assignment]
     try:
@@ -118,12 +139,19 @@ def _package() -> ModuleType:
 
 
 class BM25Index(FolderIndex):
-    """BM25 (Lucene's variant) over texts, in memory or saved as a directory like the indexes of sparse vectors."""
+    """BM25 (Lucene's variant) over texts, in memory or saved as a directory like the indexes of
+    sparse vectors.
+    """
 
     backend, package, own_files = "bm25", "bm25s", _OWN_NAMES
 
     def __init__(
-        self, engine: Any, ids: Sequence[str], counts: Counts, options: BM25Options, provenance: Provenance
+        self,
+        engine: Any,
+        ids: Sequence[str],
+        counts: Counts,
+        options: BM25Options,
+        provenance: Provenance,
     ) -> None:
         self._engine, self.ids, self.vocab_size = engine, ids, len(engine.vocab_dict)
         self._counts = counts  # how often a word is in a document, in the order of weights
@@ -141,7 +169,8 @@ class BM25Index(FolderIndex):
         identifiers: bool = False,
         metadata: Mapping[str, Fields] | None = None,
     ) -> BM25Index:
-        """Index ``{id: contents}`` of documents or passages, one of them with a word; options: :class:`BM25Options`.
+        """Index ``{id: contents}`` of documents or passages, one of them with a word; options:
+        :class:`BM25Options`.
 
         `metadata` is as in :func:`tilefold.retrieval.build_index`.
         """
@@ -156,23 +185,37 @@ class BM25Index(FolderIndex):
         return made
 
     @classmethod
-    def _of_words(cls, corpus: Mapping[str, list[str]], options: BM25Options, provenance: Provenance) -> BM25Index:
+    def _of_words(
+        cls,
+        corpus: Mapping[str, list[str]],
+        options: BM25Options,
+        provenance: Provenance,
+    ) -> BM25Index:
         if not any(corpus.values()):
             raise ValueError("documents: expected at least one with a word, got only empty ones.")
         engine = _package().BM25(k1=options.k1, b=options.b)
         engine.index(list(corpus.values()), show_progress=False)
-        found = ((engine.vocab_dict[word], at) for at, words in enumerate(corpus.values()) for word in words)
+        found = (
+            (engine.vocab_dict[word], at)
+            for at, words in enumerate(corpus.values())
+            for word in words
+        )
         places = [number * len(corpus) + at for number, at in found]
         counts = np.unique(np.array(places, np.int64), return_counts=True)[1].astype(np.int32)
         return cls(engine, list(corpus), counts, options, provenance)
 
     def updated(
-        self, documents: Mapping[str, str], delete: Collection[str] = (), metadata: Mapping[str, Fields] | None = None
+        self,
+        documents: Mapping[str, str],
+        delete: Collection[str] = (),
+        metadata: Mapping[str, Fields] | None = None,
     ) -> BM25Index:
-        """An index without some documents, and with others and their metadata, which replace those of the same ids.
+        """An index without some documents, and with others and their metadata, which replace those
+        of the same ids.
 
-        Weights depend on all documents, so that it is made anew, of the words that are stored and those of the new
-        texts: the scores are those of :meth:`build` of all. Its texts have no fingerprint.
+        Weights depend on all documents, so that it is made anew, of the words that are stored and
+        those of the new texts: the scores are those of :meth:`build` of all. Its texts have no
+        fingerprint.
         """
         check_text_ids("documents", documents)
         _, at_documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
@@ -180,22 +223,36 @@ class BM25Index(FolderIndex):
         corpus: dict[str, list[str]] = {name: [] for name in self.ids}
         for place in range(len(offsets) - 1):
             span = slice(offsets[place], offsets[place + 1])
-            for at, count in zip(at_documents[span].tolist(), self._counts[span].tolist(), strict=True):
+            for at, count in zip(
+                at_documents[span].tolist(),
+                self._counts[span].tolist(),
+                strict=True,
+            ):
                 corpus[self.ids[at]] += [words[place]] * count
-        new, cut = provenance_of(documents) if documents else self.provenance, self.provenance.passages
+        new, cut = (
+            provenance_of(documents) if documents else self.provenance,
+            self.provenance.passages,
+        )
         if new.passages != cut:
-            raise DataError(f"documents: expected passages {cut!r} as in the index, got {new.passages!r}.")
+            raise DataError(
+                f"documents: expected passages {cut!r} as in the index, got {new.passages!r}.",
+            )
         gone = owned((*corpus, *documents), delete, documents, cut)
         left = {row: name for row, name in enumerate(self.ids) if name not in gone}
         kept = {name: corpus[name] for name in left.values()}
         kept |= {name: self._tokenize(text) for name, text in documents.items()}
         made = self._of_words(kept, self.options, Provenance(passages=cut))
-        parts = self.metadata and self.metadata.take(list(left)), Metadata.of(metadata, list(documents), cut)
+        parts = (
+            self.metadata and self.metadata.take(list(left)),
+            Metadata.of(metadata, list(documents), cut),
+        )
         made.metadata = Metadata.concatenate(parts, [len(left), len(documents)])
         return made
 
     def search(self, queries: Mapping[str, str], k: int, *, where: Where = None) -> Run:
-        """At most `k` best documents per query, of those that match `where`, which share a word with it."""
+        """At most `k` best documents per query, of those that match `where`, which share a word
+        with it.
+        """
         check_k(k)
         allowed = allowed_by(self.metadata, where)
         run: Run = {}
@@ -209,14 +266,23 @@ class BM25Index(FolderIndex):
         return run
 
     def document_vectors(self) -> SparseVectors:
-        """BM25's weight of each word in each document: the inner product with :meth:`query_vectors` is the score."""
+        """BM25's weight of each word in each document: the inner product with :meth:`query_vectors`
+        is the score.
+        """
         data, documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
-        return Postings(offsets, documents, data, len(self.ids)).vectors(self.ids, None, self.provenance)
+        return Postings(offsets, documents, data, len(self.ids)).vectors(
+            self.ids,
+            None,
+            self.provenance,
+        )
 
     def query_vectors(self, queries: Mapping[str, str]) -> SparseVectors:
         """Term frequencies of each query; words that the index lacks are left out."""
         words = self._engine.vocab_dict
-        counts = {name: Counter(words[token] for token in self._known(text)) for name, text in queries.items()}
+        counts = {
+            name: Counter(words[token] for token in self._known(text))
+            for name, text in queries.items()
+        }
         return SparseVectors.from_rows(counts, len(self._engine.scores["indptr"]) - 1)
 
     def _known(self, text: str) -> list[str]:
@@ -229,7 +295,11 @@ class BM25Index(FolderIndex):
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> BM25Index:
         bm25s = _package()
-        with naming_versions(folder, manifest, cls.package):  # which takes its files as they are, and fails later
+        with naming_versions(
+            folder,
+            manifest,
+            cls.package,
+        ):  # which takes its files as they are, and fails later
             engine = bm25s.BM25.load(folder, mmap=True)
             options = BM25Options(**manifest["options"])
             _check_arrays(engine, len(ids))
@@ -238,16 +308,34 @@ class BM25Index(FolderIndex):
 
 
 def _check_arrays(engine: Any, n_documents: int) -> None:
-    """Raise ``DataError`` unless a loaded engine holds weights of words of its vocabulary in documents."""
+    """Raise ``DataError`` unless a loaded engine holds weights of words of its vocabulary in
+    documents.
+    """
     data, documents, offsets = (np.asarray(engine.scores[name]) for name in _ARRAYS)
     kinds = data.dtype.kind, documents.dtype.kind, offsets.dtype.kind
-    if kinds != ("f", "i", "i") or data.shape != documents.shape or data.ndim != 1 or offsets.ndim != 1:
-        raise DataError(f"expected weights, documents and offsets of words, got arrays of {data.dtype} {data.shape}.")
+    if (
+        kinds != ("f", "i", "i")
+        or data.shape != documents.shape
+        or data.ndim != 1
+        or offsets.ndim != 1
+    ):
+        raise DataError(
+            f"expected weights, documents and offsets of words, got arrays of {data.dtype} {data.shape}.",
+        )
     if engine.scores["num_docs"] != n_documents:
         raise DataError(f"num_docs: expected {n_documents}, got {engine.scores['num_docs']!r}.")
     check_offsets(offsets, data.size)
     check_arrays(("indices", documents, n_documents), ("data", data))
-    words = np.array([place for word, place in engine.vocab_dict.items() if word], np.int64)  # "" has no postings
+    words = np.array(
+        [place for word, place in engine.vocab_dict.items() if word],
+        np.int64,
+    )  # "" has no postings
     if words.size != offsets.size - 1 or outside(words, words.size) is not None:
-        got = f"{words.size}" if words.size != offsets.size - 1 else f"one at {words[outside(words, words.size)]}"
-        raise DataError(f"vocab_dict: expected {offsets.size - 1} words in [0, {offsets.size - 1}), got {got}.")
+        got = (
+            f"{words.size}"
+            if words.size != offsets.size - 1
+            else f"one at {words[outside(words, words.size)]}"
+        )
+        raise DataError(
+            f"vocab_dict: expected {offsets.size - 1} words in [0, {offsets.size - 1}), got {got}.",
+        )

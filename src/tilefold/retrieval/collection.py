@@ -1,4 +1,6 @@
-"""Collections in the BEIR layout, ``corpus.jsonl``, ``queries.jsonl`` and ``qrels/<split>.tsv``, or in other files."""
+"""Collections in the BEIR layout, ``corpus.jsonl``, ``queries.jsonl`` and ``qrels/<split>.tsv``, or
+in other files.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,11 @@ BEIR_LAYOUT = (
 
 @dataclass(frozen=True)
 class Document:
-    """Document of an id, a title, which may be empty, and a text; what is no string is a ``TypeError``.
+    """Document of an id, a title, which may be empty, and a text; what is no string is a
+    ``TypeError``.
 
-    Its `metadata`, field -> value, are kept by an index that is built with them, and searched by ``where``.
+    Its `metadata`, field -> value, are kept by an index that is built with them, and searched by
+    ``where``.
     """
 
     id: str
@@ -46,12 +50,14 @@ class Document:
             if not isinstance(value, str):
                 raise TypeError(
                     f"{name}: expected a string, got {value!r} ({type(value).__name__}) in document {self.id!r}. Give "
-                    f"str({value!r}), or '' for none."
+                    f"str({value!r}), or '' for none.",
                 )
 
     @property
     def contents(self) -> str:
-        """Title and text as one string, separated by a line break: the input of every encoder and of BM25."""
+        """Title and text as one string, separated by a line break: the input of every encoder and
+        of BM25.
+        """
         return f"{self.title}\n{self.text}" if self.title and self.text else self.title or self.text
 
 
@@ -83,11 +89,19 @@ class Collection:
     def contents(self) -> Mapping[str, str]:
         """Document id -> contents, in corpus order."""
         stored: Callable[[], Mapping[str, str]] | None = getattr(self.documents, "contents", None)
-        return stored() if stored else {document.id: document.contents for document in self.documents.values()}
+        return (
+            stored()
+            if stored
+            else {document.id: document.contents for document in self.documents.values()}
+        )
 
     def places(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
         """The place of each of n `names` among the documents, -1 for an unknown one, int64 ``[n]``."""
-        stored: Callable[[Iterable[str]], npt.NDArray[np.int64]] | None = getattr(self.documents, "places", None)
+        stored: Callable[[Iterable[str]], npt.NDArray[np.int64]] | None = getattr(
+            self.documents,
+            "places",
+            None,
+        )
         if stored:
             return stored(names)
         place_of = {name: place for place, name in enumerate(self.documents)}
@@ -95,7 +109,11 @@ class Collection:
 
     def metadata(self) -> dict[str, Mapping[str, object]]:
         """Document id -> fields, of the documents that have any."""
-        return {name: document.metadata for name, document in self.documents.items() if document.metadata}
+        return {
+            name: document.metadata
+            for name, document in self.documents.items()
+            if document.metadata
+        }
 
     def split_qrels(self, split: str) -> dict[str, dict[str, int]]:
         """The judgements of `split`; the error for an unknown split names the known ones."""
@@ -103,7 +121,9 @@ class Collection:
             return self.qrels[split]
         except KeyError:
             known = ", ".join(sorted(self.qrels)) or "none"
-            raise ValueError(f"split: {self.name} has {known}, got {split!r}. Choose one of them.") from None
+            raise ValueError(
+                f"split: {self.name} has {known}, got {split!r}. Choose one of them.",
+            ) from None
 
     def split_queries(self, split: str) -> dict[str, str]:
         """Query id -> text of the queries judged in `split`, in the order of the judgements."""
@@ -112,14 +132,30 @@ class Collection:
     def pairs(self, split: str) -> list[tuple[str, str]]:
         """``(query id, document id)`` for every positive grade in `split`."""
         judged = self.split_qrels(split).items()
-        return [(query, document) for query, grades in judged for document, grade in grades.items() if grade > 0]
+        return [
+            (query, document)
+            for query, grades in judged
+            for document, grade in grades.items()
+            if grade > 0
+        ]
 
     def save_beir(self, path: str | Path) -> None:
-        """Write a BEIR folder atomically, over an earlier one only; ``DataError`` for an id that it cannot hold."""
+        """Write a BEIR folder atomically, over an earlier one only; ``DataError`` for an id that it
+        cannot hold.
+        """
         self.__post_init__()  # ids may have come since
-        named = {name for qrels in self.qrels.values() for q, found in qrels.items() for name in (q, *found)}
+        named = {
+            name
+            for qrels in self.qrels.values()
+            for q, found in qrels.items()
+            for name in (q, *found)
+        }
         for name in (*self.documents, *self.queries, *named):
-            if not name or not is_unicode(name) or (name in named and any(mark in name for mark in "\t\r\n")):
+            if (
+                not name
+                or not is_unicode(name)
+                or (name in named and any(mark in name for mark in "\t\r\n"))
+            ):
                 held = "no empty id, and in judgements none with a tab or a line break"
                 raise DataError(f"ids: the BEIR layout holds {held}, got {name!r}. Rename it.")
         with atomic_directory(Path(path), own_names=_BEIR_NAMES) as folder:
@@ -137,7 +173,9 @@ class Collection:
                 with (folder / "qrels" / f"{split}.tsv").open("w", encoding="utf-8") as stream:
                     stream.write("query-id\tcorpus-id\tscore\n")
                     for query_id, judged in qrels.items():
-                        stream.writelines(f"{query_id}\t{doc}\t{grade}\n" for doc, grade in judged.items())
+                        stream.writelines(
+                            f"{query_id}\t{doc}\t{grade}\n" for doc, grade in judged.items()
+                        )
 
 
 def load_beir(
@@ -148,17 +186,21 @@ def load_beir(
     splits: Sequence[str] | None = None,
     documents: Mapping[str, Document] | None = None,
 ) -> Collection:
-    """Read a BEIR folder, or the documents alone: a file or a saved dataset; queries and judgements may be missing.
+    """Read a BEIR folder, or the documents alone: a file or a saved dataset; queries and judgements
+    may be missing.
 
-    The rows of ``corpus`` and ``queries`` are in ``<name>.jsonl``, ``.jsonl.gz`` or ``.parquet``, or in a folder
-    ``<name>/`` of such files or written by ``Dataset.save_to_disk``; queries also in ``queries.tsv`` (id, tab, text) or
-    ``queries.trec`` (TREC topics). Judgements are in ``qrels/<split>.tsv`` (three columns, or the four of TREC),
-    ``.jsonl`` or ``.parquet``. MS MARCO's own files are read as they are: ``collection.tsv``, ``queries.<split>.tsv``
-    and ``qrels.<split>.tsv``; all documents are held in memory, but for `documents` that were read before.
+    The rows of ``corpus`` and ``queries`` are in ``<name>.jsonl``, ``.jsonl.gz`` or ``.parquet``,
+    or in a folder ``<name>/`` of such files or written by ``Dataset.save_to_disk``; queries also in
+    ``queries.tsv`` (id, tab, text) or ``queries.trec`` (TREC topics). Judgements are in
+    ``qrels/<split>.tsv`` (three columns, or the four of TREC), ``.jsonl`` or ``.parquet``. MS
+    MARCO's own files are read as they are: ``collection.tsv``, ``queries.<split>.tsv`` and
+    ``qrels.<split>.tsv``; all documents are held in memory, but for `documents` that were read
+    before.
 
-    `unknown` is ``"error"``, or ``"drop"`` to leave out judgements of what the collection, such as a sample, lacks;
-    `documents_only` leaves queries and judgements unread, and `splits` those of other splits. Malformed rows, missing,
-    repeated or unknown ids, or no row are a ``DataError`` that names file and line.
+    `unknown` is ``"error"``, or ``"drop"`` to leave out judgements of what the collection, such as
+    a sample, lacks; `documents_only` leaves queries and judgements unread, and `splits` those of
+    other splits. Malformed rows, missing, repeated or unknown ids, or no row are a ``DataError``
+    that names file and line.
     """
     check_choice("unknown", unknown, ("error", "drop"))
     folder = Path(path)
@@ -166,15 +208,24 @@ def load_beir(
         raise FileNotFoundError(f"{folder}: no such folder. {BEIR_LAYOUT}")
     corpus, name = documents_table(folder), folder.resolve().name
     alone = corpus == folder
-    collection = Collection(name.partition(".")[0] if alone else name, documents or load_documents(corpus), {}, {})
+    collection = Collection(
+        name.partition(".")[0] if alone else name,
+        documents or load_documents(corpus),
+        {},
+        {},
+    )
     if alone or documents_only:
         return collection
-    if (queries := find_table(folder, "queries", (*_tables.ROWS, ".tsv", _tables.TOPICS))) is not None:
+    if (
+        queries := find_table(folder, "queries", (*_tables.ROWS, ".tsv", _tables.TOPICS))
+    ) is not None:
         collection.queries = _texts(query_rows(queries), queries)
     elif files := sorted(folder.glob("queries.*.tsv")):
         collection.queries = _queries_of_splits(files)
     elif (folder / "qrels").exists():
-        raise FileNotFoundError(f"{folder / 'queries.jsonl'}: no such file, but judgements. {BEIR_LAYOUT}")
+        raise FileNotFoundError(
+            f"{folder / 'queries.jsonl'}: no such file, but judgements. {BEIR_LAYOUT}",
+        )
     known = collection.queries, collection.documents
     collection.qrels = _tables.read_splits(folder / "qrels", known, unknown == "drop", splits)
     return collection
@@ -184,19 +235,25 @@ def documents_table(folder: Path) -> Path:
     """Path of the rows of the documents: `folder` itself where it is a file or a saved dataset."""
     if folder.is_file() or _tables.is_saved_dataset(folder):
         return folder
-    corpus = find_table(folder, "corpus", _tables.ROWS) or find_table(folder, "collection", (".tsv", ".tsv.gz"))
+    corpus = find_table(folder, "corpus", _tables.ROWS) or find_table(
+        folder,
+        "collection",
+        (".tsv", ".tsv.gz"),
+    )
     if corpus is None:
         raise FileNotFoundError(f"{folder / 'corpus.jsonl'}: no such file. {BEIR_LAYOUT}")
     return corpus
 
 
 def load_documents(path: str | Path) -> dict[str, Document]:
-    """Document id -> :class:`Document`, from JSON lines, Parquet, a folder of those, a saved dataset, or text.
+    """Document id -> :class:`Document`, from JSON lines, Parquet, a folder of those, a saved
+    dataset, or text.
 
-    Rows have ``_id`` (or ``id``), ``text`` and optionally ``title``; other columns, and the fields of an object
-    ``metadata``, are metadata. A ``.tsv`` or ``.txt`` file has lines of an id, a tab and a text, or of the columns that
-    its first line names (``id``, ``docid`` or another usual name, and ``text``), which is logged. A first line that may
-    be either is a ``DataError`` with file and line, as are malformed rows, missing or repeated ids, or no row.
+    Rows have ``_id`` (or ``id``), ``text`` and optionally ``title``; other columns, and the fields
+    of an object ``metadata``, are metadata. A ``.tsv`` or ``.txt`` file has lines of an id, a tab
+    and a text, or of the columns that its first line names (``id``, ``docid`` or another usual
+    name, and ``text``), which is logged. A first line that may be either is a ``DataError`` with
+    file and line, as are malformed rows, missing or repeated ids, or no row.
     """
     documents: dict[str, Document] = {}
     for where, row in table_rows(Path(path)):
@@ -211,11 +268,17 @@ def document_of_row(row: Json, where: str, seen: Container[str]) -> Document:
     fields = {key: value for key, value in row.items() if key not in _OWN}
     own = fields.pop("metadata", None)  # BEIR's place for them
     fields |= own if isinstance(own, dict) else {"metadata": own}
-    return Document(name, _string(row, "title", where, ""), _string(row, "text", where), kept_fields(fields))
+    return Document(
+        name,
+        _string(row, "title", where, ""),
+        _string(row, "text", where),
+        kept_fields(fields),
+    )
 
 
 def load_queries(path: str | Path) -> dict[str, str]:
-    """Query id -> text, from what :func:`load_beir` reads, or from lines: ``id<tab>text``, or a text (id: its number).
+    """Query id -> text, from what :func:`load_beir` reads, or from lines: ``id<tab>text``, or a
+    text (id: its number).
 
     Names of columns and errors are as in :func:`load_documents`.
     """
@@ -239,7 +302,9 @@ def _queries_of_splits(files: Sequence[Path]) -> dict[str, str]:
         more = _texts(query_rows(file), file)
         for name in texts.keys() & more.keys():
             if texts[name] != more[name]:
-                raise DataError(f"{file}: query {name!r} has another text in a file before. Keep one of the two.")
+                raise DataError(
+                    f"{file}: query {name!r} has another text in a file before. Keep one of the two.",
+                )
         texts |= more
     return texts
 
@@ -256,9 +321,13 @@ def _id(row: Json, where: str, seen: Container[str]) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str) or not value:
-        raise DataError(f"{where}: {key!r} must be a non-empty string, got {value!r}. Give the line an '_id'.")
+        raise DataError(
+            f"{where}: {key!r} must be a non-empty string, got {value!r}. Give the line an '_id'.",
+        )
     if not is_unicode(value):
-        raise DataError(f"{where}: {key!r} must be text that UTF-8 can hold, got {value!r}. Fix that line.")
+        raise DataError(
+            f"{where}: {key!r} must be text that UTF-8 can hold, got {value!r}. Fix that line.",
+        )
     if value in seen:
         raise DataError(f"{where}: {key!r} {value!r} was given before. Ids must be unique.")
     return value
@@ -276,5 +345,7 @@ def _field(row: Json, key: str, where: str) -> object:
     if key not in row:
         got = ", ".join(map(repr, row)) or "none"
         wanted = "'_id' (or 'id')" if key == "_id" else repr(key)
-        raise DataError(f"{where}: expected a column or field {wanted}, got {got}. Rename one of them, or add it.")
+        raise DataError(
+            f"{where}: expected a column or field {wanted}, got {got}. Rename one of them, or add it.",
+        )
     return row[key]

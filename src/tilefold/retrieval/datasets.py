@@ -22,7 +22,13 @@ from pathlib import Path
 from typing import Literal
 
 from tilefold._files import InUseError
-from tilefold.retrieval.collection import BEIR_LAYOUT, Collection, Document, documents_table, load_beir
+from tilefold.retrieval.collection import (
+    BEIR_LAYOUT,
+    Collection,
+    Document,
+    documents_table,
+    load_beir,
+)
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.stored import stored_documents
 
@@ -68,14 +74,16 @@ def load_collection(
     splits: Sequence[str] | None = None,
     stored: int | None = None,
 ) -> Collection:
-    """The built-in collection ``"pydocs"``, or what :func:`tilefold.retrieval.load_beir` reads at a path.
+    """The built-in collection ``"pydocs"``, or what :func:`tilefold.retrieval.load_beir` reads at a
+    path.
 
-    ``pydocs`` is built once for each Python installation and kept as a BEIR folder under `cache_dir`
-    (:func:`default_cache_dir` when None). A damaged or unwritable cache costs only the time to build again.
+    ``pydocs`` is built once for each Python installation and kept as a BEIR folder under
+    `cache_dir` (:func:`default_cache_dir` when None). A damaged or unwritable cache costs only the
+    time to build again.
 
-    Documents in a file of at least `stored` bytes, of JSON lines or lines of an id, a tab and a text, stay there and
-    are read one by one: ``documents`` is a mapping that cannot be changed, and raises a ``DataError`` once the file
-    has changed. Where their lines begin is kept in the cache.
+    Documents in a file of at least `stored` bytes, of JSON lines or lines of an id, a tab and a
+    text, stay there and are read one by one: ``documents`` is a mapping that cannot be changed, and
+    raises a ``DataError`` once the file has changed. Where their lines begin is kept in the cache.
     """
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
 
@@ -83,7 +91,13 @@ def load_collection(
         file, documents = documents_table(path), None
         if stored is not None and file.is_file() and file.stat().st_size >= stored:
             documents = stored_documents(file, cache)
-        return load_beir(path, unknown, documents_only=documents_only, splits=splits, documents=documents)
+        return load_beir(
+            path,
+            unknown,
+            documents_only=documents_only,
+            splits=splits,
+            documents=documents,
+        )
 
     if str(name_or_path) == "pydocs":
         return _cached_pydocs(cache / "pydocs" / cache_key(), load)
@@ -109,16 +123,21 @@ def _cached_pydocs(folder: Path, load: Callable[[Path], Collection]) -> Collecti
 
 
 def cache_key() -> str:
-    """A key of the installed standard library and of this builder: equal keys give equal collections."""
-    digest = hashlib.sha256(f"{sysconfig.get_paths()['stdlib']}\n{sys.version}".encode()).hexdigest()[:8]
+    """A key of the installed standard library and of this builder: equal keys give equal
+    collections.
+    """
+    digest = hashlib.sha256(
+        f"{sysconfig.get_paths()['stdlib']}\n{sys.version}".encode(),
+    ).hexdigest()[:8]
     return f"{platform.python_implementation().lower()}-{platform.python_version()}-{digest}-v{BUILDER_VERSION}"
 
 
 def build_pydocs() -> Collection:
     """Build the collection in a few seconds; the same every time for one Python installation.
 
-    Its splits are ``train`` and ``test`` (400 queries, or a quarter of them all when there are fewer than 1,600). A
-    summary line that opens several docstrings is no query. A Python without library sources is a ``RuntimeError``.
+    Its splits are ``train`` and ``test`` (400 queries, or a quarter of them all when there are
+    fewer than 1,600). A summary line that opens several docstrings is no query. A Python without
+    library sources is a ``RuntimeError``.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, str] = {}
@@ -129,14 +148,24 @@ def build_pydocs() -> Collection:
             texts[name] = text
             seen.add(key)
     if not (queries := _held_out(texts)):
-        raise RuntimeError(f"pydocs: no documented Python sources under {root}. Use another Python, or a BEIR folder.")
-    documents = {key: Document(key, key, _split(text)[1] if key in queries else text) for key, text in texts.items()}
+        raise RuntimeError(
+            f"pydocs: no documented Python sources under {root}. Use another Python, or a BEIR folder.",
+        )
+    documents = {
+        key: Document(key, key, _split(text)[1] if key in queries else text)
+        for key, text in texts.items()
+    }
     ranked = sorted(queries, key=lambda name: hashlib.sha256(name.encode()).digest())
     chosen = set(ranked[: min(TEST_QUERIES, len(ranked) // 4)])
     qrels: dict[str, dict[str, dict[str, int]]] = {"train": {}, "test": {}}
     for name in queries:
         qrels["test" if name in chosen else "train"][f"q-{name}"] = {name: 1}
-    return Collection("pydocs", documents, {f"q-{name}": text for name, text in queries.items()}, qrels)
+    return Collection(
+        "pydocs",
+        documents,
+        {f"q-{name}": text for name, text in queries.items()},
+        qrels,
+    )
 
 
 def _held_out(texts: dict[str, str]) -> dict[str, str]:
@@ -158,7 +187,11 @@ def _held_out(texts: dict[str, str]) -> dict[str, str]:
 def _split(text: str) -> tuple[str, str]:
     """Summary line and body; without an empty line after the first there is no body."""
     summary, _, rest = text.partition("\n")
-    return (summary.strip(), textwrap.dedent(rest).strip("\n")) if rest.startswith("\n") else (summary.strip(), "")
+    return (
+        (summary.strip(), textwrap.dedent(rest).strip("\n"))
+        if rest.startswith("\n")
+        else (summary.strip(), "")
+    )
 
 
 def _is_query(summary: str) -> bool:
@@ -234,4 +267,8 @@ def _documented(value: object, name: str) -> Iterator[tuple[str, str]]:
 
 def _tidy(text: str) -> str:
     """Without trailing blanks, and without characters that UTF-8 cannot encode."""
-    return "\n".join(line.rstrip() for line in text.strip().splitlines()).encode("utf-8", "replace").decode("utf-8")
+    return (
+        "\n".join(line.rstrip() for line in text.strip().splitlines())
+        .encode("utf-8", "replace")
+        .decode("utf-8")
+    )

@@ -22,9 +22,14 @@ DOCUMENT_CHUNK = 1024  # documents encoded between two reports of progress
 
 
 def encoded_index(
-    model: Model, texts: Mapping[str, str], *, batch_size: int = 64, progress: Callable[[int, int], None] | None = None
+    model: Model,
+    texts: Mapping[str, str],
+    *,
+    batch_size: int = 64,
+    progress: Callable[[int, int], None] | None = None,
 ) -> DenseIndex:
-    """An index in memory of id -> text, at least one, which are encoded now; it searches by the model's similarity.
+    """An index in memory of id -> text, at least one, which are encoded now; it searches by the
+    model's similarity.
 
     `texts` may be passages; `progress` is called with (documents encoded, documents).
     """
@@ -33,10 +38,22 @@ def encoded_index(
     from tilefold.retrieval.index.dense import DenseIndex
 
     check_text_ids("texts", texts)
-    rows = encode_dense(model, texts, kind="document", batch_size=batch_size, progress=progress).float()
+    rows = encode_dense(
+        model,
+        texts,
+        kind="document",
+        batch_size=batch_size,
+        progress=progress,
+    ).float()
     similarity = str(model.similarity_fn_name)
     made_by = replace(provenance_of(texts), model_fingerprint=model_fingerprint(model))
-    return DenseIndex(list(texts), normalize(rows) if similarity == "cosine" else rows, None, similarity, made_by)
+    return DenseIndex(
+        list(texts),
+        normalize(rows) if similarity == "cosine" else rows,
+        None,
+        similarity,
+        made_by,
+    )
 
 
 def encode_dense(
@@ -47,7 +64,9 @@ def encode_dense(
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """The vectors ``[N, D]`` of id -> text with the model's prompt and route for `kind`, on its device."""
+    """The vectors ``[N, D]`` of id -> text with the model's prompt and route for `kind`, on its
+    device.
+    """
     check_choice("kind", kind, ("document", "query"))
     if not texts:
         raise ValueError("texts: expected at least one, got an empty mapping.")
@@ -59,7 +78,14 @@ def encode_dense(
     for start in range(0, len(contents), DOCUMENT_CHUNK):
         chunk = contents[start : start + DOCUMENT_CHUNK]
         with watching(cut):
-            parts.append(encode(chunk, batch_size=batch_size, convert_to_tensor=True, show_progress_bar=False))
+            parts.append(
+                encode(
+                    chunk,
+                    batch_size=batch_size,
+                    convert_to_tensor=True,
+                    show_progress_bar=False,
+                ),
+            )
         if progress is not None:
             progress(min(start + DOCUMENT_CHUNK, len(contents)), len(contents))
     tell(kind, len(contents), cut)

@@ -23,7 +23,15 @@ from tilefold.retrieval.provenance import provenance_of
 from tilefold.retrieval.truncation import cut_texts, limited
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest
 
-__all__ = ["Encoding", "Kind", "Output", "SparseEncoding", "encode_batch", "encode_collection", "encode_queries"]
+__all__ = [
+    "Encoding",
+    "Kind",
+    "Output",
+    "SparseEncoding",
+    "encode_batch",
+    "encode_collection",
+    "encode_queries",
+]
 __all__ += ["encode_to_folder"]
 
 
@@ -47,54 +55,78 @@ def encode_collection(
 ) -> VectorManifest:
     """Encode `texts` into a folder of vectors, shard by shard, resuming an earlier run.
 
-    A text that cannot be encoded (not a string, an error or NaN in the model) is left out and listed with the reason in
-    ``manifest.failed``; the others are not lost. With an accelerated model, threads tokenise and write while it encodes
-    batches of equal numbers of tokens, without padding where the model allows. Rows are those of the plain model up to
-    the order in which sums are evaluated: in 16 bits, bits of a row may depend on the texts it was encoded with.
+    A text that cannot be encoded (not a string, an error or NaN in the model) is left out and
+    listed with the reason in ``manifest.failed``; the others are not lost. With an accelerated
+    model, threads tokenise and write while it encodes batches of equal numbers of tokens, without
+    padding where the model allows. Rows are those of the plain model up to the order in which sums
+    are evaluated: in 16 bits, bits of a row may depend on the texts it was encoded with.
 
     Args:
         model: a ``SparseEncoder``, plain or accelerated.
-        texts: id -> text, in a fixed order; or passages of long ones (:class:`tilefold.retrieval.Passages`).
+        texts: id -> text, in a fixed order; or passages of long ones
+            (:class:`tilefold.retrieval.Passages`).
         output_dir: the folder; see :mod:`tilefold.retrieval.vectors`.
         kind: ``"document"`` or ``"query"``: the model's prompt and route.
-        batch_size: texts encoded at a time, at most; 32 of a plain model, else as many as `batch_tokens` allows.
-        batch_tokens: tokens that an accelerated model encodes at a time; by default what suits the device.
+        batch_size: texts encoded at a time, at most; 32 of a plain model, else as many as
+            `batch_tokens` allows.
+        batch_tokens: tokens that an accelerated model encodes at a time; by default what suits the
+            device.
         shard_size: consecutive texts of a shard, which is written atomically.
         save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
         top_k: heaviest terms kept per text; None uses the model's own ``max_active_dims``.
         min_weight: terms are kept above this weight.
-        special_tokens: keep weights of the tokenizer's special tokens, such as ``[CLS]``, which match in every text.
-        max_length: tokens read of a text, at most those that the model reads; None takes the model's own limit.
-        progress: called as ``progress(texts done, texts in all)`` after each batch, and once at the start.
-        resume: keep the complete shards of an earlier run; a different model, text or setting is an error. With False,
-            earlier vectors are discarded.
-        group: the ranks of ``torch.distributed`` that share the work: a process group, ``"world"`` for all of them, if
-            there are any, or None for this process alone. Every rank calls with the same arguments and gets the same
-            manifest; the folder holds the bytes that one process writes, on a CPU with as many threads. A rank takes
-            the next shard when it is ready for one, so shards should be many more than ranks; only whole ones are kept.
-            The first calls `progress`.
+        special_tokens: keep weights of the tokenizer's special tokens, such as ``[CLS]``, which
+            match in every text.
+        max_length: tokens read of a text, at most those that the model reads; None takes the
+            model's own limit.
+        progress: called as ``progress(texts done, texts in all)`` after each batch, and once at the
+            start.
+        resume: keep the complete shards of an earlier run; a different model, text or setting is an
+            error. With False, earlier vectors are discarded.
+        group: the ranks of ``torch.distributed`` that share the work: a process group, ``"world"``
+            for all of them, if there are any, or None for this process alone. Every rank calls with
+            the same arguments and gets the same manifest; the folder holds the bytes that one
+            process writes, on a CPU with as many threads. A rank takes the next shard when it is
+            ready for one, so shards should be many more than ranks; only whole ones are kept. The
+            first calls `progress`.
 
     Returns:
         The complete manifest.
 
     Raises:
         ValueError: a wrong argument, or no text.
-        DataError: ``resume=True`` and the folder holds vectors with other settings; or every text failed, or every one
-            of a shard of at least 16, which points at the model and not at the texts.
+        DataError: ``resume=True`` and the folder holds vectors with other settings; or every text
+            failed, or every one of a shard of at least 16, which points at the model and not at the
+            texts.
         FileExistsError: the folder holds other files.
         InUseError: another process writes there.
-        RankError: another rank of the group failed or ended, or some did not come within five minutes.
+        RankError: another rank of the group failed or ended, or some did not come within five
+            minutes.
     """
-    encoding = SparseEncoding(kind, batch_size, batch_tokens, max_length, top_k, min_weight, special_tokens)
+    encoding = SparseEncoding(
+        kind,
+        batch_size,
+        batch_tokens,
+        max_length,
+        top_k,
+        min_weight,
+        special_tokens,
+    )
     output = Output(Path(output_dir), shard_size, save_minutes, progress, resume)
     manifest: VectorManifest = encode_to_folder(encoding, model, texts, output, group)
     return manifest
 
 
 def encode_to_folder(
-    encoding: Encoding, model: Model, texts: Mapping[str, str], output: Output, group: object = None
+    encoding: Encoding,
+    model: Model,
+    texts: Mapping[str, str],
+    output: Output,
+    group: object = None,
 ) -> Any:
-    """The complete manifest of texts that were encoded as :func:`encode_collection` says, with its errors."""
+    """The complete manifest of texts that were encoded as :func:`encode_collection` says, with its
+    errors.
+    """
     if not texts:
         raise ValueError("texts: expected at least one, got an empty mapping.")
     job = encoding.job(model, texts, output, lambda: provenance_of(texts))
@@ -120,7 +152,13 @@ class SparseEncoding(Encoding):
         check_least("top_k", self.top_k)
         check_least("min_weight", self.min_weight, 0)
 
-    def job(self, model: Model, texts: Mapping[str, str], output: Output, made_of: MadeOf) -> SparseJob:
+    def job(
+        self,
+        model: Model,
+        texts: Mapping[str, str],
+        output: Output,
+        made_of: MadeOf,
+    ) -> SparseJob:
         return SparseJob(self, model, _vocab_size(model, self.kind), texts, output, made_of)
 
 
@@ -142,7 +180,14 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
         if isinstance(rows, SparseRows):
             indptr = offsets_of(rows.counts.numpy())
             weights = rows.values.float().numpy()
-            made = SparseVectors(names, indptr, rows.columns.numpy(), weights, rows.vocab_size, self.vocabulary)
+            made = SparseVectors(
+                names,
+                indptr,
+                rows.columns.numpy(),
+                weights,
+                rows.vocab_size,
+                self.vocabulary,
+            )
             made = made.above(self.how.min_weight)
         else:
             made = SparseVectors.from_torch(names, rows, self.vocabulary, self.how.min_weight)
@@ -161,7 +206,13 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
             "min_weight": how.min_weight,
             **({} if how.special_tokens else {"special_tokens": False}),
         }
-        manifest = VectorManifest(self.size, self.vocabulary, model_name(self.model), how.kind, settings=settings)
+        manifest = VectorManifest(
+            self.size,
+            self.vocabulary,
+            model_name(self.model),
+            how.kind,
+            settings=settings,
+        )
         return SparseVectorWriter(output.folder, manifest, resume=output.resume, lists=lists)
 
 
@@ -175,9 +226,15 @@ def encode_queries(
 ) -> SparseVectors:
     """Encode id -> query text into memory with the model's query prompt and route.
 
-    No query or a wrong argument is a ``ValueError``, a query that cannot be encoded a ``DataError`` that names it.
+    No query or a wrong argument is a ``ValueError``, a query that cannot be encoded a ``DataError``
+    that names it.
     """
-    encoding = SparseEncoding(kind="query", batch_size=batch_size, top_k=top_k, min_weight=min_weight)
+    encoding = SparseEncoding(
+        kind="query",
+        batch_size=batch_size,
+        top_k=top_k,
+        min_weight=min_weight,
+    )
     return SparseJob(encoding, model, 1, queries).in_memory("queries")
 
 
@@ -194,9 +251,15 @@ def _vocab_size(model: Model, kind: Kind) -> int:
 
 
 def encode_batch(
-    model: Model, texts: Sequence[str], kind: Kind, top_k: int | None = None, min_weight: float = 0.0
+    model: Model,
+    texts: Sequence[str],
+    kind: Kind,
+    top_k: int | None = None,
+    min_weight: float = 0.0,
 ) -> Tensor:
-    """The texts of one forward pass, ``[len(texts), V]``: dense from a stock model, CSR from an accelerated one."""
+    """The texts of one forward pass, ``[len(texts), V]``: dense from a stock model, CSR from an
+    accelerated one.
+    """
     encode: Callable[..., Tensor] | None = getattr(model, "encode_sparse_batch", None)
     if encode is not None:
         return encode(cut_texts(model, texts), task=kind, top_k=top_k, min_weight=min_weight)
@@ -209,7 +272,12 @@ def encode_batch(
 def encode_stock(model: Model, texts: Sequence[str], kind: Kind, **options: object) -> Any:
     """Result of ``encode_document`` or ``encode_query`` for the texts of one forward pass."""
     encode = model.encode_document if kind == "document" else model.encode_query
-    return encode(cut_texts(model, texts), batch_size=len(texts), show_progress_bar=False, **options)
+    return encode(
+        cut_texts(model, texts),
+        batch_size=len(texts),
+        show_progress_bar=False,
+        **options,
+    )
 
 
 def model_name(model: Model) -> str | None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["DataError", "MissingDocumentError", "MissingPackageError", "RankError", "VocabularyMismatchError"]
+__all__ = [
+    "DataError",
+    "MissingDocumentError",
+    "MissingPackageError",
+    "RankError",
+    "VocabularyMismatchError",
+]
 
 
 class DataError(ValueError):
@@ -10,11 +16,15 @@ class DataError(ValueError):
 
 
 class MissingDocumentError(DataError):
-    """A `document` that an index found, by id, is not in the `argument` that belongs to it, such as ``"vectors"``."""
+    """A `document` that an index found, by id, is not in the `argument` that belongs to it, such as
+    ``"vectors"``.
+    """
 
     def __init__(self, argument: str, document: str) -> None:
-        super().__init__(f"{argument}: expected {document!r}, which the index found, among them; it is not there. Give "
-                         "those of the collection that is searched.")  # fmt: skip
+        super().__init__(
+            f"{argument}: expected {document!r}, which the index found, among them; it is not there. Give "
+            "those of the collection that is searched.",
+        )
         self.argument, self.document = argument, document
 
 

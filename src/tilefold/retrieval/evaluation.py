@@ -1,4 +1,6 @@
-"""Evaluate runs with ir-measures; weights of a fusion, chosen on judged queries; TREC run files; sparsity figures."""
+"""Evaluate runs with ir-measures; weights of a fusion, chosen on judged queries; TREC run files;
+sparsity figures.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,21 @@ from tilefold.retrieval.fusion import Normalization, Run, check_scores, interpol
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.vectors import SparseVectors, check_same_vocabulary
 
-__all__ = ["DEFAULT_MEASURES", "active_terms", "check_measures", "choose_weights", "conventions", "evaluate"]
-__all__ += ["evaluate_per_query", "flops", "read_trec_provenance", "read_trec_run", "write_trec_run"]
+__all__ = [
+    "DEFAULT_MEASURES",
+    "active_terms",
+    "check_measures",
+    "choose_weights",
+    "conventions",
+    "evaluate",
+]
+__all__ += [
+    "evaluate_per_query",
+    "flops",
+    "read_trec_provenance",
+    "read_trec_run",
+    "write_trec_run",
+]
 
 DEFAULT_MEASURES = ("nDCG@10", "R@100", "RR@10")
 MAX_TRIALS = 300
@@ -33,23 +48,30 @@ _RunLike = Mapping[str, Mapping[str, float]]
 _QrelsLike = Mapping[str, Mapping[str, int]]
 
 
-def evaluate(run: _RunLike, qrels: _QrelsLike, measures: Sequence[str] = DEFAULT_MEASURES) -> dict[str, float]:
+def evaluate(
+    run: _RunLike,
+    qrels: _QrelsLike,
+    measures: Sequence[str] = DEFAULT_MEASURES,
+) -> dict[str, float]:
     """Mean of each measure over **all** judged queries; a query without results counts as 0.
 
-    Equal scores are ranked as the original programs do: by descending document id, after rounding to fp32, in the
-    measures of trec_eval (``nDCG``, ``AP``, ``R``, ``RR`` without a cut-off); by ascending id in ``RR@k``, which is MS
-    MARCO's, and in ``Judged@k``. One table may therefore rank a tie in two ways.
+    Equal scores are ranked as the original programs do: by descending document id, after rounding
+    to fp32, in the measures of trec_eval (``nDCG``, ``AP``, ``R``, ``RR`` without a cut-off); by
+    ascending id in ``RR@k``, which is MS MARCO's, and in ``Judged@k``. One table may therefore rank
+    a tie in two ways.
 
     Args:
         run: query id -> document id -> score. Queries that `qrels` does not judge are ignored.
-        qrels: query id -> document id -> grade; a document is relevant from grade 1 on. Negative grades are read as
-            trec_eval does, to which such a document is one of the pool that nobody judged: not relevant, and left out
-            by ``infAP``, ``Bpref`` and measures with ``judged_only=True``. Only ``Judged@k`` counts it as judged.
-        measures: names as ir-measures writes them, such as ``nDCG@10``, ``R@100``, ``RR@10``, ``AP``.
+        qrels: query id -> document id -> grade; a document is relevant from grade 1 on. Negative
+            grades are read as trec_eval does, to which such a document is one of the pool that
+            nobody judged: not relevant, and left out by ``infAP``, ``Bpref`` and measures with
+            ``judged_only=True``. Only ``Judged@k`` counts it as judged.
+        measures: names as ir-measures writes them, such as ``nDCG@10``, ``R@100``, ``RR@10``,
+            ``AP``.
 
     Raises:
-        ValueError: empty `qrels`, a run that answers none of their queries, an unknown measure, a score that is not a
-            number, a grade above 1,000,000, an id that UTF-8 or C cannot hold.
+        ValueError: empty `qrels`, a run that answers none of their queries, an unknown measure, a
+            score that is not a number, a grade above 1,000,000, an id that UTF-8 or C cannot hold.
         TypeError: an id that is not a string, a grade that is not an integer.
     """
     table = evaluate_per_query(run, qrels, measures)
@@ -57,10 +79,14 @@ def evaluate(run: _RunLike, qrels: _QrelsLike, measures: Sequence[str] = DEFAULT
 
 
 def evaluate_per_query(
-    run: _RunLike, qrels: _QrelsLike, measures: Sequence[str] = DEFAULT_MEASURES
+    run: _RunLike,
+    qrels: _QrelsLike,
+    measures: Sequence[str] = DEFAULT_MEASURES,
 ) -> dict[str, dict[str, float]]:
     """``{query id: {measure: value}}`` for every judged query; see :func:`evaluate`."""
-    judged = {query_id: _checked_grades(query_id, grades) for query_id, grades in qrels.items() if grades}
+    judged = {
+        query_id: _checked_grades(query_id, grades) for query_id, grades in qrels.items() if grades
+    }
     if not judged:
         got = f"no grade for any of {len(qrels)}, {list(qrels)[:3]} first" if qrels else "no query"
         raise ValueError(f"qrels: expected at least one judged query, got {got}. Check the split.")
@@ -68,31 +94,45 @@ def evaluate_per_query(
     check_answers("run", run, judged)
     parsed = _parsed(measures)
     table = {query_id: dict.fromkeys(measures, 0.0) for query_id in judged}
-    # trec_eval, which remembers the last query, would take one with the id "no query" for one that it has answered.
+    # trec_eval, which remembers the last query, would take one with the id "no query" for one that
+    # it has answered.
     numbered = {str(number): query_id for number, query_id in enumerate(judged)}
     found: dict[str, dict[str, float]] = {}
     for number, query_id in numbered.items():
         if run.get(query_id):
             check_scores("run", query_id, run[query_id], finite=False)
-            found[number] = {name: float(score) for name, score in run[query_id].items()}  # Python's numbers
+            found[number] = {
+                name: float(score) for name, score in run[query_id].items()
+            }  # Python's numbers
     grades = {number: judged[query_id] for number, query_id in numbered.items()}
-    for number, own in grades.items():  # without a grade of 0 or more, trec_eval writes outside of its table of grades
+    for (
+        number,
+        own,
+    ) in (
+        grades.items()
+    ):  # without a grade of 0 or more, trec_eval writes outside of its table of grades
         if max(own.values()) < 0:
             grades[number] = own | {max((*own, *found.get(number, {})), key=len) + "+": 0}
     if found:
         for metric in _computed(parsed, grades, found):
-            for name, measure in zip(measures, parsed, strict=True):  # two names may denote one measure
+            for name, measure in zip(
+                measures,
+                parsed,
+                strict=True,
+            ):  # two names may denote one measure
                 if measure == metric.measure:
                     table[numbered[metric.query_id]][name] = float(metric.value)
     return table
 
 
 def conventions(run: _RunLike, qrels: _QrelsLike, depth: int = 100) -> dict[str, float]:
-    """Conventions of trec_eval that bear on the measures of a run, each with how often it was needed.
+    """Conventions of trec_eval that bear on the measures of a run, each with how often it was
+    needed.
 
-    ``judged@10``: mean share of the first 10 documents of a query that somebody judged; others are not relevant.
-    ``negative``: judgements with a grade below 0, which are not relevant either. ``tied``: judged queries with equal
-    scores, in fp32, among their best `depth` documents and the next one, whose order :func:`evaluate` says.
+    ``judged@10``: mean share of the first 10 documents of a query that somebody judged; others are
+    not relevant. ``negative``: judgements with a grade below 0, which are not relevant either.
+    ``tied``: judged queries with equal scores, in fp32, among their best `depth` documents and the
+    next one, whose order :func:`evaluate` says.
     """
     judged, tied = evaluate(run, qrels, ["Judged@10"])["Judged@10"], 0
     for query_id in qrels:
@@ -113,11 +153,12 @@ def choose_weights(
     normalization: Normalization = "min_max",
     k: int = 100,
 ) -> tuple[tuple[float, ...], float]:
-    """Weights of :func:`tilefold.retrieval.interpolate` with the best `measure` on `qrels`, and that measure.
+    """Weights of :func:`tilefold.retrieval.interpolate` with the best `measure` on `qrels`, and
+    that measure.
 
-    All weights that are multiples of `step` and sum to 1 are tried; of equal ones, the largest for the first runs wins.
-    The measure is in sample: report other queries. A step that does not divide 1, more than 300 combinations, no run,
-    or one that answers no judged query is a ``ValueError``.
+    All weights that are multiples of `step` and sum to 1 are tried; of equal ones, the largest for
+    the first runs wins. The measure is in sample: report other queries. A step that does not divide
+    1, more than 300 combinations, no run, or one that answers no judged query is a ``ValueError``.
     """
     for number, run in enumerate(runs):
         check_answers(f"runs[{number}]", run, qrels)
@@ -125,14 +166,23 @@ def choose_weights(
     if not math.isclose(parts * step, 1):
         raise ValueError(f"step: expected 1 divided by a whole number, such as 0.1, got {step!r}.")
     mine = [{query: run[query] for query in qrels if query in run} for run in runs]
-    grid = [counts for counts in itertools.product(range(parts + 1), repeat=len(runs)) if sum(counts) == parts]
+    grid = [
+        counts
+        for counts in itertools.product(range(parts + 1), repeat=len(runs))
+        if sum(counts) == parts
+    ]
     if not grid or len(grid) > MAX_TRIALS:
         got = f"{len(grid)} for {len(runs)} runs at a step of {step:g}. Fuse fewer, or take a larger step"
         raise ValueError(f"runs: expected 1 to {MAX_TRIALS} combinations of weights, got {got}.")
     trials = []
     for counts in grid:
         weights = tuple(count / parts for count in counts)
-        trials.append((evaluate(interpolate(mine, weights, normalization, k), qrels, (measure,))[measure], weights))
+        trials.append(
+            (
+                evaluate(interpolate(mine, weights, normalization, k), qrels, (measure,))[measure],
+                weights,
+            ),
+        )
     score, best = max(trials)
     return best, score
 
@@ -143,7 +193,9 @@ def _computed(parsed: list[Any], grades: _QrelsLike, run: _RunLike) -> list[Any]
     except subprocess.CalledProcessError as error:  # gdeval.pl
         said = f"failed with code {error.returncode}; it takes grades up to 4, and ids without white space"
         remedy = "Leave these measures out, or change grades or ids."
-        raise ValueError(f"measures: TREC's program for ERR and nDCG(dcg='exp-log2') {said}. {remedy}") from error
+        raise ValueError(
+            f"measures: TREC's program for ERR and nDCG(dcg='exp-log2') {said}. {remedy}",
+        ) from error
 
 
 def check_answers(name: str, run: _RunLike, qrels: _QrelsLike) -> None:
@@ -151,7 +203,9 @@ def check_answers(name: str, run: _RunLike, qrels: _QrelsLike) -> None:
     check_text_ids(name, run)
     if run and not any(query_id in qrels for query_id in run):
         first = f"its first query is {next(iter(run))!r}, that of the judgements {next(iter(qrels), None)!r}"
-        raise ValueError(f"{name}: expected results for a judged query, got those of others: {first}. Give the same.")
+        raise ValueError(
+            f"{name}: expected results for a judged query, got those of others: {first}. Give the same.",
+        )
 
 
 def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
@@ -161,7 +215,9 @@ def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
         found = {name: operator.index(grade) for name, grade in grades.items()}
     except TypeError:
         wrong = next(grade for grade in grades.values() if not hasattr(grade, "__index__"))
-        raise TypeError(f"qrels: expected integer grades for query {query_id!r}, got {wrong!r}. Round them.") from None
+        raise TypeError(
+            f"qrels: expected integer grades for query {query_id!r}, got {wrong!r}. Round them.",
+        ) from None
     if abs(worst := max(found.values(), key=abs)) > MAX_GRADE:
         most = f"grades of at most {MAX_GRADE:,} for query {query_id!r}"
         raise ValueError(f"qrels: expected {most}, got {worst}. Map them.")
@@ -169,7 +225,9 @@ def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
 
 
 def check_measures(measures: Sequence[str]) -> int:
-    """Deepest cut-off of measures, 0 if there is none; a ``ValueError`` for an unknown one or wrong parameters."""
+    """Deepest cut-off of measures, 0 if there is none; a ``ValueError`` for an unknown one or wrong
+    parameters.
+    """
     return max(int(measure.params.get("cutoff", 0)) for measure in _parsed(measures))
 
 
@@ -179,7 +237,9 @@ def _package() -> ModuleType:
 
 def _parsed(measures: Sequence[str]) -> list[Any]:
     if not measures or isinstance(measures, str):
-        raise ValueError(f"measures: expected a list of names such as ['nDCG@10'], got {measures!r}.")
+        raise ValueError(
+            f"measures: expected a list of names such as ['nDCG@10'], got {measures!r}.",
+        )
     return [_parse(_package(), name) for name in measures]
 
 
@@ -198,13 +258,16 @@ def _parse(ir_measures: ModuleType, name: str) -> Any:
             return measure
     except (NameError, ValueError, SyntaxError, TypeError, AssertionError) as error:
         problem = error
-    raise ValueError(f"measures: expected names such as nDCG@10, R@100, RR@10 or AP, got {name!r} ({problem}).")
+    raise ValueError(
+        f"measures: expected names such as nDCG@10, R@100, RR@10 or AP, got {name!r} ({problem}).",
+    )
 
 
 def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> None:
     """Write ``query Q0 document rank score tag`` lines, best first, ranks from 1; atomically.
 
-    An id or tag that is empty or has white space, or a score that is not finite, is a ``ValueError``.
+    An id or tag that is empty or has white space, or a score that is not finite, is a
+    ``ValueError``.
     """
     check_word("tag", tag)
     with atomic_file(Path(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
@@ -212,7 +275,10 @@ def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> No
             check_text_ids("run", [query_id])
             check_scores("run", query_id, scores)
             check_word("query id", query_id)
-            for rank, (document_id, score) in enumerate(sorted(scores.items(), key=lambda item: -item[1]), start=1):
+            for rank, (document_id, score) in enumerate(
+                sorted(scores.items(), key=lambda item: -item[1]),
+                start=1,
+            ):
                 check_word("document id", document_id)
                 stream.write(f"{query_id} Q0 {document_id} {rank} {float(score)!r} {tag}\n")
 
@@ -220,13 +286,16 @@ def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> No
 def check_word(what: str, value: str) -> None:
     """Raise an error for what a line of a TREC run cannot hold."""
     if not value or len(value.split()) != 1:
-        raise ValueError(f"{what}: a TREC run needs words without white space, got {value!r}. Rename it.")
+        raise ValueError(
+            f"{what}: a TREC run needs words without white space, got {value!r}. Rename it.",
+        )
 
 
 def read_trec_run(path: str | Path) -> Run:
     """Read a TREC run file into ``{query id: {document id: score}}``.
 
-    A line without 6 fields, a score that is not finite, or a document given twice is a ``DataError`` that names it.
+    A line without 6 fields, a score that is not finite, or a document given twice is a
+    ``DataError`` that names it.
     """
     run, remedy = Run(), "Fix that line, or remove it if it names columns."
     for number, line in numbered_lines(_existing(path)):
@@ -243,20 +312,26 @@ def read_trec_run(path: str | Path) -> Run:
             raise DataError(f"{path}:{number}: expected a finite score, got {text!r}. {remedy}")
         scores = run.setdefault(query_id, {})
         if document_id in scores:
-            raise DataError(f"{path}:{number}: document {document_id!r} was already given for query {query_id!r}.")
+            raise DataError(
+                f"{path}:{number}: document {document_id!r} was already given for query {query_id!r}.",
+            )
         scores[document_id] = score
     return run
 
 
 def read_trec_provenance(path: str | Path) -> Provenance:
-    """The model and the texts behind a run, from the tag of its first line; unknown for runs of other programs."""
+    """The model and the texts behind a run, from the tag of its first line; unknown for runs of
+    other programs.
+    """
     fields = next((line.split() for _, line in numbered_lines(_existing(path)) if line.strip()), [])
     return Provenance.from_tag(fields[-1]) if len(fields) == 6 else Provenance()
 
 
 def _existing(path: str | Path) -> Path:
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: no such file with a run; evaluation writes one (--save-run, write_trec_run).")
+        raise FileNotFoundError(
+            f"{path}: no such file with a run; evaluation writes one (--save-run, write_trec_run).",
+        )
     return Path(path)
 
 
@@ -266,15 +341,18 @@ def active_terms(vectors: SparseVectors) -> float:
 
 
 def flops(queries: SparseVectors, documents: SparseVectors) -> float:
-    """Expected number of terms that a query and a document share: the FLOPS measure of arXiv 2004.05665.
+    """Expected number of terms that a query and a document share: the FLOPS measure of arXiv
+    2004.05665.
 
-    ``sum over terms v of P(query has v) * P(document has v)``: the multiplications of a score in an inverted index.
+    ``sum over terms v of P(query has v) * P(document has v)``: the multiplications of a score in an
+    inverted index.
     """
     check_same_vocabulary(queries, documents, "queries", "documents")
     if not len(queries) or not len(documents):
         return 0.0
     counts = [
-        np.bincount(side.indices[side.data != 0], minlength=side.vocab_size).astype(np.float64) / len(side)
+        np.bincount(side.indices[side.data != 0], minlength=side.vocab_size).astype(np.float64)
+        / len(side)
         for side in (queries, documents)
     ]
     return float(counts[0] @ counts[1])

@@ -24,16 +24,21 @@ _Normalized = tuple[dict[str, float], float]  # scores, and that of a document w
 
 
 def interpolate(
-    runs: Sequence[Run], weights: Sequence[float] | None = None, normalization: Normalization = "min_max", k: int = 1000
+    runs: Sequence[Run],
+    weights: Sequence[float] | None = None,
+    normalization: Normalization = "min_max",
+    k: int = 1000,
 ) -> Run:
     """Weighted sum of normalised scores, query by query.
 
-    Each run is normalised by its own scores for the query: ``min_max`` maps them to [0, 1], ``z_score`` to
-    mean 0 and deviation 1, ``none`` leaves them. A document that a run did not return gets the minimum of
-    that run for the query after normalisation. When all scores of a run are equal, ``min_max`` gives 1 to
-    its documents and 0 to the others, and ``z_score`` gives 0 to all. A run without results for a query adds
-    nothing to that query. What :func:`tilefold.retrieval.rerank` puts below its depth (``tail="keep"``) counts as that
-    minimum, to within a rounding, under ``min_max``; ``z_score`` takes its mean over it, so drop that tail there.
+    Each run is normalised by its own scores for the query: ``min_max`` maps them to [0, 1],
+    ``z_score`` to mean 0 and deviation 1, ``none`` leaves them. A document that a run did not
+    return gets the minimum of that run for the query after normalisation. When all scores of a run
+    are equal, ``min_max`` gives 1 to its documents and 0 to the others, and ``z_score`` gives 0 to
+    all. A run without results for a query adds nothing to that query. What
+    :func:`tilefold.retrieval.rerank` puts below its depth (``tail="keep"``) counts as that minimum,
+    to within a rounding, under ``min_max``; ``z_score`` takes its mean over it, so drop that tail
+    there.
 
     Args:
         runs: at least one run.
@@ -41,7 +46,8 @@ def interpolate(
         normalization: see above.
         k: documents kept per query, by descending score; equal scores keep the order of the runs.
 
-    No run, an unknown normalisation, or a score, weight or sum that is not finite is a ``ValueError``.
+    No run, an unknown normalisation, or a score, weight or sum that is not finite is a
+    ``ValueError``.
     """
     weights = _check(runs, weights, k)
     check_choice("normalization", normalization, _NORMALIZERS)
@@ -49,21 +55,29 @@ def interpolate(
     fused: Run = {}
     for query_id in _queries(runs):
         weighted = zip(runs, weights, strict=True)
-        present = [(weight, *normalize(run[query_id])) for run, weight in weighted if run.get(query_id)]
+        present = [
+            (weight, *normalize(run[query_id])) for run, weight in weighted if run.get(query_id)
+        ]
         documents = dict.fromkeys(doc for _, scores, _ in present for doc in scores)
-        total = {doc: sum(weight * scores.get(doc, low) for weight, scores, low in present) for doc in documents}
+        total = {
+            doc: sum(weight * scores.get(doc, low) for weight, scores, low in present)
+            for doc in documents
+        }
         for wrong in (score for score in total.values() if not math.isfinite(score)):
-            got = f"{wrong} for query {query_id!r}. Take smaller weights, or normalization='min_max'"
+            got = (
+                f"{wrong} for query {query_id!r}. Take smaller weights, or normalization='min_max'"
+            )
             raise ValueError(f"weights, normalization: expected finite sums, got {got}.")
         fused[query_id] = _top(total, k)
     return fused
 
 
 def reciprocal_rank_fusion(runs: Sequence[Run], k: int = 60) -> Run:
-    """Sum of ``1 / (k + rank)`` over the runs, ranks from 1 (Cormack, Clarke and Büttcher, SIGIR 2009).
+    """Sum of ``1 / (k + rank)`` over the runs, ranks from 1 (Cormack, Clarke and Büttcher, SIGIR
+    2009).
 
-    A run without a document adds nothing. Equal scores within a run are ranked in the order in which the run holds
-    them.
+    A run without a document adds nothing. Equal scores within a run are ranked in the order in
+    which the run holds them.
     """
     _check(runs, None, k)
     fused: Run = {}
@@ -99,11 +113,22 @@ class Fusion:
         runs = [run, {query: second[query] for query in run if query in second}]
         if self.method == "interpolation":
             return interpolate(runs, [1 - self.weight, self.weight], self.normalization, k=k)
-        return {query: dict(list(scores.items())[:k]) for query, scores in reciprocal_rank_fusion(runs).items()}
+        return {
+            query: dict(list(scores.items())[:k])
+            for query, scores in reciprocal_rank_fusion(runs).items()
+        }
 
 
-def check_scores(name: str, query_id: str, scores: Mapping[str, float], *, finite: bool = True) -> None:
-    """Raise an error for ids that are no text, and for scores that are NaN, no numbers or, if asked, not finite."""
+def check_scores(
+    name: str,
+    query_id: str,
+    scores: Mapping[str, float],
+    *,
+    finite: bool = True,
+) -> None:
+    """Raise an error for ids that are no text, and for scores that are NaN, no numbers or, if
+    asked, not finite.
+    """
     check_text_ids(name, scores)
     right = math.isfinite if finite else lambda score: not math.isnan(score)
     for document, score in scores.items():
@@ -113,8 +138,12 @@ def check_scores(name: str, query_id: str, scores: Mapping[str, float], *, finit
         except TypeError:
             pass
         if finite:
-            raise ValueError(f"{name}: expected finite scores, got {score!r} for {document!r} of query {query_id!r}.")
-        raise ValueError(f"{name}: query {query_id!r} has a score that is not a number: {score!r} for {document!r}.")
+            raise ValueError(
+                f"{name}: expected finite scores, got {score!r} for {document!r} of query {query_id!r}.",
+            )
+        raise ValueError(
+            f"{name}: query {query_id!r} has a score that is not a number: {score!r} for {document!r}.",
+        )
 
 
 def _check(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequence[float]:
@@ -128,7 +157,9 @@ def _check(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequ
     if weights is None:
         return [1.0 / len(runs)] * len(runs)
     if len(weights) != len(runs):
-        raise ValueError(f"weights: expected one number for each of {len(runs)} runs, got {len(weights)}.")
+        raise ValueError(
+            f"weights: expected one number for each of {len(runs)} runs, got {len(weights)}.",
+        )
     if not all(math.isfinite(weight) for weight in weights):
         raise ValueError(f"weights: expected finite numbers, got {list(weights)}.")
     return weights
@@ -146,14 +177,19 @@ def _min_max(scores: _Scores) -> _Normalized:
     low, high = min(scores.values()), max(scores.values())
     if high == low:
         return dict.fromkeys(scores, 1.0), 0.0
-    # A power of 2 changes no digit, and brings the largest score to about 1: no difference is infinite or loses digits.
+    # A power of 2 changes no digit, and brings the largest score to about 1: no difference is
+    # infinite or loses digits.
     exponent = -math.frexp(max(abs(low), abs(high)))[1]
     low, high = math.ldexp(low, exponent), math.ldexp(high, exponent)
-    return {doc: (math.ldexp(score, exponent) - low) / (high - low) for doc, score in scores.items()}, 0.0
+    return {
+        doc: (math.ldexp(score, exponent) - low) / (high - low) for doc, score in scores.items()
+    }, 0.0
 
 
 def _z_score(scores: _Scores) -> _Normalized:
-    if min(scores.values()) == max(scores.values()):  # their mean may be another number, by a rounding
+    if min(scores.values()) == max(
+        scores.values(),
+    ):  # their mean may be another number, by a rounding
         return dict.fromkeys(scores, 0.0), 0.0
     within, _ = _min_max(scores)  # the same z-scores, of numbers whose squares are of ordinary size
     mean = math.fsum(within.values()) / len(within)

@@ -23,12 +23,14 @@ _LAYOUTS = (
 
 
 def read_token_file(path: str | Path) -> TokenVectors:
-    """The vectors in a ``.safetensors`` or ``.npz`` file, in fp32, for :meth:`tilefold.retrieval.LateIndex.build`.
+    """The vectors in a ``.safetensors`` or ``.npz`` file, in fp32, for
+    :meth:`tilefold.retrieval.LateIndex.build`.
 
-    The file has an array ``[n, D]`` for each text, named by its id; or ``values`` ``[T, D]`` and ``offsets``
-    ``[N + 1]``; or padded ``embeddings`` ``[N, L, D]``, as ColPali makes of pages, with a ``mask`` ``[N, L]`` (nonzero
-    = keep), without which rows of zeros are left out. The latter two have ``ids``, in safetensors as UTF-8 bytes of a
-    JSON list, else texts are numbered from 0. ``DataError`` for other arrays, and for NaN or infinity.
+    The file has an array ``[n, D]`` for each text, named by its id; or ``values`` ``[T, D]`` and
+    ``offsets`` ``[N + 1]``; or padded ``embeddings`` ``[N, L, D]``, as ColPali makes of pages, with
+    a ``mask`` ``[N, L]`` (nonzero = keep), without which rows of zeros are left out. The latter two
+    have ``ids``, in safetensors as UTF-8 bytes of a JSON list, else texts are numbered from 0.
+    ``DataError`` for other arrays, and for NaN or infinity.
     """
     file = Path(path)
     found = _arrays(file)
@@ -37,7 +39,9 @@ def read_token_file(path: str | Path) -> TokenVectors:
         if "embeddings" in found:
             padded, mask = found["embeddings"].float(), found.get("mask")
             kept = padded.abs().amax(-1) > 0 if mask is None else mask != 0
-            rows = [row[keep] for row, keep in zip(padded, kept | padded.isnan().any(-1), strict=True)]
+            rows = [
+                row[keep] for row, keep in zip(padded, kept | padded.isnan().any(-1), strict=True)
+            ]
         elif "values" in found and "offsets" in found:
             rows = list(found["values"].float().split(found["offsets"].long().diff().tolist()))
         else:
@@ -55,11 +59,21 @@ def _arrays(file: Path) -> dict[str, Any]:
         if file.suffix == ".npz":
             with np.load(file, allow_pickle=False) as archive:
                 arrays: Mapping[str, Any] = {name: archive[name] for name in archive.files}
-            made: dict[str, Any] = {name: torch.from_numpy(each) for name, each in arrays.items() if name != "ids"}
-            return made | ({"ids": list(map(str, arrays["ids"].tolist()))} if "ids" in arrays else {})
+            made: dict[str, Any] = {
+                name: torch.from_numpy(each) for name, each in arrays.items() if name != "ids"
+            }
+            return made | (
+                {"ids": list(map(str, arrays["ids"].tolist()))} if "ids" in arrays else {}
+            )
         with safetensors_package().safe_open(str(file), framework="pt") as opened:
             made = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
         raw: Tensor | None = made.pop("ids", None)
-        return made if raw is None else made | {"ids": json.loads(raw.numpy().tobytes().decode("utf-8"))}
+        return (
+            made
+            if raw is None
+            else made | {"ids": json.loads(raw.numpy().tobytes().decode("utf-8"))}
+        )
     except Exception as error:  # safetensors and numpy raise their own for damaged files
-        raise DataError(f"{file}: expected a safetensors or npz file of token vectors, got ({error}).") from error
+        raise DataError(
+            f"{file}: expected a safetensors or npz file of token vectors, got ({error}).",
+        ) from error

@@ -33,31 +33,41 @@ _OF_TEXTS = {"texts_sha256", "shard_size"}  # settings in which folders may diff
 
 
 def merge_vectors(folders: Sequence[str | Path], output_dir: str | Path) -> Manifest:
-    """Write the vectors of several folders, of any one kind, as those of one folder; they are copied shard by shard.
+    """Write the vectors of several folders, of any one kind, as those of one folder; they are
+    copied shard by shard.
 
-    The folders must be complete and differ in their texts alone. The texts of the new one have no fingerprint. After an
-    interrupt, the same call begins again; until it is finished, the new folder is refused as incomplete. Other models
-    or settings, an id that two folders have, or an output that is one of them are a ``DataError``.
+    The folders must be complete and differ in their texts alone. The texts of the new one have no
+    fingerprint. After an interrupt, the same call begins again; until it is finished, the new
+    folder is refused as incomplete. Other models or settings, an id that two folders have, or an
+    output that is one of them are a ``DataError``.
     """
     places = [Path(folder) for folder in folders]
     if len(places) < 2:
         raise ValueError(f"folders: expected two or more, got {len(places)}.")
     if Path(output_dir).resolve() in {place.resolve() for place in places}:
-        raise DataError(f"output_dir: expected another folder than those that are merged, got {output_dir}.")
+        raise DataError(
+            f"output_dir: expected another folder than those that are merged, got {output_dir}.",
+        )
     sources = [_Source(place) for place in places]
     first, seen = sources[0], dict[str, _Source]()
     for source in sources[1:]:
         if source.layout != first.layout:
             got = f"{source.layout} ones in {source.folder}"
-            raise DataError(f"folders: expected {first.layout} vectors as in {first.folder}, got {got}.")
+            raise DataError(
+                f"folders: expected {first.layout} vectors as in {first.folder}, got {got}.",
+            )
         both = first.manifest.identity, source.manifest.identity
         if changed := differences(*both, f"in {first.folder}", f"in {source.folder}"):
-            raise DataError(f"folders: expected vectors that were made alike, got others ({changed}).")
+            raise DataError(
+                f"folders: expected vectors that were made alike, got others ({changed}).",
+            )
     for source in sources:
         for name in (*source.ids(), *source.manifest.failed):
             if seen.setdefault(name, source) is not source:
                 where = f"{seen[name].folder} and {source.folder}"
-                raise DataError(f"folders: {name!r} is in {where}. Leave one out, or add to an index: index --update")
+                raise DataError(
+                    f"folders: {name!r} is in {where}. Leave one out, or add to an index: index --update",
+                )
     writer = first.writer(Path(output_dir))
     for source in sources:
         for vectors in source.shards():
@@ -81,7 +91,9 @@ class _Source:
 
             self.store = (open_dense if self.layout == "dense" else open_tokens)(folder)
             self.manifest = self.store.manifest
-        kept = {name: value for name, value in self.manifest.settings.items() if name not in _OF_TEXTS}
+        kept = {
+            name: value for name, value in self.manifest.settings.items() if name not in _OF_TEXTS
+        }
         self.manifest = replace(self.manifest, settings=kept)
 
     def shards(self) -> Iterator[Any]:
@@ -109,16 +121,20 @@ def update_index(
     *,
     metadata: Mapping[str, Fields] | None = None,
 ) -> dict[str, int]:
-    """Remove documents from a saved index, then add `vectors` with `metadata`, which replace those of the same ids.
+    """Remove documents from a saved index, then add `vectors` with `metadata`, which replace those
+    of the same ids.
 
-    Only the new documents are indexed, as a segment with the options of the index. Returns how many documents there are
-    now, and how many were ``written`` and ``deleted`` (of those to `delete` that were there). Vectors of another kind,
-    model or vocabulary are a ``DataError`` or a ``VocabularyMismatchError``, a backend that has no segments a
-    ``ValueError``; an error or a kill leaves the index as it was.
+    Only the new documents are indexed, as a segment with the options of the index. Returns how many
+    documents there are now, and how many were ``written`` and ``deleted`` (of those to `delete`
+    that were there). Vectors of another kind, model or vocabulary are a ``DataError`` or a
+    ``VocabularyMismatchError``, a backend that has no segments a ``ValueError``; an error or a kill
+    leaves the index as it was.
     """
     folder = Path(path)
     if (backend := read_description(folder)["backend"]) not in GROWING:
-        raise ValueError(f"path: expected an index of {', '.join(GROWING)}, got one of {backend} in {folder}.")
+        raise ValueError(
+            f"path: expected an index of {', '.join(GROWING)}, got one of {backend} in {folder}.",
+        )
     with hold_path(folder):
         index: Any = open_index(folder)
         held = index if isinstance(index, Segments) else Segments([index], [()])
@@ -130,7 +146,9 @@ def update_index(
                 if stale.is_dir() and stale.name not in names:
                     shutil.rmtree(stale)
         inside.mkdir(exist_ok=True)
-        added = None if vectors is None else _segment(held, vectors, metadata, inside / f"{number:05d}")
+        added = (
+            None if vectors is None else _segment(held, vectors, metadata, inside / f"{number:05d}")
+        )
         asked, new = set(delete), set() if added is None else set(added.ids)
         deleted = 0
         for part, gone in held.pairs():
@@ -142,13 +160,22 @@ def update_index(
             added.save(inside / names[-1])
             held.parts.append(added)
             held.removed.append(set())
-        parts = [{"folder": name, "removed": sorted(gone)} for name, gone in zip(names, held.removed, strict=True)]
-        write_json_object(inside / "current.json", {"parts": parts, "written": number}, durable=True)
+        parts = [
+            {"folder": name, "removed": sorted(gone)}
+            for name, gone in zip(names, held.removed, strict=True)
+        ]
+        write_json_object(
+            inside / "current.json",
+            {"parts": parts, "written": number},
+            durable=True,
+        )
     return {"n_documents": held.n_documents, "written": len(new), "deleted": deleted}
 
 
 def merge_segments(path: str | Path) -> int:
-    """Put one index in the place of an index and its segments; how many documents it has. A kill loses nothing."""
+    """Put one index in the place of an index and its segments; how many documents it has. A kill
+    loses nothing.
+    """
     folder = Path(path)
     with hold_path(folder):
         index: Any = open_index(folder)
@@ -158,23 +185,36 @@ def merge_segments(path: str | Path) -> int:
     return int(index.n_documents)
 
 
-def _segment(held: Segments, vectors: _Vectors, metadata: Mapping[str, Fields] | None, folder: Path) -> Any:
+def _segment(
+    held: Segments,
+    vectors: _Vectors,
+    metadata: Mapping[str, Fields] | None,
+    folder: Path,
+) -> Any:
     """A part of new documents for those of `held`, to be saved in `folder`."""
     first, made_by = held.parts[0], held.provenance
     if isinstance(vectors, SparseVectors) is (held.backend in ("dense", "late")):
-        raise DataError(f"vectors: expected vectors for an index of backend {held.backend}, got others.")
+        raise DataError(
+            f"vectors: expected vectors for an index of backend {held.backend}, got others.",
+        )
     manifest = getattr(vectors, "manifest", None)
     theirs: Provenance = getattr(manifest or vectors, "provenance", Provenance())
     if theirs.passages != made_by.passages:
-        raise DataError(f"vectors: expected passages {made_by.passages!r} as in the index, got {theirs.passages!r}.")
+        raise DataError(
+            f"vectors: expected passages {made_by.passages!r} as in the index, got {theirs.passages!r}.",
+        )
     if "model_fingerprint" in made_by.differs(theirs):
-        raise DataError("vectors: were made by another model than the index. Encode documents with its own.")
+        raise DataError(
+            "vectors: were made by another model than the index. Encode documents with its own.",
+        )
     if isinstance(vectors, SparseVectors):
         check_same_vocabulary(held, vectors, "the index", "vectors")
     else:
         there = vectors.dimension, getattr(manifest, "similarity", None)
         if there != (ours := (held.dimension, held.similarity)):
-            raise DataError(f"vectors: expected (dimension, similarity) {ours} as in the index, got {there}.")
+            raise DataError(
+                f"vectors: expected (dimension, similarity) {ours} as in the index, got {there}.",
+            )
         if held.backend == "late":
             options = {name: first.options[name] for name in ("storage", "pool_factor")}
             return type(first).build(vectors, folder, metadata=metadata, **options)

@@ -19,10 +19,23 @@ import numpy.typing as npt
 from tilefold.retrieval._files import is_unicode, require
 from tilefold.retrieval.errors import DataError
 
-__all__ = ["Filter", "Metadata", "Where", "allowed_by", "check_field", "fields_by_id", "kept_fields"]
+__all__ = [
+    "Filter",
+    "Metadata",
+    "Where",
+    "allowed_by",
+    "check_field",
+    "fields_by_id",
+    "kept_fields",
+]
 
 FILE = "metadata.parquet"
-_KINDS = {"text": "string", "integer": "int64", "float": "float64", "boolean": "bool_"}  # and their Arrow types
+_KINDS = {
+    "text": "string",
+    "integer": "int64",
+    "float": "float64",
+    "boolean": "bool_",
+}  # and their Arrow types
 _NUMBERS = ("integer", "float")
 _LONGEST_TEXT, _LONGEST_LIST = 1000, 100
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -43,17 +56,20 @@ def check_field(name: object, what: str) -> None:
     """Raise ``ValueError`` for what is no path to a field."""
     if not isinstance(name, str) or not _FIELD.fullmatch(name):
         form = 'names of fields, with quotes ("a name") around what holds more than letters, digits, - and _'
-        raise ValueError(f"{what}: expected {form}, got {name!r}. A dot reaches into an object, [] into a list.")
+        raise ValueError(
+            f"{what}: expected {form}, got {name!r}. A dot reaches into an object, [] into a list.",
+        )
 
 
 @dataclass(frozen=True)
 class Filter:
     """Documents whose metadata match all of `must` and none of `must_not`.
 
-    Both are field -> a text, integer or boolean; a list of texts or of integers, of which one must be there; a range
-    such as ``{"gte": 2000, "lt": 2010}``; or None, for documents without the field. A field that is a list itself
-    matches with any of its values. ``"by.name"`` is a field in an object, and ``'"a name"'`` one that holds more than
-    letters, digits, ``-`` and ``_``. No condition, or one of another form, is a ``ValueError``.
+    Both are field -> a text, integer or boolean; a list of texts or of integers, of which one must
+    be there; a range such as ``{"gte": 2000, "lt": 2010}``; or None, for documents without the
+    field. A field that is a list itself matches with any of its values. ``"by.name"`` is a field in
+    an object, and ``'"a name"'`` one that holds more than letters, digits, ``-`` and ``_``. No
+    condition, or one of another form, is a ``ValueError``.
     """
 
     must: Fields = field(default_factory=dict)
@@ -61,22 +77,35 @@ class Filter:
 
     def __post_init__(self) -> None:
         if not any(self.conditions()):
-            raise ValueError("where: expected at least one condition, got an empty filter. Leave it out to search all.")
+            raise ValueError(
+                "where: expected at least one condition, got an empty filter. Leave it out to search all.",
+            )
 
     def conditions(self) -> tuple[list[tuple[str, Wanted]], ...]:
-        """Fields of `must` and of `must_not`: values, of which one must be there, none for no field; or bounds."""
-        return tuple([(n, _wanted(n, value)) for n, value in part.items()] for part in (self.must, self.must_not))
+        """Fields of `must` and of `must_not`: values, of which one must be there, none for no
+        field; or bounds.
+        """
+        return tuple(
+            [(n, _wanted(n, value)) for n, value in part.items()]
+            for part in (self.must, self.must_not)
+        )
 
     @classmethod
     def of(cls, where: Filter | Fields | None) -> Filter | None:
         return where if where is None or isinstance(where, Filter) else cls(where)
 
     @classmethod
-    def parse(cls, conditions: Iterable[str], kinds: Mapping[str, Sequence[str]] | None = None) -> Filter:
-        """From texts: ``lang=de``, ``lang=de,en`` (one of them), ``lang!=de``, ``year>=2000``, ``lang=null`` (missing).
+    def parse(
+        cls,
+        conditions: Iterable[str],
+        kinds: Mapping[str, Sequence[str]] | None = None,
+    ) -> Filter:
+        """From texts: ``lang=de``, ``lang=de,en`` (one of them), ``lang!=de``, ``year>=2000``,
+        ``lang=null`` (missing).
 
-        Values are numbers, true or false where they are written so, and texts where `kinds` (field -> kinds of its
-        values) has texts alone or they stand in double quotes. Two bounds of a field make a range.
+        Values are numbers, true or false where they are written so, and texts where `kinds` (field
+        -> kinds of its values) has texts alone or they stand in double quotes. Two bounds of a
+        field make a range.
         """
         parts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         for text in conditions:
@@ -109,7 +138,9 @@ def _typed(text: str, kinds: Sequence[str] | None) -> object:
         value = json.loads(text, parse_constant=str)
     except (ValueError, RecursionError):
         return text
-    if isinstance(value, dict | list) or (kinds == ["text"] and not isinstance(value, str) and value is not None):
+    if isinstance(value, dict | list) or (
+        kinds == ["text"] and not isinstance(value, str) and value is not None
+    ):
         return text
     return value
 
@@ -120,9 +151,18 @@ def _wanted(name: str, value: object) -> Wanted:
         return []
     if isinstance(value, Mapping):
         bounds = _BOUNDS.values()
-        numbers = [n for n in value.values() if isinstance(n, (int, float)) and not isinstance(n, bool)]
-        if not value or {*value} - {*bounds} or len(numbers) < len(value) or not all(map(math.isfinite, numbers)):
-            raise ValueError(f"where: expected numbers under {', '.join(bounds)} for {name!r}, got {dict(value)!r}.")
+        numbers = [
+            n for n in value.values() if isinstance(n, (int, float)) and not isinstance(n, bool)
+        ]
+        if (
+            not value
+            or {*value} - {*bounds}
+            or len(numbers) < len(value)
+            or not all(map(math.isfinite, numbers))
+        ):
+            raise ValueError(
+                f"where: expected numbers under {', '.join(bounds)} for {name!r}, got {dict(value)!r}.",
+            )
         return {bound: float(number) for bound, number in value.items()}
     single = isinstance(value, (str, bool, int))
     several: list[Any] = [value] if single else list(value) if isinstance(value, Sequence) else []
@@ -132,15 +172,19 @@ def _wanted(name: str, value: object) -> Wanted:
         raise ValueError(f"where: expected {wanted}, got {value!r}.")
     for item in several:
         if not (is_unicode(item) if isinstance(item, str) else item in _INT64):
-            raise ValueError(f"where: expected Unicode or an integer of 64 bits for {name!r}, got {item!r}.")
+            raise ValueError(
+                f"where: expected Unicode or an integer of 64 bits for {name!r}, got {item!r}.",
+            )
     return several
 
 
 def kept_fields(fields: Fields) -> dict[str, Any]:
-    """Fields that an index keeps: texts, integers, floats and booleans, lists of them, and objects of such fields.
+    """Fields that an index keeps: texts, integers, floats and booleans, lists of them, and objects
+    of such fields.
 
-    Dates become texts (ISO 8601). Texts that are empty or above 1,000 characters, lists of floats or of more than 100
-    values, integers above 64 bits, numbers that are not finite, and other values are left out.
+    Dates become texts (ISO 8601). Texts that are empty or above 1,000 characters, lists of floats
+    or of more than 100 values, integers above 64 bits, numbers that are not finite, and other
+    values are left out.
     """
     return {str(name): kept for name, value in fields.items() if (kept := _kept(value)) is not None}
 
@@ -150,17 +194,31 @@ def _kept(value: object) -> object:
         return kept_fields(value) or None
     if isinstance(value, list):
         parts = [kept for each in value[: _LONGEST_LIST + 1] if (kept := _kept(each)) is not None]
-        return None if len(parts) > _LONGEST_LIST or any(isinstance(each, float) for each in parts) else parts or None
+        return (
+            None
+            if len(parts) > _LONGEST_LIST or any(isinstance(each, float) for each in parts)
+            else parts or None
+        )
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, str):
         return value if 0 < len(value) <= _LONGEST_TEXT and is_unicode(value) else None
-    fits = math.isfinite(value) if isinstance(value, float) else isinstance(value, int) and value in _INT64
+    fits = (
+        math.isfinite(value)
+        if isinstance(value, float)
+        else isinstance(value, int) and value in _INT64
+    )
     return value if fits else None
 
 
-def fields_by_id(metadata: Mapping[str, Fields], ids: Iterable[str], passages: str | None) -> dict[str, dict[str, Any]]:
-    """Fields of each of the `ids` that has any; those of `passages` have the fields of their documents."""
+def fields_by_id(
+    metadata: Mapping[str, Fields],
+    ids: Iterable[str],
+    passages: str | None,
+) -> dict[str, dict[str, Any]]:
+    """Fields of each of the `ids` that has any; those of `passages` have the fields of their
+    documents.
+    """
     owners = ((name, name if passages is None else name.rpartition("#")[0]) for name in ids)
     return {name: kept for name, owner in owners if (kept := kept_fields(metadata.get(owner, {})))}
 
@@ -184,15 +242,24 @@ def _kind(value: object) -> str:
 
 
 class Metadata:
-    """Fields of the documents of an index: a table of a row per value, with its field, and the row of its document."""
+    """Fields of the documents of an index: a table of a row per value, with its field, and the row
+    of its document.
+    """
 
     def __init__(self, table: Any, n_documents: int) -> None:
         self.table, self.n_documents = table, n_documents
         self._parts: dict[str, Any] = {}
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Fields] | None, ids: Iterable[str], passages: str | None) -> Metadata | None:
-        """The metadata (document id -> fields) of the documents, or `passages`, of an index; None without any."""
+    def of(
+        cls,
+        metadata: Mapping[str, Fields] | None,
+        ids: Iterable[str],
+        passages: str | None,
+    ) -> Metadata | None:
+        """The metadata (document id -> fields) of the documents, or `passages`, of an index; None
+        without any.
+        """
         names = list(ids) if metadata else []
         if not (found := fields_by_id(metadata or {}, names, passages)):
             return None
@@ -207,16 +274,25 @@ class Metadata:
     @cached_property
     def kinds(self) -> dict[str, list[str]]:
         """Field -> kinds of its values: text, integer, float, boolean."""
-        parts = {name: self._part(name) for name in sorted(self.table["field"].unique().to_pylist())}
-        return {name: [kind for kind in _KINDS if part[kind].null_count < len(part)] for name, part in parts.items()}
+        parts = {
+            name: self._part(name) for name in sorted(self.table["field"].unique().to_pylist())
+        }
+        return {
+            name: [kind for kind in _KINDS if part[kind].null_count < len(part)]
+            for name, part in parts.items()
+        }
 
     def _part(self, name: str) -> Any:
         if name not in self._parts:
-            self._parts[name] = self.table.filter(_arrow(".compute").equal(self.table["field"], name))
+            self._parts[name] = self.table.filter(
+                _arrow(".compute").equal(self.table["field"], name),
+            )
         return self._parts[name]
 
     def mask(self, where: Filter) -> Mask:
-        """Which documents match, bool ``[N]``; ``ValueError`` for a field or a kind of values that none of them has."""
+        """Which documents match, bool ``[N]``; ``ValueError`` for a field or a kind of values that
+        none of them has.
+        """
         found = np.ones(self.n_documents, bool)
         for part, wanted in zip(where.conditions(), (True, False), strict=True):
             for name, values in part:
@@ -228,20 +304,29 @@ class Metadata:
     def _rows(self, name: str, wanted: Wanted) -> Any:
         """Rows of the documents that have one of some values, or without those any."""
         if (there := self.kinds.get(name)) is None:
-            known = ", ".join(f"{path} ({' or '.join(kinds)})" for path, kinds in self.kinds.items())
+            known = ", ".join(
+                f"{path} ({' or '.join(kinds)})" for path, kinds in self.kinds.items()
+            )
             raise ValueError(f"where: expected a field of the index, {known}; got {name!r}.")
         part, compute = self._part(name), _arrow(".compute")
         if not wanted:
             return part["document"]
         asked = "float" if isinstance(wanted, dict) else _kind(wanted[0])
-        chosen = [kind for kind in there if kind == asked or (asked in _NUMBERS and kind in _NUMBERS)]
+        chosen = [
+            kind for kind in there if kind == asked or (asked in _NUMBERS and kind in _NUMBERS)
+        ]
         if not chosen:
             what = "a range" if isinstance(wanted, dict) else f"{wanted[0]!r} ({asked})"
-            raise ValueError(f"where: expected a value of {name!r}, which is {' or '.join(there)}, got {what}.")
+            raise ValueError(
+                f"where: expected a value of {name!r}, which is {' or '.join(there)}, got {what}.",
+            )
         hits = False
         for kind in chosen:
             if isinstance(wanted, dict):
-                tests = [getattr(compute, _COMPARED[bound])(part[kind], number) for bound, number in wanted.items()]
+                tests = [
+                    getattr(compute, _COMPARED[bound])(part[kind], number)
+                    for bound, number in wanted.items()
+                ]
                 hit = functools.reduce(compute.and_, tests)
             else:
                 hit = compute.is_in(part[kind], _arrow().array(wanted, part[kind].type))
@@ -257,13 +342,19 @@ class Metadata:
     def _moved(self, documents: npt.NDArray[np.int64]) -> Any:
         """The table with other rows of documents, without those below 0."""
         arrow = _arrow()
-        return self.table.set_column(1, "document", arrow.array(documents)).filter(arrow.array(documents >= 0))
+        return self.table.set_column(1, "document", arrow.array(documents)).filter(
+            arrow.array(documents >= 0),
+        )
 
     @classmethod
     def concatenate(cls, parts: Sequence[Metadata | None], sizes: Sequence[int]) -> Metadata | None:
-        """Metadata of the documents of several indexes, of given sizes, one after the other; None without any."""
+        """Metadata of the documents of several indexes, of given sizes, one after the other; None
+        without any.
+        """
         lows = np.cumsum([0, *sizes]).tolist()
-        pairs = [(part, low) for part, low in zip(parts, lows[:-1], strict=True) if part is not None]
+        pairs = [
+            (part, low) for part, low in zip(parts, lows[:-1], strict=True) if part is not None
+        ]
         tables = [part._moved(part.table["document"].to_numpy() + low) for part, low in pairs]
         return cls(_arrow().concat_tables(tables), lows[-1]) if tables else None
 
@@ -278,20 +369,28 @@ class Metadata:
         try:
             table = _arrow(".parquet").read_table(folder / FILE)
         except _arrow().ArrowException as error:
-            raise DataError(f"{folder / FILE}: expected metadata of an index, got ({error}).") from error
+            raise DataError(
+                f"{folder / FILE}: expected metadata of an index, got ({error}).",
+            ) from error
         rows = table["document"].to_numpy() if table.schema.equals(_schema()) else np.array([-1])
         if rows.size and not 0 <= rows.min() <= rows.max() < n_documents:
-            raise DataError(f"{folder / FILE}: expected metadata of {n_documents} documents, got others.")
+            raise DataError(
+                f"{folder / FILE}: expected metadata of {n_documents} documents, got others.",
+            )
         return cls(table, n_documents)
 
 
 def allowed_by(metadata: Metadata | None, where: Where, allowed: Mask | None = None) -> Mask | None:
-    """Mask ``[N]`` of the documents of an index, with its `metadata`, that match, of those `allowed`; None for all."""
+    """Mask ``[N]`` of the documents of an index, with its `metadata`, that match, of those
+    `allowed`; None for all.
+    """
     if (chosen := Filter.of(where)) is None:
         return allowed
     if metadata is None:
         remedy = "Build it again with them: tilefold index --data, or metadata= in Python"
-        raise ValueError(f"where: expected an index that keeps metadata of its documents, got one without. {remedy}.")
+        raise ValueError(
+            f"where: expected an index that keeps metadata of its documents, got one without. {remedy}.",
+        )
     found = metadata.mask(chosen)
     return found if allowed is None else found & allowed
 

@@ -1,4 +1,6 @@
-"""Encode a collection on several machines: Ray Data with a pool of actors, each of which has a model."""
+"""Encode a collection on several machines: Ray Data with a pool of actors, each of which has a
+model.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from tilefold.pipeline.ahead import Behind
 from tilefold.retrieval._checks import check_least
 from tilefold.retrieval._files import Json, require
 from tilefold.retrieval._shards import M, Receipt, ShardWriter, V, check_some, differences
-from tilefold.retrieval._streamed import WAITING_SHARDS, Encoding, Job, Output, Shard, encode_shards, reason
+from tilefold.retrieval._streamed import (
+    WAITING_SHARDS,
+    Encoding,
+    Job,
+    Output,
+    Shard,
+    encode_shards,
+    reason,
+)
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.passages import PassageTexts
 from tilefold.retrieval.provenance import Provenance
@@ -30,7 +40,9 @@ from tilefold.retrieval.truncation import limit_length
 
 __all__ = ["ClusterError", "RayCluster", "encode_on_ray"]
 
-SHARDS_PER_TASK = 16  # at most: within a task the next texts are tokenised while the last ones are encoded
+SHARDS_PER_TASK = (
+    16  # at most: within a task the next texts are tokenised while the last ones are encoded
+)
 _BEACON = ".shared.tmp"
 HERE = "local"  # a Ray of its own on this machine
 TRIES = 5  # of shards whose workers die
@@ -47,9 +59,11 @@ class RayCluster:
     """Ray cluster of the workers; a connection that the process has already is used as it is.
 
     Attributes:
-        address: ``host:port`` of a cluster, ``"auto"`` for the one that this machine belongs to, ``"local"`` to start
-            Ray on this machine alone; None takes the variable ``RAY_ADDRESS``, else ``"local"``.
-        workers: at most; by default as many as fit when the command begins. More start when the cluster has grown.
+        address: ``host:port`` of a cluster, ``"auto"`` for the one that this machine belongs to,
+            ``"local"`` to start Ray on this machine alone; None takes the variable ``RAY_ADDRESS``,
+            else ``"local"``.
+        workers: at most; by default as many as fit when the command begins. More start when the
+            cluster has grown.
         worker_gpus: of each worker; by default one where there are GPUs.
         worker_cpus: cores of each; by default its share beside the GPUs, and without any up to 4.
         patience: seconds to wait for an answer.
@@ -88,17 +102,21 @@ def encode_on_ray(
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
 ) -> Any:
-    """Encode texts into a folder that all machines of a Ray cluster share, resuming an earlier run of any engine.
+    """Encode texts into a folder that all machines of a Ray cluster share, resuming an earlier run
+    of any engine.
 
-    Shards, manifest and failed texts are those of :func:`tilefold.retrieval.encode_collection`, with the same bytes
-    where workers have the same kind of device, the same releases, and on a CPU as many threads. A task is some shards,
-    told as ranges of rows with a digest: a worker reads and encodes them, and leaves each in the folder with a receipt.
-    If it is killed, another one gets the task, and a command goes on from the receipts of one that was killed.
+    Shards, manifest and failed texts are those of :func:`tilefold.retrieval.encode_collection`,
+    with the same bytes where workers have the same kind of device, the same releases, and on a CPU
+    as many threads. A task is some shards, told as ranges of rows with a digest: a worker reads and
+    encodes them, and leaves each in the folder with a receipt. If it is killed, another one gets
+    the task, and a command goes on from the receipts of one that was killed.
 
     Args:
-        load: makes the model, once in each worker and once here; a function that workers can import, or a pickled one.
-        texts: id -> text in a fixed order, which are sent to the workers; or a file, folder or saved dataset as
-            :func:`tilefold.retrieval.load_documents` reads, which all machines must see and which is read row by row.
+        load: makes the model, once in each worker and once here; a function that workers can
+            import, or a pickled one.
+        texts: id -> text in a fixed order, which are sent to the workers; or a file, folder or
+            saved dataset as :func:`tilefold.retrieval.load_documents` reads, which all machines
+            must see and which is read row by row.
         output_dir: the folder, at the same path on all machines.
         encoding: ``SparseEncoding`` or ``TokenEncoding``.
         cluster: where workers run; by default the machine alone.
@@ -106,8 +124,10 @@ def encode_on_ray(
 
     Raises:
         MissingPackageError: Ray is not installed.
-        ClusterError: the cluster cannot be reached, has no room for a worker, or workers died again and again.
-        DataError: as there; bad or repeated rows; a machine does not see the same folder, texts or model.
+        ClusterError: the cluster cannot be reached, has no room for a worker, or workers died again
+            and again.
+        DataError: as there; bad or repeated rows; a machine does not see the same folder, texts or
+            model.
     """
     output = Output(Path(output_dir).resolve(), shard_size, 0.0, None, resume)
     if not isinstance(texts, Texts):
@@ -119,7 +139,11 @@ def encode_on_ray(
         model = load()
         model = model.to("cpu") if hasattr(model, "to") else model  # the GPUs are for the workers
         cut = getattr(texts, "texts", None)  # passages know their documents
-        made_of = cut.provenance if isinstance(cut, PassageTexts) else Provenance(texts_sha256=survey.sha256)
+        made_of = (
+            cut.provenance
+            if isinstance(cut, PassageTexts)
+            else Provenance(texts_sha256=survey.sha256)
+        )
         writer = encoding.job(model, {}, output, lambda: made_of).open_writer(True)
         missing = {part.number: part for part in survey.ranges if not writer.has_shard(part.number)}
         with _beacon(writer.path) as beacon:
@@ -131,10 +155,14 @@ def encode_on_ray(
                 finished += sum(missing.pop(number).count for number in numbers)
                 report(finished, survey.count)
     if missing:
-        raise DataError(f"{writer.path}: {len(missing)} shards were not written. Start the command again.")
+        raise DataError(
+            f"{writer.path}: {len(missing)} shards were not written. Start the command again.",
+        )
     if writer.manifest.n_documents == 0:
         name, reason = next(iter(writer.manifest.failed.items()))
-        raise DataError(f"texts: all {survey.count} failed, {name!r} first ({reason}). Check the model.")
+        raise DataError(
+            f"texts: all {survey.count} failed, {name!r} first ({reason}). Check the model.",
+        )
     return writer.finish(survey.count)
 
 
@@ -150,11 +178,15 @@ def _written(ray: ModuleType, pool: Pool, work: Work, missing: list[Range]) -> I
         try:
             for batch in rows.iter_batches(batch_size=None):
                 if problem := next(filter(None, batch["problem"]), ""):
-                    raise DataError(f"a worker could not go on: {problem} What was written is kept.")
+                    raise DataError(
+                        f"a worker could not go on: {problem} What was written is kept.",
+                    )
                 yield [int(number) for number in batch["number"]]
         except ray.exceptions.RayError as error:
             said = f"the workers were lost ({' '.join(str(error).split())[:300]})"
-            raise ClusterError(f"Ray: {said}. What was written is kept: run the same command again.") from error
+            raise ClusterError(
+                f"Ray: {said}. What was written is kept: run the same command again.",
+            ) from error
 
 
 def _receive(writer: ShardWriter[M, V], numbers: list[int]) -> None:
@@ -204,7 +236,9 @@ def _connected(cluster: RayCluster) -> Iterator[ModuleType]:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        said = f"at {address} after {time.monotonic() - began:.0f} s ({' '.join(str(error).split())})"
+        said = (
+            f"at {address} after {time.monotonic() - began:.0f} s ({' '.join(str(error).split())})"
+        )
         remedy = "Is it running there, in the same release of Ray and Python?"
         raise ClusterError(f"Ray: no cluster could be used {said}. {remedy}") from error
     try:
@@ -217,7 +251,9 @@ def _check_reachable(address: str, patience: float) -> None:
     host, colon, port = address.rpartition(":")
     if "://" in address:
         remedy = "Ray's client is not for Ray Data: run it on a machine of the cluster, or with `ray job submit`."
-        raise ValueError(f"address: expected host:port, 'auto' or 'local', got {address!r}. {remedy}")
+        raise ValueError(
+            f"address: expected host:port, 'auto' or 'local', got {address!r}. {remedy}",
+        )
     if not colon or not host or not port.isdigit():
         raise ValueError(f"address: expected host:port, 'auto' or 'local', got {address!r}.")
     began, problem = time.monotonic(), ""
@@ -229,7 +265,9 @@ def _check_reachable(address: str, patience: float) -> None:
             problem = str(error)
             time.sleep(min(1.0, patience / 10))
     said = f"after {time.monotonic() - began:.0f} s ({problem})"
-    raise ClusterError(f"Ray: no answer from {address} {said}. Start it (ray start --head), or mend the address.")
+    raise ClusterError(
+        f"Ray: no answer from {address} {said}. Start it (ray start --head), or mend the address.",
+    )
 
 
 def _pool_of(ray: ModuleType, cluster: RayCluster) -> Pool:
@@ -240,8 +278,13 @@ def _pool_of(ray: ModuleType, cluster: RayCluster) -> Pool:
     share = cores // int(gpus / of_gpus) if of_gpus and gpus >= of_gpus else min(4, cores)
     of_cores = cluster.worker_cpus or max(1, share)
     if not (room := min(cores // of_cores, int(gpus / of_gpus) if of_gpus else cores)):
-        wanted, got = f"a worker of {of_cores} cores and {of_gpus:g} GPUs", f"{cores} cores and {gpus:g} GPUs in all"
-        raise ClusterError(f"Ray: expected room for {wanted}, got {got}. Lower worker_cpus or worker_gpus.")
+        wanted, got = (
+            f"a worker of {of_cores} cores and {of_gpus:g} GPUs",
+            f"{cores} cores and {gpus:g} GPUs in all",
+        )
+        raise ClusterError(
+            f"Ray: expected room for {wanted}, got {got}. Lower worker_cpus or worker_gpus.",
+        )
     most = cluster.workers or room
     return Pool(min(room, most), most, of_cores, of_gpus)
 
@@ -273,7 +316,9 @@ class Work:
 
 
 class Worker:
-    """An actor of the pool; what goes wrong is told as a row, so that the command can say it in its words."""
+    """An actor of the pool; what goes wrong is told as a row, so that the command can say it in its
+    words.
+    """
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -287,18 +332,29 @@ class Worker:
         work = self.work
         if not appears((work.output.folder / work.beacon).is_file):
             said = f"is not the folder of the command on the machine {socket.gethostname()}"
-            raise FileNotFoundError(f"{work.output.folder}: {said}. Choose an output folder that all machines share.")
+            raise FileNotFoundError(
+                f"{work.output.folder}: {said}. Choose an output folder that all machines share.",
+            )
         torch.set_num_threads(work.threads)
         made_of = Provenance.from_dict(work.identity)
         self.job: Job[Any, Any] = work.encoding.job(work.load(), {}, work.output, lambda: made_of)
         self.writer = self.job.open_writer(False)
         limit_length(self.job.model, work.encoding.kind, work.encoding.max_length)
-        if changed := differences(work.identity, self.writer.manifest.identity, "in the command", "here"):
+        if changed := differences(
+            work.identity,
+            self.writer.manifest.identity,
+            "in the command",
+            "here",
+        ):
             said = f"the machine {socket.gethostname()} would encode something else ({changed})"
-            raise ValueError(f"{said}. Give all machines the same folder, or the same release, of the model.")
+            raise ValueError(
+                f"{said}. Give all machines the same folder, or the same release, of the model.",
+            )
 
     def __call__(self, batch: Mapping[str, Sequence[Sequence[Range]]]) -> dict[str, list[Any]]:
-        """Write the shards of a task; rows of a number and a problem, which is empty where the shard is written."""
+        """Write the shards of a task; rows of a number and a problem, which is empty where the
+        shard is written.
+        """
         (ranges,) = batch["ranges"]
         if not (problem := self.problem):
             try:
@@ -330,14 +386,18 @@ class Worker:
         shard.written()
 
     def _tried(self, missing: Sequence[Range]) -> Path:
-        """Count how often workers have begun here: Ray repeats a task without end when its worker dies."""
+        """Count how often workers have begun here: Ray repeats a task without end when its worker
+        dies.
+        """
         first = missing[0]
         file = self.writer.path / f"{first.number:05d}{TRIED}"
         count = int(file.read_text()) if file.is_file() else 0
         if count >= TRIES:
             ids = list(first.read())
             cause = f"A text of {ids[0]!r} to {ids[-1]!r} probably does it: take it out, or give workers more memory."
-            raise RuntimeError(f"shards {first.number} to {missing[-1].number} have ended {count} workers. {cause}")
+            raise RuntimeError(
+                f"shards {first.number} to {missing[-1].number} have ended {count} workers. {cause}",
+            )
         file.write_text(str(count + 1))
         return file
 

@@ -1,4 +1,6 @@
-"""Passages of long texts: where they are cut, which document they belong to, and documents by their best passage."""
+"""Passages of long texts: where they are cut, which document they belong to, and documents by their
+best passage.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,21 @@ _LONGEST = 32  # letters of a word; the rest of a longer one is another
 _WORD = re.compile(rf"[{UNSPACED}]{{1,2}}|[^\W{UNSPACED}]{{1,{_LONGEST}}}")
 _CLOSING = "\"'\u2019\u201d\u00bb)\\]"
 _SENTENCE_END = re.compile(
-    rf"[.!?\u2026\u061f\u0964][{_CLOSING}]*\s+|[\u3002\uff01\uff1f][{_CLOSING}\u300d\u300f]*\s*|\n\s*\n\s*"
+    rf"[.!?\u2026\u061f\u0964][{_CLOSING}]*\s+|[\u3002\uff01\uff1f][{_CLOSING}\u300d\u300f]*\s*|\n\s*\n\s*",
 )
 _ID = re.compile(r"(.*)#(\d+):(\d+)-(\d+)", re.DOTALL)
-_FIRST, _MORE = 4, 4  # passages asked for per document that is wanted, and how many times as many the next time
+_FIRST, _MORE = (
+    4,
+    4,
+)  # passages asked for per document that is wanted, and how many times as many the next time
 
 Found = dict[str, dict[str, str]]  # query id -> document id -> id of its best passage
 
 
 class Passage(NamedTuple):
-    """Passage of a document: its number from 1, and its characters ``start`` to ``stop`` of the document's text."""
+    """Passage of a document: its number from 1, and its characters ``start`` to ``stop`` of the
+    document's text.
+    """
 
     document: str
     number: int
@@ -44,18 +51,24 @@ class Passage(NamedTuple):
 
     @property
     def id(self) -> str:
-        """Id under which vectors and indexes of passages hold it; no two passages of a collection share one."""
+        """Id under which vectors and indexes of passages hold it; no two passages of a collection
+        share one.
+        """
         return f"{self.document}#{self.number}:{self.start}-{self.stop}"
 
     @classmethod
     def of(cls, name: str) -> Passage:
         """The passage of an :attr:`id`; ``DataError`` for another one."""
         if (match := _ID.fullmatch(name)) is None:
-            raise DataError(f"ids: expected that of a passage, such as 'd#1:0-90', got {name!r}. Make the index again.")
+            raise DataError(
+                f"ids: expected that of a passage, such as 'd#1:0-90', got {name!r}. Make the index again.",
+            )
         return cls(match[1], *map(int, match.groups()[1:]))
 
     def of_document(self, document: Document) -> Document:
-        """Title of its document and the passage, whose contents are the input of every encoder and of BM25."""
+        """Title of its document and the passage, whose contents are the input of every encoder and
+        of BM25.
+        """
         return Document(self.id, document.title, document.text[self.start : self.stop])
 
     def shown(self, document: Document | None) -> Json:
@@ -65,7 +78,9 @@ class Passage(NamedTuple):
 
 
 class PassageTexts(dict[str, str]):
-    """Passage id -> text, in the order of the documents; `provenance` names the documents and the cut."""
+    """Passage id -> text, in the order of the documents; `provenance` names the documents and the
+    cut.
+    """
 
     def __init__(self, texts: Mapping[str, str], provenance: Provenance) -> None:
         super().__init__(texts)
@@ -74,15 +89,17 @@ class PassageTexts(dict[str, str]):
 
 @dataclass(frozen=True)
 class Passages:
-    """Where texts are cut into passages (Dai and Callan, arXiv 1905.09217), alike for every model and for BM25.
+    """Where texts are cut into passages (Dai and Callan, arXiv 1905.09217), alike for every model
+    and for BM25.
 
-    A word is a run of letters and digits, at most 32 of them, or two characters of a script without spaces. Passages
-    begin and end with sentences; a sentence of more than `length` words is cut between words.
+    A word is a run of letters and digits, at most 32 of them, or two characters of a script without
+    spaces. Passages begin and end with sentences; a sentence of more than `length` words is cut
+    between words.
 
     Attributes:
         length: the most words of a passage, without the title, which is put before each.
-        stride: words from the beginning of a passage to that of the next, at least, as far as passages leave no gap; by
-            default `length`, without overlap.
+        stride: words from the beginning of a passage to that of the next, at least, as far as
+            passages leave no gap; by default `length`, without overlap.
         cut: ``"sentences"``, or ``"words"`` for passages of `length` words each.
 
     A number below 1, a stride above the length, or another cut is a ``ValueError``.
@@ -98,7 +115,9 @@ class Passages:
             check_count("stride", self.stride)
             if self.stride > self.length:
                 lost = f"above which words between two passages would be lost, got {self.stride}"
-                raise ValueError(f"stride: expected at most the length of a passage ({self.length}), {lost}.")
+                raise ValueError(
+                    f"stride: expected at most the length of a passage ({self.length}), {lost}.",
+                )
         check_choice("cut", self.cut, CUTS)
 
     def __str__(self) -> str:
@@ -112,15 +131,22 @@ class Passages:
             length, stride, cut = text.split("/")
             return cls(int(length), int(stride), cut)  # type: ignore[arg-type]
         except ValueError as error:
-            raise DataError(f"passages: expected such as '128/64/sentences', got {text!r} ({error}).") from error
+            raise DataError(
+                f"passages: expected such as '128/64/sentences', got {text!r} ({error}).",
+            ) from error
 
     def ranges(self, text: str) -> list[tuple[int, int]]:
-        """First and last character (exclusive) of each passage of a text; one passage of a text without words."""
+        """First and last character (exclusive) of each passage of a text; one passage of a text
+        without words.
+        """
         starts = [match.start() for match in _WORD.finditer(text)]
         count, stride = len(starts), self.stride or self.length
         if not starts:
             return [(0, len(text.rstrip()))]
-        begins = dict(enumerate(starts)) | {0: 0, count: len(text)}  # word -> character at which a passage may begin
+        begins = dict(enumerate(starts)) | {
+            0: 0,
+            count: len(text),
+        }  # word -> character at which a passage may begin
         if self.cut == "sentences":
             ends = [match.end() for match in _SENTENCE_END.finditer(text)]
             sentences = {bisect_left(starts, end): end for end in ends} | {0: 0, count: len(text)}
@@ -129,13 +155,17 @@ class Passages:
         breaks = sorted(begins)
         found, at = [], 0
         while True:
-            end = bisect_right(breaks, breaks[at] + self.length) - 1  # the last break that the passage reaches
+            end = (
+                bisect_right(breaks, breaks[at] + self.length) - 1
+            )  # the last break that the passage reaches
             low, high = begins[breaks[at]], begins[breaks[end]]
             found.append((low, low + len(text[low:high].rstrip())))
             if breaks[end] >= count:
                 return found
             at = bisect_left(breaks, breaks[at] + stride, hi=end)
-            while at < end and breaks[end + 1] - breaks[at] > self.length:  # it would hold no word that this one lacks
+            while (
+                at < end and breaks[end + 1] - breaks[at] > self.length
+            ):  # it would hold no word that this one lacks
                 at += 1
 
     def of(self, documents: Mapping[str, Document]) -> PassageTexts:
@@ -149,10 +179,11 @@ class Passages:
         return PassageTexts(texts, Provenance(texts_sha256=digest, passages=str(self)))
 
     def training(self, collection: Collection) -> Collection:
-        """The collection with passages as documents, for training: relevant is the passage that BM25 scores highest.
+        """The collection with passages as documents, for training: relevant is the passage that
+        BM25 scores highest.
 
-        Of passages of a relevant document with equal scores, none shared word among them, the first is taken; grades
-        stay, and of what was judged not relevant no passage is judged.
+        Of passages of a relevant document with equal scores, none shared word among them, the first
+        is taken; grades stay, and of what was judged not relevant no passage is judged.
         """
         texts = self.of(collection.documents)
         words = BM25Index.build(texts)
@@ -165,7 +196,9 @@ class Passages:
         def best(query: str, document: str) -> str:
             terms, values = asked.row(asked.row_of[query])
             weights[terms] = values
-            scores = [float(weights[terms_] @ parts) for terms_, parts in map(stored.row, rows[document])]
+            scores = [
+                float(weights[terms_] @ parts) for terms_, parts in map(stored.row, rows[document])
+            ]
             weights[terms] = 0
             return stored.ids[rows[document][int(np.argmax(scores))]]
 
@@ -176,7 +209,10 @@ class Passages:
             }
             for split, judged in collection.qrels.items()
         }
-        cut = {each.id: each.of_document(collection.documents[each.document]) for each in map(Passage.of, texts)}
+        cut = {
+            each.id: each.of_document(collection.documents[each.document])
+            for each in map(Passage.of, texts)
+        }
         return Collection(collection.name, cut, collection.queries, qrels)
 
 
@@ -187,7 +223,9 @@ def document_of(name: str) -> str:
 
 
 def best_passages(run: Mapping[str, Mapping[str, float]]) -> tuple[Run, Found]:
-    """Documents of a run of passages by their best one (MaxP), best first, and which passage that is."""
+    """Documents of a run of passages by their best one (MaxP), best first, and which passage that
+    is.
+    """
     documents, found = Run(), Found()
     for query, scores in run.items():
         documents[query], found[query] = {}, {}
@@ -197,12 +235,19 @@ def best_passages(run: Mapping[str, Mapping[str, float]]) -> tuple[Run, Found]:
     return documents, found
 
 
-def found_by(search: Callable[[int], Run], k: int, stage: str, best: dict[str, Found] | None) -> Run:
-    """The `k` best results of each query of a search, or with `best` documents by their best passage.
+def found_by(
+    search: Callable[[int], Run],
+    k: int,
+    stage: str,
+    best: dict[str, Found] | None,
+) -> Run:
+    """The `k` best results of each query of a search, or with `best` documents by their best
+    passage.
 
-    ``search(n)`` gives the `n` best passages of each query, best first. More are asked for until they are of `k`
-    documents, or there are no more: a passage that is not among them is no better than any that is, so that the ranking
-    is that of all passages. `best` learns which passages they are, as those of `stage`.
+    ``search(n)`` gives the `n` best passages of each query, best first. More are asked for until
+    they are of `k` documents, or there are no more: a passage that is not among them is no better
+    than any that is, so that the ranking is that of all passages. `best` learns which passages they
+    are, as those of `stage`.
     """
     if best is None:
         return search(k)
@@ -210,7 +255,9 @@ def found_by(search: Callable[[int], Run], k: int, stage: str, best: dict[str, F
     while True:
         passages = search(asked)
         documents, found = best_passages(passages)
-        if all(len(documents[query]) >= k or len(scores) < asked for query, scores in passages.items()):
+        if all(
+            len(documents[query]) >= k or len(scores) < asked for query, scores in passages.items()
+        ):
             break
         asked *= _MORE
     for query, names in found.items():
@@ -219,9 +266,14 @@ def found_by(search: Callable[[int], Run], k: int, stage: str, best: dict[str, F
 
 
 def as_passages(run: Mapping[str, Mapping[str, float]], found: Sequence[Found]) -> Run:
-    """A run of documents as one of passages, by the first of `found` that has one of a document; others as they are."""
+    """A run of documents as one of passages, by the first of `found` that has one of a document;
+    others as they are.
+    """
 
     def passage(query: str, name: str) -> str:
         return next((best[query][name] for best in found if name in best.get(query, {})), name)
 
-    return {query: {passage(query, name): score for name, score in scores.items()} for query, scores in run.items()}
+    return {
+        query: {passage(query, name): score for name, score in scores.items()}
+        for query, scores in run.items()
+    }

@@ -1,4 +1,6 @@
-"""Fingerprints of the model and the texts behind vectors, indexes and runs, so that mismatches are detected."""
+"""Fingerprints of the model and the texts behind vectors, indexes and runs, so that mismatches are
+detected.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,17 @@ _SAMPLES_PER_TENSOR = 1024
 
 @dataclass(frozen=True)
 class Provenance:
-    """Fingerprints of the model and the texts behind a file, None if unknown, and how these were cut."""
+    """Fingerprints of the model and the texts behind a file, None if unknown, and how these were
+    cut.
+    """
 
     model_fingerprint: str | None = None  # :func:`model_fingerprint`
-    texts_sha256: str | None = None  # :func:`texts_digest` of the documents that were encoded or searched
-    passages: str | None = None  # :class:`tilefold.retrieval.Passages` that they were cut into; None for whole ones
+    texts_sha256: str | None = (
+        None  # :func:`texts_digest` of the documents that were encoded or searched
+    )
+    passages: str | None = (
+        None  # :class:`tilefold.retrieval.Passages` that they were cut into; None for whole ones
+    )
 
     @classmethod
     def from_dict(cls, values: Json) -> Provenance:
@@ -32,18 +40,34 @@ class Provenance:
         return cls(**{item.name: values.get(item.name) for item in fields(cls)})
 
     def to_dict(self) -> dict[str, str | None]:
-        return {name: value for name, value in asdict(self).items() if value is not None or name != "passages"}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value is not None or name != "passages"
+        }
 
     @classmethod
     def shared(cls, parts: Iterable[Provenance]) -> Provenance:
         """The fields that are equal in all `parts`."""
         values = [asdict(part) for part in parts]
-        return cls(**{name: value for name, value in values[0].items() if all(v[name] == value for v in values)})
+        return cls(
+            **{
+                name: value
+                for name, value in values[0].items()
+                if all(v[name] == value for v in values)
+            },
+        )
 
     def differs(self, other: Provenance) -> list[str]:
-        """The fields that are known on both sides and differ; a tag holds the first digits of a fingerprint."""
+        """The fields that are known on both sides and differ; a tag holds the first digits of a
+        fingerprint.
+        """
         pairs = {name: (value, getattr(other, name)) for name, value in asdict(self).items()}
-        return [name for name, (a, b) in pairs.items() if a and b and not (a.startswith(b) or b.startswith(a))]
+        return [
+            name
+            for name, (a, b) in pairs.items()
+            if a and b and not (a.startswith(b) or b.startswith(a))
+        ]
 
     @property
     def tag(self) -> str:
@@ -88,7 +112,9 @@ class TextsDigest:
 
 
 def texts_digest(texts: Mapping[str, str]) -> str:
-    """SHA-256 over ids and texts, in order; of texts that stay in their file, the one that they come with."""
+    """SHA-256 over ids and texts, in order; of texts that stay in their file, the one that they
+    come with.
+    """
     if isinstance(known := getattr(texts, "sha256", None), str):
         return known
     digest = TextsDigest()
@@ -98,11 +124,12 @@ def texts_digest(texts: Mapping[str, str]) -> str:
 
 
 def model_fingerprint(model: Model) -> str:
-    """SHA-256 over the names, shapes and a sample of every weight, the prompts and the length limit.
+    """SHA-256 over the names, shapes and a sample of every weight, the prompts and the length
+    limit.
 
-    Up to 1,024 evenly spaced values of each tensor are hashed, so that it is cheap for a large model and any training
-    step changes it; it does not detect deliberate forgery. Of a ``MultiVectorEncoder`` the settings of every module are
-    hashed too, without paths.
+    Up to 1,024 evenly spaced values of each tensor are hashed, so that it is cheap for a large
+    model and any training step changes it; it does not detect deliberate forgery. Of a
+    ``MultiVectorEncoder`` the settings of every module are hashed too, without paths.
     """
     weights = _weights_fingerprint(model)
     if not any(kind.__name__ == "MultiVectorEncoder" for kind in type(model).__mro__):
@@ -110,14 +137,19 @@ def model_fingerprint(model: Model) -> str:
     digest = hashlib.sha256(weights.encode())
     for module in model.children():
         settings: Json = getattr(module, "get_config_dict", dict)()
-        named = {"type": type(module).__name__, **{key: repr(value) for key, value in settings.items()}}
+        named = {
+            "type": type(module).__name__,
+            **{key: repr(value) for key, value in settings.items()},
+        }
         digest.update(json.dumps(named, sort_keys=True).encode())
     return digest.hexdigest()
 
 
 def _weights_fingerprint(model: Model) -> str:
     settings = model_settings(model)
-    if (graph := next((each for each in model.modules() if hasattr(each, "made_of")), None)) is not None:
+    if (
+        graph := next((each for each in model.modules() if hasattr(each, "made_of")), None)
+    ) is not None:
         made_of: dict[str, Any] = graph.made_of  # the model's own, while settings and vectors are
         if made_of["settings"] == settings and made_of["quantize"] is None:
             return str(made_of["model"])
@@ -139,13 +171,22 @@ def model_settings(model: Model) -> str:
 
 
 def provenance_of(texts: Mapping[str, str]) -> Provenance:
-    """The documents behind id -> text, which may be passages of them (:class:`tilefold.retrieval.PassageTexts`)."""
+    """The documents behind id -> text, which may be passages of them
+    (:class:`tilefold.retrieval.PassageTexts`).
+    """
     known = getattr(texts, "provenance", None)
     return known if isinstance(known, Provenance) else Provenance(texts_sha256=texts_digest(texts))
 
 
-def owned(names: Iterable[str], delete: Collection[str], replaced: Collection[str], passages: str | None) -> set[str]:
-    """Find the `names` that are in `delete`, or replaced; of `passages`, also all passages of such documents."""
+def owned(
+    names: Iterable[str],
+    delete: Collection[str],
+    replaced: Collection[str],
+    passages: str | None,
+) -> set[str]:
+    """Find the `names` that are in `delete`, or replaced; of `passages`, also all passages of such
+    documents.
+    """
     if passages is None:
         return {*delete, *replaced}.intersection(names)
     documents = {*delete, *(name.rpartition("#")[0] for name in replaced)}

@@ -1,4 +1,6 @@
-"""Sparse vectors, BM25 and dense vectors behind one interface: queries encoded, searched, moved by feedback."""
+"""Sparse vectors, BM25 and dense vectors behind one interface: queries encoded, searched, moved by
+feedback.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ class _IndexRetriever:
 
     index: Any
     model: Model | None = None  # None where vectors of queries are given
-    options: Mapping[str, object] = field(default_factory=dict, kw_only=True)  # of the search, as heap_factor
+    options: Mapping[str, object] = field(
+        default_factory=dict,
+        kw_only=True,
+    )  # of the search, as heap_factor
 
     @property
     def provenance(self) -> Provenance:
@@ -43,14 +48,25 @@ class _IndexRetriever:
 
     def _encoder(self) -> Model:
         if self.model is None:
-            raise ValueError(f"model: expected the {self.made_by} that made the index, to encode queries, got None.")
+            raise ValueError(
+                f"model: expected the {self.made_by} that made the index, to encode queries, got None.",
+            )
         return self.model
 
-    def search(self, vectors: Any, names: Sequence[str], k: int, where: Where = None, **options: object) -> Run:
+    def search(
+        self,
+        vectors: Any,
+        names: Sequence[str],
+        k: int,
+        where: Where = None,
+        **options: object,
+    ) -> Run:
         asked = {**self.options, **options} | ({} if where is None else {"where": where})
         hits = self.index.search(vectors, k, **asked)
         ids = getattr(vectors, "ids", names)
-        return {name: {hit.id: hit.score for hit in row} for name, row in zip(ids, hits, strict=True)}
+        return {
+            name: {hit.id: hit.score for hit in row} for name, row in zip(ids, hits, strict=True)
+        }
 
 
 @dataclass(frozen=True)
@@ -72,8 +88,12 @@ class SparseRetriever(_IndexRetriever):
             told = f" (passages {other.passages or 'of none'}, those of the index {mine.passages or 'of none'})"
             cut = "" if mine.passages == other.passages else told
             where = f"{self.vectors} " if isinstance(self.vectors, Path) else ""
-            said = f"{where}holds vectors of another model or of other documents than the index{cut}"
-            raise DataError(f"vectors: {said}. Give its own, or build it again: tilefold index --vectors VECTORS")
+            said = (
+                f"{where}holds vectors of another model or of other documents than the index{cut}"
+            )
+            raise DataError(
+                f"vectors: {said}. Give its own, or build it again: tilefold index --vectors VECTORS",
+            )
 
     def encode(self, queries: Mapping[str, str]) -> SparseVectors:
         if self.words is not None:
@@ -82,13 +102,26 @@ class SparseRetriever(_IndexRetriever):
 
         return encode_queries(self._encoder(), queries, top_k=self.query_top_k)
 
-    def expand(self, queries: SparseVectors, names: Sequence[str], basis: Run, feedback: Feedback) -> SparseVectors:
-        return expand_sparse(queries, self.stored(feedback_documents(basis, feedback)), basis, feedback)
+    def expand(
+        self,
+        queries: SparseVectors,
+        names: Sequence[str],
+        basis: Run,
+        feedback: Feedback,
+    ) -> SparseVectors:
+        return expand_sparse(
+            queries,
+            self.stored(feedback_documents(basis, feedback)),
+            basis,
+            feedback,
+        )
 
     def stored(self, names: Iterable[str], *, lacking: bool = False) -> SparseVectors:
         """The vectors of documents, each of which has one unless some are `lacking` by intent."""
         if self.vectors is None:
-            raise ValueError("vectors: expected those of the documents, which feedback reads, got None.")
+            raise ValueError(
+                "vectors: expected those of the documents, which feedback reads, got None.",
+            )
         wanted = list(names)
         if isinstance(self.vectors, Path):
             found = read_rows(self.vectors, wanted)
@@ -97,7 +130,10 @@ class SparseRetriever(_IndexRetriever):
             found = self.vectors.take([rows[name] for name in wanted if name in rows])
         there = set(found.ids)
         if not lacking and not there.issuperset(wanted):
-            raise MissingDocumentError("vectors", next(name for name in wanted if name not in there))
+            raise MissingDocumentError(
+                "vectors",
+                next(name for name in wanted if name not in there),
+            )
         return found
 
 
@@ -114,7 +150,13 @@ class WordsRetriever:
     def encode(self, queries: Mapping[str, str]) -> Mapping[str, str]:
         return queries
 
-    def search(self, vectors: Mapping[str, str], names: Sequence[str], k: int, where: Where = None) -> Run:
+    def search(
+        self,
+        vectors: Mapping[str, str],
+        names: Sequence[str],
+        k: int,
+        where: Where = None,
+    ) -> Run:
         return self.index.search(vectors, k, where=where)
 
     @cached_property
@@ -135,11 +177,24 @@ class DenseRetriever(_IndexRetriever):
     def encode(self, queries: Mapping[str, str]) -> Tensor:
         return encode_dense(self._encoder(), queries, kind="query")[:, : self.index.dimension]
 
-    def expand(self, queries: Tensor, names: Sequence[str], basis: Run, feedback: Feedback) -> Tensor:
+    def expand(
+        self,
+        queries: Tensor,
+        names: Sequence[str],
+        basis: Run,
+        feedback: Feedback,
+    ) -> Tensor:
         found = feedback_documents(basis, feedback)
         if self.index.similarity == "cosine":
             queries = queries / queries.norm(dim=1, keepdim=True).clamp_min(1e-12)
-        return expand_dense(queries, names, self.index.vectors(found).to(queries.device), found, basis, feedback)
+        return expand_dense(
+            queries,
+            names,
+            self.index.vectors(found).to(queries.device),
+            found,
+            basis,
+            feedback,
+        )
 
 
 @dataclass(frozen=True)
@@ -154,9 +209,31 @@ class LateRetriever(_IndexRetriever):
         encoding = TokenEncoding("query", batch_size=32)
         return TokenJob(encoding, self._encoder(), self.index.dimension, queries).in_memory("texts")
 
-    def search(self, vectors: Any, names: Sequence[str], k: int, where: Where = None, **options: object) -> Run:
+    def search(
+        self,
+        vectors: Any,
+        names: Sequence[str],
+        k: int,
+        where: Where = None,
+        **options: object,
+    ) -> Run:
         mean = getattr(self.model, "similarity_fn_name", None) == "meanmaxsim"
-        return super().search(vectors, names, k, where, reduction="mean" if mean else "sum", **options)
+        return super().search(
+            vectors,
+            names,
+            k,
+            where,
+            reduction="mean" if mean else "sum",
+            **options,
+        )
 
-    def expand(self, queries: TokenVectors, names: Sequence[str], basis: Run, feedback: Feedback) -> TokenVectors:
-        raise ValueError("feedback: expected None, an index of token vectors has no feedback. Search without.")
+    def expand(
+        self,
+        queries: TokenVectors,
+        names: Sequence[str],
+        basis: Run,
+        feedback: Feedback,
+    ) -> TokenVectors:
+        raise ValueError(
+            "feedback: expected None, an index of token vectors has no feedback. Search without.",
+        )

@@ -1,4 +1,6 @@
-"""A search from queries to ranked documents: retrieval, feedback, fusion, reranking and an explanation."""
+"""A search from queries to ranked documents: retrieval, feedback, fusion, reranking and an
+explanation.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from tilefold.retrieval.index.protocol import read_description
 from tilefold.retrieval.metadata import Filter, Where
 from tilefold.retrieval.passages import Found, Passage, as_passages, document_of, found_by
 from tilefold.retrieval.provenance import Provenance, model_fingerprint
-from tilefold.retrieval.retrievers import DenseRetriever, LateRetriever, SparseRetriever, WordsRetriever
+from tilefold.retrieval.retrievers import (
+    DenseRetriever,
+    LateRetriever,
+    SparseRetriever,
+    WordsRetriever,
+)
 
 if TYPE_CHECKING:
     from tilefold.retrieval.index.dense import DenseIndex
@@ -32,46 +39,67 @@ if TYPE_CHECKING:
 __all__ = ["Ranking", "SearchRequest", "Searcher", "check_model", "matched_terms", "open_index"]
 
 RERANK_DEPTH = 100  # candidates of a search that is reranked
-WHOLE = 1000  # documents of a ranking that is interpolated around feedback, or whose last ones count
+WHOLE = (
+    1000  # documents of a ranking that is interpolated around feedback, or whose last ones count
+)
 
 
 def open_index(path: str | Path) -> SparseIndex | BM25Index | DenseIndex | LateIndex:
-    """The saved index of any backend, of words, dense and token vectors too; errors as of ``load_index``."""
+    """The saved index of any backend, of words, dense and token vectors too; errors as of
+    ``load_index``.
+    """
     if (backend := read_description(path)["backend"]) in (DENSE, LATE):
         vectors: DenseIndex | LateIndex = open_parts(path, backend)
         return vectors
     return BM25Index.load(path) if backend == BM25Index.backend else load_index(path)
 
 
-def check_model(made_by: Provenance, model: Model, name: str = "this", index: str = "the index") -> bool:
-    """Whether a model is known to have made an index of vectors; a ``DataError`` where another one did."""
+def check_model(
+    made_by: Provenance,
+    model: Model,
+    name: str = "this",
+    index: str = "the index",
+) -> bool:
+    """Whether a model is known to have made an index of vectors; a ``DataError`` where another one
+    did.
+    """
     if made_by.model_fingerprint is None:
         return False
     if made_by.differs(Provenance(model_fingerprint(model))):
         remedy = f"Give that one, make the index again (tilefold encode --model {name}), or allow it (--other-model)."
-        raise DataError(f"model: {name} is not the model that made {index} (its weights or settings differ). {remedy}")
+        raise DataError(
+            f"model: {name} is not the model that made {index} (its weights or settings differ). {remedy}",
+        )
     return True
 
 
 _SECOND = "second"  # stage of the second ranking's passages
-_WITHOUT_VECTORS = {BM25Index.backend: "a BM25 index", DENSE: "a dense index", LATE: "an index of token vectors"}
+_WITHOUT_VECTORS = {
+    BM25Index.backend: "a BM25 index",
+    DENSE: "a dense index",
+    LATE: "an index of token vectors",
+}
 _STAGES: dict[type, str] = {SparseRetriever: "sparse", WordsRetriever: "words"}
 _STAGES |= {DenseRetriever: "dense", LateRetriever: "tokens"}
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """Options of a search; a ``ValueError`` for a `k` below 1, or an interpolation without feedback.
+    """Options of a search; a ``ValueError`` for a `k` below 1, or an interpolation without
+    feedback.
 
     Attributes:
         k: documents per query.
-        feedback: moves each query towards the documents that it found, and searches again; None does not.
-        interpolation: mixes the second ranking in before feedback, after it, or both; goes with `feedback`.
+        feedback: moves each query towards the documents that it found, and searches again; None
+            does not.
+        interpolation: mixes the second ranking in before feedback, after it, or both; goes with
+            `feedback`.
         fusion: fuses the second ranking with that of the index.
         reranking: orders the best candidates by late interaction.
-        by: of an index of passages, ``"document"`` gives documents by their best passage (MaxP), and ``"passage"``
-            the passages; an index of whole documents has none.
-        where: only documents whose metadata match, in every ranking: of the index, the second one, after feedback.
+        by: of an index of passages, ``"document"`` gives documents by their best passage (MaxP),
+            and ``"passage"`` the passages; an index of whole documents has none.
+        where: only documents whose metadata match, in every ranking: of the index, the second one,
+            after feedback.
     """
 
     k: int = 10
@@ -87,38 +115,61 @@ class SearchRequest:
         Filter.of(self.where)
         check_choice("by", self.by, ("document", "passage"))
         if self.interpolation is not None and self.feedback is None:
-            raise ValueError("interpolation: expected feedback beside it, got None; without, take fusion.")
+            raise ValueError(
+                "interpolation: expected feedback beside it, got None; without, take fusion.",
+            )
 
     @property
     def candidates(self) -> int:
         """Documents per query before reranking."""
-        return self.k if self.reranking is None else max(self.k, self.reranking.depth or RERANK_DEPTH)
+        return (
+            self.k if self.reranking is None else max(self.k, self.reranking.depth or RERANK_DEPTH)
+        )
 
 
 @dataclass
 class Ranking:
-    """Ranked documents of some queries, or passages (ids as of :class:`tilefold.retrieval.Passage`), and how."""
+    """Ranked documents of some queries, or passages (ids as of
+    :class:`tilefold.retrieval.Passage`), and how.
+    """
 
     run: Run  # best first
-    stages: dict[str, Run] = field(default_factory=dict)  # "sparse", "words", "tokens", "fusion", "late", .. -> ranking
-    before: Any = None  # vectors of the queries, as they were, and as they were searched with after feedback
+    stages: dict[str, Run] = field(
+        default_factory=dict,
+    )  # "sparse", "words", "tokens", "fusion", "late", .. -> ranking
+    before: Any = (
+        None  # vectors of the queries, as they were, and as they were searched with after feedback
+    )
     after: Any = None
     candidates: Run | None = None  # that were reranked
     by: str = "document"
-    passages: dict[str, Found] = field(default_factory=dict)  # stage -> best passages of documents, where searched so
+    passages: dict[str, Found] = field(
+        default_factory=dict,
+    )  # stage -> best passages of documents, where searched so
 
     def passage(self, query: str, name: str) -> str | None:
-        """Id of the passage that a result was ranked by: by late interaction, else in the index, else by words."""
+        """Id of the passage that a result was ranked by: by late interaction, else in the index,
+        else by words.
+        """
         if self.by == "passage":
             return name
-        known = (self.passages[stage] for stage in ("late", *_STAGES.values(), _SECOND) if stage in self.passages)
+        known = (
+            self.passages[stage]
+            for stage in ("late", *_STAGES.values(), _SECOND)
+            if stage in self.passages
+        )
         return next((found[query][name] for found in known if name in found.get(query, {})), None)
 
     @property
     def found(self) -> Found:
         """Query -> result -> the passage that it was ranked by, where there is one."""
-        named = ((query, {name: self.passage(query, name) for name in scores}) for query, scores in self.run.items())
-        return {query: {name: passage for name, passage in of.items() if passage} for query, of in named}
+        named = (
+            (query, {name: self.passage(query, name) for name in scores})
+            for query, scores in self.run.items()
+        )
+        return {
+            query: {name: passage for name, passage in of.items() if passage} for query, of in named
+        }
 
 
 class Searcher:
@@ -126,21 +177,27 @@ class Searcher:
 
     Args:
         index: of sparse vectors, of dense or token vectors, or of words (BM25).
-        model: that made the vectors of the index; None for words, or where vectors of queries are given.
-        documents: id -> document, whose titles are shown, and whose texts are encoded to be reranked without `tokens`.
-        vectors: of the documents, or their folder, which is read row by row: for feedback and matched terms.
-        second: a BM25 index or a run of the same collection, for an interpolation around feedback, or fusion.
+        model: that made the vectors of the index; None for words, or where vectors of queries are
+            given.
+        documents: id -> document, whose titles are shown, and whose texts are encoded to be
+            reranked without `tokens`.
+        vectors: of the documents, or their folder, which is read row by row: for feedback and
+            matched terms.
+        second: a BM25 index or a run of the same collection, for an interpolation around feedback,
+            or fusion.
         late: a ``MultiVectorEncoder`` that reranks.
         tokens: token vectors of the documents by that model; without, it encodes the candidates.
         query_top_k: terms kept of a query; None keeps all.
-        options: of the index's search, such as Seismic's ``heap_factor``, or ``candidates`` of token vectors.
+        options: of the index's search, such as Seismic's ``heap_factor``, or ``candidates`` of
+            token vectors.
         other_model: take a model that did not make the index, such as a query encoder of its own.
 
-    Where the index or the token vectors are of passages, documents are ranked by their best one. `vectors` are of the
-    passages of the index; `second` and `tokens` may be of others, or of whole documents.
+    Where the index or the token vectors are of passages, documents are ranked by their best one.
+    `vectors` are of the passages of the index; `second` and `tokens` may be of others, or of whole
+    documents.
 
-    Parts that were made by another model or from other documents than the index are a ``DataError``, `model` or
-    `vectors` beside an index that has none a ``ValueError``.
+    Parts that were made by another model or from other documents than the index are a
+    ``DataError``, `model` or `vectors` beside an index that has none a ``ValueError``.
     """
 
     def __init__(
@@ -161,13 +218,18 @@ class Searcher:
             expected = "what build_index or load_index gives, or a BM25Index"
             raise TypeError(f"index: expected {expected}, got {type(index).__name__}.")
         if model is not None and not hasattr(model, "encode_query"):
-            raise TypeError(f"model: expected the encoder of the index, got {type(model).__name__}; load it first.")
+            raise TypeError(
+                f"model: expected the encoder of the index, got {type(model).__name__}; load it first.",
+            )
         self.documents: Mapping[str, Document] = {} if documents is None else documents
         self.second = second
         self.retriever: SparseRetriever | WordsRetriever | DenseRetriever | LateRetriever
         backend = index.backend
         if kind := _WITHOUT_VECTORS.get(backend):
-            for name, value in (("model", None if backend in (DENSE, LATE) else model), ("vectors", vectors)):
+            for name, value in (
+                ("model", None if backend in (DENSE, LATE) else model),
+                ("vectors", vectors),
+            ):
                 if value is not None:
                     why = f"does nothing here, it goes with an index of sparse vectors, and this is {kind}"
                     raise ValueError(f"{name}: {why}, which has none: expected None, got {value}.")
@@ -183,11 +245,15 @@ class Searcher:
             rows = Path(vectors) if isinstance(vectors, str) else vectors
             self.retriever = SparseRetriever(index, model, rows, query_top_k, options=options or {})
         self.stage = _STAGES[type(self.retriever)]
-        if isinstance(second, BM25Index) and "texts_sha256" in second.provenance.differs(self.provenance):
+        if isinstance(second, BM25Index) and "texts_sha256" in second.provenance.differs(
+            self.provenance,
+        ):
             raise DataError("second: was made from other documents than those that are searched.")
         self.reranker = None
         if late is not None:
-            from tilefold.retrieval.reranking import Reranker  # needs torch, and a search of words none
+            from tilefold.retrieval.reranking import (
+                Reranker,
+            )  # needs torch, and a search of words none
 
             self.reranker = Reranker(late, tokens, self.documents, self.provenance)
 
@@ -202,49 +268,79 @@ class Searcher:
         return self.provenance.passages
 
     def search(self, query: str, request: SearchRequest | None = None) -> list[Json]:
-        """The best documents for a query, each with ``rank`` (from 1), ``id``, ``score`` and ``title`` (or its text).
+        """The best documents for a query, each with ``rank`` (from 1), ``id``, ``score`` and
+        ``title`` (or its text).
 
-        Where the searcher has `vectors`, also ``terms`` that it shares with the query, largest first: ``term``,
-        ``contribution`` to the sparse score, ``share`` of it and, after feedback, whether ``feedback`` added it. After
-        reranking also ``first``, its ``rank`` and ``score`` before. A document that was ranked by a passage has it as
-        ``passage``: ``number`` (from 1), characters ``start`` to ``stop`` of the text, and ``text``. A request that
-        needs a part that the searcher was made without is a ``ValueError``, a document that `vectors`, `tokens` or
+        Where the searcher has `vectors`, also ``terms`` that it shares with the query, largest
+        first: ``term``, ``contribution`` to the sparse score, ``share`` of it and, after feedback,
+        whether ``feedback`` added it. After reranking also ``first``, its ``rank`` and ``score``
+        before. A document that was ranked by a passage has it as ``passage``: ``number`` (from 1),
+        characters ``start`` to ``stop`` of the text, and ``text``. A request that needs a part that
+        the searcher was made without is a ``ValueError``, a document that `vectors`, `tokens` or
         `documents` lack a ``DataError``.
         """
         request = SearchRequest() if request is None else request
         if not isinstance(query, str):
-            raise TypeError(f"query: expected a string, got {type(query).__name__}; rank() takes several queries.")
+            raise TypeError(
+                f"query: expected a string, got {type(query).__name__}; rank() takes several queries.",
+            )
         if not isinstance(request, SearchRequest):
-            raise TypeError(f"request: expected a SearchRequest, such as SearchRequest(k=5), got {request!r}.")
+            raise TypeError(
+                f"request: expected a SearchRequest, such as SearchRequest(k=5), got {request!r}.",
+            )
         queries = {"query": query}
         ranking = self.rank(queries, request)
         first = next(iter(ranking.run["query"]), None)
         owner = document_of if request.by == "passage" else str
-        known = not self.documents or any(owner(name) in self.documents for name in ranking.run["query"])
+        known = not self.documents or any(
+            owner(name) in self.documents for name in ranking.run["query"]
+        )
         if first is not None and not known:
-            strange = f"none of the documents found is in the collection given (the first is {first!r})"
+            strange = (
+                f"none of the documents found is in the collection given (the first is {first!r})"
+            )
             raise DataError(f"documents: {strange}; give the one that the index was made from.")
         if request.reranking is not None:
             ranking = self.rerank(queries, ranking, request.reranking)
         shown = dict(list(ranking.run.get("query", {}).items())[: request.k])
         own = ranking.stages[self.stage]["query"]
         terms = self._terms(ranking, {name: own[name] for name in shown if name in own})
-        places = {name: rank for rank, name in enumerate((ranking.candidates or {}).get("query", ()), start=1)}
+        places = {
+            name: rank
+            for rank, name in enumerate((ranking.candidates or {}).get("query", ()), start=1)
+        }
         found: list[Json] = []
         for rank, (name, score) in enumerate(shown.items(), start=1):
             document, passage = self.documents.get(owner(name)), ranking.passage("query", name)
             title = (document.title or document.text) if document else ""
             shared = terms.get(name, [])
-            found.append({"rank": rank, "id": owner(name), "score": score, "title": title, "terms": shared})
+            found.append(
+                {"rank": rank, "id": owner(name), "score": score, "title": title, "terms": shared},
+            )
             if passage is not None:
                 found[-1]["passage"] = Passage.of(passage).shown(document)
             if ranking.candidates is not None:
-                found[-1]["first"] = {"rank": places[name], "score": ranking.candidates["query"][name]}
+                found[-1]["first"] = {
+                    "rank": places[name],
+                    "score": ranking.candidates["query"][name],
+                }
         return found
 
-    def rank(self, queries: Mapping[str, str], request: SearchRequest, vectors: Any = None) -> Ranking:
-        """The candidates of each query (id -> text; or `vectors`): of the index, after feedback, fused."""
-        feedback, mix, depth, names = request.feedback, request.interpolation, request.candidates, list(queries)
+    def rank(
+        self,
+        queries: Mapping[str, str],
+        request: SearchRequest,
+        vectors: Any = None,
+    ) -> Ranking:
+        """The candidates of each query (id -> text; or `vectors`): of the index, after feedback,
+        fused.
+        """
+        feedback, mix, depth, names = (
+            request.feedback,
+            request.interpolation,
+            request.candidates,
+            list(queries),
+        )
         self._check_passages(request)
         best: dict[str, Found] = {}
         own: Run
@@ -258,20 +354,33 @@ class Searcher:
 
         def search(vectors: Any, k: int) -> Run:
             known = best if self.passages is not None and request.by == "document" else None
-            return found_by(lambda n: retriever.search(vectors, names, n, request.where), k, self.stage, known)
+            return found_by(
+                lambda n: retriever.search(vectors, names, n, request.where),
+                k,
+                self.stage,
+                known,
+            )
 
         run = own = search(before, deep)
         if feedback is not None:
 
             def again(basis: Run) -> Run:
                 nonlocal after, own
-                chosen = as_passages(basis, [best[stage] for stage in (self.stage, _SECOND) if stage in best])
+                chosen = as_passages(
+                    basis,
+                    [best[stage] for stage in (self.stage, _SECOND) if stage in best],
+                )
                 after = retriever.expand(before, names, chosen, feedback)
                 own = search(after, depth if mix is None else deep)
                 return own
 
             run = with_feedback(run, again, deep, second, mix)
-        ranking = Ranking(_best(run, depth), {self.stage: own if mix else _best(own, depth)}, before, after)
+        ranking = Ranking(
+            _best(run, depth),
+            {self.stage: own if mix else _best(own, depth)},
+            before,
+            after,
+        )
         ranking.by, ranking.passages = request.by, best
         if request.fusion is not None:
             ranking.stages["words"] = self.second_run(queries, depth, request, best)
@@ -279,11 +388,27 @@ class Searcher:
             ranking.stages["fusion"] = ranking.run
         return ranking
 
-    def rank_plainly(self, queries: Mapping[str, str], request: SearchRequest, ranking: Ranking) -> Run:
-        """The run of the queries of `ranking` without feedback; with an interpolation, mixed once with the second."""
+    def rank_plainly(
+        self,
+        queries: Mapping[str, str],
+        request: SearchRequest,
+        ranking: Ranking,
+    ) -> Run:
+        """The run of the queries of `ranking` without feedback; with an interpolation, mixed once
+        with the second.
+        """
         mix, depth = request.interpolation, request.candidates
-        plain = replace(request, k=depth if mix is None else max(depth, WHOLE), feedback=None, interpolation=None)
-        run = self.rank(queries, plain, None if isinstance(self.retriever, WordsRetriever) else ranking.before).run
+        plain = replace(
+            request,
+            k=depth if mix is None else max(depth, WHOLE),
+            feedback=None,
+            interpolation=None,
+        )
+        run = self.rank(
+            queries,
+            plain,
+            None if isinstance(self.retriever, WordsRetriever) else ranking.before,
+        ).run
         if mix is None:
             return run
         return _best(mix.mix(run, self.second_run(queries, plain.k, request, {}), plain.k), depth)
@@ -296,13 +421,34 @@ class Searcher:
         encoded: TokenVectors | None = None,
         candidates: TokenVectors | None = None,
     ) -> Ranking:
-        """The ranking of :meth:`rank` after late interaction; `encoded` and `candidates` as in :class:`Reranker`."""
+        """The ranking of :meth:`rank` after late interaction; `encoded` and `candidates` as in
+        :class:`Reranker`.
+        """
         if self.reranker is None:
-            raise ValueError("reranking: expected a searcher with a late-interaction model, got one without.")
-        if ranking.by == "passage" and self.reranker.tokens is not None and self.reranker.passages != self.passages:
-            raise ValueError(f"tokens: expected those of the passages that are searched ({self.passages}), got others.")
-        given, by, found = (encoded, candidates), ranking.by, ranking.found if self.passages else None
-        late, run, best = self.reranker(queries, ranking.run, reranking, *given, by=by, passages=found)
+            raise ValueError(
+                "reranking: expected a searcher with a late-interaction model, got one without.",
+            )
+        if (
+            ranking.by == "passage"
+            and self.reranker.tokens is not None
+            and self.reranker.passages != self.passages
+        ):
+            raise ValueError(
+                f"tokens: expected those of the passages that are searched ({self.passages}), got others.",
+            )
+        given, by, found = (
+            (encoded, candidates),
+            ranking.by,
+            ranking.found if self.passages else None,
+        )
+        late, run, best = self.reranker(
+            queries,
+            ranking.run,
+            reranking,
+            *given,
+            by=by,
+            passages=found,
+        )
         stages = ranking.stages | {"late": _best(late, reranking.depth)}
         passages = ranking.passages | ({"late": best} if best else {})
         return replace(ranking, run=run, stages=stages, candidates=ranking.run, passages=passages)
@@ -311,12 +457,21 @@ class Searcher:
         """Id -> text to encode as `candidates` of :meth:`rerank`, where there are no token vectors."""
         if self.reranker is None:
             return {}
-        return self.reranker.candidates(ranking.run, reranking, ranking.by, ranking.found if self.passages else None)
+        return self.reranker.candidates(
+            ranking.run,
+            reranking,
+            ranking.by,
+            ranking.found if self.passages else None,
+        )
 
     def _check_passages(self, request: SearchRequest) -> None:
-        """Raise ``ValueError`` where the index, or the second one, is not of the passages that a request needs."""
+        """Raise ``ValueError`` where the index, or the second one, is not of the passages that a
+        request needs.
+        """
         if request.by == "passage" and self.passages is None:
-            raise ValueError("by: expected 'document', the index is of whole documents; got 'passage'. Cut them.")
+            raise ValueError(
+                "by: expected 'document', the index is of whole documents; got 'passage'. Cut them.",
+            )
         mix, second = request.interpolation, self.second
         asked = mix is not None or request.fusion is not None
         of_passages = request.by == "passage" or (mix is not None and mix.place != "after")
@@ -324,26 +479,55 @@ class Searcher:
             return
         cut = second.provenance.passages if isinstance(second, BM25Index) else None
         if cut != self.passages:
-            why = "as passages are asked for" if request.by == "passage" else "whose best ones feedback reads"
+            why = (
+                "as passages are asked for"
+                if request.by == "passage"
+                else "whose best ones feedback reads"
+            )
             wanted = f"a BM25 index of the passages that are searched ({self.passages}), {why}"
             raise ValueError(f"second: expected {wanted}, got {cut or 'whole documents'}.")
 
-    def second_run(self, queries: Mapping[str, str], k: int, request: SearchRequest, best: dict[str, Found]) -> Run:
-        """The `k` best of the second ranking; `best` learns the passages that documents were found by."""
+    def second_run(
+        self,
+        queries: Mapping[str, str],
+        k: int,
+        request: SearchRequest,
+        best: dict[str, Found],
+    ) -> Run:
+        """The `k` best of the second ranking; `best` learns the passages that documents were found
+        by.
+        """
         if self.second is None:
-            raise ValueError("second: expected a BM25 index or a run to interpolate or fuse with, got None.")
+            raise ValueError(
+                "second: expected a BM25 index or a run to interpolate or fuse with, got None.",
+            )
         words = self.second
         if isinstance(words, BM25Index):
-            known = best if words.provenance.passages is not None and request.by == "document" else None
-            return found_by(lambda n: words.search(queries, n, where=request.where), k, _SECOND, known)
+            known = (
+                best if words.provenance.passages is not None and request.by == "document" else None
+            )
+            return found_by(
+                lambda n: words.search(queries, n, where=request.where),
+                k,
+                _SECOND,
+                known,
+            )
         if request.where is not None:
-            raise ValueError("second: expected a BM25 index with metadata beside where, got a run, which has none.")
+            raise ValueError(
+                "second: expected a BM25 index with metadata beside where, got a run, which has none.",
+            )
         return {query: words[query] for query in queries if query in words}
 
     def _terms(self, ranking: Ranking, scores: Mapping[str, float]) -> dict[str, list[Json]]:
-        """The terms that each document shares with the query as searched, largest part first, without special ones."""
+        """The terms that each document shares with the query as searched, largest part first,
+        without special ones.
+        """
         retriever = self.retriever
-        if not isinstance(retriever, SparseRetriever) or retriever.vectors is None or retriever.model is None:
+        if (
+            not isinstance(retriever, SparseRetriever)
+            or retriever.vectors is None
+            or retriever.model is None
+        ):
             return {}
         tokenizer, asked = retriever.model.tokenizer, ranking.after.row(0)
         moved = ranking.before is not ranking.after
@@ -363,12 +547,21 @@ class Searcher:
         return found
 
 
-def matched_terms(query: Row, document: Row, without: Collection[int] = ()) -> list[tuple[int, float]]:
-    """``(term, query weight * document weight)`` of two rows but for some terms, largest first, equal by term."""
+def matched_terms(
+    query: Row,
+    document: Row,
+    without: Collection[int] = (),
+) -> list[tuple[int, float]]:
+    """``(term, query weight * document weight)`` of two rows but for some terms, largest first,
+    equal by term.
+    """
     asked = dict(zip(*(part.tolist() for part in query), strict=True))
     stored = dict(zip(*(part.tolist() for part in document), strict=True))
     shared = stored.keys() & (asked.keys() - set(without))
-    return sorted(((term, asked[term] * stored[term]) for term in shared), key=lambda item: (-item[1], item[0]))
+    return sorted(
+        ((term, asked[term] * stored[term]) for term in shared),
+        key=lambda item: (-item[1], item[0]),
+    )
 
 
 def _best(run: Mapping[str, Mapping[str, float]], k: int | None) -> Run:

@@ -1,4 +1,6 @@
-"""Statistics over queries: means with errors and intervals, and paired tests of differences between runs."""
+"""Statistics over queries: means with errors and intervals, and paired tests of differences between
+runs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ __all__ = ["Difference", "Mean", "compare", "mean_of"]
 
 RESAMPLES = 9_999
 CONFIDENCE = 0.95
-DIGITS = 12  # of a difference between values of a measure, which lie in [0, 1]: what is less is rounding
+DIGITS = (
+    12  # of a difference between values of a measure, which lie in [0, 1]: what is less is rounding
+)
 _BLOCK = 1 << 21  # resampled numbers at a time
 
 _Floats = npt.NDArray[np.float64]
@@ -46,12 +50,14 @@ class Mean:
 
 @dataclass(frozen=True)
 class Difference:
-    """A paired difference between two runs, `run` minus `over`, in one measure over the same queries.
+    """A paired difference between two runs, `run` minus `over`, in one measure over the same
+    queries.
 
     Attributes:
         difference: its mean over queries.
         wins, losses, ties: queries in which `run` is higher, lower or equal, to 12 digits.
-        p_randomisation: two-sided, of the paired randomisation test (signs of differences are flipped).
+        p_randomisation: two-sided, of the paired randomisation test (signs of differences are
+            flipped).
         p_t: two-sided, of the paired t-test.
         p_holm: `p_randomisation` after Holm's correction over all comparisons of the call.
         different: whether `p_holm` is below alpha.
@@ -77,7 +83,9 @@ class Difference:
 
 
 def mean_of(values: Iterable[float], *, resamples: int = RESAMPLES, seed: int = 0) -> Mean:
-    """The mean of values of queries, with its standard error and bootstrap interval; none is a ``ValueError``."""
+    """The mean of values of queries, with its standard error and bootstrap interval; none is a
+    ``ValueError``.
+    """
     found = np.fromiter(values, np.float64)
     if not found.size:
         raise ValueError("values: expected one query at least, got none.")
@@ -85,8 +93,19 @@ def mean_of(values: Iterable[float], *, resamples: int = RESAMPLES, seed: int = 
         return Mean(float(found[0]), None, None, None)
     stats, batch = _stats(), max(1, _BLOCK // found.size)
     chance = np.random.default_rng(seed)
-    options = {"n_resamples": resamples, "confidence_level": CONFIDENCE, "method": "percentile", "vectorized": True}
-    low, high = stats.bootstrap((found,), np.mean, batch=batch, rng=chance, **options).confidence_interval
+    options = {
+        "n_resamples": resamples,
+        "confidence_level": CONFIDENCE,
+        "method": "percentile",
+        "vectorized": True,
+    }
+    low, high = stats.bootstrap(
+        (found,),
+        np.mean,
+        batch=batch,
+        rng=chance,
+        **options,
+    ).confidence_interval
     # equal values, whose mean may be rounded to another number, have no error
     error = 0.0 if (found == found[0]).all() else float(found.std(ddof=1) / math.sqrt(found.size))
     return Mean(fmean(found.tolist()), error, float(low), float(high))
@@ -101,15 +120,18 @@ def compare(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> list[Difference]:
-    """Differences between runs, each tested with the same queries: every other run minus the first one.
+    """Differences between runs, each tested with the same queries: every other run minus the first
+    one.
 
-    The test that decides is Fisher's randomisation test: under the hypothesis that two runs do not differ, the sign of
-    each query's difference is chance, and the p-value is the share of random sign flips whose mean difference is as
-    large in magnitude (all of them where there are no more than `resamples`; Smucker, Allan and Carterette, CIKM 2007).
-    Holm's step-down correction bounds by `alpha` the chance of calling any two equal runs of the call different.
+    The test that decides is Fisher's randomisation test: under the hypothesis that two runs do not
+    differ, the sign of each query's difference is chance, and the p-value is the share of random
+    sign flips whose mean difference is as large in magnitude (all of them where there are no more
+    than `resamples`; Smucker, Allan and Carterette, CIKM 2007). Holm's step-down correction bounds
+    by `alpha` the chance of calling any two equal runs of the call different.
 
     Args:
-        tables: name of a run -> its values by query (:func:`tilefold.retrieval.evaluate_per_query`).
+        tables: name of a run -> its values by query
+            (:func:`tilefold.retrieval.evaluate_per_query`).
         measures: of the tables; all if None.
         all_pairs: compare every two runs, later ones minus earlier ones.
         alpha: in (0, 1).
@@ -117,7 +139,8 @@ def compare(
         seed: equal seeds give equal numbers.
 
     Raises:
-        ValueError: fewer than two runs or queries, tables of different queries, a measure that one lacks.
+        ValueError: fewer than two runs or queries, tables of different queries, a measure that one
+            lacks.
     """
     check_count("resamples", resamples, 99)
     if not 0 < alpha < 1:
@@ -128,10 +151,16 @@ def compare(
     for name, table in tables.items():
         if table.keys() != set(queries):
             strange = next(iter(table.keys() ^ set(queries)))
-            raise ValueError(f"tables: expected the same queries in all, but {strange!r} is not both in {names[0]!r} "
-                             f"and in {name!r}. Evaluate them with the same judgements.")  # fmt: skip
+            raise ValueError(
+                f"tables: expected the same queries in all, but {strange!r} is not both in {names[0]!r} "
+                f"and in {name!r}. Evaluate them with the same judgements.",
+            )
     chosen = list(tables[names[0]][queries[0]] if measures is None else measures)
-    pairs = list(itertools.combinations(names, 2)) if all_pairs else [(names[0], name) for name in names[1:]]
+    pairs = (
+        list(itertools.combinations(names, 2))
+        if all_pairs
+        else [(names[0], name) for name in names[1:]]
+    )
     compared = [(run, over, measure) for measure in chosen for over, run in pairs]
     found: list[_Floats] = []
     for run, over, measure in compared:
@@ -159,7 +188,9 @@ def compare(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment (Scand. J. Statist. 6, 1979): ``max over j <= i of (m - j + 1) p_(j)``, at most 1."""
+    """Holm's step-down adjustment (Scand. J. Statist. 6, 1979): ``max over j <= i of (m - j + 1)
+    p_(j)``, at most 1.
+    """
     p = np.asarray(p_values, np.float64)
     order = np.argsort(p, kind="stable")
     adjusted = np.empty_like(p)
@@ -170,7 +201,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def _column(table: Table, queries: Sequence[str], name: str, measure: str) -> _Floats:
     if measure not in table[queries[0]]:
         known = ", ".join(table[queries[0]])
-        raise ValueError(f"measures: expected some of {known}, which {name!r} has, got {measure!r}.")
+        raise ValueError(
+            f"measures: expected some of {known}, which {name!r} has, got {measure!r}.",
+        )
     return np.array([table[query][measure] for query in queries], np.float64)
 
 

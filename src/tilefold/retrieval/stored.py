@@ -1,6 +1,8 @@
-"""Documents that stay in their file, JSON lines or a table of ids and texts: where each line begins is kept in a cache.
+"""Documents that stay in their file, JSON lines or a table of ids and texts: where each line begins
+is kept in a cache.
 
-8-byte keys of an id, sorted, and of a text, 12 bytes for a line: 8.8 million passages take 250 MB, mapped into memory.
+8-byte keys of an id, sorted, and of a text, 12 bytes for a line: 8.8 million passages take 250 MB,
+mapped into memory.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._files import InUseError, atomic_directory, read_json, write_json
-from tilefold.retrieval._document_lines import all_lines, contents_of_line, document_of_line, encoding, id_key
+from tilefold.retrieval._document_lines import (
+    all_lines,
+    contents_of_line,
+    document_of_line,
+    encoding,
+    id_key,
+)
 from tilefold.retrieval._tables import numbered_lines, text_columns
 from tilefold.retrieval.collection import Document, load_documents
 from tilefold.retrieval.errors import DataError
@@ -27,7 +35,9 @@ from tilefold.retrieval.provenance import TextsDigest
 
 __all__ = ["Stored", "id_key", "stored_documents"]
 
-SETTLED_SECONDS = 2.0  # a file that was written just now may be written again within the resolution of its times
+SETTLED_SECONDS = (
+    2.0  # a file that was written just now may be written again within the resolution of its times
+)
 _ARRAYS, _FACTS = ("keys.npy", "order.npy", "starts.npy", "texts.npy"), "facts.json"
 _KEYS = 2  # which :func:`id_key` the arrays are of
 
@@ -37,7 +47,8 @@ _logger = logging.getLogger(__name__)
 
 
 class Stored(Mapping[str, V]):
-    """Document id -> what `parse` makes of its line, read when asked for; ``DataError`` once the file has changed.
+    """Document id -> what `parse` makes of its line, read when asked for; ``DataError`` once the
+    file has changed.
 
     Attributes:
         path: the file.
@@ -46,7 +57,12 @@ class Stored(Mapping[str, V]):
     """
 
     def __init__(
-        self, path: Path, state: list[int], sha256: str, arrays: Sequence[npt.NDArray[Any]], parse: Parse[V]
+        self,
+        path: Path,
+        state: list[int],
+        sha256: str,
+        arrays: Sequence[npt.NDArray[Any]],
+        parse: Parse[V],
     ) -> None:
         self.path, self.state, self.sha256, self.arrays = path, state, sha256, arrays
         # sorted [N]; the place of each [N]; where each line begins, and the end of the file [N + 1]
@@ -70,7 +86,11 @@ class Stored(Mapping[str, V]):
         self.check()
         chosen, found, name = np.asarray(places), [], str(self.path)
         with self.path.open("rb", buffering=0) as stream:
-            for start, stop in zip(self._starts[chosen].tolist(), self._starts[chosen + 1].tolist(), strict=True):
+            for start, stop in zip(
+                self._starts[chosen].tolist(),
+                self._starts[chosen + 1].tolist(),
+                strict=True,
+            ):
                 stream.seek(start)
                 line = stream.read(stop - start).decode(encoding(start))
                 found.append(self._parse(line.partition("\n")[0], name))
@@ -82,11 +102,17 @@ class Stored(Mapping[str, V]):
             now = _state(self.path)
         except FileNotFoundError:
             now = []
-        if now[:2] + now[3:] != self.state[:2] + self.state[3:]:  # a new link or owner changes the third alone
-            raise DataError(f"{self.path}: has changed since it was opened, or is gone. Start the command again.")
+        if (
+            now[:2] + now[3:] != self.state[:2] + self.state[3:]
+        ):  # a new link or owner changes the third alone
+            raise DataError(
+                f"{self.path}: has changed since it was opened, or is gone. Start the command again.",
+            )
 
     def places(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
-        """The place of each of n names, -1 for an unknown one, int64 ``[n]``; one in 2^40 unknown ones has a place."""
+        """The place of each of n names, -1 for an unknown one, int64 ``[n]``; one in 2^40 unknown
+        ones has a place.
+        """
         names = names if self._distinct else list(names)
         keys = np.fromiter(map(id_key, names), np.uint64)
         sorted_first = np.argsort(keys)  # keys that are near each other are in one page
@@ -157,10 +183,12 @@ class _Values(ValuesView[V]):
 
 
 def stored_documents(file: Path, cache: Path) -> Stored[Document] | None:
-    """The documents of JSON lines or of lines of an id, a tab and a text; None for a file of another kind.
+    """The documents of JSON lines or of lines of an id, a tab and a text; None for a file of
+    another kind.
 
-    What reading it once finds out is kept in `cache` with the size, times and inode of the file, and is used until one
-    of those changes. Errors are those of :func:`tilefold.retrieval.load_documents`.
+    What reading it once finds out is kept in `cache` with the size, times and inode of the file,
+    and is used until one of those changes. Errors are those of
+    :func:`tilefold.retrieval.load_documents`.
     """
     if not _is_stored(file):
         return None
@@ -184,7 +212,9 @@ def _is_stored(file: Path) -> bool:
 def _indexed(file: Path, state: list[int]) -> Stored[Document]:
     found, digest, told = [np.empty((3, 0), np.uint64)], TextsDigest(), None
     try:
-        with ThreadPoolExecutor(1) as beside:  # a digest of many bytes leaves the interpreter to others
+        with ThreadPoolExecutor(
+            1,
+        ) as beside:  # a digest of many bytes leaves the interpreter to others
             for numbers, encoded in all_lines(file, state[0]):
                 found.append(numbers)
                 if told:
@@ -199,7 +229,12 @@ def _indexed(file: Path, state: list[int]) -> Stored[Document]:
     order = np.argsort(keys, kind="stable")
     if not len(keys) or bool((np.diff(keys[order]) == 0).any()):
         load_documents(file)  # raises an error, but for two ids of one key
-    arrays = (keys[order], order.astype(np.int32), np.append(starts.astype(np.int64), state[0]), texts)
+    arrays = (
+        keys[order],
+        order.astype(np.int32),
+        np.append(starts.astype(np.int64), state[0]),
+        texts,
+    )
     return Stored(file, state, digest.hexdigest(), arrays, document_of_line)
 
 
@@ -221,14 +256,26 @@ def _state(file: Path) -> list[int]:
 
 def _cached(folder: Path, file: Path, state: list[int]) -> Stored[Document] | None:
     facts = read_json(folder / _FACTS) or {}
-    if facts.get("keys") != _KEYS or facts.get("state") != state or not isinstance(facts.get("texts_sha256"), str):
+    if (
+        facts.get("keys") != _KEYS
+        or facts.get("state") != state
+        or not isinstance(facts.get("texts_sha256"), str)
+    ):
         return None
     try:
-        arrays = [np.asarray(np.load(folder / name, mmap_mode="r", allow_pickle=False)) for name in _ARRAYS]
+        arrays = [
+            np.asarray(np.load(folder / name, mmap_mode="r", allow_pickle=False))
+            for name in _ARRAYS
+        ]
     except (OSError, ValueError, EOFError):
         return None
     count = facts.get("documents")
-    if not isinstance(count, int) or [found.shape for found in arrays] != [(count,), (count,), (count + 1,), (count,)]:
+    if not isinstance(count, int) or [found.shape for found in arrays] != [
+        (count,),
+        (count,),
+        (count + 1,),
+        (count,),
+    ]:
         return None
     return Stored(file, state, facts["texts_sha256"], arrays, document_of_line)
 
@@ -242,7 +289,12 @@ def _keep(folder: Path, found: Stored[Document]) -> None:
         with atomic_directory(folder, own_names=(*_ARRAYS, _FACTS)) as made:
             for name, values in zip(_ARRAYS, found.arrays, strict=True):
                 np.save(made / name, values, allow_pickle=False)
-            facts = {"state": found.state, "documents": len(found), "texts_sha256": found.sha256, "keys": _KEYS}
+            facts = {
+                "state": found.state,
+                "documents": len(found),
+                "texts_sha256": found.sha256,
+                "keys": _KEYS,
+            }
             write_json(made / _FACTS, facts)
     except (OSError, InUseError) as error:
         _logger.warning("where the documents of %s lie could not be kept: %s", found.path, error)

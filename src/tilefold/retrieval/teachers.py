@@ -1,4 +1,6 @@
-"""Scores of teachers for training rows: cross-encoders, bi-encoders and BM25; one score from several of them."""
+"""Scores of teachers for training rows: cross-encoders, bi-encoders and BM25; one score from
+several of them.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class Teacher:
             got = f"one with {self.model.num_labels} classes. Take a reranker"
             raise ValueError(f"teacher {self.name}: expected {wanted}, got {got}.")
         if self.kind == "bm25" and self.model.provenance.passages is not None:
-            raise ValueError(f"teacher {self.name}: expected a BM25 index of whole documents, got one of passages.")
+            raise ValueError(
+                f"teacher {self.name}: expected a BM25 index of whole documents, got one of passages.",
+            )
 
     @property
     def fingerprint(self) -> str:
@@ -68,16 +72,28 @@ class Teacher:
 
 
 class _Task:
-    """Distinct texts of rows by number, and which of them each row compares; where and how they are scored."""
+    """Distinct texts of rows by number, and which of them each row compares; where and how they are
+    scored.
+    """
 
     def __init__(
-        self, teacher: Teacher, rows: TrainingRows, collection: Collection, work: Path, size: int, report: Progress
+        self,
+        teacher: Teacher,
+        rows: TrainingRows,
+        collection: Collection,
+        work: Path,
+        size: int,
+        report: Progress,
     ) -> None:
         self.teacher, self.size, self.report = teacher, size, report
         self.queries, query = _distinct([collection.queries[name] for name in rows.queries])
-        self.documents, document = _distinct([collection.documents[name].contents for name in rows.documents])
+        self.documents, document = _distinct(
+            [collection.documents[name].contents for name in rows.documents],
+        )
         # of each distinct document the first id
-        self.names = [rows.documents[at] for at in np.unique(document, return_index=True)[1].tolist()]
+        self.names = [
+            rows.documents[at] for at in np.unique(document, return_index=True)[1].tolist()
+        ]
         self.query, self.document = query[rows.query_of_row()], document[rows.document]
         digest = hashlib.sha256(teacher.fingerprint.encode())
         for texts in (self.queries, self.documents):
@@ -104,15 +120,24 @@ def score_rows(
     batch_size: int = 32,
     progress: Progress | None = None,
 ) -> Floats:
-    """The score of `teacher` for each row: float32 ``[N]``, as it comes, a cross-encoder's before any activation.
+    """The score of `teacher` for each row: float32 ``[N]``, as it comes, a cross-encoder's before
+    any activation.
 
-    Each distinct text is encoded once. The folder `work` keeps what is done, from which the same call goes on: 2,048
-    pairs at a time of a cross-encoder, the vectors of a sparse or multi-vector model shard by shard, and every finished
-    column. `batch_size` are texts or pairs at a time; ``progress(done, total)`` counts pairs or documents, first what
-    was done before. A text that cannot be encoded, or a score that is not finite, is a ``DataError`` that names it.
+    Each distinct text is encoded once. The folder `work` keeps what is done, from which the same
+    call goes on: 2,048 pairs at a time of a cross-encoder, the vectors of a sparse or multi-vector
+    model shard by shard, and every finished column. `batch_size` are texts or pairs at a time;
+    ``progress(done, total)`` counts pairs or documents, first what was done before. A text that
+    cannot be encoded, or a score that is not finite, is a ``DataError`` that names it.
     """
     rows.check_collection(collection)
-    task = _Task(teacher, rows, collection, Path(work), batch_size, progress or (lambda done, total: None))
+    task = _Task(
+        teacher,
+        rows,
+        collection,
+        Path(work),
+        batch_size,
+        progress or (lambda done, total: None),
+    )
     if (scores := _kept(task.column, len(rows))) is not None:
         task.report(len(rows), len(rows))
     else:
@@ -156,10 +181,18 @@ def _cross_encoder(model: Model, task: _Task) -> Floats:
         if shard is None:
             pairs = [
                 (task.queries[str(q)], task.documents[str(d)])
-                for q, d in zip(task.query[part].tolist(), task.document[part].tolist(), strict=True)
+                for q, d in zip(
+                    task.query[part].tolist(),
+                    task.document[part].tolist(),
+                    strict=True,
+                )
             ]
             with watching() as cut:
-                how = {"batch_size": task.size, "activation_fn": torch.nn.Identity(), "show_progress_bar": False}
+                how = {
+                    "batch_size": task.size,
+                    "activation_fn": torch.nn.Identity(),
+                    "show_progress_bar": False,
+                }
                 given = model.predict(pairs, **how)
             tell("pair", len(pairs), cut)
             shard = np.asarray(given, np.float32)
@@ -174,10 +207,19 @@ def _dense(model: Model, task: _Task) -> Floats:
     from tilefold.retrieval.dense import encode_dense  # loads torch
 
     task.report(0, len(task.documents))
-    documents = encode_dense(model, task.documents, kind="document", batch_size=task.size, progress=task.report)
+    documents = encode_dense(
+        model,
+        task.documents,
+        kind="document",
+        batch_size=task.size,
+        progress=task.report,
+    )
     queries = encode_dense(model, task.queries, kind="query", batch_size=task.size)
     parts = [slice(low, low + _PAIRS) for low in range(0, len(task.query), _PAIRS)]
-    scores = [model.similarity_pairwise(queries[task.query[part]], documents[task.document[part]]) for part in parts]
+    scores = [
+        model.similarity_pairwise(queries[task.query[part]], documents[task.document[part]])
+        for part in parts
+    ]
     return np.concatenate([part.float().cpu().numpy() for part in scores])
 
 
@@ -185,8 +227,21 @@ def _sparse(model: Model, task: _Task) -> Floats:
     if (compared := getattr(model, "similarity_fn_name", "dot")) not in (None, "dot"):
         wanted = "a sparse model that compares by dot product"
         raise ValueError(f"teacher {task.teacher.name}: expected {wanted}, got {compared!r}.")
-    _check_all(task, encode_collection(model, task.documents, task.folder, batch_size=task.size, progress=task.report))
-    return _products(encode_queries(model, task.queries, batch_size=task.size), read_vectors(task.folder), task)
+    _check_all(
+        task,
+        encode_collection(
+            model,
+            task.documents,
+            task.folder,
+            batch_size=task.size,
+            progress=task.report,
+        ),
+    )
+    return _products(
+        encode_queries(model, task.queries, batch_size=task.size),
+        read_vectors(task.folder),
+        task,
+    )
 
 
 def _words(index: BM25Index, task: _Task) -> Floats:
@@ -199,18 +254,34 @@ def _products(queries: SparseVectors, documents: SparseVectors, task: _Task) -> 
     """The inner product of each row, summed in float64."""
     sparse = require("scipy.sparse", "scipy", "Scores of sparse vectors")
     sides = [
-        sparse.csr_array((each.data.astype(np.float64), each.indices, each.indptr), (len(each), each.vocab_size))
+        sparse.csr_array(
+            (each.data.astype(np.float64), each.indices, each.indptr),
+            (len(each), each.vocab_size),
+        )
         for each in (queries, documents)
     ]
     parts = [slice(low, low + _PAIRS) for low in range(0, len(task.query), _PAIRS)]
-    pairs = ((sides[0][task.query[part]], sides[1][task.document[part]]) for part in parts)  # one part at a time
-    return np.concatenate([np.asarray(asked.multiply(stored).sum(axis=1), np.float32) for asked, stored in pairs])
+    pairs = (
+        (sides[0][task.query[part]], sides[1][task.document[part]]) for part in parts
+    )  # one part at a time
+    return np.concatenate(
+        [np.asarray(asked.multiply(stored).sum(axis=1), np.float32) for asked, stored in pairs],
+    )
 
 
 def _late(model: Model, task: _Task) -> Floats:
     from tilefold.retrieval import encode_texts, encode_tokens, open_tokens, rerank  # loads torch
 
-    _check_all(task, encode_tokens(model, task.documents, task.folder, batch_size=task.size, progress=task.report))
+    _check_all(
+        task,
+        encode_tokens(
+            model,
+            task.documents,
+            task.folder,
+            batch_size=task.size,
+            progress=task.report,
+        ),
+    )
     queries = encode_texts(model, task.queries, kind="query", batch_size=task.size)
     run: dict[str, dict[str, float]] = {}
     pairs = list(zip(map(str, task.query.tolist()), map(str, task.document.tolist()), strict=True))
@@ -230,7 +301,7 @@ def _check_all(task: _Task, manifest: Manifest) -> None:
 
 
 _SCORERS: dict[str, Callable[[Any, _Task], Floats]] = dict(
-    zip(KINDS, (_cross_encoder, _dense, _sparse, _late, _words), strict=True)
+    zip(KINDS, (_cross_encoder, _dense, _sparse, _late, _words), strict=True),
 )
 
 
@@ -244,10 +315,11 @@ def ensemble(
 ) -> Floats:
     """One score per row from those of the `teachers`, name -> float32 ``[N]``: float32 ``[N]``.
 
-    ``min_max``: each teacher becomes ``(s - min) / (max - min + 1e-6)`` over all rows of a query; then the mean over
-    the teachers times `scale`, 30 by default, as for inference-free sparse retrievers (arXiv 2411.04403). ``none``: the
-    mean as they are, times `scale`, 1 by default. With `like`, a teacher to whose mean and deviation over all rows
-    their mean is mapped instead, as for SPLADE-v3 (arXiv 2403.06789).
+    ``min_max``: each teacher becomes ``(s - min) / (max - min + 1e-6)`` over all rows of a query;
+    then the mean over the teachers times `scale`, 30 by default, as for inference-free sparse
+    retrievers (arXiv 2411.04403). ``none``: the mean as they are, times `scale`, 1 by default. With
+    `like`, a teacher to whose mean and deviation over all rows their mean is mapped instead, as for
+    SPLADE-v3 (arXiv 2403.06789).
     """
     if not teachers:
         raise ValueError("teachers: expected at least one, got an empty mapping.")
@@ -266,7 +338,9 @@ def ensemble(
         factor = scale if scale is not None else SCALE if normalization == "min_max" else 1.0
         return np.asarray(mean * factor, np.float32)
     if not np.ptp(mean):  # the deviation of equal scores may be a rounding
-        raise ValueError("like: expected scores that differ, got equal ones, which have no deviation to map.")
+        raise ValueError(
+            "like: expected scores that differ, got equal ones, which have no deviation to map.",
+        )
     model = np.asarray(teachers[like], np.float64)
     return np.asarray((mean - mean.mean()) / mean.std() * model.std() + model.mean(), np.float32)
 
@@ -288,7 +362,11 @@ def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> Tra
     at, counts, missing = [], [], []
     for group, low in zip(rows.groups(), rows.offsets[:-1].tolist(), strict=True):
         own = set(group.documents)
-        lacking = [name for name, grade in qrels.get(group.query, {}).items() if grade > 0 and name not in own]
+        lacking = [
+            name
+            for name, grade in qrels.get(group.query, {}).items()
+            if grade > 0 and name not in own
+        ]
         missing += [documents.setdefault(name, len(documents)) for name in lacking]
         at += [low] * len(lacking)
         counts.append(len(group.documents) + len(lacking))
@@ -296,7 +374,22 @@ def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> Tra
         return rows
     if rows.scored:
         wanted = f"all relevant documents of {split} in scored rows"
-        raise ValueError(f"rows: expected {wanted}, got some without {len(missing)}. Score the mined file again.")
-    added: Json = {"document": np.array(missing, np.int32), "relevant": True, "rank": 0, "retrieved": np.nan}
-    columns: Json = {name: np.insert(getattr(rows, name), at, value) for name, value in added.items()}
-    return replace(rows, documents=list(documents), offsets=offsets_of(counts), made_by=dict(rows.made_by), **columns)
+        raise ValueError(
+            f"rows: expected {wanted}, got some without {len(missing)}. Score the mined file again.",
+        )
+    added: Json = {
+        "document": np.array(missing, np.int32),
+        "relevant": True,
+        "rank": 0,
+        "retrieved": np.nan,
+    }
+    columns: Json = {
+        name: np.insert(getattr(rows, name), at, value) for name, value in added.items()
+    }
+    return replace(
+        rows,
+        documents=list(documents),
+        offsets=offsets_of(counts),
+        made_by=dict(rows.made_by),
+        **columns,
+    )

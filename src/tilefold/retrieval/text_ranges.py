@@ -1,4 +1,6 @@
-"""Texts in ranges of rows, one per shard, each with a digest: what other processes are told to encode."""
+"""Texts in ranges of rows, one per shard, each with a digest: what other processes are told to
+encode.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +56,17 @@ class Range:
         if texts_digest(texts) != self.sha256:
             file, start, _ = self.rows[0]
             said = f"from row {start + 1} on, the {self.count} rows are not those that were read at the beginning"
-            raise DataError(f"{file}: {said}: the file has changed, or is another one on this machine. Start again.")
+            raise DataError(
+                f"{file}: {said}: the file has changed, or is another one on this machine. Start again.",
+            )
         return texts
 
 
 @dataclass
 class Survey:
-    """Ranges of shards, counts, the digest of all texts and an evenly spaced sample, from one reading."""
+    """Ranges of shards, counts, the digest of all texts and an evenly spaced sample, from one
+    reading.
+    """
 
     ranges: list[Range] = field(default_factory=list)
     count: int = 0
@@ -69,27 +75,39 @@ class Survey:
 
 
 class HeldTexts:
-    """Texts in the memory of this process, id -> text in a fixed order; they travel with the ranges."""
+    """Texts in the memory of this process, id -> text in a fixed order; they travel with the
+    ranges.
+    """
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self.texts = texts
 
     def survey(self, shard_size: int, sample: int = 0) -> Survey:
         """Read all texts once; `sample` of them are kept, at most twice as many."""
-        return _survey(((None, name, text) for name, text in self.texts.items()), shard_size, sample)
+        return _survey(
+            ((None, name, text) for name, text in self.texts.items()),
+            shard_size,
+            sample,
+        )
 
 
 class StoredTexts:
-    """Documents as :func:`tilefold.retrieval.load_documents` reads them, which others read for themselves."""
+    """Documents as :func:`tilefold.retrieval.load_documents` reads them, which others read for
+    themselves.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
 
     def survey(self, shard_size: int, sample: int = 0) -> Survey:
-        """See :class:`HeldTexts`; ``DataError`` names the line of a malformed row, or of a missing or repeated id."""
+        """See :class:`HeldTexts`; ``DataError`` names the line of a malformed row, or of a missing
+        or repeated id.
+        """
         keys = array("Q")  # of ids: the texts are not kept
         found = _survey(self._rows(keys), shard_size, sample)
-        if len(np.unique(np.frombuffer(keys, np.uint64))) < len(keys):  # an id twice, or two ids of one key
+        if len(np.unique(np.frombuffer(keys, np.uint64))) < len(
+            keys,
+        ):  # an id twice, or two ids of one key
             seen: set[str] = set()
             for where, row in table_rows(self.path):
                 seen.add(document_of_row(row, where, seen).id)
@@ -107,7 +125,9 @@ Texts = HeldTexts | StoredTexts  # that can be given to other processes
 
 
 def _survey(given: Iterator[_Row], shard_size: int, wanted: int) -> Survey:
-    """Ranges of texts; every n-th text is kept, n doubling when there are more than twice as many as wanted."""
+    """Ranges of texts; every n-th text is kept, n doubling when there are more than twice as many
+    as wanted.
+    """
     found, digest, every = Survey(), TextsDigest(), 1
     while part := list(islice(given, shard_size)):
         own = TextsDigest()
@@ -121,9 +141,15 @@ def _survey(given: Iterator[_Row], shard_size: int, wanted: int) -> Survey:
             found.count += 1
         held = {name: text for place, name, text in part if place is None}
         places = (place for place, _, _ in part if place is not None)
-        grouped = ((file, [at for _, at in group]) for file, group in groupby(places, itemgetter(0)))
-        spans = tuple(Rows(file, rows[0], rows[-1] + 1) for file, rows in grouped)  # consecutive rows of each file
-        found.ranges.append(Range(len(found.ranges), len(part), own.hexdigest(), spans, held or None))
+        grouped = (
+            (file, [at for _, at in group]) for file, group in groupby(places, itemgetter(0))
+        )
+        spans = tuple(
+            Rows(file, rows[0], rows[-1] + 1) for file, rows in grouped
+        )  # consecutive rows of each file
+        found.ranges.append(
+            Range(len(found.ranges), len(part), own.hexdigest(), spans, held or None),
+        )
     found.sha256 = digest.hexdigest()
     if not found.count:
         raise ValueError("texts: expected at least one, got an empty collection.")

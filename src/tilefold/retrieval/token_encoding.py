@@ -1,4 +1,6 @@
-"""Encode texts into token vectors with a ``MultiVectorEncoder``, or into dense ones with a ``SentenceTransformer``."""
+"""Encode texts into token vectors with a ``MultiVectorEncoder``, or into dense ones with a
+``SentenceTransformer``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from tilefold.retrieval._streamed import Encoding, Job, Kind, MadeOf, Output
 from tilefold.retrieval.encoding import encode_stock, encode_to_folder, model_name
 from tilefold.retrieval.tokens import DenseManifest, TokenManifest, TokenVectors, TokenVectorWriter
 
-__all__ = ["DenseEncoding", "TokenEncoding", "encode_dense_collection", "encode_texts", "encode_tokens"]
+__all__ = [
+    "DenseEncoding",
+    "TokenEncoding",
+    "encode_dense_collection",
+    "encode_texts",
+    "encode_tokens",
+]
 
 
 def encode_tokens(
@@ -39,16 +47,20 @@ def encode_tokens(
     resume: bool = True,
     group: object = "world",
 ) -> TokenManifest:
-    """Encode `texts` into a folder of token vectors as :func:`tilefold.retrieval.encode_collection` does sparse ones.
+    """Encode `texts` into a folder of token vectors as :func:`tilefold.retrieval.encode_collection`
+    does sparse ones.
 
-    Shards, failed texts, resuming, ranks, errors, and the arguments that are not named here are the same.
+    Shards, failed texts, resuming, ranks, errors, and the arguments that are not named here are the
+    same.
 
     Args:
         model: a ``MultiVectorEncoder``.
-        kind: ``"document"`` or ``"query"``: the model's prompt, length, expansion and skipped words.
-        storage: ``"fp16"``, or ``"int8"`` with one scale per token: half the bytes, and an error of at most half of
-            1/127 of the token's largest entry.
-        source: folder or name that `model` was loaded from, stored so that queries can be encoded with it.
+        kind: ``"document"`` or ``"query"``: the model's prompt, length, expansion and skipped
+            words.
+        storage: ``"fp16"``, or ``"int8"`` with one scale per token: half the bytes, and an error of
+            at most half of 1/127 of the token's largest entry.
+        source: folder or name that `model` was loaded from, stored so that queries can be encoded
+            with it.
     """
     encoding = TokenEncoding(kind, batch_size, batch_tokens, max_length, storage, source)
     output = Output(Path(output_dir), shard_size, save_minutes, progress, resume)
@@ -69,7 +81,13 @@ class TokenEncoding(Encoding):
         super().__post_init__()
         check_choice("storage", self.storage, self.STORAGES)
 
-    def job(self, model: Model, texts: Mapping[str, str], output: Output, made_of: MadeOf) -> TokenJob:
+    def job(
+        self,
+        model: Model,
+        texts: Mapping[str, str],
+        output: Output,
+        made_of: MadeOf,
+    ) -> TokenJob:
         return TokenJob(self, model, token_dimension(model, self.kind), texts, output, made_of)
 
 
@@ -88,7 +106,13 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
         if not isinstance(rows, TokenRows):
             return TokenVectors.pack(names, rows, self.size, storage)
         offsets = torch.nn.functional.pad(rows.counts.cumsum(0), (1, 0))
-        stored.check_finite(names, offsets, rows.finite, storage, rows.values if rows.scales is None else rows.scales)
+        stored.check_finite(
+            names,
+            offsets,
+            rows.finite,
+            storage,
+            rows.values if rows.scales is None else rows.scales,
+        )
         return TokenVectors(names, offsets, rows.values, rows.scales)
 
     def nothing(self) -> TokenVectors:
@@ -123,15 +147,19 @@ def encode_dense_collection(
     resume: bool = True,
     group: object = "world",
 ) -> DenseManifest:
-    """Encode `texts` into a folder of dense vectors as :func:`tilefold.retrieval.encode_collection` does sparse ones.
+    """Encode `texts` into a folder of dense vectors as :func:`tilefold.retrieval.encode_collection`
+    does sparse ones.
 
-    Shards, failed texts, resuming, ranks, errors, and the arguments that are not named here are the same.
+    Shards, failed texts, resuming, ranks, errors, and the arguments that are not named here are the
+    same.
 
     Args:
         model: a ``SentenceTransformer``, with its prompts, routes and similarity.
-        storage: ``"fp32"``; ``"fp16"``, half the bytes with relative errors up to 2^-11; or ``"int8"``, a quarter, with
-            one scale per vector and errors of at most half of 1/127 of its largest entry.
-        dimension: keep the first entries of a vector, for models trained so (Matryoshka, arXiv 2205.13147).
+        storage: ``"fp32"``; ``"fp16"``, half the bytes with relative errors up to 2^-11; or
+            ``"int8"``, a quarter, with one scale per vector and errors of at most half of 1/127 of
+            its largest entry.
+        dimension: keep the first entries of a vector, for models trained so (Matryoshka, arXiv
+            2205.13147).
     """
     encoding = DenseEncoding(kind, batch_size, None, max_length, storage, None, dimension)
     output = Output(Path(output_dir), shard_size, save_minutes, progress, resume)
@@ -141,7 +169,9 @@ def encode_dense_collection(
 
 @dataclass(frozen=True)
 class DenseEncoding(TokenEncoding):
-    """Dense vectors of a ``SentenceTransformer``; the fields are those of :func:`encode_dense_collection`."""
+    """Dense vectors of a ``SentenceTransformer``; the fields are those of
+    :func:`encode_dense_collection`.
+    """
 
     STORAGES = stored.DENSE_STORAGES
 
@@ -152,10 +182,18 @@ class DenseEncoding(TokenEncoding):
         super().__post_init__()
         check_least("dimension", self.dimension)
 
-    def job(self, model: Model, texts: Mapping[str, str], output: Output, made_of: MadeOf) -> DenseJob:
+    def job(
+        self,
+        model: Model,
+        texts: Mapping[str, str],
+        output: Output,
+        made_of: MadeOf,
+    ) -> DenseJob:
         size = dense_dimension(model, self.kind)
         if self.dimension is not None and self.dimension > size:
-            raise ValueError(f"dimension: expected at most {size}, as the model's vectors have, got {self.dimension}.")
+            raise ValueError(
+                f"dimension: expected at most {size}, as the model's vectors have, got {self.dimension}.",
+            )
         return DenseJob(self, model, self.dimension or size, texts, output, made_of)
 
 
@@ -166,7 +204,10 @@ class DenseJob(TokenJob):
     how: DenseEncoding
 
     def run(self, texts: list[str]) -> list[Tensor]:
-        rows = encode_stock(self.model, texts, self.how.kind, convert_to_tensor=True)[:, : self.size].float()
+        rows = encode_stock(self.model, texts, self.how.kind, convert_to_tensor=True)[
+            :,
+            : self.size,
+        ].float()
         if self.model.similarity_fn_name == "cosine":
             rows = torch.nn.functional.normalize(rows)
         return list(rows.unsqueeze(1))
@@ -182,15 +223,27 @@ def dense_dimension(model: Model, kind: Kind) -> int:
     if type(model).__name__ == "MultiVectorEncoder" or not hasattr(model, "similarity_fn_name"):
         raise ValueError(f"{expected}, got {type(model).__name__}.")
     vectors = encode_stock(model, ["a"], kind, convert_to_tensor=True)
-    if not isinstance(vectors, Tensor) or vectors.is_sparse or vectors.layout != torch.strided or vectors.dim() != 2:
+    if (
+        not isinstance(vectors, Tensor)
+        or vectors.is_sparse
+        or vectors.layout != torch.strided
+        or vectors.dim() != 2
+    ):
         raise ValueError(f"{expected}, got {type(model).__name__}, which makes others of a text.")
     return int(vectors.size(1))
 
 
 def encode_texts(
-    model: Model, texts: Mapping[str, str], *, kind: Kind, storage: str = "fp16", batch_size: int = 32
+    model: Model,
+    texts: Mapping[str, str],
+    *,
+    kind: Kind,
+    storage: str = "fp16",
+    batch_size: int = 32,
 ) -> TokenVectors:
-    """Encode id -> text into memory, queries or few texts; errors as of :func:`tilefold.retrieval.encode_queries`."""
+    """Encode id -> text into memory, queries or few texts; errors as of
+    :func:`tilefold.retrieval.encode_queries`.
+    """
     encoding = TokenEncoding(kind=kind, batch_size=batch_size, storage=storage)
     return TokenJob(encoding, model, token_dimension(model, kind), texts).in_memory("texts")
 

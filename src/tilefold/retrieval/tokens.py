@@ -1,4 +1,6 @@
-"""Token vectors, and dense ones, one of each text, in memory and on disk: safetensors shards with a manifest."""
+"""Token vectors, and dense ones, one of each text, in memory and on disk: safetensors shards with a
+manifest.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from tilefold.retrieval._sparse import check_ids
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.passages import document_of
 
-__all__ = ["DENSE_STORAGES", "STORAGES", "DenseManifest", "TokenManifest", "TokenStore", "TokenVectorWriter"]
+__all__ = [
+    "DENSE_STORAGES",
+    "STORAGES",
+    "DenseManifest",
+    "TokenManifest",
+    "TokenStore",
+    "TokenVectorWriter",
+]
 __all__ += ["TokenVectors", "open_dense", "open_tokens"]
 
 STORAGES = ("fp16", "int8")
@@ -38,7 +47,8 @@ class TokenVectors:
 
     Attributes:
         ids: N unique, non-empty strings.
-        offsets: int64 ``[N + 1]``; text `i` has rows ``offsets[i]`` to ``offsets[i + 1]``, possibly none.
+        offsets: int64 ``[N + 1]``; text `i` has rows ``offsets[i]`` to ``offsets[i + 1]``, possibly
+            none.
         values: ``[T, D]`` fp16, fp32 or int8.
         scales: ``[T]`` fp32 factors of int8 values, else None.
 
@@ -55,21 +65,38 @@ class TokenVectors:
         n, offsets, values = len(self.ids), self.offsets, self.values
         check_values(values, self.scales)
         if offsets.dtype != torch.int64 or tuple(offsets.shape) != (n + 1,):
-            raise DataError(f"offsets: expected {n + 1} int64 offsets for {n} ids, got {_described(offsets)}.")
+            raise DataError(
+                f"offsets: expected {n + 1} int64 offsets for {n} ids, got {_described(offsets)}.",
+            )
         check_offsets(offsets.cpu().numpy(), values.size(0), "offsets")
 
     @classmethod
-    def pack(cls, ids: Sequence[str], vectors: Sequence[Tensor], dimension: int, storage: str) -> TokenVectors:
+    def pack(
+        cls,
+        ids: Sequence[str],
+        vectors: Sequence[Tensor],
+        dimension: int,
+        storage: str,
+    ) -> TokenVectors:
         """From one ``[n_i, D]`` tensor per text, on any device, to the CPU.
 
-        ``DataError`` names the id of a tensor of another shape, or of an entry that is not finite in `storage`.
+        ``DataError`` names the id of a tensor of another shape, or of an entry that is not finite
+        in `storage`.
         """
         check_choice("storage", storage, DENSE_STORAGES)
         for name, rows in zip(ids, vectors, strict=True):
             if rows.dim() != 2 or rows.size(1) != dimension:
-                raise DataError(f"vectors: expected [n, {dimension}] for {name!r}, got shape {list(rows.shape)}.")
-        offsets = torch.tensor([0, *(rows.size(0) for rows in vectors)], dtype=torch.int64).cumsum(0)
-        packed = torch.cat([rows.detach().float() for rows in vectors]) if vectors else torch.zeros(0, dimension)
+                raise DataError(
+                    f"vectors: expected [n, {dimension}] for {name!r}, got shape {list(rows.shape)}.",
+                )
+        offsets = torch.tensor([0, *(rows.size(0) for rows in vectors)], dtype=torch.int64).cumsum(
+            0,
+        )
+        packed = (
+            torch.cat([rows.detach().float() for rows in vectors])
+            if vectors
+            else torch.zeros(0, dimension)
+        )
         kept = packed.half() if storage == "fp16" else packed
         check_finite(ids, offsets, kept.isfinite().all(dim=1).cpu(), storage, packed)
         if storage != "int8":
@@ -91,12 +118,17 @@ class TokenVectors:
         return values if self.scales is None else values * self.scales[low:high, None]
 
     def packed(self) -> Tensor | QuantizedTokens:
-        """The document argument of :func:`tilefold.ops.maxsim`, with ``offsets`` as its ``cu_seqlens_d``."""
+        """The document argument of :func:`tilefold.ops.maxsim`, with ``offsets`` as its
+        ``cu_seqlens_d``.
+        """
         return self.values if self.scales is None else QuantizedTokens(self.values, self.scales)
 
     def take(self, chosen: Sequence[int]) -> TokenVectors:
         """The given texts, in the given order, copied."""
-        at, offsets = map(torch.from_numpy, gathered(self.offsets.numpy(), np.asarray(chosen, np.int64)))
+        at, offsets = map(
+            torch.from_numpy,
+            gathered(self.offsets.numpy(), np.asarray(chosen, np.int64)),
+        )
         scales = None if self.scales is None else self.scales[at]
         return TokenVectors([self.ids[i] for i in chosen], offsets, self.values[at], scales)
 
@@ -105,7 +137,10 @@ class TokenVectors:
         """All texts of `parts`, at least one, of one dimension and storage, in order."""
         lengths = torch.cat([part.offsets.diff() for part in parts])
         scales = [part.scales for part in parts if part.scales is not None]
-        with torch.autocast("cpu", enabled=False):  # numpy, because torch lacks the operation for fp16 on the CPU
+        with torch.autocast(
+            "cpu",
+            enabled=False,
+        ):  # numpy, because torch lacks the operation for fp16 on the CPU
             values = torch.cat([part.values for part in parts])
         names, offsets = [name for part in parts for name in part.ids], offsets_of(lengths.numpy())
         return cls(names, torch.from_numpy(offsets), values, torch.cat(scales) if scales else None)
@@ -117,15 +152,32 @@ def check_values(values: Tensor, scales: Tensor | None) -> None:
         raise DataError(f"values: expected [T, D] in fp16, fp32 or int8, got {_described(values)}.")
     if (scales is not None) != (values.dtype == torch.int8):
         raise DataError(f"scales: expected for int8 values only, got values in {values.dtype}.")
-    if scales is not None and (scales.dtype != torch.float32 or tuple(scales.shape) != (values.size(0),)):
+    if scales is not None and (
+        scales.dtype != torch.float32 or tuple(scales.shape) != (values.size(0),)
+    ):
         raise DataError(f"scales: expected [{values.size(0)}] in fp32, got {_described(scales)}.")
 
 
-def check_finite(ids: Sequence[str], offsets: Tensor, finite: Tensor, storage: str, numbers: Tensor) -> None:
-    """Raise ``DataError``, with an id and one of its `numbers`, unless all are `finite`, bool ``[T]``, as stored."""
+def check_finite(
+    ids: Sequence[str],
+    offsets: Tensor,
+    finite: Tensor,
+    storage: str,
+    numbers: Tensor,
+) -> None:
+    """Raise ``DataError``, with an id and one of its `numbers`, unless all are `finite`, bool
+    ``[T]``, as stored.
+    """
     if not bool(finite.all()):
-        got = named(ids, offsets, numbers, ~(numbers.half() if storage == "fp16" else numbers).isfinite())
-        raise DataError(f"vectors: expected finite numbers within the range of {storage}, got {got}. Check the model.")
+        got = named(
+            ids,
+            offsets,
+            numbers,
+            ~(numbers.half() if storage == "fp16" else numbers).isfinite(),
+        )
+        raise DataError(
+            f"vectors: expected finite numbers within the range of {storage}, got {got}. Check the model.",
+        )
 
 
 def named(ids: Sequence[str], offsets: Tensor, numbers: Tensor, wrong: Tensor) -> str:
@@ -141,11 +193,13 @@ def _described(tensor: Tensor) -> str:
 
 @dataclass
 class TokenManifest(Manifest):
-    """The manifest of a folder of token vectors, ``manifest.json`` beside ``part-00000.safetensors``, ...
+    """The manifest of a folder of token vectors, ``manifest.json`` beside
+    ``part-00000.safetensors``, ...
 
-    A shard packs the vectors of its N texts, T in all, as :func:`tilefold.ops.maxsim` scores them in place: ``values``
-    ``[T, D]`` fp16 or int8, for int8 ``scales`` ``[T]`` fp32 (see :func:`tilefold.ops.quantize_tokens`), ``offsets``
-    ``[N + 1]`` int64, and ``ids``, the UTF-8 bytes of a JSON list.
+    A shard packs the vectors of its N texts, T in all, as :func:`tilefold.ops.maxsim` scores them
+    in place: ``values`` ``[T, D]`` fp16 or int8, for int8 ``scales`` ``[T]`` fp32 (see
+    :func:`tilefold.ops.quantize_tokens`), ``offsets`` ``[N + 1]`` int64, and ``ids``, the UTF-8
+    bytes of a JSON list.
 
     Attributes:
         dimension: D, the length of a vector.
@@ -179,10 +233,11 @@ class TokenManifest(Manifest):
 
 @dataclass
 class DenseManifest(TokenManifest):
-    """The manifest of a folder of dense vectors, stored as token vectors are, with one of each text.
+    """The manifest of a folder of dense vectors, stored as token vectors are, with one of each
+    text.
 
-    ``storage`` may also be ``"fp32"``. Where ``similarity`` is ``"cosine"``, vectors were brought to length 1 before
-    they were rounded.
+    ``storage`` may also be ``"fp32"``. Where ``similarity`` is ``"cosine"``, vectors were brought
+    to length 1 before they were rounded.
     """
 
     LAYOUT = "dense"
@@ -216,14 +271,21 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
     def _store(self, vectors: TokenVectors, path: Path) -> None:
         names = json.dumps(vectors.ids, ensure_ascii=False).encode("utf-8", "surrogatepass")
         ids = torch.from_numpy(np.frombuffer(names, np.uint8).copy())
-        save_tensors(path, values=vectors.values, offsets=vectors.offsets, ids=ids, scales=vectors.scales)
+        save_tensors(
+            path,
+            values=vectors.values,
+            offsets=vectors.offsets,
+            ids=ids,
+            scales=vectors.scales,
+        )
 
     def _read(self, path: Path) -> TokenVectors:
         return _read_shard(path)
 
 
 class TokenStore:
-    """A memory-mapped folder of token vectors, of :func:`open_tokens`; a shard is read and checked when it is scored.
+    """A memory-mapped folder of token vectors, of :func:`open_tokens`; a shard is read and checked
+    when it is scored.
 
     ``ids`` maps each id to (shard, row); ``manifest`` is that of the folder.
     """
@@ -235,32 +297,47 @@ class TokenStore:
         for number, shard in enumerate(manifest.shards):
             names = _read_ids(shard_file(folder, shard, verify=False))
             if len(names) != shard["rows"]:
-                raise DataError(f"{folder / shard['file']}: expected {shard['rows']} texts, got {len(names)}. {REMEDY}")
+                raise DataError(
+                    f"{folder / shard['file']}: expected {shard['rows']} texts, got {len(names)}. {REMEDY}",
+                )
             for row, name in enumerate(names):
                 if self.ids.setdefault(name, (number, row)) != (number, row):
-                    raise DataError(f"{folder / shard['file']}: {name!r} was given before. {REMEDY}")
+                    raise DataError(
+                        f"{folder / shard['file']}: {name!r} was given before. {REMEDY}",
+                    )
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @cached_property
     def passages(self) -> dict[str, list[str]]:
-        """Document id -> ids of its passages, those that could not be encoded too, of a store of passages."""
+        """Document id -> ids of its passages, those that could not be encoded too, of a store of
+        passages.
+        """
         found: dict[str, list[str]] = {}
         for name in (*self.ids, *self.manifest.failed):
             found.setdefault(document_of(name), []).append(name)
         return found
 
     def shard(self, number: int) -> TokenVectors:
-        """Shard `number`, memory-mapped; the first time, FileNotFoundError or ``DataError`` for a damaged one."""
+        """Shard `number`, memory-mapped; the first time, FileNotFoundError or ``DataError`` for a
+        damaged one.
+        """
         if number not in self._shards:
             listed = self.manifest.shards[number]
             file = shard_file(self.folder, listed)
             vectors = _read_shard(file)
-            expected = (self.dimension, _DTYPES[self.manifest.storage], listed["rows"], listed["tokens"])
+            expected = (
+                self.dimension,
+                _DTYPES[self.manifest.storage],
+                listed["rows"],
+                listed["tokens"],
+            )
             found = (vectors.dimension, vectors.values.dtype, len(vectors), vectors.values.size(0))
             if found != expected:
-                raise DataError(f"{file}: expected (D, dtype, texts, vectors) {expected}, got {found}. {REMEDY}")
+                raise DataError(
+                    f"{file}: expected (D, dtype, texts, vectors) {expected}, got {found}. {REMEDY}",
+                )
             _check_finite(vectors, file)
             self._shards[number] = vectors
         return self._shards[number]
@@ -274,20 +351,26 @@ class TokenStore:
                 del self._shards[number]
 
     def read(self, names: Iterable[str]) -> TokenVectors:
-        """The vectors of some texts, copied into memory, in the given order; KeyError for one that is not there."""
+        """The vectors of some texts, copied into memory, in the given order; KeyError for one that
+        is not there.
+        """
         wanted = list(names)
         rows: dict[int, list[int]] = {}
         for number, row in (self.ids[name] for name in wanted):
             rows.setdefault(number, []).append(row)
         if not wanted:
             return TokenVectors.pack([], [], self.dimension, self.manifest.storage)
-        found = TokenVectors.concatenate([self.shard(number).take(chosen) for number, chosen in rows.items()])
+        found = TokenVectors.concatenate(
+            [self.shard(number).take(chosen) for number, chosen in rows.items()],
+        )
         place = {name: at for at, name in enumerate(found.ids)}
         return found.take([place[name] for name in wanted])
 
 
 def open_tokens(path: str | Path) -> TokenStore:
-    """Open a folder of token vectors without loading it; a shard's checksum is compared when it is first used."""
+    """Open a folder of token vectors without loading it; a shard's checksum is compared when it is
+    first used.
+    """
     return _opened(TokenManifest, Path(path))
 
 
@@ -320,8 +403,12 @@ def read_tensors(path: Path, *names: str) -> dict[str, Tensor]:
         with safetensors_package().safe_open(str(path), framework="pt") as file:
             there = set(file.keys())
             found = {name: file.get_tensor(name) for name in there & {*names, "scales"}}
-    except Exception as error:  # safetensors raises its own exception, or OSError for a truncated file
-        raise DataError(f"{path}: expected a shard of token vectors, got ({error}). {REMEDY}") from error
+    except (
+        Exception
+    ) as error:  # safetensors raises its own exception, or OSError for a truncated file
+        raise DataError(
+            f"{path}: expected a shard of token vectors, got ({error}). {REMEDY}",
+        ) from error
     if missing := [name for name in names if name not in found]:
         raise DataError(f"{path}: expected a tensor {missing[0]!r}, got {sorted(there)}. {REMEDY}")
     return found
@@ -332,7 +419,9 @@ def _read_ids(path: Path) -> list[str]:
     try:
         names = json.loads(raw.numpy().tobytes().decode("utf-8", "surrogatepass"))
     except (ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{path}: expected the ids of its texts, got ({error}). {REMEDY}") from error
+        raise DataError(
+            f"{path}: expected the ids of its texts, got ({error}). {REMEDY}",
+        ) from error
     if not isinstance(names, list):
         raise DataError(f"{path}: expected a list of ids, got {type(names).__name__}. {REMEDY}")
     return names
@@ -353,7 +442,9 @@ def _check_finite(vectors: TokenVectors, path: Path) -> None:
     numbers, least, what = vectors.values, -math.inf, ""
     if vectors.scales is not None:
         numbers, least, what = vectors.scales, 0.0, "a scale of "
-    low, high = numbers.aminmax() if numbers.numel() else (0.0, 0.0)  # both are NaN where there is one
+    low, high = (
+        numbers.aminmax() if numbers.numel() else (0.0, 0.0)
+    )  # both are NaN where there is one
     if not (math.isfinite(low) and math.isfinite(high) and low >= least):
         got = named(vectors.ids, vectors.offsets, numbers, ~numbers.isfinite() | (numbers < least))
         raise DataError(f"{path}: expected finite token vectors, got {what}{got}. {REMEDY}")

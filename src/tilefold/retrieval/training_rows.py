@@ -12,10 +12,10 @@ column               type     meaning
 ``score:<teacher>``  float32  scored file only: what each teacher gave, before normalisation
 ===================  =======  ==============================================================================
 
-A file is scored when it has a column ``score:<teacher>``. What made it is a JSON object under the key ``tilefold``
-of the schema's metadata. ``tilefold mine`` writes such files and ``tilefold score`` adds the teachers; files of other
-programs are read too, of which only ``query_id``, ``document_id`` and ``relevant`` are required (and ``score`` where
-there are teachers).
+A file is scored when it has a column ``score:<teacher>``. What made it is a JSON object under the
+key ``tilefold`` of the schema's metadata. ``tilefold mine`` writes such files and ``tilefold
+score`` adds the teachers; files of other programs are read too, of which only ``query_id``,
+``document_id`` and ``relevant`` are required (and ``score`` where there are teachers).
 """
 
 from __future__ import annotations
@@ -45,7 +45,14 @@ __all__ = ["QueryRows", "TrainingRows", "read_training_rows", "write_training_ro
 TEACHER = "score:"
 METADATA = b"tilefold"
 SCHEMA_VERSION = 1
-PUBLISHED = (".tsv", ".tsv.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz")  # ends of the names of MS MARCO's files
+PUBLISHED = (
+    ".tsv",
+    ".tsv.gz",
+    ".json",
+    ".json.gz",
+    ".jsonl",
+    ".jsonl.gz",
+)  # ends of the names of MS MARCO's files
 _ROWS_PER_GROUP = 1 << 20
 _COLUMNS_AT_ONCE = 2  # read by two cores; more of them would need more memory
 _THREADS = 8  # that read ids, a group of rows each
@@ -58,7 +65,9 @@ Numbered = tuple[list[str], npt.NDArray[np.int32]]  # distinct ids, and which is
 
 
 class QueryRows(NamedTuple):
-    """The rows of one query: arrays ``[n]`` in the order of `documents`; columns as in :class:`TrainingRows`."""
+    """The rows of one query: arrays ``[n]`` in the order of `documents`; columns as in
+    :class:`TrainingRows`.
+    """
 
     query: str
     documents: list[str]
@@ -71,7 +80,8 @@ class QueryRows(NamedTuple):
 
 @dataclass
 class TrainingRows:
-    """Q queries with N rows over D documents, in memory; rows of query `i` are ``offsets[i]:offsets[i + 1]``.
+    """Q queries with N rows over D documents, in memory; rows of query `i` are
+    ``offsets[i]:offsets[i + 1]``.
 
     Attributes:
         queries: Q distinct ids.
@@ -83,9 +93,11 @@ class TrainingRows:
         retrieved: float32 ``[N]``, the retriever's score; NaN where not retrieved.
         teachers: name -> float32 ``[N]``, finite, as the teacher gave it.
         target: float32 ``[N]``, finite, the score to train with; None without teachers.
-        made_by: JSON object that says what made the rows; ``texts_sha256`` and ``queries_sha256`` are fingerprints.
+        made_by: JSON object that says what made the rows; ``texts_sha256`` and ``queries_sha256``
+            are fingerprints.
 
-    Shapes that do not fit, a document given twice for a query, or a score that is not finite are a ``DataError``.
+    Shapes that do not fit, a document given twice for a query, or a score that is not finite are a
+    ``DataError``.
     """
 
     queries: list[str]
@@ -101,14 +113,26 @@ class TrainingRows:
 
     def __post_init__(self) -> None:
         n, needed = len(self), len(self.queries) + 1
-        if len(self.offsets) != needed or self.offsets[0] != 0 or bool((np.diff(self.offsets) < 0).any()):
-            raise DataError(f"offsets: expected {needed} numbers that rise from 0, got {self.offsets.tolist()[:9]}.")
-        for name, values in ({name: getattr(self, name) for name in _COLUMNS} | self._scores()).items():
+        if (
+            len(self.offsets) != needed
+            or self.offsets[0] != 0
+            or bool((np.diff(self.offsets) < 0).any())
+        ):
+            raise DataError(
+                f"offsets: expected {needed} numbers that rise from 0, got {self.offsets.tolist()[:9]}.",
+            )
+        for name, values in (
+            {name: getattr(self, name) for name in _COLUMNS} | self._scores()
+        ).items():
             if values.shape != (n,):
-                raise DataError(f"{name}: expected {n} values, one per row, got shape {values.shape}.")
+                raise DataError(
+                    f"{name}: expected {n} values, one per row, got shape {values.shape}.",
+                )
         if bool(self.teachers) != (self.target is not None):
             alone = "no target" if self.target is None else "no teachers"
-            raise DataError(f"target: expected it together with the scores of one teacher at least, got {alone}.")
+            raise DataError(
+                f"target: expected it together with the scores of one teacher at least, got {alone}.",
+            )
         for name, values in self._scores().items():
             if not np.isfinite(values).all():
                 row = self._row(int(np.flatnonzero(~np.isfinite(values))[0]))
@@ -119,7 +143,10 @@ class TrainingRows:
         return self.teachers if self.target is None else {**self.teachers, "target": self.target}
 
     def _check_once(self) -> None:
-        bounds = np.searchsorted(self.offsets, np.arange(0, len(self) + _ROWS_PER_GROUP, _ROWS_PER_GROUP))
+        bounds = np.searchsorted(
+            self.offsets,
+            np.arange(0, len(self) + _ROWS_PER_GROUP, _ROWS_PER_GROUP),
+        )
         for first, last in itertools.pairwise(np.minimum(bounds, len(self.queries)).tolist()):
             low, counts = int(self.offsets[first]), np.diff(self.offsets[first : last + 1])
             keys = np.repeat(np.arange(len(counts)) * max(1, len(self.documents)), counts)
@@ -155,18 +182,34 @@ class TrainingRows:
         """The columns of some rows, by attribute."""
         teachers = {name: scores[rows] for name, scores in self.teachers.items()}
         target = None if self.target is None else self.target[rows]
-        return {name: getattr(self, name)[rows] for name in _COLUMNS} | {"teachers": teachers, "target": target}
+        return {name: getattr(self, name)[rows] for name in _COLUMNS} | {
+            "teachers": teachers,
+            "target": target,
+        }
 
     def groups(self) -> Iterator[QueryRows]:
         """The rows query by query, in order."""
-        for query, low, high in zip(self.queries, self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True):
+        for query, low, high in zip(
+            self.queries,
+            self.offsets[:-1].tolist(),
+            self.offsets[1:].tolist(),
+            strict=True,
+        ):
             part = self._part(slice(low, high))
-            yield QueryRows(query, [self.documents[i] for i in part.pop("document").tolist()], **part)
+            yield QueryRows(
+                query,
+                [self.documents[i] for i in part.pop("document").tolist()],
+                **part,
+            )
 
     def take(self, keep: npt.NDArray[np.bool_]) -> TrainingRows:
-        """The rows where `keep` ``[N]`` is true; queries without any are left out, documents are not."""
+        """The rows where `keep` ``[N]`` is true; queries without any are left out, documents are
+        not.
+        """
         counts = np.bincount(self.query_of_row()[keep], minlength=len(self.queries))
-        queries = [query for query, count in zip(self.queries, counts.tolist(), strict=True) if count]
+        queries = [
+            query for query, count in zip(self.queries, counts.tolist(), strict=True) if count
+        ]
         offsets, made_by = offsets_of(counts[counts > 0]), dict(self.made_by)
         return replace(self, queries=queries, offsets=offsets, made_by=made_by, **self._part(keep))
 
@@ -178,18 +221,26 @@ class TrainingRows:
         places = collection.places(self.documents)
         unknown = np.flatnonzero(places < 0)
         for what, stray in (
-            ("query", next((name for name in self.queries if name not in collection.queries), None)),
+            (
+                "query",
+                next((name for name in self.queries if name not in collection.queries), None),
+            ),
             ("document", self.documents[unknown[0]] if unknown.size else None),
         ):
             if stray is not None:
                 said = f"is not in {collection.name}; they were made from another collection. Give that one"
                 raise DataError(f"training rows: {what} {stray!r} {said}. {_REMEDY}")
-        digests = {"texts_sha256": collection.contents(), "queries_sha256": queries_of(self, collection)}
+        digests = {
+            "texts_sha256": collection.contents(),
+            "queries_sha256": queries_of(self, collection),
+        }
         for key, texts in digests.items():
             if (known := self.made_by.get(key)) is not None and known != texts_digest(texts):
                 what = "documents" if key == "texts_sha256" else "queries"
                 said = f"those of {collection.name}, which has changed since or is another one"
-                raise DataError(f"training rows: they were made from other {what} than {said}. {_REMEDY}")
+                raise DataError(
+                    f"training rows: they were made from other {what} than {said}. {_REMEDY}",
+                )
         return places
 
 
@@ -206,11 +257,20 @@ def write_training_rows(rows: TrainingRows, path: str | Path) -> None:
     fields = [("query_id", pa.string()), ("document_id", pa.string()), ("rank", pa.int32())]
     fields += [("score", pa.float32()), ("relevant", pa.bool_())]
     if rows.scored:
-        fields += [("retriever_score", pa.float32()), *((TEACHER + name, pa.float32()) for name in rows.teachers)]
-    made_by = json.dumps({"schema_version": SCHEMA_VERSION, **rows.made_by}, ensure_ascii=False).encode()
+        fields += [
+            ("retriever_score", pa.float32()),
+            *((TEACHER + name, pa.float32()) for name in rows.teachers),
+        ]
+    made_by = json.dumps(
+        {"schema_version": SCHEMA_VERSION, **rows.made_by},
+        ensure_ascii=False,
+    ).encode()
     schema = pa.schema(fields, metadata={METADATA: made_by})
     query = rows.query_of_row()
-    with atomic_file(Path(path)) as temporary, pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+    with (
+        atomic_file(Path(path)) as temporary,
+        pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
+    ):
         for low in range(0, len(rows), _ROWS_PER_GROUP):
             part = slice(low, low + _ROWS_PER_GROUP)
             found = pa.array(rows.retrieved[part], mask=np.isnan(rows.retrieved[part]))
@@ -223,20 +283,27 @@ def write_training_rows(rows: TrainingRows, path: str | Path) -> None:
                 "retriever_score": found,
                 **{TEACHER + name: scores[part] for name, scores in rows.teachers.items()},
             }
-            writer.write_table(pa.table({name: columns[name] for name in schema.names}, schema=schema))
+            writer.write_table(
+                pa.table({name: columns[name] for name in schema.names}, schema=schema),
+            )
 
 
 def read_training_rows(path: str | Path) -> TrainingRows:
-    """Read what :func:`write_training_rows`, or another program, wrote; or one of the files that MS MARCO comes with.
+    """Read what :func:`write_training_rows`, or another program, wrote; or one of the files that MS
+    MARCO comes with.
 
-    Those are lines of three ids with tabs (query, relevant, negative), or of JSON: ``[query, relevant, negative, ..]``;
-    ``[query, [document, score], ..]``, the relevant one first; ``{"qid": .., "pos": [..], "neg": {name: [..]}}``.
+    Those are lines of three ids with tabs (query, relevant, negative), or of JSON: ``[query,
+    relevant, negative, ..]``; ``[query, [document, score], ..]``, the relevant one first; ``{"qid":
+    .., "pos": [..], "neg": {name: [..]}}``.
 
-    ``DataError`` says what is no Parquet, column, type, value or finite score, and which document comes twice.
+    ``DataError`` says what is no Parquet, column, type, value or finite score, and which document
+    comes twice.
     """
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file of training rows. Make one with: tilefold mine")
+        raise FileNotFoundError(
+            f"{file}: no such file of training rows. Make one with: tilefold mine",
+        )
     pa, pq = arrow("Storing training rows")
     try:
         if file.name.endswith(PUBLISHED):
@@ -244,7 +311,9 @@ def read_training_rows(path: str | Path) -> TrainingRows:
         with pq.ParquetFile(file) as table, pq.ParquetFile(file, read_dictionary=_IDS) as encoded:
             return _from_table(file, pa, pq, table, encoded)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file}: expected Parquet with training rows, got ({error}). {_REMEDY}") from error
+        raise DataError(
+            f"{file}: expected Parquet with training rows, got ({error}). {_REMEDY}",
+        ) from error
     except DataError as error:
         raise DataError(f"{file}: {error}") from error
 
@@ -268,7 +337,13 @@ class RowsAhead:
         return self._reading.pop().result() if self._reading else read_training_rows(self.path)
 
 
-def _from_table(file: Path, pa: ModuleType, pq: ModuleType, table: Any, encoded: Any) -> TrainingRows:
+def _from_table(
+    file: Path,
+    pa: ModuleType,
+    pq: ModuleType,
+    table: Any,
+    encoded: Any,
+) -> TrainingRows:
     known = table.schema_arrow.names
     names = [name for name in known if name.startswith(TEACHER)]
     needed = ("query_id", "document_id", "relevant", *(("score",) if names else ()))
@@ -276,26 +351,52 @@ def _from_table(file: Path, pa: ModuleType, pq: ModuleType, table: Any, encoded:
         got = f"{known!r:.80} without {missing[0]!r}"
         raise DataError(f"expected the columns {', '.join(needed)}, got {got}. {_REMEDY}")
     queries, query = _ids(pa, encoded, "query_id")
-    documents, document = _numbered(file, pa, pq, table, "document_id") or _ids(pa, encoded, "document_id")
+    documents, document = _numbered(file, pa, pq, table, "document_id") or _ids(
+        pa,
+        encoded,
+        "document_id",
+    )
     flags = table.read(["relevant"]).column(0)
     if not pa.types.is_boolean(flags.type) or flags.null_count:
-        raise DataError(f"relevant: expected true or false in every row, got {flags.type} with nulls or numbers.")
+        raise DataError(
+            f"relevant: expected true or false in every row, got {flags.type} with nulls or numbers.",
+        )
     order: Any = slice(None)
     if bool((np.diff(query) < 0).any()):
         order = np.argsort(query, kind="stable")  # rows of a query together, in their order
     retriever = "retriever_score" if names else "score"
     nulls = {"rank": 0.0, retriever: np.nan, **dict.fromkeys((*names, "score") if names else ())}
-    values = {name: np.full(len(query), null, np.float32) for name, null in nulls.items() if name not in known}
+    values = {
+        name: np.full(len(query), null, np.float32)
+        for name, null in nulls.items()
+        if name not in known
+    }
     stored = [name for name in nulls if name in known]
     for low in range(0, len(stored), _COLUMNS_AT_ONCE):
         part = table.read(stored[low : low + _COLUMNS_AT_ONCE])
         for name in part.column_names:
             values[name] = _numbers(pa, part.column(name), name, nulls[name])[order]
     offsets = offsets_of(np.bincount(query, minlength=len(queries)))
-    arrays = document[order], np.asarray(flags.to_numpy(), bool)[order], values["rank"].astype(np.int32)
-    teachers, target = {name.removeprefix(TEACHER): values[name] for name in names}, values["score"] if names else None
+    arrays = (
+        document[order],
+        np.asarray(flags.to_numpy(), bool)[order],
+        values["rank"].astype(np.int32),
+    )
+    teachers, target = (
+        {name.removeprefix(TEACHER): values[name] for name in names},
+        values["score"] if names else None,
+    )
     made_by = _made_by(table.schema_arrow)
-    return TrainingRows(queries, documents, offsets, *arrays, values[retriever], teachers, target, made_by)
+    return TrainingRows(
+        queries,
+        documents,
+        offsets,
+        *arrays,
+        values[retriever],
+        teachers,
+        target,
+        made_by,
+    )
 
 
 def _numbered(file: Path, pa: ModuleType, pq: ModuleType, table: Any, name: str) -> Numbered | None:
@@ -303,13 +404,20 @@ def _numbered(file: Path, pa: ModuleType, pq: ModuleType, table: Any, name: str)
 
     def numbers(column: Any) -> npt.NDArray[np.int64]:
         found = column.cast(pa.int64())
-        if not pa.types.is_string(column.type) or column.null_count or not found.cast(pa.string()).equals(column):
+        if (
+            not pa.types.is_string(column.type)
+            or column.null_count
+            or not found.cast(pa.string()).equals(column)
+        ):
             raise pa.ArrowInvalid(f"{name}: other ids")
         return np.asarray(found)
 
     def of_group(group: int) -> list[npt.NDArray[np.int64]]:
         with pq.ParquetFile(file, metadata=table.metadata) as own:
-            return [numbers(batch.column(0)) for batch in own.iter_batches(_ROWS_PER_GROUP, [group], [name])]
+            return [
+                numbers(batch.column(0))
+                for batch in own.iter_batches(_ROWS_PER_GROUP, [group], [name])
+            ]
 
     try:
         with ThreadPoolExecutor(min(_THREADS, pa.cpu_count())) as pool:
@@ -320,7 +428,9 @@ def _numbered(file: Path, pa: ModuleType, pq: ModuleType, table: Any, name: str)
     if not len(every) or every.min() < 0 or every.max() > 4 * len(every):
         return None
     first = np.full(every.max() + 1, len(every))
-    first[every[::-1]] = np.arange(len(every))[::-1]  # of a number given twice the last value is kept
+    first[every[::-1]] = np.arange(len(every))[
+        ::-1
+    ]  # of a number given twice the last value is kept
     distinct = every[np.sort(first[first < len(every)])]
     first[distinct] = np.arange(len(distinct))
     return pa.array(distinct).cast(pa.string()).to_pylist(), first[every].astype(np.int32)
@@ -337,7 +447,9 @@ def _ids(pa: ModuleType, table: Any, name: str) -> Numbered:
     encoded = whole.unify_dictionaries().column(0).combine_chunks()
     highest = np.maximum.accumulate(np.append(np.int32(-1), encoded.indices.to_numpy()))
     if highest[-1] != len(encoded.dictionary) - 1 or bool((np.diff(highest) > 1).any()):
-        encoded = column.cast(pa.string()).dictionary_encode().combine_chunks()  # sorted, or of rows that are gone
+        encoded = (
+            column.cast(pa.string()).dictionary_encode().combine_chunks()
+        )  # sorted, or of rows that are gone
     return encoded.dictionary.to_pylist(), encoded.indices.to_numpy().astype(np.int32, copy=False)
 
 
@@ -362,5 +474,7 @@ def _made_by(schema: Any) -> Json:
         raise DataError(f"metadata: expected JSON, got other text ({error}). {_REMEDY}") from error
     version = value.pop("schema_version", None) if isinstance(value, dict) else None
     if version != SCHEMA_VERSION:
-        raise DataError(f"metadata: expected schema_version {SCHEMA_VERSION}, got {version!r}. {_REMEDY}")
+        raise DataError(
+            f"metadata: expected schema_version {SCHEMA_VERSION}, got {version!r}. {_REMEDY}",
+        )
     return dict(value)

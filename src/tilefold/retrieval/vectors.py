@@ -14,38 +14,65 @@ from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_least
 from tilefold.retrieval._files import Json, arrow, json_line
-from tilefold.retrieval._shards import REMEDY, Manifest, ShardWriter, check_whole, layout_of, shard_file
+from tilefold.retrieval._shards import (
+    REMEDY,
+    Manifest,
+    ShardWriter,
+    check_whole,
+    layout_of,
+    shard_file,
+)
 from tilefold.retrieval._sparse import Floats, Ints, Longs, SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 
-__all__ = ["SparseVectorWriter", "SparseVectors", "VectorManifest", "check_same_vocabulary", "export_jsonl"]
-__all__ += ["iter_shards", "layout_of", "read_manifest", "read_rows", "read_vectors", "vocabulary_fingerprint"]
+__all__ = [
+    "SparseVectorWriter",
+    "SparseVectors",
+    "VectorManifest",
+    "check_same_vocabulary",
+    "export_jsonl",
+]
+__all__ += [
+    "iter_shards",
+    "layout_of",
+    "read_manifest",
+    "read_rows",
+    "read_vectors",
+    "vocabulary_fingerprint",
+]
 __all__ += ["write_vectors"]
 
 
 @dataclass
 class VectorManifest(Manifest):
-    """The manifest of a folder of vectors, ``manifest.json`` beside ``part-00000.parquet``, ``part-00001.parquet``, ...
+    """The manifest of a folder of vectors, ``manifest.json`` beside ``part-00000.parquet``,
+    ``part-00001.parquet``, ...
 
-    A shard has the columns ``id`` (string), ``indices`` (list of int32) and ``weights`` (list of float32).
+    A shard has the columns ``id`` (string), ``indices`` (list of int32) and ``weights`` (list of
+    float32).
 
     Attributes:
         vocab_size, fingerprint: of the vocabulary; see :class:`SparseVectors`.
         model_name: the model that made the vectors, if known.
         kind: ``"document"`` or ``"query"``.
-        n_texts, n_documents: texts that were given, failed ones too (None if only rows are known), and rows.
+        n_texts, n_documents: texts that were given, failed ones too (None if only rows are known),
+            and rows.
         shards: ``{"file", "rows", "nonzeros", "sha256", "truncated"}`` for each shard, in order.
         settings: how the vectors were computed; a writer resumes a folder only if these are equal.
         failed: id -> reason, for texts that could not be encoded.
-        partial: the file that keeps a part of the next shard, its checksum and its failed texts; empty without one.
-        truncated: ``{"count", "max_length"}``: how many texts were cut before they were encoded, and at how many tokens
-            (None for a model that reads any number); empty where they were not counted.
+        partial: the file that keeps a part of the next shard, its checksum and its failed texts;
+            empty without one.
+        truncated: ``{"count", "max_length"}``: how many texts were cut before they were encoded,
+            and at how many tokens (None for a model that reads any number); empty where they were
+            not counted.
         complete: whether the writer finished.
     """
 
     LAYOUT = "sparse"
     WHAT = "sparse vectors"
-    INSTEAD = "Token vectors are for reranking (--rerank); encode with a SparseEncoder for an index."
+    INSTEAD = (
+        "Token vectors are for reranking (--rerank); encode with a SparseEncoder for an index."
+    )
     IDENTITY = ("vocab_size", "fingerprint", "model_name", "kind")
 
     vocab_size: int
@@ -54,22 +81,42 @@ class VectorManifest(Manifest):
     kind: str = "document"
     layout: str = field(default="sparse", kw_only=True)
 
-    def vectors(self, ids: list[str], indptr: Longs, indices: Ints, weights: Floats) -> SparseVectors:
+    def vectors(
+        self,
+        ids: list[str],
+        indptr: Longs,
+        indices: Ints,
+        weights: Floats,
+    ) -> SparseVectors:
         """CSR arrays as vectors of this folder's vocabulary, model and texts."""
-        return SparseVectors(ids, indptr, indices, weights, self.vocab_size, self.fingerprint, self.provenance)
+        return SparseVectors(
+            ids,
+            indptr,
+            indices,
+            weights,
+            self.vocab_size,
+            self.fingerprint,
+            self.provenance,
+        )
 
     def no_vectors(self) -> SparseVectors:
         """The vectors of a folder without rows."""
-        return self.vectors([], np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, np.float32))
+        return self.vectors(
+            [],
+            np.zeros(1, np.int64),
+            np.zeros(0, np.int32),
+            np.zeros(0, np.float32),
+        )
 
 
 class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
     """Write vectors shard by shard into the folder `path`; one process at a time may use it.
 
-    `manifest` is that of a new folder. Shards and manifest are replaced atomically and a shard counts only once the
-    manifest lists it: `resume` keeps those of an earlier writer, else they are discarded. With ``lists=False``, shards
-    are made for a writer in another process. ``FileExistsError`` for a folder with other files, ``DataError`` where it
-    goes on with other settings.
+    `manifest` is that of a new folder. Shards and manifest are replaced atomically and a shard
+    counts only once the manifest lists it: `resume` keeps those of an earlier writer, else they are
+    discarded. With ``lists=False``, shards are made for a writer in another process.
+    ``FileExistsError`` for a folder with other files, ``DataError`` where it goes on with other
+    settings.
     """
 
     suffix, package = "parquet", ("pyarrow.parquet", "pyarrow", "Storing vectors")
@@ -84,31 +131,46 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
     def _store(self, vectors: SparseVectors, path: Path) -> None:
         pa, parquet = arrow("Storing vectors")
         if vectors.indices.size > np.iinfo(np.int32).max:
-            raise ValueError(f"vectors: expected fewer than 2^31 weights per shard, got {vectors.indices.size}.")
+            raise ValueError(
+                f"vectors: expected fewer than 2^31 weights per shard, got {vectors.indices.size}.",
+            )
         offsets = pa.array(vectors.indptr.astype(np.int32))
         columns = {
             "id": pa.array(vectors.ids, pa.string()),
             "indices": pa.ListArray.from_arrays(offsets, pa.array(vectors.indices, pa.int32())),
             "weights": pa.ListArray.from_arrays(offsets, pa.array(vectors.data, pa.float32())),
         }
-        # a third of the time and two thirds of the bytes of the usual dictionaries, which hold no float twice
-        encodings = {"indices.list.element": "DELTA_BINARY_PACKED", "weights.list.element": "BYTE_STREAM_SPLIT"}
+        # a third of the time and two thirds of the bytes of the usual dictionaries, which hold no
+        # float twice
+        encodings = {
+            "indices.list.element": "DELTA_BINARY_PACKED",
+            "weights.list.element": "BYTE_STREAM_SPLIT",
+        }
         table = pa.table(columns)
-        parquet.write_table(table, path, compression="zstd", use_dictionary=False, column_encoding=encodings)
+        parquet.write_table(
+            table,
+            path,
+            compression="zstd",
+            use_dictionary=False,
+            column_encoding=encodings,
+        )
 
     def _read(self, path: Path) -> SparseVectors:
         return _read_parquet(path, self.manifest)
 
 
 def read_manifest(path: str | Path) -> VectorManifest:
-    """The manifest of the folder `path`, complete or not; FileNotFoundError, or ``DataError`` for a damaged one."""
+    """The manifest of the folder `path`, complete or not; FileNotFoundError, or ``DataError`` for a
+    damaged one.
+    """
     return VectorManifest.read(Path(path))
 
 
 def read_vectors(path: str | Path) -> SparseVectors:
     """Read a folder of vectors into memory; ``FileNotFoundError`` where a file is missing.
 
-    ``DataError`` names the folder of a writer that did not finish, or a shard that is damaged or holds bad vectors.
+    ``DataError`` names the folder of a writer that did not finish, or a shard that is damaged or
+    holds bad vectors.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -117,7 +179,9 @@ def read_vectors(path: str | Path) -> SparseVectors:
 
 
 def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
-    """The vectors of those `names` that a folder holds, in its order; only ids are read of shards without one."""
+    """The vectors of those `names` that a folder holds, in its order; only ids are read of shards
+    without one.
+    """
     folder, wanted = Path(path), set(names)
     manifest = read_manifest(folder)
     check_whole(folder, manifest)
@@ -127,14 +191,22 @@ def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
             break
         file = shard_file(folder, shard, verify=False)
         with _as_data_error(file):
-            there = arrow("Storing vectors")[1].read_table(file, columns=["id"]).column("id").to_pylist()
+            there = (
+                arrow("Storing vectors")[1]
+                .read_table(file, columns=["id"])
+                .column("id")
+                .to_pylist()
+            )
         if rows := [row for row, name in enumerate(there) if name in wanted]:
             parts.append(_read_shard(folder, shard, manifest).take(rows))
             wanted -= set(parts[-1].ids)
     return SparseVectors.concatenate(parts)
 
 
-def iter_shards(path: str | Path, manifest: VectorManifest | None = None) -> Iterator[SparseVectors]:
+def iter_shards(
+    path: str | Path,
+    manifest: VectorManifest | None = None,
+) -> Iterator[SparseVectors]:
     """Yield the listed shards one at a time, checked, for collections larger than memory."""
     folder = Path(path)
     manifest = manifest or read_manifest(folder)
@@ -160,10 +232,19 @@ def write_vectors(
     """Write vectors in memory to the folder `path`, replacing vectors that were there."""
     check_least("shard_size", shard_size)
     settings = {name: value for name, value in vectors.provenance.to_dict().items() if value}
-    manifest = VectorManifest(vectors.vocab_size, vectors.fingerprint, model_name, kind, settings=settings)
+    manifest = VectorManifest(
+        vectors.vocab_size,
+        vectors.fingerprint,
+        model_name,
+        kind,
+        settings=settings,
+    )
     writer = SparseVectorWriter(path, manifest)
     for number, start in enumerate(range(0, len(vectors), shard_size)):
-        writer.write_shard(number, vectors.take(range(start, min(start + shard_size, len(vectors)))))
+        writer.write_shard(
+            number,
+            vectors.take(range(start, min(start + shard_size, len(vectors)))),
+        )
     return writer.finish()
 
 
@@ -175,29 +256,39 @@ def export_jsonl(
     contents: Mapping[str, str] | None = None,
     scale: float | None = None,
 ) -> None:
-    """Write one line ``{"id", "contents", "vector": {token: weight}}`` per vector, as Anserini and Pyserini read it.
+    """Write one line ``{"id", "contents", "vector": {token: weight}}`` per vector, as Anserini and
+    Pyserini read it.
 
     Args:
-        tokens: token of each index; the index itself, as text, when None. ``VocabularyMismatchError`` for an index
-            without one, ``DataError`` for two terms of a vector with one text, which a JSON object cannot hold.
+        tokens: token of each index; the index itself, as text, when None.
+            ``VocabularyMismatchError`` for an index without one, ``DataError`` for two terms of a
+            vector with one text, which a JSON object cannot hold.
         contents: id -> text for the ``contents`` field, which is empty otherwise.
-        scale: weights become ``round(weight * scale)``, for engines of integer impacts (100 is usual); terms that
-            round to 0 are dropped. Floats are written when None.
+        scale: weights become ``round(weight * scale)``, for engines of integer impacts (100 is
+            usual); terms that round to 0 are dropped. Floats are written when None.
     """
     highest = int(vectors.indices.max()) if vectors.indices.size else -1
     if tokens is not None and highest >= len(tokens):
         got = f"{len(tokens)} tokens. Pass the vocabulary of the model that made the vectors"
-        raise VocabularyMismatchError(f"tokens: expected a token for every index up to {highest}, got {got}.")
+        raise VocabularyMismatchError(
+            f"tokens: expected a token for every index up to {highest}, got {got}.",
+        )
     with atomic_file(Path(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for i, row_id in enumerate(vectors.ids):
             terms, weights = vectors.row(i)
             names = [str(term) if tokens is None else tokens[term] for term in terms.tolist()]
             if len(set(names)) != len(names):
-                raise DataError(f"tokens: two terms of {row_id!r} have the same text. Pass tokens=None.")
+                raise DataError(
+                    f"tokens: two terms of {row_id!r} have the same text. Pass tokens=None.",
+                )
             vector: dict[str, float] = dict(zip(names, weights.tolist(), strict=True))
             if scale is not None:
                 vector = {name: q for name, w in vector.items() if (q := round(w * scale)) > 0}
-            stream.write(json_line({"id": row_id, "contents": (contents or {}).get(row_id, ""), "vector": vector}))
+            stream.write(
+                json_line(
+                    {"id": row_id, "contents": (contents or {}).get(row_id, ""), "vector": vector},
+                ),
+            )
 
 
 @contextmanager
@@ -207,7 +298,9 @@ def _as_data_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, KeyError, AttributeError) as error:
-        raise DataError(f"{path}: expected Parquet with id, indices and weights, got ({error}). {REMEDY}") from error
+        raise DataError(
+            f"{path}: expected Parquet with id, indices and weights, got ({error}). {REMEDY}",
+        ) from error
 
 
 def _read_parquet(path: Path, manifest: VectorManifest) -> SparseVectors:
@@ -221,10 +314,20 @@ def _read_parquet(path: Path, manifest: VectorManifest) -> SparseVectors:
         same = bool((lengths == counts).all())
         arrays = [column.flatten().to_numpy(zero_copy_only=False) for column in (indices, weights)]
     if not same or any(column.null_count for column in columns):
-        nulls = [name for name, column in zip(("id", "indices", "weights"), columns, strict=True) if column.null_count]
+        nulls = [
+            name
+            for name, column in zip(("id", "indices", "weights"), columns, strict=True)
+            if column.null_count
+        ]
         at = int(np.argmax(lengths != counts))
-        got = f"nulls in {', '.join(nulls)}" if nulls else f"{counts[at]} and {lengths[at]} for {ids[at].as_py()!r}"
-        raise DataError(f"{path}: expected as many weights as indices and no nulls, got {got}. {REMEDY}")
+        got = (
+            f"nulls in {', '.join(nulls)}"
+            if nulls
+            else f"{counts[at]} and {lengths[at]} for {ids[at].as_py()!r}"
+        )
+        raise DataError(
+            f"{path}: expected as many weights as indices and no nulls, got {got}. {REMEDY}",
+        )
     try:
         return manifest.vectors(ids.to_pylist(), offsets_of(lengths), *arrays)
     except DataError as error:

@@ -1,4 +1,6 @@
-"""An HTTP service for sparse, multi-vector and dense models and their indexes; see ``docs/serve.md``."""
+"""An HTTP service for sparse, multi-vector and dense models and their indexes; see
+``docs/serve.md``.
+"""
 
 from __future__ import annotations
 

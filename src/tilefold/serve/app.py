@@ -1,4 +1,6 @@
-"""The ASGI application: the routes at three mount points and pages, who may use them, and what no answer shows."""
+"""The ASGI application: the routes at three mount points and pages, who may use them, and what no
+answer shows.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import hmac
 import ipaddress
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, closing, suppress
 from html import escape
 from pathlib import Path
@@ -38,7 +48,10 @@ _FILES = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-OPENAPI_PATHS = ("/openapi.json", "/api-doc/openapi.json")  # FastAPI's, and that of text-embeddings-inference
+OPENAPI_PATHS = (
+    "/openapi.json",
+    "/api-doc/openapi.json",
+)  # FastAPI's, and that of text-embeddings-inference
 _NO_OTHERS = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _REFERENCE_POLICY = f"default-src 'none'; style-src 'self'; {_NO_OTHERS}"
 _MOUNTED = tuple(f"/{side}/" for side in SIDES)
@@ -50,30 +63,40 @@ _PAGE_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-# of probes and Prometheus, which carry no key, of the page, which asks for one, and what tells of no text and no model
+# of probes and Prometheus, which carry no key, of the page, which asks for one, and what tells of
+# no text and no model
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/docs", *_FILES, *OPENAPI_PATHS})
 _HTTP_VERSIONS = ("1.1", "1.0")
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 
 
 def create_app(
-    service: Service, api_key: str | None = None, *, local: bool = False, origins: Sequence[str] = ()
+    service: Service,
+    api_key: str | None = None,
+    *,
+    local: bool = False,
+    origins: Sequence[str] = (),
 ) -> FastAPI:
-    """The application of a service, which starts and ends with it: text-embeddings-inference three times, and search.
+    """The application of a service, which starts and ends with it: text-embeddings-inference three
+    times, and search.
 
     Args:
-        api_key: what requests must carry as ``Authorization: Bearer KEY``, except health checks, metrics, the page and
-            the description of the routes.
-        local: refuse requests whose header Host is a domain name: for a server without a key on the loopback address,
-            which a page of another site could otherwise reach by a name of its own.
-        origins: sites whose pages may read answers in a browser (CORS), such as ``https://example.org``; ``*`` is all.
+        api_key: what requests must carry as ``Authorization: Bearer KEY``, except health checks,
+            metrics, the page and the description of the routes.
+        local: refuse requests whose header Host is a domain name: for a server without a key on the
+            loopback address, which a page of another site could otherwise reach by a name of its
+            own.
+        origins: sites whose pages may read answers in a browser (CORS), such as
+            ``https://example.org``; ``*`` is all.
 
     Raises:
         ValueError: an empty key, or no origin.
     """
     check_origins(origins)
     if api_key is not None and not api_key.strip():
-        raise ValueError("api_key: expected some text, got an empty one; leave it out for a server without a key.")
+        raise ValueError(
+            "api_key: expected some text, got an empty one; leave it out for a server without a key.",
+        )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -123,7 +146,10 @@ class _App(FastAPI):
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown routes and methods, in the form of all errors."""
     status = getattr(error, "status_code", 500)
-    text = {404: "there is no such route", 405: "the route does not take this method"}.get(status, "the request failed")
+    text = {404: "there is no such route", 405: "the route does not take this method"}.get(
+        status,
+        "the request failed",
+    )
     return _shown(ServeError("Validation", text, status=status), getattr(error, "headers", None))
 
 
@@ -136,14 +162,24 @@ def _shown(error: ServeError, headers: Mapping[str, str] | None = None) -> Respo
 
 
 class _Guard:
-    """Checks the key before anything else, and answers errors that nobody expected without their trace."""
+    """Checks the key before anything else, and answers errors that nobody expected without their
+    trace.
+    """
 
-    def __init__(self, app: Any, service: Service, api_key: str | None, local: bool = False) -> None:
+    def __init__(
+        self,
+        app: Any,
+        service: Service,
+        api_key: str | None,
+        local: bool = False,
+    ) -> None:
         self._app, self._service, self._local = app, service, local
         self._key = None if api_key is None else _digest(api_key.encode())
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["method"] == "HEAD":  # as GET; uvicorn, which has the scope that was sent, leaves the body out
+        if (
+            scope["method"] == "HEAD"
+        ):  # as GET; uvicorn, which has the scope that was sent, leaves the body out
             scope = {**scope, "method": "GET"}
         started, cut = False, list[int]()
         cut_inputs.set(cut)
@@ -160,14 +196,23 @@ class _Guard:
             await _shown(*refusal)(scope, receive, tracked)
             return
         try:
-            if scope["method"] == "POST" and (known := self._service.known.get(scope["path"])) is not None:
-                answer = await known(Request(scope, receive))  # to look for the route would take longer than to do it
+            if (
+                scope["method"] == "POST"
+                and (known := self._service.known.get(scope["path"])) is not None
+            ):
+                answer = await known(
+                    Request(scope, receive),
+                )  # to look for the route would take longer than to do it
                 await answer(scope, receive, tracked)
             else:
                 await self._app(scope, receive, tracked)
         except asyncio.CancelledError:  # the server ends, and the time for requests in work is over
             if not started:
-                await _shown(ServeError("Unhealthy", "the service is closing"))(scope, receive, tracked)
+                await _shown(ServeError("Unhealthy", "the service is closing"))(
+                    scope,
+                    receive,
+                    tracked,
+                )
         except Exception as error:  # the client learns that it failed, the log why
             self._service.log_failure(error)
             self._service.metrics.count("te_request_failure", err="internal")
@@ -177,7 +222,9 @@ class _Guard:
     def _refusal(self, scope: Message) -> tuple[ServeError, dict[str, str]] | None:
         """Error and headers for a request that may not be answered."""
         if scope["http_version"] not in _HTTP_VERSIONS:
-            return ServeError("Validation", "expected HTTP/1.1 or HTTP/1.0", status=505), {"connection": "close"}
+            return ServeError("Validation", "expected HTTP/1.1 or HTTP/1.0", status=505), {
+                "connection": "close",
+            }
         if not self._allowed(scope):
             text = "expected a valid key in the header Authorization: Bearer KEY"
             return ServeError("Validation", text, status=401), {"www-authenticate": "Bearer"}
@@ -190,7 +237,8 @@ class _Guard:
         if self._key is None or (scope["method"] == "GET" and scope["path"] in OPEN_PATHS):
             return True
         scheme, _, key = _header(scope["headers"], b"authorization").partition(b" ")
-        # digests have one length, and are compared in a time that does not depend on where they differ
+        # digests have one length, and are compared in a time that does not depend on where they
+        # differ
         return hmac.compare_digest(_digest(key.strip()), self._key) and scheme.lower() == b"bearer"
 
 
@@ -204,10 +252,17 @@ def _header(headers: list[tuple[bytes, bytes]], wanted: bytes) -> bytes:
 
 @functools.lru_cache(256)
 def _is_local(host: bytes) -> bool:
-    """True for an address or a name of this machine, by which no other site can have sent the client here."""
+    """True for an address or a name of this machine, by which no other site can have sent the
+    client here.
+    """
     given = host.decode("latin-1").strip().lower()
-    name = given[1:].partition("]")[0] if given.startswith("[") else given.partition(":")[0].removesuffix(".")
-    # a name without a dot is no exception: whoever runs the network of the client decides what it stands for
+    name = (
+        given[1:].partition("]")[0]
+        if given.startswith("[")
+        else given.partition(":")[0].removesuffix(".")
+    )
+    # a name without a dot is no exception: whoever runs the network of the client decides what it
+    # stands for
     if name in ("", "localhost", socket.gethostname().lower()) or name.endswith(".localhost"):
         return True
     with suppress(ValueError):
@@ -217,7 +272,9 @@ def _is_local(host: bytes) -> bool:
 
 
 def _page_router(service: Service) -> APIRouter:
-    """The page, its style and its script. While the service is not healthy, they are a 503, for probes of ``/``."""
+    """The page, its style and its script. While the service is not healthy, they are a 503, for
+    probes of ``/``.
+    """
     router = APIRouter()
     contents = {path: (_FOLDER / name).read_bytes() for path, (name, _) in _FILES.items()}
 
@@ -228,12 +285,20 @@ def _page_router(service: Service) -> APIRouter:
         return Response(contents[path], media_type=_FILES[path][1], headers=_PAGE_HEADERS)
 
     for path in _FILES:
-        add_route(router, service, path, answer, "The page" if path == "/" else "A part of the page")
+        add_route(
+            router,
+            service,
+            path,
+            answer,
+            "The page" if path == "/" else "A part of the page",
+        )
     return router
 
 
 def _add_reference(app: FastAPI) -> None:
-    """Add the page of the routes, made from their OpenAPI description, and a second address of that."""
+    """Add the page of the routes, made from their OpenAPI description, and a second address of
+    that.
+    """
 
     async def page(request: Request) -> Response:
         headers = {"content-security-policy": _REFERENCE_POLICY}
@@ -255,14 +320,20 @@ def _reference(schema: Mapping[str, Any]) -> Iterator[str]:
     for path, methods in schema["paths"].items():
         for method, route in methods.items() if not path.startswith(_MOUNTED) else ():
             yield f"<h2>{escape(method.upper())} <code>{escape(path)}</code></h2><p>{escape(route['summary'])}</p>"
-            body = route.get("requestBody", {"content": {JSON: {"schema": {}}}})["content"][JSON]["schema"]
-            fields = (escape(_field(name, field)) for name, field in body.get("properties", {}).items())
+            body = route.get("requestBody", {"content": {JSON: {"schema": {}}}})["content"][JSON][
+                "schema"
+            ]
+            fields = (
+                escape(_field(name, field)) for name, field in body.get("properties", {}).items()
+            )
             yield f"<p><code>{'<br>'.join(fields)}</code></p>"
     yield "</main></html>"
 
 
 def _field(name: str, field: Mapping[str, Any]) -> str:
-    return f"{name}: {_kind(field)}" + (f" = {json.dumps(field['default'])}" if "default" in field else "")
+    return f"{name}: {_kind(field)}" + (
+        f" = {json.dumps(field['default'])}" if "default" in field else ""
+    )
 
 
 def _kind(field: Mapping[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""Batches by tokens: one worker thread per device, the inputs that wait for it, in turns; and what Prometheus reads."""
+"""Batches by tokens: one worker thread per device, the inputs that wait for it, in turns; and what
+Prometheus reads.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +75,11 @@ class Permits:
 
 
 class _Shares:
-    """Limit of tokens in a batch of requests of several inputs, so that requests of one input need not wait long.
+    """Limit of tokens in a batch of requests of several inputs, so that requests of one input need
+    not wait long.
 
-    All that a batch can hold, or so many, while others send requests of one input, that it takes `_TIMES` as long.
+    All that a batch can hold, or so many, while others send requests of one input, that it takes
+    `_TIMES` as long.
     """
 
     def __init__(self, limit: int) -> None:
@@ -88,7 +92,11 @@ class _Shares:
 
     def limit(self, several: bool) -> int:
         """Tokens of the next batch, of requests of one or of several inputs."""
-        return self._share if several and time.monotonic() - self._single_came < _LATELY_SECONDS else self._limit
+        return (
+            self._share
+            if several and time.monotonic() - self._single_came < _LATELY_SECONDS
+            else self._limit
+        )
 
     def learn(self, several: bool, tokens: int, seconds: float) -> None:
         if not several:
@@ -97,24 +105,34 @@ class _Shares:
         elif self._single_seconds is not None:
             ratio = _TIMES * self._single_seconds / max(seconds, 1e-6)
             fitting = max(1, int(tokens * min(ratio, 2.0)))
-            self._share = min(self._limit, max(self._share, fitting) if ratio >= 1 else min(self._share, fitting))
+            self._share = min(
+                self._limit,
+                max(self._share, fitting) if ratio >= 1 else min(self._share, fitting),
+            )
 
 
 class Lane:
     """A worker thread that runs batches of inputs of one kind.
 
-    A batch is whatever had queued while the last one ran, no timer: from the first input on, those of the same key,
-    while ``longest * inputs`` stays within `max_batch_tokens`. Requests of one input have batches of their own, in turn
-    with batches of the others, which are kept short meanwhile (:class:`_Shares`); among these, every request has its
-    first inputs encoded before another one's later ones. Inputs whose future was cancelled are dropped. A batch that
-    fails is halved until the input that fails is alone, so that the others are not lost.
+    A batch is whatever had queued while the last one ran, no timer: from the first input on, those
+    of the same key, while ``longest * inputs`` stays within `max_batch_tokens`. Requests of one
+    input have batches of their own, in turn with batches of the others, which are kept short
+    meanwhile (:class:`_Shares`); among these, every request has its first inputs encoded before
+    another one's later ones. Inputs whose future was cancelled are dropped. A batch that fails is
+    halved until the input that fails is alone, so that the others are not lost.
     """
 
     def __init__(self, name: str, run: Run, max_batch_tokens: int, metrics: Metrics) -> None:
         self._run, self._metrics = run, metrics
-        self._waiting: tuple[list[_Entry], list[_Entry]] = ([], [])  # of requests of one input, and of several
+        self._waiting: tuple[list[_Entry], list[_Entry]] = (
+            [],
+            [],
+        )  # of requests of one input, and of several
         self._several, self._begun, self._shares = True, 0, _Shares(max_batch_tokens)
-        self._ready, self._turn = threading.Condition(), threading.Lock()  # of who runs, taken together with a batch
+        self._ready, self._turn = (
+            threading.Condition(),
+            threading.Lock(),
+        )  # of who runs, taken together with a batch
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=f"tilefold-{name}", daemon=True)
 
@@ -129,11 +147,19 @@ class Lane:
         return sum(map(len, self._waiting))
 
     def submit(
-        self, key: Hashable, payload: Any, tokens: int, place: int = 0, several: bool = False, at_once: bool = False
+        self,
+        key: Hashable,
+        payload: Any,
+        tokens: int,
+        place: int = 0,
+        several: bool = False,
+        at_once: bool = False,
     ) -> asyncio.Future[Answer]:
-        """Queue one input; call it on the event loop. Cancelling the future drops the input if it still waits.
+        """Queue one input; call it on the event loop. Cancelling the future drops the input if it
+        still waits.
 
-        `at_once` runs it here if the worker has nothing: what takes a millisecond need not wait for a thread to wake.
+        `at_once` runs it here if the worker has nothing: what takes a millisecond need not wait for
+        a thread to wake.
         """
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         with self._ready:
@@ -154,7 +180,9 @@ class Lane:
         return future
 
     def _drop(self, entry: _Entry) -> None:
-        """Forget an input whose client has gone, so that such inputs cannot pile up behind a long batch."""
+        """Forget an input whose client has gone, so that such inputs cannot pile up behind a long
+        batch.
+        """
         with self._ready:
             for waiting in self._waiting:
                 if entry in waiting:
@@ -168,7 +196,9 @@ class Lane:
             left = [entry for waiting in self._waiting for entry in waiting]
             self._waiting = ([], [])
             self._ready.notify_all()
-        self._settle([(entry, None, ServeError("Unhealthy", "the service is closing")) for entry in left])
+        self._settle(
+            [(entry, None, ServeError("Unhealthy", "the service is closing")) for entry in left],
+        )
         if self._thread.is_alive():
             self._thread.join(_JOIN_SECONDS)
 
@@ -188,7 +218,10 @@ class Lane:
         ended = time.perf_counter()
         if tokens:  # calls have none
             self._shares.learn(several, tokens, ended - started)
-        return [(entry, Answer(value, started - entry.queued, ended - started), error) for entry, value, error in done]
+        return [
+            (entry, Answer(value, started - entry.queued, ended - started), error)
+            for entry, value, error in done
+        ]
 
     def _next(self) -> list[_Entry]:
         """The next batch; an empty one at the end."""
@@ -231,7 +264,13 @@ class Lane:
             if isinstance(error, ServeError):
                 return [(batch[0], None, error)]
             _logger.error("inference failed: %s", type(error).__name__, exc_info=error)
-            return [(batch[0], None, ServeError("Backend", "inference failed for this input; the log says why"))]
+            return [
+                (
+                    batch[0],
+                    None,
+                    ServeError("Backend", "inference failed for this input; the log says why"),
+                ),
+            ]
 
     def _settle(self, done: list[_Done]) -> None:
         for loop in {entry.future.get_loop() for entry, _, _ in done}:
@@ -277,11 +316,16 @@ _COUNTERS = {
     "tilefold_search_count": ("Searches that were answered", []),
 }
 _HISTOGRAMS = {
-    f"te_{name}_{part}": (f"{text} {whose}", _SECONDS) for name, whose in _OF.items() for part, text in _PARTS.items()
+    f"te_{name}_{part}": (f"{text} {whose}", _SECONDS)
+    for name, whose in _OF.items()
+    for part, text in _PARTS.items()
 } | {
     "te_request_input_length": ("Tokens of an input", tuple(2.0**power for power in range(20))),
     "te_batch_next_size": ("Inputs of a batch", tuple(2.0**power for power in range(13))),
-    "te_batch_next_tokens": ("Tokens of a batch, padding included", tuple(2.0**power for power in range(21))),
+    "te_batch_next_tokens": (
+        "Tokens of a batch, padding included",
+        tuple(2.0**power for power in range(21)),
+    ),
     "tilefold_search_duration": ("Seconds in the index", _SECONDS),
 }
 _GAUGES = {
@@ -303,15 +347,20 @@ class _Histogram:
 class Metrics:
     """The metrics of one service; safe to use from several threads.
 
-    What prometheus_client counts with looks through the bounds for each value; here it only collects and writes.
+    What prometheus_client counts with looks through the bounds for each value; here it only
+    collects and writes.
     """
 
     def __init__(self) -> None:
         self._registry, self._lock = CollectorRegistry(), threading.Lock()
         self._counts: dict[str, dict[tuple[str, ...], float]]
-        self._counts = {name: {} if labels else {(): 0.0} for name, (_, labels) in _COUNTERS.items()}
+        self._counts = {
+            name: {} if labels else {(): 0.0} for name, (_, labels) in _COUNTERS.items()
+        }
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
-        self._durations = {f"te_{name}": [self._histograms[f"te_{name}_{part}"] for part in _PARTS] for name in _OF}
+        self._durations = {
+            f"te_{name}": [self._histograms[f"te_{name}_{part}"] for part in _PARTS] for name in _OF
+        }
         self._registry.register(self)
 
     def count(self, name: str, by: float = 1, **labels: str) -> None:
@@ -325,7 +374,9 @@ class Metrics:
                 self._histograms[name].observe(value)
 
     def durations(self, name: str, *seconds: float) -> None:
-        """Add the seconds of a request or an input, and of its parts in the order of ``_PARTS``, to those of `name`."""
+        """Add the seconds of a request or an input, and of its parts in the order of ``_PARTS``, to
+        those of `name`.
+        """
         with self._lock:
             for histogram, value in zip(self._durations[name], seconds, strict=True):
                 histogram.observe(value)
@@ -338,7 +389,9 @@ class Metrics:
         """The counters and the histograms, as a registry asks for them."""
         with self._lock:
             counts = {name: dict(found) for name, found in self._counts.items()}
-            histograms = {name: (list(each.counts), each.total) for name, each in self._histograms.items()}
+            histograms = {
+                name: (list(each.counts), each.total) for name, each in self._histograms.items()
+            }
         for name, (text, labels) in _COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=labels)
             for key, value in counts[name].items():
@@ -350,6 +403,8 @@ class Metrics:
             yield HistogramMetricFamily(name, _HISTOGRAMS[name][0], buckets, total)
 
     def render(self) -> bytes:
-        """All metrics as Prometheus reads them, without the suffix that its library adds to counters."""
+        """All metrics as Prometheus reads them, without the suffix that its library adds to
+        counters.
+        """
         lines = generate_latest(self._registry).splitlines(keepends=True)
         return b"".join(line.replace(b"_total", b"", 1) for line in lines)

@@ -1,4 +1,6 @@
-"""Bodies of requests, checked; and JSON that a client is told: vectors, as short as float32 allows, cosines, errors."""
+"""Bodies of requests, checked; and JSON that a client is told: vectors, as short as float32 allows,
+cosines, errors.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ _KINDS = {
     "Empty": (400, "validation"),
 }
 _SHOWN = 300  # characters of a message
-_TEXT_OR_IDS = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]}
+_TEXT_OR_IDS = {
+    "oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}],
+}
 _INPUTS_SCHEMA = {"oneOf": [*_TEXT_OR_IDS["oneOf"], {"type": "array", "items": _TEXT_OR_IDS}]}
 _TEXTS_SCHEMA = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 
@@ -46,14 +50,20 @@ def _is_text(value: object) -> bool:
 
 
 def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(id_, int) and not isinstance(id_, bool) for id_ in value)
+    return isinstance(value, list) and all(
+        isinstance(id_, int) and not isinstance(id_, bool) for id_ in value
+    )
 
 
 class Single(list[Any]):
     """The one input of a request that gave no list of them, which metrics count apart."""
 
 
-def _listed(is_one: Callable[[object], bool], is_each: Callable[[object], bool], expected: str) -> PlainValidator:
+def _listed(
+    is_one: Callable[[object], bool],
+    is_each: Callable[[object], bool],
+    expected: str,
+) -> PlainValidator:
     """A check of one input or a list of inputs, which makes it a list."""
 
     def check(value: object) -> list[Any]:
@@ -68,7 +78,11 @@ def _listed(is_one: Callable[[object], bool], is_each: Callable[[object], bool],
 
 def _contents(value: object) -> list[Any]:
     """Documents of a reranker: texts, or objects with a text."""
-    found = [each.get("text") if isinstance(each, dict) else each for each in value] if isinstance(value, list) else []
+    found = (
+        [each.get("text") if isinstance(each, dict) else each for each in value]
+        if isinstance(value, list)
+        else []
+    )
     if not isinstance(value, list) or not all(map(_is_text, found)):
         raise ValueError("expected a list of texts, or of objects with a text")
     return found
@@ -89,17 +103,31 @@ Inputs = Annotated[
     ),
     WithJsonSchema(_INPUTS_SCHEMA),
 ]
-Texts = Annotated[list[Any], _listed(_is_text, _is_text, "a text or a list of texts"), WithJsonSchema(_TEXTS_SCHEMA)]
+Texts = Annotated[
+    list[Any],
+    _listed(_is_text, _is_text, "a text or a list of texts"),
+    WithJsonSchema(_TEXTS_SCHEMA),
+]
 IdLists = Annotated[
     list[Any],
-    _listed(lambda value: bool(value and _is_ids(value)), _is_ids, "a list of token ids, or a list of such lists"),
+    _listed(
+        lambda value: bool(value and _is_ids(value)),
+        _is_ids,
+        "a list of token ids, or a list of such lists",
+    ),
 ]
 Contents = Annotated[list[Any], PlainValidator(_contents)]
-Direction = Annotated[Any, PlainValidator(_direction), WithJsonSchema({"enum": ["left", "right", "Left", "Right"]})]
+Direction = Annotated[
+    Any,
+    PlainValidator(_direction),
+    WithJsonSchema({"enum": ["left", "right", "Left", "Right"]}),
+]
 
 
 class Body(BaseModel):
-    """A body of text-embeddings-inference: fields that it does not know are ignored, types are not converted."""
+    """A body of text-embeddings-inference: fields that it does not know are ignored, types are not
+    converted.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
@@ -192,7 +220,9 @@ class Decode(Body):
 
 
 class Rerank(Cut):
-    """``/rerank``: with ``texts`` as text-embeddings-inference, with ``documents`` as Cohere, Jina and vLLM."""
+    """``/rerank``: with ``texts`` as text-embeddings-inference, with ``documents`` as Cohere, Jina
+    and vLLM.
+    """
 
     query: str
     texts: Texts | None = None
@@ -205,10 +235,18 @@ class Rerank(Cut):
 
 
 class Score(Cut):
-    """``/score`` of vLLM: one query with every document, or each with its own; under any of the names that it takes."""
+    """``/score`` of vLLM: one query with every document, or each with its own; under any of the
+    names that it takes.
+    """
 
-    queries: Texts | None = Field(None, validation_alias=AliasChoices("queries", "text_1", "data_1"))
-    documents: Texts | None = Field(None, validation_alias=AliasChoices("documents", "items", "text_2", "data_2"))
+    queries: Texts | None = Field(
+        None,
+        validation_alias=AliasChoices("queries", "text_1", "data_1"),
+    )
+    documents: Texts | None = Field(
+        None,
+        validation_alias=AliasChoices("documents", "items", "text_2", "data_2"),
+    )
     model: str | None = None
     raw_scores: bool = False
 
@@ -218,9 +256,18 @@ class ClientGoneError(Exception):
 
 
 class ServeError(Exception):
-    """An error of a request, or of the service, with the code of its kind and its label among metrics, or others."""
+    """An error of a request, or of the service, with the code of its kind and its label among
+    metrics, or others.
+    """
 
-    def __init__(self, kind: str, message: str, *, status: int | None = None, label: str | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        message: str,
+        *,
+        status: int | None = None,
+        label: str | None = None,
+    ) -> None:
         super().__init__(message)
         own_status, own_label = _KINDS[kind]
         self.kind, self.status, self.label = kind, status or own_status, label or own_label
@@ -242,7 +289,11 @@ def invalid(message: str, label: str | None = None) -> ServeError:
 
 def empty(name: str) -> ServeError:
     """A text, or a list of token ids, without anything in it: 400."""
-    return ServeError("Empty", f"Input validation error: `{name}` cannot be empty", label="tokenization")
+    return ServeError(
+        "Empty",
+        f"Input validation error: `{name}` cannot be empty",
+        label="tokenization",
+    )
 
 
 def wrong_model(message: str) -> ServeError:
@@ -252,7 +303,10 @@ def wrong_model(message: str) -> ServeError:
 
 def plain(value: object) -> bytes:
     """Any value as compact JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
+        "utf-8",
+        "replace",
+    )
 
 
 def numbers(values: Vector) -> list[str]:
@@ -266,7 +320,9 @@ def _number(value: float) -> str:
 
 
 def strongest(row: Row, top_k: int | None, threshold: float | None) -> Row:
-    """The `top_k` heaviest entries (equal weights: the lower index stays) above `threshold`, in index order."""
+    """The `top_k` heaviest entries (equal weights: the lower index stays) above `threshold`, in
+    index order.
+    """
     indices, weights, _ = row
     keep = np.flatnonzero(weights > min(threshold or 0.0, float(np.finfo(np.float32).max)))
     if top_k is not None and keep.size > top_k:
@@ -298,15 +354,23 @@ def _sparse_row(row: Row, body: EmbedSparse, token: Callable[[int], str]) -> byt
     if body.format == "values":
         more = [""] * len(indices) if tokens is None else [f',"token":{name}' for name in tokens]
         entries = zip(indices, weights, more, strict=True)
-        found = ",".join(f'{{"index":{index},"value":{weight}{name}}}' for index, weight, name in entries)
+        found = ",".join(
+            f'{{"index":{index},"value":{weight}{name}}}' for index, weight, name in entries
+        )
         return f"[{found}]".encode()
     if len(set(tokens or ())) < len(indices):
-        raise ServeError("Validation", "`format`: two terms of a vector have the same text; take arrays")
+        raise ServeError(
+            "Validation",
+            "`format`: two terms of a vector have the same text; take arrays",
+        )
     found = ",".join(f"{name}:{weight}" for name, weight in zip(tokens or (), weights, strict=True))
     return f"{{{found}}}".encode()
 
 
-_written, _known = np.zeros(1 << 16, "S16"), np.zeros(1 << 16, bool)  # weights of 16 bits that were written before
+_written, _known = (
+    np.zeros(1 << 16, "S16"),
+    np.zeros(1 << 16, bool),
+)  # weights of 16 bits that were written before
 _WRITTEN_AT_ONCE = 1 << 17  # entries of a batch
 _writing = threading.Lock()  # numpy copies without Python's lock: nobody may read half a number
 
@@ -317,7 +381,8 @@ def _openings(size: int) -> npt.NDArray[np.bytes_]:
 
 
 def rows_of(offsets: Sequence[int], indices: npt.NDArray[np.int32], weights: Vector) -> list[Row]:
-    """Each row by itself, copied for a cache to keep no batch; written if all weights are of 16 bits, as of bf16.
+    """Each row by itself, copied for a cache to keep no batch; written if all weights are of 16
+    bits, as of bf16.
 
     ``[{"index", "value"}]`` of all rows at once: parts of fixed sizes, without their padding.
     """
@@ -329,11 +394,18 @@ def rows_of(offsets: Sequence[int], indices: npt.NDArray[np.int32], weights: Vec
                 _written[new >> 16], _known[new >> 16] = numbers(new.view(np.float32)), True
             values = _written[bits >> 16]
         openings = _openings(1 << int(indices.max()).bit_length())[indices]
-        parts = np.empty(len(bits), np.dtype([("opening", openings.dtype), ("value", values.dtype)]))
+        parts = np.empty(
+            len(bits),
+            np.dtype([("opening", openings.dtype), ("value", values.dtype)]),
+        )
         parts["opening"], parts["value"] = openings, values
     found = []
     for a, b in itertools.pairwise(offsets):
-        written = b"[" + parts[a:b].tobytes().translate(None, b"\0")[2:] + b"}]" if len(parts) and a < b else b""
+        written = (
+            b"[" + parts[a:b].tobytes().translate(None, b"\0")[2:] + b"}]"
+            if len(parts) and a < b
+            else b""
+        )
         found.append(Row(indices[a:b].copy(), weights[a:b].copy(), written))
     return found
 
@@ -349,11 +421,15 @@ def matrices(rows: Sequence[Tensor]) -> list[bytes]:
 
 
 def cosines(rows: Sequence[Any], kind: str) -> list[float]:
-    """Cosine similarity of the first row, ``"sparse"`` or not, with each of the others; that of an empty one is 0."""
+    """Cosine similarity of the first row, ``"sparse"`` or not, with each of the others; that of an
+    empty one is 0.
+    """
     first, *others = rows
     if kind == "sparse":
         both = [(other, *np.intersect1d(first[0], other[0], True, True)[1:]) for other in others]
-        dots = [float(first[1][mine].astype(np.float64) @ other[1][its]) for other, mine, its in both]
+        dots = [
+            float(first[1][mine].astype(np.float64) @ other[1][its]) for other, mine, its in both
+        ]
         rows = [row[1] for row in rows]
     else:
         dots = (np.stack(others).astype(np.float64) @ first).tolist()

@@ -22,14 +22,21 @@ _UNWATCHED_SECONDS = 0.05  # of work, after which it is looked whether the clien
 
 
 class _Ending:
-    """Within it, :meth:`end` cancels the task, which raises `error` then: no task of its own for every request.
+    """Within it, :meth:`end` cancels the task, which raises `error` then: no task of its own for
+    every request.
 
-    `later` is called `seconds` after it was made, if it has not ended by then; by default :meth:`end`.
+    `later` is called `seconds` after it was made, if it has not ended by then; by default
+    :meth:`end`.
     """
 
     __slots__ = ("_ended", "_error", "_task", "_timer")
 
-    def __init__(self, error: Callable[[], Exception], seconds: float, later: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        error: Callable[[], Exception],
+        seconds: float,
+        later: Callable[[], None] | None = None,
+    ) -> None:
         self._error, self._ended = error, False
         self._task: Any = asyncio.current_task()
         self._timer = asyncio.get_running_loop().call_later(seconds, later or self.end)
@@ -44,12 +51,18 @@ class _Ending:
         self._timer.cancel()
         task = self._task
         # from 3.11 on a task counts who cancelled it: somebody else, too, if it is more than one
-        if kind is asyncio.CancelledError and self._ended and not (hasattr(task, "uncancel") and task.uncancel()):
+        if (
+            kind is asyncio.CancelledError
+            and self._ended
+            and not (hasattr(task, "uncancel") and task.uncancel())
+        ):
             raise self._error() from None
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves; the body must have been read."""
+    """The result of `work`, which is cancelled when the client leaves; the body must have been
+    read.
+    """
     watch: asyncio.Task[None] | None = None
 
     async def left() -> None:
@@ -79,7 +92,9 @@ def add_route(
     body: type[BaseModel] | None = None,
     failed: Callable[[ServeError], bytes] = ServeError.body,
 ) -> None:
-    """A GET, or the POST of a checked `body`; `work` ends when the client leaves, and its errors are JSON."""
+    """A GET, or the POST of a checked `body`; `work` ends when the client leaves, and its errors
+    are JSON.
+    """
 
     async def endpoint(request: Request) -> Response:
         if body is not None and not request.path_params:
@@ -100,7 +115,14 @@ def add_route(
         schema = _inlined(schema, schema.pop("$defs", {}))
         extra = {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
     methods = ["GET" if body is None else "POST"]
-    router.add_api_route(path, endpoint, methods=methods, summary=summary, response_class=Response, openapi_extra=extra)
+    router.add_api_route(
+        path,
+        endpoint,
+        methods=methods,
+        summary=summary,
+        response_class=Response,
+        openapi_extra=extra,
+    )
 
 
 def _inlined(schema: Any, parts: dict[str, Any]) -> Any:
@@ -118,7 +140,11 @@ async def read(request: Request, model: type[B], limits: Limits) -> B:
     """The body of a request."""
     headers = dict(reversed(request.scope["headers"]))  # of two with one name the first one counts
     if not _is_json(headers.get(b"content-type", b"")):
-        raise ServeError("Validation", "expected a body of Content-Type: application/json in UTF-8", status=415)
+        raise ServeError(
+            "Validation",
+            "expected a body of Content-Type: application/json in UTF-8",
+            status=415,
+        )
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise ServeError("Validation", "expected a body without Content-Encoding", status=415)
     raw = await _read(request, headers, limits)
@@ -127,7 +153,11 @@ async def read(request: Request, model: type[B], limits: Limits) -> B:
     except ValidationError as error:
         first = _first(error)
         if first["type"] == "json_invalid":
-            raise ServeError("Validation", f"the body is not valid JSON: {first['msg']}", status=400) from None
+            raise ServeError(
+                "Validation",
+                f"the body is not valid JSON: {first['msg']}",
+                status=400,
+            ) from None
         raise invalid(explained(error)) from None
 
 
@@ -155,10 +185,18 @@ async def _read(request: Request, headers: Mapping[bytes, bytes], limits: Limits
     """The bytes of the body, no more of them than the limit, in no more time than there is."""
 
     def too_large() -> ServeError:
-        return ServeError("Validation", f"the body has more than {limits.payload_limit} bytes", status=413)
+        return ServeError(
+            "Validation",
+            f"the body has more than {limits.payload_limit} bytes",
+            status=413,
+        )
 
     def too_slow() -> ServeError:
-        return ServeError("Validation", f"the body took more than {limits.body_seconds:g} s", status=408)
+        return ServeError(
+            "Validation",
+            f"the body took more than {limits.body_seconds:g} s",
+            status=408,
+        )
 
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared) > limits.payload_limit:

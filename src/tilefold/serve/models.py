@@ -1,4 +1,6 @@
-"""The models of a service, each loaded once: their tokens, what they take, and how they encode a batch."""
+"""The models of a service, each loaded once: their tokens, what they take, and how they encode a
+batch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tilefold._typing import Model, Tokenizer
 from tilefold.integrations.sentence_transformers.encoding_graphs import graphs_of
-from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs, on_device, pack_features
+from tilefold.integrations.sentence_transformers.packed_inputs import (
+    PackedInputs,
+    on_device,
+    pack_features,
+)
 from tilefold.integrations.sentence_transformers.stream import prompt_of
 from tilefold.integrations.transformers.packed import padding_position
 from tilefold.retrieval.encoding import encode_stock
@@ -32,14 +38,18 @@ _UNLIMITED = 1 << 30  # transformers says 1e30 where a tokenizer has no limit
 
 
 class TextTokens:
-    """A copy of a model's tokenizer that neither truncates nor pads, for any thread; it must have a fast backend."""
+    """A copy of a model's tokenizer that neither truncates nor pads, for any thread; it must have a
+    fast backend.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         from tokenizers import Tokenizer  # a package of transformers
 
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
             remedy = "Save its tokenizer.json (transformers.AutoTokenizer with use_fast=True), and serve that."
-            raise ValueError(f"model: expected a model with a fast tokenizer, got {type(tokenizer).__name__}. {remedy}")
+            raise ValueError(
+                f"model: expected a model with a fast tokenizer, got {type(tokenizer).__name__}. {remedy}",
+            )
         self._tokenizer = Tokenizer.from_str(backend.to_str())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -50,9 +60,16 @@ class TextTokens:
         return list(map(len, self._encode([prompt + text for text in texts], special)))
 
     def tokenize(
-        self, texts: Sequence[str], special: bool, prompt: str = "", *, in_bytes: bool = False
+        self,
+        texts: Sequence[str],
+        special: bool,
+        prompt: str = "",
+        *,
+        in_bytes: bool = False,
     ) -> list[list[dict[str, Any]]]:
-        """Tokens as ``/tokenize`` answers: id, text, whether special, and where the others start and stop."""
+        """Tokens as ``/tokenize`` answers: id, text, whether special, and where the others start
+        and stop.
+        """
         whole = [prompt + text for text in texts]
         return [
             _described(text, encoding, _byte_places(text) if in_bytes else range(len(text) + 1))
@@ -63,7 +80,10 @@ class TextTokens:
         """Token ids as they are."""
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         if (wrong := next((id_ for id_ in ids if not 0 <= id_ < size), None)) is not None:
-            raise ServeError("Tokenizer", f"token ids: expected numbers from 0 to {size - 1}, got {wrong}")
+            raise ServeError(
+                "Tokenizer",
+                f"token ids: expected numbers from 0 to {size - 1}, got {wrong}",
+            )
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
@@ -91,11 +111,23 @@ class TextTokens:
 
 
 def _described(text: str, encoding: Any, places: Sequence[int]) -> list[dict[str, Any]]:
-    rows = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
+    rows = zip(
+        encoding.ids,
+        encoding.tokens,
+        encoding.special_tokens_mask,
+        encoding.offsets,
+        strict=True,
+    )
     return [
         {"id": id_, "text": token, "special": True, "start": None, "stop": None}
         if mask
-        else {"id": id_, "text": text[start:stop], "special": False, "start": places[start], "stop": places[stop]}
+        else {
+            "id": id_,
+            "text": text[start:stop],
+            "special": False,
+            "start": places[start],
+            "stop": places[stop],
+        }
         for id_, token, mask, (start, stop) in rows
     ]
 
@@ -132,7 +164,9 @@ class Served:
         path = Path(self.name)
         self.name = path.resolve().name if path.is_dir() or path.is_absolute() else self.name
         self.text = TextTokens(self.model.tokenizer)
-        self.prompts: dict[str, str] = {key: value or "" for key, value in (self.model.prompts or {}).items()}
+        self.prompts: dict[str, str] = {
+            key: value or "" for key, value in (self.model.prompts or {}).items()
+        }
         self.model.eval()
         self._calls = {side: self._call(side) for side in SIDES}
 
@@ -143,7 +177,9 @@ class Served:
     @property
     def dtype(self) -> str:
         """Dtype of its weights, in the words of text-embeddings-inference."""
-        return str(next((tensor.dtype for tensor in self.model.parameters()), torch.float32)).removeprefix("torch.")
+        return str(
+            next((tensor.dtype for tensor in self.model.parameters()), torch.float32),
+        ).removeprefix("torch.")
 
     def _call(self, side: Side) -> Call:
         """Tokenizer call of the model for a text of this side."""
@@ -157,16 +193,24 @@ class Served:
         return limit if limit is not None and 0 < limit < _UNLIMITED else 512
 
     def quick(self, tokens: int) -> bool:
-        """Whether a text of so many tokens takes about a millisecond, by a CUDA graph: some were captured before."""
+        """Whether a text of so many tokens takes about a millisecond, by a CUDA graph: some were
+        captured before.
+        """
         graphs = graphs_of(self.model)
         return tokens <= _FEW and graphs is not None and bool(graphs.graphs)
 
     def lengths(self, way: Way, texts: Sequence[str]) -> list[int]:
-        """Tokens of each text with what stands before it, if it is not cut; may be called in any thread."""
+        """Tokens of each text with what stands before it, if it is not cut; may be called in any
+        thread.
+        """
         return self.text.lengths(texts, self.prompt(way), self._calls[way.side].special)
 
     def way(
-        self, side: Side, prompt_name: str | None, direction: Literal["left", "right"] = "right", normalize: bool = True
+        self,
+        side: Side,
+        prompt_name: str | None,
+        direction: Literal["left", "right"] = "right",
+        normalize: bool = True,
     ) -> Way:
         """The way of a request; ``prompt_name`` of "query" or "document" chooses the side."""
         if prompt_name in SIDES:
@@ -187,12 +231,20 @@ class Served:
             return {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}
         if self.kind == "sparse":
             return {"embedding": {"pooling": "splade"}}
-        modes = [mode for module in self.model.modules() if (mode := getattr(module, "pooling_mode", None))]
+        modes = [
+            mode
+            for module in self.model.modules()
+            if (mode := getattr(module, "pooling_mode", None))
+        ]
         found = modes[-1:] if not modes or isinstance(modes[-1], str) else modes[-1]
-        return {"embedding": {"pooling": "+".join(found).replace("lasttoken", "last_token") or "mean"}}
+        return {
+            "embedding": {"pooling": "+".join(found).replace("lasttoken", "last_token") or "mean"},
+        }
 
     def encode(self, way: Way, inputs: Sequence[Any]) -> list[Any]:
-        """One row per input, on the CPU: sparse ``(indices, weights)``, token vectors, or a dense vector."""
+        """One row per input, on the CPU: sparse ``(indices, weights)``, token vectors, or a dense
+        vector.
+        """
         tokenizer = self.model.tokenizer
         stock = tokenizer.truncation_side  # a state, so that one thread alone may encode
         tokenizer.truncation_side = way.direction
@@ -206,11 +258,22 @@ class Served:
 
     def _sparse(self, way: Way, inputs: Sequence[Any]) -> list[Row]:
         fused = getattr(self.model, "encode_sparse_batch", None)
-        if fused is not None and not way.ids:  # no matrix, which takes longer to make than to copy the rows
-            found: Any = fused.batch(cut_texts(self.model, inputs), task=way.side, prompt_name=way.prompt).rows
-            offsets, indices = [0, *found.counts.cumsum(0).tolist()], found.columns.to(torch.int32).numpy()
+        if (
+            fused is not None and not way.ids
+        ):  # no matrix, which takes longer to make than to copy the rows
+            found: Any = fused.batch(
+                cut_texts(self.model, inputs),
+                task=way.side,
+                prompt_name=way.prompt,
+            ).rows
+            offsets, indices = (
+                [0, *found.counts.cumsum(0).tolist()],
+                found.columns.to(torch.int32).numpy(),
+            )
             weights = found.values.float().numpy()
-            if weights.size and not 0 <= weights.min() <= weights.max() < np.inf:  # a NaN is the lowest and the highest
+            if (
+                weights.size and not 0 <= weights.min() <= weights.max() < np.inf
+            ):  # a NaN is the lowest and the highest
                 got = f"{weights.min()} to {weights.max()}. Check the model"
                 raise ValueError(f"texts: expected finite weights of at least 0, got {got}.")
             return rows_of(offsets, indices, weights)
@@ -222,7 +285,11 @@ class Served:
         vectors = SparseVectors.from_torch([str(row) for row in range(len(inputs))], rows)
         parts = rows_of(vectors.indptr.tolist(), vectors.indices, vectors.data)
         # ids, of which no ``encode`` has kept so many
-        return [strongest(row, self.model.max_active_dims, None) for row in parts] if way.ids else parts
+        return (
+            [strongest(row, self.model.max_active_dims, None) for row in parts]
+            if way.ids
+            else parts
+        )
 
     def _tokens(self, way: Way, inputs: Sequence[Any]) -> list[torch.Tensor]:
         if way.ids:
@@ -235,29 +302,48 @@ class Served:
 
     def _dense(self, way: Way, inputs: Sequence[Any]) -> list[Vector]:
         if way.ids:
-            encoded = self._features(way, inputs)["sentence_embedding"][:, : self.model.truncate_dim]
+            encoded = self._features(way, inputs)["sentence_embedding"][
+                :,
+                : self.model.truncate_dim,
+            ]
         else:
-            encoded = encode_stock(self.model, inputs, way.side, prompt_name=way.prompt, convert_to_tensor=True)
+            encoded = encode_stock(
+                self.model,
+                inputs,
+                way.side,
+                prompt_name=way.prompt,
+                convert_to_tensor=True,
+            )
         return [row.numpy() for row in _finite(list(encoded.detach().float().cpu()), "vectors")]
 
     def _features(self, way: Way, inputs: Sequence[Sequence[int]]) -> Any:
-        """Features of token ids as they are, after the model: no prompt, no special token, no expansion of queries."""
+        """Features of token ids as they are, after the model: no prompt, no special token, no
+        expansion of queries.
+        """
         limit, padding = self.limit(way.side), self.model.tokenizer.pad_token_id or 0
-        cut = [torch.tensor(ids[:limit] if way.direction == "right" else ids[-limit:], device="cpu") for ids in inputs]
+        cut = [
+            torch.tensor(ids[:limit] if way.direction == "right" else ids[-limit:], device="cpu")
+            for ids in inputs
+        ]
         features: dict[str, Any] = {
             "input_ids": pad_sequence(cut, batch_first=True, padding_value=padding),
             "attention_mask": pad_sequence([torch.ones_like(ids) for ids in cut], batch_first=True),
             "modality": "text",
             "task": way.side,
         }
-        if isinstance(getattr(self.model[0], "preprocess", None), PackedInputs):  # of an accelerated encoder
+        if isinstance(
+            getattr(self.model[0], "preprocess", None),
+            PackedInputs,
+        ):  # of an accelerated encoder
             features = pack_features(features, padding_position(self.model[0].model))
         with torch.inference_mode():
             return self.model(on_device(features, self.model.device), task=way.side)
 
 
 def _finite(rows: list[torch.Tensor], what: str) -> list[torch.Tensor]:
-    """The rows of the inputs; a ``ValueError`` names the first number that is not finite, and which input it is of."""
+    """The rows of the inputs; a ``ValueError`` names the first number that is not finite, and which
+    input it is of.
+    """
     for at, row in enumerate(rows):
         if (wrong := row[~row.isfinite()]).numel():
             found = f"{wrong[0].item()} for input {at}"
@@ -268,7 +354,10 @@ def _finite(rows: list[torch.Tensor], what: str) -> list[torch.Tensor]:
 @contextmanager
 def _unnormalized(model: Model) -> Iterator[None]:
     """The model without the modules at its end that make its vectors of length 1."""
-    last = itertools.takewhile(lambda module: type(module).__name__ == "Normalize", reversed(list(model.children())))
+    last = itertools.takewhile(
+        lambda module: type(module).__name__ == "Normalize",
+        reversed(list(model.children())),
+    )
     skipped = list(last)
     for module in skipped:
         module.forward = lambda features, **_: features

@@ -1,4 +1,6 @@
-"""An index and what belongs to it: models, documents, vectors, a second index; why a document was found."""
+"""An index and what belongs to it: models, documents, vectors, a second index; why a document was
+found.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +39,27 @@ class Searchable:
     """An index to serve, with what belongs to it.
 
     Raises:
-        DataError: parts of other documents than the index, or by another model; that `encoder` made the index is not
-            checked.
+        DataError: parts of other documents than the index, or by another model; that `encoder` made
+            the index is not checked.
     """
 
     name: str  # in the addresses
     index: SparseIndex | BM25Index | DenseIndex | LateIndex
     encoder: Served | None = None  # makes the queries' vectors; none for an index of words
-    documents: Mapping[str, Document] = field(default_factory=dict)  # by id; empty where none are shown
+    documents: Mapping[str, Document] = field(
+        default_factory=dict,
+    )  # by id; empty where none are shown
     vectors: SparseVectors | None = None  # of the documents, for explanations and feedback
     words: BM25Index | None = None  # to fuse with
     late: Served | None = None  # the multi-vector model that reranks
     store: TokenStore | None = None  # its vectors of the documents; without, candidates are encoded
     query_top_k: int | None = None  # terms kept of a query
-    options: Options = field(default_factory=dict)  # of the index's search, such as Seismic's ``heap_factor``
-    dense: Served | None = None  # the model of the dense vectors of the index, a Qdrant collection with such
+    options: Options = field(
+        default_factory=dict,
+    )  # of the index's search, such as Seismic's ``heap_factor``
+    dense: Served | None = (
+        None  # the model of the dense vectors of the index, a Qdrant collection with such
+    )
 
     def __post_init__(self) -> None:
         _ = self.searcher  # made by the thread that loads: a check may encode
@@ -60,7 +68,11 @@ class Searchable:
     def searcher(self) -> Searcher:
         """Ranks and reranks; queries are encoded by the service."""
         late = None if self.late is None else self.late.model
-        parts: Options = {"documents": self.documents, "vectors": self.vectors, "second": self.words}
+        parts: Options = {
+            "documents": self.documents,
+            "vectors": self.vectors,
+            "second": self.words,
+        }
         return Searcher(self.index, late=late, tokens=self.store, options=self.options, **parts)
 
     @property
@@ -79,7 +91,9 @@ class Searchable:
         }
 
     def query_vector(self, row: Any) -> SparseVectors | TokenVectors | torch.Tensor:
-        """The vector of a query, of a sparse one its heaviest terms alone if the index is searched so."""
+        """The vector of a query, of a sparse one its heaviest terms alone if the index is searched
+        so.
+        """
         if self.encoder is None:
             raise ValueError("encoder: expected a model, got None; an index of words reads texts.")
         if self.encoder.kind == "dense":
@@ -88,15 +102,29 @@ class Searchable:
             return TokenVectors([QUERY], torch.tensor([0, len(row)]), row.float())
         indices, weights, _ = strongest(row, self.query_top_k, None)
         fingerprint = vocabulary_fingerprint(self.encoder.model.tokenizer)
-        return SparseVectors([QUERY], np.array([0, len(indices)]), indices, weights, self.index.vocab_size, fingerprint)
+        return SparseVectors(
+            [QUERY],
+            np.array([0, len(indices)]),
+            indices,
+            weights,
+            self.index.vocab_size,
+            fingerprint,
+        )
 
-    def search_dense(self, vector: npt.NDArray[np.float32], k: int, where: Where = None) -> dict[str, float]:
+    def search_dense(
+        self,
+        vector: npt.NDArray[np.float32],
+        k: int,
+        where: Where = None,
+    ) -> dict[str, float]:
         """The `k` best documents that match by their dense vectors, in the collection of the index."""
         from tilefold.retrieval.index.qdrant import QdrantIndex  # needs qdrant
         from tilefold.retrieval.qdrant import Queries
 
         if not isinstance(self.index, QdrantIndex):
-            raise ValueError(f"index: expected a Qdrant collection with dense vectors, got {self.index.backend!r}.")
+            raise ValueError(
+                f"index: expected a Qdrant collection with dense vectors, got {self.index.backend!r}.",
+            )
         (hits,) = self.index.collection.search(Queries([QUERY], dense=vector[None]), k, where=where)
         return {hit.id: hit.score for hit in hits}
 
@@ -119,7 +147,11 @@ class Searchable:
             }
             for term in shown
         ]
-        return {"terms": terms, "terms_in_all": len(weights), "marks": _marks(text, query, set(shown))}
+        return {
+            "terms": terms,
+            "terms_in_all": len(weights),
+            "marks": _marks(text, query, set(shown)),
+        }
 
     def owner(self, ranking: Ranking, name: str) -> tuple[Document | None, Passage | None]:
         """The document of a result, and the passage that it was ranked by."""
@@ -128,7 +160,9 @@ class Searchable:
         return self.documents.get(passage.document if passage else name), passage
 
     def explain_document(self, ranking: Ranking, name: str) -> Explanation:
-        """The rank and score of a document in every stage, and the terms that it shares with the query as searched."""
+        """The rank and score of a document in every stage, and the terms that it shares with the
+        query as searched.
+        """
         stages = {
             stage: {"rank": list(run[QUERY]).index(name) + 1, "score": run[QUERY][name]}
             for stage, run in ranking.stages.items()
@@ -136,13 +170,21 @@ class Searchable:
         }
         found: Explanation = {"stages": stages}
         part = ranking.passages.get("sparse", {}).get(QUERY, {}).get(name, name)
-        if self.vectors is None or self.encoder is None or (row := self.vectors.row_of.get(part)) is None:
+        if (
+            self.vectors is None
+            or self.encoder is None
+            or (row := self.vectors.row_of.get(part)) is None
+        ):
             return found | {"terms": []}
         text, (document, passage) = self.encoder.text, self.owner(ranking, name)
         shown = document.text if document else ""
         shown = shown[passage.start : passage.stop] if passage else shown
         matched = matched_terms(ranking.after.row(0), self.vectors.row(row), text.special_ids)
-        own = text.words(Document(name, document.title, shown).contents[:_MARKED]) if document else None
+        own = (
+            text.words(Document(name, document.title, shown).contents[:_MARKED])
+            if document
+            else None
+        )
         score = ranking.stages["sparse"][QUERY].get(name)
         found["terms"] = [
             {"id": term, "term": text.token(term), "contribution": part}
@@ -162,4 +204,6 @@ def _marks(text: TextTokens, content: str, terms: set[int]) -> list[list[int]]:
     if not content:
         return []
     (tokens,) = text.tokenize([content], False)
-    return [[token["start"], token["stop"], token["id"]] for token in tokens if token["id"] in terms]
+    return [
+        [token["start"], token["stop"], token["id"]] for token in tokens if token["id"] in terms
+    ]

@@ -1,4 +1,6 @@
-"""``/v1/{index}/search`` and ``/v1/{index}/doc``: Anserini's REST form, and a POST that can do more."""
+"""``/v1/{index}/search`` and ``/v1/{index}/doc``: Anserini's REST form, and a POST that can do
+more.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.searchable import QUERY, Explanation, Searchable
 from tilefold.serve.service import Asked, Service
 
-MOST_WEIGHT = 1000.0  # of the parts of a query after feedback, whose proportions alone order documents
+MOST_WEIGHT = (
+    1000.0  # of the parts of a query after feedback, whose proportions alone order documents
+)
 _AWAY = "the index is on a server that does not answer; the log says why"
 _NEEDS = {
     "explain": "--vectors, and an index of vectors",
@@ -36,7 +40,9 @@ _NEEDS = {
     "rerank": "--tokens (and --data, if that is a model)",
 }
 T = TypeVar("T")
-_Vector: TypeAlias = SparseVectors | TokenVectors | torch.Tensor | None  # of the query, as the index takes it
+_Vector: TypeAlias = (
+    SparseVectors | TokenVectors | torch.Tensor | None
+)  # of the query, as the index takes it
 
 
 class _Strict(Body):
@@ -65,7 +71,9 @@ class FeedbackBody(_Strict):
 
 
 class RerankBody(_Strict):
-    """Reranking, as ``tilefold search --rerank``: of the best `depth`, with `weight` for MaxSim beside first scores."""
+    """Reranking, as ``tilefold search --rerank``: of the best `depth`, with `weight` for MaxSim
+    beside first scores.
+    """
 
     depth: int = Field(default=RERANK_DEPTH, ge=1)
     weight: float | None = Field(default=None, ge=0, le=1)
@@ -118,7 +126,12 @@ class _SearchRoutes:
     async def indexes(self, request: Request) -> Response:
         index, found = self.searchable.index, self.searchable
         count = await self._asked(lambda: index.n_documents)
-        described = {"name": found.name, "backend": index.backend, "documents": count, "features": found.features}
+        described = {
+            "name": found.name,
+            "backend": index.backend,
+            "documents": count,
+            "features": found.features,
+        }
         return Response(plain({"indexes": [described]}), media_type=JSON)
 
     async def get_search(self, request: Request) -> Response:
@@ -128,10 +141,17 @@ class _SearchRoutes:
         if not query.strip():
             raise ServeError("Empty", "Parameter 'query' is required")
         if not (hits.isascii() and hits.isdigit() and len(hits) < 10 and int(hits) > 0):
-            raise ServeError("Validation", "Parameter 'hits' must be a positive integer", status=400)
+            raise ServeError(
+                "Validation",
+                "Parameter 'hits' must be a positive integer",
+                status=400,
+            )
         if parse not in ("true", "false"):
             raise ServeError("Validation", "Parameter 'parse' must be true or false", status=400)
-        return await self._answer(SearchBody(query=query, hits=int(hits), parse=parse == "true"), request)
+        return await self._answer(
+            SearchBody(query=query, hits=int(hits), parse=parse == "true"),
+            request,
+        )
 
     async def post_search(self, body: SearchBody, request: Request) -> Response:
         self._check_index(request)
@@ -143,25 +163,43 @@ class _SearchRoutes:
         self._check_index(request)
         name = request.path_params["docid"]
         if not self.searchable.documents:
-            raise ServeError("Validation", "this server shows no documents: start it with --data", status=404)
+            raise ServeError(
+                "Validation",
+                "this server shows no documents: start it with --data",
+                status=404,
+            )
         if (document := await self.service.off_loop(self.searchable.documents.get, name)) is None:
             raise ServeError("Validation", f"there is no document {name!r}", status=404)
-        answer = {"api": "v1", "index": self.searchable.name, "docid": name, "doc": _shown(document, True)}
+        answer = {
+            "api": "v1",
+            "index": self.searchable.name,
+            "docid": name,
+            "doc": _shown(document, True),
+        }
         return Response(plain(answer), media_type=JSON)
 
     def _check_index(self, request: Request) -> None:
         if request.path_params["index"] != self.searchable.name:
-            raise ServeError("Validation", f"the index of this server is {self.searchable.name!r}", status=404)
+            raise ServeError(
+                "Validation",
+                f"the index of this server is {self.searchable.name!r}",
+                status=404,
+            )
 
     def _check(self, body: SearchBody, reranking: Reranking | None) -> None:
         """Refuse what the index was not started with."""
         most = self.service.limits.max_hits
-        for name, value in (("hits", body.hits), ("rerank.depth", None if reranking is None else reranking.depth)):
+        for name, value in (
+            ("hits", body.hits),
+            ("rerank.depth", None if reranking is None else reranking.depth),
+        ):
             if value is not None and value > most:
                 raise invalid(f"`{name}` expected at most {most}, got {value}")
         features = self.searchable.features
         if body.by == "passage" and not features["passages"]:
-            raise invalid("`by` expected 'document', the index is of whole documents; got 'passage'")
+            raise invalid(
+                "`by` expected 'document', the index is of whole documents; got 'passage'",
+            )
         for name, needed in _NEEDS.items():
             if getattr(body, name) is not False and not features[name]:
                 raise invalid(f"`{name}`: this server was started without what it needs: {needed}")
@@ -176,7 +214,9 @@ class _SearchRoutes:
             return await self._searched(body, asked, brief=request.method == "GET")
         except MissingDocumentError as error:  # added to an index that can be added to
             option = {"vectors": "--vectors", "documents": "--data"}[error.argument]
-            message = f"the index has a document {error.document!r} that {option} of this server lacks"
+            message = (
+                f"the index has a document {error.document!r} that {option} of this server lacks"
+            )
             raise ServeError("Backend", message) from error
 
     async def _searched(self, body: SearchBody, request: SearchRequest, brief: bool) -> Response:
@@ -189,7 +229,11 @@ class _SearchRoutes:
                 times[name] = time.perf_counter() - started - sum(times.values())
 
             if self.searchable.encoder is not None:
-                outcome = await service.encode(self.searchable.encoder.kind, [body.query], Asked("query"))
+                outcome = await service.encode(
+                    self.searchable.encoder.kind,
+                    [body.query],
+                    Asked("query"),
+                )
                 vector = self.searchable.query_vector(outcome.rows[0])
             lap("encode")
             ranking = await self._rank(body.query, vector, request)
@@ -211,8 +255,12 @@ class _SearchRoutes:
             return await self._asked(self.searchable.searcher.rank, {QUERY: text}, request, vector)
         except MissingDocumentError:
             raise
-        except ValueError as error:  # a filter of other fields; too large weights, or terms of dense vectors
-            raise invalid(str(error) if str(error).startswith("where") else f"`prf`: {error}") from error
+        except (
+            ValueError
+        ) as error:  # a filter of other fields; too large weights, or terms of dense vectors
+            raise invalid(
+                str(error) if str(error).startswith("where") else f"`prf`: {error}",
+            ) from error
 
     async def _asked(self, work: Callable[..., T], *args: Any) -> T:
         """Ask the index, in a thread: it may be on a server, which may be away."""
@@ -243,48 +291,101 @@ class _SearchRoutes:
         query = TokenVectors.pack([QUERY], asked.rows, size, "fp32")
         if found.store is None:
             if min(len(ranking.run[QUERY]), reranking.depth or RERANK_DEPTH) > self._encodable:
-                raise invalid(f"`rerank.depth` expected at most {self._encodable}, got {reranking.depth}")
+                raise invalid(
+                    f"`rerank.depth` expected at most {self._encodable}, got {reranking.depth}",
+                )
             wanted = await service.off_loop(found.searcher.rerank_texts, ranking, reranking)
             names, texts = list(wanted), [text or " " for text in wanted.values()]
             with service.permits.take(len(texts)):
-                encoded = await service.encode("multi-vector", texts, Asked("document", truncate=True))
+                encoded = await service.encode(
+                    "multi-vector",
+                    texts,
+                    Asked("document", truncate=True),
+                )
             candidates = TokenVectors.pack(names, encoded.rows, size, "fp32")
-        work = functools.partial(found.searcher.rerank, {QUERY: text}, ranking, reranking, query, candidates)
+        work = functools.partial(
+            found.searcher.rerank,
+            {QUERY: text},
+            ranking,
+            reranking,
+            query,
+            candidates,
+        )
         return await service.on_device(service.model("multi-vector"), work)
 
-    async def _columns(self, body: SearchBody, request: SearchRequest, vector: _Vector) -> dict[str, Run]:
-        """The ranking of each method alone; that of late interaction is of the candidates of the index."""
+    async def _columns(
+        self,
+        body: SearchBody,
+        request: SearchRequest,
+        vector: _Vector,
+    ) -> dict[str, Run]:
+        """The ranking of each method alone; that of late interaction is of the candidates of the
+        index.
+        """
         found, depth = self.searchable, max(body.hits, RERANK_DEPTH)
         late = depth if found.store is not None else min(depth, self._encodable)
         alone = SearchRequest(depth, request.feedback, by=body.by, where=request.where)
         ranking = await self._rank(body.query, vector, alone)
         columns = dict(ranking.stages)
         if found.words is not None:
-            columns["words"] = await self._asked(found.searcher.second_run, {QUERY: body.query}, depth, request, {})
+            columns["words"] = await self._asked(
+                found.searcher.second_run,
+                {QUERY: body.query},
+                depth,
+                request,
+                {},
+            )
         if found.dense is not None:
             outcome = await self.service.encode("dense", [body.query], Asked("query"))
-            columns["dense"] = {QUERY: await self._asked(found.search_dense, outcome.rows[0], depth, request.where)}
+            columns["dense"] = {
+                QUERY: await self._asked(found.search_dense, outcome.rows[0], depth, request.where),
+            }
         if found.features["rerank"] and ranking.run[QUERY] and late:
-            columns["late"] = (await self._rerank(Reranking(late), body.query, ranking)).stages["late"]
+            columns["late"] = (await self._rerank(Reranking(late), body.query, ranking)).stages[
+                "late"
+            ]
         return columns
 
     def _rendered(
-        self, body: SearchBody, ranking: Ranking, columns: dict[str, Run], times: dict[str, float], brief: bool
+        self,
+        body: SearchBody,
+        ranking: Ranking,
+        columns: dict[str, Run],
+        times: dict[str, float],
+        brief: bool,
     ) -> bytes:
         """The answer, in a helper thread: documents are read from their file."""
         found, query = self.searchable, Explanation(text=body.query)
         candidates = []
-        for rank, (name, score) in enumerate(list(ranking.run[QUERY].items())[: body.hits], start=1):
+        for rank, (name, score) in enumerate(
+            list(ranking.run[QUERY].items())[: body.hits],
+            start=1,
+        ):
             document, passage = found.owner(ranking, name)
             docid = passage.document if passage else name
-            entry = {"docid": docid, "score": score, "rank": rank, "doc": _shown(document, body.parse)}
+            entry = {
+                "docid": docid,
+                "score": score,
+                "rank": rank,
+                "doc": _shown(document, body.parse),
+            }
             entry |= {"passage": passage.shown(document)} if passage else {}
-            candidates.append(entry | ({"explanation": found.explain_document(ranking, name)} if body.explain else {}))
+            candidates.append(
+                entry
+                | ({"explanation": found.explain_document(ranking, name)} if body.explain else {}),
+            )
         if body.explain:
             query |= found.explain_query(ranking, body.query)
-        answer: Explanation = {"api": "v1", "index": found.name, "query": query, "candidates": candidates}
+        answer: Explanation = {
+            "api": "v1",
+            "index": found.name,
+            "query": query,
+            "candidates": candidates,
+        }
         if columns:
-            answer["columns"] = {name: self._column(run[QUERY], body.hits, body.by) for name, run in columns.items()}
+            answer["columns"] = {
+                name: self._column(run[QUERY], body.hits, body.by) for name, run in columns.items()
+            }
         if not brief:
             answer["milliseconds"] = {name: round(1000 * value, 3) for name, value in times.items()}
         return plain(answer)
@@ -294,7 +395,12 @@ class _SearchRoutes:
         owner = document_of if by == "passage" else str
         named = [(owner(name), score, documents.get(owner(name))) for name, score in best]
         return [
-            {"docid": name, "score": score, "rank": rank, "title": document.title if document else ""}
+            {
+                "docid": name,
+                "score": score,
+                "rank": rank,
+                "title": document.title if document else "",
+            }
             for rank, (name, score, document) in enumerate(named, start=1)
         ]
 
@@ -316,7 +422,12 @@ def _shown(document: Document | None, parse: bool) -> Any:
     return fields if parse else json.dumps(fields, ensure_ascii=False)
 
 
-def _record(kind: Callable[..., T], default: Callable[[], Body], given: Body | bool, name: str) -> T | None:
+def _record(
+    kind: Callable[..., T],
+    default: Callable[[], Body],
+    given: Body | bool,
+    name: str,
+) -> T | None:
     if given is False:
         return None
     try:

@@ -1,4 +1,6 @@
-"""uvicorn with what it lacks: limits of connections, that answer, and of the time and the size of a request's head."""
+"""uvicorn with what it lacks: limits of connections, that answer, and of the time and the size of a
+request's head.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _SPARE_FILES = 256  # of the process beside connections; a quarter of them where
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _SAY_AGAIN_SECONDS = 60.0
 _logger = logging.getLogger("tilefold.serve")
-_clients = logging.getLogger("tilefold.serve.clients")  # what is wrong with them would fill the log of a server
+_clients = logging.getLogger(
+    "tilefold.serve.clients",
+)  # what is wrong with them would fill the log of a server
 _LINGER_SECONDS = 1.0  # for a refused client to read why
 _LINGERING = 256  # of them at once
 _HEAD_BYTES = 1 << 16  # of a head, or of what stands between two parts of a body
@@ -35,14 +39,18 @@ _UPGRADE = re.compile(rb"(?<=\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 on llhttp, with what that leaves to others: too large heads, no or several hosts."""
+    """uvicorn's HTTP/1.1 on llhttp, with what that leaves to others: too large heads, no or several
+    hosts.
+    """
 
     in_body = False
     _since = 0  # bytes that came since a head, or a part of a body, was whole
 
     def data_received(self, data: bytes) -> None:
         self._since += len(data)
-        if not self.in_body:  # a wish for another protocol, at which it would take the body for that
+        if (
+            not self.in_body
+        ):  # a wish for another protocol, at which it would take the body for that
             head, end, rest = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"-pgrade", head) + end + rest
         super().data_received(data)
@@ -71,9 +79,15 @@ class Protocol(HttpToolsProtocol):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket for `host` and `port` (0: any free one), which does not listen yet; an ``OSError`` if it is taken."""
+    """A socket for `host` and `port` (0: any free one), which does not listen yet; an ``OSError``
+    if it is taken.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # or asyncio leaves Nagle on
+    opened = socket.socket(
+        family,
+        socket.SOCK_STREAM,
+        socket.IPPROTO_TCP,
+    )  # or asyncio leaves Nagle on
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind((host, port))
@@ -84,7 +98,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn without a log of requests, on our protocol and with our limits; calls `ready` once it answers."""
+    """uvicorn without a log of requests, on our protocol and with our limits; calls `ready` once it
+    answers.
+    """
 
     def __init__(self, app: Any, service: Service, ready: Callable[[], None] | None = None) -> None:
         limits = service.limits
@@ -101,7 +117,7 @@ class Server(uvicorn.Server):
                 backlog=_ACCEPTED,
                 timeout_keep_alive=max(1, round(limits.keep_alive_seconds)),
                 timeout_graceful_shutdown=max(1, round(limits.shutdown_seconds)),
-            )
+            ),
         )
         service.alone = lambda: len(self.server_state.tasks) == 1
 
@@ -119,8 +135,15 @@ class Server(uvicorn.Server):
         getattr(self, "_captured_signals", []).clear()
 
 
-def run(app: Any, service: Service, opened: socket.socket, ready: Callable[[], None] | None = None) -> None:
-    """Serve on a bound socket until SIGINT or SIGTERM; requests in work then have ``shutdown_seconds``."""
+def run(
+    app: Any,
+    service: Service,
+    opened: socket.socket,
+    ready: Callable[[], None] | None = None,
+) -> None:
+    """Serve on a bound socket until SIGINT or SIGTERM; requests in work then have
+    ``shutdown_seconds``.
+    """
     service.limits = _allow_files(service.limits)
     gc.collect()
     gc.freeze()  # models and modules, to look through which takes .3 s, in which nobody is answered
@@ -138,7 +161,10 @@ def _allow_files(limits: Limits) -> Limits:
         import resource  # not on Windows, which has no such limit
 
         soft = max(soft, min(wanted, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(soft), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE,
+            (int(soft), resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
+        )
     if soft >= wanted:
         return limits
     taken = len(list(Path("/dev/fd").iterdir()))
@@ -147,8 +173,11 @@ def _allow_files(limits: Limits) -> Limits:
         return limits
     _logger.warning(
         "max_connections: %d instead of %d, since this process may have %d files open (ulimit -n), and has %d",
-        most, limits.max_connections, int(soft), taken,
-    )  # fmt: skip
+        most,
+        limits.max_connections,
+        int(soft),
+        taken,
+    )
     return replace(limits, max_connections=most)
 
 
@@ -169,7 +198,9 @@ def _refused_at_once() -> int:
 
 
 def _files_are_scarce() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """Handler of errors of an event loop; says once a minute that a connection found no file, and waits for one."""
+    """Handler of errors of an event loop; says once a minute that a connection found no file, and
+    waits for one.
+    """
     said = -math.inf
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -185,7 +216,9 @@ def _files_are_scarce() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]],
 
 
 def _protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP/1.1 with our limits: of connections, of slow heads, and of clients that read nothing."""
+    """uvicorn's HTTP/1.1 with our limits: of connections, of slow heads, and of clients that read
+    nothing.
+    """
     refusal = ServeError("Overloaded", "too many connections").body()
     head = f"HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\ncontent-length: {len(refusal)}\r\n"
     refused = f"{head}retry-after: 1\r\nconnection: close\r\n\r\n".encode() + refusal
@@ -204,7 +237,9 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
             self.logger = _clients
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            transport.set_write_buffer_limits(0)  # pause_writing says that something waits for the client
+            transport.set_write_buffer_limits(
+                0,
+            )  # pause_writing says that something waits for the client
             self._really_close = transport.close
             super().connection_made(_Transport(transport, self._close))  # type: ignore[arg-type]
             if len(self.connections) > limits.max_connections:
@@ -230,7 +265,9 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
                 return
             try:
                 self.transport.write_eof()
-            except OSError:  # the client has left: its connection was reset, and would never be closed
+            except (
+                OSError
+            ):  # the client has left: its connection was reset, and would never be closed
                 self._really_close()
                 return
             lingering.add(self)
@@ -289,7 +326,9 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
 
 
 class _Transport:
-    """A transport whose ``close`` is another function, and that sends the head of an answer together with its body."""
+    """A transport whose ``close`` is another function, and that sends the head of an answer
+    together with its body.
+    """
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self._transport, self.close, self._head = transport, close, b""
@@ -298,7 +337,9 @@ class _Transport:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):  # of 100 and the like there is no more
+        if data.startswith(b"HTTP/1.1 ") and not data.startswith(
+            b"HTTP/1.1 1",
+        ):  # of 100 and the like there is no more
             self._head += data
         elif self._head:
             head, self._head = self._head, b""

@@ -14,7 +14,9 @@ def check_origins(origins: Sequence[str]) -> None:
     """Raise ``ValueError`` for what is neither the origin of a site nor ``*``."""
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
-            raise ValueError(f"origins: expected * or an origin such as https://example.org, got {origin!r}.")
+            raise ValueError(
+                f"origins: expected * or an origin such as https://example.org, got {origin!r}.",
+            )
 
 
 @dataclass(frozen=True)
@@ -22,19 +24,28 @@ class Limits:
     """Limits of a service. The first six are those of text-embeddings-inference, with its defaults.
 
     Raises:
-        ValueError: a value below 1 (times: not above 0), or more inputs in a request than there may be at once.
+        ValueError: a value below 1 (times: not above 0), or more inputs in a request than there may
+            be at once.
     """
 
-    max_concurrent_requests: int = 512  # inputs (texts, not HTTP requests) in work or waiting; the next one gets a 429
+    max_concurrent_requests: int = (
+        512  # inputs (texts, not HTTP requests) in work or waiting; the next one gets a 429
+    )
     max_batch_tokens: int = 16384  # padding included
     max_client_batch_size: int = 32  # inputs of one request
     payload_limit: int = 2_000_000  # bytes of a body
-    auto_truncate: bool = True  # cut inputs that are too long where a request does not say; else they are refused
+    auto_truncate: bool = (
+        True  # cut inputs that are too long where a request does not say; else they are refused
+    )
     cached_queries: int = 0  # of which the last answers are kept, for those that are asked again
-    tokenization_workers: int = 2  # threads that count tokens and write answers; `/tokenize` and `/decode` have as many
+    tokenization_workers: int = (
+        2  # threads that count tokens and write answers; `/tokenize` and `/decode` have as many
+    )
     max_hits: int = 1000  # documents that a search may ask for
     max_connections: int = 1024  # open ones; the next one is told so and closed
-    header_seconds: float = 10.0  # for the head of a request, from the first byte or the opening of the connection
+    header_seconds: float = (
+        10.0  # for the head of a request, from the first byte or the opening of the connection
+    )
     body_seconds: float = 30.0  # for its body, and to read some more of an answer
     keep_alive_seconds: float = 15.0  # that an idle connection is kept
     shutdown_seconds: float = 30.0  # for running requests after a signal to stop
@@ -44,8 +55,12 @@ class Limits:
             value = getattr(self, field.name)
             if field.name.endswith("_seconds"):
                 if not 0 < value < math.inf:
-                    raise ValueError(f"{field.name}: expected a finite number above 0, got {value!r}.")
-            elif field.name != "auto_truncate" and value < (least := int(field.name != "cached_queries")):
+                    raise ValueError(
+                        f"{field.name}: expected a finite number above 0, got {value!r}.",
+                    )
+            elif field.name != "auto_truncate" and value < (
+                least := int(field.name != "cached_queries")
+            ):
                 raise ValueError(f"{field.name}: expected at least {least}, got {value!r}.")
         if self.max_client_batch_size > self.max_concurrent_requests:
             most = f"max_concurrent_requests ({self.max_concurrent_requests})"

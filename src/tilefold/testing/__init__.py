@@ -1,33 +1,39 @@
 """Error budgets for tests and benchmarks; random inputs are in the module of each operator's name.
 
-**Budgets.** An error is ``||out - reference|| / ||reference||`` against the reference in fp64 on the same, already
-rounded inputs. What a dtype allows follows from its unit roundoff ``u`` (half the distance from 1 to the next number):
+**Budgets.** An error is ``||out - reference|| / ||reference||`` against the reference in fp64 on
+the same, already rounded inputs. What a dtype allows follows from its unit roundoff ``u`` (half the
+distance from 1 to the next number):
 
-* ``"forward"``: products accumulate in fp32 and the score is rounded once, which is at most ``u`` for every entry, so
-  for the norm too. The fp32 work before it costs ``sqrt(D) * 2^-24`` times the condition of the products: 1e-5 covers
-  D up to 4,096 at a condition of 2.
-* ``"gradient"``: three roundings in a row: the saved score (from which the slope is taken), the logit's gradient, and
-  the result. Rounding errors of many entries are independent, with root mean square 0.41 u, so three add up to 0.7 u;
-  the slope of a score y multiplies the first by up to about 2 at usual scores: ``1.3 u`` in all, 5e-3 in bf16.
-* ``"gradient_bound"``: the same chain where a tensor is too small to average (fewer than some hundred entries): the
-  worst cases add up, ``4 u``.
+* ``"forward"``: products accumulate in fp32 and the score is rounded once, which is at most ``u``
+  for every entry, so for the norm too. The fp32 work before it costs ``sqrt(D) * 2^-24`` times the
+  condition of the products: 1e-5 covers D up to 4,096 at a condition of 2.
+* ``"gradient"``: three roundings in a row: the saved score (from which the slope is taken), the
+  logit's gradient, and the result. Rounding errors of many entries are independent, with root mean
+  square 0.41 u, so three add up to 0.7 u; the slope of a score y multiplies the first by up to
+  about 2 at usual scores: ``1.3 u`` in all, 5e-3 in bf16.
+* ``"gradient_bound"``: the same chain where a tensor is too small to average (fewer than some
+  hundred entries): the worst cases add up, ``4 u``.
 
-A slope taken from a rounded score y is off by ``c u`` with ``c = |y s'(y) / s(y)|``, s(y) the slope: ``y`` for
-log1p_relu, ``y (1 + e^y)`` for log1p_log1p_relu, below 1 for softplus, 0 for relu and for none. The two gradient
-budgets are those of ``c = 2``; for larger ones they are ``1.3 sqrt((c^2 + 2) / 6) u`` with the root mean square of c
-over the entries, weighted by their gradients, and ``(c + 2) u`` with the largest.
+A slope taken from a rounded score y is off by ``c u`` with ``c = |y s'(y) / s(y)|``, s(y) the
+slope: ``y`` for log1p_relu, ``y (1 + e^y)`` for log1p_log1p_relu, below 1 for softplus, 0 for relu
+and for none. The two gradient budgets are those of ``c = 2``; for larger ones they are ``1.3
+sqrt((c^2 + 2) / 6) u`` with the root mean square of c over the entries, weighted by their
+gradients, and ``(c + 2) u`` with the largest.
 
-**Sums in any order.** Whatever the order of its additions, and with fused multiply-adds or without, a sum of ``n``
-products (or numbers) ``x_i`` is off by at most ``n u / (1 - n u) * sum |x_i|`` (Higham, *Accuracy and Stability of
-Numerical Algorithms*, 3.1). Where roundings are independent and of mean zero, an error has variance ``u^2`` times the
-sum of the squared partial sums; in an order that does not follow the values, the k-th one is on average at most
-``(k / n)^2 S^2 + k (1 - k / n) / n * Q``, with ``S`` the sum and ``Q`` the sum of the squares, and they add up to no
-more than ``n (S^2 / 3 + Q / 6)`` and what the last terms add. So ``u sqrt(n (S^2 + Q))`` bounds the standard deviation
-(:func:`rounding_scale`, from the data at hand, in fp64), with a factor of two left for what is not quite independent;
-comparisons allow ``CONFIDENCE = 8`` of them (two in ``10^15`` by a normal distribution).
+**Sums in any order.** Whatever the order of its additions, and with fused multiply-adds or without,
+a sum of ``n`` products (or numbers) ``x_i`` is off by at most ``n u / (1 - n u) * sum |x_i|``
+(Higham, *Accuracy and Stability of Numerical Algorithms*, 3.1). Where roundings are independent and
+of mean zero, an error has variance ``u^2`` times the sum of the squared partial sums; in an order
+that does not follow the values, the k-th one is on average at most ``(k / n)^2 S^2 + k (1 - k / n)
+/ n * Q``, with ``S`` the sum and ``Q`` the sum of the squares, and they add up to no more than ``n
+(S^2 / 3 + Q / 6)`` and what the last terms add. So ``u sqrt(n (S^2 + Q))`` bounds the standard
+deviation (:func:`rounding_scale`, from the data at hand, in fp64), with a factor of two left for
+what is not quite independent; comparisons allow ``CONFIDENCE = 8`` of them (two in ``10^15`` by a
+normal distribution).
 
-In a norm over many entries the squares average, and products of random rows have ``||S|| = ||Q^(1/2)||``: one standard
-deviation is ``u sqrt(2 D)``, 5.4e-6 at ``D = 4,096``: that is where the 1e-5 of the accumulation above comes from.
+In a norm over many entries the squares average, and products of random rows have ``||S|| =
+||Q^(1/2)||``: one standard deviation is ``u sqrt(2 D)``, 5.4e-6 at ``D = 4,096``: that is where the
+1e-5 of the accumulation above comes from.
 """
 
 from __future__ import annotations
@@ -47,7 +53,12 @@ USUAL_SENSITIVITY = 2.0  # sensitivity c of a slope to the rounding of its score
 _FACTORS = {"forward": 1.0, "gradient": 1.3, "gradient_bound": 4.0}
 
 
-def budget(dtype: torch.dtype, kind: str = "forward", *, sensitivity: float = USUAL_SENSITIVITY) -> float:
+def budget(
+    dtype: torch.dtype,
+    kind: str = "forward",
+    *,
+    sensitivity: float = USUAL_SENSITIVITY,
+) -> float:
     """The relative error that results of ``dtype`` may have; the derivation heads this module.
 
     Args:
@@ -72,7 +83,12 @@ def budget(dtype: torch.dtype, kind: str = "forward", *, sensitivity: float = US
     return factor * roundoff + accumulation
 
 
-def rounding_scale(total: Tensor, squares: Tensor | float, terms: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def rounding_scale(
+    total: Tensor,
+    squares: Tensor | float,
+    terms: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """A bound on the standard deviation of the error of sums in ``dtype``, entry by entry.
 
     Args:
@@ -85,13 +101,16 @@ def rounding_scale(total: Tensor, squares: Tensor | float, terms: int, dtype: to
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
-    """``||out - reference|| / ||reference||`` in fp64; 0 where both are zero, infinite for any non-finite value.
+    """``||out - reference|| / ||reference||`` in fp64; 0 where both are zero, infinite for any
+    non-finite value.
 
     Raises:
         ValueError: for different shapes.
     """
     if out.shape != reference.shape:
-        raise ValueError(f"out must have the shape of reference {list(reference.shape)}, got {list(out.shape)}.")
+        raise ValueError(
+            f"out must have the shape of reference {list(reference.shape)}, got {list(out.shape)}.",
+        )
     reference = reference.detach().double()
     difference = float((out.detach().to(reference) - reference).norm())
     scale = float(reference.norm())
@@ -133,7 +152,7 @@ def assert_within_budget(
     raise AssertionError(
         f"{name}: relative error {error:.2e} is over the {kind} budget {allowed:.1e} of {str(dtype).split('.')[-1]}; "
         f"furthest at {place}: {wide[place].item():.6g} instead of {reference[place].item():.6g}, shape "
-        f"{list(out.shape)}, {int((~wide.isfinite()).sum())} not finite."
+        f"{list(out.shape)}, {int((~wide.isfinite()).sum())} not finite.",
     )
 
 
@@ -141,7 +160,8 @@ def assert_within_budget(
 def nan_poisoned_empty() -> Iterator[None]:
     """Within it, ``torch.empty`` and all that is like it return NaN, or SENTINEL for integers.
 
-    An element that is never written then shows up as NaN, instead of holding an accidental zero. Not thread-safe.
+    An element that is never written then shows up as NaN, instead of holding an accidental zero.
+    Not thread-safe.
     """
 
     def poisoned(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -153,7 +173,9 @@ def nan_poisoned_empty() -> Iterator[None]:
 
         return call
 
-    places: list[tuple[Any, str]] = [(torch, name) for name in ("empty", "empty_like", "empty_strided")]
+    places: list[tuple[Any, str]] = [
+        (torch, name) for name in ("empty", "empty_like", "empty_strided")
+    ]
     places.append((Tensor, "new_empty"))
     originals = [getattr(owner, name) for owner, name in places]
     try:

@@ -51,8 +51,8 @@ def entmax_attention_inputs(
         batch, heads, nq, dim: B, H, the (longest) number of queries, D.
         nk: keys; by default as many as queries.
         kv_heads: by default as many as heads.
-        layout: of the keys, one of :data:`tilefold.testing.padding.LAYOUTS`; all but ``"full"`` and ``"right"`` have a
-            sequence without keys from B = 2 on.
+        layout: of the keys, one of :data:`tilefold.testing.padding.LAYOUTS`; all but ``"full"`` and
+            ``"right"`` have a sequence without keys from B = 2 on.
         correlated: neighbouring keys are alike, so that few blocks are live.
         sharpness: standard deviation of the scores.
 
@@ -68,7 +68,13 @@ def entmax_attention_inputs(
         speed = 0.12 * torch.randn(1, 1, dim, generator=generator)
         wave = 1.4 * torch.cos(phase + speed * torch.arange(max(nq, nk))[:, None])
         k = wave[:, :nk].expand(batch, -1, -1, -1).clone()
-        q = sharpness * wave[:, :nq].repeat_interleave(heads // kv_heads, dim=0).expand(batch, -1, -1, -1).clone()
+        q = (
+            sharpness
+            * wave[:, :nq]
+            .repeat_interleave(heads // kv_heads, dim=0)
+            .expand(batch, -1, -1, -1)
+            .clone()
+        )
     dout = torch.randn(batch, heads, nq, dim, generator=generator)
     if layout == "packed":
         inputs = _packed(q, k, v, dout, generator)
@@ -84,10 +90,22 @@ def entmax_attention_inputs(
     return dataclasses.replace(inputs.cast(dtype).to(device), layout=there)
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, generator: torch.Generator) -> EntmaxAttentionInputs:
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    generator: torch.Generator,
+) -> EntmaxAttentionInputs:
     kept_q, kept_k = (_kept(side, generator) for side in (q, k))
-    packed = [side.transpose(1, 2)[kept] for side, kept in ((q, kept_q), (k, kept_k), (v, kept_k), (dout, kept_q))]
-    given = {"cu_seqlens_q": padding.offsets(kept_q.sum(1)), "cu_seqlens_k": padding.offsets(kept_k.sum(1))}
+    packed = [
+        side.transpose(1, 2)[kept]
+        for side, kept in ((q, kept_q), (k, kept_k), (v, kept_k), (dout, kept_q))
+    ]
+    given = {
+        "cu_seqlens_q": padding.offsets(kept_q.sum(1)),
+        "cu_seqlens_k": padding.offsets(kept_k.sum(1)),
+    }
     return EntmaxAttentionInputs(packed[0], packed[1], packed[2], packed[3], given)
 
 
@@ -100,21 +118,38 @@ def _kept(padded: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def entmax_attention_results(
-    inputs: EntmaxAttentionInputs, *, needs: Sequence[str] = ("q", "k", "v"), dropout_seed: int = 0, **options: Any
+    inputs: EntmaxAttentionInputs,
+    *,
+    needs: Sequence[str] = ("q", "k", "v"),
+    dropout_seed: int = 0,
+    **options: Any,
 ) -> dict[str, Tensor]:
-    """``out``, the statistics of every row, and the gradients ``dq``, ``dk``, ``dv``, ``dalpha`` asked for.
+    """``out``, the statistics of every row, and the gradients ``dq``, ``dk``, ``dv``, ``dalpha``
+    asked for.
 
-    ``needs`` says which of q, k and v want a gradient; a tensor ``alpha`` always gets one. ``dropout_seed`` is that of
-    dropout's generator; options are the operator's.
+    ``needs`` says which of q, k and v want a gradient; a tensor ``alpha`` always gets one.
+    ``dropout_seed`` is that of dropout's generator; options are the operator's.
     """
-    leaves = {name: getattr(inputs, name).detach().requires_grad_(name in needs) for name in ("q", "k", "v")}
+    leaves = {
+        name: getattr(inputs, name).detach().requires_grad_(name in needs)
+        for name in ("q", "k", "v")
+    }
     if isinstance(options.get("alpha"), Tensor):
         leaves["alpha"] = options["alpha"] = options["alpha"].detach().requires_grad_()
     if options.get("dropout_p"):
         options["generator"] = torch.Generator(inputs.q.device).manual_seed(dropout_seed)
-    result = entmax_attention(leaves["q"], leaves["k"], leaves["v"], **inputs.layout, **options, return_stats=True)
+    result = entmax_attention(
+        leaves["q"],
+        leaves["k"],
+        leaves["v"],
+        **inputs.layout,
+        **options,
+        return_stats=True,
+    )
     if isinstance(result, Tensor):
         raise TypeError("entmax_attention returned no statistics.")
     out, stats = result
-    given = {name: value for name, value in EntmaxStats(*stats)._asdict().items() if value is not None}
+    given = {
+        name: value for name, value in EntmaxStats(*stats)._asdict().items() if value is not None
+    }
     return {"out": out.detach(), **given, **padding.gradients(out, leaves, inputs.dout)}

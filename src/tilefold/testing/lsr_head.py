@@ -47,7 +47,9 @@ class LSRHeadInputs(padding.Problem):
         if self.cu_seqlens is not None:
             return list(torch.split(self.hidden, self.cu_seqlens.diff().tolist()))
         if self.attention_mask is not None:
-            return [row[kept != 0] for row, kept in zip(self.hidden, self.attention_mask, strict=True)]
+            return [
+                row[kept != 0] for row, kept in zip(self.hidden, self.attention_mask, strict=True)
+            ]
         return list(self.hidden)
 
     def packed(self) -> LSRHeadInputs:
@@ -55,7 +57,12 @@ class LSRHeadInputs(padding.Problem):
         rows = [self.hidden.new_empty(0, self.hidden.size(-1)), *self.sequences()]
         lengths = [len(row) for row in rows[1:]]
         ends = padding.offsets(torch.tensor(lengths, dtype=torch.int64, device=self.hidden.device))
-        return dataclasses.replace(self, hidden=torch.cat(rows), attention_mask=None, cu_seqlens=ends)
+        return dataclasses.replace(
+            self,
+            hidden=torch.cat(rows),
+            attention_mask=None,
+            cu_seqlens=ends,
+        )
 
 
 def lsr_head_inputs(
@@ -78,8 +85,8 @@ def lsr_head_inputs(
         layout: as in :func:`tilefold.testing.padding.padding_mask`.
         dtype, device: of the floating tensors.
         bias: whether there is one.
-        density: how many scores are positive: about half (``"mixed"``), all (``"dense"``), or about 2%
-            (``"sparse"``); the last two need a bias.
+        density: how many scores are positive: about half (``"mixed"``), all (``"dense"``), or about
+            2% (``"sparse"``); the last two need a bias.
         seed: of the random numbers.
 
     ``ValueError`` for an unknown layout or density.
@@ -90,21 +97,41 @@ def lsr_head_inputs(
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(batch, length, dim, generator=generator)
     weight = torch.randn(vocab, dim, generator=generator) / math.sqrt(dim)
-    shift = {"mixed": 0.0, "dense": 8.0, "sparse": -2.0 - math.sqrt(2 * math.log(max(length, 2)))}[density]
+    shift = {"mixed": 0.0, "dense": 8.0, "sparse": -2.0 - math.sqrt(2 * math.log(max(length, 2)))}[
+        density
+    ]
     offset = 0.5 * torch.randn(vocab, generator=generator) + shift
     dscores = torch.randn(batch, vocab, generator=generator)
     mask = padding.padding_mask(layout, batch, length, generator)
-    inputs = LSRHeadInputs(hidden, weight, offset if bias else None, mask, None, dscores).cast(dtype).to(device)
+    inputs = (
+        LSRHeadInputs(hidden, weight, offset if bias else None, mask, None, dscores)
+        .cast(dtype)
+        .to(device)
+    )
     return inputs.packed() if layout == "packed" else inputs
 
 
 def lsr_head_results(
-    inputs: LSRHeadInputs, *, needs: Sequence[str] = ("hidden", "weight", "bias"), **options: Any
+    inputs: LSRHeadInputs,
+    *,
+    needs: Sequence[str] = ("hidden", "weight", "bias"),
+    **options: Any,
 ) -> dict[str, Tensor]:
-    """Run forward and backward with the operator's options; return ``scores``, and ``dhidden`` and so on as needed."""
+    """Run forward and backward with the operator's options; return ``scores``, and ``dhidden`` and
+    so on as needed.
+    """
     given = {"hidden": inputs.hidden, "weight": inputs.weight, "bias": inputs.bias}
-    leaves = {name: None if t is None else t.detach().requires_grad_(name in needs) for name, t in given.items()}
-    scores = lsr_head(leaves["hidden"], leaves["weight"], leaves["bias"], **inputs.layout, **options)  # type: ignore[arg-type]
+    leaves = {
+        name: None if t is None else t.detach().requires_grad_(name in needs)
+        for name, t in given.items()
+    }
+    scores = lsr_head(
+        leaves["hidden"],  # type: ignore[arg-type]
+        leaves["weight"],  # type: ignore[arg-type]
+        leaves["bias"],
+        **inputs.layout,  # type: ignore[arg-type]
+        **options,
+    )
     return {"scores": scores.detach(), **padding.gradients(scores, leaves, inputs.dscores)}
 
 
@@ -115,12 +142,17 @@ def lsr_head_truth(inputs: LSRHeadInputs, **options: Any) -> dict[str, Tensor]:
 
 
 def with_one_answer(
-    inputs: LSRHeadInputs, pooling: str = "max", activation: str = "log1p_relu", logit_scale: float = 1.0
+    inputs: LSRHeadInputs,
+    pooling: str = "max",
+    activation: str = "log1p_relu",
+    logit_scale: float = 1.0,
 ) -> LSRHeadInputs:
-    """Zero ``dscores`` where floating point does not decide the gradient, so that a tight budget can hold.
+    """Zero ``dscores`` where floating point does not decide the gradient, so that a tight budget
+    can hold.
 
-    That is where the two largest logits, or a logit and the kink of relu, differ by less than the order of evaluation
-    may (2e-5 of the largest logit). Builds every logit in fp64: for small problems.
+    That is where the two largest logits, or a logit and the kink of relu, differ by less than the
+    order of evaluation may (2e-5 of the largest logit). Builds every logit in fp64: for small
+    problems.
     """
     exact = inputs.cast(torch.float64)
     dscores = inputs.dscores.clone()

@@ -20,7 +20,8 @@ class MaxSimInputs(padding.Problem):
     Attributes:
         queries: ``[Nq, Lq, D]``, or packed ``[T, D]``.
         documents: ``[Nd, Ld, D]``, ``[B, N, Ld, D]``, or packed ``[T, D]``.
-        query_mask, document_mask, cu_seqlens_q, cu_seqlens_d: as in :func:`tilefold.ops.maxsim`, or ``None``.
+        query_mask, document_mask, cu_seqlens_q, cu_seqlens_d: as in :func:`tilefold.ops.maxsim`, or
+            ``None``.
         pairing: a name, or a ``[P, 2]`` index.
         dscores: of the scores' shape, fp32 (fp64).
     """
@@ -41,21 +42,39 @@ class MaxSimInputs(padding.Problem):
         return {name: getattr(self, name) for name in names}
 
     def cast(self, dtype: torch.dtype) -> MaxSimInputs:
-        """This problem with token vectors in ``dtype``, and the scores' gradient in what the scores then have."""
+        """This problem with token vectors in ``dtype``, and the scores' gradient in what the scores
+        then have.
+        """
         wide = torch.promote_types(dtype, torch.float32)
         queries, documents = self.queries.to(dtype), self.documents.to(dtype)
-        return dataclasses.replace(self, queries=queries, documents=documents, dscores=self.dscores.to(wide))
+        return dataclasses.replace(
+            self,
+            queries=queries,
+            documents=documents,
+            dscores=self.dscores.to(wide),
+        )
 
     def packed(self, sides: str = "qd") -> MaxSimInputs:
-        """This problem with the kept tokens of queries (``"q"``), documents (``"d"``) or both in packed rows."""
+        """This problem with the kept tokens of queries (``"q"``), documents (``"d"``) or both in
+        packed rows.
+        """
         changes: dict[str, Any] = {}
-        for side, name, mask_name in (("q", "queries", "query_mask"), ("d", "documents", "document_mask")):
+        for side, name, mask_name in (
+            ("q", "queries", "query_mask"),
+            ("d", "documents", "document_mask"),
+        ):
             if side not in sides:
                 continue
             tokens, mask = getattr(self, name), getattr(self, mask_name)
-            kept = tokens.new_ones(tokens.shape[:-1], dtype=torch.bool) if mask is None else mask != 0
+            kept = (
+                tokens.new_ones(tokens.shape[:-1], dtype=torch.bool) if mask is None else mask != 0
+            )
             lengths = kept.reshape(-1, kept.size(-1)).sum(dim=1)
-            changes |= {name: tokens[kept], mask_name: None, f"cu_seqlens_{side}": padding.offsets(lengths)}
+            changes |= {
+                name: tokens[kept],
+                mask_name: None,
+                f"cu_seqlens_{side}": padding.offsets(lengths),
+            }
         return dataclasses.replace(self, **changes)
 
 
@@ -76,11 +95,14 @@ def maxsim_inputs(
 
     Args:
         n_queries: Nq, or B.
-        n_documents: Nd for ``"all"`` and ``"index"``, N for ``"grouped"``; not used for ``"aligned"``.
+        n_documents: Nd for ``"all"`` and ``"index"``, N for ``"grouped"``; not used for
+            ``"aligned"``.
         query_length, document_length, dim: Lq, Ld (the longest of packed ones), D.
-        pairing: ``"all"``, ``"aligned"``, ``"grouped"``, or ``"index"`` for some random pairs, some of them twice.
-        layout: of both sides: ``"full"`` (no mask), ``"right"`` or ``"left"`` padding, ``"holes"`` anywhere, or
-            ``"packed"``; all but the first with an empty query and an empty document where there are two or more.
+        pairing: ``"all"``, ``"aligned"``, ``"grouped"``, or ``"index"`` for some random pairs, some
+            of them twice.
+        layout: of both sides: ``"full"`` (no mask), ``"right"`` or ``"left"`` padding, ``"holes"``
+            anywhere, or ``"packed"``; all but the first with an empty query and an empty document
+            where there are two or more.
 
     ``ValueError`` for an unknown layout or pairing.
     """
@@ -88,17 +110,34 @@ def maxsim_inputs(
     if pairing not in PAIRINGS:
         raise ValueError(f"pairing must be one of {PAIRINGS}, got {pairing!r}.")
     generator = torch.Generator().manual_seed(seed)
-    outer = {"aligned": (n_queries,), "grouped": (n_queries, n_documents)}.get(pairing, (n_documents,))
+    outer = {"aligned": (n_queries,), "grouped": (n_queries, n_documents)}.get(
+        pairing,
+        (n_documents,),
+    )
     queries = torch.randn(n_queries, query_length, dim, generator=generator) * dim**-0.25
     documents = torch.randn(*outer, document_length, dim, generator=generator) * dim**-0.25
     index: str | Tensor = pairing
-    shape: tuple[int, ...] = {"all": (n_queries, n_documents), "grouped": outer}.get(pairing, (n_queries,))
+    shape: tuple[int, ...] = {"all": (n_queries, n_documents), "grouped": outer}.get(
+        pairing,
+        (n_queries,),
+    )
     if pairing == "index":
         count = n_queries + n_documents
-        columns = [torch.randint(size, (count, 1), generator=generator) for size in (n_queries, n_documents)]
+        columns = [
+            torch.randint(size, (count, 1), generator=generator)
+            for size in (n_queries, n_documents)
+        ]
         index, shape = torch.cat(columns, dim=1), (count,)
     masks = _mask(layout, queries, generator), _mask(layout, documents, generator)
-    inputs = MaxSimInputs(queries, documents, *masks, None, None, index, torch.randn(shape, generator=generator))
+    inputs = MaxSimInputs(
+        queries,
+        documents,
+        *masks,
+        None,
+        None,
+        index,
+        torch.randn(shape, generator=generator),
+    )
     return (inputs.packed() if layout == "packed" else inputs).cast(dtype).to(device)
 
 

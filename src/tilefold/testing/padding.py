@@ -1,4 +1,6 @@
-"""Layouts of a batch, and what the problems of all operators share: dtypes, devices, gradients and budgets."""
+"""Layouts of a batch, and what the problems of all operators share: dtypes, devices, gradients and
+budgets.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,9 @@ def check_layout(layout: str) -> None:
 def padding_mask(layout: str, batch: int, length: int, generator: torch.Generator) -> Tensor | None:
     """``[batch, length]`` int64, 1 for the tokens that are kept, or ``None`` for a full batch.
 
-    From B = 2 on the first sequence has the full length, and ``"left"`` and ``"holes"`` have an empty one; ``"packed"``
-    (padded on the right, to be packed) has empty ones at both ends and in the middle from B = 5 on.
+    From B = 2 on the first sequence has the full length, and ``"left"`` and ``"holes"`` have an
+    empty one; ``"packed"`` (padded on the right, to be packed) has empty ones at both ends and in
+    the middle from B = 5 on.
 
     Args:
         layout: one of :data:`LAYOUTS`.
@@ -62,7 +65,9 @@ def padding_mask(layout: str, batch: int, length: int, generator: torch.Generato
 
 
 def drawn_mask(layout: str, batch: int, length: int, generator: torch.Generator) -> Tensor:
-    """Bool ``[batch, length]`` of random lengths, or with holes, before any sequence is made full or empty."""
+    """Bool ``[batch, length]`` of random lengths, or with holes, before any sequence is made full
+    or empty.
+    """
     places = torch.arange(length)
     lengths = torch.randint(min(1, length), length + 1, (batch, 1), generator=generator)
     if layout == "holes":
@@ -77,7 +82,9 @@ def offsets(lengths: Tensor) -> Tensor:
 
 def gradients(out: Tensor, leaves: Mapping[str, Tensor | None], grad: Tensor) -> dict[str, Tensor]:
     """Gradients of the leaves that want one, by their names with ``"d"``."""
-    wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
+    wanted = {
+        f"d{name}": leaf for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad
+    }
     found = torch.autograd.grad(out, list(wanted.values()), grad.to(out.dtype)) if wanted else ()
     return dict(zip(wanted, found, strict=True))
 

@@ -17,12 +17,19 @@ from tests.ops.matching import assert_entmax_attention_matches
 from tests.ops.samples import same
 from tests.refusals import refused
 from tilefold.ops import entmax_attention
-from tilefold.testing.entmax_attention import EntmaxAttentionInputs, entmax_attention_inputs, entmax_attention_results
+from tilefold.testing.entmax_attention import (
+    EntmaxAttentionInputs,
+    entmax_attention_inputs,
+    entmax_attention_results,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_remembered")
 INTERPRETED = triton_interpreted()
 SHORT = 10
-no_interpreter = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter, or what it cannot do")
+no_interpreter = pytest.mark.skipif(
+    INTERPRETED,
+    reason="needs no interpreter, or what it cannot do",
+)
 
 
 def problem(target: Target, n: int = SHORT, seed: int = 0, **options: Any) -> EntmaxAttentionInputs:
@@ -47,12 +54,19 @@ def test_other_strides_are_other_calls_and_those_of_the_results(target: Target, 
     plain = entmax_attention_results(inputs, impl=target.impl)
     q, k, v = (laid_out(tensor, how) for tensor in (inputs.q, inputs.k, inputs.v))
     strange = EntmaxAttentionInputs(q, k, v, laid_out(inputs.dout, how), {})
-    found = assert_entmax_attention_matches(strange, impl=target.impl)  # other strides may add up in another order
+    found = assert_entmax_attention_matches(
+        strange,
+        impl=target.impl,
+    )  # other strides may add up in another order
     again = entmax_attention_results(strange, impl=target.impl)
     assert all(torch.equal(again[name], value) for name, value in found.items())
     dense = how != "last dimension first"
-    assert again["out"].stride() == (torch.empty_like(q) if dense else inputs.q.contiguous()).stride()
-    assert again["dk"].stride() == (torch.empty_like(k) if dense else inputs.k.contiguous()).stride()
+    assert (
+        again["out"].stride() == (torch.empty_like(q) if dense else inputs.q.contiguous()).stride()
+    )
+    assert (
+        again["dk"].stride() == (torch.empty_like(k) if dense else inputs.k.contiguous()).stride()
+    )
     assert torch.equal(entmax_attention_results(inputs, impl=target.impl)["dq"], plain["dq"])
 
 
@@ -70,7 +84,10 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("good", "bad", "text"), WRONG, ids=[str(w[1]) for w in WRONG])
 def test_what_equals_a_good_argument_is_no_good_argument(
-    target: Target, good: dict[str, Any], bad: dict[str, Any], text: str
+    target: Target,
+    good: dict[str, Any],
+    bad: dict[str, Any],
+    text: str,
 ) -> None:
     q = torch.randn(1, 1, 4, 16, device=target.device)
     for _ in range(2):
@@ -79,11 +96,20 @@ def test_what_equals_a_good_argument_is_no_good_argument(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_something_else_than_a_tensor_is_named_under_autocast_too(target: Target, dtype: torch.dtype) -> None:
+def test_something_else_than_a_tensor_is_named_under_autocast_too(
+    target: Target,
+    dtype: torch.dtype,
+) -> None:
     q: Any = torch.randn(1, 1, 4, 16, device=target.device).to(dtype)
     with torch.autocast(torch.device(target.device).type, dtype=torch.bfloat16):
         for wrong in ((None, q, q), (q, None, q), (q, q, [q])):
-            refused(TypeError, r"[qkv] must be a torch.Tensor, got", entmax_attention, *wrong, impl=target.impl)
+            refused(
+                TypeError,
+                r"[qkv] must be a torch.Tensor, got",
+                entmax_attention,
+                *wrong,
+                impl=target.impl,
+            )
 
 
 def test_values_are_checked_at_every_call_where_the_host_may_look(target: Target) -> None:
@@ -133,10 +159,16 @@ def test_no_call_waits_for_the_device() -> None:
         for inputs, options in cases:
             leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
             try:
-                torch.cuda.set_sync_debug_mode("error" if again else "default")  # the first call compiles
+                torch.cuda.set_sync_debug_mode(
+                    "error" if again else "default",
+                )  # the first call compiles
                 found = entmax_attention(*leaves, **inputs.layout, **options)
                 if isinstance(found, tuple):
                     found[1].live_share()
-                torch.autograd.grad(found if isinstance(found, Tensor) else found[0], leaves, inputs.dout)
+                torch.autograd.grad(
+                    found if isinstance(found, Tensor) else found[0],
+                    leaves,
+                    inputs.dout,
+                )
             finally:
                 torch.cuda.set_sync_debug_mode("default")

@@ -27,7 +27,12 @@ def test_shapes_of_a_device_may_be_symbolic() -> None:
     symbols = ShapeEnv()
 
     def symbol(value: int) -> int | torch.SymInt:
-        made = symbols.create_symbol(value, ConstantSource(f"n{value}"), DimDynamic.DYNAMIC, constraint_dim=None)
+        made = symbols.create_symbol(
+            value,
+            ConstantSource(f"n{value}"),
+            DimDynamic.DYNAMIC,
+            constraint_dim=None,
+        )
         return symbols.create_symintnode(made, hint=value)
 
     def options(n: Any) -> Options:
@@ -35,7 +40,11 @@ def test_shapes_of_a_device_may_be_symbolic() -> None:
 
     with FakeTensorMode(shape_env=symbols):
         shapes = [
-            live_shape(AttentionTensors(*[torch.empty(2, 3, n, d)] * 3, *[None] * 5), options(n), (9, 0))
+            live_shape(
+                AttentionTensors(*[torch.empty(2, 3, n, d)] * 3, *[None] * 5),
+                options(n),
+                (9, 0),
+            )
             for n, d in ((2040, 64), (symbol(2040), symbol(64)))
         ]
     assert shapes[0] == tuple(int(size) for size in shapes[1])
@@ -59,18 +68,30 @@ def test_random_words_are_those_of_philox() -> None:
 
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"alpha": 2.5}, ValueError, r"alpha must be a number in \[1, 2\]"),
-    ({"alpha": torch.tensor([0.5, 1.5])}, ValueError, r"alpha must lie in \[1, 2\], got 0.5; parametrise it"),
+    (
+        {"alpha": torch.tensor([0.5, 1.5])},
+        ValueError,
+        r"alpha must lie in \[1, 2\], got 0.5; parametrise it",
+    ),
     ({"alpha": torch.ones(3)}, ValueError, r"alpha must hold one number or one per head \(2\)"),
     ({"window": -1}, ValueError, "window must be an integer of at least 0"),
     ({"scale": math.inf}, ValueError, "scale must be a finite Python number"),
     ({"dropout_p": 1.0}, ValueError, r"dropout_p must be a number in \[0, 1\)"),
-    ({"key_padding_mask": torch.ones(2, 5)}, ValueError, r"key_padding_mask must have shape \[B, Nk\]"),
+    (
+        {"key_padding_mask": torch.ones(2, 5)},
+        ValueError,
+        r"key_padding_mask must have shape \[B, Nk\]",
+    ),
     ({"cu_seqlens_q": torch.tensor([0, 4])}, ValueError, r"q must have shape \[Tq, H, D\]"),
     ({"impl": "flash"}, ValueError, "impl must be one of"),
     ({"impl": "triton"}, RuntimeError, "impl='triton' cannot run here"),
     ({"k": torch.randn(2, 2, 9, 8)}, ValueError, "v must have shape"),
     ({"k": torch.randn(2, 2, 4, 7)}, ValueError, "k must have shape"),
-    ({"k": torch.randn(2, 3, 4, 8), "v": torch.randn(2, 3, 4, 8)}, ValueError, "H of q must be a multiple of Hkv"),
+    (
+        {"k": torch.randn(2, 3, 4, 8), "v": torch.randn(2, 3, 4, 8)},
+        ValueError,
+        "H of q must be a multiple of Hkv",
+    ),
     ({"v": torch.randn(2, 2, 4, 8).double()}, TypeError, "k and v must have the dtype of q"),
 ]
 

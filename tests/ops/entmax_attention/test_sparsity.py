@@ -21,13 +21,24 @@ pytestmark = pytest.mark.skipif(triton_interpreted(), reason="counts by torch op
 
 def statistics(inputs: EntmaxAttentionInputs, impl: str, **options: Any) -> EntmaxStats:
     result = entmax_attention(
-        inputs.q, inputs.k, inputs.v, return_stats="blocks", impl=impl, **inputs.layout, **options
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        return_stats="blocks",
+        impl=impl,
+        **inputs.layout,
+        **options,
     )
     assert isinstance(result, tuple)
     return result[1]
 
 
-def dense(inputs: EntmaxAttentionInputs, alpha: float, causal: bool, window: int | None) -> list[tuple[Tensor, Tensor]]:
+def dense(
+    inputs: EntmaxAttentionInputs,
+    alpha: float,
+    causal: bool,
+    window: int | None,
+) -> list[tuple[Tensor, Tensor]]:
     """Probabilities ``[H, nq, nk]`` and which pairs may attend, of every sequence."""
     found = []
     packed = "cu_seqlens_q" in inputs.layout
@@ -73,10 +84,23 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "alpha", "causal", "window"), CASES)
 def test_counts_are_those_of_the_dense_probabilities(
-    target: Target, layout: str, alpha: float, causal: bool, window: int | None
+    target: Target,
+    layout: str,
+    alpha: float,
+    causal: bool,
+    window: int | None,
 ) -> None:
     inputs = entmax_attention_inputs(
-        3, 4, 150, 16, nk=200, kv_heads=2, layout=layout, correlated=True, sharpness=4.0, device=target.device
+        3,
+        4,
+        150,
+        16,
+        nk=200,
+        kv_heads=2,
+        layout=layout,
+        correlated=True,
+        sharpness=4.0,
+        device=target.device,
     )
     stats = statistics(inputs, target.impl, alpha=alpha, causal=causal, window=window)
     truth = dense(inputs, alpha, causal, window)
@@ -86,17 +110,37 @@ def test_counts_are_those_of_the_dense_probabilities(
     for h in range(4):
         support = sum(int((p[h] > 0).sum()) for p, _ in truth)
         rows = sum(int(pairs.any(dim=-1).sum()) for _, pairs in truth)
-        torch.testing.assert_close(float(stats.nonzero_share()[h]), support / visible, rtol=1e-3, atol=0)
-        torch.testing.assert_close(float(stats.mean_support()[h]), support / rows, rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            float(stats.nonzero_share()[h]),
+            support / visible,
+            rtol=1e-3,
+            atol=0,
+        )
+        torch.testing.assert_close(
+            float(stats.mean_support()[h]),
+            support / rows,
+            rtol=1e-3,
+            atol=0,
+        )
         assert int(stats.visible_blocks[:, h].sum()) == sum(blocks(pairs) for _, pairs in truth)
         live = sum(blocks(p[h] > 0) for p, _ in truth)
-        assert abs(int(stats.live_blocks[:, h].sum()) - live) <= 1  # a weight within rounding of zero
+        assert (
+            abs(int(stats.live_blocks[:, h].sum()) - live) <= 1
+        )  # a weight within rounding of zero
         if alpha == 1:
             assert stats.live_share()[h] == 1 and stats.nonzero_share()[h] == 1
 
 
 def test_one_alpha_a_head_and_the_reference_count_alike(target: Target) -> None:
-    inputs = entmax_attention_inputs(2, 3, 130, 16, correlated=True, sharpness=4.0, device=target.device)
+    inputs = entmax_attention_inputs(
+        2,
+        3,
+        130,
+        16,
+        correlated=True,
+        sharpness=4.0,
+        device=target.device,
+    )
     alpha = torch.tensor([1.0, 1.5, 2.0], device=target.device)
     mine, reference = (statistics(inputs, impl, alpha=alpha) for impl in (target.impl, "reference"))
     assert mine.live_blocks is not None and reference.live_blocks is not None
@@ -120,7 +164,15 @@ def test_shares_are_fp32_whatever_torchs_default_dtype() -> None:
 
 
 def test_autocast_and_gradients_do_not_change_what_is_counted() -> None:
-    inputs = entmax_attention_inputs(1, 2, 200, 16, correlated=True, sharpness=8.0, dtype=torch.bfloat16)
+    inputs = entmax_attention_inputs(
+        1,
+        2,
+        200,
+        16,
+        correlated=True,
+        sharpness=8.0,
+        dtype=torch.bfloat16,
+    )
     plain = statistics(inputs, "tiled")
     wide = inputs.cast(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -135,22 +187,54 @@ def test_rows_that_do_not_count_and_other_blocks() -> None:
     assert stats.live_blocks is None
     rows = torch.zeros(2, 40)
     rows[:, 8:12] = 1
-    live, visible = live_blocks(inputs.q, inputs.k, stats.tau, query_padding_mask=rows, block=4, **inputs.layout)
+    live, visible = live_blocks(
+        inputs.q,
+        inputs.k,
+        stats.tau,
+        query_padding_mask=rows,
+        block=4,
+        **inputs.layout,
+    )
     lengths = inputs.layout["key_padding_mask"].sum(dim=1)
-    assert torch.equal(visible[:, 0], (-(-lengths // 4)).int()) and bool((live <= visible).all()) and live.min() >= 1
+    assert (
+        torch.equal(visible[:, 0], (-(-lengths // 4)).int())
+        and bool((live <= visible).all())
+        and live.min() >= 1
+    )
     refused(ValueError, "return_stats='blocks'", stats.live_share)
 
 
 def test_nothing_to_count_and_wrong_arguments() -> None:
     q = torch.randn(2, 2, 5, 8)
     _, stats = entmax_attention(q, q[:, :, :0], q[:, :, :0], return_stats="blocks")
-    assert int(stats.visible.sum()) == 0 and torch.equal(stats.live_blocks, torch.zeros(2, 2, dtype=torch.int32))
+    assert int(stats.visible.sum()) == 0 and torch.equal(
+        stats.live_blocks,
+        torch.zeros(2, 2, dtype=torch.int32),
+    )
     assert bool(stats.nonzero_share().isnan().all())
     _, stats = entmax_attention(q[:0], q[:0], q[:0], return_stats="blocks")
     assert stats.live_blocks.shape == (0, 2)
-    with pytest.raises(ValueError, match=r"return_stats must be one of False, True, 'blocks', got 'all'"):
+    with pytest.raises(
+        ValueError,
+        match=r"return_stats must be one of False, True, 'blocks', got 'all'",
+    ):
         entmax_attention(q, q, q, return_stats="all")  # type: ignore[call-overload]
-    refused(ValueError, r"tau must have shape \[B, H, Nq\] with B=2, H=2, Nq=5", live_blocks, q, q, torch.zeros(2, 5))
-    refused(ValueError, "block must be an integer of at least 1", live_blocks, q, q, torch.zeros(2, 2, 5), block=0)
+    refused(
+        ValueError,
+        r"tau must have shape \[B, H, Nq\] with B=2, H=2, Nq=5",
+        live_blocks,
+        q,
+        q,
+        torch.zeros(2, 5),
+    )
+    refused(
+        ValueError,
+        "block must be an integer of at least 1",
+        live_blocks,
+        q,
+        q,
+        torch.zeros(2, 2, 5),
+        block=0,
+    )
     with pytest.raises(ValueError, match="query_padding_mask must have shape"):
         live_blocks(q, q, torch.zeros(2, 2, 5), query_padding_mask=torch.ones(2, 6))

@@ -23,7 +23,12 @@ def close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], **toleran
         torch.testing.assert_close(found[name], value, **{"rtol": 1e-5, "atol": 1e-6} | tolerance)
 
 
-def within_budget(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], *, dtype: Any = None) -> None:
+def within_budget(
+    found: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    *,
+    dtype: Any = None,
+) -> None:
     for name, value in truth.items():
         assert_within_budget(found[name], value, dtype, kind="gradient", name=name)
 
@@ -31,4 +36,6 @@ def within_budget(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], *, d
 def leaves_of(inputs: LSRHeadInputs) -> list[Any]:
     """Hidden, weight and bias as leaves of their own."""
     given = (inputs.hidden, inputs.weight, inputs.bias)
-    return [None if tensor is None else tensor.detach().clone().requires_grad_() for tensor in given]
+    return [
+        None if tensor is None else tensor.detach().clone().requires_grad_() for tensor in given
+    ]

@@ -1,4 +1,6 @@
-"""Every kernel that the LSR head plans builds for Ampere, Hopper and Blackwell without a GPU: no spills, and wgmma."""
+"""Every kernel that the LSR head plans builds for Ampere, Hopper and Blackwell without a GPU: no
+spills, and wgmma.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from tests.ops.cross_compile import CAPABILITIES, NAMES, check, compile_kernel
 from tests.ops.samples import meta
 from tilefold.ops.lsr_head import configs, plans
 
-pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
+pytestmark = pytest.mark.skipif(
+    triton_interpreted(),
+    reason="kernels are interpreted in this run, not compiled",
+)
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 I32, I64 = torch.int32, torch.int64
@@ -48,35 +53,62 @@ def check_head(
     only: str = "",
     screen: bool = False,
 ) -> set[str]:
-    """Compile the kernels of a call (``only`` that one), with those of the gradients it ``needs``, and name them."""
+    """Compile the kernels of a call (``only`` that one), with those of the gradients it ``needs``,
+    and name them.
+    """
     (batch, length, vocab), dim = shape, 768
     given = BF16 if dtype == FP8 else dtype
-    hidden = meta(batch * length, dim, dtype=given) if layout == "packed" else meta(batch, length, dim, dtype=given)
+    hidden = (
+        meta(batch * length, dim, dtype=given)
+        if layout == "packed"
+        else meta(batch, length, dim, dtype=given)
+    )
     mask = meta(batch, length, dtype=torch.uint8) if layout == "masked" else None
     cu_seqlens = meta(batch + 1, dtype=offsets) if layout == "packed" else None
     row_scale = meta(vocab, dtype=F32) if dtype == FP8 else None
     tensors = _problem.HeadTensors(
-        hidden, mask, cu_seqlens, meta(vocab, dim, dtype=dtype), row_scale, meta(vocab, dtype=given)
+        hidden,
+        mask,
+        cu_seqlens,
+        meta(vocab, dim, dtype=dtype),
+        row_scale,
+        meta(vocab, dtype=given),
     )
     options = _problem.HeadOptions(pooling, activation, scale, given, given, F32, screen)
-    setting = Setting(divmod(capability, 10), 132, tf32=False, aligned=True, given_up=frozenset(given_up))
+    setting = Setting(
+        divmod(capability, 10),
+        132,
+        tf32=False,
+        aligned=True,
+        given_up=frozenset(given_up),
+    )
     results = _problem.outputs(tensors, options, needs is not None)
     made: Names = dict(zip(("scores", "winners"), (each.dtype for each in results), strict=True))
     plan = plans.forward(tensors, options, needs is not None, setting)
     found = check_plan(plan, dtypes(tensors._asdict()) | made, capability, only)
     if needs is not None:
         saved = _problem.HeadSaved(
-            *tensors[:4], tensors.bias, *(meta(*each.shape, dtype=each.dtype) for each in results)
+            *tensors[:4],
+            tensors.bias,
+            *(meta(*each.shape, dtype=each.dtype) for each in results),
         )
         kept = saved._asdict()
         saved = saved._replace(**dict.fromkeys(kept.keys() - _problem.reads(options)))
         if saved.winners is not None and saved.winners.numel() == 0:
             saved = saved._replace(winners=None)
         wanted: Names = dict(zip(("dhidden", "dweight", "dbias"), (given, given, F32), strict=True))
-        wanted = {name: each if need else None for (name, each), need in zip(wanted.items(), needs, strict=True)}
+        wanted = {
+            name: each if need else None
+            for (name, each), need in zip(wanted.items(), needs, strict=True)
+        }
         dscores = meta(*results[0].shape, dtype=results[0].dtype)
         plan = plans.backward(dscores, saved, options, needs, setting)
-        found |= check_plan(plan, dtypes(saved._asdict()) | wanted | {"dscores": dscores.dtype}, capability, only)
+        found |= check_plan(
+            plan,
+            dtypes(saved._asdict()) | wanted | {"dscores": dscores.dtype},
+            capability,
+            only,
+        )
     return found
 
 
@@ -86,9 +118,16 @@ def dtypes(tensors: dict[str, torch.Tensor | None]) -> Names:
 
 def check_plan(plan: Plan, names: Names, capability: int, only: str) -> set[str]:
     """Compile its launches, each once; ``names`` are the dtypes of given tensors and results."""
-    names = names | {name: each.dtype if isinstance(each, Buffer) else None for name, each in plan.buffers.items()}
+    names = names | {
+        name: each.dtype if isinstance(each, Buffer) else None
+        for name, each in plan.buffers.items()
+    }
     # gradients of sums are products in fp32; places are counts that were added up
-    names |= {each.makes: I64 if each.makes == "place" else F32 for each in plan.steps if isinstance(each, TorchStep)}
+    names |= {
+        each.makes: I64 if each.makes == "place" else F32
+        for each in plan.steps
+        if isinstance(each, TorchStep)
+    }
     found = set()
     for launch in plan.steps:
         if not isinstance(launch, Launch) or only not in launch.kernel.__name__:
@@ -101,8 +140,13 @@ def check_plan(plan: Plan, names: Names, capability: int, only: str) -> set[str]
 
 
 def build(launch: Launch, names: Names, capability: int) -> None:
-    kernel, constants = launch.kernel, {"num_warps": 4, "num_stages": 3, "maxnreg": None} | launch.constants
-    warps, stages, registers = (constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg"))
+    kernel, constants = (
+        launch.kernel,
+        {"num_warps": 4, "num_stages": 3, "maxnreg": None} | launch.constants,
+    )
+    warps, stages, registers = (
+        constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg")
+    )
     run_time = [name for name in kernel.arg_names if name not in constants]
     types: dict[str, Any] = {}
     for argument, name in zip(run_time, launch.tensors.split(), strict=False):
@@ -114,8 +158,18 @@ def build(launch: Launch, names: Names, capability: int) -> None:
         else:
             types[argument] = f"*{NAMES[dtype]}"
     numbers = zip(run_time[len(launch.tensors.split()) :], launch.numbers, strict=True)
-    types |= {argument: "fp32" if isinstance(number, float) else "i32" for argument, number in numbers}
-    compiled = compile_kernel(kernel, types, constants, capability, warps, stages, registers=registers)
+    types |= {
+        argument: "fp32" if isinstance(number, float) else "i32" for argument, number in numbers
+    }
+    compiled = compile_kernel(
+        kernel,
+        types,
+        constants,
+        capability,
+        warps,
+        stages,
+        registers=registers,
+    )
     operand = names.get(launch.tensors.split()[1 if kernel.__name__ == "dlogits_kernel" else 0])
     products = kernel.__name__ in PRODUCTS and operand != F32
     check(compiled, capability, wgmma=products, name=kernel.__name__, others=OTHER_RELEASES)
@@ -124,7 +178,9 @@ def build(launch: Launch, names: Names, capability: int) -> None:
 
 def described(launch: Launch, argument: str, dtype: torch.dtype) -> str:
     """Type of the TMA descriptor of a tile of the weight or of rows."""
-    rows = launch.constants["BLOCK_T"] if "rows" in argument else launch.constants.get("BLOCK_V", 64)
+    rows = (
+        launch.constants["BLOCK_T"] if "rows" in argument else launch.constants.get("BLOCK_V", 64)
+    )
     columns, element = launch.constants["BLOCK_K"], NAMES[dtype]
     if "STAGES" not in launch.constants:
         return f"tensordesc<{element}[{rows},{columns}]>"
@@ -141,11 +197,18 @@ MAX = {
     "scores of packed": {"needs": None},
     "scores of full": {"needs": None, "layout": "full"},
     "many sequences": {"shape": (64, 512, 30522)},
-    "counts added up": {"shape": (64, 512, 250002), "layout": "full", "needs": (True, False, False)},
+    "counts added up": {
+        "shape": (64, 512, 250002),
+        "layout": "full",
+        "needs": (True, False, False),
+    },
     "long offsets": {"offsets": I64},
     "many with long offsets": {"offsets": I64, "shape": (64, 512, 30522)},
-}  # fmt: skip
-HOPPER = pytest.mark.skipif(why_no_warp_roles() is not None, reason=f"the portable kernel runs: {why_no_warp_roles()}")
+}
+HOPPER = pytest.mark.skipif(
+    why_no_warp_roles() is not None,
+    reason=f"the portable kernel runs: {why_no_warp_roles()}",
+)
 
 
 @pytest.mark.parametrize("case", MAX)
@@ -159,9 +222,27 @@ def test_max_pooling_builds_without_spills(capability: int, dtype: torch.dtype, 
 @pytest.mark.parametrize("needs", [None, (False, False, True)], ids=["scores", "winners"])
 @pytest.mark.parametrize("layout", ["packed", "full"])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=NAMES.get)
-def test_the_screen_builds_without_spills(dtype: torch.dtype, layout: str, needs: tuple[bool, ...] | None) -> None:
-    found = check_head(90, dtype, layout=layout, needs=needs, given_up=(), screen=True, shape=(64, 512, 30522))
-    assert {"screen_hopper_kernel", "refine_kernel", "list_kernel", "round_kernel", "sample_kernel"} <= found
+def test_the_screen_builds_without_spills(
+    dtype: torch.dtype,
+    layout: str,
+    needs: tuple[bool, ...] | None,
+) -> None:
+    found = check_head(
+        90,
+        dtype,
+        layout=layout,
+        needs=needs,
+        given_up=(),
+        screen=True,
+        shape=(64, 512, 30522),
+    )
+    assert {
+        "screen_hopper_kernel",
+        "refine_kernel",
+        "list_kernel",
+        "round_kernel",
+        "sample_kernel",
+    } <= found
 
 
 @HOPPER
@@ -169,7 +250,11 @@ def test_the_screen_builds_without_spills(dtype: torch.dtype, layout: str, needs
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=NAMES.get)
 def test_the_hopper_forward_builds_without_spills(dtype: torch.dtype, case: str) -> None:
     needs = None if "scores" in case else (False, False, True)
-    assert "max_forward_hopper_kernel" in check_head(90, dtype, **MAX[case] | {"needs": needs, "given_up": ()})
+    assert "max_forward_hopper_kernel" in check_head(
+        90,
+        dtype,
+        **MAX[case] | {"needs": needs, "given_up": ()},
+    )
 
 
 @pytest.mark.parametrize("layout", ["full", "packed"])
@@ -185,17 +270,33 @@ def test_the_other_activations_build_without_spills(activation: str) -> None:
     check_head(90, BF16, activation=activation, scale=0.5, needs=(False, False, True))
 
 
-@pytest.mark.parametrize(("shape", "kernel"), [((16, 2000, 99), "count"), ((4, 1000, 99), ""), ((200, 16, 99), "")])
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [((16, 2000, 99), "count"), ((4, 1000, 99), ""), ((200, 16, 99), "")],
+)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_packing_builds_without_spills(capability: int, shape: tuple[int, int, int], kernel: str) -> None:
+def test_packing_builds_without_spills(
+    capability: int,
+    shape: tuple[int, int, int],
+    kernel: str,
+) -> None:
     found = check_head(capability, BF16, layout="masked", shape=shape, needs=(False, False, True))
     assert {"copy_padded_kernel", f"{kernel or 'copy_padded'}_kernel"} <= found
 
 
-@pytest.mark.parametrize(("layout", "offsets"), [("masked", I32), ("packed", I32), ("packed", I64)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "offsets"),
+    [("masked", I32), ("packed", I32), ("packed", I64)],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=NAMES.get)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_sums_build_without_spills(capability: int, dtype: torch.dtype, layout: str, offsets: torch.dtype) -> None:
+def test_sums_build_without_spills(
+    capability: int,
+    dtype: torch.dtype,
+    layout: str,
+    offsets: torch.dtype,
+) -> None:
     found = check_head(capability, dtype, "mean", layout, offsets=offsets, scale=0.5)
     assert {"sum_forward_kernel", "dlogits_kernel"} <= found
 
@@ -207,8 +308,13 @@ ONE_TOKEN = {
     "packed": {"shape": (1024, 16, 30522)},
     "few packed": {},
     "long offsets": {"shape": (1024, 16, 30522), "offsets": I64},
-    "rows": {"pooling": "sum", "layout": "full", "shape": (4, 16, 30522), "only": "_gradient"},  # few: theirs
-}  # fmt: skip
+    "rows": {
+        "pooling": "sum",
+        "layout": "full",
+        "shape": (4, 16, 30522),
+        "only": "_gradient",
+    },  # few: theirs
+}
 
 
 @pytest.mark.parametrize("case", ONE_TOKEN)
@@ -216,5 +322,9 @@ ONE_TOKEN = {
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_one_token_builds_without_spills(capability: int, dtype: torch.dtype, case: str) -> None:
     found = check_head(capability, dtype, **{"pooling": "last"} | ONE_TOKEN[case])
-    expected = {"weight_gradient_kernel", "split_gradient_kernel"} if case != "rows" or dtype != F16 else set()
+    expected = (
+        {"weight_gradient_kernel", "split_gradient_kernel"}
+        if case != "rows" or dtype != F16
+        else set()
+    )
     assert expected <= found  # of few rows in fp16, torch multiplies

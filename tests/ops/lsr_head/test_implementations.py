@@ -1,8 +1,10 @@
-"""Every implementation of the LSR head within its error budget of the reference: options, layouts, shapes, dtypes.
+"""Every implementation of the LSR head within its error budget of the reference: options, layouts,
+shapes, dtypes.
 
-The same tests serve the tiled path on the CPU, the kernels on a GPU, and, started by shared/test_interpreted.py,
-the kernels interpreted on the CPU. Interpreting takes about half a second a case, so that run has fewer of them, and no
-bf16, whose products the interpreter cannot compute.
+The same tests serve the tiled path on the CPU, the kernels on a GPU, and, started by
+shared/test_interpreted.py, the kernels interpreted on the CPU. Interpreting takes about half a
+second a case, so that run has fewer of them, and no bf16, whose products the interpreter cannot
+compute.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ import torch
 from torch import Tensor
 
 from tests.ops.conftest import Target
-from tests.ops.lsr_head.helpers import ACTIVATIONS, BF16, F16, F32, F64, INTERPRETED, POOLINGS, leaves_of
+from tests.ops.lsr_head.helpers import (
+    ACTIVATIONS,
+    BF16,
+    F16,
+    F32,
+    F64,
+    INTERPRETED,
+    POOLINGS,
+    leaves_of,
+)
 from tests.ops.matching import assert_lsr_head_matches
 from tilefold.ops import lsr_head
 from tilefold.testing import assert_within_budget, budget
@@ -47,35 +58,71 @@ else:
         (1, 1, 8, 1), (3, 1, 9, 30), (2, 1, 24, 517), (2, 7, 8, 30), (7, 7, 24, 1), (3, 7, 33, 70), (2, 37, 9, 517),
         (5, 37, 33, 1), (2, 300, 8, 70), (3, 300, 40, 30), (2, 300, 33, 517), (40, 16, 24, 70),
     ]  # fmt: skip
-HALVES = [((pooling, "log1p_relu", layout), dtype) for dtype in DTYPES[1:]
-          for pooling, layout in (("max", "right"), ("max", "packed"), ("sum", "holes"), ("cls", "left"))]  # fmt: skip
+HALVES = [
+    ((pooling, "log1p_relu", layout), dtype)
+    for dtype in DTYPES[1:]
+    for pooling, layout in (("max", "right"), ("max", "packed"), ("sum", "holes"), ("cls", "left"))
+]
 too_large = pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
 
 
-@pytest.mark.parametrize(("options", "dtype"), [(option, F32) for option in OPTIONS] + HALVES, ids=str)
-def test_scores_and_gradients_for_every_option(target: Target, options: tuple[str, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [(option, F32) for option in OPTIONS] + HALVES,
+    ids=str,
+)
+def test_scores_and_gradients_for_every_option(
+    target: Target,
+    options: tuple[str, ...],
+    dtype: torch.dtype,
+) -> None:
     pooling, activation, layout = options
     inputs = lsr_head_inputs(*SHAPE, layout=layout, dtype=dtype, device=target.device)
     kind = "gradient" if dtype == F32 else "gradient_bound"
-    assert_lsr_head_matches(inputs, pooling=pooling, activation=activation, impl=target.impl, kind=kind)
+    assert_lsr_head_matches(
+        inputs,
+        pooling=pooling,
+        activation=activation,
+        impl=target.impl,
+        kind=kind,
+    )
 
 
 @too_large  # and the kernels have no fp64
 @pytest.mark.parametrize(
-    ("pooling", "layout"), [("max", "right"), ("sum", "holes"), ("mean", "packed"), ("last", "left")]
+    ("pooling", "layout"),
+    [("max", "right"), ("sum", "holes"), ("mean", "packed"), ("last", "left")],
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_fp64_is_computed_in_fp64(device: str, pooling: str, layout: str) -> None:
-    assert_lsr_head_matches(lsr_head_inputs(*SHAPE, layout=layout, dtype=F64, device=device), pooling=pooling)
+    assert_lsr_head_matches(
+        lsr_head_inputs(*SHAPE, layout=layout, dtype=F64, device=device),
+        pooling=pooling,
+    )
 
 
 @too_large
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("activation", ["log1p_relu", "log1p_log1p_relu"])
-def test_gradients_are_exact_at_any_density(target: Target, activation: str, density: str, dtype: torch.dtype) -> None:
-    inputs = lsr_head_inputs(8, 64, 64, 1000, layout="right", dtype=dtype, density=density, device=target.device)
-    # a slope saved through a score of 2 multiplies its rounding error by more than the averaged budget has room for
+def test_gradients_are_exact_at_any_density(
+    target: Target,
+    activation: str,
+    density: str,
+    dtype: torch.dtype,
+) -> None:
+    inputs = lsr_head_inputs(
+        8,
+        64,
+        64,
+        1000,
+        layout="right",
+        dtype=dtype,
+        density=density,
+        device=target.device,
+    )
+    # a slope saved through a score of 2 multiplies its rounding error by more than the averaged
+    # budget has room for
     kind = "gradient_bound" if density == "dense" else "gradient"
     results = assert_lsr_head_matches(inputs, activation=activation, impl=target.impl, kind=kind)
     active = (results["scores"] > 0).float().mean().item()
@@ -87,14 +134,29 @@ def test_gradients_are_exact_at_any_density(target: Target, activation: str, den
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [10.0, 100.0])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradients_of_large_scores_are_exact(target: Target, activation: str, scale: float, dtype: torch.dtype) -> None:
+def test_gradients_of_large_scores_are_exact(
+    target: Target,
+    activation: str,
+    scale: float,
+    dtype: torch.dtype,
+) -> None:
     inputs = lsr_head_inputs(16, 64, 64, 1000, dtype=dtype, device=target.device)
-    assert_lsr_head_matches(inputs, activation=activation, logit_scale=scale, large_scores=True, impl=target.impl)
+    assert_lsr_head_matches(
+        inputs,
+        activation=activation,
+        logit_scale=scale,
+        large_scores=True,
+        impl=target.impl,
+    )
 
 
 @pytest.mark.parametrize("activation", ["none"] if INTERPRETED else ACTIVATIONS)
 @pytest.mark.parametrize("pooling", ["max", "sum"] if INTERPRETED else POOLINGS)
-def test_nan_in_a_valid_token_gives_nan_for_every_activation(target: Target, pooling: str, activation: str) -> None:
+def test_nan_in_a_valid_token_gives_nan_for_every_activation(
+    target: Target,
+    pooling: str,
+    activation: str,
+) -> None:
     inputs = lsr_head_inputs(3, 9, 16, 20, device=target.device)
     token = {"cls": 0, "last": 8}.get(pooling, 4)
     inputs.hidden[1, token, 5] = torch.nan
@@ -103,8 +165,14 @@ def test_nan_in_a_valid_token_gives_nan_for_every_activation(target: Target, poo
         assert found["scores"].isnan().all(dim=1).tolist() == [False, True, False], impl
         poisoned = found["dhidden"].view(3, 9, 16).isnan()
         assert not poisoned[[0, 2]].any() and poisoned[1].any(), impl
-        if pooling != "max":  # among NaN there is no maximum: some token of the sequence takes the gradient
-            assert poisoned[1].all(dim=1).nonzero().tolist() == poisoned[1].any(dim=1).nonzero().tolist() == [[token]]
+        if (
+            pooling != "max"
+        ):  # among NaN there is no maximum: some token of the sequence takes the gradient
+            assert (
+                poisoned[1].all(dim=1).nonzero().tolist()
+                == poisoned[1].any(dim=1).nonzero().tolist()
+                == [[token]]
+            )
         assert found["dbias"].isnan().all() and found["dweight"].isnan().all(), impl
 
 
@@ -127,7 +195,12 @@ BORDERS = [(5, 300, 64, 300), (3, 256, 64, 128), (9, 33, 64, 129), (2, 700, 64, 
     [(F32, "log1p_relu"), (F16, "log1p_relu"), *((BF16, name) for name in ACTIVATIONS)],
     ids=str,
 )
-def test_large_batches_and_16_bits_in_tiles(target: Target, layout: str, activation: str, dtype: torch.dtype) -> None:
+def test_large_batches_and_16_bits_in_tiles(
+    target: Target,
+    layout: str,
+    activation: str,
+    dtype: torch.dtype,
+) -> None:
     for shape in LARGE if dtype == F32 else BORDERS:
         inputs = lsr_head_inputs(*shape, layout=layout, dtype=dtype, device=target.device)
         kind = "gradient" if dtype == F32 else "gradient_bound"
@@ -139,13 +212,24 @@ def test_large_batches_and_16_bits_in_tiles(target: Target, layout: str, activat
 @pytest.mark.parametrize("scale", [-1.5, 0.25])
 def test_scale_and_bias(target: Target, scale: float, bias: bool, pooling: str) -> None:
     inputs = lsr_head_inputs(*SHAPE, layout="right", bias=bias, device=target.device)
-    assert_lsr_head_matches(inputs, pooling=pooling, logit_scale=scale, activation="softplus", impl=target.impl)
+    assert_lsr_head_matches(
+        inputs,
+        pooling=pooling,
+        logit_scale=scale,
+        activation="softplus",
+        impl=target.impl,
+    )
 
 
 @pytest.mark.parametrize("dtype", [F16] if INTERPRETED else [F16, BF16], ids=str)
 @pytest.mark.parametrize("out_dtype", [F16, F32])
 @pytest.mark.parametrize("pooling", ["max", "sum", "cls"])
-def test_scores_are_of_out_dtype(target: Target, pooling: str, out_dtype: torch.dtype, dtype: torch.dtype) -> None:
+def test_scores_are_of_out_dtype(
+    target: Target,
+    pooling: str,
+    out_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
     inputs = lsr_head_inputs(*SHAPE, dtype=dtype, layout="right", device=target.device)
     options = {"pooling": pooling, "out_dtype": out_dtype, "impl": target.impl}
     results = assert_lsr_head_matches(inputs, **options, kind="gradient_bound")
@@ -156,11 +240,20 @@ def test_scores_are_of_out_dtype(target: Target, pooling: str, out_dtype: torch.
 @pytest.mark.parametrize("layout", ["right", "packed"])
 def test_the_weight_gradient_can_be_added_to_a_buffer_in_fp32(target: Target, layout: str) -> None:
     dtype = F32 if target.device == "cpu" else BF16
-    inputs = with_one_answer(lsr_head_inputs(5, 20, 24, 70, layout=layout, dtype=dtype, device=target.device))
+    inputs = with_one_answer(
+        lsr_head_inputs(5, 20, 24, 70, layout=layout, dtype=dtype, device=target.device),
+    )
     truth, before = lsr_head_truth(inputs), torch.randn(70, 24, device=target.device)
     main_grad, (hidden, weight, bias) = before.clone(), leaves_of(inputs)
     for _ in range(2):
-        scores = lsr_head(hidden, weight, bias, **inputs.layout, weight_main_grad=main_grad, impl=target.impl)
+        scores = lsr_head(
+            hidden,
+            weight,
+            bias,
+            **inputs.layout,
+            weight_main_grad=main_grad,
+            impl=target.impl,
+        )
         scores.backward(inputs.dscores)
     assert weight.grad is None
     found = {"dweight": main_grad - before, "dhidden": hidden.grad, "dbias": bias.grad}
@@ -168,11 +261,14 @@ def test_the_weight_gradient_can_be_added_to_a_buffer_in_fp32(target: Target, la
         assert_within_budget(gradient, 2 * truth[name], dtype, "gradient_bound", name=name)
 
 
-# Gradients of fp16 products beyond fp16's own range: what the fp32 result holds is there, large and small together.
+# Gradients of fp16 products beyond fp16's own range: what the fp32 result holds is there, large and
+# small together.
 
 
 def fp16_problem(target: Target, layout: str) -> LSRHeadInputs:
-    return with_one_answer(lsr_head_inputs(5, 19, 24, 21, layout=layout, dtype=F16, device=target.device))
+    return with_one_answer(
+        lsr_head_inputs(5, 19, 24, 21, layout=layout, dtype=F16, device=target.device),
+    )
 
 
 def weight_gradient(target: Target, inputs: LSRHeadInputs, dscores: Tensor) -> Tensor:
@@ -185,7 +281,10 @@ def weight_gradient(target: Target, inputs: LSRHeadInputs, dscores: Tensor) -> T
 
 
 @pytest.mark.parametrize("layout", ("right", "packed"))
-def test_gradients_of_any_size_reach_the_fp32_buffer_each_in_its_own_range(target: Target, layout: str) -> None:
+def test_gradients_of_any_size_reach_the_fp32_buffer_each_in_its_own_range(
+    target: Target,
+    layout: str,
+) -> None:
     inputs = fp16_problem(target, layout)
     truth = lsr_head_truth(inputs, needs=("weight",))["dweight"]
     allowed = budget(F16, "gradient") * truth.abs().max()
@@ -197,7 +296,12 @@ def test_gradients_of_any_size_reach_the_fp32_buffer_each_in_its_own_range(targe
     assert ((buffer / sizes[:, None] - truth).abs() <= allowed).all()
 
 
-def fp32_gradients(target: Target, inputs: LSRHeadInputs, dscores: Tensor, pooling: str) -> dict[str, Tensor]:
+def fp32_gradients(
+    target: Target,
+    inputs: LSRHeadInputs,
+    dscores: Tensor,
+    pooling: str,
+) -> dict[str, Tensor]:
     """Gradients of fp32 token states, weight and bias whose products are taken in fp16."""
     inputs = dataclasses.replace(inputs.cast(F32), dscores=dscores)
     with torch.autocast(target.device, dtype=F16):
@@ -206,7 +310,11 @@ def fp32_gradients(target: Target, inputs: LSRHeadInputs, dscores: Tensor, pooli
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("layout", ("right", "packed"))
-def test_gradients_of_any_size_are_kept_under_autocast_and_in_fp16(target: Target, layout: str, pooling: str) -> None:
+def test_gradients_of_any_size_are_kept_under_autocast_and_in_fp16(
+    target: Target,
+    layout: str,
+    pooling: str,
+) -> None:
     inputs = with_one_answer(fp16_problem(target, layout), pooling)
     truth = lsr_head_truth(inputs, pooling=pooling)
     for size in (1e-12, 1e5, 1e12):
@@ -220,7 +328,11 @@ def test_gradients_of_any_size_are_kept_under_autocast_and_in_fp16(target: Targe
 
 @pytest.mark.parametrize("pooling", ["cls", "last"])
 @pytest.mark.parametrize("layout", ("right", "packed"))
-def test_with_one_token_every_row_of_gradients_has_its_own_range(target: Target, layout: str, pooling: str) -> None:
+def test_with_one_token_every_row_of_gradients_has_its_own_range(
+    target: Target,
+    layout: str,
+    pooling: str,
+) -> None:
     inputs = with_one_answer(fp16_problem(target, layout), pooling)
     dscores = inputs.dscores.float()
     for name, sizes in (

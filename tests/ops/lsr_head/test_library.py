@@ -1,4 +1,6 @@
-"""The LSR head under torch.compile and autocast, and what memory it takes; opcheck: ``shared/test_compiled.py``."""
+"""The LSR head under torch.compile and autocast, and what memory it takes; opcheck:
+``shared/test_compiled.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from tests.ops.matching import assert_lsr_head_matches
 from tilefold.bench.timing import in_fresh_process, resident_peak_mib
 from tilefold.ops import lsr_head
 from tilefold.testing import assert_within_budget
-from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, lsr_head_truth, with_one_answer
+from tilefold.testing.lsr_head import (
+    LSRHeadInputs,
+    lsr_head_inputs,
+    lsr_head_results,
+    lsr_head_truth,
+    with_one_answer,
+)
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="this part needs no interpreter"),
@@ -28,10 +36,16 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("device", DEVICES)
-def test_inductor_compiles_the_head_among_others(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # its usual cache may hold code for the instructions of another run's (emulated) CPU, which then gives NaN
+def test_inductor_compiles_the_head_among_others(
+    device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # its usual cache may hold code for the instructions of another run's (emulated) CPU, which then
+    # gives NaN
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    # four small kernels are built sooner than the headers that they would share, or than trials of each instruction set
+    # four small kernels are built sooner than the headers that they would share, or than trials of
+    # each instruction set
     for config, name, value in (
         (torch._inductor.config, "cpp_cache_precompile_headers", False),
         (torch._inductor.config.cpp, "vec_isa_ok", True),
@@ -57,17 +71,27 @@ def test_a_changing_scale_does_not_break_the_graph() -> None:
     compiled = torch.compile(lsr_head, fullgraph=True, backend="aot_eager")
     for scale in (1.0, 0.5, 0.25, 0.125):
         expected = lsr_head(inputs.hidden, inputs.weight, logit_scale=scale)
-        torch.testing.assert_close(compiled(inputs.hidden, inputs.weight, logit_scale=scale), expected)
+        torch.testing.assert_close(
+            compiled(inputs.hidden, inputs.weight, logit_scale=scale),
+            expected,
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, F16], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_autocast_sets_the_dtype_of_scores_and_not_of_gradients(pooling: str, device: str, dtype: torch.dtype) -> None:
+def test_autocast_sets_the_dtype_of_scores_and_not_of_gradients(
+    pooling: str,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
     inputs = with_one_answer(
-        lsr_head_inputs(5, 9, 16, 21, layout="right", device=device).cast(dtype).cast(F32), pooling
+        lsr_head_inputs(5, 9, 16, 21, layout="right", device=device).cast(dtype).cast(F32),
+        pooling,
     )
-    hidden = inputs.hidden.to(dtype).requires_grad_()  # what layers before the head hand out under autocast
+    hidden = inputs.hidden.to(
+        dtype,
+    ).requires_grad_()  # what layers before the head hand out under autocast
     _, weight, bias = leaves_of(inputs)
     with torch.autocast(device, dtype=dtype):
         scores = lsr_head(hidden, weight, bias, pooling=pooling, **inputs.layout)
@@ -75,7 +99,11 @@ def test_autocast_sets_the_dtype_of_scores_and_not_of_gradients(pooling: str, de
     assert scores.dtype == dtype
     truth = lsr_head_truth(inputs, pooling=pooling)
     assert_within_budget(scores, truth["scores"])
-    for name, leaf, kind in (("dhidden", hidden, dtype), ("dweight", weight, F32), ("dbias", bias, F32)):
+    for name, leaf, kind in (
+        ("dhidden", hidden, dtype),
+        ("dweight", weight, F32),
+        ("dbias", bias, F32),
+    ):
         assert leaf.grad.dtype == kind
         assert_within_budget(leaf.grad, truth[name], dtype, "gradient_bound", name=name)
 
@@ -86,8 +114,8 @@ def test_autocast_leaves_fp64_alone() -> None:
         assert lsr_head(inputs.hidden, inputs.weight).dtype == F64
 
 
-# The bound of memory that the README of the room states (the peaks of a process that does nothing else), and parts of
-# long sequences put together
+# The bound of memory that the README of the room states (the peaks of a process that does nothing
+# else), and parts of long sequences put together
 
 MIB = 2**20
 
@@ -103,7 +131,12 @@ CASES: dict[str, tuple[str, bool, list[int]]] = {
 }
 
 
-def a_call(pooling: str, training: bool, lengths: list[int], vocab: int = VOCAB) -> Callable[[], None]:
+def a_call(
+    pooling: str,
+    training: bool,
+    lengths: list[int],
+    vocab: int = VOCAB,
+) -> Callable[[], None]:
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     hidden = torch.randn(int(offsets[-1]), DIM, requires_grad=training)
     weight = torch.randn(vocab, DIM, requires_grad=training)
@@ -125,7 +158,9 @@ def peaks() -> dict[str, float]:
 
 
 def stated_bound(lengths: list[int], lists: bool) -> float:
-    """MiB that the README of the room states, in fp32, with the scores and gradients that are handed out."""
+    """MiB that the README of the room states, in fp32, with the scores and gradients that are
+    handed out.
+    """
     tokens, batch = sum(lengths), len(lengths)
     held = 4 * (3 * tokens * DIM + 32_768 * DIM + 12 * batch * VOCAB)
     results = 4 * (tokens * DIM + VOCAB * DIM + batch * VOCAB)
@@ -150,15 +185,25 @@ def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", ["full", "right", "holes", "packed"])
 @pytest.mark.parametrize("length", [20, 21, 40, 75])
 @pytest.mark.parametrize("pooling", ["max", "sum", "mean"])
-def test_parts_of_sequences_are_joined(monkeypatch: pytest.MonkeyPatch, pooling: str, length: int, layout: str) -> None:
+def test_parts_of_sequences_are_joined(
+    monkeypatch: pytest.MonkeyPatch,
+    pooling: str,
+    length: int,
+    layout: str,
+) -> None:
     cut_small(monkeypatch)
     inputs = lsr_head_inputs(5, length, 8, 40, layout=layout)
     assert_lsr_head_matches(inputs, pooling=pooling, impl="tiled")
     scores_alone = lsr_head_results(inputs, pooling=pooling, impl="tiled", needs=())["scores"]
-    assert torch.equal(scores_alone, lsr_head_results(inputs, pooling=pooling, impl="tiled")["scores"])
+    assert torch.equal(
+        scores_alone,
+        lsr_head_results(inputs, pooling=pooling, impl="tiled")["scores"],
+    )
 
 
-def test_ties_and_nan_across_the_parts_of_a_sequence_are_settled_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ties_and_nan_across_the_parts_of_a_sequence_are_settled_as_in_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cut_small(monkeypatch)
     hidden = torch.randint(-2, 3, (3, 90, 3), generator=torch.Generator().manual_seed(0)).float()
     hidden[1, 50] = hidden[1, 70] = torch.nan
@@ -173,18 +218,32 @@ def test_ties_and_nan_across_the_parts_of_a_sequence_are_settled_as_in_one(monke
 
 
 @pytest.mark.parametrize(("batch", "blocks"), [(64, 2), (1, 1)])
-def test_lists_of_the_hidden_gradient_are_gone_before_that_of_the_weight_is_allocated(batch: int, blocks: int) -> None:
+def test_lists_of_the_hidden_gradient_are_gone_before_that_of_the_weight_is_allocated(
+    batch: int,
+    blocks: int,
+) -> None:
     pytest.importorskip("triton", reason="plans name kernels")
     from tests.ops.launching import Program
     from tilefold.ops.lsr_head import plans
 
-    hidden, weight, scores = (torch.empty(shape, device="meta") for shape in ((batch, 16, 8), (9000, 8), (batch, 9000)))
+    hidden, weight, scores = (
+        torch.empty(shape, device="meta") for shape in ((batch, 16, 8), (9000, 8), (batch, 9000))
+    )
     saved = _problem.HeadSaved(hidden, None, None, weight, None, scores, scores.to(torch.uint16))
     options = _problem.HeadOptions("max", "relu", 1.0, torch.float32, torch.float32, torch.float32)
     setting = Setting((9, 0), 4, tf32=False, aligned=True, given_up=frozenset())
     plan = plans.backward(scores, saved, options, (True, True, False), setting)
-    results = {"dhidden": Buffer((batch, 16, 8), torch.float32), "dweight": Buffer((9000, 8), torch.float32)}
-    program = Program(plan, ("dscores", *saved._fields), results | {"dbias": None}, torch.device("cpu"), True)
+    results = {
+        "dhidden": Buffer((batch, 16, 8), torch.float32),
+        "dweight": Buffer((9000, 8), torch.float32),
+    }
+    program = Program(
+        plan,
+        ("dscores", *saved._fields),
+        results | {"dbias": None},
+        torch.device("cpu"),
+        True,
+    )
     made = [tuple(each.shape) for turn in program.turns for each in turn.made]
     order = [shape for shape in made if len(shape) > 1]
     assert order == [(batch, 16, 8), (9000, 8)]
@@ -192,4 +251,7 @@ def test_lists_of_the_hidden_gradient_are_gone_before_that_of_the_weight_is_allo
         assert [len(turn.made) for turn in program.turns] == [3] + [0] * (len(plan.steps) - 1)
     else:
         alone = [turn for turn in program.turns if turn.made and turn.made[0].shape == (9000, 8)]
-        assert alone and sum(len(turn.ends) for turn in program.turns[: program.turns.index(alone[0])]) >= 3
+        assert (
+            alone
+            and sum(len(turn.ends) for turn in program.turns[: program.turns.index(alone[0])]) >= 3
+        )

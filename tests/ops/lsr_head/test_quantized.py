@@ -1,4 +1,6 @@
-"""The LSR head with an fp8 weight: every implementation against the same rounded operands, multiplied in fp64."""
+"""The LSR head with an fp8 weight: every implementation against the same rounded operands,
+multiplied in fp64.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def rounded_truth(inputs: LSRHeadInputs, weight: QuantizedWeight, **options: Any
 
 
 def needs_fp8_products(target: Target) -> None:
-    if target.impl == "triton" and target.device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+    if (
+        target.impl == "triton"
+        and target.device == "cuda"
+        and torch.cuda.get_device_capability() < (8, 9)
+    ):
         pytest.skip("this GPU has no fp8 products")
 
 
@@ -48,9 +54,19 @@ SHAPES += [((3, 20, 40, 33), "full")]  # a dimension that wide loads cannot take
 
 @pytest.mark.parametrize(("shape", "layout"), SHAPES, ids=str)
 @pytest.mark.parametrize("activation", ["log1p_relu", "softplus"])
-def test_scores_are_of_rounded_operands(target: Target, shape: tuple[int, ...], layout: str, activation: str) -> None:
+def test_scores_are_of_rounded_operands(
+    target: Target,
+    shape: tuple[int, ...],
+    layout: str,
+    activation: str,
+) -> None:
     needs_fp8_products(target)
-    inputs = lsr_head_inputs(*shape, layout=layout, dtype=F16 if INTERPRETED else BF16, device=target.device)
+    inputs = lsr_head_inputs(
+        *shape,
+        layout=layout,
+        dtype=F16 if INTERPRETED else BF16,
+        device=target.device,
+    )
     weight = quantize_weight(inputs.weight)
     options = {"activation": activation, "logit_scale": 0.7}
     given = {**inputs.layout, "out_dtype": F32, "impl": target.impl}
@@ -68,7 +84,13 @@ def test_nan_in_gives_nan_out_and_zeros_give_the_bias(target: Target) -> None:
     plain = inputs.weight.clone()
     plain[7, 2] = torch.nan
     plain[8] = 0
-    scores = lsr_head(inputs.hidden, quantize_weight(plain), inputs.bias, activation="none", impl=target.impl)
+    scores = lsr_head(
+        inputs.hidden,
+        quantize_weight(plain),
+        inputs.bias,
+        activation="none",
+        impl=target.impl,
+    )
     assert scores[0].isnan().all()
     assert scores[:, 7].isnan().all()
     rest = torch.tensor([v for v in range(16) if v != 7], device=target.device)
@@ -76,7 +98,9 @@ def test_nan_in_gives_nan_out_and_zeros_give_the_bias(target: Target) -> None:
     torch.testing.assert_close(scores[1:, 8], inputs.bias[8].expand(2))
 
 
-def test_masked_tokens_are_not_read_and_sparse_rows_are_the_best_of_the_dense_ones(target: Target) -> None:
+def test_masked_tokens_are_not_read_and_sparse_rows_are_the_best_of_the_dense_ones(
+    target: Target,
+) -> None:
     needs_fp8_products(target)
     inputs = lsr_head_inputs(5, 20, 32, 50, layout="holes", dtype=F32, device=target.device)
     weight, given = quantize_weight(inputs.weight), {**inputs.layout, "impl": target.impl}
@@ -98,12 +122,18 @@ def test_the_scores_stay_close_to_those_of_the_plain_weight() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
 @pytest.mark.parametrize("dim", [33, 1500])
-def test_every_entry_is_within_the_stated_rounding(dim: int, dtype: torch.dtype, device: str) -> None:
+def test_every_entry_is_within_the_stated_rounding(
+    dim: int,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
     weight = (torch.randn(dim, 70) * torch.logspace(-3, 3, 70)).T.to(device, dtype)  # strided rows
     quantized = quantize_weight(weight)
     assert quantized.values.dtype == torch.float8_e4m3fn and quantized.shape == (70, dim)
     distance = (quantized.dequantize(F64) - weight.double()).abs()
-    assert (distance <= weight.double().abs() / 16 + quantized.scale.double()[:, None] * 2**-10).all()
+    assert (
+        distance <= weight.double().abs() / 16 + quantized.scale.double()[:, None] * 2**-10
+    ).all()
 
 
 def test_a_weight_larger_than_a_slab_is_quantized_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,22 +152,49 @@ def test_a_weight_larger_than_a_slab_is_quantized_whole(monkeypatch: pytest.Monk
 WEIGHT = quantize_weight(torch.ones(5, 4))
 REFUSED = [
     ({"pooling": "sum"}, ValueError, "pooling must be 'max' with a QuantizedWeight, got 'sum'"),
-    ({"hidden": torch.zeros(2, 3, 8)}, ValueError, r"weight must have shape \[V, D\] with D=8, got \[5, 4\]"),
+    (
+        {"hidden": torch.zeros(2, 3, 8)},
+        ValueError,
+        r"weight must have shape \[V, D\] with D=8, got \[5, 4\]",
+    ),
     ({"hidden": torch.zeros(2, 3, 4, dtype=F64)}, TypeError, "hidden must be fp16, bf16 or fp32"),
-    ({"hidden": torch.zeros(2, 3, 4, requires_grad=True)}, ValueError, "must not require a gradient"),
-    ({"weight_main_grad": torch.zeros(5, 4)}, ValueError, "weight_main_grad must be None with a QuantizedWeight"),
+    (
+        {"hidden": torch.zeros(2, 3, 4, requires_grad=True)},
+        ValueError,
+        "must not require a gradient",
+    ),
+    (
+        {"weight_main_grad": torch.zeros(5, 4)},
+        ValueError,
+        "weight_main_grad must be None with a QuantizedWeight",
+    ),
     ({"bias": torch.zeros(6)}, ValueError, "bias must have shape"),
 ]
 
 
 @pytest.mark.parametrize(("changed", "error", "message"), REFUSED)
-def test_what_a_rounded_weight_cannot_do_is_said(changed: dict[str, Any], error: type[Exception], message: str) -> None:
-    refused(error, message, lsr_head, **{"hidden": torch.zeros(2, 3, 4), "weight": WEIGHT} | changed)
+def test_what_a_rounded_weight_cannot_do_is_said(
+    changed: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    refused(
+        error,
+        message,
+        lsr_head,
+        **{"hidden": torch.zeros(2, 3, 4), "weight": WEIGHT} | changed,
+    )
 
 
-@pytest.mark.parametrize("weight", [torch.zeros(4), torch.zeros(4, 4, dtype=torch.int64), [1.0], torch.zeros(5, 0)])
+@pytest.mark.parametrize(
+    "weight",
+    [torch.zeros(4), torch.zeros(4, 4, dtype=torch.int64), [1.0], torch.zeros(5, 0)],
+)
 def test_what_cannot_be_quantized_is_said(weight: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"^weight must|^D must be at least 1, got D=0 in shape \[5, 0\]"):
+    with pytest.raises(
+        (TypeError, ValueError),
+        match=r"^weight must|^D must be at least 1, got D=0 in shape \[5, 0\]",
+    ):
         quantize_weight(weight)
     assert quantize_weight(torch.zeros(0, 5)).shape == (0, 5)
 
@@ -147,15 +204,24 @@ def test_what_cannot_be_quantized_is_said(weight: Any) -> None:
 def test_the_kernel_rounds_a_weight_as_torch_does(dtype: torch.dtype) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no fp8 products")
-    weight = torch.randn(131, 77, dtype=F64).to(dtype) * torch.logspace(-3, 3, 131)[:, None].to(dtype)
+    weight = torch.randn(131, 77, dtype=F64).to(dtype) * torch.logspace(-3, 3, 131)[:, None].to(
+        dtype,
+    )
     weight[3] = 0
     weight[5, 7] = torch.nan
     weight[6, 1] = torch.inf
     plain, quantized = quantize_weight(weight), quantize_weight(weight.cuda())
-    assert plain.dequantize().isfinite().all(dim=1).tolist() == quantized.dequantize().isfinite().all(dim=1).tolist()
+    assert (
+        plain.dequantize().isfinite().all(dim=1).tolist()
+        == quantized.dequantize().isfinite().all(dim=1).tolist()
+    )
     finite = plain.dequantize().isfinite()
-    torch.testing.assert_close(quantized.scale.cpu()[finite.all(dim=1)], plain.scale[finite.all(dim=1)])
-    # the kernel divides to two units in the last place: an entry between two fp8 numbers may go to the other one
+    torch.testing.assert_close(
+        quantized.scale.cpu()[finite.all(dim=1)],
+        plain.scale[finite.all(dim=1)],
+    )
+    # the kernel divides to two units in the last place: an entry between two fp8 numbers may go to
+    # the other one
     values = [part.values.cpu().float()[finite] for part in (quantized, plain)]
     assert ((values[0] - values[1]).abs() <= values[1].abs() / 8 + 2.0**-9).all()
     assert (values[0] == values[1]).float().mean() > 0.99

@@ -20,7 +20,10 @@ from tilefold.ops.lsr_head import chosen_impl
 
 def head(hidden: object, weight: object, bias: object = None, **options: object) -> Tensor:
     """The reference on nested lists, linear unless another activation is named."""
-    tensors = [None if x is None else torch.as_tensor(x, dtype=torch.float64) for x in (hidden, weight, bias)]
+    tensors = [
+        None if x is None else torch.as_tensor(x, dtype=torch.float64)
+        for x in (hidden, weight, bias)
+    ]
     options = {"activation": "none"} | options
     for name in ("attention_mask", "cu_seqlens"):
         if name in options and not isinstance(options[name], Tensor):
@@ -82,10 +85,19 @@ def test_a_masked_token_never_counts_whatever_it_holds(pooling: str, poison: flo
     hidden = torch.tensor([[[poison], [1.0], [poison], [2.0], [poison]]], requires_grad=True)
     weight = torch.tensor([[1.0]], requires_grad=True)
     mask = torch.tensor([[0, 1, 0, 1, 0]])
-    out = lsr_head(hidden, weight, attention_mask=mask, pooling=pooling, activation="none", impl="reference")
+    out = lsr_head(
+        hidden,
+        weight,
+        attention_mask=mask,
+        pooling=pooling,
+        activation="none",
+        impl="reference",
+    )
     assert out.item() == {"max": 2, "sum": 3, "mean": 1.5, "cls": 1, "last": 2}[pooling]
     out.sum().backward()
-    counted = {"max": [0, 1], "sum": [1, 1], "mean": [0.5, 0.5], "cls": [1, 0], "last": [0, 1]}[pooling]
+    counted = {"max": [0, 1], "sum": [1, 1], "mean": [0.5, 0.5], "cls": [1, 0], "last": [0, 1]}[
+        pooling
+    ]
     assert hidden.grad.flatten().tolist() == [0, counted[0], 0, counted[1], 0]
     assert weight.grad.item() == out.item()
 
@@ -94,13 +106,19 @@ def test_a_masked_token_never_counts_whatever_it_holds(pooling: str, poison: flo
 def test_the_winner_is_chosen_before_rounding(dtype: torch.dtype) -> None:
     # 256 * 1 + 1 * x: the two sums differ by 2^-4, which neither dtype can hold at 256
     hidden = torch.tensor([[[16.0, 1.0], [16.0, 1.0625]]], dtype=dtype, requires_grad=True)
-    out = lsr_head(hidden, torch.tensor([[128.0, 1.0]], dtype=dtype), activation="none", impl="reference")
+    out = lsr_head(
+        hidden,
+        torch.tensor([[128.0, 1.0]], dtype=dtype),
+        activation="none",
+        impl="reference",
+    )
     out.sum().backward()
     assert out.dtype == dtype
     assert hidden.grad[0, :, 1].tolist() == [0.0, 1.0]
 
 
-# What the head says about arguments that do not fit: the name, what was expected, what came, what to do
+# What the head says about arguments that do not fit: the name, what was expected, what came, what
+# to do
 
 HIDDEN, PACKED = torch.zeros(2, 3, 4), torch.zeros(6, 4)
 WEIGHT, BIAS = torch.zeros(5, 4), torch.zeros(5)
@@ -122,10 +140,16 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"bias": torch.zeros(4)}, "bias must have shape [V] with V=5, got [4]."),
     ({"bias": torch.zeros(1, 5)}, "bias must have shape [V] with V=5, got [1, 5]."),
     *(
-        ({"attention_mask": torch.ones(shape)}, f"attention_mask must have shape [B, S] with B=2, S=3, got {[*shape]}.")
+        (
+            {"attention_mask": torch.ones(shape)},
+            f"attention_mask must have shape [B, S] with B=2, S=3, got {[*shape]}.",
+        )
         for shape in ((2, 4), (3, 3), (2, 3, 1))
     ),
-    ({"hidden": HIDDEN[..., :0], "weight": WEIGHT[:, :0]}, "D must be at least 1, got D=0 in shape [2, 3, 0]."),
+    (
+        {"hidden": HIDDEN[..., :0], "weight": WEIGHT[:, :0]},
+        "D must be at least 1, got D=0 in shape [2, 3, 0].",
+    ),
     ({"weight": torch.zeros(0, 4), "bias": None}, "V must be at least 1, got V=0 in shape [0, 4]."),
     (
         PACKED_INPUT | {"attention_mask": MASK},
@@ -139,11 +163,14 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"impl": "cuda"}, "impl must be one of 'auto', 'reference', 'tiled', 'triton', got 'cuda'."),
     ({"impl": None}, "impl must be one of 'auto', 'reference', 'tiled', 'triton', got None."),
     *(
-        ({"logit_scale": scale}, f"logit_scale must be a finite Python number, got {scale!r}; multiply hidden by a "
-         "tensor to learn a scale.")
+        (
+            {"logit_scale": scale},
+            f"logit_scale must be a finite Python number, got {scale!r}; multiply hidden by a "
+            "tensor to learn a scale.",
+        )
         for scale in (math.nan, math.inf, -math.inf, None, "1", torch.tensor(2.0), 1j)
     ),
-]  # fmt: skip
+]
 WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"out_dtype": torch.int8}, f"out_dtype must be one of {FLOATS} or None, got torch.int8."),
     ({"out_dtype": "float16"}, f"out_dtype must be one of {FLOATS} or None, got 'float16'."),
@@ -152,18 +179,27 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
-    [*((given, ValueError, said) for given, said in WRONG_VALUES),
-     *((given, TypeError, said) for given, said in WRONG_TYPES)],
-)  # fmt: skip
+    [
+        *((given, ValueError, said) for given, said in WRONG_VALUES),
+        *((given, TypeError, said) for given, said in WRONG_TYPES),
+    ],
+)
 @pytest.mark.parametrize("function", [lsr_head, lsr_head_sparse])
-def test_arguments_that_are_wrong(function: Any, changed: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_arguments_that_are_wrong(
+    function: Any,
+    changed: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
     arguments = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS} | changed
     refused(error, f"^{re.escape(message)}$", function, **arguments)
 
 
 def test_fp64_is_refused_by_triton_and_tiled_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     if triton_installed():
-        importlib.import_module("tilefold.ops.lsr_head.plans")  # else its kernels would be interpreted ever after
+        importlib.import_module(
+            "tilefold.ops.lsr_head.plans",
+        )  # else its kernels would be interpreted ever after
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr("tilefold.ops._shared.impl.triton_installed", lambda: True)
     assert chosen_impl(HIDDEN.double()) == "tiled"
@@ -171,12 +207,25 @@ def test_fp64_is_refused_by_triton_and_tiled_by_auto(monkeypatch: pytest.MonkeyP
         "hidden must have dtype float16, bfloat16, float32 for impl='triton', got float64; use impl='auto' or "
         "impl='tiled'."
     )
-    refused(TypeError, f"^{re.escape(message)}$", lsr_head, HIDDEN.double(), WEIGHT.double(), impl="triton")
+    refused(
+        TypeError,
+        f"^{re.escape(message)}$",
+        lsr_head,
+        HIDDEN.double(),
+        WEIGHT.double(),
+        impl="triton",
+    )
 
 
 def test_a_missing_triton_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilefold.ops._shared.impl.triton_installed", lambda: False)
-    refused(RuntimeError, r"the package triton is not installed \(pip install triton\)", chosen_impl, HIDDEN, "triton")
+    refused(
+        RuntimeError,
+        r"the package triton is not installed \(pip install triton\)",
+        chosen_impl,
+        HIDDEN,
+        "triton",
+    )
 
 
 @pytest.mark.gpu
@@ -186,15 +235,39 @@ def test_triton_is_chosen_on_a_gpu() -> None:
 
 
 MAIN_GRADS = [
-    ({"weight_main_grad": torch.zeros(4, 5)}, ValueError, r"weight_main_grad must have shape \[V, D\] with V=5, D=4"),
-    ({"weight_main_grad": torch.zeros(5, 4).half()}, TypeError, "weight_main_grad must have dtype float32, got"),
+    (
+        {"weight_main_grad": torch.zeros(4, 5)},
+        ValueError,
+        r"weight_main_grad must have shape \[V, D\] with V=5, D=4",
+    ),
+    (
+        {"weight_main_grad": torch.zeros(5, 4).half()},
+        TypeError,
+        "weight_main_grad must have dtype float32, got",
+    ),
     ({"weight_main_grad": torch.zeros(4, 5).T}, ValueError, "weight_main_grad must be contiguous"),
-    ({"weight_main_grad": torch.zeros(5, 4), "pooling": "sum"}, ValueError, "must be None with pooling='sum'"),
-    ({"weight_main_grad": torch.zeros(5, 4), "impl": "reference"}, ValueError, "must be None with .*impl='reference'"),
-    ({"weight_main_grad": torch.zeros(5, 4)}, ValueError, "must be None where weight needs no gradient"),
+    (
+        {"weight_main_grad": torch.zeros(5, 4), "pooling": "sum"},
+        ValueError,
+        "must be None with pooling='sum'",
+    ),
+    (
+        {"weight_main_grad": torch.zeros(5, 4), "impl": "reference"},
+        ValueError,
+        "must be None with .*impl='reference'",
+    ),
+    (
+        {"weight_main_grad": torch.zeros(5, 4)},
+        ValueError,
+        "must be None where weight needs no gradient",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("options", "error", "message"), MAIN_GRADS)
-def test_buffers_that_cannot_take_the_gradient(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_buffers_that_cannot_take_the_gradient(
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
     refused(error, message, lsr_head, HIDDEN, WEIGHT, **options)

@@ -1,4 +1,6 @@
-"""The screened head: the bits of the plain one, whatever is scored; and the bound behind it, in exact arithmetic."""
+"""The screened head: the bits of the plain one, whatever is scored; and the bound behind it, in
+exact arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,14 @@ FORCED = {"LEAST_WORK": 0.0, "MOST_SAMPLED": 2.0, "MOST_KEPT": 64.0}
 
 
 def states(
-    kind: str, generator: torch.Generator, device: str, sizes: tuple[int, int, int, int] = SIZES
+    kind: str,
+    generator: torch.Generator,
+    device: str,
+    sizes: tuple[int, int, int, int] = SIZES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Token states, weight and bias whose largest logits are mostly negative, as those of a trained model."""
+    """Token states, weight and bias whose largest logits are mostly negative, as those of a trained
+    model.
+    """
     B, S, D, V = sizes
     hidden = torch.randn(B, S, D, generator=generator, device=device)
     weight = torch.randn(V, D, generator=generator, device=device) * 0.05
@@ -36,8 +43,12 @@ def states(
         weight[::5] *= 1e-35
     elif kind == "broken":
         hidden[0, 0, 0], hidden[-1, 2, 3], weight[5, 5], weight[6, 0], bias[8] = (
-            float("nan"), float("inf"), float("nan"), float("-inf"), float("nan")
-        )  # fmt: skip
+            float("nan"),
+            float("inf"),
+            float("nan"),
+            float("-inf"),
+            float("nan"),
+        )
     elif kind == "huge":
         hidden, bias = hidden * 2e3, bias * 2e3
     elif kind == "touching":  # integers, whose largest logits are 0 and -1 and 1 with such a bias
@@ -49,29 +60,50 @@ def states(
 
 
 def laid_out(hidden: Tensor, layout: str, generator: torch.Generator) -> dict[str, Tensor]:
-    """``hidden`` with the arguments that say which of its tokens count; packed sequences are twice as many."""
+    """``hidden`` with the arguments that say which of its tokens count; packed sequences are twice
+    as many.
+    """
     B, S = hidden.shape[:2]
     lengths = torch.randint(0, S + 1, (B,), generator=generator, device=hidden.device)
     if layout == "masked":
-        return {"hidden": hidden, "attention_mask": torch.arange(S, device=hidden.device) < lengths[:, None]}
+        return {
+            "hidden": hidden,
+            "attention_mask": torch.arange(S, device=hidden.device) < lengths[:, None],
+        }
     if layout == "full":
         return {"hidden": hidden}
     lengths[-1] = S
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     hidden = torch.cat([row[:n] for row, n in zip(hidden, lengths.tolist(), strict=True)])
     return {
-        "hidden": torch.cat([hidden, hidden]), "cu_seqlens": torch.cat([offsets, offsets[1:] + offsets[-1]]).int()
-    }  # fmt: skip
+        "hidden": torch.cat([hidden, hidden]),
+        "cu_seqlens": torch.cat([offsets, offsets[1:] + offsets[-1]]).int(),
+    }
 
 
-def assert_same_bits(given: dict[str, Tensor], weight: Tensor, bias: Tensor | None, **options: object) -> None:
+def assert_same_bits(
+    given: dict[str, Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    **options: object,
+) -> None:
     found = []
     for screen in (False, True):
         named = {"weight": weight, "bias": bias, **given}
-        named = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in named.items() if x is not None}
+        named = {
+            name: x.clone().requires_grad_(x.is_floating_point())
+            for name, x in named.items()
+            if x is not None
+        }
         scores = lsr_head(**named, **options, screen=screen, impl="triton")
-        scores.backward(torch.linspace(0.5, 1.5, scores.numel(), device=scores.device).view_as(scores).to(scores.dtype))
-        found.append([scores.detach(), *[leaf.grad for leaf in named.values() if leaf.grad is not None]])
+        scores.backward(
+            torch.linspace(0.5, 1.5, scores.numel(), device=scores.device)
+            .view_as(scores)
+            .to(scores.dtype),
+        )
+        found.append(
+            [scores.detach(), *[leaf.grad for leaf in named.values() if leaf.grad is not None]],
+        )
     for plain, screened in zip(*found, strict=True):
         torch.testing.assert_close(screened, plain, rtol=0, atol=0, equal_nan=True)
 
@@ -95,14 +127,24 @@ def always_screened(nothing_remembered: None, monkeypatch: pytest.MonkeyPatch) -
     from tilefold.ops._shared.tuning import Row
     from tilefold.ops.lsr_head import configs
 
-    monkeypatch.setattr(configs, "WHEN_SCREENED", (*configs.WHEN_SCREENED, Row({}, FORCED, "forced")))
+    monkeypatch.setattr(
+        configs,
+        "WHEN_SCREENED",
+        (*configs.WHEN_SCREENED, Row({}, FORCED, "forced")),
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_small_cases_that_are_always_screened(kind: str, dtype: torch.dtype, always_screened: None) -> None:
-    draw, generator = (torch.Generator(each).manual_seed(KINDS.index(kind)) for each in ("cpu", "cuda"))
+def test_small_cases_that_are_always_screened(
+    kind: str,
+    dtype: torch.dtype,
+    always_screened: None,
+) -> None:
+    draw, generator = (
+        torch.Generator(each).manual_seed(KINDS.index(kind)) for each in ("cpu", "cuda")
+    )
 
     def below(n: int) -> int:
         return int(torch.randint(n, (), generator=draw))
@@ -113,7 +155,13 @@ def test_small_cases_that_are_always_screened(kind: str, dtype: torch.dtype, alw
         hidden, weight, bias = (each.to(dtype) for each in states(kind, generator, "cuda", sizes))
         scale, activation = (0.5, "relu") if case % 2 else (1.0, "log1p_relu")
         given = laid_out(hidden, layout, generator)
-        assert_same_bits(given, weight, bias if case % 3 else None, logit_scale=scale, activation=activation)
+        assert_same_bits(
+            given,
+            weight,
+            bias if case % 3 else None,
+            logit_scale=scale,
+            activation=activation,
+        )
 
 
 @pytest.mark.parametrize("layout", ["full", "masked", "packed"])
@@ -131,17 +179,36 @@ def test_these_cases_are_large_enough_for_the_screen(layout: str) -> None:
     setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
     for screen in (False, True):
         options = head_problem.HeadOptions(
-            "max", "log1p_relu", 1.0, torch.bfloat16, torch.bfloat16, torch.bfloat16, screen
+            "max",
+            "log1p_relu",
+            1.0,
+            torch.bfloat16,
+            torch.bfloat16,
+            torch.bfloat16,
+            screen,
         )
-        names = [step.kernel.__name__ for step in plans.forward(tensors, options, True, setting).steps
-                 if isinstance(step, Launch)]  # fmt: skip
-        assert ("refine_kernel" in names, names.count("screen_hopper_kernel")) == (screen, int(screen))
+        names = [
+            step.kernel.__name__
+            for step in plans.forward(tensors, options, True, setting).steps
+            if isinstance(step, Launch)
+        ]
+        assert ("refine_kernel" in names, names.count("screen_hopper_kernel")) == (
+            screen,
+            int(screen),
+        )
 
 
 def test_a_screen_is_asked_for_by_name() -> None:
     hidden, weight = torch.randn(2, 3, 8), torch.randn(9, 8)
     assert torch.equal(lsr_head(hidden, weight, screen=True), lsr_head(hidden, weight))
-    refused(TypeError, "screen must be True or False, got 'auto'", lsr_head, hidden, weight, screen="auto")
+    refused(
+        TypeError,
+        "screen must be True or False, got 'auto'",
+        lsr_head,
+        hidden,
+        weight,
+        screen="auto",
+    )
 
 
 @pytest.mark.parametrize("kind", ["trained", "outliers", "zeros"])

@@ -1,4 +1,6 @@
-"""The screen's kernels one by one, with the integer product by torch: what is positive stays, with its exact score."""
+"""The screen's kernels one by one, with the integer product by torch: what is positive stays, with
+its exact score.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,17 @@ KINDS = [*EDGES, "trained", "outliers", "zeros", "small", "broken", "everything"
 
 @triton.jit
 def _stays_kernel(
-    best_ptr, state_ptr, terms_ptr, bias_ptr, kept_ptr, B, V, logit_scale, D: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    best_ptr,
+    state_ptr,
+    terms_ptr,
+    bias_ptr,
+    kept_ptr,
+    B,
+    V,
+    logit_scale,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     b = tl.program_id(0)
     v = tl.arange(0, BLOCK)
     best = tl.load(best_ptr + b * V + v, mask=v < V, other=0)
@@ -40,10 +51,15 @@ def _stays_kernel(
 
 def inputs(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(KINDS.index(kind))
-    rows, weight = torch.randn(OFFSETS[-1], D, generator=generator), torch.randn(V, D, generator=generator) * 0.2
+    rows, weight = (
+        torch.randn(OFFSETS[-1], D, generator=generator),
+        torch.randn(V, D, generator=generator) * 0.2,
+    )
     bias = torch.full((V,), 0.0 if kind == "everything" else -4.0)
     for tensor, other in ((weight, "rows rounded"), (rows, "weight rounded")):
-        if kind == other:  # integers of 7 bits with a scale that is a power of two: no error of their own
+        if (
+            kind == other
+        ):  # integers of 7 bits with a scale that is a power of two: no error of their own
             tensor[:] = torch.randint(-127, 128, tensor.shape, generator=generator) / 512
             tensor[:, 0] = 127 / 512
     if kind == "outliers":
@@ -58,14 +74,23 @@ def inputs(kind: str) -> tuple[Tensor, Tensor, Tensor]:
         bias[::2] = 0
     elif kind == "broken":
         rows[0, 0], rows[20, 3], weight[5, 5], weight[6, 0], bias[8] = (
-            float("nan"), float("inf"), float("nan"), float("-inf"), float("nan")
-        )  # fmt: skip
+            float("nan"),
+            float("inf"),
+            float("nan"),
+            float("-inf"),
+            float("nan"),
+        )
     rows, weight, bias = (each.half().to(DEVICE) for each in (rows, weight, bias))
     return rows, weight, bias
 
 
 def empty_state(batch: int) -> Tensor:
-    return torch.full((screen.STATE.value + screen.PER_SEQUENCE.value * batch,), 77, dtype=torch.int32, device=DEVICE)
+    return torch.full(
+        (screen.STATE.value + screen.PER_SEQUENCE.value * batch,),
+        77,
+        dtype=torch.int32,
+        device=DEVICE,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,33 +98,90 @@ def empty_state(batch: int) -> Tensor:
 def test_what_is_positive_stays_and_has_its_score(kind: str, uniform: bool) -> None:
     rows, weight, bias = inputs(kind)
     offsets = [0, 48, 96] if uniform else OFFSETS
-    if kind in EDGES:  # scores of the first sequence are positive by less than rounding to 8 bits takes away
+    if (
+        kind in EDGES
+    ):  # scores of the first sequence are positive by less than rounding to 8 bits takes away
         bias = ((rows[: offsets[1]].double() @ weight.double().T).amax(0) * (2.0**-10 - 1)).half()
     B, length, T = len(offsets) - 1, 48 if uniform else 0, OFFSETS[-1]
     offset = None if uniform else torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
     state, counts = empty_state(B), torch.full((B, 2), 77, dtype=torch.int32, device=DEVICE)
-    rows8, weight8 = (torch.full(x.shape, 77, dtype=torch.int8, device=DEVICE) for x in (rows, weight))
+    rows8, weight8 = (
+        torch.full(x.shape, 77, dtype=torch.int8, device=DEVICE) for x in (rows, weight)
+    )
     terms = torch.full((3, V), float("nan"), device=DEVICE)
     constants = BUILD_OPTIONS | {"D": D, "BLOCK_D": BLOCK, "GROUP": 16, "UNIFORM": uniform}
     limits = (32 * B, B * V)
     kept = torch.full((B, V), -1, dtype=torch.int8, device=DEVICE)
     screen.sample_kernel[(B, 2)](
-        weight, rows, bias, offset, state, counts, B, V, length, 1.0,
-        D=D, BLOCK_V=16, BLOCK_T=16, BLOCK_K=16, MOST_T=32, HAS_BIAS=True, UNIFORM=uniform, **BUILD_OPTIONS,
-    )  # fmt: skip
+        weight,
+        rows,
+        bias,
+        offset,
+        state,
+        counts,
+        B,
+        V,
+        length,
+        1.0,
+        D=D,
+        BLOCK_V=16,
+        BLOCK_T=16,
+        BLOCK_K=16,
+        MOST_T=32,
+        HAS_BIAS=True,
+        UNIFORM=uniform,
+        **BUILD_OPTIONS,
+    )
     assert not state.any()
     screen.largest_kernel[(T // 16,)](
-        rows, offset, state, counts, B, T, length, 2 * B, limits[0], BLOCK_SAMPLES=8, **constants
+        rows,
+        offset,
+        state,
+        counts,
+        B,
+        T,
+        length,
+        2 * B,
+        limits[0],
+        BLOCK_SAMPLES=8,
+        **constants,
     )
     sampled = int(state[screen.TOO_MANY.value]) / (32 * B)
-    assert sampled == 1 if kind == "everything" else sampled < 0.6 or kind not in ("trained", "small")
+    assert (
+        sampled == 1 if kind == "everything" else sampled < 0.6 or kind not in ("trained", "small")
+    )
     screen.round_kernel[(-(-V // 16) + T // 16 if uniform else 2,)](
-        weight, rows, offset, state, weight8, rows8, terms, kept, B, V, T, length, limits[0], **constants
+        weight,
+        rows,
+        offset,
+        state,
+        weight8,
+        rows8,
+        terms,
+        kept,
+        B,
+        V,
+        T,
+        length,
+        limits[0],
+        **constants,
     )
     assert bool((kept == 0).all())
     parts = [slice(*pair) for pair in itertools.pairwise(offsets)]
     best = torch.stack([(rows8[part].float() @ weight8.float().T).amax(0) for part in parts]).int()
-    _stays_kernel[(B,)](best, state, terms, bias, kept, B, V, 1.0, D=D, BLOCK=BLOCK, **BUILD_OPTIONS)
+    _stays_kernel[(B,)](
+        best,
+        state,
+        terms,
+        bias,
+        kept,
+        B,
+        V,
+        1.0,
+        D=D,
+        BLOCK=BLOCK,
+        **BUILD_OPTIONS,
+    )
     logits = [rows[part].double() @ weight.double().T + bias.double() for part in parts]
     exact = torch.stack([each.amax(0) for each in logits])
     assert bool(kept[~(exact <= 0)].all())  # NaN stays, too
@@ -107,16 +189,56 @@ def test_what_is_positive_stays_and_has_its_score(kind: str, uniform: bool) -> N
         assert kept.float().mean() < 0.6  # and the bound is of use
 
     entries = torch.full((B, V), -1, dtype=torch.int32, device=DEVICE)
-    out, winner = torch.full((B, V), 7.0, device=DEVICE), torch.full((B, V), 7, dtype=torch.int32, device=DEVICE)
+    out, winner = (
+        torch.full((B, V), 7.0, device=DEVICE),
+        torch.full((B, V), 7, dtype=torch.int32, device=DEVICE),
+    )
     screen.list_kernel[(B, 1)](
-        kept, state, entries, offset, out, winner, B, V, length, *limits,
-        BLOCK=BLOCK, UNIFORM=uniform, WITH_WINNERS=True, NO_WINNER=-1, **BUILD_OPTIONS,
-    )  # fmt: skip
+        kept,
+        state,
+        entries,
+        offset,
+        out,
+        winner,
+        B,
+        V,
+        length,
+        *limits,
+        BLOCK=BLOCK,
+        UNIFORM=uniform,
+        WITH_WINNERS=True,
+        NO_WINNER=-1,
+        **BUILD_OPTIONS,
+    )
     screen.refine_kernel[(2,)](
-        weight, rows, bias, offset, None, state, entries, out, winner, B, V, T, length, *limits, 1.0,
-        D=D, BLOCK_V=16, BLOCK_T=32, BLOCK_K=16, BLOCK_B=16, ACTIVATION="relu", HAS_BIAS=True, HAS_POSITIONS=False,
-        HAS_SCALE=False, WITH_WINNERS=True, UNIFORM=uniform, **BUILD_OPTIONS,
-    )  # fmt: skip
+        weight,
+        rows,
+        bias,
+        offset,
+        None,
+        state,
+        entries,
+        out,
+        winner,
+        B,
+        V,
+        T,
+        length,
+        *limits,
+        1.0,
+        D=D,
+        BLOCK_V=16,
+        BLOCK_T=32,
+        BLOCK_K=16,
+        BLOCK_B=16,
+        ACTIVATION="relu",
+        HAS_BIAS=True,
+        HAS_POSITIONS=False,
+        HAS_SCALE=False,
+        WITH_WINNERS=True,
+        UNIFORM=uniform,
+        **BUILD_OPTIONS,
+    )
     expected = torch.where(exact > 0, exact, exact * 0)
     usual = expected.isfinite()
     assert torch.equal(out.isfinite(), usual) and torch.equal(out.isnan(), expected.isnan())
@@ -133,12 +255,42 @@ def test_rows_after_empty_sequences_have_the_scale_of_their_own() -> None:
     B, T = len(offsets) - 1, OFFSETS[-1]
     offset = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
     state, counts = empty_state(B).zero_(), torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    rows8, weight8 = (torch.full(x.shape, 77, dtype=torch.int8, device=DEVICE) for x in (rows, weight))
-    terms, kept = torch.empty(3, V, device=DEVICE), torch.empty(B, V, dtype=torch.int8, device=DEVICE)
+    rows8, weight8 = (
+        torch.full(x.shape, 77, dtype=torch.int8, device=DEVICE) for x in (rows, weight)
+    )
+    terms, kept = (
+        torch.empty(3, V, device=DEVICE),
+        torch.empty(B, V, dtype=torch.int8, device=DEVICE),
+    )
     constants = BUILD_OPTIONS | {"D": D, "BLOCK_D": BLOCK, "GROUP": 16, "UNIFORM": False}
-    screen.largest_kernel[(T // 16,)](rows, offset, state, counts, B, T, 0, 1, B * V, BLOCK_SAMPLES=2, **constants)
+    screen.largest_kernel[(T // 16,)](
+        rows,
+        offset,
+        state,
+        counts,
+        B,
+        T,
+        0,
+        1,
+        B * V,
+        BLOCK_SAMPLES=2,
+        **constants,
+    )
     screen.round_kernel[(-(-V // 16) + T // 16,)](
-        weight, rows, offset, state, weight8, rows8, terms, kept, B, V, T, 0, B * V, **constants
+        weight,
+        rows,
+        offset,
+        state,
+        weight8,
+        rows8,
+        terms,
+        kept,
+        B,
+        V,
+        T,
+        0,
+        B * V,
+        **constants,
     )
     largest = state[screen.STATE.value :][:B].view(torch.float32)
     parts = [rows[start:end].float().abs() for start, end in itertools.pairwise(offsets)]

@@ -1,4 +1,6 @@
-"""Sparse scores keep what dense ones would have kept, block by block; rows of a fixed capacity say what they lack."""
+"""Sparse scores keep what dense ones would have kept, block by block; rows of a fixed capacity say
+what they lack.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,22 @@ from torch import Tensor
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import BF16, F16, F32, F64, INTERPRETED
 from tests.ops.samples import allocations
-from tests.ops.sparse_rows import BAD_LIMITS, LIMITS, assert_best, entries, expected_entries, valid_csr
+from tests.ops.sparse_rows import (
+    BAD_LIMITS,
+    LIMITS,
+    assert_best,
+    entries,
+    expected_entries,
+    valid_csr,
+)
 from tests.refusals import refused
 from tilefold.ops import lsr_head, lsr_head_sparse
 from tilefold.ops.lsr_head import api, lsr_head_rows
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # what the tests themselves do with CSR tensors
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sparse:UserWarning",
+)  # what the tests themselves do with CSR tensors
 no_kernels = pytest.mark.skipif(INTERPRETED, reason="nothing here depends on the kernels")
 
 
@@ -35,7 +46,14 @@ def run(inputs: LSRHeadInputs, **options: Any) -> Tensor:
 
 
 def rows(inputs: LSRHeadInputs, capacity: int, **options: Any) -> Any:
-    return lsr_head_rows(inputs.hidden, inputs.weight, inputs.bias, capacity=capacity, **inputs.layout, **options)
+    return lsr_head_rows(
+        inputs.hidden,
+        inputs.weight,
+        inputs.bias,
+        capacity=capacity,
+        **inputs.layout,
+        **options,
+    )
 
 
 def dense(inputs: LSRHeadInputs, **options: Any) -> Tensor:
@@ -47,17 +65,30 @@ def dense(inputs: LSRHeadInputs, **options: Any) -> Tensor:
 @pytest.mark.parametrize("pooling", ["max", "sum", "mean", "cls", "last"])
 @pytest.mark.parametrize(("top_k", "min_weight"), LIMITS)
 @pytest.mark.usefixtures("narrow_blocks")
-def test_the_best_dense_scores(target: Target, top_k: int | None, min_weight: float, pooling: str, layout: str) -> None:
+def test_the_best_dense_scores(
+    target: Target,
+    top_k: int | None,
+    min_weight: float,
+    pooling: str,
+    layout: str,
+) -> None:
     inputs = lsr_head_inputs(5, 9, 16, 70, layout=layout, device=target.device)
     options = {"pooling": pooling, "impl": target.impl}
-    sparse, scores = run(inputs, top_k=top_k, min_weight=min_weight, **options), dense(inputs, **options)
+    sparse, scores = (
+        run(inputs, top_k=top_k, min_weight=min_weight, **options),
+        dense(inputs, **options),
+    )
     assert_best(sparse, scores, top_k, min_weight, rtol=1e-5, atol=1e-6)
 
 
 @no_kernels
 @pytest.mark.parametrize("block", [1, 3, 16, 64, 1000])
 @pytest.mark.parametrize("top_k", [None, 1, 5, 20])
-def test_ties_keep_the_lowest_index_in_blocks(monkeypatch: pytest.MonkeyPatch, top_k: int | None, block: int) -> None:
+def test_ties_keep_the_lowest_index_in_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+    top_k: int | None,
+    block: int,
+) -> None:
     monkeypatch.setattr(api, "SPARSE_BLOCK_V", block)
     # whole numbers between 0 and 2: many equal scores in every row
     weight = torch.randint(0, 3, (64, 1), generator=torch.Generator().manual_seed(0)).float()
@@ -76,7 +107,11 @@ def test_nan_is_kept_so_that_it_is_seen(top_k: int | None) -> None:
     inputs = lsr_head_inputs(3, 4, 8, 50)
     inputs.hidden[1, 2] = math.nan
     sparse = run(inputs, top_k=top_k, min_weight=0.1)
-    assert len(entries(sparse)[1]) == sparse.to_dense()[1].isnan().sum() == (50 if top_k is None else 3)
+    assert (
+        len(entries(sparse)[1])
+        == sparse.to_dense()[1].isnan().sum()
+        == (50 if top_k is None else 3)
+    )
     assert sparse.to_dense()[[0, 2]].isfinite().all()
 
 
@@ -91,7 +126,11 @@ def test_rows_without_a_valid_token_are_empty_and_a_minimum_of_minus_infinity_ke
 @no_kernels
 @pytest.mark.parametrize(("shape", "rows"), [((0, 3, 4), 0), ((2, 0, 4), 2)])
 @pytest.mark.parametrize("top_k", [None, 3])
-def test_empty_batches_give_empty_tensors(shape: tuple[int, ...], rows: int, top_k: int | None) -> None:
+def test_empty_batches_give_empty_tensors(
+    shape: tuple[int, ...],
+    rows: int,
+    top_k: int | None,
+) -> None:
     sparse = lsr_head_sparse(torch.randn(shape), torch.randn(5, 4), top_k=top_k)
     assert sparse.shape == (rows, 5) and sparse.values().numel() == 0
 
@@ -108,12 +147,17 @@ def test_the_dtype_is_that_of_the_input_or_the_one_asked_for(dtype: torch.dtype)
 @no_kernels
 def test_half_precision_selects_on_scores_that_are_not_rounded_yet() -> None:
     # logits 2048 and 2049 are one number in fp16 and in bf16: rounded, the lower index would win
-    hidden, weight = torch.ones(1, 1, 2, dtype=torch.float16), torch.tensor([[2048.0, 0.0], [2048.0, 1.0]]).half()
+    hidden, weight = (
+        torch.ones(1, 1, 2, dtype=torch.float16),
+        torch.tensor([[2048.0, 0.0], [2048.0, 1.0]]).half(),
+    )
     assert entries(lsr_head_sparse(hidden, weight, activation="relu", top_k=1)) == [[1]]
 
 
 @no_kernels
-def test_the_result_is_a_valid_csr_tensor_that_others_can_use_without_a_warning_or_a_graph() -> None:
+def test_the_result_is_a_valid_csr_tensor_that_others_can_use_without_a_warning_or_a_graph() -> (
+    None
+):
     inputs = lsr_head_inputs(4, 9, 16, 70, layout="right")
     inputs.weight.requires_grad_()
     valid_csr(lambda: run(inputs, top_k=9))
@@ -126,7 +170,9 @@ def test_the_dense_scores_are_never_allocated(monkeypatch: pytest.MonkeyPatch) -
     inputs, kept = lsr_head_inputs(batch, length, 8, vocab), list[int]()
     sizes = allocations(lambda: kept.append(run(inputs, top_k=16).values().numel()))
     assert kept == [batch * 16]
-    assert sizes and max(sizes) <= 4 * batch * length * (block + 16)  # fp32 logits of a block, not scores of [B, V]
+    assert sizes and max(sizes) <= 4 * batch * length * (
+        block + 16
+    )  # fp32 logits of a block, not scores of [B, V]
     assert max(sizes) < 4 * batch * vocab / 10
 
 
@@ -139,8 +185,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @no_kernels
 @pytest.mark.parametrize(("options", "said"), REFUSED, ids=str)
-def test_bad_options_are_refused_as_by_the_dense_function(options: dict[str, Any], said: str) -> None:
-    refused(TypeError if "out_dtype" in options else ValueError, said, run, lsr_head_inputs(1, 2, 4, 5), **options)
+def test_bad_options_are_refused_as_by_the_dense_function(
+    options: dict[str, Any],
+    said: str,
+) -> None:
+    refused(
+        TypeError if "out_dtype" in options else ValueError,
+        said,
+        run,
+        lsr_head_inputs(1, 2, 4, 5),
+        **options,
+    )
 
 
 # Rows of a fixed capacity
@@ -149,7 +204,12 @@ def test_bad_options_are_refused_as_by_the_dense_function(options: dict[str, Any
 @pytest.mark.parametrize("layout", ["right", "packed"])
 @pytest.mark.parametrize(("top_k", "min_weight"), [(None, 0.0), (None, 0.8), (7, 0.0), (90, 0.0)])
 @pytest.mark.usefixtures("narrow_blocks")
-def test_rows_of_a_capacity_hold_the_kept(kernels: Target, layout: str, top_k: int | None, min_weight: float) -> None:
+def test_rows_of_a_capacity_hold_the_kept(
+    kernels: Target,
+    layout: str,
+    top_k: int | None,
+    min_weight: float,
+) -> None:
     inputs = lsr_head_inputs(5, 9, 16, 70, layout=layout, device=kernels.device)
     options = {"top_k": top_k, "min_weight": min_weight, "impl": kernels.impl}
     found, expected = rows(inputs, 80, **options), run(inputs, **options).cpu()
@@ -163,9 +223,14 @@ def test_rows_of_a_capacity_hold_the_kept(kernels: Target, layout: str, top_k: i
 
 def test_a_row_that_does_not_fit_says_how_many_there_were_and_nan_is_kept(kernels: Target) -> None:
     inputs = lsr_head_inputs(4, 6, 16, 70, layout="packed", device=kernels.device)
-    found, expected = rows(inputs, 3, impl=kernels.impl), entries(run(inputs, impl=kernels.impl).cpu())
+    found, expected = (
+        rows(inputs, 3, impl=kernels.impl),
+        entries(run(inputs, impl=kernels.impl).cpu()),
+    )
     counts = [len(row) for row in expected]
-    assert found.counts.tolist() == counts and found.kept.tolist() == [min(count, 3) for count in counts]
+    assert found.counts.tolist() == counts and found.kept.tolist() == [
+        min(count, 3) for count in counts
+    ]
     for columns, kept, row in zip(found.columns, found.kept, expected, strict=True):
         assert columns[:kept].tolist() == row[:3]
     inputs.hidden[0, :] = math.nan

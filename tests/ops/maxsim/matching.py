@@ -17,20 +17,36 @@ from tilefold.testing.maxsim import MaxSimInputs
 
 
 def maxsim_results(inputs: MaxSimInputs, *, needs: str = "qd", **options: Any) -> dict[str, Tensor]:
-    """Run forward and backward; return ``scores`` and the gradients ``dqueries`` and ``ddocuments`` asked for.
+    """Run forward and backward; return ``scores`` and the gradients ``dqueries`` and ``ddocuments``
+    asked for.
 
-    ``needs`` is ``"q"``, ``"d"``, both or neither: what wants a gradient; options are the operator's.
+    ``needs`` is ``"q"``, ``"d"``, both or neither: what wants a gradient; options are the
+    operator's.
     """
     return _results(maxsim, inputs, needs, inputs.layout | options)
 
 
-def xtr_results(inputs: MaxSimInputs, top_k: int, *, needs: str = "qd", **options: Any) -> dict[str, Tensor]:
+def xtr_results(
+    inputs: MaxSimInputs,
+    top_k: int,
+    *,
+    needs: str = "qd",
+    **options: Any,
+) -> dict[str, Tensor]:
     """Like :func:`maxsim_results` for :func:`tilefold.ops.xtr_scores`."""
-    return _results(xtr_scores, inputs, needs, padding.without(inputs.layout, "pairing") | options | {"top_k": top_k})
+    return _results(
+        xtr_scores,
+        inputs,
+        needs,
+        padding.without(inputs.layout, "pairing") | options | {"top_k": top_k},
+    )
 
 
 def _results(
-    operator: Callable[..., Tensor], inputs: MaxSimInputs, needs: str, options: Mapping[str, Any]
+    operator: Callable[..., Tensor],
+    inputs: MaxSimInputs,
+    needs: str,
+    options: Mapping[str, Any],
 ) -> dict[str, Tensor]:
     sides = {"queries": inputs.queries, "documents": inputs.documents}
     leaves = {name: side.detach().requires_grad_(name[0] in needs) for name, side in sides.items()}
@@ -39,10 +55,12 @@ def _results(
 
 
 def with_one_answer(inputs: MaxSimInputs, **options: Any) -> MaxSimInputs:
-    """Zero ``dscores`` where floating point does not decide a winner, so that a tight budget can hold.
+    """Zero ``dscores`` where floating point does not decide a winner, so that a tight budget can
+    hold.
 
-    That is where for some query token the two largest similarities differ by less than the order of evaluation may
-    (2e-5 of the largest similarity). Builds every similarity in fp64: for small problems.
+    That is where for some query token the two largest similarities differ by less than the order of
+    evaluation may (2e-5 of the largest similarity). Builds every similarity in fp64: for small
+    problems.
     """
     if options.get("temperature") is not None:
         return inputs
@@ -51,8 +69,13 @@ def with_one_answer(inputs: MaxSimInputs, **options: Any) -> MaxSimInputs:
     kept = [_kept(tokens, mask).reshape(-1) for tokens, mask in sides]
     queries, documents = (t.reshape(-1, t.size(-1)) for t in (exact.queries, exact.documents))
     if options.get("normalize"):
-        queries, documents = (torch.nn.functional.normalize(t, dim=-1) for t in (queries, documents))
-    ends = [_offsets(exact.queries, exact.cu_seqlens_q), _offsets(exact.documents, exact.cu_seqlens_d)]
+        queries, documents = (
+            torch.nn.functional.normalize(t, dim=-1) for t in (queries, documents)
+        )
+    ends = [
+        _offsets(exact.queries, exact.cu_seqlens_q),
+        _offsets(exact.documents, exact.cu_seqlens_d),
+    ]
     dscores = inputs.dscores.clone()
     flat = dscores.view(-1)
     for place, (q, d) in enumerate(_pairs(inputs, len(ends[0]) - 1, len(ends[1]) - 1)):
@@ -71,7 +94,11 @@ def with_one_answer(inputs: MaxSimInputs, **options: Any) -> MaxSimInputs:
 
 
 def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    return torch.ones(tokens.shape[:-1], dtype=torch.bool, device=tokens.device) if mask is None else mask != 0
+    return (
+        torch.ones(tokens.shape[:-1], dtype=torch.bool, device=tokens.device)
+        if mask is None
+        else mask != 0
+    )
 
 
 def _offsets(tokens: Tensor, cu_seqlens: Tensor | None) -> list[int]:
@@ -89,12 +116,16 @@ def _pairs(inputs: MaxSimInputs, n_queries: int, n_documents: int) -> list[tuple
 
 
 def assert_maxsim_matches(
-    inputs: MaxSimInputs, *, kind: str = "gradient", needs: str = "qd", **options: Any
+    inputs: MaxSimInputs,
+    *,
+    kind: str = "gradient",
+    needs: str = "qd",
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Run an implementation and hold its scores and gradients to their budgets; return its results.
 
-    Pairs without one answer are taken out by :func:`with_one_answer`. ``kind`` is the budget of the gradients that
-    ``needs`` asks for; options are the operator's, with ``impl``.
+    Pairs without one answer are taken out by :func:`with_one_answer`. ``kind`` is the budget of the
+    gradients that ``needs`` asks for; options are the operator's, with ``impl``.
     """
     choices: dict[str, Any] = padding.without(options, "impl")
     inputs = with_one_answer(inputs, **choices)
@@ -104,9 +135,11 @@ def assert_maxsim_matches(
 
 
 def clear_retrievals(inputs: MaxSimInputs, top_k: int, *, normalize: bool = False) -> Tensor:
-    """``[Nq]``: whether every kept token of the query retrieves the same, whatever the order of evaluation.
+    """``[Nq]``: whether every kept token of the query retrieves the same, whatever the order of
+    evaluation.
 
-    That is where its ``top_k``-th and its next similarity are equal, or differ by more than 4e-6 of the largest.
+    That is where its ``top_k``-th and its next similarity are equal, or differ by more than 4e-6 of
+    the largest.
     """
     exact = inputs.cast(torch.float64)
     rows, kept = [], []
@@ -125,9 +158,15 @@ def clear_retrievals(inputs: MaxSimInputs, top_k: int, *, normalize: bool = Fals
 
 
 def assert_xtr_matches(
-    inputs: MaxSimInputs, top_k: int, *, kind: str = "gradient", needs: str = "qd", **options: Any
+    inputs: MaxSimInputs,
+    top_k: int,
+    *,
+    kind: str = "gradient",
+    needs: str = "qd",
+    **options: Any,
 ) -> dict[str, Tensor]:
-    """Like :func:`assert_maxsim_matches` for :func:`tilefold.ops.xtr_scores`; queries without one answer are left out.
+    """Like :func:`assert_maxsim_matches` for :func:`tilefold.ops.xtr_scores`; queries without one
+    answer are left out.
 
     Raises:
         ValueError: where that leaves no query.
@@ -135,7 +174,9 @@ def assert_xtr_matches(
     choices: dict[str, Any] = padding.without(options, "impl")
     clear = clear_retrievals(inputs, top_k, normalize=bool(options.get("normalize")))
     if not bool(clear.any()):
-        raise ValueError(f"inputs must have a query with one answer, got 0 of {len(clear)}; take another seed.")
+        raise ValueError(
+            f"inputs must have a query with one answer, got 0 of {len(clear)}; take another seed.",
+        )
     inputs = with_one_answer(inputs, normalize=options.get("normalize"))
     inputs = dataclasses.replace(inputs, dscores=inputs.dscores * clear[:, None])
     results = xtr_results(inputs, top_k, needs=needs, **options)

@@ -1,4 +1,6 @@
-"""What every public function of MaxSim says to masked, empty, NaN and very large input; the contrastive loss."""
+"""What every public function of MaxSim says to masked, empty, NaN and very large input; the
+contrastive loss.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,18 @@ from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tests.refusals import refused
 from tilefold.ops import maxsim, xtr_scores
-from tilefold.ops.maxsim import QuantizedTokens, maxsim_contrastive_loss, maxsim_topk, quantize_tokens
+from tilefold.ops.maxsim import (
+    QuantizedTokens,
+    maxsim_contrastive_loss,
+    maxsim_topk,
+    quantize_tokens,
+)
 from tilefold.testing.maxsim import maxsim_inputs
 
-pytestmark = pytest.mark.skipif(triton_interpreted(), reason="the other files interpret the kernels")
+pytestmark = pytest.mark.skipif(
+    triton_interpreted(),
+    reason="the other files interpret the kernels",
+)
 Function = Callable[..., Any]
 
 
@@ -66,7 +76,9 @@ def on(target: Target, *tensors: Tensor) -> list[Tensor]:
 
 @every_function
 def test_sides_without_a_kept_token_score_zero_and_a_loss_over_nothing_is_nan(
-    target: Target, sides: tuple[Tensor, Tensor], name: str
+    target: Target,
+    sides: tuple[Tensor, Tensor],
+    name: str,
 ) -> None:
     queries, documents, *masks = on(target, *sides, torch.zeros(2, 3), torch.zeros(4, 5))
     nothing = torch.zeros(5, dtype=torch.int32, device=target.device)
@@ -85,9 +97,16 @@ def test_sides_without_a_kept_token_score_zero_and_a_loss_over_nothing_is_nan(
         leaf = q.detach().requires_grad_(name not in ("int8", "fp8", "imputed"))
         found = FUNCTIONS[name](leaf, d, **layout, impl=impl)
         if name == "loss":
-            assert found.isnan() if shape[0] == 0 else math.isclose(found.item(), math.log(4), rel_tol=1e-6)
+            assert (
+                found.isnan()
+                if shape[0] == 0
+                else math.isclose(found.item(), math.log(4), rel_tol=1e-6)
+            )
         else:
-            assert found.shape == (shape[0], min(shape[1], 2) if name == "topk" else shape[1]) and not found.any()
+            assert (
+                found.shape == (shape[0], min(shape[1], 2) if name == "topk" else shape[1])
+                and not found.any()
+            )
             assert found.dtype == torch.float32
         if found.requires_grad:
             found.sum().backward()
@@ -95,7 +114,11 @@ def test_sides_without_a_kept_token_score_zero_and_a_loss_over_nothing_is_nan(
 
 
 @every_function
-def test_nan_is_seen_and_a_masked_one_is_not(target: Target, sides: tuple[Tensor, Tensor], name: str) -> None:
+def test_nan_is_seen_and_a_masked_one_is_not(
+    target: Target,
+    sides: tuple[Tensor, Tensor],
+    name: str,
+) -> None:
     queries, documents = on(target, *sides)
     documents[1, 2, 3] = math.nan
     mask = torch.ones(4, 5, device=target.device)
@@ -107,7 +130,9 @@ def test_nan_is_seen_and_a_masked_one_is_not(target: Target, sides: tuple[Tensor
     else:
         assert found.isnan().tolist() == [[False, True, False, False]] * 2
     mask[1, 2] = 0
-    assert bool(FUNCTIONS[name](queries, documents, document_mask=mask, impl=target.impl).isfinite().all())
+    assert bool(
+        FUNCTIONS[name](queries, documents, document_mask=mask, impl=target.impl).isfinite().all(),
+    )
 
 
 def test_an_index_into_documents_without_tokens_is_checked_too() -> None:
@@ -126,34 +151,62 @@ def test_what_quantize_tokens_makes_of_nothing_nan_and_infinity() -> None:
         assert back.dequantize().isnan().any(dim=1).tolist() == [True, True, False, False]
         assert not back.dequantize()[2].any()
         for impl in ("reference", "tiled"):
-            scores = maxsim(torch.ones(1, 1, 2), QuantizedTokens(back.values[:, None], back.scales[:, None]), impl=impl)
+            scores = maxsim(
+                torch.ones(1, 1, 2),
+                QuantizedTokens(back.values[:, None], back.scales[:, None]),
+                impl=impl,
+            )
             assert scores.isnan().tolist() == [[True, True, False, False]]
-    with pytest.raises(TypeError, match="documents must have dtype float16, bfloat16, float32, float64, got int8"):
+    with pytest.raises(
+        TypeError,
+        match="documents must have dtype float16, bfloat16, float32, float64, got int8",
+    ):
         quantize_tokens(torch.ones(2, 3, dtype=torch.int8))
 
 
 def test_labels_and_groups_that_do_not_fit_are_named(sides: tuple[Tensor, Tensor]) -> None:
     queries, documents = sides
     for labels, kind, message in (
-        (torch.tensor([0, 4]), ValueError, r"labels must be at least 0 and below the number of documents \(4\), got 4"),
+        (
+            torch.tensor([0, 4]),
+            ValueError,
+            r"labels must be at least 0 and below the number of documents \(4\), got 4",
+        ),
         (torch.tensor([-100, 1]), ValueError, r"labels must be at least 0 .* got -100"),
         (torch.tensor([0.0, 1.0]), TypeError, r"labels must have dtype int64, got float32"),
         ([0, 1], TypeError, r"labels must be a torch\.Tensor, got list"),
         (torch.tensor([0]), ValueError, r"labels must have shape \[2\], got \[1\]"),
     ):
         refused(kind, message, maxsim_contrastive_loss, queries, documents, labels)
-    with pytest.raises(ValueError, match=r"documents must be at least as many as queries \(2\) without labels, got 1"):
+    with pytest.raises(
+        ValueError,
+        match=r"documents must be at least as many as queries \(2\) without labels, got 1",
+    ):
         maxsim_contrastive_loss(queries, documents[:1])
     with pytest.raises(ValueError, match="scale must be a finite Python number"):
         maxsim_contrastive_loss(queries, documents, scale=math.nan)
     for device in ("cpu", "meta"):
         nothing = documents[:0].to(device)
-        with pytest.raises(ValueError, match="documents must be at least one with labels, got 0 for 2 queries"):
-            maxsim_contrastive_loss(queries.to(device), nothing, torch.zeros(2, dtype=torch.int64, device=device))
+        with pytest.raises(
+            ValueError,
+            match="documents must be at least one with labels, got 0 for 2 queries",
+        ):
+            maxsim_contrastive_loss(
+                queries.to(device),
+                nothing,
+                torch.zeros(2, dtype=torch.int64, device=device),
+            )
     for group in ("all", 3):
-        with pytest.raises(ValueError, match="group must be a process group that holds this rank, 'world' or None"):
+        with pytest.raises(
+            ValueError,
+            match="group must be a process group that holds this rank, 'world' or None",
+        ):
             maxsim_contrastive_loss(queries, documents, group=group)
-    alone = maxsim_contrastive_loss(queries, documents, group="world")  # no process group: the world is this process
+    alone = maxsim_contrastive_loss(
+        queries,
+        documents,
+        group="world",
+    )  # no process group: the world is this process
     assert torch.equal(alone, maxsim_contrastive_loss(queries, documents))
 
 
@@ -179,20 +232,30 @@ def test_more_than_two_to_the_31_elements_in_every_function() -> None:
 
     best, which = maxsim_topk(queries, documents, 1)
     assert best.item() == 512 and which.item() == last
-    assert maxsim_contrastive_loss(queries, documents, torch.tensor([last], device="cuda")).item() < 1e-6
+    assert (
+        maxsim_contrastive_loss(queries, documents, torch.tensor([last], device="cuda")).item()
+        < 1e-6
+    )
     found = xtr_scores(queries, documents, top_k=1)
     assert found[0, last].item() == 128 and not found[0, :last].any()
     assert abs(maxsim(queries, quantize_tokens(documents))[0, last].item() - 512) < 0.1
-    assert maxsim(queries, documents, pairing=torch.tensor([[0, last]], device="cuda")).item() == 512
+    assert (
+        maxsim(queries, documents, pairing=torch.tensor([[0, last]], device="cuda")).item() == 512
+    )
     assert maxsim(queries[:1], documents[None], pairing="grouped")[0, last].item() == 512
-    assert maxsim(queries, documents, temperature=0.1)[0, last].item() == pytest.approx(512, rel=1e-3)
+    assert maxsim(queries, documents, temperature=0.1)[0, last].item() == pytest.approx(
+        512,
+        rel=1e-3,
+    )
 
 
 @pytest.mark.parametrize("mask_mode", ["exclude", "zero"])
 @pytest.mark.parametrize("temperature", [0.3, 1e-4, 1e-30, 1e-300])
 @pytest.mark.parametrize("impl", ["tiled", "reference"])
 def test_a_smooth_maximum_of_any_temperature_is_exact_forward_and_backward(
-    impl: str, temperature: float, mask_mode: str
+    impl: str,
+    temperature: float,
+    mask_mode: str,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     leaves = [30 * torch.randn(n, 9, 16, generator=generator) for n in (2, 3)]
@@ -200,7 +263,14 @@ def test_a_smooth_maximum_of_any_temperature_is_exact_forward_and_backward(
 
     def run(dtype: torch.dtype, impl: str) -> list[torch.Tensor]:
         q, d = (leaf.to(dtype).requires_grad_() for leaf in leaves)
-        scores = maxsim(q, d, document_mask=mask, temperature=temperature, mask_mode=mask_mode, impl=impl)
+        scores = maxsim(
+            q,
+            d,
+            document_mask=mask,
+            temperature=temperature,
+            mask_mode=mask_mode,
+            impl=impl,
+        )
         return [scores.detach(), *torch.autograd.grad(scores.sum(), (q, d))]
 
     for found, exact in zip(run(torch.float32, impl), run(torch.float64, "reference"), strict=True):
@@ -219,15 +289,30 @@ def test_long_queries_take_more_documents_than_65535_blocks_of_256() -> None:
 
 
 @pytest.mark.parametrize("layout", ["holes", "packed"])
-def test_the_contrastive_loss_is_the_cross_entropy_of_the_scores(target: Target, layout: str) -> None:
+def test_the_contrastive_loss_is_the_cross_entropy_of_the_scores(
+    target: Target,
+    layout: str,
+) -> None:
     inputs = maxsim_inputs(3, 5, 4, 7, 16, layout=layout, device=target.device)
     inputs = dataclasses.replace(inputs, queries=inputs.queries.requires_grad_())
     options = inputs.layout
     del options["pairing"]
     labels = torch.tensor([4, 0, 2], device=target.device)
     for given, chosen in ((None, torch.arange(3, device=target.device)), (labels, labels)):
-        loss = maxsim_contrastive_loss(inputs.queries, inputs.documents, given, scale=0.3, **options, impl=target.impl)
-        scores = maxsim(inputs.queries.double(), inputs.documents.double(), **options, impl="reference")
+        loss = maxsim_contrastive_loss(
+            inputs.queries,
+            inputs.documents,
+            given,
+            scale=0.3,
+            **options,
+            impl=target.impl,
+        )
+        scores = maxsim(
+            inputs.queries.double(),
+            inputs.documents.double(),
+            **options,
+            impl="reference",
+        )
         expected = -(0.3 * scores).log_softmax(dim=1).gather(1, chosen[:, None]).mean()
         torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
         (found,), (truth,) = (torch.autograd.grad(x, inputs.queries) for x in (loss, expected))
@@ -236,14 +321,20 @@ def test_the_contrastive_loss_is_the_cross_entropy_of_the_scores(target: Target,
 
 @pytest.mark.parametrize("bad", [-100, -1, 4])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_label_out_of_range_that_nobody_may_look_at_gives_nan_and_the_device_lives_on(device: str, bad: int) -> None:
+def test_a_label_out_of_range_that_nobody_may_look_at_gives_nan_and_the_device_lives_on(
+    device: str,
+    bad: int,
+) -> None:
     queries = torch.randn(2, 3, 8, device=device, requires_grad=True)
     documents = torch.randn(4, 5, 8, device=device)
 
     def compiled(labels: Tensor) -> Tensor:
         return maxsim_contrastive_loss(2 * queries, documents, labels)
 
-    for loss in (torch.compile(compiled, backend="eager", fullgraph=True), *[compiled] * (device == "cuda")):
+    for loss in (
+        torch.compile(compiled, backend="eager", fullgraph=True),
+        *[compiled] * (device == "cuda"),
+    ):
         found = loss(torch.tensor([1, bad], device=device))
         (gradient,) = torch.autograd.grad(found, queries)
         assert found.isnan() and bool(gradient.isnan().all())

@@ -1,4 +1,6 @@
-"""What MaxSim says about arguments that do not fit: the name, what was expected, what came, what to do."""
+"""What MaxSim says about arguments that do not fit: the name, what was expected, what came, what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,18 @@ VALUES = [
     ({"queries": PACKED}, "queries must have shape [N, L, D], got [6, 4]."),
     ({"documents": PACKED}, "documents must have shape [N, L, D], got [6, 4]."),
     ({"pairing": "grouped"}, "documents must have shape [B, N, L, D], got [2, 5, 4]."),
-    ({"queries": QUERIES, "cu_seqlens_q": OFFSETS}, "queries must have shape [T, D], got [2, 3, 4]."),
-    ({"documents": torch.zeros(2, 5, 8)}, "documents must have the D of queries (4), got 8 in shape [2, 5, 8]."),
-    ({"queries": torch.zeros(2, 3, 0)}, "queries must have D of at least 1, got D=0 in shape [2, 3, 0]."),
+    (
+        {"queries": QUERIES, "cu_seqlens_q": OFFSETS},
+        "queries must have shape [T, D], got [2, 3, 4].",
+    ),
+    (
+        {"documents": torch.zeros(2, 5, 8)},
+        "documents must have the D of queries (4), got 8 in shape [2, 5, 8].",
+    ),
+    (
+        {"queries": torch.zeros(2, 3, 0)},
+        "queries must have D of at least 1, got D=0 in shape [2, 3, 0].",
+    ),
     ({"query_mask": torch.ones(2, 4)}, "query_mask must have shape [2, 3], got [2, 4]."),
     ({"document_mask": torch.ones(2)}, "document_mask must have shape [2, 5], got [2]."),
     (
@@ -42,7 +53,10 @@ VALUES = [
         "pairing must be one of 'all', 'aligned', 'grouped', or an integer tensor [P, 2], got 'both'.",
     ),
     ({"pairing": torch.zeros(3, dtype=torch.int64)}, "pairing must have shape [P, 2], got [3]."),
-    ({"pairing": torch.zeros(3, 3, dtype=torch.int64)}, "pairing must have shape [P, 2], got [3, 3]."),
+    (
+        {"pairing": torch.zeros(3, 3, dtype=torch.int64)},
+        "pairing must have shape [P, 2], got [3, 3].",
+    ),
     ({"reduction": "max"}, "reduction must be one of 'sum', 'mean', got 'max'."),
     ({"mask_mode": "keep"}, "mask_mode must be one of 'exclude', 'zero', got 'keep'."),
     ({"temperature": 0.0}, "temperature must be a positive Python number or None, got 0.0."),
@@ -70,14 +84,24 @@ def test_values_that_do_not_fit(changed: dict[str, Any], message: str) -> None:
 @pytest.mark.skipif(triton_interpreted(), reason="the kernels can run here")
 def test_an_implementation_that_cannot_run_is_refused_and_never_replaced() -> None:
     assert chosen_impl(QUERIES) == "tiled"
-    refused(RuntimeError, "impl='triton' cannot run here", maxsim, QUERIES, DOCUMENTS, impl="triton")
+    refused(
+        RuntimeError,
+        "impl='triton' cannot run here",
+        maxsim,
+        QUERIES,
+        DOCUMENTS,
+        impl="triton",
+    )
 
 
 @pytest.mark.gpu
 def test_the_kernels_refuse_fp64_and_auto_does_not_take_them() -> None:
     queries = QUERIES.cuda().double()
     assert chosen_impl(queries) == "tiled"
-    with pytest.raises(TypeError, match="queries must have dtype float16, bfloat16, float32 for impl='triton'"):
+    with pytest.raises(
+        TypeError,
+        match="queries must have dtype float16, bfloat16, float32 for impl='triton'",
+    ):
         maxsim(queries, queries, impl="triton")
 
 
@@ -86,12 +110,22 @@ LONG = 2**32  # what is added to an offset or index so that its lower 32 bits st
 
 @pytest.mark.parametrize("temperature", [None, 0.5])
 @pytest.mark.parametrize("side", ["q", "d"])
-@pytest.mark.parametrize("bad", [[0, 3, LONG + 6], [0, 3 - LONG, 6], [LONG, 3, 6], [0, 4, 2, 6]], ids=str)
+@pytest.mark.parametrize(
+    "bad",
+    [[0, 3, LONG + 6], [0, 3 - LONG, 6], [LONG, 3, 6], [0, 4, 2, 6]],
+    ids=str,
+)
 def test_offsets_that_fall_or_need_more_than_32_bits_score_nan_and_no_plausible_number(
-    bad: list[int], side: str, temperature: float | None, kernels: Target, nobody_looks: None
+    bad: list[int],
+    side: str,
+    temperature: float | None,
+    kernels: Target,
+    nobody_looks: None,
 ) -> None:
     good = torch.arange(0, 7, 6 // (len(bad) - 1), device=kernels.device)
-    offsets = {f"cu_seqlens_{name}": good if name != side else good.new_tensor(bad) for name in "qd"}
+    offsets = {
+        f"cu_seqlens_{name}": good if name != side else good.new_tensor(bad) for name in "qd"
+    }
     leaves = [torch.ones(6, 16, device=kernels.device, requires_grad=True) for _ in range(2)]
     for pairing in ("all", "aligned"):
         scores = maxsim(*leaves, **offsets, pairing=pairing, temperature=temperature, impl="triton")
@@ -102,8 +136,14 @@ def test_offsets_that_fall_or_need_more_than_32_bits_score_nan_and_no_plausible_
         scores.nan_to_num().sum().backward()  # reads nothing elsewhere
 
 
-def test_pair_indices_out_of_range_score_nan_and_no_plausible_number(kernels: Target, nobody_looks: None) -> None:
-    pairs = torch.tensor([[0, 1], [LONG, 1], [0, LONG + 1], [-LONG, 0], [0, 7], [-1, 0], [1, 0]], device=kernels.device)
+def test_pair_indices_out_of_range_score_nan_and_no_plausible_number(
+    kernels: Target,
+    nobody_looks: None,
+) -> None:
+    pairs = torch.tensor(
+        [[0, 1], [LONG, 1], [0, LONG + 1], [-LONG, 0], [0, 7], [-1, 0], [1, 0]],
+        device=kernels.device,
+    )
     leaves = [torch.ones(2, 3, 16, device=kernels.device, requires_grad=True) for _ in range(2)]
     scores = maxsim(*leaves, pairing=pairs, impl="triton")
     assert scores.isnan().tolist() == [False, True, True, True, True, True, False]

@@ -1,4 +1,6 @@
-"""Normalised rows of any size: the direction of a row is what counts, and what does not exist is left out."""
+"""Normalised rows of any size: the direction of a row is what counts, and what does not exist is
+left out.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,20 @@ SHAPES = {
 
 def powers_of_two(dtype: torch.dtype) -> list[float]:
     """Sizes that rows can be multiplied by without a rounding."""
-    return [2.0 ** round(torch.tensor(size, dtype=torch.float64).log2().item()) for size in SIZES[dtype]]
+    return [
+        2.0 ** round(torch.tensor(size, dtype=torch.float64).log2().item()) for size in SIZES[dtype]
+    ]
 
 
 def smallest_documents(dtype: torch.dtype, target: Target) -> float:
-    """Entries of fp32 documents are multiplied as three TF32 numbers on a GPU; the least of them must be a number."""
-    return 2.0**-110 if dtype == torch.float32 and target.impl == "triton" and target.device == "cuda" else 0.0
+    """Entries of fp32 documents are multiplied as three TF32 numbers on a GPU; the least of them
+    must be a number.
+    """
+    return (
+        2.0**-110
+        if dtype == torch.float32 and target.impl == "triton" and target.device == "cuda"
+        else 0.0
+    )
 
 
 def sized(inputs: MaxSimInputs, query_size: float, document_size: float) -> MaxSimInputs:
@@ -56,7 +66,10 @@ def sized(inputs: MaxSimInputs, query_size: float, document_size: float) -> MaxS
 @pytest.mark.parametrize("case", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_of_any_size_counts_by_its_direction_and_its_gradient_is_inverse_to_its_size(
-    dtype: torch.dtype, case: str, temperature: float | None, target: Target
+    dtype: torch.dtype,
+    case: str,
+    temperature: float | None,
+    target: Target,
 ) -> None:
     shape, layout = SHAPES[case]
     options: dict[str, Any] = {"temperature": temperature, "normalize": True, "impl": target.impl}
@@ -66,9 +79,14 @@ def test_a_row_of_any_size_counts_by_its_direction_and_its_gradient_is_inverse_t
         documents = max(size, smallest_documents(dtype, target))
         either = ((size, 1), (size, documents), (1, documents))
         for query_size, document_size in either[: 2 if triton_interpreted() else 3]:
-            found = maxsim_results(sized(inputs, query_size, document_size), needs="", **options)["scores"]
+            found = maxsim_results(sized(inputs, query_size, document_size), needs="", **options)[
+                "scores"
+            ]
             assert_within_budget(found, expected.double(), name=f"{query_size}, {document_size}")
-    truth = maxsim_results(sized(inputs, 1, 1).cast(torch.float64), **options | {"impl": "reference"})
+    truth = maxsim_results(
+        sized(inputs, 1, 1).cast(torch.float64),
+        **options | {"impl": "reference"},
+    )
     # or gradients are no numbers of the dtype
     moderate = [size for size in powers_of_two(dtype) if 1e-30 < size < 1e30]
     for size in moderate[: 1 if triton_interpreted() else None]:
@@ -80,14 +98,22 @@ def test_a_row_of_any_size_counts_by_its_direction_and_its_gradient_is_inverse_t
                 value = gradients[name].double() * own / min(size, 1.0)
                 if bool((gradients[name].abs().amax() < 64 * torch.finfo(dtype).tiny).any()):
                     continue  # the other side's gradient, among the numbers of fewer digits
-                assert_within_budget(value, truth[name], dtype, "gradient_bound", name=f"{name} at {size}")
+                assert_within_budget(
+                    value,
+                    truth[name],
+                    dtype,
+                    "gradient_bound",
+                    name=f"{name} at {size}",
+                )
 
 
 def test_short_rows_in_half_precision_have_the_gradients_of_others(target: Target) -> None:
     for temperature in (None, 0.1):
         for pairing in ("all", "aligned"):
             inputs = maxsim_inputs(2, 2, 4, 5, 16, pairing=pairing, device=target.device)
-            inputs = dataclasses.replace(inputs, queries=inputs.queries * 1e-4 * 2**-5).cast(torch.float16)
+            inputs = dataclasses.replace(inputs, queries=inputs.queries * 1e-4 * 2**-5).cast(
+                torch.float16,
+            )
             options: dict[str, Any] = {"temperature": temperature, "normalize": True, "needs": "d"}
             truth = maxsim_results(inputs.cast(torch.float64), impl="reference", **options)
             found = maxsim_results(inputs, impl=target.impl, **options)

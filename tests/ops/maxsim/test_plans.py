@@ -1,4 +1,6 @@
-"""What a repeated call skips, and what it must look at each time; see also ``tests/ops/shared/test_launches.py``."""
+"""What a repeated call skips, and what it must look at each time; see also
+``tests/ops/shared/test_launches.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
-from tests.ops.base import FallbackWarning, KernelUnavailableError, Launch, MaxSimOptions, MaxSimTensors, Setting
+from tests.ops.base import (
+    FallbackWarning,
+    KernelUnavailableError,
+    Launch,
+    MaxSimOptions,
+    MaxSimTensors,
+    Setting,
+)
 from tests.ops.conftest import Target
 from tests.ops.launching import combine_kernel, owner_kernel
 from tests.ops.launching import launch as shared_launch
@@ -55,10 +64,17 @@ def test_inference_is_one_launch(case: str, unbound: list[str]) -> None:
         found = maxsim(inputs.queries, inputs.documents, **inputs.layout, **options, impl="triton")
     assert len(unbound) == 1
     wide = inputs.cast(torch.float64)
-    assert_within_budget(found, maxsim(wide.queries, wide.documents, **wide.layout, **options, impl="reference"))
+    assert_within_budget(
+        found,
+        maxsim(wide.queries, wide.documents, **wide.layout, **options, impl="reference"),
+    )
 
 
-@pytest.mark.parametrize("offsets", [[0, 3, 3, 7, 20], [0, 20], [0, 0, 0, 20], [0, 9, 4, 13, 20], [0, 400]], ids=str)
+@pytest.mark.parametrize(
+    "offsets",
+    [[0, 3, 3, 7, 20], [0, 20], [0, 0, 0, 20], [0, 9, 4, 13, 20], [0, 400]],
+    ids=str,
+)
 def test_rows_find_their_query_as_a_search_does(offsets: list[int], target: Target) -> None:
     if target.impl != "triton":
         pytest.skip("a kernel's test")
@@ -66,7 +82,12 @@ def test_rows_find_their_query_as_a_search_does(offsets: list[int], target: Targ
     found = torch.empty(offsets[-1], dtype=torch.int32, device=target.device)
     count = cu.numel() - 1
     numbers = (offsets[-1], count, count.bit_length())
-    shared_launch.launch(owner_kernel, (-(-offsets[-1] // 256), 1, 1), (cu, found, *numbers), {"BLOCK": 256})
+    shared_launch.launch(
+        owner_kernel,
+        (-(-offsets[-1] // 256), 1, 1),
+        (cu, found, *numbers),
+        {"BLOCK": 256},
+    )
     assert torch.equal(found, plans.row_queries(offsets[-1], cu))
 
 
@@ -80,12 +101,19 @@ def test_offsets_and_pairs_in_either_width_give_the_same_bits(pairing: str) -> N
     leaves = [inputs.queries.requires_grad_(), inputs.documents.requires_grad_()]
 
     def step(layout: dict[str, Any], kind: torch.dtype) -> list[Tensor]:
-        scores = maxsim(*leaves, **layout, pairing="all" if pairs is None else pairs.to(kind), impl="triton")
+        scores = maxsim(
+            *leaves,
+            **layout,
+            pairing="all" if pairs is None else pairs.to(kind),
+            impl="triton",
+        )
         return [scores.detach(), *torch.autograd.grad(scores, leaves, inputs.dscores)]
 
     expected = step(narrow, torch.int32)
     for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(step(wide, torch.int64), expected, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(step(wide, torch.int64), expected, strict=True)
+        )
 
 
 @kernels
@@ -113,9 +141,18 @@ def test_autocast_casts_in_every_call() -> None:
         with torch.autocast(DEVICE, dtype=DTYPE):
             scores = maxsim(*leaves, **inputs.layout, impl="triton")
         grads = torch.autograd.grad(scores, leaves, inputs.dscores)
-        assert torch.equal(scores, expected["scores"]) and all(grad.dtype == torch.float32 for grad in grads)
+        assert torch.equal(scores, expected["scores"]) and all(
+            grad.dtype == torch.float32 for grad in grads
+        )
         assert torch.equal(grads[0].to(DTYPE), expected["dqueries"])
-    refused(TypeError, "documents must have the dtype of queries", maxsim, leaves[0], inputs.documents, impl="triton")
+    refused(
+        TypeError,
+        "documents must have the dtype of queries",
+        maxsim,
+        leaves[0],
+        inputs.documents,
+        impl="triton",
+    )
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, when: Any) -> list[str]:
@@ -126,7 +163,11 @@ def fail(monkeypatch: pytest.MonkeyPatch, when: Any) -> list[str]:
     def launch(self: shared_launch.Step, build: shared_launch.Build) -> Any:
         tried.append(build.kernel.__name__)
         if when(build.arguments):
-            raise KernelUnavailableError(build.kernel.__name__, "PTXASError: no such instruction", build.instead)
+            raise KernelUnavailableError(
+                build.kernel.__name__,
+                "PTXASError: no such instruction",
+                build.instead,
+            )
         return honest(self, build)
 
     monkeypatch.setattr(shared_launch.Step, "by_triton", launch)
@@ -134,11 +175,16 @@ def fail(monkeypatch: pytest.MonkeyPatch, when: Any) -> list[str]:
 
 
 @kernels
-def test_kernels_without_tma_follow_where_those_with_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_without_tma_follow_where_those_with_it_cannot_be_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     inputs = given(3, 4, 40, 32, 64)
     expected = maxsim_results(inputs, impl="triton")
     MAXSIM.calls.clear()
-    tried = fail(monkeypatch, lambda arguments: any(hasattr(argument, "block_shape") for argument in arguments))
+    tried = fail(
+        monkeypatch,
+        lambda arguments: any(hasattr(argument, "block_shape") for argument in arguments),
+    )
     with pytest.warns(FallbackWarning, match="maxsim's kernels with TMA cannot run"):
         found = maxsim_results(inputs, impl="triton")
     for name, value in found.items():
@@ -154,29 +200,52 @@ def test_kernels_without_tma_follow_where_those_with_it_cannot_be_built(monkeypa
 @kernels
 @pytest.mark.usefixtures("nobody_looks")
 @pytest.mark.parametrize(
-    "offsets", [[0, 9, -1, 20], [0, 9, 3, 20], [0, 15, 9, 20], [0, 5, 30, 20], [0, 12, 2, 20]], ids=str
+    "offsets",
+    [[0, 9, -1, 20], [0, 9, 3, 20], [0, 15, 9, 20], [0, 5, 30, 20], [0, 12, 2, 20]],
+    ids=str,
 )
 def test_offsets_of_queries_that_fall_give_nan_and_no_number_that_nobody_wrote(
-    monkeypatch: pytest.MonkeyPatch, offsets: list[int]
+    monkeypatch: pytest.MonkeyPatch,
+    offsets: list[int],
 ) -> None:
     honest = torch.empty_strided
-    monkeypatch.setattr(torch, "empty_strided", lambda *args, **options: honest(*args, **options).fill_(77))
+    monkeypatch.setattr(
+        torch,
+        "empty_strided",
+        lambda *args, **options: honest(*args, **options).fill_(77),
+    )
     inputs = given(3, 2, 4, 6, 16)
     queries = torch.randn(20, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE, DTYPE)
-    scores = maxsim(queries, inputs.documents, cu_seqlens_q=torch.tensor(offsets, device=DEVICE), impl="triton")
+    scores = maxsim(
+        queries,
+        inputs.documents,
+        cu_seqlens_q=torch.tensor(offsets, device=DEVICE),
+        impl="triton",
+    )
     for query, (start, end) in enumerate(pairwise(offsets)):
         if scores[query].isnan().all():
             continue
         alone = maxsim(queries[None, start:end], inputs.documents, impl="reference")[0]
-        assert torch.allclose(scores[query], alone.to(scores.dtype), rtol=1e-3), (query, scores[query], alone)
+        assert torch.allclose(scores[query], alone.to(scores.dtype), rtol=1e-3), (
+            query,
+            scores[query],
+            alone,
+        )
     assert scores.isnan().any()
 
 
 @kernels
 @pytest.mark.usefixtures("nobody_looks")
-@pytest.mark.parametrize("offsets", [[0, 9, 3, 20], [2, 9, 12, 20], [0, 5, 30, 20], [0, 12, 15, 18]], ids=str)
+@pytest.mark.parametrize(
+    "offsets",
+    [[0, 9, 3, 20], [2, 9, 12, 20], [0, 5, 30, 20], [0, 12, 15, 18]],
+    ids=str,
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded queries", "packed queries"])
-def test_rows_that_broken_offsets_give_to_no_document_have_no_gradient(offsets: list[int], packed: bool) -> None:
+def test_rows_that_broken_offsets_give_to_no_document_have_no_gradient(
+    offsets: list[int],
+    packed: bool,
+) -> None:
     inputs = given(3, 2, 4, 10, 16)
     layout = {"cu_seqlens_d": torch.tensor(offsets, dtype=torch.int32, device=DEVICE)}
     queries, documents = inputs.queries, inputs.documents.flatten(0, 1)
@@ -184,21 +253,39 @@ def test_rows_that_broken_offsets_give_to_no_document_have_no_gradient(offsets: 
         layout["cu_seqlens_q"] = torch.arange(0, 13, 4, dtype=torch.int32, device=DEVICE)
         queries = queries.flatten(0, 1)
     leaves = [queries.detach().requires_grad_(), documents.detach().requires_grad_()]
-    whole = [(a, b) for i, (a, b) in enumerate(pairwise(offsets)) if 0 <= a <= b <= 20 and (i > 0 or a == 0)]
+    whole = [
+        (a, b)
+        for i, (a, b) in enumerate(pairwise(offsets))
+        if 0 <= a <= b <= 20 and (i > 0 or a == 0)
+    ]
     whole = [(a, b) for a, b in whole if (a, b) != (offsets[-2], offsets[-1]) or b == 20]
     held = torch.tensor([any(a <= row < b for a, b in whole) for row in range(20)], device=DEVICE)
     for _ in range(3):
         with nan_poisoned_empty():
             scores = maxsim(*leaves, **layout, impl="triton")
             dqueries, ddocuments = torch.autograd.grad(scores, leaves, torch.ones_like(scores))
-        assert bool(scores.isnan().any()) and bool(dqueries.isfinite().all()) and bool(ddocuments.isfinite().all())
+        assert (
+            bool(scores.isnan().any())
+            and bool(dqueries.isfinite().all())
+            and bool(ddocuments.isfinite().all())
+        )
         assert not ddocuments[~held].any() and bool(ddocuments[held].any())
 
 
-def test_sums_of_more_documents_than_a_grids_second_axis_has_programs_are_laid_out_along_the_first() -> None:
-    queries, documents = torch.empty(2, 150, 16, device="meta"), torch.empty(2**25, 1, 16, device="meta")
+def test_sums_of_more_documents_than_a_grids_second_axis_has_programs_are_laid_out_along_the_first() -> (
+    None
+):
+    queries, documents = (
+        torch.empty(2, 150, 16, device="meta"),
+        torch.empty(2**25, 1, 16, device="meta"),
+    )
     tensors = MaxSimTensors(queries, documents, *[None] * 6)
     setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
-    *_, sums = plans.forward(tensors, MaxSimOptions("all", False, 0.0, False, False, 0), False, setting).steps
+    *_, sums = plans.forward(
+        tensors,
+        MaxSimOptions("all", False, 0.0, False, False, 0),
+        False,
+        setting,
+    ).steps
     assert isinstance(sums, Launch) and sums.kernel is combine_kernel
     assert sums.grid == (2 * 2**25 // 256, 1, 1)

@@ -1,6 +1,7 @@
 """Properties of MaxSim over odd sizes, masks and numbers that hypothesis thinks of.
 
-What masked tokens hold reaches nothing, and sequences longer than a tile are scored like short ones.
+What masked tokens hold reaches nothing, and sequences longer than a tile are scored like short
+ones.
 """
 
 from __future__ import annotations
@@ -33,9 +34,14 @@ MODES = st.sampled_from(["exclude", "zero"])
 POISONS = st.sampled_from([math.nan, math.inf, -math.inf, 3e38])
 SIDES = (("queries", "query_mask", "q"), ("documents", "document_mask", "d"))
 SMALL = {
-    "TILE_ELEMENTS": 60, "ROW_ELEMENTS": 112, "BLOCK_COLUMNS": 5, "GROUP_ELEMENTS": 40, "SLAB_ENTRIES": 50,
-    "CPU_TILE": (3, 40), "DEVICE_TILE": (3, 40),
-}  # fmt: skip
+    "TILE_ELEMENTS": 60,
+    "ROW_ELEMENTS": 112,
+    "BLOCK_COLUMNS": 5,
+    "GROUP_ELEMENTS": 40,
+    "SLAB_ENTRIES": 50,
+    "CPU_TILE": (3, 40),
+    "DEVICE_TILE": (3, 40),
+}
 
 
 @contextmanager
@@ -49,18 +55,29 @@ def tiles_of(small: bool) -> Iterator[None]:
 
 @st.composite
 def problems(draw: st.DrawFn, masked: bool = False, whole_numbers: bool = False) -> MaxSimInputs:
-    """Small problems of every pairing, padded or packed on either side, both of them ``masked`` or either.
+    """Small problems of every pairing, padded or packed on either side, both of them ``masked`` or
+    either.
 
     With whole numbers, equal similarities are exactly equal.
     """
-    sizes = [draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 20)), draw(st.integers(1, 40))]
+    sizes = [
+        draw(st.integers(1, 5)),
+        draw(st.integers(1, 5)),
+        draw(st.integers(1, 20)),
+        draw(st.integers(1, 40)),
+    ]
     dim, seed = draw(st.sampled_from([1, 7, 16, 24])), draw(st.integers(0, 2**20))
     generator = torch.Generator().manual_seed(seed)
     inputs = maxsim_inputs(*sizes, dim, pairing=draw(st.sampled_from(PAIRINGS)), seed=seed)
     if whole_numbers:
-        inputs = dataclasses.replace(inputs, queries=inputs.queries.round(), documents=(2 * inputs.documents).round())
+        inputs = dataclasses.replace(
+            inputs,
+            queries=inputs.queries.round(),
+            documents=(2 * inputs.documents).round(),
+        )
     ragged = {  # to be packed: right padding
-        mask: torch.arange(rows.size(-2)) < torch.randint(rows.size(-2) + 1, (*rows.shape[:-2], 1), generator=generator)
+        mask: torch.arange(rows.size(-2))
+        < torch.randint(rows.size(-2) + 1, (*rows.shape[:-2], 1), generator=generator)
         for rows, mask in ((inputs.queries, "query_mask"), (inputs.documents, "document_mask"))
         if draw(st.booleans())
     }
@@ -70,7 +87,10 @@ def problems(draw: st.DrawFn, masked: bool = False, whole_numbers: bool = False)
         if masked or draw(st.booleans()):
             kept = draw(st.sampled_from([0.0, 0.2, 0.7, 1.0]))
             shape = getattr(inputs, name).shape[:-1]
-            inputs = dataclasses.replace(inputs, **{mask: torch.rand(shape, generator=generator) < kept})
+            inputs = dataclasses.replace(
+                inputs,
+                **{mask: torch.rand(shape, generator=generator) < kept},
+            )
     return inputs
 
 
@@ -85,15 +105,30 @@ def poisoned(inputs: MaxSimInputs, value: float) -> MaxSimInputs:
 
 @settings(max_examples=3 if triton_interpreted() else 120)
 @given(
-    inputs=problems(), mode=MODES, temperature=st.sampled_from([None, 0.3]), normalize=st.booleans(),
-    small=st.booleans(), poison=POISONS,
-)  # fmt: skip
+    inputs=problems(),
+    mode=MODES,
+    temperature=st.sampled_from([None, 0.3]),
+    normalize=st.booleans(),
+    small=st.booleans(),
+    poison=POISONS,
+)
 def test_every_problem_stays_within_budget_and_what_a_masked_token_holds_reaches_nothing(
-    target: Target, inputs: MaxSimInputs, mode: str, temperature: float | None, normalize: bool, small: bool,
+    target: Target,
+    inputs: MaxSimInputs,
+    mode: str,
+    temperature: float | None,
+    normalize: bool,
+    small: bool,
     poison: float,
-) -> None:  # fmt: skip
-    normalize = normalize and inputs.queries.size(-1) > 1  # unit vectors of one entry have no gradient but noise
-    options: dict[str, Any] = {"mask_mode": mode, "temperature": temperature, "normalize": normalize}
+) -> None:
+    normalize = (
+        normalize and inputs.queries.size(-1) > 1
+    )  # unit vectors of one entry have no gradient but noise
+    options: dict[str, Any] = {
+        "mask_mode": mode,
+        "temperature": temperature,
+        "normalize": normalize,
+    }
     inputs = with_one_answer(inputs, **options)
     exact = maxsim_results(inputs.cast(torch.float64), impl="reference", **options)
     dirty = poisoned(inputs, poison)
@@ -101,8 +136,17 @@ def test_every_problem_stays_within_budget_and_what_a_masked_token_holds_reaches
     assert all(torch.equal(specified[name], value) for name, value in exact.items())
     with tiles_of(small):
         for needs in ("qd", "q", "d", ""):
-            found = maxsim_results(dirty.to(target.device), impl=target.impl, needs=needs, **options)
-            held_to_budgets(found, {name: exact[name].to(target.device) for name in found}, "gradient")
+            found = maxsim_results(
+                dirty.to(target.device),
+                impl=target.impl,
+                needs=needs,
+                **options,
+            )
+            held_to_budgets(
+                found,
+                {name: exact[name].to(target.device) for name in found},
+                "gradient",
+            )
 
 
 def both(function: Callable[..., Tensor], inputs: MaxSimInputs, **options: Any) -> list[Tensor]:
@@ -116,7 +160,11 @@ def both(function: Callable[..., Tensor], inputs: MaxSimInputs, **options: Any) 
 @settings(max_examples=40)
 @given(inputs=problems(masked=True), normalize=st.booleans(), small=st.booleans(), poison=POISONS)
 def test_what_a_masked_token_holds_reaches_neither_xtr_scores_nor_losses(
-    target: Target, inputs: MaxSimInputs, normalize: bool, small: bool, poison: float
+    target: Target,
+    inputs: MaxSimInputs,
+    normalize: bool,
+    small: bool,
+    poison: float,
 ) -> None:
     if inputs.pairing != "all" or 0 in (inputs.queries.numel(), inputs.documents.numel()):
         return
@@ -124,15 +172,21 @@ def test_what_a_masked_token_holds_reaches_neither_xtr_scores_nor_losses(
     options = {"normalize": normalize, "impl": target.impl}
     labels = torch.zeros(clean.dscores.size(0), dtype=torch.int64, device=target.device)
     with tiles_of(small):
-        for function, more in ((xtr_scores, {"top_k": 4}), (maxsim_contrastive_loss, {"labels": labels})):
+        for function, more in (
+            (xtr_scores, {"top_k": 4}),
+            (maxsim_contrastive_loss, {"labels": labels}),
+        ):
             for found, expected in zip(
-                both(function, dirty, **options, **more), both(function, clean, **options, **more), strict=True
+                both(function, dirty, **options, **more),
+                both(function, clean, **options, **more),
+                strict=True,
             ):
                 assert torch.equal(found, expected)
         layout = {name: value for name, value in clean.layout.items() if name != "pairing"}
         with torch.no_grad():
             scores = [
-                maxsim(i.queries, quantize_tokens(i.documents), **layout, impl=target.impl) for i in (clean, dirty)
+                maxsim(i.queries, quantize_tokens(i.documents), **layout, impl=target.impl)
+                for i in (clean, dirty)
             ]
         assert torch.equal(*scores) and bool(scores[1].isfinite().all())
 
@@ -182,12 +236,18 @@ def test_a_nan_behind_the_first_tile_of_a_document_reaches_the_scores_and_the_qu
     with tiles_of(True):
         scores = maxsim(queries, documents, temperature=temperature)
         (gradient,) = torch.autograd.grad(scores.sum(), queries)
-    assert scores.isnan().tolist() == [[False, True]] * 2 and bool(gradient.isnan().any(dim=-1).all())
+    assert scores.isnan().tolist() == [[False, True]] * 2 and bool(
+        gradient.isnan().any(dim=-1).all(),
+    )
 
 
 @EXAMPLES
 @given(inputs=problems(whole_numbers=True), mode=MODES)
-def test_ties_are_settled_as_in_the_reference(target: Target, inputs: MaxSimInputs, mode: str) -> None:
+def test_ties_are_settled_as_in_the_reference(
+    target: Target,
+    inputs: MaxSimInputs,
+    mode: str,
+) -> None:
     inputs = inputs.to(target.device)
     found = maxsim_results(inputs, mask_mode=mode, impl=target.impl)
     for name, value in maxsim_results(inputs, mask_mode=mode, impl="reference").items():
@@ -196,7 +256,11 @@ def test_ties_are_settled_as_in_the_reference(target: Target, inputs: MaxSimInpu
 
 @EXAMPLES
 @given(inputs=problems(), data=st.data())
-def test_pairs_do_not_see_each_other(target: Target, inputs: MaxSimInputs, data: st.DataObject) -> None:
+def test_pairs_do_not_see_each_other(
+    target: Target,
+    inputs: MaxSimInputs,
+    data: st.DataObject,
+) -> None:
     if inputs.pairing != "all":
         return
     inputs = inputs.to(target.device)
@@ -204,5 +268,10 @@ def test_pairs_do_not_see_each_other(target: Target, inputs: MaxSimInputs, data:
     every = torch.cartesian_prod(*(torch.arange(n) for n in straight.shape)).view(-1, 2)
     order = torch.tensor(data.draw(st.permutations(range(every.size(0)))))
     pairs = every[order].to(target.device)
-    shuffled = maxsim(inputs.queries, inputs.documents, **inputs.layout | {"pairing": pairs}, impl=target.impl)
+    shuffled = maxsim(
+        inputs.queries,
+        inputs.documents,
+        **inputs.layout | {"pairing": pairs},
+        impl=target.impl,
+    )
     torch.testing.assert_close(shuffled, straight[pairs[:, 0], pairs[:, 1]], rtol=1e-5, atol=1e-5)

@@ -1,4 +1,6 @@
-"""MaxSim against documents in int8 and fp8, rounded and scored within budget, and the best documents of a query."""
+"""MaxSim against documents in int8 and fp8, rounded and scored within budget, and the best
+documents of a query.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,32 @@ def test_int8_is_off_by_at_most_half_a_step_and_fp8_by_a_sixteenth() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["holes", "packed"])
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_scores_are_those_of_the_numbers_that_are_stored(target: Target, pairing: str, layout: str, kind: str) -> None:
+def test_scores_are_those_of_the_numbers_that_are_stored(
+    target: Target,
+    pairing: str,
+    layout: str,
+    kind: str,
+) -> None:
     if target.device == "cuda" and kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no fp8 on this GPU")
-    inputs = maxsim_inputs(3, 2, 5, 21, 40, pairing=pairing, layout=layout, dtype=torch.float16, device=target.device)
+    inputs = maxsim_inputs(
+        3,
+        2,
+        5,
+        21,
+        40,
+        pairing=pairing,
+        layout=layout,
+        dtype=torch.float16,
+        device=target.device,
+    )
     documents = quantize_tokens(inputs.documents, kind)
     for options in ({}, {"mask_mode": "zero"}, {"temperature": 0.5, "reduction": "mean"}):
         found = maxsim(inputs.queries, documents, **inputs.layout, impl=target.impl, **options)
-        assert_within_budget(found, maxsim(inputs.queries, documents, **inputs.layout, impl="reference", **options))
+        assert_within_budget(
+            found,
+            maxsim(inputs.queries, documents, **inputs.layout, impl="reference", **options),
+        )
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
@@ -52,9 +72,16 @@ def test_scores_are_those_of_the_numbers_that_are_stored(target: Target, pairing
     [(1, 32, 9, 128), (4, 20, 3, 96), (9, 17, 8, 128), (3, 70, 17, 64), (12, 9, 5, 64)],
 )
 def test_many_documents_in_one_pass(
-    target: Target, queries: int, tokens: int, length: int, dim: int, masked: bool
+    target: Target,
+    queries: int,
+    tokens: int,
+    length: int,
+    dim: int,
+    masked: bool,
 ) -> None:
-    count = 66 if INTERPRETED else 203 if target.device == "cpu" else 65536 + 5  # so many are for warps with roles
+    count = (
+        66 if INTERPRETED else 203 if target.device == "cpu" else 65536 + 5
+    )  # so many are for warps with roles
     shape, layout = (queries, count, tokens, length, dim), "holes" if masked else "full"
     inputs = maxsim_inputs(*shape, layout=layout, dtype=torch.float16, device=target.device)
     inputs.documents[:50] = -inputs.documents[:50].abs()  # products below 0 take other steps
@@ -69,7 +96,9 @@ def test_many_documents_in_one_pass(
         asked = inputs.layout | options
         found = maxsim(inputs.queries, documents, **asked, impl=target.impl)
         truth = maxsim(inputs.queries, documents, **asked, impl="reference")
-        assert torch.equal(found.isnan(), truth.isnan()) and (masked or found[:, 60:62].isnan().all())
+        assert torch.equal(found.isnan(), truth.isnan()) and (
+            masked or found[:, 60:62].isnan().all()
+        )
         assert_within_budget(found.nan_to_num(), truth.nan_to_num())
         again = maxsim(inputs.queries, documents, **asked, impl=target.impl)
         assert torch.equal(found.view(torch.int32), again.view(torch.int32))
@@ -93,8 +122,16 @@ def test_nan_and_zero_tokens_come_through(target: Target) -> None:
     assert scores[:, 0].isfinite().all() and not scores[:, 1].any() and scores[:, 2].isnan().all()
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(7, torch.float16), (7, torch.float32), (33, torch.float32)], ids=str)
-def test_queries_are_rounded_to_the_bits_of_quantize_tokens(target: Target, rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [(7, torch.float16), (7, torch.float32), (33, torch.float32)],
+    ids=str,
+)
+def test_queries_are_rounded_to_the_bits_of_quantize_tokens(
+    target: Target,
+    rows: int,
+    dtype: torch.dtype,
+) -> None:
     columns, generator = 4 if INTERPRETED else 64, torch.Generator().manual_seed(rows)
     queries = torch.randn(rows, 64, generator=generator)
     steps = torch.randint(-127, 127, (rows, 63), generator=generator) + 0.5
@@ -108,7 +145,9 @@ def test_queries_are_rounded_to_the_bits_of_quantize_tokens(target: Target, rows
     documents = quantize_tokens(torch.eye(64)[:columns, None]).to(target.device)
     found = maxsim(queries.to(target.device)[:, None], documents, impl=target.impl).cpu()
     # a document is one entry of 127 with its scale, which are multiplied first
-    expected = rounded.values[:, :columns] * 127.0 * documents.scales.cpu()[:, 0] * rounded.scales[:, None]
+    expected = (
+        rounded.values[:, :columns] * 127.0 * documents.scales.cpu()[:, 0] * rounded.scales[:, None]
+    )
     ordinary = rounded.scales.isfinite()
     assert torch.equal(found[ordinary], expected[ordinary]) and found[~ordinary].isnan().all()
     assert ordinary.sum() == rows - 2
@@ -116,20 +155,49 @@ def test_queries_are_rounded_to_the_bits_of_quantize_tokens(target: Target, rows
 
 def test_what_quantized_documents_and_the_best_of_them_refuse() -> None:
     queries, documents = torch.randn(2, 3, 8), quantize_tokens(torch.randn(2, 4, 8))
-    with pytest.raises(ValueError, match="documents must be a floating tensor where a gradient is asked for"):
+    with pytest.raises(
+        ValueError,
+        match="documents must be a floating tensor where a gradient is asked for",
+    ):
         maxsim(queries.clone().requires_grad_(), documents)
-    refused(ValueError, "normalize must be False with quantized documents", maxsim, queries, documents, normalize=True)
-    refused(ValueError, "dtype must be one of 'int8', 'fp8', got 'int4'", quantize_tokens, queries, "int4")
+    refused(
+        ValueError,
+        "normalize must be False with quantized documents",
+        maxsim,
+        queries,
+        documents,
+        normalize=True,
+    )
+    refused(
+        ValueError,
+        "dtype must be one of 'int8', 'fp8', got 'int4'",
+        quantize_tokens,
+        queries,
+        "int4",
+    )
     with pytest.raises(TypeError, match="values must have dtype int8, float8_e4m3fn, got float32"):
         QuantizedTokens(queries, queries[..., 0])
-    with pytest.raises(ValueError, match=r"scales must have shape \[2, 4\] on cpu, got \[2, 3\] on cpu"):
+    with pytest.raises(
+        ValueError,
+        match=r"scales must have shape \[2, 4\] on cpu, got \[2, 3\] on cpu",
+    ):
         dataclasses.replace(documents, scales=documents.scales[:, :3])
     refused(ValueError, "k must be a positive integer, got 0", maxsim_topk, queries, documents, 0)
-    refused(TypeError, r"documents must be a torch\.Tensor, got list", maxsim_topk, queries, [1.0], 2)
+    refused(
+        TypeError,
+        r"documents must be a torch\.Tensor, got list",
+        maxsim_topk,
+        queries,
+        [1.0],
+        2,
+    )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this part needs no interpreter")
-def test_the_best_documents_are_those_of_the_scores(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_documents_are_those_of_the_scores(
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     inputs = maxsim_inputs(3, 11, 4, 7, 16, layout="holes", device=target.device)
     for given in (inputs, inputs.packed()):
         options = given.layout
@@ -138,7 +206,13 @@ def test_the_best_documents_are_those_of_the_scores(target: Target, monkeypatch:
         for block in (65536, 4):
             monkeypatch.setattr(tiles, "TOPK_DOCUMENTS", block)
             monkeypatch.setattr(tiles, "TOPK_SCORES", 3 * block)
-            best, which = maxsim_topk(given.queries, given.documents, 5, **options, impl=target.impl)
+            best, which = maxsim_topk(
+                given.queries,
+                given.documents,
+                5,
+                **options,
+                impl=target.impl,
+            )
             torch.testing.assert_close(best, scores.sort(dim=1, descending=True).values[:, :5])
             torch.testing.assert_close(scores.gather(1, which), best)
     stored = quantize_tokens(inputs.documents)
@@ -147,7 +221,9 @@ def test_the_best_documents_are_those_of_the_scores(target: Target, monkeypatch:
     for a, b in zip(maxsim_topk(inputs.queries, stored, 3, impl=target.impl), blocks, strict=True):
         torch.testing.assert_close(a, b)
     monkeypatch.setattr(tiles, "TOPK_GROUP", 2)
-    many = torch.randint(-2, 3, (301, 1, 16), device=target.device).to(inputs.queries.dtype)  # with ties
+    many = torch.randint(-2, 3, (301, 1, 16), device=target.device).to(
+        inputs.queries.dtype,
+    )  # with ties
     best, which = maxsim_topk(inputs.queries, many, 4, impl=target.impl)
     scores = maxsim(inputs.queries, many, impl=target.impl)
     torch.testing.assert_close(best, scores.topk(4, dim=1).values)

@@ -1,4 +1,6 @@
-"""The specification of MaxSim: cases computed by hand; gradients are in ``shared/test_references.py``."""
+"""The specification of MaxSim: cases computed by hand; gradients are in
+``shared/test_references.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no
 # two queries of two tokens, two documents of three tokens, D = 2
 Q = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[1.0, 1.0], [-1.0, 0.0]]], dtype=torch.float64)
 D = torch.tensor(
-    [[[1.0, 2.0], [3.0, -1.0], [0.0, 0.0]], [[-1.0, -2.0], [-3.0, -1.0], [-2.0, -2.0]]], dtype=torch.float64
+    [[[1.0, 2.0], [3.0, -1.0], [0.0, 0.0]], [[-1.0, -2.0], [-3.0, -1.0], [-2.0, -2.0]]],
+    dtype=torch.float64,
 )
 # q0: tokens pick x and y; q1: tokens pick x + y and -x
 MAXIMA = torch.tensor([[[3.0, 2.0], [-1.0, -1.0]], [[3.0, 0.0], [-3.0, 3.0]]], dtype=torch.float64)
@@ -69,9 +72,17 @@ def test_documents_and_queries_without_tokens_score_zero_with_zero_gradient() ->
 def test_packed_rows_give_the_same_scores() -> None:
     offsets = torch.tensor([0, 3, 6], dtype=torch.int32)
     assert torch.equal(score(documents=D.flatten(0, 1), cu_seqlens_d=offsets), MAXIMA.sum(dim=2))
-    ragged = score(Q.flatten(0, 1), D.flatten(0, 1), cu_seqlens_q=torch.tensor([0, 1, 1, 4]), cu_seqlens_d=offsets)
+    ragged = score(
+        Q.flatten(0, 1),
+        D.flatten(0, 1),
+        cu_seqlens_q=torch.tensor([0, 1, 1, 4]),
+        cu_seqlens_d=offsets,
+    )
     tokens = torch.tensor([[3.0, -1.0], [2.0, -1.0], [3.0, -3.0], [0.0, 3.0]], dtype=torch.float64)
-    assert torch.equal(ragged, torch.stack([tokens[0], torch.zeros(2, dtype=torch.float64), tokens[1:].sum(dim=0)]))
+    assert torch.equal(
+        ragged,
+        torch.stack([tokens[0], torch.zeros(2, dtype=torch.float64), tokens[1:].sum(dim=0)]),
+    )
 
 
 def test_ties_go_to_the_lowest_document_token() -> None:
@@ -103,7 +114,10 @@ def test_nan_is_seen_where_it_is_kept_and_nowhere_else() -> None:
 
 def test_the_smooth_maximum_is_a_log_sum_exp_and_tends_to_the_maximum() -> None:
     sims = torch.tensor([3.0, 2.0, 0.0], dtype=torch.float64)
-    query, document = torch.eye(1, 2, dtype=torch.float64)[None], torch.zeros(1, 3, 2, dtype=torch.float64)
+    query, document = (
+        torch.eye(1, 2, dtype=torch.float64)[None],
+        torch.zeros(1, 3, 2, dtype=torch.float64),
+    )
     document[0, :, 0] = sims
     for temperature in (0.1, 1.0, 7.0):
         expected = temperature * torch.logsumexp(sims / temperature, dim=0)
@@ -112,7 +126,10 @@ def test_the_smooth_maximum_is_a_log_sum_exp_and_tends_to_the_maximum() -> None:
 
 
 def test_normalized_rows_have_norm_one_and_zero_rows_stay_zero() -> None:
-    expected = torch.einsum("qid,njd->qnij", *(torch.nn.functional.normalize(t, dim=-1) for t in (Q, D)))
+    expected = torch.einsum(
+        "qid,njd->qnij",
+        *(torch.nn.functional.normalize(t, dim=-1) for t in (Q, D)),
+    )
     torch.testing.assert_close(score(normalize=True), expected.amax(dim=3).sum(dim=2))
     zero = torch.zeros(1, 2, 3, requires_grad=True)
     out = maxsim(zero, torch.randn(1, 4, 3), normalize=True, impl="reference")

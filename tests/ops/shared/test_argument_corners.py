@@ -1,4 +1,6 @@
-"""Wrong kinds of arguments to any operator, no elements, torch's own defaults, transforms, and copies."""
+"""Wrong kinds of arguments to any operator, no elements, torch's own defaults, transforms, and
+copies.
+"""
 
 from __future__ import annotations
 
@@ -47,23 +49,63 @@ PADDED, ENDS = torch.zeros(2, 3, 4), torch.tensor([0, 2, 6], dtype=torch.int32)
 HEADED, TOKEN_IDS = torch.zeros(1, 2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
 WEIGHTS: dict[str, Tensor] = {"weight": torch.zeros(5, 4), "bias": torch.zeros(5)}
 VOCAB: dict[str, Any] = {"vocab_size": 9}
-# of each function a padded and a packed call: floating tensors, of which the first decides, and other arguments
+# of each function a padded and a packed call: floating tensors, of which the first decides, and
+# other arguments
 KINDS: list[tuple[Callable[..., Any], list[tuple[dict[str, Tensor], dict[str, Any]]]]] = [
-    *((function, [({"hidden": PADDED} | WEIGHTS, {"attention_mask": torch.ones(2, 3)}),
-                  ({"hidden": PADDED.flatten(0, 1)} | WEIGHTS, {"cu_seqlens": ENDS})])
-      for function in (lsr_head, lsr_head_sparse)),
-    *((function, [({"weights": PADDED[..., 0]}, VOCAB | {"input_ids": TOKEN_IDS, "attention_mask": torch.ones(2, 3)}),
-                  ({"weights": torch.zeros(6)}, VOCAB | {"input_ids": TOKEN_IDS.flatten(), "cu_seqlens": ENDS})])
-      for function in (token_scatter, token_scatter_sparse)),
-    (maxsim, [({"queries": PADDED, "documents": PADDED},
-               {"query_mask": torch.ones(2, 3), "document_mask": torch.ones(2, 3)}),
-              ({"queries": PADDED.flatten(0, 1), "documents": PADDED.flatten(0, 1)},
-               {"cu_seqlens_q": ENDS, "cu_seqlens_d": ENDS}),
-              ({"queries": PADDED, "documents": PADDED}, {"pairing": torch.zeros(3, 2, dtype=torch.int64)})]),
-    (entmax_attention, [(dict.fromkeys("qkv", HEADED), {"key_padding_mask": torch.ones(1, 3)}),
-                        (dict.fromkeys("qkv", HEADED.flatten(0, 1).view(6, 1, 4)),
-                         {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS})]),
-]  # fmt: skip
+    *(
+        (
+            function,
+            [
+                ({"hidden": PADDED} | WEIGHTS, {"attention_mask": torch.ones(2, 3)}),
+                ({"hidden": PADDED.flatten(0, 1)} | WEIGHTS, {"cu_seqlens": ENDS}),
+            ],
+        )
+        for function in (lsr_head, lsr_head_sparse)
+    ),
+    *(
+        (
+            function,
+            [
+                (
+                    {"weights": PADDED[..., 0]},
+                    VOCAB | {"input_ids": TOKEN_IDS, "attention_mask": torch.ones(2, 3)},
+                ),
+                (
+                    {"weights": torch.zeros(6)},
+                    VOCAB | {"input_ids": TOKEN_IDS.flatten(), "cu_seqlens": ENDS},
+                ),
+            ],
+        )
+        for function in (token_scatter, token_scatter_sparse)
+    ),
+    (
+        maxsim,
+        [
+            (
+                {"queries": PADDED, "documents": PADDED},
+                {"query_mask": torch.ones(2, 3), "document_mask": torch.ones(2, 3)},
+            ),
+            (
+                {"queries": PADDED.flatten(0, 1), "documents": PADDED.flatten(0, 1)},
+                {"cu_seqlens_q": ENDS, "cu_seqlens_d": ENDS},
+            ),
+            (
+                {"queries": PADDED, "documents": PADDED},
+                {"pairing": torch.zeros(3, 2, dtype=torch.int64)},
+            ),
+        ],
+    ),
+    (
+        entmax_attention,
+        [
+            (dict.fromkeys("qkv", HEADED), {"key_padding_mask": torch.ones(1, 3)}),
+            (
+                dict.fromkeys("qkv", HEADED.flatten(0, 1).view(6, 1, 4)),
+                {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS},
+            ),
+        ],
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +114,9 @@ KINDS: list[tuple[Callable[..., Any], list[tuple[dict[str, Tensor], dict[str, An
     ids=lambda value: getattr(value, "__name__", None) or "-".join(value),
 )
 def test_other_kinds_of_arguments_are_refused_by_name(
-    function: Any, floats: dict[str, Tensor], others: dict[str, Any]
+    function: Any,
+    floats: dict[str, Tensor],
+    others: dict[str, Any],
 ) -> None:
     given, first = floats | others, next(iter(floats))
     function(**given)
@@ -81,13 +125,25 @@ def test_other_kinds_of_arguments_are_refused_by_name(
             continue
         wrong: list[tuple[Any, type[Exception], str]] = []
         if name != "pairing":
-            wrong = [([[1.0]], TypeError, f"{name} must be a torch.Tensor, got list; convert it first.")]
+            wrong = [
+                ([[1.0]], TypeError, f"{name} must be a torch.Tensor, got list; convert it first."),
+            ]
         if name in floats:
             known = "float16, bfloat16, float32, float64"
-            wrong += [(value.int(), TypeError, f"{name} must have dtype {known}, got int32; cast it with .to(torch.")]
+            wrong += [
+                (
+                    value.int(),
+                    TypeError,
+                    f"{name} must have dtype {known}, got int32; cast it with .to(torch.",
+                ),
+            ]
         if name in floats and name not in (first, "bias") and function is not entmax_attention:
             wrong += [
-                (value.half(), TypeError, f"{name} must have the dtype of {first} (float32), got float16; cast one")
+                (
+                    value.half(),
+                    TypeError,
+                    f"{name} must have the dtype of {first} (float32), got float16; cast one",
+                ),
             ]
         if name != first:
             said = f"{name} must be on the device of {first} (cpu), got meta; move it with .to({first}.device)."
@@ -96,19 +152,22 @@ def test_other_kinds_of_arguments_are_refused_by_name(
             said = f"{name} must be bool, integer or floating, got torch.complex64."
             wrong += [(value.to(torch.complex64), TypeError, said)]
         elif name not in floats:
-            said = (
-                f"{name} must have dtype int32, int64, got float32; use {name}.{'int' if 'cu_' in name else 'long'}()."
-            )
+            said = f"{name} must have dtype int32, int64, got float32; use {name}.{'int' if 'cu_' in name else 'long'}()."
             wrong += [(value.float(), TypeError, said)]
         if "cu_" in name:
-            wrong += [(each, ValueError, f"{name} must have shape [") for each in (value[None], value[:0])]
+            wrong += [
+                (each, ValueError, f"{name} must have shape [") for each in (value[None], value[:0])
+            ]
         for other, kind, said in wrong:
             refused(kind, f"^{re.escape(said)}", function, **given | {name: other})
 
 
 @pytest.mark.parametrize("impl", ["tiled", "reference"])
 @pytest.mark.parametrize("sizes", [(0, 3, 5), (2, 0, 5), (2, 3, 0)])
-def test_attention_over_nothing_has_a_gradient_of_zeros(impl: str, sizes: tuple[int, int, int]) -> None:
+def test_attention_over_nothing_has_a_gradient_of_zeros(
+    impl: str,
+    sizes: tuple[int, int, int],
+) -> None:
     batch, nq, nk = sizes
     q, k, v = (torch.randn(batch, 2, n, D, requires_grad=True) for n in (nq, nk, nk))
     out = entmax_attention(q, k, v, impl=impl)
@@ -132,13 +191,17 @@ RESULTS: list[Callable[[Tensor], Any]] = [
     lambda x: lsr_head_sparse(x.expand(2, 3, D), x.new_ones(9, D), top_k=3),
     lambda x: token_scatter_sparse(x[:, :, 0].detach(), IDS_HERE, 9),
     lambda x: token_scatter(x[:, :, 0], IDS_HERE, 9, reduce="sum"),
-    *[lambda x, impl=impl: entmax_attention(*[x[None].expand(1, 2, 3, D)] * 3, impl=impl) for impl in PATHS],
+    *[
+        lambda x, impl=impl: entmax_attention(*[x[None].expand(1, 2, 3, D)] * 3, impl=impl)
+        for impl in PATHS
+    ],
 ]
 
 
 @pytest.mark.parametrize("call", RESULTS)
 def test_results_lie_where_the_arguments_do_and_have_their_dtype_whatever_torchs_defaults(
-    elsewhere: None, call: Callable[[Tensor], Any]
+    elsewhere: None,
+    call: Callable[[Tensor], Any],
 ) -> None:
     given = torch.rand(2, 3, 1, device="cpu", dtype=torch.float32, requires_grad=True)
     scores = call(given)
@@ -166,9 +229,14 @@ OPERATORS: dict[str, Callable[[Tensor, str], Any]] = {
 
 
 @pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
-def test_sparse_and_nested_tensors_are_refused_by_name(operator: Callable[[Tensor, str], Tensor]) -> None:
+def test_sparse_and_nested_tensors_are_refused_by_name(
+    operator: Callable[[Tensor, str], Tensor],
+) -> None:
     for other, said in (
-        (X.to_sparse(), r"\w+ must be a dense tensor, got layout torch\.sparse_coo; use \w+\.to_dense\(\)"),
+        (
+            X.to_sparse(),
+            r"\w+ must be a dense tensor, got layout torch\.sparse_coo; use \w+\.to_dense\(\)",
+        ),
         (
             torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged),
             r"\w+ must be a dense tensor, got a nested one",
@@ -200,12 +268,20 @@ INTERPRETED_BF16: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.skipif(not triton_installed(), reason="triton is not installed")
 @pytest.mark.parametrize("call", INTERPRETED_BF16.values(), ids=INTERPRETED_BF16)
 def test_interpreted_kernels_refuse_bf16_which_the_interpreter_takes_for_integers(
-    monkeypatch: pytest.MonkeyPatch, call: Callable[[Tensor], object]
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[[Tensor], object],
 ) -> None:
     for room in ("entmax", "entmax_attention", "lsr_head", "maxsim", "token_scatter"):
-        importlib.import_module(f"tilefold.ops.{room}.plans")  # kernels that are first imported below are interpreted
+        importlib.import_module(
+            f"tilefold.ops.{room}.plans",
+        )  # kernels that are first imported below are interpreted
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    refused(RuntimeError, r"dtypes must be float16 or float32 for impl='triton'.*got bfloat16: it mult", call, X)
+    refused(
+        RuntimeError,
+        r"dtypes must be float16 or float32 for impl='triton'.*got bfloat16: it mult",
+        call,
+        X,
+    )
     with (
         torch.autocast("cpu", dtype=BF16),
         pytest.raises(RuntimeError, match=r"dtypes must be float16 or float32 for impl='triton'"),
@@ -231,9 +307,16 @@ def test_function_transforms_and_forward_mode_are_those_of_the_reference_or_an_e
     x = X.clone().requires_grad_()
     weights = operator(X, "reference").detach()
     (gradient,) = torch.autograd.grad((operator(x, "auto") * weights).sum(), x)
-    _, tangent = torch.func.jvp(lambda t: (operator(t, "reference") * weights).sum(), (X,), (direction,))
+    _, tangent = torch.func.jvp(
+        lambda t: (operator(t, "reference") * weights).sum(),
+        (X,),
+        (direction,),
+    )
     torch.testing.assert_close(tangent, (gradient * direction).sum(), rtol=1e-4, atol=1e-6)
-    with pytest.raises(RuntimeError, match="impl must be 'reference' in forward-mode differentiation"):
+    with pytest.raises(
+        RuntimeError,
+        match="impl must be 'reference' in forward-mode differentiation",
+    ):
         torch.func.jvp(lambda t: operator(t, "auto"), (X,), (direction,))
 
 
@@ -243,24 +326,69 @@ ROWS_OF_SIX = torch.ones(6, D)
 def attend_to_six(name: str, offsets: Tensor, impl: str) -> Any:
     """Six keys in all; where the offsets of keys are wrong, those of queries are right and as many."""
     if name == "cu_seqlens_q":
-        return entmax_attention(*[ROWS_OF_SIX[:, None]] * 3, cu_seqlens_q=offsets, cu_seqlens_k=offsets, impl=impl)
+        return entmax_attention(
+            *[ROWS_OF_SIX[:, None]] * 3,
+            cu_seqlens_q=offsets,
+            cu_seqlens_k=offsets,
+            impl=impl,
+        )
     rows, right = (6 if len(offsets) > 1 else 0), torch.tensor([0] + [6] * (len(offsets) - 1))
     keys = ROWS_OF_SIX[:, None]
-    return entmax_attention(keys[:rows], keys, keys, cu_seqlens_q=right, cu_seqlens_k=offsets, impl=impl)
+    return entmax_attention(
+        keys[:rows],
+        keys,
+        keys,
+        cu_seqlens_q=right,
+        cu_seqlens_k=offsets,
+        impl=impl,
+    )
 
 
 # name of the offsets, unit and tensor that they divide, and a call
 DIVIDED: list[tuple[str, str, str, Callable[[Tensor, str], Any]]] = [
-    *(("cu_seqlens", "rows", "hidden",
-       lambda cu, impl, p=p: lsr_head(ROWS_OF_SIX, X[0], cu_seqlens=cu, pooling=p, impl=impl))
-      for p in ("max", "sum", "mean", "cls", "last")),
-    ("cu_seqlens", "tokens", "weights",
-     lambda cu, impl: token_scatter(torch.ones(6), IDS.flatten()[:6], 9, cu_seqlens=cu, impl=impl)),
-    ("cu_seqlens_q", "rows", "queries", lambda cu, impl: maxsim(ROWS_OF_SIX, X, cu_seqlens_q=cu, impl=impl)),
-    ("cu_seqlens_d", "rows", "documents", lambda cu, impl: maxsim(X, ROWS_OF_SIX, cu_seqlens_d=cu, impl=impl)),
-    *((f"cu_seqlens_{side}", "rows", side, lambda cu, impl, s=side: attend_to_six(f"cu_seqlens_{s}", cu, impl))
-      for side in "qk"),
-]  # fmt: skip
+    *(
+        (
+            "cu_seqlens",
+            "rows",
+            "hidden",
+            lambda cu, impl, p=p: lsr_head(ROWS_OF_SIX, X[0], cu_seqlens=cu, pooling=p, impl=impl),
+        )
+        for p in ("max", "sum", "mean", "cls", "last")
+    ),
+    (
+        "cu_seqlens",
+        "tokens",
+        "weights",
+        lambda cu, impl: token_scatter(
+            torch.ones(6),
+            IDS.flatten()[:6],
+            9,
+            cu_seqlens=cu,
+            impl=impl,
+        ),
+    ),
+    (
+        "cu_seqlens_q",
+        "rows",
+        "queries",
+        lambda cu, impl: maxsim(ROWS_OF_SIX, X, cu_seqlens_q=cu, impl=impl),
+    ),
+    (
+        "cu_seqlens_d",
+        "rows",
+        "documents",
+        lambda cu, impl: maxsim(X, ROWS_OF_SIX, cu_seqlens_d=cu, impl=impl),
+    ),
+    *(
+        (
+            f"cu_seqlens_{side}",
+            "rows",
+            side,
+            lambda cu, impl, s=side: attend_to_six(f"cu_seqlens_{s}", cu, impl),
+        )
+        for side in "qk"
+    ),
+]
 NO_LENGTHS = {
     (1, 2, 6): "[0] = 1", (-1, 2, 6): "[0] = -1", (0, 4, 2, 6): "[2] = 2 after 4", (0, -2, 6): "[1] = -2 after 0",
     (0, 2, 5): "[-1] = 5 with 6 {} in {}", (0, 2, 7): "[-1] = 7 with 6 {} in {}", (0,): "[-1] = 0 with 6 {} in {}",
@@ -272,7 +400,12 @@ NO_LENGTHS = {
 @pytest.mark.parametrize("impl", ["reference", "tiled"])
 @pytest.mark.parametrize(("name", "unit", "tensor", "call"), DIVIDED)
 def test_offsets_that_are_no_cumulative_lengths(
-    name: str, unit: str, tensor: str, call: Callable[[Tensor, str], Any], impl: str, values: tuple[int, ...]
+    name: str,
+    unit: str,
+    tensor: str,
+    call: Callable[[Tensor, str], Any],
+    impl: str,
+    values: tuple[int, ...],
 ) -> None:
     problem = name + NO_LENGTHS[values].format(unit, tensor)
     said = (
@@ -288,10 +421,20 @@ UNHASHABLE = {
 }
 
 
-@pytest.mark.parametrize(("name", "option"), [(name, each) for name, options in UNHASHABLE.items() for each in options])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [(name, each) for name, options in UNHASHABLE.items() for each in options],
+)
 def test_options_of_no_hashable_type_are_refused_by_name(name: str, option: str) -> None:
     function: Any = {"lsr_head": lsr_head, "maxsim": maxsim}[name]
-    refused((TypeError, ValueError), option, function, X, X[0] if name == "lsr_head" else X, **{option: ["max"]})
+    refused(
+        (TypeError, ValueError),
+        option,
+        function,
+        X,
+        X[0] if name == "lsr_head" else X,
+        **{option: ["max"]},
+    )
 
 
 def pickled(value: Any) -> Any:
@@ -312,12 +455,19 @@ def parts(value: QuantizedWeight | QuantizedTokens) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("again", [pickled, saved, copy.deepcopy, copy.copy])
-@pytest.mark.parametrize("make", [
-    lambda: quantize_weight(ROWS), lambda: quantize_weight(ROWS)[2:5], lambda: quantize_tokens(ROWS, "fp8"),
-    lambda: quantize_tokens(ROWS.view(2, 3, 4), "int8"),
-], ids=["weight", "rows of a weight", "fp8 tokens", "int8 tokens"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: quantize_weight(ROWS),
+        lambda: quantize_weight(ROWS)[2:5],
+        lambda: quantize_tokens(ROWS, "fp8"),
+        lambda: quantize_tokens(ROWS.view(2, 3, 4), "int8"),
+    ],
+    ids=["weight", "rows of a weight", "fp8 tokens", "int8 tokens"],
+)
 def test_copies_hold_the_same_numbers(
-    make: Callable[[], QuantizedWeight | QuantizedTokens], again: Callable[[Any], Any]
+    make: Callable[[], QuantizedWeight | QuantizedTokens],
+    again: Callable[[Any], Any],
 ) -> None:
     original = make()
     other = again(original)

@@ -1,4 +1,6 @@
-"""Cache keys of calls, which torch's modes they see, and the private parts of torch and Triton behind that."""
+"""Cache keys of calls, which torch's modes they see, and the private parts of torch and Triton
+behind that.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,27 @@ PRIVATE = (
     [
         (PRIVATE, INTERNALS),
         (r"(allow_tf32|fp32_precision)\b", INTERNALS),
-        (r"triton\.__version__|version\(\"triton\"\)", "bench/results.py"),  # operators ask releases.py
+        (
+            r"triton\.__version__|version\(\"triton\"\)",
+            "bench/results.py",
+        ),  # operators ask releases.py
     ],
 )
-def test_one_file_names_what_is_private_the_switches_of_tf32_and_the_release_of_triton(names: str, file: str) -> None:
-    naming = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if re.search(names, path.read_text())}
+def test_one_file_names_what_is_private_the_switches_of_tf32_and_the_release_of_triton(
+    names: str,
+    file: str,
+) -> None:
+    naming = {
+        str(path.relative_to(SOURCES))
+        for path in SOURCES.rglob("*.py")
+        if re.search(names, path.read_text())
+    }
     assert naming == {file}
 
 
-def test_an_operator_runs_with_the_gpu_of_its_first_tensor_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_runs_with_the_gpu_of_its_first_tensor_as_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [1]
 
     @contextlib.contextmanager
@@ -68,10 +82,17 @@ def key(*tensors: object, options: tuple[object, ...] = ()) -> object:
     return call_key(tensors, options)
 
 
-def test_calls_are_told_apart_by_layouts_options_and_settings_and_by_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_told_apart_by_layouts_options_and_settings_and_by_no_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     x = torch.ones(2, 6)[:, :3].contiguous()
     alike = key(x, None)
-    assert alike == key(torch.zeros(2, 3), None) == key(torch.nn.Parameter(x.clone()), None) is not None
+    assert (
+        alike
+        == key(torch.zeros(2, 3), None)
+        == key(torch.nn.Parameter(x.clone()), None)
+        is not None
+    )
     others = [key(x), key(None, x), key(x, x), key(torch.ones(3, 2), None), key(x.bfloat16(), None)]
     others += [
         key(torch.ones(3, 2).T, None),
@@ -83,7 +104,10 @@ def test_calls_are_told_apart_by_layouts_options_and_settings_and_by_no_value(mo
         others.append(key(x, None))
     with monkeypatch.context() as patch:
         patch.setattr(calls, "matmul_precision", lambda: "tf32")
-        others += [key(x, None), key(x.bfloat16(), None)]  # a gradient in 16 bits, of products in fp32
+        others += [
+            key(x, None),
+            key(x.bfloat16(), None),
+        ]  # a gradient in 16 bits, of products in fp32
     with monkeypatch.context() as patch:
         patch.setattr(fallback, "GIVEN_UP", {("a kernel", x.device): "why"})
         others.append(key(x, None))
@@ -108,19 +132,35 @@ def test_calls_that_others_must_see_have_no_key() -> None:
         assert key(x) is None
     assert torch.func.vmap(lambda y: torch.tensor(key(y) is None))(torch.ones(3, 2)).all()
     seen: Any = []
-    torch.compile(lambda y: (seen.append(call_key((y,), ())), y + 1)[1], backend="eager", fullgraph=True)(x)
+    torch.compile(
+        lambda y: (seen.append(call_key((y,), ())), y + 1)[1],
+        backend="eager",
+        fullgraph=True,
+    )(x)
     assert seen == [None]
 
 
-def test_gradients_are_told_apart_by_what_comes_back_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_told_apart_by_what_comes_back_of_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     call, grad, x = object(), torch.ones(2, 4), torch.ones(9)
 
-    def key_of(grad: torch.Tensor = grad, saved: torch.Tensor = x[:4], call: object = call, *needs: bool) -> object:
+    def key_of(
+        grad: torch.Tensor = grad,
+        saved: torch.Tensor = x[:4],
+        call: object = call,
+        *needs: bool,
+    ) -> object:
         return call_key((grad, None, saved), (call, needs or (True,)), of_call=True)
 
     alike = key_of()
     assert alike == key_of() == key_of(torch.zeros(2, 4), x[4:8]) is not None
-    others = [key_of(torch.ones(4, 2).T), key_of(saved=x[:8:2]), key_of(saved=x[:4].int()), key_of(saved=x[1:5])]
+    others = [
+        key_of(torch.ones(4, 2).T),
+        key_of(saved=x[:8:2]),
+        key_of(saved=x[:4].int()),
+        key_of(saved=x[1:5]),
+    ]
     others += [key_of(call=object()), key_of(grad, x[:4], call, False)]
     monkeypatch.setattr(calls, "matmul_precision", lambda: "tf32")
     others.append(key_of())
@@ -129,4 +169,6 @@ def test_gradients_are_told_apart_by_what_comes_back_of_a_call(monkeypatch: pyte
     class Subclass(torch.Tensor):
         pass
 
-    assert key_of(grad.as_subclass(Subclass)) is None and key_of(saved=x.as_subclass(Subclass)) is None
+    assert (
+        key_of(grad.as_subclass(Subclass)) is None and key_of(saved=x.as_subclass(Subclass)) is None
+    )

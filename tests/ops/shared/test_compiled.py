@@ -1,4 +1,6 @@
-"""Public functions compile whole, once for batches of all sizes; their registered operators pass opcheck."""
+"""Public functions compile whole, once for batches of all sizes; their registered operators pass
+opcheck.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,14 @@ from tests.ops.samples import (
     scattered,
     searched,
 )
-from tilefold.ops import QuantizedWeight, lsr_head, maxsim, quantize_tokens, quantize_weight, xtr_scores
+from tilefold.ops import (
+    QuantizedWeight,
+    lsr_head,
+    maxsim,
+    quantize_tokens,
+    quantize_weight,
+    xtr_scores,
+)
 from tilefold.testing.maxsim import PAIRINGS
 
 pytestmark = [
@@ -39,17 +48,35 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
 ]
 POOLINGS = ("max", "sum", "mean", "cls", "last")
-SCATTERS = [scatter(reduce=reduce, ignore_ids=(2,), **layout) for reduce in ("max", "sum") for _, layout in LAYOUTS]
+SCATTERS = [
+    scatter(reduce=reduce, ignore_ids=(2,), **layout)
+    for reduce in ("max", "sum")
+    for _, layout in LAYOUTS
+]
 HEADS = [head(pooling, *shape, **layout) for pooling in POOLINGS for shape, layout in LAYOUTS]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 SMOOTH = {"temperature": 0.5, "reduction": "mean", "normalize": True}
-LATE = {(pairing, layout): [paired(pairing, layout), paired(pairing, layout, **SMOOTH)]
-        for pairing in PAIRINGS for layout in ("full", "holes", "packed")}  # fmt: skip
+LATE = {
+    (pairing, layout): [paired(pairing, layout), paired(pairing, layout, **SMOOTH)]
+    for pairing in PAIRINGS
+    for layout in ("full", "holes", "packed")
+}
 LENGTHS = LATE.pop(("index", "packed"))  # whose longest query is a value
-XTR = Sample("xtr_scores", xtr_scores, ((3, 5, 16), (4, 9, 16)), {"top_k": 7, "document_mask": [[1] * 8 + [0]] * 4})
-CALLS = [rows(), rows((1,)), attention(causal=True), attention(learned=True, key_padding_mask=MASK), XTR]
+XTR = Sample(
+    "xtr_scores",
+    xtr_scores,
+    ((3, 5, 16), (4, 9, 16)),
+    {"top_k": 7, "document_mask": [[1] * 8 + [0]] * 4},
+)
+CALLS = [
+    rows(),
+    rows((1,)),
+    attention(causal=True),
+    attention(learned=True, key_padding_mask=MASK),
+    XTR,
+]
 CALLS += [*SCATTERS, *HEADS, *(sample for samples in LATE.values() for sample in samples)]
 
 
@@ -77,7 +104,10 @@ def test_a_public_function_compiles_whole_with_gradients(sample: Sample, device:
 
 
 QUANTIZED: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Any]]] = {
-    "lsr_head": (lambda x, weight: lsr_head(x, QuantizedWeight(weight.values, weight.scale)), quantize_weight),
+    "lsr_head": (
+        lambda x, weight: lsr_head(x, QuantizedWeight(weight.values, weight.scale)),
+        quantize_weight,
+    ),
     "maxsim": (maxsim, quantize_tokens),
 }
 
@@ -88,7 +118,10 @@ def test_functions_of_quantized_operands_compile_whole(name: str, device: str) -
     function, quantize = QUANTIZED[name]
     x, other = torch.randn(3, 16, 32, device=device), torch.randn(40, 32, device=device)
     operand = quantize(other if name == "lsr_head" else other.view(4, 10, 32))
-    assert torch.equal(torch.compile(function, fullgraph=True, backend="aot_eager")(x, operand), function(x, operand))
+    assert torch.equal(
+        torch.compile(function, fullgraph=True, backend="aot_eager")(x, operand),
+        function(x, operand),
+    )
 
 
 class Seen(TorchDispatchMode):
@@ -104,23 +137,38 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operator_calls(sample: Sample, device: str, turned: bool = False) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Operators that calls of a function make, with a gradient of all leaves, of the first, and of the second."""
+def operator_calls(
+    sample: Sample,
+    device: str,
+    turned: bool = False,
+) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Operators that calls of a function make, with a gradient of all leaves, of the first, and of
+    the second.
+    """
     found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
     count = len(sample.shapes)
     for needed in ([True] * count, [i == 0 for i in range(count)], [i == 1 for i in range(count)]):
-        leaves = [leaf.detach().requires_grad_(need and not sample.inference)
-                  for leaf, need in zip(sample.leaves(device), needed, strict=True)]  # fmt: skip
+        leaves = [
+            leaf.detach().requires_grad_(need and not sample.inference)
+            for leaf, need in zip(sample.leaves(device), needed, strict=True)
+        ]
         if turned:
-            leaves = [x.transpose(0, -1).contiguous().transpose(0, -1).detach().requires_grad_() for x in leaves]
+            leaves = [
+                x.transpose(0, -1).contiguous().transpose(0, -1).detach().requires_grad_()
+                for x in leaves
+            ]
         with Seen() as seen:
             scores = sample.function(*leaves, **sample.given(device))
             if scores.requires_grad:
                 scores.backward(dout(scores))
         for func, args in seen.calls:
             backward = func._opname.endswith("_backward")
-            plain = [x.detach().requires_grad_(x.requires_grad and not backward) if isinstance(x, Tensor) else x
-                     for x in args]  # fmt: skip
+            plain = [
+                x.detach().requires_grad_(x.requires_grad and not backward)
+                if isinstance(x, Tensor)
+                else x
+                for x in args
+            ]
             found.setdefault(f"{func} {needed if backward else None}", (func, tuple(plain)))
     return list(found.values())
 
@@ -133,10 +181,17 @@ def counted(*operands: Tensor, **options: Any) -> Tensor:
 HEADS_OF_TWO = ((2, 2, 150, 16),) * 3
 OPERATORS = [*CALLS, *LENGTHS, replace(XTR, options=XTR.options | {"impute": True}, inference=True)]
 OPERATORS += [replace(sample, dtype=torch.float16) for sample in (HEADS[1], SCATTERS[4])]
-OPERATORS += [replace(sample, dtype=torch.bfloat16, inference=True) for sample in (HEADS[2], SCATTERS[5])]
+OPERATORS += [
+    replace(sample, dtype=torch.bfloat16, inference=True) for sample in (HEADS[2], SCATTERS[5])
+]
 OPERATORS += [
     Sample("entmax_attention", counted, HEADS_OF_TWO, {"causal": True, "scale": 0.25}),
-    Sample("entmax_attention", counted, (*HEADS_OF_TWO, (2,)), {"key_padding_mask": [[1, 0] * 75, [0] * 150]}),
+    Sample(
+        "entmax_attention",
+        counted,
+        (*HEADS_OF_TWO, (2,)),
+        {"key_padding_mask": [[1, 0] * 75, [0] * 150]},
+    ),
     attention(cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS),
     Sample("lsr_head", quantized_head, ((2, 16, 16), (40, 16)), inference=True),
     Sample("maxsim", quantized_documents, ((3, 5, 16), (4, 9, 16)), inference=True),
@@ -178,8 +233,21 @@ def ends(count: int, length: int) -> list[int]:
 def a_head(pooling: str, packed: bool) -> Callable[[int, int], Sample]:
     def sample(count: int, length: int) -> Sample:
         if packed:
-            return head(pooling, count * length, 16, logit_scale=0.5, cu_seqlens=ends(count, length))
-        return head(pooling, count, length, 16, logit_scale=0.5, attention_mask=holes(count, length))
+            return head(
+                pooling,
+                count * length,
+                16,
+                logit_scale=0.5,
+                cu_seqlens=ends(count, length),
+            )
+        return head(
+            pooling,
+            count,
+            length,
+            16,
+            logit_scale=0.5,
+            attention_mask=holes(count, length),
+        )
 
     return sample
 
@@ -191,13 +259,23 @@ def a_scatter(count: int, length: int) -> Sample:
 
 
 GROWING: dict[str, tuple[Callable[[int, int], Sample], int]] = {
-    **{f"lsr_head, {pooling}, {packed}": (a_head(pooling, packed == "packed"), 2)
-       for pooling in ("max", "mean", "last") for packed in ("padded", "packed")},
+    **{
+        f"lsr_head, {pooling}, {packed}": (a_head(pooling, packed == "packed"), 2)
+        for pooling in ("max", "mean", "last")
+        for packed in ("padded", "packed")
+    },
     "maxsim": (lambda n, length: late((n, 4, 16), (n + 1, length, 16)), 2),
-    "maxsim, packed": (lambda n, length: late((4 * n, 16), (length * n + length, 16), cu_seqlens_q=ends(n, 4),
-                                              cu_seqlens_d=ends(n + 1, length)), 2),
+    "maxsim, packed": (
+        lambda n, length: late(
+            (4 * n, 16),
+            (length * n + length, 16),
+            cu_seqlens_q=ends(n, 4),
+            cu_seqlens_d=ends(n + 1, length),
+        ),
+        2,
+    ),
     "token_scatter": (a_scatter, 1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -21,28 +21,55 @@ from tilefold.ops.entmax.plans import rows_config
 from tilefold.ops.token_scatter.plans import SCAN
 
 ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
+pytestmark = pytest.mark.skipif(
+    triton_interpreted(),
+    reason="kernels are interpreted in this run, not compiled",
+)
 
 
 @pytest.mark.parametrize("registers", [None, 24], ids=["free", "capped"])
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
-def test_spills_are_counted_as_the_disassembler_counts_them(capability: int, registers: int | None) -> None:
+def test_spills_are_counted_as_the_disassembler_counts_them(
+    capability: int,
+    registers: int | None,
+) -> None:
     types = TYPES | dict.fromkeys(FLOATS, "*fp32")
     constants = {"ACTIVATION": "log1p_log1p_relu", "PACKED": True, "BLOCK": 1024, "SCAN": SCAN}
-    compiled = compile_kernel(gather_kernel, types, constants, capability, 1, 3, registers=registers)
+    compiled = compile_kernel(
+        gather_kernel,
+        types,
+        constants,
+        capability,
+        1,
+        3,
+        registers=registers,
+    )
     disassembled = re.findall(r"\b(?:LDL|STL)\b", dump(compiled.cubin, "--dump-sass"))
     assert compiled.local_memory == len(disassembled)
     assert (compiled.local_memory > 0) == (compiled.stack > 0)
-    assert registers is None or compiled.local_memory > 0  # without a limit, some releases put a register away too
+    assert (
+        registers is None or compiled.local_memory > 0
+    )  # without a limit, some releases put a register away too
 
 
 @pytest.mark.skipif(release() == (3, 4), reason="its wheel has no linker for AMD's code")
 def test_amds_compiler_takes_kernels_without_ptx() -> None:
-    # in a process that has compiled nothing yet: a compiler's threads are not in the forks that this compiles in
-    code = "from tests.ops.shared.test_cross_compile import check_amds_compiler; check_amds_compiler()"
+    # in a process that has compiled nothing yet: a compiler's threads are not in the forks that
+    # this compiles in
+    code = (
+        "from tests.ops.shared.test_cross_compile import check_amds_compiler; check_amds_compiler()"
+    )
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     command = [sys.executable, "-c", code]
-    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    child = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
     assert child.returncode == 0, child.stderr[-5000:]
 
 
@@ -50,10 +77,24 @@ def check_amds_compiler() -> None:
     gates = Gates()
     constants = {"ACTIVATION": "log1p_relu", "PACKED": True, "BLOCK": 1024, "SCAN": SCAN}
     gates.compile_kernel(gather_kernel, TYPES | dict.fromkeys(FLOATS, "*bf16"), constants, 80, 4, 3)
-    types = {"x_ptr": "*bf16", "out_ptr": "*bf16", "support_ptr": "*i32", "R": "i32", "n": "i32", "alpha_value": "fp32"}
+    types = {
+        "x_ptr": "*bf16",
+        "out_ptr": "*bf16",
+        "support_ptr": "*i32",
+        "R": "i32",
+        "n": "i32",
+        "alpha_value": "fp32",
+    }
     constants = rows_config(200) | {"KIND": "generic16", "HAS_ALPHA": True, "TOLERANCE": 1e-6}
     warps = constants.pop("num_warps")
-    gates.compile_kernel(entmax_kernels._forward_kernel, types | {"alpha_ptr": "*fp32"}, constants, 80, warps, 3)
+    gates.compile_kernel(
+        entmax_kernels._forward_kernel,
+        types | {"alpha_ptr": "*fp32"},
+        constants,
+        80,
+        warps,
+        3,
+    )
     found = {(kernel.split(".")[0], arch): said for (kernel, _, arch), said in gates.found.items()}
     for arch in ("gfx942", "gfx950"):
         assert found["token_scatter", arch] == {BUILDS: 1}

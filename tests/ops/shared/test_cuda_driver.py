@@ -1,4 +1,6 @@
-"""A repeated launch gives the CUDA driver what the kernel's PTX declares: stream, addresses, numbers, TMA maps."""
+"""A repeated launch gives the CUDA driver what the kernel's PTX declares: stream, addresses,
+numbers, TMA maps.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ from tests.ops.base import BUILD_OPTIONS, Launch, fallback, internals
 from tests.ops.launching import Build, Memory, Step, bind, cuda_driver, driver_launch
 from tests.refusals import refused
 
-compiles = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
+compiles = pytest.mark.skipif(
+    triton_interpreted(),
+    reason="kernels are interpreted in this run, not compiled",
+)
 
 
 @triton.jit
@@ -53,7 +58,12 @@ class Seen(NamedTuple):
 class Driver:
     """Stands where the driver's cuLaunchKernelEx does, which needs a GPU; notes what it is given."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 4, errors: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        count: int = 4,
+        errors: list[int] | None = None,
+    ) -> None:
         self.seen: list[Seen] = []
         self.replaced: list[int] = []
         self.count, self._errors = count, errors or []
@@ -66,7 +76,14 @@ class Driver:
         config = cuda_driver._Config.from_address(config_at.value)
         parameters = (ctypes.c_void_p * self.count).from_address(parameters_at.value)
         grid = config.grid_x, config.grid_y, config.grid_z
-        seen = Seen(grid, config.block_x, config.shared, config.stream, function.value, [p or 0 for p in parameters])
+        seen = Seen(
+            grid,
+            config.block_x,
+            config.shared,
+            config.stream,
+            function.value,
+            [p or 0 for p in parameters],
+        )
         self.seen.append(seen)
         return self._errors.pop(0) if self._errors else 0
 
@@ -85,16 +102,28 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> A
     signature = types | dict.fromkeys(constants, "constexpr")
     signature = {name: signature[name] for name in kernel.arg_names}
     options = {"num_warps": 8} | BUILD_OPTIONS
-    built = triton.compile(ASTSource(kernel, signature, constants), GPUTarget("cuda", 90, 32), options)
+    built = triton.compile(
+        ASTSource(kernel, signature, constants),
+        GPUTarget("cuda", 90, 32),
+        options,
+    )
     return SimpleNamespace(metadata=built.metadata, src=built.src, asm=built.asm, function=1234)
 
 
 @compiles
-def test_parameters_are_laid_out_as_the_kernel_declares_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_laid_out_as_the_kernel_declares_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = Driver(monkeypatch)
     types = {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32", "offset": "i64", "scale": "fp32"}
     kernel = compiled(_scale_kernel, types, {"absent_ptr": None, "BLOCK": 64})
-    assert cuda_driver.parameters(kernel.asm["ptx"])[:5] == [("u", 8), ("u", 8), ("u", 4), ("u", 8), ("f", 4)]
+    assert cuda_driver.parameters(kernel.asm["ptx"])[:5] == [
+        ("u", 8),
+        ("u", 8),
+        ("u", 4),
+        ("u", 8),
+        ("f", 4),
+    ]
     driver.count = len(cuda_driver.parameters(kernel.asm["ptx"]))
     x, out = torch.ones(64), torch.ones(64)
     numbers = (-7, 1 << 40, 0.25)
@@ -110,7 +139,9 @@ def test_parameters_are_laid_out_as_the_kernel_declares_them(monkeypatch: pytest
     kinds: tuple[Any, ...] = (ctypes.c_int32, ctypes.c_int64, ctypes.c_float)
     found = [kind.from_address(place).value for kind, place in zip(kinds, places[2:], strict=False)]
     assert tuple(found) == numbers
-    assert [ctypes.c_uint64.from_address(place).value for place in places[5:]] == [0] * len(places[5:])  # no scratch
+    assert [ctypes.c_uint64.from_address(place).value for place in places[5:]] == [0] * len(
+        places[5:],
+    )  # no scratch
 
 
 @compiles
@@ -119,7 +150,9 @@ def test_a_map_gets_the_address_of_its_matrix_and_is_followed_by_shape_and_strid
 ) -> None:
     driver = Driver(monkeypatch, count=9)
     kernel = compiled(
-        _described_kernel, {"x": "tensordesc<fp32[64, 32]>", "out_ptr": "*fp32", "n": "i32"}, {"BLOCK": 64}
+        _described_kernel,
+        {"x": "tensordesc<fp32[64, 32]>", "out_ptr": "*fp32", "n": "i32"},
+        {"BLOCK": 64},
     )
     declared = cuda_driver.parameters(kernel.asm["ptx"])
     assert declared[0] == ("b", 128) and [size for _, size in declared[1:7]] == [4, 4, 8, 8, 8, 4]
@@ -127,7 +160,12 @@ def test_a_map_gets_the_address_of_its_matrix_and_is_followed_by_shape_and_strid
     monkeypatch.setattr(internals, "tma_map", lambda descriptor, description: like)
     matrix = SimpleNamespace(shape=(64, 48), strides=(48, 1))
     out = torch.ones(64)
-    launch_at = bind(kernel, (1, 1, 1), (matrix, out, 9), (internals.Tma(64, 48, lambda *_: matrix),))
+    launch_at = bind(
+        kernel,
+        (1, 1, 1),
+        (matrix, out, 9),
+        (internals.Tma(64, 48, lambda *_: matrix),),
+    )
     assert launch_at is not None
     for address in (16, 16, 32, 16):
         launch_at((address, out.data_ptr()))
@@ -135,12 +173,21 @@ def test_a_map_gets_the_address_of_its_matrix_and_is_followed_by_shape_and_strid
         assert held == address.to_bytes(8, "little") + like[8:]
     assert driver.replaced == [16, 32, 16]
     places = driver.seen[0].parameters
-    kinds = ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int32
+    kinds = (
+        ctypes.c_int32,
+        ctypes.c_int32,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_uint64,
+        ctypes.c_int32,
+    )
     found = [kind.from_address(place).value for kind, place in zip(kinds, places[1:], strict=False)]
     assert found == [64, 48, 48, 1, out.data_ptr(), 9]
 
 
-def test_a_map_is_made_by_the_function_of_the_installed_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_map_is_made_by_the_function_of_the_installed_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from triton.runtime import driver
 
     here = object()
@@ -153,7 +200,10 @@ def test_a_map_is_made_by_the_function_of_the_installed_triton(monkeypatch: pyte
 
     def fill(*given: Any) -> object:
         filled.append(given)
-        if isinstance(given[5], list) and not isinstance(given[4], list):  # 3.4: where to, and then the address
+        if isinstance(given[5], list) and not isinstance(
+            given[4],
+            list,
+        ):  # 3.4: where to, and then the address
             ctypes.c_uint64.from_address(given[0]).value = given[1]
             return None
         holder = Holder()
@@ -161,11 +211,24 @@ def test_a_map_is_made_by_the_function_of_the_installed_triton(monkeypatch: pyte
         return holder
 
     utils = SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
-    monkeypatch.setattr(driver, "active" if "active" in vars(driver) else "_active", SimpleNamespace(utils=utils))
+    monkeypatch.setattr(
+        driver,
+        "active" if "active" in vars(driver) else "_active",
+        SimpleNamespace(utils=utils),
+    )
     description = {
-        "swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [64, 32], "fp4_padded": False, "is_im2col": False
-    }  # fmt: skip
-    monkeypatch.setattr(TensorDescriptor, "__post_init__", lambda self: None)  # which looks at the alignment
+        "swizzle": 3,
+        "elem_size": 4,
+        "elem_type": 7,
+        "block_size": [64, 32],
+        "fp4_padded": False,
+        "is_im2col": False,
+    }
+    monkeypatch.setattr(
+        TensorDescriptor,
+        "__post_init__",
+        lambda self: None,
+    )  # which looks at the alignment
     descriptor = TensorDescriptor(Memory(torch.float32, id(here)), [64, 48], [48, 1], [64, 32])
     found = internals.tma_map(descriptor, description)
     assert found is not None and len(found) == 128 and found[:8] == id(here).to_bytes(8, "little")
@@ -187,13 +250,17 @@ def test_a_changed_release_is_said_once_and_what_only_triton_launches_is_not_bou
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     compiled = unbound({"ptx": PTX.replace(".u32 b", ".u64 b")})
     with pytest.warns(
-        fallback.FallbackWarning, match="past Triton .* parameter 1 of kernel is .u64, and 1.5 was given"
+        fallback.FallbackWarning,
+        match="past Triton .* parameter 1 of kernel is .u64, and 1.5 was given",
     ) as said:
         for _ in range(2):
             assert bind(compiled, (1, 1, 1), (torch.ones(4), 1.5), ()) is None
     assert len(said) == 1
     assert bind(unbound({"ptx": PTX}), (1, 1, 1), (torch.ones(4), 9), ()) is not None
-    for other in (unbound({"amdgcn": ""}), unbound({"ptx": PTX}, launch_cooperative_grid=True)):  # only by Triton
+    for other in (
+        unbound({"amdgcn": ""}),
+        unbound({"ptx": PTX}, launch_cooperative_grid=True),
+    ):  # only by Triton
         assert bind(other, (1, 1, 1), (torch.ones(4), 9), ()) is None
 
 
@@ -205,7 +272,9 @@ def test_the_first_argument_of_a_name_is_its_descriptor_and_others_are_the_tenso
     described = internals.Tma(2, 3, lambda *given: given)
     dtypes = torch.bool, torch.float32, torch.float32, None
     Step(Launch(_scale_kernel, (1, 1, 1), "y x x nothing", (9,), {}, {"x": described}))(
-        True, (32, 64, 64, None), dtypes
+        True,
+        (32, 64, 64, None),
+        dtypes,
     )
     mask, (matrix, shape, strides), again, nothing, number = launched[0].arguments
     assert shape == [2, 3] and strides == [3, 1] and nothing is None and number == 9
@@ -214,13 +283,18 @@ def test_the_first_argument_of_a_name_is_its_descriptor_and_others_are_the_tenso
 
 
 @compiles
-def test_descriptors_of_every_release_are_told_apart_by_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors_of_every_release_are_told_apart_by_their_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     x = Memory(torch.float32, 64)
     described = [
-        TensorDescriptor(x, [rows, 48], [48, 1], [block, 32]) for rows, block in ((64, 32), (64, 64), (70, 64))
+        TensorDescriptor(x, [rows, 48], [48, 1], [block, 32])
+        for rows, block in ((64, 32), (64, 64), (70, 64))
     ]
-    keys = [Build(_described_kernel, (1, 1, 1), (each, x, 9), {"BLOCK": 64}).key for each in described]
+    keys = [
+        Build(_described_kernel, (1, 1, 1), (each, x, 9), {"BLOCK": 64}).key for each in described
+    ]
     assert keys[0] != keys[1] == keys[2]
 
 
@@ -243,7 +317,11 @@ def test_a_step_is_bound_when_it_is_repeated_and_aligned(monkeypatch: pytest.Mon
             assert not launched and driver.pointers()[0] == tensor.data_ptr()
         else:
             step(same, (tensor.data_ptr(),), dtypes)
-            assert launched[0][1] == 9 and launched[0][0].data_ptr() == tensor.data_ptr() and not driver.seen
+            assert (
+                launched[0][1] == 9
+                and launched[0][0].data_ptr() == tensor.data_ptr()
+                and not driver.seen
+            )
 
 
 PTX = ".visible .entry kernel(.param .u64 .ptr .global .align 1 a, .param .u32 b, .param .u64 c, .param .u64 d)"
@@ -256,9 +334,12 @@ def test_other_parameters_than_declared_are_refused(monkeypatch: pytest.MonkeyPa
     Driver(monkeypatch)
     driver_launch(*FIXED, ONE)
     for arguments in (
-        [ONE[0], (1, None)], ONE[:1], [*ONE, *[(None, n) for n in (4, 5, 6)]], [(0, bytes(128)), ONE[1]],
+        [ONE[0], (1, None)],
+        ONE[:1],
+        [*ONE, *[(None, n) for n in (4, 5, 6)]],
+        [(0, bytes(128)), ONE[1]],
         [ONE[0], (None, 0.5)],
-    ):  # fmt: skip
+    ):
         refused(ValueError, "kernel", driver_launch, *FIXED, arguments)
     more = PTX.replace(")", ", .param .u64 e)")  # of which the first three are no scratch
     refused(ValueError, "kernel", driver_launch, FIXED[0], more, (1, 1, 1), ONE)
@@ -288,7 +369,12 @@ def test_a_thread_without_a_context_enters_it_and_an_error_is_raised_with_its_na
     launch = driver_launch(*FIXED, ONE)
     launch((64,))
     assert entered == [3] and len(driver.seen) == 2
-    refused(RuntimeError, r"kernel could not be launched: CUDA error 719 \(text of 719\)", launch, (64,))
+    refused(
+        RuntimeError,
+        r"kernel could not be launched: CUDA error 719 \(text of 719\)",
+        launch,
+        (64,),
+    )
 
 
 def test_threads_do_not_mix_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +404,11 @@ def test_threads_do_not_mix_their_addresses(monkeypatch: pytest.MonkeyPatch) -> 
     assert not mixed
 
 
-def again(step: Step, addresses: tuple[int | None, ...], dtypes: tuple[torch.dtype | None, ...]) -> None:
+def again(
+    step: Step,
+    addresses: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype | None, ...],
+) -> None:
     """Launch once more, as a program does."""
     if step.bound is None:
         step(True, addresses, dtypes)
@@ -334,7 +424,9 @@ def test_the_driver_launches_what_triton_launched_before() -> None:
         tma["x"] = internals.Tma(64, 32, partial(TensorDescriptor, block_shape=[64, 32]))
     constants, grid = {"BLOCK": 64, "num_warps": 4}, (1, 1, 1)
     plain = Step(Launch(_scale_kernel, grid, "x out absent", (64, 1, 0.5), constants))
-    described = Step(Launch(_described_kernel, grid, "x out", (3,), constants, tma)) if tma else None
+    described = (
+        Step(Launch(_described_kernel, grid, "x out", (3,), constants, tma)) if tma else None
+    )
     dtypes = torch.float32, torch.float32
     for source in (x, other, x, other):
         out = torch.full((64,), float("nan"), device="cuda")

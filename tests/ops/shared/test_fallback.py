@@ -1,4 +1,6 @@
-"""A kernel that cannot be built is replaced, with one warning; the fault is put where Triton would raise it."""
+"""A kernel that cannot be built is replaced, with one warning; the fault is put where Triton would
+raise it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ pytestmark = [
 
 
 def seeded(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), requires_grad=True)
+    return torch.randn(
+        shape,
+        generator=torch.Generator().manual_seed(sum(shape)),
+        requires_grad=True,
+    )
 
 
 @pytest.fixture
@@ -52,7 +58,9 @@ def no_kernel_builds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("with_gradient", [True, False])
 @pytest.mark.parametrize("n", [20, 150])  # without and with a map of live blocks
 def test_a_compiler_is_told_the_shapes_that_come_whichever_path_runs(
-    no_kernel_builds: None, with_gradient: bool, n: int
+    no_kernel_builds: None,
+    with_gradient: bool,
+    n: int,
 ) -> None:
     operator = torch.ops.tilefold.entmax_attention.default
     tensors = [seeded(2, 2, n, 16).detach() for _ in range(3)]
@@ -61,7 +69,19 @@ def test_a_compiler_is_told_the_shapes_that_come_whichever_path_runs(
         mode = FakeTensorMode()
         given = [mode.from_tensor(t) for t in tensors] if fake else tensors
         with mode if fake else contextlib.nullcontext():
-            results = operator(*given, *[None] * 5, 1.7, False, -1, 0.25, 0.0, n, False, with_gradient, "auto")
+            results = operator(
+                *given,
+                *[None] * 5,
+                1.7,
+                False,
+                -1,
+                0.25,
+                0.0,
+                n,
+                False,
+                with_gradient,
+                "auto",
+            )
         return [result.shape for result in results]
 
     promised = shapes(fake=True)
@@ -74,7 +94,9 @@ def test_a_compiler_is_told_the_shapes_that_come_whichever_path_runs(
 
 @pytest.mark.parametrize("impl", ["auto", "tiled", "reference"])
 def test_offsets_that_nobody_looked_at_are_checked_by_the_path_that_reads_them(
-    no_kernel_builds: None, nobody_looks: None, impl: str
+    no_kernel_builds: None,
+    nobody_looks: None,
+    impl: str,
 ) -> None:
     rows, good, bad = seeded(5, 2, 8), torch.tensor([0, 3, 5]), torch.tensor([0, 3, 4])
     for cu_q, cu_k, bound, text in (
@@ -87,12 +109,20 @@ def test_offsets_that_nobody_looked_at_are_checked_by_the_path_that_reads_them(
             warnings.simplefilter("ignore", FallbackWarning)
             with pytest.raises(ValueError, match=text):
                 tilefold.entmax_attention(
-                    rows, rows, rows, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_k=bound, impl=impl
+                    rows,
+                    rows,
+                    rows,
+                    cu_seqlens_q=cu_q,
+                    cu_seqlens_k=cu_k,
+                    max_seqlen_k=bound,
+                    impl=impl,
                 )
 
 
 def head_plan(dtype: torch.dtype, *given_up: str) -> Any:
-    """What the head plans on a Hopper GPU without the kernels that were given up: the launch of its products."""
+    """What the head plans on a Hopper GPU without the kernels that were given up: the launch of its
+    products.
+    """
     hidden, weight = torch.empty(2, 16, 64, device="meta"), torch.empty(100, 64, device="meta")
     scale = torch.empty(100, device="meta") if dtype == torch.float8_e4m3fn else None
     compute = torch.bfloat16 if scale is not None else dtype
@@ -104,7 +134,10 @@ def head_plan(dtype: torch.dtype, *given_up: str) -> Any:
 
 @pytest.mark.skipif(release() == (3, 4), reason="its Gluon has no products of warp groups")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_the_head_steps_down_from_kernel_to_kernel(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_the_head_steps_down_from_kernel_to_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+) -> None:
     monkeypatch.setattr(releases, "why_no_warp_roles", lambda: None)
     given_up: list[str] = []
     seen = []
@@ -116,14 +149,19 @@ def test_the_head_steps_down_from_kernel_to_kernel(monkeypatch: pytest.MonkeyPat
     assert launch.kernel.__name__ == "max_forward_kernel" and not launch.tma
 
 
-def test_the_head_gives_up_what_the_release_cannot_build_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_gives_up_what_the_release_cannot_build_before_a_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(releases, "why_no_warp_roles", lambda: "Triton 3.4 cannot")
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         with pytest.raises(KernelUnavailableError, match=r"Triton 3\.4 cannot") as raised:
             head_plan(dtype)
         assert raised.value.instead is not None
         kernel, sentence = raised.value.instead
-        assert kernel == "lsr_head's kernel whose warps load or compute" and "portable kernel with TMA" in sentence
+        assert (
+            kernel == "lsr_head's kernel whose warps load or compute"
+            and "portable kernel with TMA" in sentence
+        )
         assert head_plan(dtype, kernel).tma
     assert head_plan(torch.float32).instead is None  # which has no such kernel
 
@@ -132,5 +170,11 @@ def test_devices_with_little_shared_memory_get_small_tiles() -> None:
     def constants(*capability: int) -> dict[str, Any]:
         return configs.max_forward(torch.bfloat16, Setting(capability, 1, False, True, frozenset()))
 
-    assert constants(8, 6) == constants(8, 9) == constants(12, 0) == constants(8, 0) != constants(10, 0)
+    assert (
+        constants(8, 6)
+        == constants(8, 9)
+        == constants(12, 0)
+        == constants(8, 0)
+        != constants(10, 0)
+    )
     assert constants(8, 0)["BLOCK_T"] == 128 and not constants(8, 0)["USE_TMA"]

@@ -1,6 +1,8 @@
-"""The torch path runs on a device that is neither a CPU nor a CUDA device: one that a process of its own makes here.
+"""The torch path runs on a device that is neither a CPU nor a CUDA device: one that a process of
+its own makes here.
 
-That device computes on the CPU, in tensors that say that they are elsewhere, so results must have the same bits.
+That device computes on the CPU, in tensors that say that they are elsewhere, so results must have
+the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ make_device = getattr(backend_registration, "_setup_privateuseone_for_python_bac
 @pytest.mark.skipif(make_device is None, reason="this torch makes no devices in Python")
 def test_every_operator_runs_on_a_device_that_torch_does_not_know() -> None:
     call = [sys.executable, "-m", "tests.ops.shared.test_other_devices"]
-    run = subprocess.run(call, env=environment(ROOT), cwd=ROOT, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        call,
+        env=environment(ROOT),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.stdout.endswith("same bits\n"), run.stdout + run.stderr
 
 
@@ -39,9 +48,13 @@ class Elsewhere(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor) -> Elsewhere:
         made: Elsewhere = Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
             device="elsewhere:0",
-        )  # fmt: skip
+        )
         made.here = inner.detach()
         return made
 
@@ -51,12 +64,18 @@ class Elsewhere(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func.namespace == "tilefold":  # its own code runs with these tensors
-            return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {}))
+            return func._op_dk(
+                torch._C.DispatchKey.CompositeExplicitAutograd,
+                *args,
+                **(kwargs or {}),
+            )
         return elsewhere(func, *args, **(kwargs or {}))
 
 
 def elsewhere(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``func`` on the CPU; its result is elsewhere, and the same tensor where it is an argument."""
+    """Call ``func`` on the CPU; its result is elsewhere, and the same tensor where it is an
+    argument.
+    """
     known = {id(x.here): x for x in tree_leaves((args, kwargs)) if isinstance(x, Elsewhere)}
     asked = kwargs.get("device")
     if asked is not None:
@@ -66,7 +85,10 @@ def elsewhere(func: Any, *args: Any, **kwargs: Any) -> Any:
     if asked is not None and torch.device(asked).type == "cpu":
         return result
     return tree_map(
-        lambda x: (known[id(x)] if id(x) in known else Elsewhere(x)) if isinstance(x, Tensor) else x, result
+        lambda x: (
+            (known[id(x)] if id(x) in known else Elsewhere(x)) if isinstance(x, Tensor) else x
+        ),
+        result,
     )
 
 
@@ -88,10 +110,19 @@ def main() -> None:
 
     make_device("elsewhere")
     library, aten = torch.library.Library("aten", "IMPL"), torch.ops.aten
-    makers = (aten.empty.memory_format, aten.empty_strided.default, aten.arange.default, aten.arange.start,
-              aten.arange.start_step)  # fmt: skip
+    makers = (
+        aten.empty.memory_format,
+        aten.empty_strided.default,
+        aten.arange.default,
+        aten.arange.start,
+        aten.arange.start_step,
+    )
     for maker in makers:
-        library.impl(maker, lambda *args, maker=maker, **options: elsewhere(maker, *args, **options), "PrivateUse1")
+        library.impl(
+            maker,
+            lambda *args, maker=maker, **options: elsewhere(maker, *args, **options),
+            "PrivateUse1",
+        )
     library.impl("_copy_from", copy, "PrivateUse1")
     for sample in [*CALLS, *LENGTHS]:
         found, expected = results(sample, "elsewhere"), results(sample, "cpu")

@@ -1,4 +1,6 @@
-"""What entmax attention and the token scatter launch, by shapes alone: no kernel runs and no tensor has memory."""
+"""What entmax attention and the token scatter launch, by shapes alone: no kernel runs and no tensor
+has memory.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,29 @@ HOPPER = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
 WALKED = ["roots_kernel", "output_kernel"]
 
 
-def problem(keys: int, packed: bool = False, alpha: float = 1.5, **options: Any) -> tuple[AttentionTensors, Options]:
-    q = torch.empty((keys, 2, 64) if packed else (1, 2, keys, 64), dtype=torch.bfloat16, device="meta")
+def problem(
+    keys: int,
+    packed: bool = False,
+    alpha: float = 1.5,
+    **options: Any,
+) -> tuple[AttentionTensors, Options]:
+    q = torch.empty(
+        (keys, 2, 64) if packed else (1, 2, keys, 64),
+        dtype=torch.bfloat16,
+        device="meta",
+    )
     offsets = torch.empty(4, dtype=torch.int32, device="meta") if packed else None
-    asked = {"alpha_value": alpha, "causal": False, "window": -1, "scale": 0.125, "dropout_p": 0.0} | options
-    return AttentionTensors(q, q, q, None, None, offsets, offsets, None), Options(**asked, max_seqlen_k=keys)
+    asked = {
+        "alpha_value": alpha,
+        "causal": False,
+        "window": -1,
+        "scale": 0.125,
+        "dropout_p": 0.0,
+    } | options
+    return AttentionTensors(q, q, q, None, None, offsets, offsets, None), Options(
+        **asked,
+        max_seqlen_k=keys,
+    )
 
 
 def launches(plan: Plan) -> dict[str, Launch]:
@@ -46,8 +66,17 @@ def launches(plan: Plan) -> dict[str, Launch]:
 
 
 def gradients(tensors: AttentionTensors, options: Options, *needs: bool) -> Plan:
-    live = torch.empty(live_shape(tensors, options, HOPPER.capability), dtype=torch.int32, device="meta")
-    saved = AttentionSaved(*tensors, tensors.q, torch.empty(4, *tensors.stats_shape, device="meta"), live)
+    live = torch.empty(
+        live_shape(tensors, options, HOPPER.capability),
+        dtype=torch.int32,
+        device="meta",
+    )
+    saved = AttentionSaved(
+        *tensors,
+        tensors.q,
+        torch.empty(4, *tensors.stats_shape, device="meta"),
+        live,
+    )
     return plans.backward(tensors.q, saved, options, needs, HOPPER)
 
 
@@ -64,7 +93,11 @@ def gradients(tensors: AttentionTensors, options: Options, *needs: bool) -> Plan
     ],
 )
 def test_the_way_of_rows_follows_the_keys_that_a_tile_sees(
-    keys: int, options: dict[str, Any], capability: tuple[int, int], kernels: list[str], lists: bool
+    keys: int,
+    options: dict[str, Any],
+    capability: tuple[int, int],
+    kernels: list[str],
+    lists: bool,
 ) -> None:
     tensors, asked = problem(keys, **options)
     plan = plans.forward(tensors, asked, True, HOPPER._replace(capability=capability))
@@ -76,7 +109,14 @@ def test_the_lists_of_a_packed_gradient_grow_with_the_tokens_and_not_with_their_
     room = []
     for tokens in (1 << 16, 1 << 20):
         tensors, options = problem(tokens, packed=True)
-        buffers = gradients(tensors, options._replace(max_seqlen_k=4096), True, True, True, False).buffers
+        buffers = gradients(
+            tensors,
+            options._replace(max_seqlen_k=4096),
+            True,
+            True,
+            True,
+            False,
+        ).buffers
         room.append(sum(math.prod(buffer.shape) for buffer in buffers.values() if buffer) / tokens)
     assert room[1] == pytest.approx(room[0], rel=0.01)
 
@@ -84,14 +124,19 @@ def test_the_lists_of_a_packed_gradient_grow_with_the_tokens_and_not_with_their_
 def test_what_nobody_reads_is_not_made() -> None:
     resident, walked = (plans.forward(*problem(keys), False, HOPPER) for keys in (128, 512))
     assert dict(resident.buffers).items() >= {"out2": None, "stats": None, "live": None}.items()
-    assert walked.buffers["stats"] is None and walked.buffers["rows"] is not None  # between the two kernels
+    assert (
+        walked.buffers["stats"] is None and walked.buffers["rows"] is not None
+    )  # between the two kernels
     counted = plans.forward(*problem(128, support=True), False, HOPPER)
     assert "stats" not in counted.buffers and counted.buffers["out2"] is None
 
 
 def test_gradients_launch_what_is_needed_with_lists_where_there_is_a_map() -> None:
     for keys, lists in ((512, []), (4096, ["key_lists_kernel"])):
-        assert list(launches(gradients(*problem(keys), True, False, False, False))) == [*lists, "dq_kernel"]
+        assert list(launches(gradients(*problem(keys), True, False, False, False))) == [
+            *lists,
+            "dq_kernel",
+        ]
     every = ["tables_kernel", "key_lists_kernel", "dq_kernel", "query_lists_kernel", "dkv_kernel"]
     assert list(launches(gradients(*problem(4096, packed=True), True, True, True, False))) == every
 
@@ -100,14 +145,25 @@ def test_a_last_dimension_of_other_strides_is_copied() -> None:
     tensors, options = problem(64)
     turned: Tensor = tensors.q.transpose(2, 3).contiguous().transpose(2, 3)
     plan = plans.forward(tensors._replace(q=turned), options, True, HOPPER)
-    made = [step.makes if isinstance(step, TorchStep) else step.kernel.__name__ for step in plan.steps]
+    made = [
+        step.makes if isinstance(step, TorchStep) else step.kernel.__name__ for step in plan.steps
+    ]
     assert made == ["q", "resident_kernel"]
-    assert outputs(tensors._replace(q=turned), options, True)[0].strides == tensors.q.contiguous().stride()
+    assert (
+        outputs(tensors._replace(q=turned), options, True)[0].strides
+        == tensors.q.contiguous().stride()
+    )
 
 
-@pytest.mark.parametrize(("release", "option"), [((3, 8), None), ((3, 9), "--regAllocOptLevel=4")], ids=str)
+@pytest.mark.parametrize(
+    ("release", "option"),
+    [((3, 8), None), ((3, 9), "--regAllocOptLevel=4")],
+    ids=str,
+)
 def test_what_the_assembler_is_told_reaches_the_launches_of_releases_that_need_it(
-    monkeypatch: pytest.MonkeyPatch, release: tuple[int, int], option: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    release: tuple[int, int],
+    option: str | None,
 ) -> None:
     monkeypatch.setattr(releases, "release", lambda: release)
     for keys in (512, 4096):
@@ -116,10 +172,26 @@ def test_what_the_assembler_is_told_reaches_the_launches_of_releases_that_need_i
         assert [steps[name].constants["maxnreg"] for name in WALKED] == [128, 168]
 
 
-def scattered(*shape: int, cu_seqlens: Tensor | None = None, training: bool = True, **options: Any) -> Plan:
+def scattered(
+    *shape: int,
+    cu_seqlens: Tensor | None = None,
+    training: bool = True,
+    **options: Any,
+) -> Plan:
     dtype = options.get("out_dtype", torch.float32)
-    tensors = ScatterTensors(meta(*shape, dtype=dtype), meta(*shape, dtype=torch.int64), None, cu_seqlens)
-    asked = {"vocab_size": 40, "reduce": "max", "activation": "relu", "ignore_ids": (), "out_dtype": dtype} | options
+    tensors = ScatterTensors(
+        meta(*shape, dtype=dtype),
+        meta(*shape, dtype=torch.int64),
+        None,
+        cu_seqlens,
+    )
+    asked = {
+        "vocab_size": 40,
+        "reduce": "max",
+        "activation": "relu",
+        "ignore_ids": (),
+        "out_dtype": dtype,
+    } | options
     return scatter_plans.forward(tensors, ScatterOptions(**asked), training, HOPPER)
 
 
@@ -133,16 +205,25 @@ def scattered(*shape: int, cu_seqlens: Tensor | None = None, training: bool = Tr
     ],
 )
 def test_the_scores_serve_as_the_table_where_they_can_hold_positions(
-    tokens: int, dtype: torch.dtype, table: object
+    tokens: int,
+    dtype: torch.dtype,
+    table: object,
 ) -> None:
     plan = scattered(1, tokens, out_dtype=dtype)
     assert plan.buffers.get("table") == table and plan.fills == {"scores": 0}
-    assert launches(plan)["scatter_kernel"].tensors.split()[4:6] == ["scores", "scores" if table is None else "table"]
+    assert launches(plan)["scatter_kernel"].tensors.split()[4:6] == [
+        "scores",
+        "scores" if table is None else "table",
+    ]
 
 
 def test_scratch_is_twelve_bytes_a_token_and_twenty_for_sums() -> None:
     for reduce, expected in (("max", 12), ("sum", 20)):
-        buffers = [each for each in scattered(3, 7, reduce=reduce).buffers.values() if isinstance(each, Buffer)]
+        buffers = [
+            each
+            for each in scattered(3, 7, reduce=reduce).buffers.values()
+            if isinstance(each, Buffer)
+        ]
         assert sum(each.shape[0] * each.dtype.itemsize for each in buffers) == expected * 21
 
 
@@ -156,7 +237,12 @@ def test_nothing_is_launched_for_nothing() -> None:
 def test_what_is_not_contiguous_is_copied_first() -> None:
     weights, ids = meta(5, 2)[:, 0][None], meta(1, 5, dtype=torch.int64)
     options = ScatterOptions(40, "max", "relu", (), torch.float32)
-    copy, _ = scatter_plans.forward(ScatterTensors(weights, ids, None, None), options, True, HOPPER).steps
+    copy, _ = scatter_plans.forward(
+        ScatterTensors(weights, ids, None, None),
+        options,
+        True,
+        HOPPER,
+    ).steps
     assert isinstance(copy, TorchStep) and copy.makes == "weights"
     saved = ScatterSaved(meta(1, 5), ids, meta(1, 5, dtype=torch.uint8), None)
     plan = scatter_plans.backward(meta(40, 1).T, saved, options, (True,), HOPPER)

@@ -1,4 +1,6 @@
-"""A plan's launches get the tensors that its names stand for, and once repeated the addresses of the same."""
+"""A plan's launches get the tensors that its names stand for, and once repeated the addresses of
+the same.
+"""
 
 from __future__ import annotations
 
@@ -63,21 +65,35 @@ def launch(name: str, tensors: str) -> Launch:
 
 
 @pytest.mark.parametrize("scratch", [True, False])
-def test_addresses_of_repeated_launches_are_those_of_the_tensors(steps: list[Recorder], scratch: bool) -> None:
+def test_addresses_of_repeated_launches_are_those_of_the_tensors(
+    steps: list[Recorder],
+    scratch: bool,
+) -> None:
     buffers: dict[str, Any] = {"nothing": None}
     rows = 5 if scratch else 0
     buffers |= {"first": Buffer((rows,), torch.int64), "second": Buffer((3 * rows,), torch.float32)}
     one, two = "second a nothing absent z", "y first b second"
     made = program.Program(
-        Plan((launch("one", one), launch("two", two)), buffers, {"y": 7}), ("a", "absent", "b"),
-        {"y": Buffer((4,), torch.float32), "z": None, "w": Buffer((2, 2), torch.float16)}, CPU, True,
-    )  # fmt: skip
+        Plan((launch("one", one), launch("two", two)), buffers, {"y": 7}),
+        ("a", "absent", "b"),
+        {"y": Buffer((4,), torch.float32), "z": None, "w": Buffer((2, 2), torch.float16)},
+        CPU,
+        True,
+    )
     for turn in range(5):
         a, b = torch.ones(3 + turn), torch.ones(2)
         y, z, w = made(a, None, b)
-        assert z is None and y is not None and w is not None and w.shape == (2, 2) and y.tolist() == [7] * 4
-        seen_one, seen_two = (dict(zip(names.split(), step.calls[-1], strict=True))
-                              for names, step in zip((one, two), steps, strict=True))  # fmt: skip
+        assert (
+            z is None
+            and y is not None
+            and w is not None
+            and w.shape == (2, 2)
+            and y.tolist() == [7] * 4
+        )
+        seen_one, seen_two = (
+            dict(zip(names.split(), step.calls[-1], strict=True))
+            for names, step in zip((one, two), steps, strict=True)
+        )
         assert (seen_one["a"], seen_two["b"]) == (a.data_ptr(), b.data_ptr())
         assert seen_two["y"] == y.data_ptr()
         assert seen_one["nothing"] is seen_one["absent"] is seen_one["z"] is None
@@ -89,20 +105,30 @@ def test_addresses_of_repeated_launches_are_those_of_the_tensors(steps: list[Rec
     assert [step.bound_calls for step in steps] == [3, 3]
 
 
-def test_results_have_the_strides_that_are_asked_for_and_one_that_is_not_made_is_none(steps: list[Recorder]) -> None:
+def test_results_have_the_strides_that_are_asked_for_and_one_that_is_not_made_is_none(
+    steps: list[Recorder],
+) -> None:
     plan = Plan((launch("one", "a y z"),), {"z": None})
-    results = {"y": Buffer.like(torch.empty(3, 2, dtype=torch.float16).T), "z": Buffer((4,), torch.float32)}
+    results = {
+        "y": Buffer.like(torch.empty(3, 2, dtype=torch.float16).T),
+        "z": Buffer((4,), torch.float32),
+    }
     made = program.Program(plan, ("a",), results, CPU, True)
     for _ in range(4):
         y, z = made(torch.ones(3))
-        assert z is None and y is not None and (y.shape, y.stride(), y.dtype) == ((2, 3), (1, 2), torch.float16)
+        assert (
+            z is None
+            and y is not None
+            and (y.shape, y.stride(), y.dtype) == ((2, 3), (1, 2), torch.float16)
+        )
         assert steps[0].calls[-1][1:] == [y.data_ptr(), None]
     assert steps[0].bound_calls == 2
 
 
 @pytest.mark.parametrize("repeatable", [True, False])
 def test_launches_that_cannot_be_repeated_or_of_tensors_of_another_alignment_stay_with_their_steps(
-    steps: list[Recorder], repeatable: bool
+    steps: list[Recorder],
+    repeatable: bool,
 ) -> None:
     plan = Plan((launch("one", "a y"), launch("two", "y a")))
     made = program.Program(plan, ("a",), {"y": Buffer((4,), torch.float32)}, CPU, not repeatable)
@@ -114,11 +140,16 @@ def test_launches_that_cannot_be_repeated_or_of_tensors_of_another_alignment_sta
     assert [len(step.calls) for step in steps] == [4, 4] and not made.bound
 
 
-def test_scratch_that_nothing_reads_any_more_is_gone_before_a_later_result_is_made(steps: list[Recorder]) -> None:
+def test_scratch_that_nothing_reads_any_more_is_gone_before_a_later_result_is_made(
+    steps: list[Recorder],
+) -> None:
     big = (program.MAX_TOGETHER + 4) // 4
     for size, made_each in ((big, [1, 1, 2]), (5, [3, 0, 0])):
         buffers = {name: Buffer((size,), torch.float32) for name in ("lists", "own")}
-        plan = Plan((launch("one", "a lists"), launch("two", "lists dx"), launch("three", "own dw")), buffers)
+        plan = Plan(
+            (launch("one", "a lists"), launch("two", "lists dx"), launch("three", "own dw")),
+            buffers,
+        )
         results = {"dx": Buffer((3,), torch.float32), "dw": Buffer((4,), torch.float32)}
         made = program.Program(plan, ("a",), results, CPU, True)
         one, two, three = steps[-3:]
@@ -148,7 +179,10 @@ def test_what_torch_makes_is_gone_once_it_is_read(steps: list[Recorder]) -> None
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_what_torch_makes_first_of_given_tensors_leaves_the_launches_bound(steps: list[Recorder], copied: bool) -> None:
+def test_what_torch_makes_first_of_given_tensors_leaves_the_launches_bound(
+    steps: list[Recorder],
+    copied: bool,
+) -> None:
     first = TorchStep("a", Tensor.contiguous, "a"), TorchStep("most", torch.amax, "a")
     plan = Plan((*first, launch("one", "a most y nothing")), {"y2": None, "nothing": None})
     results = {"y": Buffer((3,), torch.float32), "y2": Buffer((1,), torch.int32)}
@@ -163,16 +197,25 @@ def test_what_torch_makes_first_of_given_tensors_leaves_the_launches_bound(steps
 
 
 def test_a_gradient_that_is_given_is_written_and_not_returned(steps: list[Recorder]) -> None:
-    made = program.Program(Plan((launch("one", "a dw dx"),), fills={"dw": 0, "dx": 2}), ("a", "dw"),
-                           {"dx": Buffer((2,), torch.float32), "dw": None}, CPU, True)  # fmt: skip
+    made = program.Program(
+        Plan((launch("one", "a dw dx"),), fills={"dw": 0, "dx": 2}),
+        ("a", "dw"),
+        {"dx": Buffer((2,), torch.float32), "dw": None},
+        CPU,
+        True,
+    )
     for _ in range(4):
         dw = torch.ones(3)
         dx, nothing = made(torch.ones(2), dw)
-        assert nothing is None and dx is not None and dx.tolist() == [2, 2] and dw.tolist() == [1] * 3
+        assert (
+            nothing is None and dx is not None and dx.tolist() == [2, 2] and dw.tolist() == [1] * 3
+        )
         assert steps[0].calls[-1][1] == dw.data_ptr()
 
 
-def test_launches_around_a_step_of_torch_are_bound_too_and_share_scratch(steps: list[Recorder]) -> None:
+def test_launches_around_a_step_of_torch_are_bound_too_and_share_scratch(
+    steps: list[Recorder],
+) -> None:
     """What torch reads has memory of its own, and what it makes anew another address."""
     buffers = {"sums": Buffer((4,), torch.float32), "list": Buffer((5,), torch.int32)}
     seen: list[int] = []

@@ -46,7 +46,11 @@ SWITCHED: list[tuple[str, bool, list[tuple[Callable[..., None], object]]]] = [
     ("allow_tf32 and not", False, [(legacy, True), (legacy, False)]),
     ("high", True, [(torch.set_float32_matmul_precision, "high")]),
     ("medium", True, [(torch.set_float32_matmul_precision, "medium")]),
-    ("high and highest", False, [(torch.set_float32_matmul_precision, p) for p in ("high", "highest")]),
+    (
+        "high and highest",
+        False,
+        [(torch.set_float32_matmul_precision, p) for p in ("high", "highest")],
+    ),
 ]
 SWITCHED_NEW: list[tuple[str, bool, list[tuple[Callable[..., None], object]]]] = [
     ("matmul tf32", True, [(matmul, "tf32")]),
@@ -61,16 +65,27 @@ SWITCHED_NEW: list[tuple[str, bool, list[tuple[Callable[..., None], object]]]] =
 every_switch = pytest.mark.parametrize(
     ("allowed", "settings"),
     [pytest.param(allowed, settings, id=name) for name, allowed, settings in SWITCHED]
-    + [pytest.param(allowed, settings, id=name, marks=new) for name, allowed, settings in SWITCHED_NEW],
+    + [
+        pytest.param(allowed, settings, id=name, marks=new)
+        for name, allowed, settings in SWITCHED_NEW
+    ],
 )
 
 
 @every_switch
-def test_every_switch_is_heeded(allowed: bool, settings: list[tuple[Callable[..., None], object]]) -> None:
+def test_every_switch_is_heeded(
+    allowed: bool,
+    settings: list[tuple[Callable[..., None], object]],
+) -> None:
     for switch, value in settings:
         switch(value)
     assert tf32_allowed(torch.float32) is allowed
-    assert not any(map(tf32_allowed, (torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8)))
+    assert not any(
+        map(
+            tf32_allowed,
+            (torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8),
+        ),
+    )
 
 
 def head(x: Tensor, **options: str) -> Tensor:
@@ -89,9 +104,15 @@ def attend(x: Tensor, **options: str) -> Any:
 @every_switch
 @pytest.mark.parametrize("operator", [head, late, attend], ids=lambda operator: operator.__name__)
 def test_products_are_rounded_to_tf32_where_a_switch_allows_it(
-    operator: Callable[..., Tensor], allowed: bool, settings: list[tuple[Callable[..., None], object]]
+    operator: Callable[..., Tensor],
+    allowed: bool,
+    settings: list[tuple[Callable[..., None], object]],
 ) -> None:
-    x = torch.full((2, 64, 64), 1 + 2.0**-12, device="cuda")  # TF32 makes 1 of it, which no sum averages out
+    x = torch.full(
+        (2, 64, 64),
+        1 + 2.0**-12,
+        device="cuda",
+    )  # TF32 makes 1 of it, which no sum averages out
     exact = operator(x.double().cpu(), impl="tiled")
     for _ in range(2):  # calls of these shapes are remembered as they are without a switch
         operator(x, impl="triton")
@@ -104,7 +125,12 @@ def test_products_are_rounded_to_tf32_where_a_switch_allows_it(
 
 @pytest.mark.gpu
 def test_gradients_are_rounded_to_tf32_where_it_is_allowed_when_they_run() -> None:
-    x = torch.full((2, 64, 64), 1 + 2.0**-12, device="cuda", requires_grad=True)  # TF32 makes 1 of it
+    x = torch.full(
+        (2, 64, 64),
+        1 + 2.0**-12,
+        device="cuda",
+        requires_grad=True,
+    )  # TF32 makes 1 of it
     dout = torch.full((1, 2, 64, 64), 1 + 2.0**-12, device="cuda")
     exact = x.detach().double().cpu().requires_grad_()
     (expected,) = torch.autograd.grad(attend(exact, impl="tiled"), exact, dout.double().cpu())
@@ -113,5 +139,6 @@ def test_gradients_are_rounded_to_tf32_where_it_is_allowed_when_they_run() -> No
         legacy(allowed)
         (found,) = torch.autograd.grad(out, x, dout, retain_graph=True)
         error = float((found.cpu() - expected).abs().max() / expected.abs().max())
-        # the gradient of v is a weighted mean of dout: TF32 takes 2**-12 off it, fp32 less than 64 roundings of 2**-24
+        # the gradient of v is a weighted mean of dout: TF32 takes 2**-12 off it, fp32 less than 64
+        # roundings of 2**-24
         assert (error > 2.0**-14) is allowed, error

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from tests.ops.maxsim.matching import maxsim_results
-from tests.ops.samples import Sample, attend, dout, entmax_rows, head, late, quantized_documents, scatter
+from tests.ops.samples import (
+    Sample,
+    attend,
+    dout,
+    entmax_rows,
+    head,
+    late,
+    quantized_documents,
+    scatter,
+)
 from tilefold.ops import maxsim
 from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.testing.maxsim import maxsim_inputs
@@ -22,7 +31,9 @@ BF16 = torch.bfloat16
 
 
 def of_rows(rows: int, **options: Any) -> Sample:
-    """MaxSim that reads documents through a TMA descriptor, with a number of rows that no other has."""
+    """MaxSim that reads documents through a TMA descriptor, with a number of rows that no other
+    has.
+    """
     return late((5, 33, 64), (5 if options else 7, rows, 64), BF16, **options)
 
 
@@ -35,7 +46,14 @@ SAMPLES = {
     "maxsim, smooth": of_rows(49, temperature=0.5),
     "maxsim, aligned": of_rows(51, pairing="aligned"),
     "maxsim, inference": replace(of_rows(53), inference=True),
-    "maxsim, int8": Sample("maxsim", quantized_documents, ((3, 13, 64), (11, 17, 64)), {}, BF16, inference=True),
+    "maxsim, int8": Sample(
+        "maxsim",
+        quantized_documents,
+        ((3, 13, 64), (11, 17, 64)),
+        {},
+        BF16,
+        inference=True,
+    ),
     "lsr_head": head("max", 3, 37, 64, vocab=1024, dtype=BF16),
     "lsr_head, sum": head("sum", 3, 37, 64, vocab=1024, dtype=BF16),
     "lsr_head, inference": replace(head("max", 3, 37, 64, vocab=1024, dtype=BF16), inference=True),
@@ -54,11 +72,16 @@ def test_a_thread_without_a_context_may_make_any_call_of_an_operator(sample: Sam
 
         def call(leaves: list[Tensor] = leaves, options: dict[str, Any] = options) -> list[Tensor]:
             scores = sample.function(*leaves, **options, impl="triton")
-            return [scores.detach(), *([] if sample.inference else torch.autograd.grad(scores, leaves, dout(scores)))]
+            return [
+                scores.detach(),
+                *([] if sample.inference else torch.autograd.grad(scores, leaves, dout(scores))),
+            ]
 
         torch.cuda.synchronize(device)
         rounds = []
-        for _ in range(4):  # the first call, the one that is remembered, and what repeats it: each in a new thread
+        for _ in range(
+            4,
+        ):  # the first call, the one that is remembered, and what repeats it: each in a new thread
             with ThreadPoolExecutor(1) as pool:
                 rounds.append(pool.submit(call).result())
         rounds.append(call())
@@ -66,7 +89,9 @@ def test_a_thread_without_a_context_may_make_any_call_of_an_operator(sample: Sam
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_a_thread_without_a_context_repeats_what_another_one_called_with_tensors_at_other_addresses() -> None:
+def test_a_thread_without_a_context_repeats_what_another_one_called_with_tensors_at_other_addresses() -> (
+    None
+):
     inputs = maxsim_inputs(5, 7, 33, 41, 64, dtype=BF16, device="cuda")
     for _ in range(3):
         expected = maxsim_results(inputs)

@@ -1,7 +1,8 @@
-"""Every kernel is made unavailable in turn: a call then takes the tiled path, forward and backward, after one warning.
+"""Every kernel is made unavailable in turn: a call then takes the tiled path, forward and backward,
+after one warning.
 
-In Triton's interpreter the launcher says so; on a GPU Triton's own build of that kernel raises what its assembler
-would.
+In Triton's interpreter the launcher says so; on a GPU Triton's own build of that kernel raises what
+its assembler would.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ def results(case: Sample, impl: str, compiled: bool = False, made: Any = None) -
 
     run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
     scores = run(*leaves)
-    return [scores.detach(), *([] if case.inference else torch.autograd.grad(scores, leaves, dout(scores)))]
+    return [
+        scores.detach(),
+        *([] if case.inference else torch.autograd.grad(scores, leaves, dout(scores))),
+    ]
 
 
 def capacity(hidden: Tensor, weight: Tensor, impl: str) -> Tensor:
@@ -77,7 +81,12 @@ def fp8_documents(queries: Tensor, documents: Tensor, **options: Any) -> Tensor:
 
 
 SCREENED = Sample(
-    "lsr_head", lsr_head, ((32, 512, 768), (32768, 768)), {"screen": True}, dtype=torch.bfloat16, inference=True
+    "lsr_head",
+    lsr_head,
+    ((32, 512, 768), (32768, 768)),
+    {"screen": True},
+    dtype=torch.bfloat16,
+    inference=True,
 )
 LONG_MASK = [[1] * 40 + [0] * 2060, [0] * 2100]
 PACKED = {"cu_seqlens": OFFSETS}
@@ -91,19 +100,36 @@ CASES: dict[str, Sample] = {
     "entmax/rows._backward_kernel": rows(alpha=1.7),
     "entmax_attention/backward.dkv_kernel": attention(21),
     "entmax_attention/backward.dq_kernel": attention(21, alpha=1.7),
-    "entmax_attention/backward.key_lists_kernel": attention(40 if INTERPRETED else 1100, causal=True),
-    "entmax_attention/backward.query_lists_kernel": attention(40 if INTERPRETED else 1100, causal=True),
+    "entmax_attention/backward.key_lists_kernel": attention(
+        40 if INTERPRETED else 1100,
+        causal=True,
+    ),
+    "entmax_attention/backward.query_lists_kernel": attention(
+        40 if INTERPRETED else 1100,
+        causal=True,
+    ),
     "entmax_attention/forward.output_kernel": attention(40 if INTERPRETED else 300),
     "entmax_attention/forward.resident_kernel": attention(21),
     "entmax_attention/tiles.nan_if_broken_kernel": attention(**PACKS),
     "entmax_attention/tiles.tables_kernel": attention(**PACKS),
     "entmax_attention/roots.roots_kernel": attention(40 if INTERPRETED else 300, alpha=1.7),
-    "lsr_head/compact.append_kernel": inference("lsr_head's compaction of rows", capacity, (2, 16, 16), (40, 16)),
+    "lsr_head/compact.append_kernel": inference(
+        "lsr_head's compaction of rows",
+        capacity,
+        (2, 16, 16),
+        (40, 16),
+    ),
     "lsr_head/max_backward.count_kernel": head(),
     "lsr_head/max_backward.dhidden_kernel": head(),
     "lsr_head/max_backward.dweight_kernel": head("max", 2, 21, 16, attention_mask=MASK),
     "lsr_head/max_backward.list_kernel": head("max", 32, 16, **PACKED),
-    "lsr_head/max_forward.combine_kernel": head("max", 512, 16, cu_seqlens=[0, 300, 300, 512], vocab=16),
+    "lsr_head/max_forward.combine_kernel": head(
+        "max",
+        512,
+        16,
+        cu_seqlens=[0, 300, 300, 512],
+        vocab=16,
+    ),
     "lsr_head/max_forward.max_forward_kernel": head(),
     "lsr_head/max_forward_hopper.max_forward_hopper_kernel": head(dtype=torch.bfloat16),
     "lsr_head/one_token.find_kernel": head("cls", 2, 2100, 16, attention_mask=LONG_MASK),
@@ -115,7 +141,10 @@ CASES: dict[str, Sample] = {
     "lsr_head/pack.copy_padded_kernel": head("max", 2, 21, 16, attention_mask=MASK),
     "lsr_head/pack.count_kernel": head("max", 2, 2100, 16, attention_mask=LONG_MASK),
     "lsr_head/quantize.quantize_rows_kernel": inference(
-        "lsr_head with an fp8 weight", quantized_head, (2, 16, 16), (40, 16)
+        "lsr_head with an fp8 weight",
+        quantized_head,
+        (2, 16, 16),
+        (40, 16),
     ),
     "lsr_head/screen.largest_kernel": SCREENED,
     "lsr_head/screen.list_kernel": SCREENED,
@@ -131,15 +160,45 @@ CASES: dict[str, Sample] = {
     "maxsim/backward.dqueries_row_kernel": late((2, 5, 16), DOCUMENTS),
     "maxsim/forward.all_pairs_kernel": late(QUERIES, DOCUMENTS),
     "maxsim/forward.combine_kernel": late((2, 300, 16), DOCUMENTS),
-    "maxsim/forward.ends_kernel": late(QUERIES, (2, 300, 16), document_mask=[[1] * 200 + [0] * 100] * 2),
+    "maxsim/forward.ends_kernel": late(
+        QUERIES,
+        (2, 300, 16),
+        document_mask=[[1] * 200 + [0] * 100] * 2,
+    ),
     "maxsim/forward.listed_pairs_kernel": late(QUERIES, (2, 5, 16), pairing="aligned"),
     "maxsim/norms.inverse_norms_kernel": late(QUERIES, DOCUMENTS, normalize=True),
-    "maxsim/norms.quantize_kernel": inference("maxsim", quantized_documents, QUERIES, (2, 5, 16), pairing="aligned"),
-    "maxsim/norms.unit_gradient_kernel": late(QUERIES, (2, 2, 5, 16), pairing="grouped", normalize=True),
+    "maxsim/norms.quantize_kernel": inference(
+        "maxsim",
+        quantized_documents,
+        QUERIES,
+        (2, 5, 16),
+        pairing="aligned",
+    ),
+    "maxsim/norms.unit_gradient_kernel": late(
+        QUERIES,
+        (2, 2, 5, 16),
+        pairing="grouped",
+        normalize=True,
+    ),
     "maxsim/smooth.smooth_ddocuments_kernel": late(QUERIES, DOCUMENTS, temperature=0.5),
-    "maxsim/smooth.smooth_dqueries_kernel": late(QUERIES, DOCUMENTS, temperature=0.5, mask_mode="zero"),
-    "maxsim/shared.shared_pass_kernel": inference("maxsim", quantized_documents, QUERIES, DOCUMENTS),
-    "maxsim/shared_hopper.shared_hopper_kernel": inference("maxsim", quantized_documents, (5, 32, 16), (65536, 3, 16)),
+    "maxsim/smooth.smooth_dqueries_kernel": late(
+        QUERIES,
+        DOCUMENTS,
+        temperature=0.5,
+        mask_mode="zero",
+    ),
+    "maxsim/shared.shared_pass_kernel": inference(
+        "maxsim",
+        quantized_documents,
+        QUERIES,
+        DOCUMENTS,
+    ),
+    "maxsim/shared_hopper.shared_hopper_kernel": inference(
+        "maxsim",
+        quantized_documents,
+        (5, 32, 16),
+        (65536, 3, 16),
+    ),
     "maxsim/stream.stream_kernel": inference("maxsim", fp8_documents, QUERIES, DOCUMENTS),
     "maxsim/backward.ddocuments_listed_kernel": late(QUERIES, DOCUMENTS),
     "sparse_search/search.best_kernel": inference("sparse_topk", searched, (2, 7)),
@@ -147,10 +206,20 @@ CASES: dict[str, Sample] = {
     "token_scatter/scatter.gather_kernel": scatter(),
     "token_scatter/scatter.scatter_kernel": scatter(reduce="sum"),
 }
-HOPPER = ("lsr_head/max_forward_hopper.max_forward_hopper_kernel", "maxsim/shared_hopper.shared_hopper_kernel")
-ONLY_ON = dict.fromkeys((*HOPPER, *(name for name, case in CASES.items() if case is SCREENED)), (9, 0))
+HOPPER = (
+    "lsr_head/max_forward_hopper.max_forward_hopper_kernel",
+    "maxsim/shared_hopper.shared_hopper_kernel",
+)
+ONLY_ON = dict.fromkeys(
+    (*HOPPER, *(name for name, case in CASES.items() if case is SCREENED)),
+    (9, 0),
+)
 every_kernel = pytest.mark.parametrize("name", CASES)
-COMPILED = [name for name, case in CASES.items() if case.function not in (capacity, quantized_head, searched)]
+COMPILED = [
+    name
+    for name, case in CASES.items()
+    if case.function not in (capacity, quantized_head, searched)
+]
 
 
 def test_every_kernel_that_is_launched_has_its_case() -> None:
@@ -162,16 +231,22 @@ def test_every_kernel_that_is_launched_has_its_case() -> None:
             if not isinstance(function, ast.FunctionDef):
                 continue
             if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
-                folder = path.relative_to(OPS).as_posix().removesuffix(".py").replace("_triton/", "")
+                folder = (
+                    path.relative_to(OPS).as_posix().removesuffix(".py").replace("_triton/", "")
+                )
                 jitted[f"{folder}.{function.name}"] = function.name
                 named |= {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-                named |= {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+                named |= {
+                    node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)
+                }
     assert sorted(CASES) == sorted(kernel for kernel, name in jitted.items() if name not in named)
 
 
 def kernel_name(kernel: Any) -> str:
     """As :data:`CASES` has it."""
-    module = kernel.fn.__module__.removeprefix("tilefold.ops.").replace("._triton", "").replace(".", "/")
+    module = (
+        kernel.fn.__module__.removeprefix("tilefold.ops.").replace("._triton", "").replace(".", "/")
+    )
     return f"{module}.{kernel.fn.__name__}"
 
 
@@ -187,7 +262,9 @@ def forget_plans() -> None:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch, nothing_given_up: None) -> Iterator[set[str]]:
-    """The kernels that cannot be built; those that were asked for are put in beside them with a dash in front."""
+    """The kernels that cannot be built; those that were asked for are put in beside them with a
+    dash in front.
+    """
     names: set[str] = set()
 
     def refuse(kernel: Any) -> bool:
@@ -203,7 +280,11 @@ def broken(monkeypatch: pytest.MonkeyPatch, nothing_given_up: None) -> Iterator[
 
         def call(self: launch.Step, build: launch.Build) -> Any:
             if refuse(build.kernel):
-                raise KernelUnavailableError(build.kernel.__name__, "PTXASError: no such instruction", build.instead)
+                raise KernelUnavailableError(
+                    build.kernel.__name__,
+                    "PTXASError: no such instruction",
+                    build.instead,
+                )
             return honest(self, build)
 
         monkeypatch.setattr(launch.Step, "by_triton", call)
@@ -228,22 +309,34 @@ def case_of(name: str) -> Sample:
 
 
 def assert_falls_back(name: str, broken: set[str], compiled: bool = False) -> None:
-    """The first call warns once, of what the operator is called; it and the next one give the tiled path's results."""
+    """The first call warns once, of what the operator is called; it and the next one give the tiled
+    path's results.
+    """
     case = case_of(name)
     broken.add(name)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         first = results(case, "auto", compiled)
     assert f"-{name}" in broken, "the case does not launch the kernel"
-    texts = [str(warning.message) for warning in seen if issubclass(warning.category, FallbackWarning)]
+    texts = [
+        str(warning.message) for warning in seen if issubclass(warning.category, FallbackWarning)
+    ]
     assert any("no such instruction" in text for text in texts), texts
-    last = [text for text in texts if "tiled torch path runs instead" in text or "lsr_head_sparse" in text]
+    last = [
+        text
+        for text in texts
+        if "tiled torch path runs instead" in text or "lsr_head_sparse" in text
+    ]
     if name not in ONLY_ON:  # which has another kernel behind it
         assert [text.split(" cannot run on ")[0] for text in last] == [case.name], texts
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
         again, expected = results(case, "auto", compiled), results(case, "tiled")
-    tolerance = {"atol": 0.05, "rtol": 0.05} if case.dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
+    tolerance = (
+        {"atol": 0.05, "rtol": 0.05}
+        if case.dtype == torch.bfloat16
+        else {"atol": 1e-4, "rtol": 1e-4}
+    )
     for found in (first, again):
         torch.testing.assert_close(found, expected, **tolerance)
     if INTERPRETED and case.function is not capacity:
@@ -252,7 +345,10 @@ def assert_falls_back(name: str, broken: set[str], compiled: bool = False) -> No
 
 @kernels
 @every_kernel
-def test_the_tiled_path_takes_the_place_of_a_kernel_that_cannot_be_built(name: str, broken: set[str]) -> None:
+def test_the_tiled_path_takes_the_place_of_a_kernel_that_cannot_be_built(
+    name: str,
+    broken: set[str],
+) -> None:
     assert_falls_back(name, broken)
 
 
@@ -265,13 +361,21 @@ def test_and_in_a_compiled_function(name: str, broken: set[str]) -> None:
 
 @kernels
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.inference])
-def test_gradients_of_tensors_of_another_alignment_fall_back_too(name: str, broken: set[str]) -> None:
-    """Their plan is known, and Triton would build another kernel for them; forward ran as it was built."""
+def test_gradients_of_tensors_of_another_alignment_fall_back_too(
+    name: str,
+    broken: set[str],
+) -> None:
+    """Their plan is known, and Triton would build another kernel for them; forward ran as it was
+    built.
+    """
     case = case_of(name)
     for _ in range(3):  # launches are bound
         results(case, "auto")
     broken.add(name)
-    with warnings.catch_warnings(record=True), torch.autograd.graph.saved_tensors_hooks(lambda x: x, unaligned):
+    with (
+        warnings.catch_warnings(record=True),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, unaligned),
+    ):
         warnings.simplefilter("always")
         found = results(case, "auto")
     torch.testing.assert_close(found, results(case, "tiled"), atol=0.05, rtol=0.05)
@@ -280,8 +384,14 @@ def test_gradients_of_tensors_of_another_alignment_fall_back_too(name: str, brok
 @kernels
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["auto", "triton"])
-def test_a_kernel_with_another_one_behind_it_gives_way_to_that_one(name: str, compiled: bool, broken: set[str]) -> None:
-    """The toy stands for all operators on the common base; behind its last kernel is the tiled path, for "auto"."""
+def test_a_kernel_with_another_one_behind_it_gives_way_to_that_one(
+    name: str,
+    compiled: bool,
+    broken: set[str],
+) -> None:
+    """The toy stands for all operators on the common base; behind its last kernel is the tiled
+    path, for "auto".
+    """
     torch._dynamo.reset()
     case = Sample("toy", toy, ((5, 16), (16,)))
     expected, tiled = results(case, "triton"), results(case, "tiled")
@@ -293,10 +403,23 @@ def test_a_kernel_with_another_one_behind_it_gives_way_to_that_one(name: str, co
     if name == "auto":
         assert_gives_way(case, name, compiled, "toy", tiled)
     else:
-        refused(KernelUnavailableError, "products_kernel cannot be built", results, case, name, compiled)
+        refused(
+            KernelUnavailableError,
+            "products_kernel cannot be built",
+            results,
+            case,
+            name,
+            compiled,
+        )
 
 
-def assert_gives_way(case: Sample, name: str, compiled: bool, warned: str, expected: list[Tensor]) -> None:
+def assert_gives_way(
+    case: Sample,
+    name: str,
+    compiled: bool,
+    warned: str,
+    expected: list[Tensor],
+) -> None:
     with pytest.warns(FallbackWarning) as seen:
         first = results(case, name, compiled)
     assert [str(warning.message).split(" cannot run on ")[0] for warning in seen] == [warned]
@@ -323,7 +446,10 @@ def test_a_graph_cannot_take_the_tiled_path(name: str, broken: set[str]) -> None
         broken.add(name)
         for _ in range(2):  # at the failure, and where it is known
             with (
-                pytest.raises(RuntimeError, match=f"{case.name} cannot be captured in a CUDA graph.*no such instr"),
+                pytest.raises(
+                    RuntimeError,
+                    match=f"{case.name} cannot be captured in a CUDA graph.*no such instr",
+                ),
                 torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
             ):
                 results(case, "auto", made=made)
@@ -335,7 +461,10 @@ def test_a_fallback_under_capture_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fallback, "is_capturing", lambda device: True)
     monkeypatch.setattr(fallback, "GIVEN_UP", {("toy", cpu): "_some_kernel cannot be built"})
     for asked in ("auto", "tiled"):
-        with pytest.raises(RuntimeError, match=r"toy cannot be captured .*_some_kernel cannot be built.*Leave"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"toy cannot be captured .*_some_kernel cannot be built.*Leave",
+        ):
             toy(torch.ones(2, 3), torch.ones(3), impl=asked)
     monkeypatch.setattr(fallback, "GIVEN_UP", {("another", cpu): "_some_kernel cannot be built"})
     assert torch.equal(toy(torch.ones(2, 3), torch.ones(3), impl="tiled"), torch.tensor([9.0, 9.0]))

@@ -19,7 +19,10 @@ from tilefold.ops import lsr_head, maxsim, quantize_tokens
 from tilefold.ops.warm_up import build_kernels
 from tilefold.testing import nan_poisoned_empty
 
-interpreted = pytest.mark.skipif(not triton_interpreted(), reason="lists calls on the CPU, where kernels would run")
+interpreted = pytest.mark.skipif(
+    not triton_interpreted(),
+    reason="lists calls on the CPU, where kernels would run",
+)
 
 
 def listed_names(*calls: object) -> list[str]:
@@ -46,12 +49,19 @@ def test_a_step_is_listed_and_nothing_is_launched() -> None:
     with nan_poisoned_empty():
         assert lsr_head(hidden, weight, impl="triton").isfinite().all()  # launches run again
     documents = quantize_tokens(torch.randn(3, 7, 32))
-    assert listed_names(lambda: maxsim(torch.randn(1, 5, 32), documents, impl="triton")) == ["stream_kernel"]
+    assert listed_names(lambda: maxsim(torch.randn(1, 5, 32), documents, impl="triton")) == [
+        "stream_kernel",
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what machines without a GPU say")
 def test_a_machine_without_a_gpu_says_so() -> None:
-    refused(RuntimeError, "kernels are built for the GPU that runs them, and torch sees none here", build_kernels, [])
+    refused(
+        RuntimeError,
+        "kernels are built for the GPU that runs them, and torch sees none here",
+        build_kernels,
+        [],
+    )
 
 
 CROSS_BUILD = """
@@ -82,7 +92,10 @@ assert all(build().asm["cubin"] for build in launches.values())
 """
 
 
-@pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
+@pytest.mark.skipif(
+    triton_interpreted(),
+    reason="kernels are interpreted in this run, not compiled",
+)
 def test_listed_kernels_are_built_in_threads_and_kept_on_the_disk(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", CROSS_BUILD], check=True, env=environment)

@@ -1,4 +1,6 @@
-"""The token scatter's kernels build for Ampere, Hopper and Blackwell without a GPU, and spill nothing."""
+"""The token scatter's kernels build for Ampere, Hopper and Blackwell without a GPU, and spill
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,14 @@ from tests.ops.cross_compile import CAPABILITIES, check, compile_kernel
 from tests.ops.launching import gather_kernel, scatter_kernel
 from tilefold.ops.token_scatter.plans import CONFIGS, SCAN
 
-pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
+pytestmark = pytest.mark.skipif(
+    triton_interpreted(),
+    reason="kernels are interpreted in this run, not compiled",
+)
 
-SHORT, MEDIUM, LONG = (lookup(CONFIGS, length=length, capability=(9, 0)) for length in (128, 512, 513))
+SHORT, MEDIUM, LONG = (
+    lookup(CONFIGS, length=length, capability=(9, 0)) for length in (128, 512, 513)
+)
 # (configuration, reduction, packed, dtype of weights and scores, of a table of its own, activation)
 VARIANTS = {
     "short-max-padded-bf16": (SHORT, "max", False, "bf16", None, "relu"),
@@ -30,13 +37,23 @@ VARIANTS = {
     "long-sum-packed-fp32": (LONG, "sum", True, "fp32", None, "log1p_log1p_relu"),
 }
 TYPES = dict.fromkeys(["B", "S", "T", "V", "stride_db", "stride_dv"], "i32") | {
-    "mask_ptr": "*i64", "ids_ptr": "*i64", "cu_ptr": "*i32", "slot_ptr": "*i64", "meet_ptr": "*i32",
+    "mask_ptr": "*i64",
+    "ids_ptr": "*i64",
+    "cu_ptr": "*i32",
+    "slot_ptr": "*i64",
+    "meet_ptr": "*i32",
     "counted_ptr": "*u8",
-}  # fmt: skip
+}
 FLOATS = ("weights_ptr", "out_ptr", "dscores_ptr", "dweights_ptr")
 
 
-def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, num_warps: int) -> None:
+def build(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    capability: int,
+    num_warps: int,
+) -> None:
     compiled = compile_kernel(kernel, types, constants, capability, num_warps, num_stages=3)
     check(compiled, capability)
     assert compiled.shared <= 16 * 1024, f"too much shared memory: {compiled}"
@@ -48,9 +65,16 @@ def test_the_scatter_builds_without_spills(capability: int, variant: tuple[Any, 
     config, reduce, packed, dtype, table, activation = variant
     types = TYPES | dict.fromkeys(FLOATS, f"*{dtype}") | {"table_ptr": f"*{table or dtype}"}
     constants = {
-        "SUM": reduce == "sum", "ACTIVATION": activation, "IGNORE": (0, 1, 2, 3), "IGNORED": 4,
-        "HAS_MASK": not packed, "PACKED": packed, "WITH_COUNTED": True, "BLOCK": config["BLOCK"], "SCAN": SCAN,
-    }  # fmt: skip
+        "SUM": reduce == "sum",
+        "ACTIVATION": activation,
+        "IGNORE": (0, 1, 2, 3),
+        "IGNORED": 4,
+        "HAS_MASK": not packed,
+        "PACKED": packed,
+        "WITH_COUNTED": True,
+        "BLOCK": config["BLOCK"],
+        "SCAN": SCAN,
+    }
     build(scatter_kernel, types, constants, capability, config["num_warps"])
 
 
@@ -61,7 +85,11 @@ def test_the_scatter_builds_without_spills(capability: int, variant: tuple[Any, 
 )
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_gradient_builds_without_spills(
-    capability: int, config: dict[str, int], packed: bool, dtype: str, activation: str
+    capability: int,
+    config: dict[str, int],
+    packed: bool,
+    dtype: str,
+    activation: str,
 ) -> None:
     types = TYPES | dict.fromkeys(FLOATS, f"*{dtype}")
     constants = {"ACTIVATION": activation, "PACKED": packed, "BLOCK": config["BLOCK"], "SCAN": SCAN}

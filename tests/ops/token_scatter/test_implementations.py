@@ -1,4 +1,6 @@
-"""Every implementation of the token scatter within its error budget of the reference, on usual and hostile inputs."""
+"""Every implementation of the token scatter within its error budget of the reference, on usual and
+hostile inputs.
+"""
 
 from __future__ import annotations
 
@@ -30,30 +32,60 @@ SHAPE = (5, 18, 12) if INTERPRETED else (5, 300, 70)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = [(1, 1, 1), (2, 16, 5), (1, 33, 4), (3, 5, 1), (2, 7, 40)]
 if not INTERPRETED:
-    SHAPES += [(7, 33, 100), (1, 128, 9), (3, 129, 517), (2, 513, 100), (1, 2049, 300), (2, 5000, 1000)]
+    SHAPES += [
+        (7, 33, 100),
+        (1, 128, 9),
+        (3, 129, 517),
+        (2, 513, 100),
+        (1, 2049, 300),
+        (2, 5000, 1000),
+    ]
     SHAPES += [(300, 3, 40), (2, 40, 60_000)]
 every_reduction = pytest.mark.parametrize("reduce", REDUCTIONS)
 
 
 @pytest.mark.parametrize(
     ("reduce", "activation", "layout"),
-    [c for i, c in enumerate(itertools.product(REDUCTIONS, ACTIVATIONS, LAYOUTS)) if not INTERPRETED or i % 4 == 0],
+    [
+        c
+        for i, c in enumerate(itertools.product(REDUCTIONS, ACTIVATIONS, LAYOUTS))
+        if not INTERPRETED or i % 4 == 0
+    ],
 )
-def test_scores_and_gradients_for_every_option(target: Target, reduce: str, activation: str, layout: str) -> None:
+def test_scores_and_gradients_for_every_option(
+    target: Target,
+    reduce: str,
+    activation: str,
+    layout: str,
+) -> None:
     inputs = token_scatter_inputs(*SHAPE, layout=layout, device=target.device)
-    assert_token_scatter_matches(inputs, reduce=reduce, activation=activation, ignore_ids=[1, 7], impl=target.impl)
+    assert_token_scatter_matches(
+        inputs,
+        reduce=reduce,
+        activation=activation,
+        ignore_ids=[1, 7],
+        impl=target.impl,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_reduction
 @pytest.mark.parametrize("layout", ["right", "packed"])
-def test_scores_and_gradients_for_every_dtype(target: Target, layout: str, reduce: str, dtype: torch.dtype) -> None:
+def test_scores_and_gradients_for_every_dtype(
+    target: Target,
+    layout: str,
+    reduce: str,
+    dtype: torch.dtype,
+) -> None:
     inputs = token_scatter_inputs(*SHAPE, layout=layout, dtype=dtype, device=target.device)
     for activation in ("log1p_relu",) if INTERPRETED else ("log1p_relu", "none"):
         options = {"reduce": reduce, "activation": activation, "impl": target.impl}
         results = assert_token_scatter_matches(inputs, kind="gradient_bound", **options)
         assert results["scores"].dtype == results["dweights"].dtype == dtype
-        assert torch.equal(token_scatter_results(inputs, needs=False, **options)["scores"], results["scores"])
+        assert torch.equal(
+            token_scatter_results(inputs, needs=False, **options)["scores"],
+            results["scores"],
+        )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the kernels have no fp64")
@@ -75,32 +107,51 @@ def test_odd_shapes(target: Target, shape: tuple[int, int, int], reduce: str) ->
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @every_reduction
 def test_out_dtype_is_the_dtype_of_the_scores_and_of_nothing_else(
-    target: Target, reduce: str, out_dtype: torch.dtype
+    target: Target,
+    reduce: str,
+    out_dtype: torch.dtype,
 ) -> None:
     inputs = token_scatter_inputs(*SHAPE, dtype=torch.float16, device=target.device)
     results = token_scatter_results(inputs, reduce=reduce, out_dtype=out_dtype, impl=target.impl)
     assert results["scores"].dtype == out_dtype and results["dweights"].dtype == torch.float16
     limit = torch.float16 if out_dtype == torch.float16 else torch.float32
-    assert_within_budget(results["scores"], token_scatter_truth(inputs, reduce=reduce)["scores"], limit)
+    assert_within_budget(
+        results["scores"],
+        token_scatter_truth(inputs, reduce=reduce)["scores"],
+        limit,
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @every_reduction
 def test_whole_numbers_with_ties_agree_in_every_bit_with_the_reference(
-    target: Target, reduce: str, layout: str
+    target: Target,
+    reduce: str,
+    layout: str,
 ) -> None:
     inputs = token_scatter_inputs(*SHAPE, layout=layout, device=target.device)
     inputs = dataclasses.replace(inputs, weights=inputs.weights.round())
     for activation in ("none",) if INTERPRETED else ("relu", "none"):
-        found = token_scatter_results(inputs, reduce=reduce, activation=activation, impl=target.impl)
-        same(found, token_scatter_results(inputs, reduce=reduce, activation=activation, impl="reference"))
+        found = token_scatter_results(
+            inputs,
+            reduce=reduce,
+            activation=activation,
+            impl=target.impl,
+        )
+        same(
+            found,
+            token_scatter_results(inputs, reduce=reduce, activation=activation, impl="reference"),
+        )
 
 
 @every_reduction
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else DTYPES, ids=str)
 def test_two_runs_give_the_same_bits_and_write_every_element(
-    target: Target, dtype: torch.dtype, layout: str, reduce: str
+    target: Target,
+    dtype: torch.dtype,
+    layout: str,
+    reduce: str,
 ) -> None:
     shape = SHAPE if INTERPRETED else (6, 3000, 50)
     inputs = token_scatter_inputs(*shape, layout=layout, dtype=dtype, device=target.device)
@@ -116,13 +167,23 @@ def test_two_runs_give_the_same_bits_and_write_every_element(
 )
 @every_reduction
 def test_empty_batches_give_empty_or_zero_scores(
-    target: Target, reduce: str, shape: tuple[int, ...], cu_seqlens: list[int] | None
+    target: Target,
+    reduce: str,
+    shape: tuple[int, ...],
+    cu_seqlens: list[int] | None,
 ) -> None:
     weights = torch.randn(shape, device=target.device, requires_grad=True)
     ids = torch.zeros(shape, dtype=torch.int64, device=target.device)
-    offsets = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=target.device)
+    offsets = (
+        None
+        if cu_seqlens is None
+        else torch.tensor(cu_seqlens, dtype=torch.int32, device=target.device)
+    )
     scores = token_scatter(weights, ids, 5, cu_seqlens=offsets, reduce=reduce, impl=target.impl)
-    assert scores.shape == (shape[0] if cu_seqlens is None else len(cu_seqlens) - 1, 5) and not scores.any()
+    assert (
+        scores.shape == (shape[0] if cu_seqlens is None else len(cu_seqlens) - 1, 5)
+        and not scores.any()
+    )
     scores.sum().backward()
     assert weights.grad is not None and weights.grad.shape == shape
     sparse = token_scatter_sparse(weights, ids, 5, cu_seqlens=offsets, top_k=3, reduce=reduce)
@@ -132,7 +193,9 @@ def test_empty_batches_give_empty_or_zero_scores(
 @pytest.mark.parametrize("activation", ["relu", "log1p_relu", "softplus", "none"])
 @every_reduction
 def test_nan_makes_its_entry_nan_with_its_gradient_and_no_other_and_infinity_scores_as_in_the_reference(
-    target: Target, reduce: str, activation: str
+    target: Target,
+    reduce: str,
+    activation: str,
 ) -> None:
     inputs = token_scatter_inputs(*SHAPE, layout="right", device=target.device)
     weights = inputs.weights.clone()
@@ -155,35 +218,61 @@ def test_nan_makes_its_entry_nan_with_its_gradient_and_no_other_and_infinity_sco
 
 
 @pytest.mark.parametrize("length", [2, 100])
-def test_a_large_weight_takes_nothing_from_the_sums_of_other_entries(target: Target, length: int) -> None:
+def test_a_large_weight_takes_nothing_from_the_sums_of_other_entries(
+    target: Target,
+    length: int,
+) -> None:
     weights = torch.full((2, length), 1e-38)
     weights[:, 0] = 1.5e10
     weights[1, 1] = -3e-30
     ids = torch.arange(length).repeat(2, 1)
-    inputs = TokenScatterInputs(weights, ids, length, None, None, torch.ones(2, length)).to(target.device)
-    scores = token_scatter_results(inputs, reduce="sum", activation="none", impl=target.impl)["scores"].cpu()
+    inputs = TokenScatterInputs(weights, ids, length, None, None, torch.ones(2, length)).to(
+        target.device,
+    )
+    scores = token_scatter_results(inputs, reduce="sum", activation="none", impl=target.impl)[
+        "scores"
+    ].cpu()
     assert torch.equal(scores, weights)
 
 
 @every_reduction
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_softplus_and_its_logarithm_hold_for_every_weight_beside_every_other(
-    target: Target, reduce: str, dtype: torch.dtype
+    target: Target,
+    reduce: str,
+    dtype: torch.dtype,
 ) -> None:
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("the interpreter has no bf16")
-    weights = torch.cat([torch.linspace(-86, 86, 173), torch.tensor([1e-3, -1e-3, 1e4, -0.0, 1e30])]).to(dtype)
+    weights = torch.cat(
+        [torch.linspace(-86, 86, 173), torch.tensor([1e-3, -1e-3, 1e4, -0.0, 1e30])],
+    ).to(dtype)
     ids, expected = torch.arange(weights.numel()), weights.double().requires_grad_()
     truth = torch.nn.functional.softplus(expected, threshold=40)
     (slopes,) = torch.autograd.grad(truth.log().sum(), expected)
     leaf = weights.to(target.device).requires_grad_()
     scores = token_scatter(
-        leaf[None], ids[None].to(target.device), ids.numel(), reduce=reduce, activation="softplus",
-        out_dtype=torch.float32, impl=target.impl,
-    )  # fmt: skip
-    torch.testing.assert_close(scores[0].double().cpu(), truth, rtol=1e-5, atol=0)  # of exp(x), which has |x| roundings
+        leaf[None],
+        ids[None].to(target.device),
+        ids.numel(),
+        reduce=reduce,
+        activation="softplus",
+        out_dtype=torch.float32,
+        impl=target.impl,
+    )
+    torch.testing.assert_close(
+        scores[0].double().cpu(),
+        truth,
+        rtol=1e-5,
+        atol=0,
+    )  # of exp(x), which has |x| roundings
     (found,) = torch.autograd.grad(scores.log().sum(), leaf)
-    torch.testing.assert_close(found.double().cpu(), slopes, rtol=2e-5 if dtype == torch.float32 else 2**-7, atol=0)
+    torch.testing.assert_close(
+        found.double().cpu(),
+        slopes,
+        rtol=2e-5 if dtype == torch.float32 else 2**-7,
+        atol=0,
+    )
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
@@ -210,12 +299,20 @@ def test_an_expanded_gradient_is_read_right(target: Target) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_positions_beyond_16_bits_are_told_apart(target: Target, dtype: torch.dtype, packed: bool) -> None:
+def test_positions_beyond_16_bits_are_told_apart(
+    target: Target,
+    dtype: torch.dtype,
+    packed: bool,
+) -> None:
     inputs = token_scatter_inputs(1, 70_000, 100, dtype=torch.float32, device=target.device)
     if packed:
         inputs = dataclasses.replace(
             inputs.packed(),
-            cu_seqlens=torch.tensor([0, 100, 69_000, 70_000], dtype=torch.int32, device=target.device),
+            cu_seqlens=torch.tensor(
+                [0, 100, 69_000, 70_000],
+                dtype=torch.int32,
+                device=target.device,
+            ),
             dscores=inputs.dscores.expand(3, -1).clone(),
         )
     inputs = inputs.cast(dtype)
@@ -248,12 +345,23 @@ BLIND = [
 @pytest.mark.parametrize("device", BLIND)
 @every_reduction
 @pytest.mark.parametrize("offsets", BROKEN_OFFSETS, ids=str)
-def test_broken_offsets_that_nobody_looked_at_give_nan(offsets: list[int], reduce: str, device: str) -> None:
+def test_broken_offsets_that_nobody_looked_at_give_nan(
+    offsets: list[int],
+    reduce: str,
+    device: str,
+) -> None:
     weights = torch.randn(11, device=device, requires_grad=True)
     ids = torch.arange(11, device=device)
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=device)
     with nan_poisoned_empty():
-        scores = token_scatter(weights, ids, 21, cu_seqlens=cu_seqlens, reduce=reduce, impl="triton")
+        scores = token_scatter(
+            weights,
+            ids,
+            21,
+            cu_seqlens=cu_seqlens,
+            reduce=reduce,
+            impl="triton",
+        )
         scores.sum().backward()
     assert scores.shape == (len(offsets) - 1, 21) and scores.isnan().all()
     assert len(offsets) == 1 or weights.grad.isnan().all()
@@ -263,7 +371,11 @@ def test_broken_offsets_that_nobody_looked_at_give_nan(offsets: list[int], reduc
 @pytest.mark.parametrize("device", BLIND)
 @every_reduction
 @pytest.mark.parametrize("wrong", [-1, 21, 2**40])
-def test_an_id_outside_that_nobody_looked_at_makes_its_sequence_nan(wrong: int, reduce: str, device: str) -> None:
+def test_an_id_outside_that_nobody_looked_at_makes_its_sequence_nan(
+    wrong: int,
+    reduce: str,
+    device: str,
+) -> None:
     ids = torch.randint(0, 21, (3, 40), device=device)
     ids[1, 35] = wrong
     mask, weights = torch.ones_like(ids), torch.randn(3, 40, device=device)
@@ -275,7 +387,10 @@ def test_an_id_outside_that_nobody_looked_at_makes_its_sequence_nan(wrong: int, 
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a test of the interpreter")
-@pytest.mark.skipif((0, 0) < release() <= (3, 5), reason="Triton 3.5 and older leave the language replaced themselves")
+@pytest.mark.skipif(
+    (0, 0) < release() <= (3, 5),
+    reason="Triton 3.5 and older leave the language replaced themselves",
+)
 def test_an_interpreted_kernel_leaves_the_language_as_it_was() -> None:
     from triton import language
 

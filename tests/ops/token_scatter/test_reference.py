@@ -1,4 +1,6 @@
-"""The specification of the token scatter by hand and by published formulas, and what it says about arguments."""
+"""The specification of the token scatter by hand and by published formulas, and what it says about
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,43 @@ def scatter(weights: object, ids: object, vocab: int = 5, **options: object) -> 
 
 BY_HAND = [
     ([[1.0, 2.0, 3.0]], [[4, 0, 2]], {}, [[2, 0, 3, 0, 1]]),  # absent entries score zero
-    ([[1.0, 5.0, 2.0], [1.0, 2.0, 3.0]], [[1, 1, 1], [0, 1, 0]], {}, [[0, 5, 0, 0, 0], [3, 2, 0, 0, 0]]),
+    (
+        [[1.0, 5.0, 2.0], [1.0, 2.0, 3.0]],
+        [[1, 1, 1], [0, 1, 0]],
+        {},
+        [[0, 5, 0, 0, 0], [3, 2, 0, 0, 0]],
+    ),
     ([[1.0, 5.0, 2.0]], [[1, 1, 1]], {"reduce": "sum"}, [[0, 8, 0, 0, 0]]),
     ([[-1.0, -2.0]], [[1, 3]], {}, [[0, 0, 0, 0, 0]]),  # a maximum is never below zero
     ([[-1.0, -2.0]], [[1, 3]], {"reduce": "sum"}, [[0, -1, 0, -2, 0]]),
-    ([[1.0, -5.0, 3.0]], [[2, 2, 2]], {"reduce": "sum", "activation": "relu"}, [[0, 0, 4, 0, 0]]),  # each token first
-    ([[1.0, 2.0]], [[-100, 1]], {"ignore_ids": (-100, 99)}, [[0, 2, 0, 0, 0]]),  # outside of the vocabulary
-    ([[1.0, 2.0], [3.0, 4.0]], [[0, 1]] * 2, {"attention_mask": [[0, 0], [0, 1]]}, [[0] * 5, [0, 4, 0, 0, 0]]),
+    (
+        [[1.0, -5.0, 3.0]],
+        [[2, 2, 2]],
+        {"reduce": "sum", "activation": "relu"},
+        [[0, 0, 4, 0, 0]],
+    ),  # each token first
+    (
+        [[1.0, 2.0]],
+        [[-100, 1]],
+        {"ignore_ids": (-100, 99)},
+        [[0, 2, 0, 0, 0]],
+    ),  # outside of the vocabulary
+    (
+        [[1.0, 2.0], [3.0, 4.0]],
+        [[0, 1]] * 2,
+        {"attention_mask": [[0, 0], [0, 1]]},
+        [[0] * 5, [0, 4, 0, 0, 0]],
+    ),
 ]
 
 
 @pytest.mark.parametrize(("weights", "ids", "options", "expected"), BY_HAND)
-def test_scores_by_hand(weights: object, ids: object, options: dict[str, Any], expected: list[list[int]]) -> None:
+def test_scores_by_hand(
+    weights: object,
+    ids: object,
+    options: dict[str, Any],
+    expected: list[list[int]],
+) -> None:
     assert scatter(weights, ids, **options).tolist() == expected
 
 
@@ -71,15 +98,25 @@ def test_masked_and_ignored_tokens_count_for_nothing_whatever_they_hold(reduce: 
 
 @pytest.mark.parametrize("impl", ["reference", "tiled"])
 @pytest.mark.parametrize("beyond", [2**63, -(2**63), -(2**63) - 1, 2**200])
-def test_an_ignored_id_that_no_integer_tensor_can_hold_ignores_nothing(beyond: int, impl: str) -> None:
+def test_an_ignored_id_that_no_integer_tensor_can_hold_ignores_nothing(
+    beyond: int,
+    impl: str,
+) -> None:
     weights, ids = torch.tensor([[1.0, 2.0]]), torch.tensor([[0, 1]])
     assert token_scatter(weights, ids, 3, ignore_ids=(beyond, 0), impl=impl).tolist() == [[0, 2, 0]]
-    assert token_scatter_sparse(weights, ids, 3, ignore_ids=(beyond, 0)).to_dense().tolist() == [[0, 2, 0]]
+    assert token_scatter_sparse(weights, ids, 3, ignore_ids=(beyond, 0)).to_dense().tolist() == [
+        [0, 2, 0],
+    ]
 
 
 def test_ties_go_to_the_lowest_token_which_takes_the_whole_gradient() -> None:
     weights = torch.tensor([[1.0, 2.0, 2.0, 2.0], [-0.0, 0.0, 3.0, 3.0]], requires_grad=True)
-    token_scatter(weights, torch.tensor([[1, 1, 1, 1], [0, 0, 2, 1]]), 3, impl="reference").sum().backward()
+    token_scatter(
+        weights,
+        torch.tensor([[1, 1, 1, 1], [0, 0, 2, 1]]),
+        3,
+        impl="reference",
+    ).sum().backward()
     assert weights.grad.tolist() == [[0, 1, 0, 0], [0, 0, 1, 1]]
 
 
@@ -97,7 +134,9 @@ def test_weights_may_have_the_trailing_dimension_of_a_linear_layer() -> None:
 
 
 def bge_m3(weights: Tensor, ids: Tensor, vocab: int, unused: list[int], training: bool) -> Tensor:
-    """FlagEmbedding's formulas for M3: a [B, S, V] scatter and a maximum, or a scatter_reduce with amax."""
+    """FlagEmbedding's formulas for M3: a [B, S, V] scatter and a maximum, or a scatter_reduce with
+    amax.
+    """
     if training:
         every = torch.zeros(*ids.shape, vocab, dtype=weights.dtype)
         scores = every.scatter(-1, ids[:, :, None], weights.relu()[:, :, None]).max(dim=1).values
@@ -124,7 +163,12 @@ def test_it_is_the_lexical_embedding_of_bge_m3(impl: str) -> None:
     # its padding has a token of its own, which is not used
     inputs = token_scatter_inputs(4, 30, 40, layout="right")
     ids = inputs.input_ids.masked_fill(inputs.attention_mask == 0, 1)
-    masked = token_scatter(*inputs.operands, attention_mask=inputs.attention_mask, ignore_ids=unused, impl=impl)
+    masked = token_scatter(
+        *inputs.operands,
+        attention_mask=inputs.attention_mask,
+        ignore_ids=unused,
+        impl=impl,
+    )
     assert torch.equal(masked, bge_m3(inputs.weights, ids, 40, unused, training=False))
 
 
@@ -137,16 +181,28 @@ SHAPES = [
     ({"input_ids": IDS, "cu_seqlens": OFFSETS}, "input_ids must have shape [T], got [2, 3]."),
     ({"weights": WEIGHTS[0]}, "weights must have shape [B, S] with B=2, S=3, got [3]."),
     ({"weights": WEIGHTS.T}, "weights must have shape [B, S] with B=2, S=3, got [3, 2]."),
-    ({"weights": torch.zeros(2, 3, 2)}, "weights must have shape [B, S] with B=2, S=3, got [2, 3, 2]."),
-    (PACKED | {"cu_seqlens": OFFSETS, "weights": torch.zeros(5)}, "weights must have shape [T] with T=6, got [5]."),
-    ({"attention_mask": torch.ones(2, 4)}, "attention_mask must have shape [B, S] with B=2, S=3, got [2, 4]."),
+    (
+        {"weights": torch.zeros(2, 3, 2)},
+        "weights must have shape [B, S] with B=2, S=3, got [2, 3, 2].",
+    ),
+    (
+        PACKED | {"cu_seqlens": OFFSETS, "weights": torch.zeros(5)},
+        "weights must have shape [T] with T=6, got [5].",
+    ),
+    (
+        {"attention_mask": torch.ones(2, 4)},
+        "attention_mask must have shape [B, S] with B=2, S=3, got [2, 4].",
+    ),
     (
         PACKED | {"attention_mask": MASK, "cu_seqlens": OFFSETS},
         "attention_mask must be None with packed input, got a tensor; cu_seqlens already says which tokens belong to "
         "which sequence.",
     ),
     (PACKED | {"cu_seqlens": OFFSETS[:0]}, "cu_seqlens must have shape [B + 1], got [0]."),
-    *[({"vocab_size": n}, f"vocab_size must be a positive integer, got {n}.") for n in (0, -5, 2.0, True)],
+    *[
+        ({"vocab_size": n}, f"vocab_size must be a positive integer, got {n}.")
+        for n in (0, -5, 2.0, True)
+    ],
     ({"reduce": "mean"}, "reduce must be one of 'max', 'sum', got 'mean'."),
     (
         {"activation": "gelu"},
@@ -161,7 +217,10 @@ SHAPES = [
 FLOATS = "float16, bfloat16, float32, float64"
 TYPES = [
     ({"out_dtype": torch.int8}, f"out_dtype must be one of {FLOATS} or None, got torch.int8."),
-    ({"ignore_ids": IDS[0]}, "ignore_ids must be Python integers, got a Tensor; use ignore_ids.tolist()."),
+    (
+        {"ignore_ids": IDS[0]},
+        "ignore_ids must be Python integers, got a Tensor; use ignore_ids.tolist().",
+    ),
     (
         {"ignore_ids": [0, None]},
         "ignore_ids must be integers, got None among them; leave out what the tokenizer lacks.",
@@ -187,5 +246,11 @@ def test_an_id_outside_of_the_vocabulary_is_named_with_its_place(wrong: int, imp
         "tokenizer, or mask that token."
     )
     refused(ValueError, f"^{re.escape(message)}$", token_scatter, WEIGHTS, ids, 9, impl=impl)
-    assert not token_scatter(WEIGHTS, ids, 9, attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]), impl=impl).any()
+    assert not token_scatter(
+        WEIGHTS,
+        ids,
+        9,
+        attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        impl=impl,
+    ).any()
     assert not token_scatter(WEIGHTS, ids, 9, ignore_ids=[wrong], impl=impl).any()

@@ -1,4 +1,6 @@
-"""Fuses the head of a SparseEncoder, or the scores of a MultiVectorEncoder, in place; encodes texts to sparse rows."""
+"""Fuses the head of a SparseEncoder, or the scores of a MultiVectorEncoder, in place; encodes texts
+to sparse rows.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,42 @@ from tilefold._typing import Model, Transformer
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.integrations._patches import Replacement, replacements
 from tilefold.integrations.sentence_transformers import _encoders, _pooling
-from tilefold.integrations.sentence_transformers._heads import check_head, find_pairs, is_multi_vector
+from tilefold.integrations.sentence_transformers._heads import (
+    check_head,
+    find_pairs,
+    is_multi_vector,
+)
 from tilefold.integrations.sentence_transformers._packing import pack_inputs
-from tilefold.integrations.sentence_transformers.encoding_graphs import GRAPHS, EncodingGraphs, graphs_of
+from tilefold.integrations.sentence_transformers.encoding_graphs import (
+    GRAPHS,
+    EncodingGraphs,
+    graphs_of,
+)
 from tilefold.integrations.sentence_transformers.multi_vector import maxsim, maxsim_pairwise
 from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs
-from tilefold.integrations.sentence_transformers.stream import SparseStream, as_csr, encode_batch, prompt_of
+from tilefold.integrations.sentence_transformers.stream import (
+    SparseStream,
+    as_csr,
+    encode_batch,
+    prompt_of,
+)
 from tilefold.integrations.transformers import stop_packed
 from tilefold.integrations.transformers.packed import apart, in_eval_mode
 from tilefold.modules.fused_pooling import SparseOptions, pass_hidden_states
 from tilefold.ops.implementations import SWITCH, check_impl, switched_off
 
-SIMILARITY_TOLERANCE = 2**-6  # of the largest score: error of the stock function from rounding similarities to bf16
+SIMILARITY_TOLERANCE = (
+    2**-6
+)  # of the largest score: error of the stock function from rounding similarities to bf16
 _METHODS = ("similarity", "similarity_pairwise")
 FEW = 32  # texts that are encoded in one batch, without threads
 ASKED = "_replicate_for_data_parallel"  # which torch.nn.parallel.replicate calls on every module that it copies
 
 
 class FusedSimilarity(Replacement):
-    """Replaces ``similarity`` or ``similarity_pairwise`` of one model, and reads its ``similarity_fn_name``."""
+    """Replaces ``similarity`` or ``similarity_pairwise`` of one model, and reads its
+    ``similarity_fn_name``.
+    """
 
     def __init__(self, model: Model, name: str, impl: str) -> None:
         super().__init__(model)
@@ -43,11 +62,17 @@ class FusedSimilarity(Replacement):
         """Scores, with the keywords of the stock function."""
         mean = self.owner.similarity_fn_name == "meanmaxsim"
         function = maxsim if self.name == "similarity" else maxsim_pairwise
-        return function(embeddings1, embeddings2, **{"length_normalize": mean, "impl": self.impl, **options})
+        return function(
+            embeddings1,
+            embeddings2,
+            **{"length_normalize": mean, "impl": self.impl, **options},
+        )
 
 
 class NoReplicas(Replacement):
-    """Replaces the method by which ``torch.nn.DataParallel`` copies a module: those read the original's weights."""
+    """Replaces the method by which ``torch.nn.DataParallel`` copies a module: those read the
+    original's weights.
+    """
 
     def __call__(self) -> nn.Module:
         gpus = max(2, torch.cuda.device_count())
@@ -56,7 +81,7 @@ class NoReplicas(Replacement):
             "torch.nn.DataParallel, which copies it within one (transformers' Trainer does this where several GPUs are "
             f"visible). For all GPUs, start the training with `torchrun --nproc-per-node {gpus} SCRIPT` (or "
             "`accelerate launch`); for one, set CUDA_VISIBLE_DEVICES=0, or make the trainer's arguments with "
-            "tilefold.integrations.transformers.one_gpu."
+            "tilefold.integrations.transformers.one_gpu.",
         )
 
 
@@ -68,7 +93,8 @@ class Acceleration:
         model: the SparseEncoder or MultiVectorEncoder, accelerated in place.
         heads: how many LM heads were fused; a Router may have one per route; token weights and a
             MultiVectorEncoder have none.
-        padded: why a network still runs on padded batches, by the name of its class; empty if all run packed.
+        padded: why a network still runs on padded batches, by the name of its class; empty if all
+            run packed.
     """
 
     model: Model
@@ -99,49 +125,59 @@ def accelerate(
     packed: bool = True,
     screen: bool = True,
 ) -> Acceleration:
-    """Make a SparseEncoder score without the ``[B, S, V]`` logits, or a MultiVectorEncoder without token similarities.
+    """Make a SparseEncoder score without the ``[B, S, V]`` logits, or a MultiVectorEncoder without
+    token similarities.
 
-    The model is changed in place and stays a stock one: same classes, same state dict, same checkpoint, so that
-    sentence-transformers alone loads what it saves. Its ``encode`` tokenises more than one batch of texts ahead,
-    encodes them without padding and returns what the stock one returns.
+    The model is changed in place and stays a stock one: same classes, same state dict, same
+    checkpoint, so that sentence-transformers alone loads what it saves. Its ``encode`` tokenises
+    more than one batch of texts ahead, encodes them without padding and returns what the stock one
+    returns.
 
-    For a MultiVectorEncoder, ``similarity`` and ``similarity_pairwise`` are replaced on the instance by those of
-    :mod:`tilefold.integrations.sentence_transformers.multi_vector`, for which reranking and distillation evaluators
-    ask; pass that module's functions to losses and other evaluators (``similarity_fct=``, ``score_functions=``).
+    For a MultiVectorEncoder, ``similarity`` and ``similarity_pairwise`` are replaced on the
+    instance by those of :mod:`tilefold.integrations.sentence_transformers.multi_vector`, for which
+    reranking and distillation evaluators ask; pass that module's functions to losses and other
+    evaluators (``similarity_fct=``, ``score_functions=``).
 
-    For a SparseEncoder, two forwards are replaced, on the instances: the LM head returns its input, and the
-    SpladePooling after it, or a pooling of :mod:`tilefold.modules`, applies :func:`tilefold.ops.lsr_head`. A
-    ``SparseStaticEmbedding`` of a Router counts no padding token that was written in a text. Routers, tied weights,
-    LoRA on the LM head, flattened inputs, autocast, pickle and deepcopy keep working. ``token_embeddings`` is no longer
-    among the features that the model returns. A second call starts over, with its own ``impl``; call again after an
-    adapter was added to the LM head, or merged into it. With ``TILEFOLD_DISABLE=1`` in the environment the model stays
-    stock, or becomes it again.
+    For a SparseEncoder, two forwards are replaced, on the instances: the LM head returns its input,
+    and the SpladePooling after it, or a pooling of :mod:`tilefold.modules`, applies
+    :func:`tilefold.ops.lsr_head`. A ``SparseStaticEmbedding`` of a Router counts no padding token
+    that was written in a text. Routers, tied weights, LoRA on the LM head, flattened inputs,
+    autocast, pickle and deepcopy keep working. ``token_embeddings`` is no longer among the features
+    that the model returns. A second call starts over, with its own ``impl``; call again after an
+    adapter was added to the LM head, or merged into it. With ``TILEFOLD_DISABLE=1`` in the
+    environment the model stays stock, or becomes it again.
 
     Args:
-        model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling or a module of :mod:`tilefold.modules`, or
-            a ``MultiVectorEncoder``.
+        model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling or a module of
+            :mod:`tilefold.modules`, or a ``MultiVectorEncoder``.
         impl: implementation of the operator, see :func:`tilefold.ops.lsr_head`.
-        check: run two short texts (for a MultiVectorEncoder: four short sequences of vectors) through the stock and the
-            fused model, in eval mode, and raise an error if they disagree.
-        quantize: ``"fp8"`` rounds LM head and token states to fp8 wherever no gradient is needed, as in ``encode``:
+        check: run two short texts (for a MultiVectorEncoder: four short sequences of vectors)
+            through the stock and the fused model, in eval mode, and raise an error if they
+            disagree.
+        quantize: ``"fp8"`` rounds LM head and token states to fp8 wherever no gradient is needed,
+            as in ``encode``:
             1.6 times the speed of the bf16 head on an H200, scores about 1% off (see
             :func:`tilefold.ops.quantize_weight`). Training and checkpoints do not change. Only for the max pooling of
             a SparseEncoder.
-        packed: run the encoder on packed tokens where it and all modules after it take them. ``preprocess`` stays as it
-            is: padding is taken out where the encoder begins, for which a forward in training waits for the GPU once,
-            unless :func:`collate_ahead` packs the batches. A warning, and ``padded`` of the handle, say why a network
-            stays padded. Dropout then draws other numbers than in the padded model.
-        screen: whether a product in 8 bits first finds the scores of a stock SpladePooling that can be positive, on an
-            H100 or H200 in 16 bits (see :func:`tilefold.ops.lsr_head`): the same rows and gradients, 1.25 times the
-            documents a second with V = 250,002. A sample leaves out what would not gain, a fresh model's scores, say.
+        packed: run the encoder on packed tokens where it and all modules after it take them.
+            ``preprocess`` stays as it is: padding is taken out where the encoder begins, for which
+            a forward in training waits for the GPU once, unless :func:`collate_ahead` packs the
+            batches. A warning, and ``padded`` of the handle, say why a network stays padded.
+            Dropout then draws other numbers than in the padded model.
+        screen: whether a product in 8 bits first finds the scores of a stock SpladePooling that can
+            be positive, on an H100 or H200 in 16 bits (see :func:`tilefold.ops.lsr_head`): the same
+            rows and gradients, 1.25 times the documents a second with V = 250,002. A sample leaves
+            out what would not gain, a fresh model's scores, say.
 
     Returns:
         A handle; as a context manager, it restores the model at its end.
 
     Raises:
-        TypeError: if ``model`` is neither a SparseEncoder nor a MultiVectorEncoder, or ``screen`` is no bool.
-        ValueError: if the model has no LM head before a pooling (and no module of :mod:`tilefold.modules` that needs
-            none), or changes its logits or similarities in another way than the operator; nothing is changed then.
+        TypeError: if ``model`` is neither a SparseEncoder nor a MultiVectorEncoder, or ``screen``
+            is no bool.
+        ValueError: if the model has no LM head before a pooling (and no module of
+            :mod:`tilefold.modules` that needs none), or changes its logits or similarities in
+            another way than the operator; nothing is changed then.
         RuntimeError: if the check cannot run the model on its device.
     """
     check_impl(impl)
@@ -152,24 +188,40 @@ def accelerate(
             return Acceleration(model, 0, {"all": f"{SWITCH} is set"})
     if is_multi_vector(model):
         if quantize is not None:
-            raise ValueError(f"quantize must be None for a MultiVectorEncoder, got {quantize!r}; see quantize_tokens.")
+            raise ValueError(
+                f"quantize must be None for a MultiVectorEncoder, got {quantize!r}; see quantize_tokens.",
+            )
         _fuse_similarity(model, impl, check)
         _carry(model, _encoders.TokenBatchEncoder(model), "encode_token_batch")
         return Acceleration(model, 0, _packed(model, check, packed))
     if not isinstance(model, SparseEncoder):
         expected = "a sentence_transformers.SparseEncoder or MultiVectorEncoder"
-        raise TypeError(f"model must be {expected}, got {type(model).__name__}; others write no big score matrix.")
+        raise TypeError(
+            f"model must be {expected}, got {type(model).__name__}; others write no big score matrix.",
+        )
     pairs = find_pairs(model)
     with_head = [pair for pair in pairs if pair.head is not None]
     for pair in with_head:
         check_head(pair.head)
-        if quantize is not None and not (pooling := _pooling.fused_pooling(pair.pooling)).quantizable:
+        if (
+            quantize is not None
+            and not (pooling := _pooling.fused_pooling(pair.pooling)).quantizable
+        ):
             name = getattr(pooling, "pooling", type(pooling).__name__)
-            raise ValueError(f"quantize must be None for pooling {name!r}, got {quantize!r}; only max runs in fp8.")
+            raise ValueError(
+                f"quantize must be None for pooling {name!r}, got {quantize!r}; only max runs in fp8.",
+            )
         if check:
             _pooling.check_pair(pair, impl)
     for pair in pairs:
-        pair.pooling.forward = _pooling.FusedForward(pair.pooling, pair.head, impl, quantize, pair.last, screen)
+        pair.pooling.forward = _pooling.FusedForward(
+            pair.pooling,
+            pair.head,
+            impl,
+            quantize,
+            pair.last,
+            screen,
+        )
     for pair in with_head:
         pair.head.forward = pass_hidden_states
         if _check_head_is_fused not in pair.transformer._forward_pre_hooks.values():
@@ -177,7 +229,11 @@ def accelerate(
     _pooling.count_no_padding(model)
     _carry(model, _encoders.SparseBatchEncoder(model), "encode_sparse_batch")
     setattr(model, ASKED, NoReplicas(model))
-    return Acceleration(model, len({id(pair.head) for pair in with_head}), _packed(model, check, packed))
+    return Acceleration(
+        model,
+        len({id(pair.head) for pair in with_head}),
+        _packed(model, check, packed),
+    )
 
 
 def _check_bits(quantize: object, screen: object) -> None:
@@ -230,7 +286,15 @@ def restore(model: Model) -> None:
 def is_accelerated(model: Model) -> bool:
     """Whether ``model`` has a fused head or fused similarities."""
     return isinstance(model, nn.Module) and any(
-        isinstance(found, (FusedSimilarity, _encoders.SparseBatchEncoder, _pooling.FusedForward, _pooling.StaticTokens))
+        isinstance(
+            found,
+            (
+                FusedSimilarity,
+                _encoders.SparseBatchEncoder,
+                _pooling.FusedForward,
+                _pooling.StaticTokens,
+            ),
+        )
         for _, _, found in replacements(model)
     )
 
@@ -247,7 +311,9 @@ def _check_head_is_fused(transformer: Transformer, _: object) -> None:
 
 
 def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
-    """Put :class:`FusedSimilarity` on the instance, after a ``check`` against the model's own scores if asked for."""
+    """Put :class:`FusedSimilarity` on the instance, after a ``check`` against the model's own
+    scores if asked for.
+    """
     stock = next(kind for kind in type(model).__mro__ if kind.__name__ == "MultiVectorEncoder")
     for name in _METHODS:
         if name in vars(model) or getattr(type(model), name) is not getattr(stock, name):
@@ -262,12 +328,23 @@ def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
 def _check_similarity(model: Model, function: FusedSimilarity) -> None:
     """Compare both on a few vectors, on the model's device and in its dtype."""
     parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(1))
-    wave = torch.arange(10 * 16, dtype=torch.float32).sin().view(10, 16).to(parameter.device, parameter.dtype)
+    wave = (
+        torch.arange(10 * 16, dtype=torch.float32)
+        .sin()
+        .view(10, 16)
+        .to(parameter.device, parameter.dtype)
+    )
     queries, documents = [wave[:3], wave[3:4]], [wave[4:8], wave[8:]]
     try:
         with torch.no_grad():
-            expected, got = getattr(model, function.name)(queries, documents), function(queries, documents)
-        difference, allowed = apart(got, expected), SIMILARITY_TOLERANCE * expected.abs().max().item()
+            expected, got = (
+                getattr(model, function.name)(queries, documents),
+                function(queries, documents),
+            )
+        difference, allowed = (
+            apart(got, expected),
+            SIMILARITY_TOLERANCE * expected.abs().max().item(),
+        )
     except Exception as error:
         why = f"it raised {type(error).__name__}: {error}; move it to its device first, or pass check=False."
         check = f"score four short sequences on {parameter.device} for the check of accelerate()"
@@ -290,26 +367,32 @@ def encode_sparse(
     top_k: int | None = None,
     min_weight: float = 0.0,
 ) -> Tensor:
-    """Encode ``texts`` to a ``torch.sparse_csr`` matrix ``[len(texts), V]`` on the CPU, in the order of ``texts``.
+    """Encode ``texts`` to a ``torch.sparse_csr`` matrix ``[len(texts), V]`` on the CPU, in the
+    order of ``texts``.
 
-    Rows equal those of ``model.encode(texts, max_active_dims=top_k)``, up to the order in which encoder and head
-    evaluate sums. A model that is not accelerated is accelerated for the duration of the call. By the matrix's
-    attribute ``vocabulary_fingerprint``, :class:`tilefold.retrieval.SparseVectors` refuses vectors of another
-    vocabulary. More than 32 texts are tokenised ahead, and encoded in batches of equal numbers of tokens.
+    Rows equal those of ``model.encode(texts, max_active_dims=top_k)``, up to the order in which
+    encoder and head evaluate sums. A model that is not accelerated is accelerated for the duration
+    of the call. By the matrix's attribute ``vocabulary_fingerprint``,
+    :class:`tilefold.retrieval.SparseVectors` refuses vectors of another vocabulary. More than 32
+    texts are tokenised ahead, and encoded in batches of equal numbers of tokens.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder``.
         texts: any number of texts.
-        task: ``"query"``, ``"document"`` or ``None``: the route of a Router, and the name of the default prompt.
-        prompt_name: name of a prompt of the model; by default that of the task, if the model has one.
+        task: ``"query"``, ``"document"`` or ``None``: the route of a Router, and the name of the
+            default prompt.
+        prompt_name: name of a prompt of the model; by default that of the task, if the model has
+            one.
         prompt: a prompt to put before every text; takes precedence over ``prompt_name``.
-        batch_size, batch_tokens: texts, at most, and tokens encoded at a time; by default what suits the device.
+        batch_size, batch_tokens: texts, at most, and tokens encoded at a time; by default what
+            suits the device.
         top_k: keep at most this many entries per row; by default the model's ``max_active_dims``.
         min_weight: keep entries strictly greater than this.
 
     Raises:
         TypeError: if ``texts`` is one string, or ``model`` is not a SparseEncoder.
-        ValueError: if ``batch_size`` or ``batch_tokens`` is not positive, or the model has no prompt of that name.
+        ValueError: if ``batch_size`` or ``batch_tokens`` is not positive, or the model has no
+            prompt of that name.
     """
     if isinstance(texts, str):
         raise TypeError("texts must be a sequence of strings, got one string; pass [text].")
@@ -321,7 +404,14 @@ def encode_sparse(
         prompt = prompt_of(model, task, prompt_name) if prompt is None else prompt
         if switched_off():
             with in_eval_mode(model):
-                return _stock_rows(model, texts, options, task=task, prompt=prompt, batch_size=batch_size or FEW)
+                return _stock_rows(
+                    model,
+                    texts,
+                    options,
+                    task=task,
+                    prompt=prompt,
+                    batch_size=batch_size or FEW,
+                )
         if len(texts) > FEW or batch_tokens is not None:
             limits = {"batch_size": batch_size, "batch_tokens": batch_tokens}
             with in_eval_mode(model):
@@ -330,18 +420,35 @@ def encode_sparse(
         else:
             order, size = sorted(range(len(texts)), key=lambda i: -len(texts[i])), batch_size or FEW
             cuts = [order[start : start + size] for start in range(0, len(order), size)]
-            encoded = (encode_batch(model, [texts[i] for i in cut], task, prompt, options) for cut in cuts)
+            encoded = (
+                encode_batch(model, [texts[i] for i in cut], task, prompt, options) for cut in cuts
+            )
             batches = [batch._replace(places=cut) for batch, cut in zip(encoded, cuts, strict=True)]
-        vocab_size = 0 if batches else _encoders.fused_vocab_size(model) or int(model.get_embedding_dimension())
+        vocab_size = (
+            0
+            if batches
+            else _encoders.fused_vocab_size(model) or int(model.get_embedding_dimension())
+        )
         rows = as_csr(batches, len(texts), vocab_size)
     rows.vocabulary_fingerprint = vocabulary_fingerprint(model.tokenizer)  # type: ignore[attr-defined]
     return rows
 
 
-def _stock_rows(model: Model, texts: Sequence[str], options: SparseOptions, **how: object) -> Tensor:
+def _stock_rows(
+    model: Model,
+    texts: Sequence[str],
+    options: SparseOptions,
+    **how: object,
+) -> Tensor:
     """Rows of the model's own ``encode``, as :func:`encode_sparse` returns them."""
     made = {"convert_to_tensor": True, "convert_to_sparse_tensor": True, "save_to_cpu": True}
-    found = model.encode(list(texts), max_active_dims=options.top_k, show_progress_bar=False, **made, **how).coalesce()
+    found = model.encode(
+        list(texts),
+        max_active_dims=options.top_k,
+        show_progress_bar=False,
+        **made,
+        **how,
+    ).coalesce()
     kept = found.values() > options.min_weight
     entries = found.indices()[:, kept], found.values()[kept]
     rows = torch.sparse_coo_tensor(*entries, found.shape, check_invariants=True).to_sparse_csr()

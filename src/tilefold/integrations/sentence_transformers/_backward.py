@@ -1,4 +1,6 @@
-"""A backward pass that is captured: in one part, or in two, so that ranks add up the first's gradients meanwhile."""
+"""A backward pass that is captured: in one part, or in two, so that ranks add up the first's
+gradients meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ Found = Sequence[Tensor | None]
 
 @contextlib.contextmanager
 def cut(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Within it, one forward notes what a low layer is given, and the leaf that this layer reads instead.
+    """Within it, one forward notes what a low layer is given, and the leaf that this layer reads
+    instead.
 
-    Nothing is noted of a model without a ``ModuleList`` of at least two layers that read a tensor with a gradient.
+    Nothing is noted of a model without a ``ModuleList`` of at least two layers that read a tensor
+    with a gradient.
     """
     noted: list[Tensor] = []
 
@@ -29,19 +33,30 @@ def cut(model: nn.Module) -> Iterator[list[Tensor]]:
         noted[:] = given[0], given[0].detach().requires_grad_()
         return noted[1], *given[1:]
 
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    stacks = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 1
+    ]
     with contextlib.ExitStack() as stack:
         if stacks:
             layers = max(stacks, key=len)
-            stack.callback(layers[max(1, len(layers) // LOW)].register_forward_pre_hook(divide).remove)
+            stack.callback(
+                layers[max(1, len(layers) // LOW)].register_forward_pre_hook(divide).remove,
+            )
         yield noted
 
 
-def backward_parts(output: Tensor, noted: list[Tensor], parameters: list[Tensor], gradient: Tensor) -> Iterator[Found]:
+def backward_parts(
+    output: Tensor,
+    noted: list[Tensor],
+    parameters: list[Tensor],
+    gradient: Tensor,
+) -> Iterator[Found]:
     """The gradients of all parameters as they are after each part, None where there is none yet.
 
-    Raises ``RuntimeError`` for a layer above the cut that reads something else of what is below it: activations are not
-    kept for a second pass.
+    Raises ``RuntimeError`` for a layer above the cut that reads something else of what is below it:
+    activations are not kept for a second pass.
     """
     found = torch.autograd.grad(output, noted[1:] + parameters, gradient, allow_unused=True)
     above: Found = found[len(noted) // 2 :]
@@ -52,8 +67,13 @@ def backward_parts(output: Tensor, noted: list[Tensor], parameters: list[Tensor]
         yield [one if two is None else two if one is None else one + two for one, two in pairs]
 
 
-def prepared(places: list[Tensor | None], parameters: list[Tensor], parts: Iterator[Found]) -> set[int]:
-    """Give gradients that lack one a place: the ``grad`` of their parameter, or zeros like it where that is None.
+def prepared(
+    places: list[Tensor | None],
+    parameters: list[Tensor],
+    parts: Iterator[Found],
+) -> set[int]:
+    """Give gradients that lack one a place: the ``grad`` of their parameter, or zeros like it where
+    that is None.
 
     Returns:
         The numbers of the parameters whose gradients come in a second part.
@@ -62,8 +82,12 @@ def prepared(places: list[Tensor | None], parameters: list[Tensor], parts: Itera
     whole = next(parts, early)
     for number, (parameter, new) in enumerate(zip(parameters, whole, strict=True)):
         if new is not None and places[number] is None:
-            places[number] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return {number for number, (one, two) in enumerate(zip(early, whole, strict=True)) if one is not two}
+            places[number] = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
+    return {
+        number for number, (one, two) in enumerate(zip(early, whole, strict=True)) if one is not two
+    }
 
 
 def write_gradients(to: list[Tensor | None], found: Found, numbers: Collection[int]) -> None:

@@ -17,7 +17,11 @@ class Structure:
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
         self._vars = [vars(module) for module in self.modules]
-        parts: list[Any] = [part for each in self.modules for part in (each._modules, each._parameters, each._buffers)]
+        parts: list[Any] = [
+            part
+            for each in self.modules
+            for part in (each._modules, each._parameters, each._buffers)
+        ]
         self._views = [part.values() for part in parts if part]
         self._kept = list(chain.from_iterable(self._views))
         self._hooks = [hooks for module in self.modules for hooks in hooks_of(module)]
@@ -36,7 +40,9 @@ class Structure:
 
     def runs_more(self) -> bool:
         """Whether a module has hooks, or computes again what it did not keep."""
-        return any(self._hooks) or any(values.get("gradient_checkpointing") for values in self._vars)
+        return any(self._hooks) or any(
+            values.get("gradient_checkpointing") for values in self._vars
+        )
 
     def modes(self) -> list[bool]:
         """Whether each module is in training mode."""
@@ -49,14 +55,24 @@ class State(Structure):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         fused = fused_forwards(model)
-        self.splade = bool(fused) and all(isinstance(each.pooling, StockPooling) and each.last for each in fused)
+        self.splade = bool(fused) and all(
+            isinstance(each.pooling, StockPooling) and each.last for each in fused
+        )
         named = [[name for name in values if name not in _OF_EVERY_MODULE] for values in self._vars]
-        self._own = [(itemgetter(*names), values) for names, values in zip(named, self._vars, strict=True) if names]
+        self._own = [
+            (itemgetter(*names), values)
+            for names, values in zip(named, self._vars, strict=True)
+            if names
+        ]
         self._values = [get(values) for get, values in self._own]
         self._filled += self._vars
         self._sizes = list(map(len, self._filled))
-        configs = {id(values["config"]): values["config"] for values in self._vars if "config" in values}
-        self._configs = [(vars(each), dict(vars(each))) for each in configs.values() if hasattr(each, "__dict__")]
+        configs = {
+            id(values["config"]): values["config"] for values in self._vars if "config" in values
+        }
+        self._configs = [
+            (vars(each), dict(vars(each))) for each in configs.values() if hasattr(each, "__dict__")
+        ]
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]
 
     def in_place(self) -> bool:
@@ -72,7 +88,12 @@ class State(Structure):
                 all(now == then for now, then in self._configs)
                 and [get(values) for get, values in self._own] == self._values
             )
-        except (RuntimeError, ValueError, TypeError, KeyError):  # of tensors, which compare entry by entry; or it went
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            KeyError,
+        ):  # of tensors, which compare entry by entry; or it went
             return False
 
 
@@ -81,7 +102,12 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
@@ -89,7 +115,9 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def may_be_captured(model: nn.Module) -> bool:
-    """Whether a replay runs all that a forward of the model runs; hooks of ours look at the model alone."""
+    """Whether a replay runs all that a forward of the model runs; hooks of ours look at the model
+    alone.
+    """
     for module in model.modules():
         hooks = [hook for found in hooks_of(module) for hook in found.values()]
         if any(not str(getattr(hook, "__module__", "")).startswith("tilefold.") for hook in hooks):

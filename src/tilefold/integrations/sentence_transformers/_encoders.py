@@ -1,4 +1,6 @@
-"""``encode``, ``encode_sparse_batch`` and ``encode_token_batch`` of an accelerated model: texts through a stream."""
+"""``encode``, ``encode_sparse_batch`` and ``encode_token_batch`` of an accelerated model: texts
+through a stream.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,14 @@ from tilefold.modules.fused_pooling import Options, SparseOptions
 from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd, repeated, stacked
 from tilefold.pipeline.truncated import watched
 
-FIRST_TEXTS, GROWTH = 512, 4  # of the first window, so that the device need not wait long, for a later one neither
-WINDOW_TEXTS, WINDOW_CHARACTERS = 2048, 1 << 18  # of a later one, at least; half the tokens of a batch on a GPU
+FIRST_TEXTS, GROWTH = (
+    512,
+    4,
+)  # of the first window, so that the device need not wait long, for a later one neither
+WINDOW_TEXTS, WINDOW_CHARACTERS = (
+    2048,
+    1 << 18,
+)  # of a later one, at least; half the tokens of a batch on a GPU
 _USUAL = 32  # the stock batch size, from which on batches are cut by tokens
 
 
@@ -43,21 +51,30 @@ def fused_vocab_size(model: Model) -> int | None:
     return base_linear(heads[0]).out_features if heads else None
 
 
-def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int], object]) -> Iterator[Batch]:
+def batches_of(
+    stream: TextStream,
+    texts: Sequence[str],
+    progress: Callable[[int], object],
+) -> Iterator[Batch]:
     """Batches of texts through a stream, longest first; ``places`` are those in `texts`.
 
-    Raises what the model raised for the first text that could not be encoded; `progress` gets numbers of new texts.
+    Raises what the model raised for the first text that could not be encoded; `progress` gets
+    numbers of new texts.
     """
     lengths = torch.tensor([len(text) for text in texts])
     order = lengths.argsort(descending=True, stable=True)
-    windows = [order[start:stop].tolist() for start, stop in itertools.pairwise(_starts(lengths[order]))]
+    windows = [
+        order[start:stop].tolist() for start, stop in itertools.pairwise(_starts(lengths[order]))
+    ]
     with closing(stream(Window([texts[i] for i in window]) for window in windows)) as items:
         for item in items:
             if isinstance(item, (Begun, WindowEnd)):
                 continue
             if isinstance(item.rows, Exception):
                 raise item.rows
-            if (watch := watched()) is not None:  # of who called, whose thread tokenises nothing itself
+            if (
+                watch := watched()
+            ) is not None:  # of who called, whose thread tokenises nothing itself
                 watch.add(len(item.places), item.cut, item.max_length)
             window = windows[item.window]
             yield item._replace(places=[window[place] for place in item.places])
@@ -76,13 +93,26 @@ def _starts(lengths: Tensor) -> list[int]:
 
 
 class SparseBatchEncoder(Replacement):
-    """``encode_sparse_batch`` of an accelerated SparseEncoder, by which others need not know tilefold."""
+    """``encode_sparse_batch`` of an accelerated SparseEncoder, by which others need not know
+    tilefold.
+    """
 
     def __call__(
-        self, texts: Sequence[str], *, task: str | None = None, top_k: int | None = None, min_weight: float = 0.0
+        self,
+        texts: Sequence[str],
+        *,
+        task: str | None = None,
+        top_k: int | None = None,
+        min_weight: float = 0.0,
     ) -> Tensor:
-        """``[len(texts), V]`` CSR on the CPU, in one forward pass; arguments as in ``encode_sparse``."""
-        return streams.as_csr([self.batch(texts, task=task, top_k=top_k, min_weight=min_weight)], len(texts), 0)
+        """``[len(texts), V]`` CSR on the CPU, in one forward pass; arguments as in
+        ``encode_sparse``.
+        """
+        return streams.as_csr(
+            [self.batch(texts, task=task, top_k=top_k, min_weight=min_weight)],
+            len(texts),
+            0,
+        )
 
     def batch(
         self,
@@ -95,7 +125,13 @@ class SparseBatchEncoder(Replacement):
     ) -> Batch:
         """Rows as of the call, without a matrix around them."""
         options = sparse_options(self.owner, top_k, min_weight)
-        return streams.encode_batch(self.owner, texts, task, prompt_of(self.owner, task, prompt_name), options)
+        return streams.encode_batch(
+            self.owner,
+            texts,
+            task,
+            prompt_of(self.owner, task, prompt_name),
+            options,
+        )
 
     @property
     def vocab_size(self) -> int | None:
@@ -112,7 +148,9 @@ class SparseBatchEncoder(Replacement):
         to_host: bool = True,
         **limits: int | None,
     ) -> Generator[Item, None, None]:
-        """Rows of many texts, with entries on the device unless `to_host`; limits as :class:`TextStream` takes them."""
+        """Rows of many texts, with entries on the device unless `to_host`; limits as
+        :class:`TextStream` takes them.
+        """
         options, prompt = sparse_options(self.owner, top_k, min_weight), prompt_of(self.owner, task)
         with in_eval_mode(self.owner):
             stream = SparseStream(self.owner, options, to_host, task=task, prompt=prompt, **limits)
@@ -123,19 +161,34 @@ class TokenBatchEncoder(Replacement):
     """``encode_token_batch`` of an accelerated MultiVectorEncoder."""
 
     def stream(
-        self, windows: Iterable[Window], *, task: str, storage: str, **limits: int | None
+        self,
+        windows: Iterable[Window],
+        *,
+        task: str,
+        storage: str,
+        **limits: int | None,
     ) -> Generator[Item, None, None]:
-        """Token vectors of many texts, stored as ``"fp16"`` or ``"int8"``; limits as for sparse rows."""
+        """Token vectors of many texts, stored as ``"fp16"`` or ``"int8"``; limits as for sparse
+        rows.
+        """
         with in_eval_mode(self.owner):
-            stream = streams.TokenStream(self.owner, storage, task=task, prompt=prompt_of(self.owner, task), **limits)
+            stream = streams.TokenStream(
+                self.owner,
+                storage,
+                task=task,
+                prompt=prompt_of(self.owner, task),
+                **limits,
+            )
             yield from stream(windows)
 
 
 class FusedEncode(Replacement):
-    """Replaces ``encode`` of one model: few texts go through a CUDA graph, many through a stream, all else is as stock.
+    """Replaces ``encode`` of one model: few texts go through a CUDA graph, many through a stream,
+    all else is as stock.
 
-    A ``batch_size`` below 32 bounds the texts of a batch; otherwise batches hold a number of tokens that suits the
-    device. Neither serves inputs but strings, several processes, or options of the processor.
+    A ``batch_size`` below 32 bounds the texts of a batch; otherwise batches hold a number of tokens
+    that suits the device. Neither serves inputs but strings, several processes, or options of the
+    processor.
     """
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -146,7 +199,10 @@ class FusedEncode(Replacement):
                 return stock(model, *args, **kwargs)
         single, size = isinstance(asked["inputs"], str), asked["batch_size"]
         texts = [asked["inputs"]] if single else asked["inputs"]
-        prompt, show = model._resolve_prompt(asked["prompt"], asked["prompt_name"]), asked["show_progress_bar"]
+        prompt, show = (
+            model._resolve_prompt(asked["prompt"], asked["prompt_name"]),
+            asked["show_progress_bar"],
+        )
         if show is None:
             show = logging.getLogger(stock.__module__).getEffectiveLevel() <= logging.INFO
         several = is_multi_vector(model)
@@ -154,7 +210,9 @@ class FusedEncode(Replacement):
             model.eval()
             how = {"prompt": prompt, "batch_size": size if size < _USUAL else None}
             return (_vectors if several else _rows)(model, asked, how, show)
-        found = None if show else (_few_vectors if several else _few_rows)(model, asked, texts, prompt)
+        found = (
+            None if show else (_few_vectors if several else _few_rows)(model, asked, texts, prompt)
+        )
         if found is None:
             with packed_inputs():
                 return stock(model, *args, **kwargs)
@@ -162,7 +220,9 @@ class FusedEncode(Replacement):
 
 
 def _served(stock: Any, model: Model, args: tuple[object, ...], kwargs: Options) -> Options | None:
-    """The arguments by name of a call that is no stock one: for strings, on the model's device, in this process."""
+    """The arguments by name of a call that is no stock one: for strings, on the model's device, in
+    this process.
+    """
     names, defaults = _parameters(stock)
     given = dict(zip(names, args, strict=False))
     if len(given) < len(args) or given.keys() & kwargs.keys():  # of which the stock method tells
@@ -173,37 +233,63 @@ def _served(stock: Any, model: Model, args: tuple[object, ...], kwargs: Options)
     if not (isinstance(texts, (str, list)) and isinstance(size, int) and size > 0):
         return None
     graphs, single = graphs_of(model), isinstance(texts, str)
-    graphless = graphs is None or not (graphs.graphs or graphs.may_run([texts] if isinstance(texts, str) else texts))
+    graphless = graphs is None or not (
+        graphs.graphs or graphs.may_run([texts] if isinstance(texts, str) else texts)
+    )
     if graphless and (single or len(texts) <= size):
         return None
     here = asked.get("device") is None or asked["device"] in (model.device, str(model.device))
-    here = here and asked.get("pool") is None and getattr(model, "_distributed_inference", None) is None
+    here = (
+        here
+        and asked.get("pool") is None
+        and getattr(model, "_distributed_inference", None) is None
+    )
     if not here or not (single or all(isinstance(text, str) for text in texts)):
         return None
     if is_multi_vector(model):  # no raw features, and no pooling of tokens for this call
-        plain = asked.get("output_value") == "token_embeddings" and asked.get("token_pooling") is None
+        plain = (
+            asked.get("output_value") == "token_embeddings" and asked.get("token_pooling") is None
+        )
         return asked if plain and not asked["kwargs"] else None
-    return asked if graphs is not None and graphs.splade and not set(asked["kwargs"]) - {"task"} else None
+    return (
+        asked
+        if graphs is not None and graphs.splade and not set(asked["kwargs"]) - {"task"}
+        else None
+    )
 
 
 @functools.cache
 def _parameters(stock: Any) -> tuple[Mapping[str, object], Options]:
-    """The parameters of ``encode`` in their order, without ``self`` and those that take the rest; and the defaults."""
+    """The parameters of ``encode`` in their order, without ``self`` and those that take the rest;
+    and the defaults.
+    """
     _, *every = inspect.signature(stock).parameters.values()
-    named = {each.name: each for each in every if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    return named, {name: each.default for name, each in named.items() if each.default is not inspect.Parameter.empty}
+    named = {
+        each.name: each for each in every if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    }
+    return named, {
+        name: each.default
+        for name, each in named.items()
+        if each.default is not inspect.Parameter.empty
+    }
 
 
 def _few_rows(model: Model, asked: Options, texts: list[str], prompt: str | None) -> Any:
     """Rows of one batch as ``encode`` returns them, None where no graph made them."""
-    options, task = sparse_options(model, asked["max_active_dims"], 0.0), asked["kwargs"].get("task")
+    options, task = (
+        sparse_options(model, asked["max_active_dims"], 0.0),
+        asked["kwargs"].get("task"),
+    )
     graphs = graphs_of(model)
     to_host, how = bool(asked["save_to_cpu"]), {"task": task, "prompt": prompt, "options": options}
     if graphs is None or (rows := graphs.sparse(texts, to_host=to_host, **how)) is None:
         return None
     device = torch.device("cpu") if to_host else graphs.device
     if len(texts) > 1:
-        return _as_asked(_as_coo(rows.counts, rows.columns, rows.values, rows.vocab_size, device), asked)
+        return _as_asked(
+            _as_coo(rows.counts, rows.columns, rows.values, rows.vocab_size, device),
+            asked,
+        )
     # one row needs no matrix, of which sparse tensors are slow to select a row
     columns, values = rows.columns.long()[None].to(device), rows.values.to(device)
     one = coo_tensor(columns, values, (rows.vocab_size,))
@@ -215,7 +301,12 @@ def _few_rows(model: Model, asked: Options, texts: list[str], prompt: str | None
 def _few_vectors(model: Model, asked: Options, texts: list[str], prompt: str | None) -> Any:
     """Likewise, token vectors."""
     numpy, graphs = bool(asked["convert_to_numpy"]), graphs_of(model)
-    how = {"normalize": bool(asked["normalize_embeddings"]), "to_host": numpy, "task": asked["task"], "prompt": prompt}
+    how = {
+        "normalize": bool(asked["normalize_embeddings"]),
+        "to_host": numpy,
+        "task": asked["task"],
+        "prompt": prompt,
+    }
     found = graphs and graphs.vectors(texts, **how)
     return [_as_numpy(vectors) for vectors in found] if found and numpy else found
 
@@ -234,7 +325,10 @@ def _rows(model: Model, asked: Options, how: Options, show: bool) -> object:
     stream = SparseStream(model, options, to_host, task=asked["kwargs"].get("task"), **how)
     batches = list(_shown(stream, texts, show, "Texts"))
     offsets, columns, values = stacked(batches, len(texts))
-    return _as_asked(_as_coo(offsets.diff(), columns, values, batches[0].rows.vocab_size, values.device), asked)
+    return _as_asked(
+        _as_coo(offsets.diff(), columns, values, batches[0].rows.vocab_size, values.device),
+        asked,
+    )
 
 
 def _as_asked(found: Tensor, asked: Options) -> object:
@@ -246,15 +340,32 @@ def _as_asked(found: Tensor, asked: Options) -> object:
 
 def _vectors(model: Model, asked: Options, how: Options, show: bool) -> object:
     texts, task, numpy = asked["inputs"], asked["task"], bool(asked["convert_to_numpy"])
-    stream = streams.VectorStream(model, to_host=numpy, normalize=bool(asked["normalize_embeddings"]), task=task, **how)
+    stream = streams.VectorStream(
+        model,
+        to_host=numpy,
+        normalize=bool(asked["normalize_embeddings"]),
+        task=task,
+        **how,
+    )
     found: list[object] = [None] * len(texts)
-    for batch in _shown(stream, texts, show, f"Encoding {'queries' if task == 'query' else 'documents'}"):
+    for batch in _shown(
+        stream,
+        texts,
+        show,
+        f"Encoding {'queries' if task == 'query' else 'documents'}",
+    ):
         for place, vectors in zip(batch.places, batch.rows, strict=True):
             found[place] = _as_numpy(vectors) if numpy else vectors
     return found
 
 
-def _as_coo(counts: Tensor, columns: Tensor, values: Tensor, vocab_size: int, device: torch.device) -> Tensor:
+def _as_coo(
+    counts: Tensor,
+    columns: Tensor,
+    values: Tensor,
+    vocab_size: int,
+    device: torch.device,
+) -> Tensor:
     """Rows with so many entries as coalesced COO on `device`, as ``encode`` returns it."""
     indices = torch.empty(2, len(values), dtype=torch.int64, device=device)
     indices[0] = repeated(torch.arange(len(counts)), counts, device)

@@ -1,4 +1,6 @@
-"""Finds pairs of a Transformer with an LM head and the pooling after it; the matrix of a head, adapters included."""
+"""Finds pairs of a Transformer with an LM head and the pooling after it; the matrix of a head,
+adapters included.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,16 @@ def find_pairs(model: nn.Module) -> list[SpladePair]:
     pairs: dict[tuple[int, int], SpladePair] = {}
     unpooled: list[Transformer] = []
     for pipeline in pipelines_of(model):
-        known = [(i, module) for i, module in enumerate(pipeline) if isinstance(module, SpladePooling | FusedPooling)]
+        known = [
+            (i, module)
+            for i, module in enumerate(pipeline)
+            if isinstance(module, SpladePooling | FusedPooling)
+        ]
         readers = [i for i, module in known if getattr(module, "reads_logits", True)]
         found = [_pair_at(pipeline, readers)] if readers else []
-        unpooled += [] if readers else [module for module in pipeline if isinstance(module, Transformer)]
+        unpooled += (
+            [] if readers else [module for module in pipeline if isinstance(module, Transformer)]
+        )
         for place, module in enumerate(pipeline, 1):
             if isinstance(module, FusedPooling) and not module.reads_logits:
                 found.append(SpladePair(None, None, module, place == len(pipeline)))
@@ -43,7 +51,9 @@ def find_pairs(model: nn.Module) -> list[SpladePair]:
             key = id(pair.transformer), id(pair.pooling)
             pairs[key] = pair._replace(last=pair.last and pairs.get(key, pair).last)
     if not pairs:
-        names = ", ".join(type(module).__name__ for module in model.modules() if isinstance(module, Module))
+        names = ", ".join(
+            type(module).__name__ for module in model.modules() if isinstance(module, Module)
+        )
         others = "models with a SparseAutoEncoder or only static embeddings have no such head and run as they are."
         expected = "a SpladePooling after a Transformer with an LM head"
         raise ValueError(f"model must contain {expected}, got {names or 'no modules'}; {others}")
@@ -61,7 +71,9 @@ def pipelines_of(model: nn.Module) -> Iterator[list[nn.Module]]:
     steps: list[list[list[nn.Module]]] = []
     for module in model._modules.values():
         if isinstance(module, Router):
-            steps.append([path for route in module.sub_modules.values() for path in pipelines_of(route)])
+            steps.append(
+                [path for route in module.sub_modules.values() for path in pipelines_of(route)],
+            )
         elif isinstance(module, nn.Sequential):
             steps.append(list(pipelines_of(module)))
         elif module is not None:
@@ -74,7 +86,9 @@ def _pair_at(pipeline: list[nn.Module], poolings: list[int]) -> SpladePair:
     before = pipeline[position - 1] if position else None
     names = " -> ".join(type(module).__name__ for module in pipeline)
     if len(poolings) > 1 or not isinstance(before, Transformer):
-        raise ValueError(f"one pooling of logits must directly follow a Transformer, got {names}; put nothing between.")
+        raise ValueError(
+            f"one pooling of logits must directly follow a Transformer, got {names}; put nothing between.",
+        )
     pooling = pipeline[position]
     if isinstance(pooling, FusedPooling):
         pooling.check_fusable()
@@ -95,7 +109,9 @@ def _check_exclusive(pairs: list[SpladePair], unpooled: list[Transformer]) -> No
     for pair in pairs:
         kind = type(pair.pooling).__name__
         if any(other.pooling is pair.pooling and other.head is not pair.head for other in pairs):
-            raise ValueError(f"a {kind} must belong to one LM head, got several; give each route its own {kind}.")
+            raise ValueError(
+                f"a {kind} must belong to one LM head, got several; give each route its own {kind}.",
+            )
 
 
 def _find_head(network: object) -> nn.Module:
@@ -119,7 +135,9 @@ def check_head(head: Any) -> None:
     for layer in [head, *inside]:
         if "forward" in vars(layer):
             got = f"a {type(layer).__name__} with another one on the instance (device_map and offloading do this)"
-            raise ValueError(f"the LM head must run the forward of its class, got {got}; load it without device_map.")
+            raise ValueError(
+                f"the LM head must run the forward of its class, got {got}; load it without device_map.",
+            )
         if layer._forward_hooks or layer._forward_pre_hooks:
             got = f"a {type(layer).__name__} with some; remove them first."
             raise ValueError(f"the LM head must have no hooks, got {got}")
@@ -127,9 +145,11 @@ def check_head(head: Any) -> None:
 
 
 def head_operands(head: nn.Module, hidden: Tensor) -> Head:
-    """Write ``head(hidden)`` as one product ``hidden' @ weight'.T + bias'``, differentiable in every part.
+    """Write ``head(hidden)`` as one product ``hidden' @ weight'.T + bias'``, differentiable in
+    every part.
 
-    A LoRA update stays exact, dropout included: ``W h + s B A drop(h)`` is ``[W | B]`` times ``[h ; s A drop(h)]``.
+    A LoRA update stays exact, dropout included: ``W h + s B A drop(h)`` is ``[W | B]`` times ``[h ;
+    s A drop(h)]``.
     """
     *wrappers, linear = _layers_of(head)
     for layer in wrappers:
@@ -160,11 +180,15 @@ def _layers_of(head: nn.Module) -> Iterator[Any]:
             stock = layer.disable_adapters or not active or active[0] not in saved
             layer = layer.original_module if stock else saved[active[0]]
         elif _is_peft(layer, "Linear"):
-            variants = [name for name in layer.active_adapters if name in getattr(layer, "lora_variant", {})]
+            variants = [
+                name for name in layer.active_adapters if name in getattr(layer, "lora_variant", {})
+            ]
             if variants or layer.fan_in_fan_out:
                 got = f"a variant (DoRA or alike) in {variants or layer.active_adapters}"
                 remedy = "merge it first, or leave the LM head out of target_modules."
-                raise ValueError(f"a LoRA adapter on the LM head must be a plain one, got {got}; {remedy}")
+                raise ValueError(
+                    f"a LoRA adapter on the LM head must be a plain one, got {got}; {remedy}",
+                )
             layer = layer.base_layer
         else:
             got = f"{type(layer).__module__}.{type(layer).__qualname__}"
@@ -180,7 +204,9 @@ def _with_lora(layer: Any, hidden: Tensor, base: Head) -> Head:
         if name not in layer.lora_A:
             continue
         down, up, scaling = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
-        low_rank = down(layer.lora_dropout[name](hidden.to(down.weight.dtype))) * scaling  # [..., r]
+        low_rank = (
+            down(layer.lora_dropout[name](hidden.to(down.weight.dtype))) * scaling
+        )  # [..., r]
         features.append(low_rank.to(hidden.dtype))
         columns.append(up.weight.to(base.weight.dtype))
         if up.bias is not None:
@@ -189,20 +215,30 @@ def _with_lora(layer: Any, hidden: Tensor, base: Head) -> Head:
     if padding := -sum(column.size(1) for column in columns[1:]) % _LOW_RANK_ALIGNMENT:
         features.append(hidden.new_zeros(*hidden.shape[:-1], padding))
         columns.append(base.weight.new_zeros(base.weight.size(0), padding))
-    return base if len(columns) == 1 else Head(torch.cat(features, dim=-1), torch.cat(columns, dim=-1), bias)
+    return (
+        base
+        if len(columns) == 1
+        else Head(torch.cat(features, dim=-1), torch.cat(columns, dim=-1), bias)
+    )
 
 
 def _is_peft(layer: nn.Module, name: str) -> bool:
-    """Whether ``layer`` is PEFT's class ``name``; compared by name, so that peft need not be installed."""
+    """Whether ``layer`` is PEFT's class ``name``; compared by name, so that peft need not be
+    installed.
+    """
     home = {"Linear": "peft.tuners.lora.layer", "ModulesToSaveWrapper": "peft.utils.other"}[name]
     return type(layer).__module__ == home and type(layer).__qualname__ == name
 
 
 def _check_whole(weight: Tensor, head: nn.Linear, hidden: Tensor) -> None:
-    """Raise an error for a sharded weight or one on another device: it is read outside of its module's forward."""
+    """Raise an error for a sharded weight or one on another device: it is read outside of its
+    module's forward.
+    """
     if type(weight).__name__ == "DTensor" or weight.numel() < head.out_features * head.in_features:
         remedy = "apply FSDP to the whole model, to the head with reshard_after_forward=False (ZeRO-3: exclude it)."
-        raise RuntimeError(f"the weight of the LM head must be whole when the pooling reads it, got a shard; {remedy}")
+        raise RuntimeError(
+            f"the weight of the LM head must be whole when the pooling reads it, got a shard; {remedy}",
+        )
     if weight.device != hidden.device:
         remedy = "torch.nn.DataParallel replicates modules without parameters: use torchrun, or show it one GPU."
         devices = f"the device of the hidden states ({hidden.device}), got {weight.device}"

@@ -1,4 +1,6 @@
-"""Packed inputs for the Transformers of a model whose later modules take them, and why others stay padded."""
+"""Packed inputs for the Transformers of a model whose later modules take them, and why others stay
+padded.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +17,48 @@ from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers._heads import is_multi_vector, pipelines_of
 from tilefold.integrations.sentence_transformers._pooling import TOLERANCE, as_evaluated, tiny_batch
 from tilefold.integrations.sentence_transformers.collating import PackedForward
-from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs, packed_inputs, padded_inputs
+from tilefold.integrations.sentence_transformers.packed_inputs import (
+    PackedInputs,
+    packed_inputs,
+    padded_inputs,
+)
 from tilefold.integrations.transformers.packed import apart, stop_packed, use_packed
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.packed_attention import places_of_tokens
 
 PACKED_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
-# of the norm: rounding in bf16 takes .05 to .11 in 12 layers of random weights, one token of another text .5
+# of the norm: rounding in bf16 takes .05 to .11 in 12 layers of random weights, one token of
+# another text .5
 GROSS = 0.25
 _EXPECTED = ("is no encoder", "was chosen", "of its own")  # reasons that nobody need be told
 
 
 def pack_inputs(model: Model, check: bool) -> dict[str, str]:
-    """Let Transformers run on packed tokens where all that follows takes them; why others stay padded, by name."""
+    """Let Transformers run on packed tokens where all that follows takes them; why others stay
+    padded, by name.
+    """
     pipelines: dict[int, list[list[nn.Module]]] = {}
     for pipeline in pipelines_of(model):
         if pipeline and isinstance(pipeline[0], Transformer):
             pipelines.setdefault(id(pipeline[0]), []).append(pipeline)
     padded: dict[str, str] = {}
     for routes in pipelines.values():
-        why: str | None = "a MultiVectorEncoder takes packed tokens with a MultiVectorMask only, and no module is one"
-        if not is_multi_vector(model) or all(any(_is_mask(module) for module in route) for route in routes):
+        why: str | None = (
+            "a MultiVectorEncoder takes packed tokens with a MultiVectorMask only, and no module is one"
+        )
+        if not is_multi_vector(model) or all(
+            any(_is_mask(module) for module in route) for route in routes
+        ):
             why = _pack(routes, check)
         if why is not None:
             name = type(routes[0][0].model).__name__
             padded[name] = why
             # modules of others need not know packed batches
-            stock = all(type(m).__module__.startswith("sentence_transformers.") for route in routes for m in route)
+            stock = all(
+                type(m).__module__.startswith("sentence_transformers.")
+                for route in routes
+                for m in route
+            )
             if stock and not any(known in why for known in _EXPECTED):
                 warnings.warn(f"{name} runs on padded batches: {why}.", UserWarning, stacklevel=4)
     return padded
@@ -55,7 +72,10 @@ def _pack(routes: list[list[nn.Module]], check: bool) -> str | None:
         return why
     if transformer.model_forward_params is not None:
         transformer.model_forward_params = {*transformer.model_forward_params, *PACKED_KEYS}
-    transformer.preprocess, transformer.forward = PackedInputs(transformer), PackedForward(transformer)
+    transformer.preprocess, transformer.forward = (
+        PackedInputs(transformer),
+        PackedForward(transformer),
+    )
     for module in (module for route in routes for module in route):
         if _is_mask(module) and "forward" not in vars(module):
             module.forward = PackedMask(module)
@@ -69,7 +89,10 @@ def _pack(routes: list[list[nn.Module]], check: bool) -> str | None:
 
 def _why_not_by_its_kind(transformer: Transformer) -> str | None:
     kind = type(transformer)
-    if kind.preprocess is not Transformer.preprocess or {"preprocess", "forward"} & vars(transformer).keys():
+    if (
+        kind.preprocess is not Transformer.preprocess
+        or {"preprocess", "forward"} & vars(transformer).keys()
+    ):
         return f"{kind.__name__} has a preprocess or a forward of its own"
     if transformer.backend != "torch" or set(transformer.modality_config) != {"text"}:
         return f"only text on the backend 'torch' is packed, got {transformer.backend!r} and {transformer.modalities}"
@@ -83,14 +106,17 @@ def _is_mask(module: object) -> bool:
 
 
 def _why_not_by_its_numbers(route: list[nn.Module]) -> str | None:
-    """Run two short texts padded and packed through all modules; in 16 bits a copy in fp32 decides, if need be.
+    """Run two short texts padded and packed through all modules; in 16 bits a copy in fp32 decides,
+    if need be.
 
     Rounding in 16 bits grows with layers and vocabulary, and no tolerance tells it from a fault.
     """
     try:
         got, expected = _both_ways(route)
         if got.shape != expected.shape:
-            return f"packed batches gave {list(got.shape)} numbers, padded ones {list(expected.shape)}"
+            return (
+                f"packed batches gave {list(got.shape)} numbers, padded ones {list(expected.shape)}"
+            )
         if _agree(got, expected):
             return None
         difference = apart(got, expected)
@@ -129,10 +155,14 @@ def _run(route: list[nn.Module]) -> Tensor:
 
 
 class PackedMask(Replacement):
-    """Replaces the forward of one ``MultiVectorMask``, which would cut packed token vectors one text at a time."""
+    """Replaces the forward of one ``MultiVectorMask``, which would cut packed token vectors one
+    text at a time.
+    """
 
     def __call__(self, features: Features, task: str | None = None) -> Features:
-        """The features with ``[B, S, ..]`` token vectors and ids, and the mask of the tokens that are scored."""
+        """The features with ``[B, S, ..]`` token vectors and ids, and the mask of the tokens that
+        are scored.
+        """
         if "cu_seq_lens_q" in features:
             repad(features)
         skipped, ids = getattr(self.owner, "_skiplist_ids", None), features.get("input_ids")
@@ -143,15 +173,21 @@ class PackedMask(Replacement):
 
 
 def repad(features: Features) -> None:
-    """Put padded ``token_embeddings``, ``input_ids`` and ``attention_mask`` in the place of packed ones."""
+    """Put padded ``token_embeddings``, ``input_ids`` and ``attention_mask`` in the place of packed
+    ones.
+    """
     cu_seqlens: Tensor = features["cu_seq_lens_q"]
     count, longest = cu_seqlens.numel() - 1, int(features["max_length_q"])
     ids, vectors = features["input_ids"][0], features["token_embeddings"][0]
     sequence, place = places_of_tokens(cu_seqlens, ids.numel())
     rows = sequence * longest + place
-    features["input_ids"] = ids.new_zeros(count * longest).index_copy(0, rows, ids).view(count, longest)
+    features["input_ids"] = (
+        ids.new_zeros(count * longest).index_copy(0, rows, ids).view(count, longest)
+    )
     padded = vectors.new_zeros(count * longest, vectors.size(1)).index_copy(0, rows, vectors)
     features["token_embeddings"] = padded.view(count, longest, vectors.size(1))
-    features["attention_mask"] = torch.arange(longest, device=ids.device) < cu_seqlens.diff()[:, None]
+    features["attention_mask"] = (
+        torch.arange(longest, device=ids.device) < cu_seqlens.diff()[:, None]
+    )
     for key in PACKED_KEYS:
         features.pop(key, None)

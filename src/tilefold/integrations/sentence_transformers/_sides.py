@@ -1,4 +1,6 @@
-"""Queries and documents in the forms of sentence-transformers, divided into parts for calls of ``maxsim``."""
+"""Queries and documents in the forms of sentence-transformers, divided into parts for calls of
+``maxsim``.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,15 @@ from tilefold.integrations._ragged import as_tensor, as_tokens, pack, token_vect
 from tilefold.ops import maxsim
 
 EMPTY_DOCUMENT_SCORE = -1e9  # score of a document without a token in sentence-transformers
-CHUNK_ELEMENTS = 100_000_000  # numbers of one side that are packed, or moved to another device, at a time
+CHUNK_ELEMENTS = (
+    100_000_000  # numbers of one side that are packed, or moved to another device, at a time
+)
 
 
 class Part(NamedTuple):
-    """Some sequences of a side: ``[.., L, D]`` with a bool mask, or ``[T, D]`` with the offsets of its sequences."""
+    """Some sequences of a side: ``[.., L, D]`` with a bool mask, or ``[T, D]`` with the offsets of
+    its sequences.
+    """
 
     rows: Tensor
     mask: Tensor | None
@@ -31,7 +37,9 @@ class Part(NamedTuple):
 
 
 class Side:
-    """All queries or documents: ``[n, L, D]``, ``[L, D]`` or a list of ``[L_i, D]``; a floating mask may weigh them."""
+    """All queries or documents: ``[n, L, D]``, ``[L, D]`` or a list of ``[L_i, D]``; a floating
+    mask may weigh them.
+    """
 
     def __init__(self, name: str, embeddings: object, mask: object, weighted: bool = False) -> None:
         self.rows: Tensor | list[Tensor]
@@ -43,7 +51,9 @@ class Side:
             rows, first = as_tensor(embeddings), embeddings
             self.rows = as_tokens(name, rows[None] if rows.dim() == 2 else rows, 3)
             longest = self.rows.size(1)
-        self.device = first.device if isinstance(first, Tensor) else None  # arrays go to the device of the other side
+        self.device = (
+            first.device if isinstance(first, Tensor) else None
+        )  # arrays go to the device of the other side
         self.count = len(self.rows)
         name = f"{name.removesuffix('_embeddings')}_mask"
         self.mask = None if mask is None else _mask(name, mask, self.count, longest)
@@ -93,7 +103,9 @@ def scores_of_sides(
     chunk_elements: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """fp32 scores ``[Nq, Nd]`` (``pairing="all"``) or ``[N]`` (``"aligned"``) on the device of the documents."""
+    """fp32 scores ``[Nq, Nd]`` (``pairing="all"``) or ``[N]`` (``"aligned"``) on the device of the
+    documents.
+    """
     home = documents.device or queries.device or torch.device("cpu")
     place = home if device is None else torch.device(device)
     budget = CHUNK_ELEMENTS if chunk_elements is None else chunk_elements
@@ -101,7 +113,10 @@ def scores_of_sides(
         expected = f"there must be one document for each of the {queries.count} queries"
         raise ValueError(f"{expected}, got {documents.count} documents.")
     if queries.count == 0 or documents.count == 0:
-        return torch.zeros((queries.count, documents.count) if pairing == "all" else (0,), device=home)
+        return torch.zeros(
+            (queries.count, documents.count) if pairing == "all" else (0,),
+            device=home,
+        )
 
     def scored(query: Part, where: slice) -> Tensor:
         return score(query, documents.part(where, place), pairing, length_normalize, impl).to(home)
@@ -116,8 +131,16 @@ def scores_of_sides(
     return _joined(rows, 0)
 
 
-def score(queries: Part, documents: Part, pairing: str, length_normalize: bool, impl: str) -> Tensor:
-    """Scores of sentence-transformers from sums: fp32, -1e9 for empty documents, then the mean over query tokens."""
+def score(
+    queries: Part,
+    documents: Part,
+    pairing: str,
+    length_normalize: bool,
+    impl: str,
+) -> Tensor:
+    """Scores of sentence-transformers from sums: fp32, -1e9 for empty documents, then the mean over
+    query tokens.
+    """
     layout: dict[str, Any] = {"query_mask": queries.mask, "document_mask": documents.mask}
     layout |= {"cu_seqlens_q": queries.cu_seqlens, "cu_seqlens_d": documents.cu_seqlens}
     scores: Tensor = maxsim(queries.rows, documents.rows, **layout, pairing=pairing, impl=impl)
@@ -129,14 +152,18 @@ def score(queries: Part, documents: Part, pairing: str, length_normalize: bool, 
 
 
 def groups(embeddings: object, mask: object) -> tuple[Tensor, Tensor]:
-    """Documents ``[B, N, Ld, D]`` and their mask ``[B, N, Ld]``; without one, rows of zeros are padding."""
+    """Documents ``[B, N, Ld, D]`` and their mask ``[B, N, Ld]``; without one, rows of zeros are
+    padding.
+    """
     rows = as_tokens("documents_embeddings", embeddings, 4)
     if mask is None:
         return rows, rows.any(dim=-1)
     shape = list(rows.shape[:-1])
     found = _as_mask("documents_mask", mask, shape)
     if list(found.shape) != shape:
-        raise ValueError(f"documents_mask must have shape {shape}, one entry per token, got {list(found.shape)}.")
+        raise ValueError(
+            f"documents_mask must have shape {shape}, one entry per token, got {list(found.shape)}.",
+        )
     return rows, found.to(rows.device) != 0
 
 
@@ -148,11 +175,17 @@ def _mask(name: str, mask: object, count: int, longest: int) -> Tensor:
     """``[count, longest]``."""
     if isinstance(mask, (list, tuple)):
         rows = [_as_mask(name, item, ["L"]) for item in mask]
-        mask = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, longest)
+        mask = (
+            torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            if rows
+            else torch.zeros(0, longest)
+        )
     found = _as_mask(name, mask, [count, longest])
     found = found[None] if found.dim() == 1 else found
     if found.dim() != 2 or found.size(0) not in (1, count) or found.size(1) != longest:
-        raise ValueError(f"{name} must have shape {[count, longest]}, one entry per token, got {list(found.shape)}.")
+        raise ValueError(
+            f"{name} must have shape {[count, longest]}, one entry per token, got {list(found.shape)}.",
+        )
     return found.expand(count, -1)
 
 
@@ -161,4 +194,6 @@ def _as_mask(name: str, mask: object, shape: Sequence[object]) -> Tensor:
         return torch.as_tensor(mask)
     except (TypeError, ValueError, RuntimeError) as error:
         got = type(mask).__name__
-        raise TypeError(f"{name} must be a tensor or an array of numbers of shape {shape}, got {got}.") from error
+        raise TypeError(
+            f"{name} must be a tensor or an array of numbers of shape {shape}, got {got}.",
+        ) from error

@@ -1,9 +1,11 @@
-"""CUDA graphs of an accelerated model for few texts: tokens go in, rows come out, and the host launches once.
+"""CUDA graphs of an accelerated model for few texts: tokens go in, rows come out, and the host
+launches once.
 
-The work of a query is some 300 launches, which take the host ten times what they take the GPU. A graph repeats them at
-once, for tensors of the sizes and addresses that it was captured with: packed tokens are copied into the smallest of a
-few sizes, whose rest is a text that nobody reads. Weights are read where they lie, so that a graph sees every change
-that is made in place; all else that it cannot follow is compared with what it was, while the GPU computes.
+The work of a query is some 300 launches, which take the host ten times what they take the GPU. A
+graph repeats them at once, for tensors of the sizes and addresses that it was captured with: packed
+tokens are copied into the smallest of a few sizes, whose rest is a text that nobody reads. Weights
+are read where they lie, so that a graph sees every change that is made in place; all else that it
+cannot follow is compared with what it was, while the GPU computes.
 """
 
 from __future__ import annotations
@@ -21,9 +23,23 @@ from torch.overrides import TorchFunctionMode
 from tilefold._typing import Model
 from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers._captured_state import State, may_be_captured
-from tilefold.integrations.sentence_transformers._pooling import StockPooling, fused_forwards, sparse_scores
-from tilefold.integrations.sentence_transformers.graphs import LONGEST, autocast_dtype, uncached_autocast, warn_slower
-from tilefold.integrations.sentence_transformers.packed_inputs import EXPANDED, PACKED, packed_inputs, texts_to
+from tilefold.integrations.sentence_transformers._pooling import (
+    StockPooling,
+    fused_forwards,
+    sparse_scores,
+)
+from tilefold.integrations.sentence_transformers.graphs import (
+    LONGEST,
+    autocast_dtype,
+    uncached_autocast,
+    warn_slower,
+)
+from tilefold.integrations.sentence_transformers.packed_inputs import (
+    EXPANDED,
+    PACKED,
+    packed_inputs,
+    texts_to,
+)
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops.implementations import switched_off, tf32_allowed
 from tilefold.ops.lsr_head import CapacityRows, rows_of_scores
@@ -33,7 +49,10 @@ TEXTS = (1, 4, 16, 64)  # that graphs are made for; the next larger one takes a 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # of all texts of a batch
 GRAPHS = "encoding_graphs"  # the attribute of the model
 LIMIT = 64  # graphs of a model, of which the one that was not used for longest goes first
-CAPACITY, MAX_CAPACITY = 1024, 1 << 14  # entries of a row at first, and at most; doubled where a row has more
+CAPACITY, MAX_CAPACITY = (
+    1024,
+    1 << 14,
+)  # entries of a row at first, and at most; doubled where a row has more
 _MORE_ROOM = 4  # times as many entries, for up to a fourth of the most texts
 _PLACES = 1 << 17  # of padded token vectors, above which texts are encoded without a graph
 _WARM_RUNS = 2  # before a capture: libraries set themselves up, kernels are built
@@ -46,15 +65,21 @@ R = TypeVar("R")
 class Inputs:
     """Tensors of fixed sizes on the device, copied at once from one buffer on the host.
 
-    Packed features are put into room for `texts` and `tokens`, and one text more that holds what is left; features
-    that are padded keep their shapes.
+    Packed features are put into room for `texts` and `tokens`, and one text more that holds what is
+    left; features that are padded keep their shapes.
     """
 
     def __init__(self, features: Features, texts: int, tokens: int, device: torch.device) -> None:
-        self.others = {name: value for name, value in features.items() if not isinstance(value, Tensor)}
+        self.others = {
+            name: value for name, value in features.items() if not isinstance(value, Tensor)
+        }
         self.packed = "cu_seq_lens_q" in features
         self.sizes = self.texts, self.tokens = texts, tokens
-        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in features.items() if isinstance(tensor, Tensor)}
+        shapes = {
+            name: (tensor.shape, tensor.dtype)
+            for name, tensor in features.items()
+            if isinstance(tensor, Tensor)
+        }
         if self.packed:
             self.others |= dict.fromkeys(LONGEST, tokens)
             row = torch.Size([1, tokens])
@@ -63,9 +88,15 @@ class Inputs:
         sizes = [shape.numel() for shape, _ in shapes.values()]
         self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        parts = zip(shapes.items(), torch.split(self._host, sizes), torch.split(self._device, sizes), strict=True)
+        parts = zip(
+            shapes.items(),
+            torch.split(self._host, sizes),
+            torch.split(self._device, sizes),
+            strict=True,
+        )
         self._parts = {
-            name: (host.view(shape).numpy(), there.view(shape), kind) for (name, (shape, kind)), host, there in parts
+            name: (host.view(shape).numpy(), there.view(shape), kind)
+            for (name, (shape, kind)), host, there in parts
         }
 
     def fill(self, features: Features) -> None:
@@ -91,15 +122,21 @@ class Inputs:
 
 
 class Turns:
-    """Memory that all graphs of a model share, so that each comes after the one before it, on whatever stream."""
+    """Memory that all graphs of a model share, so that each comes after the one before it, on
+    whatever stream.
+    """
 
     def __init__(self) -> None:
         self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self.last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # where one ran, and when it was read
+        self.last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = (
+            None  # where one ran, and when it was read
+        )
 
 
 class Captured:
-    """Graph of a function of static tensors: its results on the device, and their copies on the host."""
+    """Graph of a function of static tensors: its results on the device, and their copies on the
+    host.
+    """
 
     def __init__(self, body: Body, turns: Turns) -> None:
         self._turns, stream = turns, turns.stream
@@ -108,9 +145,16 @@ class Captured:
             for _ in range(_WARM_RUNS):
                 found = body()
         stream.synchronize()
-        self.host = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in found]
+        self.host = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in found
+        ]
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=turns.pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            self._graph,
+            pool=turns.pool,
+            stream=stream,
+            capture_error_mode="thread_local",
+        ):
             self.device = list(body())
             for host, tensor in zip(self.host, self.device, strict=True):
                 host.copy_(tensor, non_blocking=True)
@@ -129,7 +173,9 @@ class Captured:
         self._done.synchronize()
 
     def lent(self) -> None:
-        """Let the next launch, of whatever thread, come after what this one's stream was given to read results."""
+        """Let the next launch, of whatever thread, come after what this one's stream was given to
+        read results.
+        """
         if self._turns.last is not None:
             self._done.record(self._turns.last[0])
 
@@ -145,11 +191,12 @@ class _Asked(NamedTuple):
 class EncodingGraphs(Replacement):
     """Encodes up to 64 texts of an accelerated model at once, as one of at most 64 CUDA graphs.
 
-    Each method gives None where the model must run as it is: on a CPU, in training mode, with hooks on its modules,
-    with sharded or offloaded parameters, for more texts or tokens than there are graphs for, for networks that run
-    padded (but for ColBERT's expanded queries), once a row had more than 16,384 entries, and where a capture failed,
-    which is told once. Graphs are captured when they are first needed, and anew after the model has changed. A call
-    holds the model's lock; models do not wait for one another. `capture` makes a graph of a function.
+    Each method gives None where the model must run as it is: on a CPU, in training mode, with hooks
+    on its modules, with sharded or offloaded parameters, for more texts or tokens than there are
+    graphs for, for networks that run padded (but for ColBERT's expanded queries), once a row had
+    more than 16,384 entries, and where a capture failed, which is told once. Graphs are captured
+    when they are first needed, and anew after the model has changed. A call holds the model's lock;
+    models do not wait for one another. `capture` makes a graph of a function.
     """
 
     def __init__(self, owner: Model, capture: Callable[..., Any] = Captured) -> None:
@@ -179,7 +226,12 @@ class EncodingGraphs(Replacement):
 
     def may_run(self, texts: Sequence[str]) -> bool:
         """Whether a graph could serve these texts, as far as can be told at no cost."""
-        if self.failed or switched_off() or not 0 < len(texts) <= TEXTS[-1] or torch.compiler.is_compiling():
+        if (
+            self.failed
+            or switched_off()
+            or not 0 < len(texts) <= TEXTS[-1]
+            or torch.compiler.is_compiling()
+        ):
             return False
         if self._state is None:
             return self._capture is not Captured or torch.device(self.owner.device).type == "cuda"
@@ -199,10 +251,17 @@ class EncodingGraphs(Replacement):
         options: SparseOptions,
         to_host: bool = True,
     ) -> SparseRows | None:
-        """Rows on the host; entries on the device where they are asked for there, and there is one row."""
+        """Rows on the host; entries on the device where they are asked for there, and there is one
+        row.
+        """
 
         def body(features: Features, count: int) -> Sequence[Tensor]:
-            rows = self._scores(features, task, options, self._room(count, features["input_ids"].numel()))
+            rows = self._scores(
+                features,
+                task,
+                options,
+                self._room(count, features["input_ids"].numel()),
+            )
             return [part[:count] for part in rows[:4]]
 
         def read(inputs: Inputs, graph: Any, count: int) -> SparseRows:
@@ -224,7 +283,10 @@ class EncodingGraphs(Replacement):
 
     def _room(self, texts: int, tokens: int) -> int:
         """Entries of a row, for which graphs of such sizes have room."""
-        return self._rooms.get((texts, tokens), self.capacity * (_MORE_ROOM if texts <= TEXTS[-1] // _MORE_ROOM else 1))
+        return self._rooms.get(
+            (texts, tokens),
+            self.capacity * (_MORE_ROOM if texts <= TEXTS[-1] // _MORE_ROOM else 1),
+        )
 
     def _widen(self, sizes: tuple[int, int], most: int) -> None:
         """Make room for more in graphs of these sizes."""
@@ -237,7 +299,13 @@ class EncodingGraphs(Replacement):
             del self.graphs[key]
 
     def vectors(
-        self, texts: Sequence[str], *, task: str | None, prompt: str | None, normalize: bool, to_host: bool
+        self,
+        texts: Sequence[str],
+        *,
+        task: str | None,
+        prompt: str | None,
+        normalize: bool,
+        to_host: bool,
     ) -> list[Tensor] | None:
         """Token vectors ``[n, D]`` of each text."""
         if not self.may_run(texts):
@@ -268,7 +336,11 @@ class EncodingGraphs(Replacement):
                     run(["a " * (tokens // texts - 3)] * texts)  # two special tokens
 
     def _run(
-        self, texts: Sequence[str], prompt: str | None, asked: _Asked, read: Callable[[Inputs, Any, int], R]
+        self,
+        texts: Sequence[str],
+        prompt: str | None,
+        asked: _Asked,
+        read: Callable[[Inputs, Any, int], R],
     ) -> R | None:
         with packed_inputs():
             features = self._tokenised(texts, prompt, asked.task)
@@ -303,12 +375,35 @@ class EncodingGraphs(Replacement):
         found: Features = model.preprocess(list(texts), prompt=prompt, **named)
         return found
 
-    def _graph(self, sizes: tuple[int, int], features: Features, asked: _Asked) -> tuple[Inputs, Any] | None:
-        others = tuple(sorted((k, v) for k, v in features.items() if not isinstance(v, Tensor) and k not in LONGEST))
-        shapes = () if "cu_seq_lens_q" in features else tuple(sorted(
-            (name, value.shape, value.dtype) for name, value in features.items() if isinstance(value, Tensor)
-        ))  # fmt: skip
-        switches = autocast_dtype("cuda"), tf32_allowed(torch.float32), torch.are_deterministic_algorithms_enabled()
+    def _graph(
+        self,
+        sizes: tuple[int, int],
+        features: Features,
+        asked: _Asked,
+    ) -> tuple[Inputs, Any] | None:
+        others = tuple(
+            sorted(
+                (k, v)
+                for k, v in features.items()
+                if not isinstance(v, Tensor) and k not in LONGEST
+            ),
+        )
+        shapes = (
+            ()
+            if "cu_seq_lens_q" in features
+            else tuple(
+                sorted(
+                    (name, value.shape, value.dtype)
+                    for name, value in features.items()
+                    if isinstance(value, Tensor)
+                ),
+            )
+        )
+        switches = (
+            autocast_dtype("cuda"),
+            tf32_allowed(torch.float32),
+            torch.are_deterministic_algorithms_enabled(),
+        )
         if self._by_task is None:
             self._by_task = "task" in self.owner.get_model_kwargs()
         key = (*sizes, asked.kind, asked.task if self._by_task else None, others, shapes, switches)
@@ -326,14 +421,21 @@ class EncodingGraphs(Replacement):
         self.graphs.move_to_end(key)
         return found
 
-    def _made(self, sizes: tuple[int, int], features: Features, asked: _Asked) -> tuple[Inputs, Any] | None:
+    def _made(
+        self,
+        sizes: tuple[int, int],
+        features: Features,
+        asked: _Asked,
+    ) -> tuple[Inputs, Any] | None:
         model = self.owner
         device = torch.device(model.device)
         if self._capture is Captured and device.type != "cuda":
             return None
         if any(module.training for module in model.modules()) or not may_be_captured(model):
             return None
-        there: Any = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        there: Any = (
+            torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        )
         try:
             with _capturing, torch.inference_mode(), there:
                 if self._turns is None and self._capture is Captured:
@@ -358,8 +460,16 @@ class EncodingGraphs(Replacement):
             found: Features = self.owner(features, **({} if task is None else {"task": task}))
         return found
 
-    def _scores(self, features: Features, task: str | None, options: SparseOptions, capacity: int) -> CapacityRows:
-        stock = all(isinstance(forward.pooling, StockPooling) for forward in fused_forwards(self.owner))
+    def _scores(
+        self,
+        features: Features,
+        task: str | None,
+        options: SparseOptions,
+        capacity: int,
+    ) -> CapacityRows:
+        stock = all(
+            isinstance(forward.pooling, StockPooling) for forward in fused_forwards(self.owner)
+        )
         with sparse_scores(options, capacity) if stock else contextlib.nullcontext():
             scores = self._forward(features, task)["sentence_embedding"]
         if not isinstance(scores, CapacityRows):
@@ -375,10 +485,16 @@ def graphs_of(model: Model) -> EncodingGraphs | None:
 
 
 class _Compared(TorchFunctionMode):
-    """Within it, ``torch.isin`` compares with every element: for some it would sort them, which no capture allows."""
+    """Within it, ``torch.isin`` compares with every element: for some it would sort them, which no
+    capture allows.
+    """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.isin and not kwargs and all(isinstance(each, Tensor) for each in args):
             return (args[0][..., None] == args[1].flatten()).any(-1)
@@ -393,5 +509,8 @@ def _sizes_of(features: Features, texts: int, padded: bool) -> tuple[int, int] |
         return None
     if tensors != PACKED:
         return (texts, ids.numel()) if EXPANDED in tensors else None
-    sizes = next(size for size in TEXTS if size >= texts), next(size for size in TOKENS if size >= ids.size(1))
+    sizes = (
+        next(size for size in TEXTS if size >= texts),
+        next(size for size in TOKENS if size >= ids.size(1)),
+    )
     return None if padded and (sizes[0] + 1) * sizes[1] > _PLACES else sizes

@@ -1,8 +1,9 @@
-"""CUDA graphs of an encoder's forward and backward for packs of one size, and which batch of a training takes which.
+"""CUDA graphs of an encoder's forward and backward for packs of one size, and which batch of a
+training takes which.
 
-A graph repeats the some 1,500 launches of an encoder of 12 layers at once, but only with tensors of the sizes and
-addresses that it was captured with. So packed tokens are copied into tensors of a few sizes, whose rest is filled by
-sequences that nobody reads: their gradients are zero.
+A graph repeats the some 1,500 launches of an encoder of 12 layers at once, but only with tensors of
+the sizes and addresses that it was captured with. So packed tokens are copied into tensors of a few
+sizes, whose rest is filled by sequences that nobody reads: their gradients are zero.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilefold._typing import Transformer
-from tilefold.integrations.sentence_transformers._backward import backward_parts, cut, prepared, write_gradients
+from tilefold.integrations.sentence_transformers._backward import (
+    backward_parts,
+    cut,
+    prepared,
+    write_gradients,
+)
 from tilefold.integrations.sentence_transformers._captured_state import Structure
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.implementations import copy_each, tf32_allowed
@@ -30,15 +36,22 @@ from tilefold.ops.implementations import copy_each, tf32_allowed
 LIMIT = 16  # graphs that are kept; each has its inputs and outputs to itself and shares all other memory
 _SMALLEST = 64  # tokens; sizes are multiples of this
 _HEADROOM = 1 / 32  # tokens that a graph holds above those of the batch that it is captured with
-_WASTE = 1 / 10  # of the tokens of a batch, which a graph may compute for nothing, with some more of small ones
-_WARM_RUNS = 2  # before the first capture, in which libraries set themselves up; one before the others
+_WASTE = (
+    1 / 10
+)  # of the tokens of a batch, which a graph may compute for nothing, with some more of small ones
+_WARM_RUNS = (
+    2  # before the first capture, in which libraries set themselves up; one before the others
+)
 TOKENS = ("input_ids", "position_ids", "token_type_ids")
 OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 LONGEST = ("max_length_q", "max_length_k")
 _KIND = attrgetter("requires_grad", "dtype")
 KNOWN = {*TOKENS, *OFFSETS, *LONGEST, "modality"}  # of the features of a batch
 
-Run = Callable[[Features], tuple[Tensor, list[Tensor]]]  # features to ``[1, T, D]``, and where it was cut
+Run = Callable[
+    [Features],
+    tuple[Tensor, list[Tensor]],
+]  # features to ``[1, T, D]``, and where it was cut
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -47,7 +60,9 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 
 def uncached_autocast(device: str) -> AbstractContextManager[object]:
-    """Autocast as it is, but for the copies of weights that it keeps: they would be older than the next replay."""
+    """Autocast as it is, but for the copies of weights that it keeps: they would be older than the
+    next replay.
+    """
     dtype = autocast_dtype(device)
     return torch.autocast(device, dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
 
@@ -60,7 +75,9 @@ def warn_slower(module: object, what: str, error: Exception, slower: str) -> Non
 
 
 class Sizes(NamedTuple):
-    """Sizes of a graph: T tokens in ``sequences``, ``extra`` more that hold the rest, none above ``longest`` tokens."""
+    """Sizes of a graph: T tokens in ``sequences``, ``extra`` more that hold the rest, none above
+    ``longest`` tokens.
+    """
 
     tokens: int
     sequences: int
@@ -82,7 +99,9 @@ def max_rest(tokens: int) -> int:
 
 def sizes_for(tokens: int, sequences: int, longest: int) -> Sizes:
     """Sizes of a graph for a pack and for those that are a little larger or smaller."""
-    tokens, longest = (math.ceil(max(1, n) / _SMALLEST) * _SMALLEST for n in (tokens * (1 + _HEADROOM), longest))
+    tokens, longest = (
+        math.ceil(max(1, n) / _SMALLEST) * _SMALLEST for n in (tokens * (1 + _HEADROOM), longest)
+    )
     return Sizes(tokens, sequences, math.ceil(max_rest(tokens) / longest), longest)
 
 
@@ -93,13 +112,25 @@ class StaticInputs:
         self.sizes = sizes
         ids: Tensor = features["input_ids"]
         self.tokens = {
-            name: features[name][:, :1].expand(1, sizes.tokens).contiguous() for name in TOKENS if name in features
+            name: features[name][:, :1].expand(1, sizes.tokens).contiguous()
+            for name in TOKENS
+            if name in features
         }
-        self.offsets = torch.zeros(sizes.sequences + sizes.extra + 1, dtype=torch.int32, device=ids.device)
-        self.ends = torch.arange(1, sizes.extra + 1, dtype=torch.int32, device=ids.device) * sizes.longest
+        self.offsets = torch.zeros(
+            sizes.sequences + sizes.extra + 1,
+            dtype=torch.int32,
+            device=ids.device,
+        )
+        self.ends = (
+            torch.arange(1, sizes.extra + 1, dtype=torch.int32, device=ids.device) * sizes.longest
+        )
 
     def features(self) -> Features:
-        return {**self.tokens, **dict.fromkeys(OFFSETS, self.offsets), **dict.fromkeys(LONGEST, self.sizes.longest)}
+        return {
+            **self.tokens,
+            **dict.fromkeys(OFFSETS, self.offsets),
+            **dict.fromkeys(LONGEST, self.sizes.longest),
+        }
 
     def fill(self, features: Features) -> None:
         """Copy a batch; behind it stay tokens of others, in sequences of their own."""
@@ -107,14 +138,20 @@ class StaticInputs:
         for name, tensor in self.tokens.items():
             tensor[:, :count].copy_(features[name])
         self.offsets[: self.sizes.sequences + 1].copy_(features[OFFSETS[0]])
-        torch.clamp(self.ends + count, max=self.sizes.tokens, out=self.offsets[self.sizes.sequences + 1 :])
+        torch.clamp(
+            self.ends + count,
+            max=self.sizes.tokens,
+            out=self.offsets[self.sizes.sequences + 1 :],
+        )
 
 
 class Captured:
-    """Forward and backward of one size; all graphs share a pool and a stream, so that one's memory serves the next.
+    """Forward and backward of one size; all graphs share a pool and a stream, so that one's memory
+    serves the next.
 
     Attributes:
-        late: numbers of the parameters whose gradients come in the second part of the backward pass, if there is one.
+        late: numbers of the parameters whose gradients come in the second part of the backward
+            pass, if there is one.
     """
 
     def __init__(
@@ -122,7 +159,9 @@ class Captured:
         run: Run,  # the encoder
         inputs: StaticInputs,
         parameters: list[Tensor],  # leaves that get gradients, while the graph is made
-        gradients: list[Tensor | None],  # where these are written, None for parameters that the encoder does not use
+        gradients: list[
+            Tensor | None
+        ],  # where these are written, None for parameters that the encoder does not use
         pool: object,
         stream: torch.cuda.Stream,
     ) -> None:
@@ -155,7 +194,9 @@ class Captured:
         return self.output
 
     def backward(self, gradient: Tensor) -> None:
-        """Write the gradients of the last forward, for those of its first tokens, but for late ones."""
+        """Write the gradients of the last forward, for those of its first tokens, but for late
+        ones.
+        """
         count = gradient.size(1)
         self.output_gradient[:, :count].copy_(gradient)
         self.output_gradient[:, count:].zero_()
@@ -167,15 +208,24 @@ class Captured:
 
 
 @contextlib.contextmanager
-def fresh_leaves(model: nn.Module, parameters: list[Tensor], gradients: dict[int, Tensor]) -> Iterator[list[Tensor]]:
-    """Within it, the model computes with other leaves of the same memory, which no other stream and no DDP knows.
+def fresh_leaves(
+    model: nn.Module,
+    parameters: list[Tensor],
+    gradients: dict[int, Tensor],
+) -> Iterator[list[Tensor]]:
+    """Within it, the model computes with other leaves of the same memory, which no other stream and
+    no DDP knows.
 
     They have the `gradients` of tensors of these ids.
     """
     leaves = {id(tensor): nn.Parameter(tensor.detach()) for tensor in parameters}
     for known, leaf in leaves.items():
         leaf.grad = gradients.get(known)
-    every = [(module, name, tensor) for module in model.modules() for name, tensor in module._parameters.items()]
+    every = [
+        (module, name, tensor)
+        for module in model.modules()
+        for name, tensor in module._parameters.items()
+    ]
     places = [place for place in every if id(place[2]) in leaves]
     for module, name, tensor in places:
         module._parameters[name] = leaves[id(tensor)]
@@ -188,11 +238,17 @@ def fresh_leaves(model: nn.Module, parameters: list[Tensor], gradients: dict[int
 
 @contextlib.contextmanager
 def compiled_layers(model: nn.Module) -> Iterator[None]:
-    """Within it, layers of a ``ModuleList`` of one class run as ``torch.compile`` makes them, of any length."""
+    """Within it, layers of a ``ModuleList`` of one class run as ``torch.compile`` makes them, of
+    any length.
+    """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    found = [layer for stack in lists if len({type(layer) for layer in stack}) == 1 for layer in stack]
+    found = [
+        layer for stack in lists if len({type(layer) for layer in stack}) == 1 for layer in stack
+    ]
     # one may stand twice, or have a forward of its own
-    layers: list[nn.Module] = [layer for layer in dict.fromkeys(found) if "forward" not in vars(layer)]
+    layers: list[nn.Module] = [
+        layer for layer in dict.fromkeys(found) if "forward" not in vars(layer)
+    ]
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
     try:
@@ -203,25 +259,36 @@ def compiled_layers(model: nn.Module) -> Iterator[None]:
 
 
 def copies_of(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies in one piece of memory, by a launch or two; what nobody else holds autograd keeps without a copy more."""
-    if len({tensor.dtype for tensor in tensors}) > 1 or not all(tensor.is_contiguous() for tensor in tensors):
+    """Copies in one piece of memory, by a launch or two; what nobody else holds autograd keeps
+    without a copy more.
+    """
+    if len({tensor.dtype for tensor in tensors}) > 1 or not all(
+        tensor.is_contiguous() for tensor in tensors
+    ):
         return [tensor.clone() for tensor in tensors]
-    parts = torch.split(torch.cat([tensor.view(-1) for tensor in tensors]), [tensor.numel() for tensor in tensors])
+    parts = torch.split(
+        torch.cat([tensor.view(-1) for tensor in tensors]),
+        [tensor.numel() for tensor in tensors],
+    )
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 class StepGraphs:
-    """Runs packed batches of one Transformer in training as CUDA graphs, where that changes nothing.
+    """Runs packed batches of one Transformer in training as CUDA graphs, where that changes
+    nothing.
 
-    A batch runs without a graph if its size is new, if an output of a graph still waits for its backward pass, without
-    gradients, with gradient checkpointing, with hooks on the network's modules, on a CPU, and with sharded parameters.
-    Where parameters, buffers, modes, dropout rates, autocast, TF32 or deterministic algorithms change, new graphs are
-    captured. ``compiled``: see :func:`collate_ahead`. ``halved``: gradients of most layers are handed out before those
-    of the lowest are computed, so that DDP sends them meanwhile.
+    A batch runs without a graph if its size is new, if an output of a graph still waits for its
+    backward pass, without gradients, with gradient checkpointing, with hooks on the network's
+    modules, on a CPU, and with sharded parameters. Where parameters, buffers, modes, dropout rates,
+    autocast, TF32 or deterministic algorithms change, new graphs are captured. ``compiled``: see
+    :func:`collate_ahead`. ``halved``: gradients of most layers are handed out before those of the
+    lowest are computed, so that DDP sends them meanwhile.
     """
 
     failed = False
-    serial = 0  # of the last forward; never begins anew, so that no backward takes another one's numbers
+    serial = (
+        0  # of the last forward; never begins anew, so that no backward takes another one's numbers
+    )
 
     def __init__(
         self,
@@ -231,8 +298,16 @@ class StepGraphs:
         compiled: bool = False,
         halved: bool = False,
     ) -> None:
-        self.transformer, self.compiled, self.halved, self._capture = transformer, compiled, halved, capture
-        self.places: dict[int, Tensor] = {}  # by the id of a parameter, where DDP keeps its gradient
+        self.transformer, self.compiled, self.halved, self._capture = (
+            transformer,
+            compiled,
+            halved,
+            capture,
+        )
+        self.places: dict[
+            int,
+            Tensor,
+        ] = {}  # by the id of a parameter, where DDP keeps its gradient
         self._forget()
 
     def _forget(self) -> None:
@@ -241,7 +316,9 @@ class StepGraphs:
         self._state: object = None
         self._model = Structure(self.transformer.model)
         every = [(module, *item) for module in self._model.modules for item in vars(module).items()]
-        self._rates = [(module, name) for module, name, value in every if isinstance(value, float)]  # of dropout too
+        self._rates = [
+            (module, name) for module, name, value in every if isinstance(value, float)
+        ]  # of dropout too
         self._pool: object = None
         self._stream: torch.cuda.Stream | None = None
         self.parameters: list[Tensor] = []
@@ -249,7 +326,9 @@ class StepGraphs:
         self._pending: Callable[[], object] = lambda: None
 
     def __getstate__(self) -> Features:
-        return {name: vars(self)[name] for name in ("transformer", "compiled", "halved", "_capture")}
+        return {
+            name: vars(self)[name] for name in ("transformer", "compiled", "halved", "_capture")
+        }
 
     def __setstate__(self, state: Features) -> None:
         vars(self).update(state, places={})
@@ -258,7 +337,12 @@ class StepGraphs:
     def __call__(self, features: Features) -> Tensor | None:
         """``[1, T, D]`` with its gradients, or None if the batch must run without a graph."""
         ids = features["input_ids"]
-        if self.failed or not torch.is_grad_enabled() or features.keys() - KNOWN or not self._may_run(ids):
+        if (
+            self.failed
+            or not torch.is_grad_enabled()
+            or features.keys() - KNOWN
+            or not self._may_run(ids)
+        ):
             return None
         if self._pending() is not None:
             return None
@@ -279,7 +363,10 @@ class StepGraphs:
     def _replayed(self, graph: Any, count: int) -> Tensor:  # a frame that no traceback keeps
         waits, first = _Waits(), None
         self._pending = weakref.ref(waits)
-        late, early = self._used(graph.late), self._used({*range(len(self.parameters))} - graph.late)
+        late, early = (
+            self._used(graph.late),
+            self._used({*range(len(self.parameters))} - graph.late),
+        )
         if late:
             first = _Late.apply(self, graph, waits, [*late], *late.values())  # type: ignore[no-untyped-call]
         given = self, graph, count, waits, [*early], first
@@ -287,28 +374,49 @@ class StepGraphs:
         return output
 
     def _used(self, numbers: set[int]) -> dict[int, Tensor]:
-        """Parameters of these numbers that get gradients: DDP takes part in all that are handed out, be it None."""
-        return {number: self.parameters[number] for number in sorted(numbers) if self.gradients[number] is not None}
+        """Parameters of these numbers that get gradients: DDP takes part in all that are handed
+        out, be it None.
+        """
+        return {
+            number: self.parameters[number]
+            for number in sorted(numbers)
+            if self.gradients[number] is not None
+        }
 
     def write_to(self, places: dict[int, Tensor]) -> None:
-        """Have the gradients of parameters of these ids written there, from the next batch on by new graphs."""
+        """Have the gradients of parameters of these ids written there, from the next batch on by
+        new graphs.
+        """
         self.places, self._state = places, None
 
     def set_aside(self) -> None:
         """Take gradients of earlier batches from where this one's are written."""
         for tensor, place in zip(self.parameters, self.gradients, strict=True):
-            if tensor.grad is not None and place is not None and tensor.grad.data_ptr() == place.data_ptr():
+            if (
+                tensor.grad is not None
+                and place is not None
+                and tensor.grad.data_ptr() == place.data_ptr()
+            ):
                 tensor.grad = tensor.grad.clone()
 
     def handed_out(self, numbers: list[int]) -> list[Tensor]:
-        """The gradients, for autograd to keep: where DDP has them, if nothing is there to be added to, else copies."""
+        """The gradients, for autograd to keep: where DDP has them, if nothing is there to be added
+        to, else copies.
+        """
         found = [known for number in numbers if (known := self.gradients[number]) is not None]
         used = [self.parameters[number] for number in numbers]
         there = [self.places.get(id(tensor)) for tensor in used]
-        if any(place is None or tensor.grad is not None for place, tensor in zip(there, used, strict=True)):
+        if any(
+            place is None or tensor.grad is not None
+            for place, tensor in zip(there, used, strict=True)
+        ):
             return copies_of(found)
         kept = [place.view_as(place) for place in there if place is not None]
-        moved = [pair for pair in zip(kept, found, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
+        moved = [
+            pair
+            for pair in zip(kept, found, strict=True)
+            if pair[0].data_ptr() != pair[1].data_ptr()
+        ]
         if moved:
             copy_each(*map(list, zip(*moved, strict=True)))
         return kept
@@ -336,9 +444,13 @@ class StepGraphs:
         if self._seen[alike] < 2:
             return None
         if not self.parameters:
-            self.parameters = [tensor for tensor in self.transformer.model.parameters() if tensor.requires_grad]
+            self.parameters = [
+                tensor for tensor in self.transformer.model.parameters() if tensor.requires_grad
+            ]
             self.gradients = [None] * len(self.parameters)
-        if not self.parameters or any(type(tensor) is not nn.Parameter for tensor in self.parameters):
+        if not self.parameters or any(
+            type(tensor) is not nn.Parameter for tensor in self.parameters
+        ):
             self.failed = True  # frozen, or sharded
             return None
         inputs = StaticInputs(features, sizes)
@@ -360,9 +472,15 @@ class StepGraphs:
         while not self.failed:
             compiled = self.compiled and dtype.itemsize == 2
             try:
-                with compiled_layers(self.transformer.model) if compiled else contextlib.nullcontext():
+                with (
+                    compiled_layers(self.transformer.model)
+                    if compiled
+                    else contextlib.nullcontext()
+                ):
                     return self._graph(inputs)
-            except RuntimeError as error:  # no memory, no compiler, or what cannot be compiled, captured or cut
+            except (
+                RuntimeError
+            ) as error:  # no memory, no compiler, or what cannot be compiled, captured or cut
                 warn_slower(self.transformer.model, self._without(compiled), error, "Steps")
         return None
 
@@ -379,13 +497,22 @@ class StepGraphs:
 
     def _graph(self, inputs: StaticInputs) -> Any:
         with fresh_leaves(self.transformer.model, self.parameters, self.places) as leaves:
-            return self._capture(self._run, inputs, leaves, self.gradients, self._pool, self._stream)
+            return self._capture(
+                self._run,
+                inputs,
+                leaves,
+                self.gradients,
+                self._pool,
+                self._stream,
+            )
 
     def _run(self, features: Features) -> tuple[Tensor, list[Tensor]]:
         transformer = self.transformer
         once = cut(transformer.model) if self.halved else contextlib.nullcontext(list[Tensor]())
         with uncached_autocast(features["input_ids"].device.type), once as noted:
-            output: Tensor = type(transformer).forward(transformer, features)[transformer.module_output_name]
+            output: Tensor = type(transformer).forward(transformer, features)[
+                transformer.module_output_name
+            ]
         return output, noted
 
 
@@ -396,9 +523,22 @@ class _Waits:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, owner: StepGraphs, graph: Any, count: int, waits: _Waits, used: list[int], _: object, *__: Tensor
+        ctx: Any,
+        owner: StepGraphs,
+        graph: Any,
+        count: int,
+        waits: _Waits,
+        used: list[int],
+        _: object,
+        *__: Tensor,
     ) -> Tensor:
-        ctx.owner, ctx.graph, ctx.waits, ctx.used, ctx.serial = owner, graph, waits, used, owner.serial
+        ctx.owner, ctx.graph, ctx.waits, ctx.used, ctx.serial = (
+            owner,
+            graph,
+            waits,
+            used,
+            owner.serial,
+        )
         output: Tensor = graph.forward()
         return output[:, :count].clone()
 
@@ -408,7 +548,9 @@ class _Replay(torch.autograd.Function):
         owner: StepGraphs = ctx.owner
         if ctx.serial != owner.serial:
             got = "and once, got it after another batch or again; use graphs=False for a loss that needs it."
-            raise RuntimeError(f"backward must come before the next batch with collate_ahead(graphs=True), {got}")
+            raise RuntimeError(
+                f"backward must come before the next batch with collate_ahead(graphs=True), {got}",
+            )
         owner.set_aside()
         ctx.graph.backward(gradient)
         ctx.waits = ctx.serial = None  # what it read is overwritten
@@ -417,10 +559,19 @@ class _Replay(torch.autograd.Function):
 
 
 class _Late(torch.autograd.Function):
-    """An empty tensor that :class:`_Replay` is given, so that the late gradients come after its own."""
+    """An empty tensor that :class:`_Replay` is given, so that the late gradients come after its
+    own.
+    """
 
     @staticmethod
-    def forward(ctx: Any, owner: StepGraphs, graph: Any, waits: _Waits, used: list[int], *late: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        owner: StepGraphs,
+        graph: Any,
+        waits: _Waits,
+        used: list[int],
+        *late: Tensor,
+    ) -> Tensor:
         ctx.owner, ctx.graph, ctx.waits, ctx.used = owner, graph, waits, used
         return late[0].new_empty(0)
 

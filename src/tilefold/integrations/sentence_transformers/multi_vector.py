@@ -1,9 +1,11 @@
-"""Fused scores for sentence-transformers' ``MultiVectorEncoder`` (ColBERT): losses, evaluators, similarity.
+"""Fused scores for sentence-transformers' ``MultiVectorEncoder`` (ColBERT): losses, evaluators,
+similarity.
 
-Each function has the name, arguments and results of the one that it replaces, without the similarities
-``[Nq, Nd, Lq, Ld]`` that the stock one writes. The ``colbert_*`` and ``xtr_*`` ones are those of
-``sentence_transformers.multi_vector_encoder.scoring``, for the ``similarity_fct=`` of a loss; the ``maxsim`` ones are
-those of ``sentence_transformers.util``, which take lists of any lengths, and which an accelerated model uses.
+Each function has the name, arguments and results of the one that it replaces, without the
+similarities ``[Nq, Nd, Lq, Ld]`` that the stock one writes. The ``colbert_*`` and ``xtr_*`` ones
+are those of ``sentence_transformers.multi_vector_encoder.scoring``, for the ``similarity_fct=`` of
+a loss; the ``maxsim`` ones are those of ``sentence_transformers.util``, which take lists of any
+lengths, and which an accelerated model uses.
 """
 
 from __future__ import annotations
@@ -15,15 +17,31 @@ import torch
 from torch import Tensor
 
 from tilefold.integrations.sentence_transformers import _sides
-from tilefold.integrations.sentence_transformers._sides import EMPTY_DOCUMENT_SCORE, Side, scores_of_sides
+from tilefold.integrations.sentence_transformers._sides import (
+    EMPTY_DOCUMENT_SCORE,
+    Side,
+    scores_of_sides,
+)
 from tilefold.ops import xtr_scores as fused_xtr_scores
 
 __all__ = [
-    "EMPTY_DOCUMENT_SCORE", "XTRKDScores", "XTRScores", "colbert_kd_scores", "colbert_scores",
-    "colbert_scores_pairwise", "maxsim", "maxsim_pairwise", "mean_colbert_kd_scores", "mean_colbert_scores",
-    "mean_colbert_scores_pairwise", "mean_maxsim", "mean_maxsim_pairwise", "xtr_kd_scores", "xtr_scores",
+    "EMPTY_DOCUMENT_SCORE",
+    "XTRKDScores",
+    "XTRScores",
+    "colbert_kd_scores",
+    "colbert_scores",
+    "colbert_scores_pairwise",
+    "maxsim",
+    "maxsim_pairwise",
+    "mean_colbert_kd_scores",
+    "mean_colbert_scores",
+    "mean_colbert_scores_pairwise",
+    "mean_maxsim",
+    "mean_maxsim_pairwise",
+    "xtr_kd_scores",
+    "xtr_scores",
     "xtr_scores_pairwise",
-]  # fmt: skip
+]
 
 _SIMILARITY = """
 
@@ -82,8 +100,16 @@ _RAISES = """
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
 _SHAPES = {
-    "all": {"q": "Nq", "documents": "``[B, N, Ld, D]``, N documents for each of B queries", "shape": "``[Nq, B * N]``"},
-    "aligned": {"q": "B", "documents": "``[B, Ld, D]``, or a list of ``[Ld_i, D]``", "shape": "``[B]``"},
+    "all": {
+        "q": "Nq",
+        "documents": "``[B, N, Ld, D]``, N documents for each of B queries",
+        "shape": "``[Nq, B * N]``",
+    },
+    "aligned": {
+        "q": "B",
+        "documents": "``[B, Ld, D]``, or a list of ``[Ld_i, D]``",
+        "shape": "``[B]``",
+    },
     "grouped": {"q": "B", "documents": "``[B, N, Ld, D]``", "shape": "``[B, N]``"},
 }
 
@@ -112,7 +138,15 @@ def _similarity(name: str, pairing: str, mean: bool, summary: str) -> Scores:
         impl: str = "auto",
     ) -> Tensor:
         queries, documents = Side("a", a, a_mask, weighted=True), Side("b", b, b_mask)
-        return scores_of_sides(queries, documents, pairing, length_normalize, impl, chunk_elements, device)
+        return scores_of_sides(
+            queries,
+            documents,
+            pairing,
+            length_normalize,
+            impl,
+            chunk_elements,
+            device,
+        )
 
     shape = "``[Nq, Nd]``" if pairing == "all" else "``[N]``"
     return _named(similarity, name, summary + _SIMILARITY.format(shape=shape))
@@ -134,12 +168,25 @@ def _colbert(name: str, pairing: str, mean: bool, summary: str) -> Scores:
         queries = Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True)
         if pairing == "aligned":
             documents = Side("documents_embeddings", documents_embeddings, documents_mask)
-            return scores_of_sides(queries, documents, pairing, length_normalize, impl, chunk_elements)
+            return scores_of_sides(
+                queries,
+                documents,
+                pairing,
+                length_normalize,
+                impl,
+                chunk_elements,
+            )
         rows, mask = _sides.groups(documents_embeddings, documents_mask)
         if pairing == "grouped":
             _check_groups(queries, rows)
             query = queries.part(slice(0, queries.count), rows.device)
-            return _sides.score(query, _sides.Part(rows, mask, None), pairing, length_normalize, impl)
+            return _sides.score(
+                query,
+                _sides.Part(rows, mask, None),
+                pairing,
+                length_normalize,
+                impl,
+            )
         flat = Side("documents_embeddings", rows.flatten(0, 1), mask.flatten(0, 1))
         return scores_of_sides(queries, flat, pairing, length_normalize, impl, chunk_elements)
 
@@ -160,7 +207,10 @@ def _xtr(name: str, pairing: str, summary: str) -> Scores:
         impl: str = "auto",
     ) -> Tensor:
         if pairing == "aligned":  # groups of one
-            documents_embeddings, documents_mask = _alone(documents_embeddings, 3), _alone(documents_mask, 2)
+            documents_embeddings, documents_mask = (
+                _alone(documents_embeddings, 3),
+                _alone(documents_mask, 2),
+            )
         rows, mask = _sides.groups(documents_embeddings, documents_mask)
         queries = Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True)
         n_groups, n_ways = rows.shape[:2]
@@ -172,7 +222,13 @@ def _xtr(name: str, pairing: str, summary: str) -> Scores:
             query = queries.part(slice(0, queries.count), rows.device)
             layout: dict[str, Any] = {"query_mask": query.mask, "cu_seqlens_q": query.cu_seqlens}
             layout["document_mask"] = mask.flatten(0, 1)
-            found = fused_xtr_scores(query.rows, rows.flatten(0, 1), top_k=top_k, **layout, impl=impl)
+            found = fused_xtr_scores(
+                query.rows,
+                rows.flatten(0, 1),
+                top_k=top_k,
+                **layout,
+                impl=impl,
+            )
             found = found.float().masked_fill(mask.sum(dim=-1).flatten() == 0, EMPTY_DOCUMENT_SCORE)
         if pairing == "all":
             return found
@@ -187,7 +243,9 @@ def _xtr(name: str, pairing: str, summary: str) -> Scores:
 
 def _check_groups(queries: Side, rows: Tensor) -> None:
     if queries.count != rows.size(0):
-        expected = f"documents_embeddings must hold one group for each of the {queries.count} queries"
+        expected = (
+            f"documents_embeddings must hold one group for each of the {queries.count} queries"
+        )
         raise ValueError(f"{expected}, got {list(rows.shape)}.")
 
 
@@ -197,11 +255,29 @@ def _alone(values: object, dims: int) -> Tensor | None:
     return found[:, None] if found is not None and found.dim() == dims else found
 
 
-maxsim = _similarity("maxsim", "all", False, "MaxSim of every query with every document (ColBERT, arXiv 2004.12832).")
-mean_maxsim = _similarity("mean_maxsim", "all", True, "``maxsim`` divided by the number of each query's tokens.")
-maxsim_pairwise = _similarity("maxsim_pairwise", "aligned", False, "MaxSim of query ``i`` with document ``i``.")
+maxsim = _similarity(
+    "maxsim",
+    "all",
+    False,
+    "MaxSim of every query with every document (ColBERT, arXiv 2004.12832).",
+)
+mean_maxsim = _similarity(
+    "mean_maxsim",
+    "all",
+    True,
+    "``maxsim`` divided by the number of each query's tokens.",
+)
+maxsim_pairwise = _similarity(
+    "maxsim_pairwise",
+    "aligned",
+    False,
+    "MaxSim of query ``i`` with document ``i``.",
+)
 mean_maxsim_pairwise = _similarity(
-    "mean_maxsim_pairwise", "aligned", True, "``maxsim_pairwise`` divided by the number of each query's tokens."
+    "mean_maxsim_pairwise",
+    "aligned",
+    True,
+    "``maxsim_pairwise`` divided by the number of each query's tokens.",
 )
 colbert_scores = _colbert(
     "colbert_scores",
@@ -214,17 +290,31 @@ colbert_scores = _colbert(
 )
 _OWN = "MaxSim of query ``i`` with"
 colbert_scores_pairwise = _colbert(
-    "colbert_scores_pairwise", "aligned", False, f"{_OWN} document ``i``, for ``MultiVectorMarginMSELoss``."
+    "colbert_scores_pairwise",
+    "aligned",
+    False,
+    f"{_OWN} document ``i``, for ``MultiVectorMarginMSELoss``.",
 )
 colbert_kd_scores = _colbert(
-    "colbert_kd_scores", "grouped", False, f"{_OWN} each of its N documents, for ``MultiVectorDistillKLDivLoss``."
+    "colbert_kd_scores",
+    "grouped",
+    False,
+    f"{_OWN} each of its N documents, for ``MultiVectorDistillKLDivLoss``.",
 )
 _MEAN = "divided by each query's unmasked tokens, as a model with ``'meanmaxsim'`` scores."
 mean_colbert_scores = _colbert("mean_colbert_scores", "all", True, f"``colbert_scores`` {_MEAN}")
 mean_colbert_scores_pairwise = _colbert(
-    "mean_colbert_scores_pairwise", "aligned", True, f"``colbert_scores_pairwise`` {_MEAN}"
+    "mean_colbert_scores_pairwise",
+    "aligned",
+    True,
+    f"``colbert_scores_pairwise`` {_MEAN}",
 )
-mean_colbert_kd_scores = _colbert("mean_colbert_kd_scores", "grouped", True, f"``colbert_kd_scores`` {_MEAN}")
+mean_colbert_kd_scores = _colbert(
+    "mean_colbert_kd_scores",
+    "grouped",
+    True,
+    f"``colbert_kd_scores`` {_MEAN}",
+)
 xtr_scores = _xtr(
     "xtr_scores",
     "all",
@@ -232,10 +322,14 @@ xtr_scores = _xtr(
 )
 _FROM_ALL = "tokens are retrieved from the whole batch as there."
 xtr_kd_scores = _xtr(
-    "xtr_kd_scores", "grouped", f":func:`xtr_scores` of each query with its own N documents; {_FROM_ALL}"
+    "xtr_kd_scores",
+    "grouped",
+    f":func:`xtr_scores` of each query with its own N documents; {_FROM_ALL}",
 )
 xtr_scores_pairwise = _xtr(
-    "xtr_scores_pairwise", "aligned", f":func:`xtr_scores` of query ``i`` with document ``i``; {_FROM_ALL}"
+    "xtr_scores_pairwise",
+    "aligned",
+    f":func:`xtr_scores` of query ``i`` with document ``i``; {_FROM_ALL}",
 )
 
 
@@ -251,7 +345,13 @@ class XTRScores:
 
     _scores: Scores = staticmethod(xtr_scores)
 
-    def __init__(self, top_k: int = 256, *, chunk_elements: int | None = None, impl: str = "auto") -> None:
+    def __init__(
+        self,
+        top_k: int = 256,
+        *,
+        chunk_elements: int | None = None,
+        impl: str = "auto",
+    ) -> None:
         self.top_k, self.chunk_elements, self.impl = top_k, chunk_elements, impl
 
     def get_config_dict(self) -> dict[str, int | None]:

@@ -1,7 +1,9 @@
-"""Texts to rows in a stream: tokenised ahead, encoded without padding, fetched a batch or two later.
+"""Texts to rows in a stream: tokenised ahead, encoded without padding, fetched a batch or two
+later.
 
-A thread gives windows of texts to the tokenizer; another makes batches of what comes out; the caller's thread, which
-alone touches the model, launches the next batches before it waits for the rows of the last one.
+A thread gives windows of texts to the tokenizer; another makes batches of what comes out; the
+caller's thread, which alone touches the model, launches the next batches before it waits for the
+rows of the last one.
 """
 
 from __future__ import annotations
@@ -22,8 +24,16 @@ from tilefold._csr import csr_tensor, to_csr
 from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers import packed_inputs as packing
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
-from tilefold.integrations.sentence_transformers.encoding_graphs import CAPACITY, MAX_CAPACITY, graphs_of
-from tilefold.integrations.sentence_transformers.packed_inputs import PACKED, PackedInputs, packed_inputs
+from tilefold.integrations.sentence_transformers.encoding_graphs import (
+    CAPACITY,
+    MAX_CAPACITY,
+    graphs_of,
+)
+from tilefold.integrations.sentence_transformers.packed_inputs import (
+    PACKED,
+    PackedInputs,
+    packed_inputs,
+)
 from tilefold.integrations.transformers.packed import in_eval_mode, packed_arguments
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.modules.window import keep_heaviest
@@ -33,7 +43,15 @@ from tilefold.ops.lsr_head import CapacityRows
 from tilefold.pipeline import rows as pipeline_rows
 from tilefold.pipeline.ahead import Ahead
 from tilefold.pipeline.ragged import TokenIds, cut_batches
-from tilefold.pipeline.rows import Batch, PendingRows, PendingTokens, PendingVectors, Window, WindowEnd, to_device
+from tilefold.pipeline.rows import (
+    Batch,
+    PendingRows,
+    PendingTokens,
+    PendingVectors,
+    Window,
+    WindowEnd,
+    to_device,
+)
 from tilefold.pipeline.truncated import Truncation, unwatched, watching
 
 T = TypeVar("T")
@@ -44,14 +62,18 @@ SMALL_GPU = 32 << 30  # bytes of memory
 CPU_TOKENS = 4096  # measured beside half and a quarter of it, docs/performance.md
 PADDED_TEXTS = 32  # of a batch whose texts are padded
 AHEAD = 8  # batches of token ids that wait
-_needed: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # room of a model's rows, which its next streams begin with
+_needed: WeakKeyDictionary[Any, int] = (
+    WeakKeyDictionary()
+)  # room of a model's rows, which its next streams begin with
 
 
 def prompt_of(model: Model, task: str | None, prompt_name: str | None = None) -> str | None:
     """The prompt that ``encode``, ``encode_query`` and ``encode_document`` choose."""
     if prompt_name is not None:
         if prompt_name not in model.prompts:
-            raise ValueError(f"prompt_name must be one of {list(model.prompts)}, got {prompt_name!r}.")
+            raise ValueError(
+                f"prompt_name must be one of {list(model.prompts)}, got {prompt_name!r}.",
+            )
         return str(model.prompts[prompt_name])
     names = {"query": ["query"], "document": ["document", "passage", "corpus"]}.get(task or "", [])
     found = next((name for name in names if name in model.prompts), model.default_prompt_name)
@@ -60,9 +82,15 @@ def prompt_of(model: Model, task: str | None, prompt_name: str | None = None) ->
 
 
 def encode_batch(
-    model: Model, texts: Sequence[str], task: str | None, prompt: str | None, options: SparseOptions
+    model: Model,
+    texts: Sequence[str],
+    task: str | None,
+    prompt: str | None,
+    options: SparseOptions,
 ) -> Batch:
-    """Texts to sparse rows on the CPU in one forward pass: by a graph where there is one, else in eval mode."""
+    """Texts to sparse rows on the CPU in one forward pass: by a graph where there is one, else in
+    eval mode.
+    """
     graphs = graphs_of(model)
     if (rows := graphs and graphs.sparse(texts, task=task, prompt=prompt, options=options)) is None:
         task_kwargs = {} if task is None else {"task": task}
@@ -80,27 +108,44 @@ def _pending_rows(
     capacity: int | None = None,
     to_host: bool = True,
 ) -> PendingRows:
-    """Sparse rows of features, on their way to the host; with a `capacity` in rows of this size where they can be."""
+    """Sparse rows of features, on their way to the host; with a `capacity` in rows of this size
+    where they can be.
+    """
     with torch.inference_mode(), sparse_scores(options, capacity):
         rows = _encode_features(model, features, task_kwargs)["sentence_embedding"]
         if isinstance(rows, CapacityRows):
             return PendingRows((*rows,), capacity or 0, to_host)
-        return PendingRows(rows if rows.layout == torch.sparse_csr else _pruned(rows.to_dense(), options), 0, to_host)
+        return PendingRows(
+            rows if rows.layout == torch.sparse_csr else _pruned(rows.to_dense(), options),
+            0,
+            to_host,
+        )
 
 
 def _encode_features(model: Model, features: Features, task_kwargs: dict[str, str]) -> Features:
-    """Run the model on features, moved to its device; a batch without any token gets a place of padding."""
+    """Run the model on features, moved to its device; a batch without any token gets a place of
+    padding.
+    """
     ids = features.get("input_ids")
-    if isinstance(ids, Tensor) and "attention_mask" in features and ids.dim() == 2 and not ids.size(1):
+    if (
+        isinstance(ids, Tensor)
+        and "attention_mask" in features
+        and ids.dim() == 2
+        and not ids.size(1)
+    ):
         place = torch.zeros(ids.size(0), 1, dtype=torch.int64)
-        features = features | {key: place for key, value in features.items() if isinstance(value, Tensor)}
+        features = features | {
+            key: place for key, value in features.items() if isinstance(value, Tensor)
+        }
     with fast_linear(model, torch.device(model.device)):
         found: Features = model(packing.on_device(features, model.device), **task_kwargs)
     return found
 
 
 def as_csr(batches: Sequence[Batch], count: int, vocab_size: int) -> Tensor:
-    """``[count, V]`` CSR of sparse rows in the order of the texts; `vocab_size` is that of no batch at all."""
+    """``[count, V]`` CSR of sparse rows in the order of the texts; `vocab_size` is that of no batch
+    at all.
+    """
     vocab_size = batches[0].rows.vocab_size if batches else vocab_size
     offsets, columns, values = pipeline_rows.stacked(batches, count)
     return csr_tensor(offsets, columns.long(), values, (count, vocab_size))
@@ -113,14 +158,18 @@ def _pruned(rows: Tensor, options: SparseOptions) -> Tensor:
 
 
 class Work(NamedTuple):
-    """A batch before it is encoded: packed token ids, or features; neither where tokenising it failed."""
+    """A batch before it is encoded: packed token ids, or features; neither where tokenising it
+    failed.
+    """
 
     window: int
     places: list[int]
     texts: list[str]
     ids: TokenIds | None = None
     features: Features | None = None
-    skip: frozenset[int] = frozenset()  # places of texts whose rows are known, in batches of which others are not
+    skip: frozenset[int] = (
+        frozenset()
+    )  # places of texts whose rows are known, in batches of which others are not
     cut: int = 0  # how many of the other texts were cut
     max_length: int | None = None  # tokens that are read of a text
 
@@ -135,7 +184,9 @@ class _Begun(NamedTuple):
 
 
 def _or_none(make: Callable[..., T], *args: object, **kwargs: object) -> T | None:
-    """The result, or None where texts could not be tokenised, which is told when they are encoded one by one."""
+    """The result, or None where texts could not be tokenised, which is told when they are encoded
+    one by one.
+    """
     try:
         with packed_inputs():
             return make(*args, **kwargs)
@@ -144,7 +195,9 @@ def _or_none(make: Callable[..., T], *args: object, **kwargs: object) -> T | Non
 
 
 class TextStream(ABC):
-    """Encodes windows of texts with an accelerated model in eval mode, in batches of so many texts or tokens."""
+    """Encodes windows of texts with an accelerated model in eval mode, in batches of so many texts
+    or tokens.
+    """
 
     def __init__(
         self,
@@ -163,24 +216,36 @@ class TextStream(ABC):
             memory = torch.cuda.get_device_properties(self.device).total_memory
             usual = GPU_TOKENS if memory >= SMALL_GPU else SMALL_GPU_TOKENS
         self.batch_tokens, self.batch_size = batch_tokens or usual, batch_size
-        self._lock = threading.Lock()  # held while texts are tokenised, which changes settings of the tokenizer
+        self._lock = (
+            threading.Lock()
+        )  # held while texts are tokenised, which changes settings of the tokenizer
         with unwatched():
             features = _or_none(model.preprocess, ["a"], prompt=prompt, **self.task) or {}
-        self.others = {key: value for key, value in features.items() if not isinstance(value, Tensor)}
-        self.packed = features.keys() - self.others.keys() == PACKED  # packed tokens and nothing else
+        self.others = {
+            key: value for key, value in features.items() if not isinstance(value, Tensor)
+        }
+        self.packed = (
+            features.keys() - self.others.keys() == PACKED
+        )  # packed tokens and nothing else
         if batch_tokens is not None and not self.packed:
             pipeline_rows.say_unused_batch_tokens()
-        self._tokenised: Any = (packing.texts_to(model) if self.packed else None) or model.preprocess
+        self._tokenised: Any = (
+            packing.texts_to(model) if self.packed else None
+        ) or model.preprocess
 
     @abstractmethod
     def _pending(self, features: Features, *, again: bool = False) -> Any:
-        """Run the model on features, `again` after a failure; ``get()`` of the result waits for the host's copy."""
+        """Run the model on features, `again` after a failure; ``get()`` of the result waits for the
+        host's copy.
+        """
 
     def _arrived(self, pending: Any) -> Any:
         return pending.get()
 
     def __call__(self, windows: Iterable[Window | None]) -> Generator[Any, None, None]:
-        """Batches of all texts, then a :class:`WindowEnd`, window by window; a text that fails loses no other."""
+        """Batches of all texts, then a :class:`WindowEnd`, window by window; a text that fails
+        loses no other.
+        """
         with self.tokenised(windows) as works:
             yield pipeline_rows.Begun()
             yield from self._run(works)
@@ -191,7 +256,9 @@ class TextStream(ABC):
         for work in works:
             waiting.append((work, None if isinstance(work, WindowEnd) else self._launched(work)))
             launched += not isinstance(work, WindowEnd)
-            while waiting and (launched > pipeline_rows.IN_FLIGHT or waiting[0][1] is None or waiting[0][1].ready()):
+            while waiting and (
+                launched > pipeline_rows.IN_FLIGHT or waiting[0][1] is None or waiting[0][1].ready()
+            ):
                 launched -= not isinstance(waiting[0][0], WindowEnd)
                 yield from self._collected(*waiting.popleft())
         while waiting:
@@ -210,7 +277,9 @@ class TextStream(ABC):
             yield works
 
     def _begun(self, windows: Iterable[Window | None]) -> Iterator[_Begun | None]:
-        """In the first thread: the Rust tokenizer at work, which leaves Python's lock to the others."""
+        """In the first thread: the Rust tokenizer at work, which leaves Python's lock to the
+        others.
+        """
         for window in windows:
             if window is None:
                 yield None
@@ -236,22 +305,46 @@ class TextStream(ABC):
 
     def _works_of(self, number: int, window: _Begun) -> Iterator[Work]:
         texts, features = window.texts, None if window.finish is None else _or_none(window.finish)
-        if features is None or {key for key, value in features.items() if isinstance(value, Tensor)} != PACKED:
+        if (
+            features is None
+            or {key for key, value in features.items() if isinstance(value, Tensor)} != PACKED
+        ):
             lengths = np.fromiter(map(len, texts), np.int64, len(texts))
             for cut in cut_batches(lengths, None, self.batch_size or PADDED_TEXTS):
                 places, chosen = cut.tolist(), [texts[place] for place in cut]
                 with self._lock, watching() as seen:
                     features = _or_none(self._tokenised, chosen, prompt=self.prompt, **self.task)
                 count = sum(places[row] not in window.skip for row in seen.places(len(chosen)))
-                yield Work(number, places, chosen, None, features, window.skip, count, seen.max_length)
+                yield Work(
+                    number,
+                    places,
+                    chosen,
+                    None,
+                    features,
+                    window.skip,
+                    count,
+                    seen.max_length,
+                )
             return
         ids, positions = (features[name][0].numpy() for name in ("input_ids", "position_ids"))
         whole = TokenIds(ids, positions, features["cu_seq_lens_q"].numpy().astype(np.int64))
         short = window.cut.places(len(texts)) - window.skip
         for cut in cut_batches(whole.lengths, self.batch_tokens, self.batch_size):
             places = cut.tolist()
-            chosen, count = [texts[place] for place in places], sum(place in short for place in places)
-            yield Work(number, places, chosen, whole.take(cut), None, window.skip, count, window.cut.max_length)
+            chosen, count = (
+                [texts[place] for place in places],
+                sum(place in short for place in places),
+            )
+            yield Work(
+                number,
+                places,
+                chosen,
+                whole.take(cut),
+                None,
+                window.skip,
+                count,
+                window.cut.max_length,
+            )
 
     # in the caller's thread
 
@@ -265,8 +358,16 @@ class TextStream(ABC):
     def packed_features(self, ids: TokenIds) -> Features:
         """Features of packed token ids, on their way to the device."""
         parts = ids.ids, ids.positions, ids.offsets  # in one copy
-        tokens, positions, offsets = torch.split(to_device(np.concatenate(parts), self.device), [*map(len, parts)])
-        return self.others | packed_arguments(tokens, positions, offsets.int(), int(ids.lengths.max(initial=0)))
+        tokens, positions, offsets = torch.split(
+            to_device(np.concatenate(parts), self.device),
+            [*map(len, parts)],
+        )
+        return self.others | packed_arguments(
+            tokens,
+            positions,
+            offsets.int(),
+            int(ids.lengths.max(initial=0)),
+        )
 
     def _collected(self, work: Work | WindowEnd, pending: Any) -> Iterator[object]:
         if isinstance(work, WindowEnd):
@@ -306,11 +407,24 @@ class TextStream(ABC):
 
 
 class SparseStream(TextStream):
-    """Encodes windows of texts to :class:`tilefold.pipeline.rows.SparseRows`, whose entries may stay on the device."""
+    """Encodes windows of texts to :class:`tilefold.pipeline.rows.SparseRows`, whose entries may
+    stay on the device.
+    """
 
-    def __init__(self, model: Model, options: SparseOptions, to_host: bool = True, /, **how: Any) -> None:
+    def __init__(
+        self,
+        model: Model,
+        options: SparseOptions,
+        to_host: bool = True,
+        /,
+        **how: Any,
+    ) -> None:
         super().__init__(model, **how)
-        self.options, self.to_host, self.capacity = options, to_host, max(CAPACITY, _needed.get(self.model, 0))
+        self.options, self.to_host, self.capacity = (
+            options,
+            to_host,
+            max(CAPACITY, _needed.get(self.model, 0)),
+        )
 
     def _pending(self, features: Features, *, again: bool = False) -> PendingRows:
         capacity = None if again else self.capacity

@@ -1,4 +1,5 @@
-"""transformers 5: alpha-entmax attention, and packed tokens, for stock models, through the library's own registries.
+"""transformers 5: alpha-entmax attention, and packed tokens, for stock models, through the
+library's own registries.
 
 from tilefold.integrations.transformers import register
 
@@ -9,7 +10,9 @@ model = AutoModel.from_pretrained(name, attn_implementation="entmax")
 try:
     import transformers.masking_utils  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"{__name__} needs transformers 5.0 or later; pip install transformers.") from error
+    raise ImportError(
+        f"{__name__} needs transformers 5.0 or later; pip install transformers.",
+    ) from error
 
 from tilefold.integrations.transformers.alpha import (
     AlphaSchedule,
@@ -29,10 +32,30 @@ from tilefold.integrations.transformers.attention import (
     register,
     unregister,
 )
-from tilefold.integrations.transformers.packed import one_gpu, packed_hidden_states, stop_packed, use_packed
+from tilefold.integrations.transformers.packed import (
+    one_gpu,
+    packed_hidden_states,
+    stop_packed,
+    use_packed,
+)
 
 __all__ = [
-    "AlphaSchedule", "LayerSparsity", "SparsityRecord", "entmax_attention_forward", "entmax_mask", "learn_alpha",
-    "load_alpha", "one_gpu", "packed_hidden_states", "record_sparsity", "register", "runs_entmax", "set_alpha",
-    "stop_packed", "unregister", "use_entmax", "use_packed", "use_softmax",
-]  # fmt: skip
+    "AlphaSchedule",
+    "LayerSparsity",
+    "SparsityRecord",
+    "entmax_attention_forward",
+    "entmax_mask",
+    "learn_alpha",
+    "load_alpha",
+    "one_gpu",
+    "packed_hidden_states",
+    "record_sparsity",
+    "register",
+    "runs_entmax",
+    "set_alpha",
+    "stop_packed",
+    "unregister",
+    "use_entmax",
+    "use_packed",
+    "use_softmax",
+]

@@ -1,4 +1,6 @@
-"""Alpha-entmax attention for transformers' registries, and counts of how sparse it is while a model runs."""
+"""Alpha-entmax attention for transformers' registries, and counts of how sparse it is while a model
+runs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+    causal_mask_function,
+)
 
 from tilefold.integrations.transformers.packed import BIDIRECTIONAL_WINDOWS, conjuncts
 from tilefold.nn.heads import EntmaxAlpha
@@ -23,23 +29,30 @@ ALPHA = "entmax_alpha"  # attribute of configurations and of attention modules
 LEARNED = "learned"  # its value in a configuration where alphas are parameters
 DEFAULT = 1.5
 # Masks that are arguments of the attention; any other mask function would silently be ignored.
-_KNOWN_MASKS = ("causal_mask_function", "sliding_window_overlay.<locals>.inner_mask", *BIDIRECTIONAL_WINDOWS)
+_KNOWN_MASKS = (
+    "causal_mask_function",
+    "sliding_window_overlay.<locals>.inner_mask",
+    *BIDIRECTIONAL_WINDOWS,
+)
 _active: list[SparsityRecord] = []
 
 
 def register(name: str = NAME) -> None:
     """Make ``attn_implementation=name`` run alpha-entmax attention in any transformers model.
 
-    Registers an attention function and a mask function, without which padding would be ignored. Nothing changes for
-    models that do not ask for ``name``. Alphas: ``config.entmax_alpha`` (a number, or one per layer; 1.5 by default),
-    :func:`set_alpha` or :func:`learn_alpha`. A model that has run once stores ``name`` in its configuration, so that
-    its checkpoints load with it again; see :func:`use_entmax`.
+    Registers an attention function and a mask function, without which padding would be ignored.
+    Nothing changes for models that do not ask for ``name``. Alphas: ``config.entmax_alpha`` (a
+    number, or one per layer; 1.5 by default), :func:`set_alpha` or :func:`learn_alpha`. A model
+    that has run once stores ``name`` in its configuration, so that its checkpoints load with it
+    again; see :func:`use_entmax`.
 
     Raises:
         ValueError: for a name with "flash" in it, which would be taken for a FlashAttention.
     """
     if "flash" in name:
-        raise ValueError(f"name must not contain 'flash', which transformers treats as FlashAttention, got {name!r}.")
+        raise ValueError(
+            f"name must not contain 'flash', which transformers treats as FlashAttention, got {name!r}.",
+        )
     AttentionInterface.register(name, entmax_attention_forward)
     AttentionMaskInterface.register(name, entmax_mask)
 
@@ -60,7 +73,8 @@ def entmax_mask(
     attention_mask: Tensor | None = None,
     **how: object,
 ) -> Tensor | None:
-    """The ``[B, kv_length]`` padding mask unchanged: causality and windows are arguments of the attention.
+    """The ``[B, kv_length]`` padding mask unchanged: causality and windows are arguments of the
+    attention.
 
     Raises:
         ValueError: for masks that are not arguments of the attention, and for a static cache.
@@ -68,13 +82,17 @@ def entmax_mask(
     if mask_function is not None and not _is_known(mask_function, how):
         got = getattr(mask_function, "__name__", mask_function)
         remedy = "pass cu_seq_lens_q and cu_seq_lens_k for packed sequences, or use attn_implementation='sdpa'."
-        raise ValueError(f"mask_function must be causal, bidirectional or a sliding window, got {got}; {remedy}")
+        raise ValueError(
+            f"mask_function must be causal, bidirectional or a sliding window, got {got}; {remedy}",
+        )
     # queries are at the end of the keys; a static cache has empty slots after them
     bidirectional = mask_function is bidirectional_mask_function
     static = not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length
     if mask_function is not None and not bidirectional and q_offset is not None and static:
         got = f"{kv_length} keys from {kv_offset} and queries from {q_offset}; use a dynamic cache."
-        raise ValueError(f"the keys of the cache must end with the {q_length} queries for entmax, got {got}")
+        raise ValueError(
+            f"the keys of the cache must end with the {q_length} queries for entmax, got {got}",
+        )
     if attention_mask is None:
         return None
     mask = attention_mask[:, -kv_length:]
@@ -87,8 +105,13 @@ def entmax_mask(
 def _is_known(function: Callable[..., object], how: Mapping[str, object]) -> bool:
     if function is causal_mask_function or function is bidirectional_mask_function:
         return True
-    if torch.compiler.is_compiling():  # which cannot look into closures; masks of packs and of callers forbid both
-        skips = how.get("allow_is_causal_skip", False) or how.get("allow_is_bidirectional_skip", False)
+    if (
+        torch.compiler.is_compiling()
+    ):  # which cannot look into closures; masks of packs and of callers forbid both
+        skips = how.get("allow_is_causal_skip", False) or how.get(
+            "allow_is_bidirectional_skip",
+            False,
+        )
         chunked = "chunked_attention" in (getattr(how.get("config"), "layer_types", None) or ())
         return bool(skips) and not how.get("use_vmap", False) and not chunked
     if getattr(function, "__qualname__", "") in _KNOWN_MASKS:
@@ -109,25 +132,31 @@ def entmax_attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of ``query`` ``[B, H, Nq, D]`` over ``key`` and ``value`` ``[B, Hkv, Nk, D]`` for transformers.
+    """Attention of ``query`` ``[B, H, Nq, D]`` over ``key`` and ``value`` ``[B, Hkv, Nk, D]`` for
+    transformers.
 
     Args:
-        module: the attention module that calls; its alpha is looked up there and in its configuration.
+        module: the attention module that calls; its alpha is looked up there and in its
+            configuration.
         query, key, value, dropout, scaling: as transformers passes them.
         attention_mask: ``[B, Nk]``, as :func:`entmax_mask` returns it.
         sliding_window: keys at a distance below this are seen.
         is_causal: by default what ``module.is_causal`` says.
-        kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of packed sequences in a batch of one; others are not used.
+        kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of packed sequences in a batch of one;
+            others are not used.
 
     Returns:
         ``[B, Nq, H, D]``, and ``None`` for the weights, which are never stored.
 
     Raises:
-        ValueError: for masks of another shape, and for softcaps, sinks or biases, which are not supported.
+        ValueError: for masks of another shape, and for softcaps, sinks or biases, which are not
+            supported.
     """
     for name in ("softcap", "s_aux", "position_bias", "head_mask"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{name} must be None for entmax attention, got a value; use attn_implementation='eager'.")
+            raise ValueError(
+                f"{name} must be None for entmax attention, got a value; use attn_implementation='eager'.",
+            )
     _remember(module)
     options: dict[str, Any] = {
         "alpha": layer_alpha(module),
@@ -136,18 +165,29 @@ def entmax_attention_forward(
         "scale": scaling,
         "dropout_p": dropout,
     }
-    cu_q, cu_k, longest = (kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_k"))
+    cu_q, cu_k, longest = (
+        kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_k")
+    )
     packed = cu_q is not None and cu_k is not None
     if packed:
         query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     elif attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(f"attention_mask must be a padding mask [B, Nk], got {list(attention_mask.shape)}; pass 2D.")
+        raise ValueError(
+            f"attention_mask must be a padding mask [B, Nk], got {list(attention_mask.shape)}; pass 2D.",
+        )
     else:
         options["key_padding_mask"] = attention_mask
     most = int(longest) if packed and isinstance(longest, int) else None
     record = next((record for record in _active if module in record._counts), None)
-    found = entmax_attention(query, key, value, max_seqlen_k=most, return_stats=record is not None, **options)
+    found = entmax_attention(
+        query,
+        key,
+        value,
+        max_seqlen_k=most,
+        return_stats=record is not None,
+        **options,
+    )
     out = found if isinstance(found, Tensor) else found[0]
     if record is not None and not isinstance(found, Tensor):
         record._add(module, query, key, found[1], options)
@@ -155,33 +195,49 @@ def entmax_attention_forward(
 
 
 def _remember(module: nn.Module) -> None:
-    """Store the implementation in the configuration: transformers reads it from checkpoints, but never writes it."""
+    """Store the implementation in the configuration: transformers reads it from checkpoints, but
+    never writes it.
+    """
     config = getattr(module, "config", None)
     if config is not None and not torch.compiler.is_compiling() and MARK not in vars(config):
         setattr(config, MARK, getattr(config, "_attn_implementation", NAME))
 
 
 def layer_alpha(module: nn.Module) -> float | Tensor:
-    """The alpha of an attention module: its ``entmax_alpha``, else its configuration's (one, or a list), else 1.5."""
+    """The alpha of an attention module: its ``entmax_alpha``, else its configuration's (one, or a
+    list), else 1.5.
+    """
     own = getattr(module, ALPHA, None)
-    given: Any = own if own is not None else getattr(getattr(module, "config", None), ALPHA, DEFAULT)
+    given: Any = (
+        own if own is not None else getattr(getattr(module, "config", None), ALPHA, DEFAULT)
+    )
     if isinstance(given, EntmaxAlpha):
         given = given()
     elif own is None and given == LEARNED:
         remedy = "call load_alpha(model, folder) after from_pretrained(folder), or set_alpha(model, 1.5) for another."
-        raise ValueError(f"entmax_alpha of {type(module).__name__} is learned and must be loaded, got none; {remedy}")
+        raise ValueError(
+            f"entmax_alpha of {type(module).__name__} is learned and must be loaded, got none; {remedy}",
+        )
     elif own is None and isinstance(given, (list, tuple)):
         if (layer := getattr(module, "layer_idx", None)) is None or layer >= len(given):
             got = f"{len(given)} for layer {layer}; use set_alpha(model, [...]) instead."
-            raise ValueError(f"config.entmax_alpha must be one number or one for every layer, got {got}")
+            raise ValueError(
+                f"config.entmax_alpha must be one number or one for every layer, got {got}",
+            )
         given = float(given[layer])
     alpha: float | Tensor = given
     return alpha
 
 
 def attention_modules(model: nn.Module) -> dict[nn.Module, int]:
-    """The modules that call the attention interface, first layer first, and their numbers of query heads."""
-    asking = [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "config")]
+    """The modules that call the attention interface, first layer first, and their numbers of query
+    heads.
+    """
+    asking = [
+        module
+        for module in model.modules()
+        if hasattr(module, "is_causal") and hasattr(module, "config")
+    ]
     return {module: heads for module in asking if (heads := _heads_of(module)) is not None}
 
 
@@ -195,7 +251,10 @@ def checked_attention_modules(model: nn.Module) -> dict[nn.Module, int]:
 
 def _heads_of(module: nn.Module) -> int | None:
     names = ("num_attention_heads", "num_heads")
-    values = [*(getattr(module, name, None) for name in names), getattr(module.config, names[0], None)]
+    values = [
+        *(getattr(module, name, None) for name in names),
+        getattr(module.config, names[0], None),
+    ]
     return next((value for value in values if isinstance(value, int)), None)
 
 
@@ -205,12 +264,13 @@ class LayerSparsity:
 
     Attributes:
         name: of the module, or ``"all layers"``.
-        nonzero: share of positive weights among those that masks, causality and windows allow; one number per head,
-            like the others.
+        nonzero: share of positive weights among those that masks, causality and windows allow; one
+            number per head, like the others.
         mean_support: positive weights per query.
-        live_blocks: share of blocks of 64 queries by 64 keys with a positive weight, among those with an allowed one;
-            ``None`` if they were not counted.
-        queries: rows that were counted per head (in a total, over all heads and layers), without padding.
+        live_blocks: share of blocks of 64 queries by 64 keys with a positive weight, among those
+            with an allowed one; ``None`` if they were not counted.
+        queries: rows that were counted per head (in a total, over all heads and layers), without
+            padding.
     """
 
     name: str
@@ -227,15 +287,25 @@ class SparsityRecord:
         modules = checked_attention_modules(model)
         self._names = {module: name for name, module in model.named_modules() if module in modules}
         self._blocks = blocks
-        # of each layer [5, H] int64 on its device: positive, allowed, queries, live and visible blocks
+        # of each layer [5, H] int64 on its device: positive, allowed, queries, live and visible
+        # blocks
         self._counts: dict[nn.Module, Tensor | None] = dict.fromkeys(modules)
 
-    def _add(self, module: nn.Module, query: Tensor, key: Tensor, stats: EntmaxStats, options: dict[str, Any]) -> None:
+    def _add(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        stats: EntmaxStats,
+        options: dict[str, Any],
+    ) -> None:
         cross = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
         mask, rows = options.get("key_padding_mask"), None
         support, visible = stats.support, stats.visible.expand_as(stats.support)
         if mask is not None and not cross and mask.size(1) >= query.size(2):
-            rows = mask[:, mask.size(1) - query.size(2) :] != 0  # queries are aligned to the end of the keys
+            rows = (
+                mask[:, mask.size(1) - query.size(2) :] != 0
+            )  # queries are aligned to the end of the keys
             support, visible = support * rows[:, None], visible * rows[:, None]
         found = [support.sum(dim=(0, 2)), visible.sum(dim=(0, 2)), (visible > 0).sum(dim=(0, 2))]
         if self._blocks:
@@ -260,10 +330,16 @@ class SparsityRecord:
         return self._described("all layers", torch.stack(counts).sum(dim=0))
 
     def _ran(self) -> list[tuple[str, Tensor]]:
-        ran = [(self._names[module], counts.cpu()) for module, counts in self._counts.items() if counts is not None]
+        ran = [
+            (self._names[module], counts.cpu())
+            for module, counts in self._counts.items()
+            if counts is not None
+        ]
         if not ran:
             remedy = "call use_entmax(model), and run the model inside the with block."
-            raise RuntimeError(f"no attention layer of the model ran entmax attention while recorded; {remedy}")
+            raise RuntimeError(
+                f"no attention layer of the model ran entmax attention while recorded; {remedy}",
+            )
         return ran
 
     def _described(self, name: str, counts: Tensor) -> LayerSparsity:
@@ -281,7 +357,9 @@ class SparsityRecord:
             nonzero, support = sum(layer.nonzero) / heads, sum(layer.mean_support) / heads
             rows.append((layer.name, f"{nonzero:.1%}", f"{support:.1f}", live))
         width = max(len(row[0]) for row in rows)
-        return "\n".join(f"{row[0]:<{width}}" + "".join(f"  {cell:>11}" for cell in row[1:]) for row in rows)
+        return "\n".join(
+            f"{row[0]:<{width}}" + "".join(f"  {cell:>11}" for cell in row[1:]) for row in rows
+        )
 
 
 @contextmanager
@@ -292,8 +370,9 @@ def record_sparsity(model: nn.Module, *, blocks: bool = True) -> Iterator[Sparsi
         model(**batch)  # as often as wanted
     print(sparsity)
 
-    Counts stay on the device until they are read, so nothing synchronises inside the block. Padding queries are
-    not counted. With gradient checkpointing a layer that runs twice is counted twice, which leaves shares as they are.
+    Counts stay on the device until they are read, so nothing synchronises inside the block. Padding
+    queries are not counted. With gradient checkpointing a layer that runs twice is counted twice,
+    which leaves shares as they are.
 
     Args:
         model: as for :func:`set_alpha`.
@@ -305,7 +384,9 @@ def record_sparsity(model: nn.Module, *, blocks: bool = True) -> Iterator[Sparsi
     """
     record = SparsityRecord(model, blocks)
     if any(module in other._counts for other in _active for module in record._counts):
-        raise RuntimeError("model must not be recorded already, got a record inside another one; use one of them.")
+        raise RuntimeError(
+            "model must not be recorded already, got a record inside another one; use one of them.",
+        )
     _active.append(record)
     try:
         yield record

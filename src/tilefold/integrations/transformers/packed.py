@@ -1,4 +1,6 @@
-"""Stock encoders of transformers on packed tokens: their attention, whether they compute the same; trainers of them."""
+"""Stock encoders of transformers on packed tokens: their attention, whether they compute the same;
+trainers of them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, sdpa_mask
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+    sdpa_mask,
+)
 
 from tilefold._typing import Model
 from tilefold.ops.implementations import SWITCH, switched_off
@@ -26,7 +32,9 @@ BIDIRECTIONAL_WINDOWS = (
 
 
 def register_packed() -> None:
-    """Make ``attn_implementation="tilefold_packed"`` known: packed attention given ``cu_seq_lens_q``, else ``sdpa``."""
+    """Make ``attn_implementation="tilefold_packed"`` known: packed attention given
+    ``cu_seq_lens_q``, else ``sdpa``.
+    """
     AttentionInterface.register(PACKED, packed_attention_forward)
     AttentionMaskInterface.register(PACKED, packed_mask)
 
@@ -42,7 +50,9 @@ def packed_attention_forward(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of ``[1, H, T, D]`` with ``cu_seq_lens_q`` and ``max_length_q``, else padded, to ``[B, N, H, D]``."""
+    """Attention of ``[1, H, T, D]`` with ``cu_seq_lens_q`` and ``max_length_q``, else padded, to
+    ``[B, N, H, D]``.
+    """
     cu_seqlens: Tensor | None = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is None:
         mask = attention_mask
@@ -50,7 +60,16 @@ def packed_attention_forward(
             places = torch.arange(query.size(2), device=query.device)
             mask = ((places[:, None] - places).abs() < sliding_window)[None, None]
         padded: Tensor
-        padded, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+        padded, _ = sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            mask,
+            dropout=dropout,
+            scaling=scaling,
+            **kwargs,
+        )
         return padded, None
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", False) if causal is None else causal
@@ -60,7 +79,9 @@ def packed_attention_forward(
         raise ValueError(f"packed sequences must be {expected}, got {query.size(0)} rows, {masked}")
     for name in ("softcap", "s_aux", "position_bias", "head_mask"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{name} must be None for packed attention, got a value; use padded inputs.")
+            raise ValueError(
+                f"{name} must be None for packed attention, got a value; use padded inputs.",
+            )
     window = None if sliding_window is None else sliding_window - 1
     longest = kwargs.get("max_length_q")
     longest = int(cu_seqlens.diff().max()) if longest is None else int(longest)
@@ -69,7 +90,14 @@ def packed_attention_forward(
     # squeeze, whose backward is a view: that of [0] is a copy into zeros
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     out = packed_softmax_attention(
-        query, key, value, cu_seqlens, longest, scale=scaling, window=window, dropout_p=dropout
+        query,
+        key,
+        value,
+        cu_seqlens,
+        longest,
+        scale=scaling,
+        window=window,
+        dropout_p=dropout,
     )
     return out[None], None
 
@@ -80,19 +108,28 @@ def packed_mask(
     attention_mask: Tensor | None = None,
     **how: Any,
 ) -> Tensor | None:
-    """The mask of ``"sdpa"``, but none where nothing is padded: the attention applies windows itself."""
+    """The mask of ``"sdpa"``, but none where nothing is padded: the attention applies windows
+    itself.
+    """
     plain = all(
         f is bidirectional_mask_function or getattr(f, "__qualname__", "") in BIDIRECTIONAL_WINDOWS
         for f in conjuncts(mask_function) or [mask_function]
     )
     if attention_mask is None and plain:
         return None
-    found: Tensor | None = sdpa_mask(*args, mask_function=mask_function, attention_mask=attention_mask, **how)
+    found: Tensor | None = sdpa_mask(
+        *args,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **how,
+    )
     return found
 
 
 def conjuncts(function: Callable[..., object]) -> list[Callable[..., object]]:
-    """The mask functions that transformers' ``and_masks`` joined to this one; none if it is no such conjunction."""
+    """The mask functions that transformers' ``and_masks`` joined to this one; none if it is no such
+    conjunction.
+    """
     if not getattr(function, "__qualname__", "").startswith("and_masks"):
         return []
     parts = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
@@ -100,10 +137,15 @@ def conjuncts(function: Callable[..., object]) -> list[Callable[..., object]]:
 
 
 def padding_position(model: nn.Module) -> int | None:
-    """The position of padding in models that count positions from behind it (RoBERTa and its kin), else None."""
+    """The position of padding in models that count positions from behind it (RoBERTa and its kin),
+    else None.
+    """
     for module in model.modules():
         index = getattr(module, "padding_idx", None)
-        if isinstance(index, int) and isinstance(getattr(module, "position_embeddings", None), nn.Embedding):
+        if isinstance(index, int) and isinstance(
+            getattr(module, "position_embeddings", None),
+            nn.Embedding,
+        ):
             return index
     return None
 
@@ -111,8 +153,8 @@ def padding_position(model: nn.Module) -> int | None:
 def position_ids_of(input_ids: Tensor, cu_seqlens: Tensor, padding: int | None = None) -> Tensor:
     """``[T]`` int64 positions of packed tokens within their sequences.
 
-    With a ``padding`` (see :func:`padding_position`) they begin behind it; a token with this id keeps it as its
-    position and is not counted.
+    With a ``padding`` (see :func:`padding_position`) they begin behind it; a token with this id
+    keeps it as its position and is not counted.
     """
     sequence, place = places_of_tokens(cu_seqlens, input_ids.numel())
     if padding is None:
@@ -122,8 +164,15 @@ def position_ids_of(input_ids: Tensor, cu_seqlens: Tensor, padding: int | None =
     return (before[1:] - before[cu_seqlens.long()[sequence]]) * counted + padding
 
 
-def packed_arguments(ids: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int) -> dict[str, Any]:
-    """Packed tokens ``[T]`` and their sequences, under the names that models and sentence-transformers give them."""
+def packed_arguments(
+    ids: Tensor,
+    positions: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+) -> dict[str, Any]:
+    """Packed tokens ``[T]`` and their sequences, under the names that models and
+    sentence-transformers give them.
+    """
     return {
         "input_ids": ids[None],
         "position_ids": positions[None],
@@ -141,14 +190,18 @@ def packed_hidden_states(
     position_ids: Tensor | None = None,
     token_type_ids: Tensor | None = None,
 ) -> Tensor:
-    """Hidden states ``[T, H]`` of packed tokens by a stock encoder, differentiable, with no wait for the GPU.
+    """Hidden states ``[T, H]`` of packed tokens by a stock encoder, differentiable, with no wait
+    for the GPU.
 
     Args:
-        model: a transformers encoder that :func:`use_packed` accepted. Of one with an LM head, the logits are returned
-            (of one whose head is fused by ``accelerate``: the input of the head).
-        input_ids, cu_seqlens: integer ``[T]`` tokens of all sequences, and their int32 offsets ``[B + 1]``.
+        model: a transformers encoder that :func:`use_packed` accepted. Of one with an LM head, the
+            logits are returned (of one whose head is fused by ``accelerate``: the input of the
+            head).
+        input_ids, cu_seqlens: integer ``[T]`` tokens of all sequences, and their int32 offsets ``[B
+            + 1]``.
         max_seqlen: length of the longest sequence, known to the host.
-        position_ids, token_type_ids: ``[T]``; by default those of the model, see :func:`position_ids_of`, and zeros.
+        position_ids, token_type_ids: ``[T]``; by default those of the model, see
+            :func:`position_ids_of`, and zeros.
     """
     if position_ids is None:
         position_ids = position_ids_of(input_ids, cu_seqlens, padding_position(model))
@@ -161,11 +214,12 @@ def packed_hidden_states(
 
 
 def use_packed(model: Model, *, check: bool = True) -> str | None:
-    """Let a stock encoder take packed tokens, by ``attn_implementation="tilefold_packed"`` in this model's config.
+    """Let a stock encoder take packed tokens, by ``attn_implementation="tilefold_packed"`` in this
+    model's config.
 
-    Padded inputs run as before, by transformers' ``"sdpa"``. Checkpoints do not change. A model with
-    ``attn_implementation="entmax"`` stays as it is: its attention takes packed tokens already. With ``check``, two
-    short sequences are run padded and packed, in eval mode, and compared.
+    Padded inputs run as before, by transformers' ``"sdpa"``. Checkpoints do not change. A model
+    with ``attn_implementation="entmax"`` stays as it is: its attention takes packed tokens already.
+    With ``check``, two short sequences are run padded and packed, in eval mode, and compared.
 
     Returns:
         None if the model now takes packed tokens; else why it does not, and nothing is changed.
@@ -197,7 +251,11 @@ def _why_not_by_its_kind(model: Model) -> str | None:
     if not getattr(model, "is_backend_compatible", lambda: False)():
         return f"the attention of {name} does not go through transformers' AttentionInterface"
     decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
-    if decodes or name.endswith("ForCausalLM") or any(getattr(part, "is_causal", False) for part in model.modules()):
+    if (
+        decodes
+        or name.endswith("ForCausalLM")
+        or any(getattr(part, "is_causal", False) for part in model.modules())
+    ):
         return f"{name} is no encoder"
     if (chosen := getattr(config, "_attn_implementation", None)) not in ("sdpa", PACKED, "entmax"):
         return f"attn_implementation={chosen!r} was chosen, and only 'sdpa' and 'entmax' give way to packed attention"
@@ -211,7 +269,9 @@ def _why_not_by_its_numbers(model: Model) -> str | None:
         try:
             ids, mask = _short_sequences(model)
             output = model(input_ids=ids, attention_mask=mask)
-            expected = (output.logits if "logits" in output else output.last_hidden_state)[mask.bool()]
+            expected = (output.logits if "logits" in output else output.last_hidden_state)[
+                mask.bool()
+            ]
             lengths = mask.sum(1)
             cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
             got = packed_hidden_states(model, ids[mask.bool()], cu_seqlens, int(lengths.max()))
@@ -227,11 +287,17 @@ def _why_not_by_its_numbers(model: Model) -> str | None:
 
 def apart(got: Tensor, expected: Tensor) -> float:
     """The largest difference; NaN of other shapes."""
-    return float((got.float() - expected.float()).abs().max()) if got.shape == expected.shape else float("nan")
+    return (
+        float((got.float() - expected.float()).abs().max())
+        if got.shape == expected.shape
+        else float("nan")
+    )
 
 
 def _short_sequences(model: Model) -> tuple[Tensor, Tensor]:
-    """Token ids ``[2, S]`` and their mask; longer than the sliding window of the model, if that is short."""
+    """Token ids ``[2, S]`` and their mask; longer than the sliding window of the model, if that is
+    short.
+    """
     config = model.config
     device = next(model.parameters()).device
     window = getattr(config, "sliding_window", None)
@@ -241,8 +307,17 @@ def _short_sequences(model: Model) -> tuple[Tensor, Tensor]:
     mask = (torch.arange(longest, device=device) < lengths).long()
     padding = getattr(config, "pad_token_id", None)
     padding = 0 if padding is None else padding
-    ids = torch.arange(2 * longest, device=device).view(2, longest) * 7 % min(config.vocab_size - 4, 89) + 3
-    return torch.where((mask == 0) | (ids == padding), torch.where(mask == 0, padding, ids + 1), ids), mask
+    ids = (
+        torch.arange(2 * longest, device=device).view(2, longest)
+        * 7
+        % min(config.vocab_size - 4, 89)
+        + 3
+    )
+    return torch.where(
+        (mask == 0) | (ids == padding),
+        torch.where(mask == 0, padding, ids + 1),
+        ids,
+    ), mask
 
 
 @contextmanager
@@ -260,10 +335,12 @@ def in_eval_mode(*models: nn.Module) -> Iterator[None]:
 
 @functools.cache
 def one_gpu(arguments_class: Any) -> Any:
-    """Training arguments with which a Trainer that no launcher started uses one GPU, however many are visible.
+    """Training arguments with which a Trainer that no launcher started uses one GPU, however many
+    are visible.
 
-    There transformers' Trainer would wrap the model in ``torch.nn.DataParallel``, which an accelerated model refuses.
-    Under a launcher (``torchrun``, ``accelerate launch``), on one GPU and on the CPU they change nothing::
+    There transformers' Trainer would wrap the model in ``torch.nn.DataParallel``, which an
+    accelerated model refuses. Under a launcher (``torchrun``, ``accelerate launch``), on one GPU
+    and on the CPU they change nothing::
 
         arguments = one_gpu(SparseEncoderTrainingArguments)(output_dir="model", per_device_train_batch_size=32)
 
@@ -280,7 +357,9 @@ def one_gpu(arguments_class: Any) -> Any:
     from transformers import TrainingArguments
 
     if not (isinstance(arguments_class, type) and issubclass(arguments_class, TrainingArguments)):
-        raise TypeError(f"arguments_class must be transformers.TrainingArguments or derived, got {arguments_class!r}.")
+        raise TypeError(
+            f"arguments_class must be transformers.TrainingArguments or derived, got {arguments_class!r}.",
+        )
 
     class OneGpu(arguments_class):
         @property
@@ -290,8 +369,12 @@ def one_gpu(arguments_class: Any) -> Any:
         def __reduce__(self) -> Any:
             stock = object.__new__(arguments_class)
             vars(stock).update(vars(self))
-            return stock.__reduce_ex__(1)  # from protocol 2 on pickle wants the class of the object itself
+            return stock.__reduce_ex__(
+                1,
+            )  # from protocol 2 on pickle wants the class of the object itself
 
     OneGpu.__name__ = OneGpu.__qualname__ = f"OneGpu{arguments_class.__name__}"
-    OneGpu.__doc__ = f"``{arguments_class.__name__}`` whose ``n_gpu`` is at most 1; see :func:`one_gpu`."
+    OneGpu.__doc__ = (
+        f"``{arguments_class.__name__}`` whose ``n_gpu`` is at most 1; see :func:`one_gpu`."
+    )
     return OneGpu

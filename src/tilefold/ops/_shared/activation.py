@@ -1,4 +1,6 @@
-"""Activations of weights and scores, elementwise, and their slopes: all monotone, so they commute with a maximum."""
+"""Activations of weights and scores, elementwise, and their slopes: all monotone, so they commute
+with a maximum.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,17 @@ def activate_in_place(x: Tensor, activation: str) -> Tensor:
 
 
 def differentiable_activate(x: Tensor, activation: str) -> Tensor:
-    """:func:`activate` for autograd, its slope NaN at NaN, where torch has 1 for ``relu`` and for no activation."""
+    """:func:`activate` for autograd, its slope NaN at NaN, where torch has 1 for ``relu`` and for
+    no activation.
+    """
     y = activate(x, activation)
     return y * _one_but_nan(x).detach() if activation in ("relu", "none") else y
 
 
 def slope_from_score(score: Tensor, activation: str) -> Tensor:
-    """``act'(x)`` written in terms of ``score = act(x)``, so that backward needs no logits; NaN stays NaN."""
+    """``act'(x)`` written in terms of ``score = act(x)``, so that backward needs no logits; NaN
+    stays NaN.
+    """
     positive = score > 0
     if activation == "log1p_relu":  # y = log1p(x), y' = 1 / (1 + x)
         slope = torch.exp(-score)

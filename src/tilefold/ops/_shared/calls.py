@@ -1,4 +1,6 @@
-"""Calls that are alike: their key, of layouts and options and no value, their passes, and what torch registers."""
+"""Calls that are alike: their key, of layouts and options and no value, their passes, and what
+torch registers.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,36 @@ if TYPE_CHECKING:
 ALIGNMENT = 16  # bytes
 PLAIN = (Tensor, torch.nn.Parameter)
 
-Key = tuple[Any, ...]  # of which the first says whether all tensors are aligned, as TMA descriptors ask
+Key = tuple[
+    Any,
+    ...,
+]  # of which the first says whether all tensors are aligned, as TMA descriptors ask
 
 
-def call_key(tensors: Sequence[object], options: tuple[object, ...], of_call: bool = False) -> Key | None:
-    """Cache key of a call, or of its gradients; ``None`` where torch has to see the registered operator.
+def call_key(
+    tensors: Sequence[object],
+    options: tuple[object, ...],
+    of_call: bool = False,
+) -> Key | None:
+    """Cache key of a call, or of its gradients; ``None`` where torch has to see the registered
+    operator.
 
-    That is in a trace, under modes and transforms, with tensor subclasses and on the meta device; else an
-    ``autograd.Function`` may call the implementation: the dispatcher costs 0.1 ms of host time more. The first of
-    ``tensors`` chooses the device. Types of ``options`` are part of the key: ``True`` equals 1. ``of_call`` says that
-    these have a call, of which ``tensors`` are the gradient and what was saved: hooks may bring that back elsewhere and
-    laid out in another way, but not in another shape.
+    That is in a trace, under modes and transforms, with tensor subclasses and on the meta device;
+    else an ``autograd.Function`` may call the implementation: the dispatcher costs 0.1 ms of host
+    time more. The first of ``tensors`` chooses the device. Types of ``options`` are part of the
+    key: ``True`` equals 1. ``of_call`` says that these have a call, of which ``tensors`` are the
+    gradient and what was saved: hooks may bring that back elsewhere and laid out in another way,
+    but not in another shape.
     """
     first: Any
     tensor: Any
     first = tensors[0]
-    if torch.compiler.is_dynamo_compiling() or type(first) not in PLAIN or first.is_meta or not is_eager(first):
+    if (
+        torch.compiler.is_dynamo_compiling()
+        or type(first) not in PLAIN
+        or first.is_meta
+        or not is_eager(first)
+    ):
         return None
     facts: list[object] = []
     together = 0
@@ -51,7 +67,9 @@ def call_key(tensors: Sequence[object], options: tuple[object, ...], of_call: bo
                 return None
     except RuntimeError:  # sparse and nested tensors have no strides: the checks report them
         return None
-    kind = "cuda" if first.is_cuda else "cpu"  # device.type makes a string, which takes as long as the rest
+    kind = (
+        "cuda" if first.is_cuda else "cpu"
+    )  # device.type makes a string, which takes as long as the rest
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     # whatever the first tensor's dtype: a gradient in 16 bits may be of products in fp32
     settings = autocast, matmul_precision() == "tf32", *fallback.GIVEN_UP
@@ -60,7 +78,9 @@ def call_key(tensors: Sequence[object], options: tuple[object, ...], of_call: bo
 
 @dataclass(eq=False, slots=True)
 class Pass:
-    """Forward, or the gradients, of calls that are alike. Equal to itself only, so that it may be part of a key."""
+    """Forward, or the gradients, of calls that are alike. Equal to itself only, so that it may be
+    part of a key.
+    """
 
     name: str  # of the operator, or of a variant of it
     options: Any
@@ -77,7 +97,8 @@ class Pass:
 class _Eager(torch.autograd.Function):
     """The operator and its gradient without the dispatcher, for calls that have a key.
 
-    Autograd looks at every argument: ``request`` holds all but the leaves, and takes the results but the first.
+    Autograd looks at every argument: ``request`` holds all but the leaves, and takes the results
+    but the first.
     """
 
     @staticmethod
@@ -105,7 +126,9 @@ APPLY = apply_of(_Eager)  # calls under transforms take the registered operator
 def schema_of(arguments: Mapping[str, Any], results: int) -> str:
     """The torch schema of arguments with these annotations, and so many tensors as results."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind, annotation=each) for name, each in arguments.items()]
+    parameters = [
+        inspect.Parameter(name, kind, annotation=each) for name, each in arguments.items()
+    ]
 
     def prototype() -> None: ...
 
@@ -116,17 +139,22 @@ def schema_of(arguments: Mapping[str, Any], results: int) -> str:
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function with its first argument's GPU as the current one, and outside autocast."""
-    with torch.cuda.device(args[0].get_device()), torch.autocast(args[0].device.type, enabled=False):
+    with (
+        torch.cuda.device(args[0].get_device()),
+        torch.autocast(args[0].device.type, enabled=False),
+    ):
         return function(*args)
 
 
 def forbid_double_backward(name: str, operator: str) -> None:
-    """Make a derivative of ``tilefold::name``, which has a fake kernel, an error: it would silently be wrong."""
+    """Make a derivative of ``tilefold::name``, which has a fake kernel, an error: it would silently
+    be wrong.
+    """
 
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         raise RuntimeError(
             f"tilefold::{name} has no derivative: {operator} can be differentiated once. Leave out create_graph=True, "
-            "or use impl='reference', which can be differentiated again."
+            "or use impl='reference', which can be differentiated again.",
         )
 
     torch.library.register_autograd(f"tilefold::{name}", backward)

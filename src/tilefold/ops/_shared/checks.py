@@ -1,4 +1,6 @@
-"""Argument checks of the operators: every error names the argument, what was expected, what came, what to do."""
+"""Argument checks of the operators: every error names the argument, what was expected, what came,
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,28 @@ def dtype_name(dtype: torch.dtype) -> str:
 def check_tensor(name: str, value: object) -> Tensor:
     """Return ``value`` if it is a dense tensor, else raise ``TypeError``."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}; convert it first.")
+        raise TypeError(
+            f"{name} must be a torch.Tensor, got {type(value).__name__}; convert it first.",
+        )
     if value.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got a nested one; pad it, or pack it with cu_seqlens.")
+        raise TypeError(
+            f"{name} must be a dense tensor, got a nested one; pad it, or pack it with cu_seqlens.",
+        )
     if value.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got layout {value.layout}; use {name}.to_dense().")
+        raise TypeError(
+            f"{name} must be a dense tensor, got layout {value.layout}; use {name}.to_dense().",
+        )
     return value
 
 
 def check_shape(name: str, value: Tensor, spec: str, **sizes: int) -> None:
-    """Raise ``ValueError`` unless ``value`` has the dimensions of ``spec``, as ``"B S D"``, of known ``sizes``."""
+    """Raise ``ValueError`` unless ``value`` has the dimensions of ``spec``, as ``"B S D"``, of
+    known ``sizes``.
+    """
     dims = spec.split()
-    if value.dim() != len(dims) or any(dim in sizes and value.size(i) != sizes[dim] for i, dim in enumerate(dims)):
+    if value.dim() != len(dims) or any(
+        dim in sizes and value.size(i) != sizes[dim] for i, dim in enumerate(dims)
+    ):
         # only here: writing a size out makes torch.compile take it for a constant
         expected = f"[{', '.join(dims)}]"
         known = ", ".join(f"{dim}={sizes[dim]}" for dim in dims if dim in sizes)
@@ -44,13 +56,17 @@ def check_dtype(name: str, value: Tensor, allowed: Sequence[torch.dtype], remedy
         raise TypeError(f"{name} must have dtype {names}, got {dtype_name(value.dtype)}; {remedy}")
 
 
-def check_same_device(reference_name: str, reference: Tensor, others: Mapping[str, Tensor | None]) -> None:
+def check_same_device(
+    reference_name: str,
+    reference: Tensor,
+    others: Mapping[str, Tensor | None],
+) -> None:
     """Raise ``ValueError`` unless every given tensor lies on the device of ``reference``."""
     for name, value in others.items():
         if value is not None and value.device != reference.device:
             raise ValueError(
                 f"{name} must be on the device of {reference_name} ({reference.device}), got {value.device}; "
-                f"move it with .to({reference_name}.device)."
+                f"move it with .to({reference_name}.device).",
             )
 
 
@@ -67,32 +83,51 @@ def check_out_dtype(out_dtype: object) -> None:
         raise TypeError(f"out_dtype must be one of {names} or None, got {out_dtype!r}.")
 
 
-def check_tokens(attention_mask: Tensor | None, cu_seqlens: Tensor | None, unit: str, **sizes: int) -> None:
-    """Check the mask ``[B, S]`` of padded tokens, or the offsets of packed ones; ``unit`` is what these tell apart."""
+def check_tokens(
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    unit: str,
+    **sizes: int,
+) -> None:
+    """Check the mask ``[B, S]`` of padded tokens, or the offsets of packed ones; ``unit`` is what
+    these tell apart.
+    """
     if attention_mask is not None:
         check_tensor("attention_mask", attention_mask)
         if cu_seqlens is not None:
             raise ValueError(
                 f"attention_mask must be None with packed input, got a tensor; cu_seqlens already says which {unit} "
-                "belong to which sequence."
+                "belong to which sequence.",
             )
         check_shape("attention_mask", attention_mask, "B S", **sizes)
         if attention_mask.is_complex():
-            raise TypeError(f"attention_mask must be bool, integer or floating, got {attention_mask.dtype}.")
+            raise TypeError(
+                f"attention_mask must be bool, integer or floating, got {attention_mask.dtype}.",
+            )
     if cu_seqlens is not None:
         check_offsets("cu_seqlens", cu_seqlens, "[B + 1]")
 
 
 def check_offsets(name: str, offsets: Tensor, shape: str) -> None:
-    """Check that packed offsets are integers in one dimension, ``shape`` for the error text; values are not read."""
+    """Check that packed offsets are integers in one dimension, ``shape`` for the error text; values
+    are not read.
+    """
     check_tensor(name, offsets)
     check_dtype(name, offsets, (torch.int32, torch.int64), f"use {name}.int().")
     if offsets.dim() != 1 or offsets.numel() == 0:
         raise ValueError(f"{name} must have shape {shape}, got {list(offsets.shape)}.")
 
 
-def check_cu_seqlens(name: str, cu_seqlens: Tensor, rows: int, owner: str, unit: str = "rows") -> None:
-    """Raise ``ValueError`` unless offsets start with 0, never fall, and end at the ``rows`` of ``owner``."""
+def check_cu_seqlens(
+    name: str,
+    cu_seqlens: Tensor,
+    rows: int,
+    owner: str,
+    unit: str = "rows",
+) -> None:
+    """Raise ``ValueError`` unless offsets start with 0, never fall, and end at the ``rows`` of
+    ``owner``.
+    """
     values = cu_seqlens.tolist()
     falls = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
     if values[0] != 0:
@@ -105,5 +140,5 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, rows: int, owner: str, unit:
         return
     raise ValueError(
         f"{name} must start with 0, never fall and end at the number of {unit} T of {owner}, got {problem}; "
-        "build it as the cumulative sum of the sequence lengths with a 0 in front."
+        "build it as the cumulative sum of the sequence lengths with a 0 in front.",
     )

@@ -1,23 +1,24 @@
 """The threshold of alpha-entmax, in torch: used by ``entmax`` and ``entmax_attention``.
 
-With ``e = alpha - 1`` and distances ``d_i = max s - s_i >= 0`` of a row, alpha-entmax is
-``p_i = [c - e d_i]_+^(1/e)``, where ``c = p_max^e`` in ``[n^-e, 1]`` makes the row sum to 1 (the usual threshold is
-``tau = e max s - c``). Solving for ``c`` and not for ``tau`` keeps every digit of shifted rows. With ``L = log p_max``,
+With ``e = alpha - 1`` and distances ``d_i = max s - s_i >= 0`` of a row, alpha-entmax is ``p_i = [c
+- e d_i]_+^(1/e)``, where ``c = p_max^e`` in ``[n^-e, 1]`` makes the row sum to 1 (the usual
+threshold is ``tau = e max s - c``). Solving for ``c`` and not for ``tau`` keeps every digit of
+shifted rows. With ``L = log p_max``,
 
     log p_i = L - (d_i / c) g(e d_i / c),    c = exp(e L),    g(u) = -log(1 - u) / u,    g(0) = 1,
 
 which holds down to alpha = 1, where ``c = 1`` and ``L = -log sum exp(-d)``.
 
 **Root.** Write F, U, Q for the row sums of ``p``, ``p^(1-e)`` and ``p^(1-2e)``. The ``1/e``-norm of
-``x = [c - e d]_+`` is ``G(c) = F^e``: convex, increasing, homogeneous in x, and exactly linear both for a row of equal
-entries and for a row with one entry in its support, so Newton's and Halley's steps on ``G(c) = 1`` need far fewer
-evaluations than on ``F(c) = 1``:
+``x = [c - e d]_+`` is ``G(c) = F^e``: convex, increasing, homogeneous in x, and exactly linear both
+for a row of equal entries and for a row with one entry in its support, so Newton's and Halley's
+steps on ``G(c) = 1`` need far fewer evaluations than on ``F(c) = 1``:
 
     newton = (1 - F^-e) F / U,    halley = newton / (1 - (1 - F^-e) (1-e)/(2e) (F Q / U^2 - 1)).
 
-At alpha = 2 both are Newton's, which ends in the closed form ``c = (1 + sum e d) / n`` on the support. A step that
-leaves the bracket, or follows one that did not halve the residual, is replaced by bisection: the bracket or the
-residual halves with every evaluation, for any row.
+At alpha = 2 both are Newton's, which ends in the closed form ``c = (1 + sum e d) / n`` on the
+support. A step that leaves the bracket, or follows one that did not halve the residual, is replaced
+by bisection: the bracket or the residual halves with every evaluation, for any row.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ import math
 import torch
 from torch import Tensor
 
-EVALUATIONS = 100  # bound of the loop; rows of any shape take 3 to 6, a bracket of 2^-24 at most 24 more
+EVALUATIONS = (
+    100  # bound of the loop; rows of any shape take 3 to 6, a bracket of 2^-24 at most 24 more
+)
 
 SOFTMAX, ENTMAX15, SPARSEMAX, GENERIC = "softmax", "entmax15", "sparsemax", "generic"
 GENERIC16, GENTLE, STEEP = "generic16", "gentle", "steep"  # of kernels
-# Kernels raise x = p^e to the power 1/e by a logarithm that is off by 2^-22 near x = 1; x itself is rounded by 2^-25.
-# Below these alpha - 1 a series takes over: weights of fp32 are within 2.4e-6 of themselves, of 16 bits within 2e-5.
+# Kernels raise x = p^e to the power 1/e by a logarithm that is off by 2^-22 near x = 1; x itself is
+# rounded by 2^-25. Below these alpha - 1 a series takes over: weights of fp32 are within 2.4e-6 of
+# themselves, of 16 bits within 2e-5.
 NEAR_SOFTMAX, NEAR_SOFTMAX16 = 1 / 8, 1 / 64
 
 
@@ -41,7 +45,9 @@ def check_alphas(alpha: Tensor | None) -> None:
     if alpha is None or alpha.device.type != "cpu":
         return
     for bad in alpha[~((alpha >= 1) & (alpha <= 2))][:1].tolist():
-        raise ValueError(f"alpha must lie in [1, 2], got {bad}; parametrise it, for instance as 1 + sigmoid(theta).")
+        raise ValueError(
+            f"alpha must lie in [1, 2], got {bad}; parametrise it, for instance as 1 + sigmoid(theta).",
+        )
 
 
 def alpha_number(alpha: object) -> float:
@@ -52,17 +58,25 @@ def alpha_number(alpha: object) -> float:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Tolerance of row masses in kernels, which divide out what is left: 16 bits round the weights by far more."""
+    """Tolerance of row masses in kernels, which divide out what is left: 16 bits round the weights
+    by far more.
+    """
     return 1e-6 if dtype == torch.float32 else 1e-5
 
 
 def kind_of(alpha: Tensor | None, alpha_value: float) -> str:
     """The closed form that an alpha has, if it is a number: 1 softmax, 1.5 entmax15, 2 sparsemax."""
-    return GENERIC if alpha is not None else {1.0: SOFTMAX, 1.5: ENTMAX15, 2.0: SPARSEMAX}.get(alpha_value, GENERIC)
+    return (
+        GENERIC
+        if alpha is not None
+        else {1.0: SOFTMAX, 1.5: ENTMAX15, 2.0: SPARSEMAX}.get(alpha_value, GENERIC)
+    )
 
 
 def kernel_kind(dtype: torch.dtype, alpha: Tensor | None, alpha_value: float) -> str:
-    """:func:`kind_of` as kernels know it: less exact about any alpha where results are rounded to 16 bits."""
+    """:func:`kind_of` as kernels know it: less exact about any alpha where results are rounded to
+    16 bits.
+    """
     kind = kind_of(alpha, alpha_value)
     if kind != GENERIC:
         return kind
@@ -87,13 +101,16 @@ def log_weights(d: Tensor, log_peak: Tensor, e: Tensor) -> Tensor:
 
 
 def _evaluate(d: Tensor, y: Tensor, e: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """F, U and Q of every row at ``y``: ``c`` of the closed forms, whose ``d`` holds ``e d``, else ``log p_max``."""
+    """F, U and Q of every row at ``y``: ``c`` of the closed forms, whose ``d`` holds ``e d``, else
+    ``log p_max``.
+    """
     if kind == GENERIC:
         log_p = log_weights(d, y, e)
         support = log_p > -math.inf
         log_p = log_p.masked_fill(~support, 0)
         f, u, q = (
-            (torch.exp(power * log_p) * support).sum(dim=-1, keepdim=True) for power in (1, 1 - e, (1 - 2 * e).clamp(0))
+            (torch.exp(power * log_p) * support).sum(dim=-1, keepdim=True)
+            for power in (1, 1 - e, (1 - 2 * e).clamp(0))
         )
         return f, u, q
     x = (y - d).clamp_min(0)
@@ -108,7 +125,11 @@ def _step(y: Tensor, f: Tensor, u: Tensor, q: Tensor, e: Tensor, kind: str) -> T
     log_f = torch.log(f)
     s = -torch.expm1(-e * log_f)
     damping = s * (1 - e) / (2 * e.clamp_min(1e-30)) * (f * q / (u * u) - 1)
-    damping = torch.where((e <= 0.5) & (damping < 0.75), damping, 0.0)  # beyond, Q is a sum of negative powers
+    damping = torch.where(
+        (e <= 0.5) & (damping < 0.75),
+        damping,
+        0.0,
+    )  # beyond, Q is a sum of negative powers
     r = s * f / u / (1 - damping)
     if kind != GENERIC:
         return y - r
@@ -116,11 +137,18 @@ def _step(y: Tensor, f: Tensor, u: Tensor, q: Tensor, e: Tensor, kind: str) -> T
     return y + torch.where(e > 0, moved, -log_f)
 
 
-def solve(d: Tensor, e: Tensor, kind: str, *, method: str = "halley") -> tuple[Tensor, Tensor, Tensor]:
+def solve(
+    d: Tensor,
+    e: Tensor,
+    kind: str,
+    *,
+    method: str = "halley",
+) -> tuple[Tensor, Tensor, Tensor]:
     """The root of every row.
 
     Args:
-        d: ``[R, n]`` distances from the row's maximum, at least 0 and with a 0 in every row; inf is never chosen.
+        d: ``[R, n]`` distances from the row's maximum, at least 0 and with a 0 in every row; inf is
+            never chosen.
         e: ``alpha - 1``, broadcastable to ``[R, 1]``.
         kind: :func:`kind_of` alpha.
         method: ``"halley"``, or ``"bisection"``, which is here to be compared with.
@@ -156,7 +184,9 @@ def solve(d: Tensor, e: Tensor, kind: str, *, method: str = "halley") -> tuple[T
         new = middle
         if method == "halley":
             step = _step(y, f, u, q, e, kind)
-            inside = (step >= low - 99 * eps) & (step <= high + 99 * eps)  # one winner's root lies on the border
+            inside = (step >= low - 99 * eps) & (
+                step <= high + 99 * eps
+            )  # one winner's root lies on the border
             new = torch.where(inside & (residual <= before / 2), step.clamp(low, high), middle)
         still = (new - y).abs() <= eps * (y.abs() if kind != GENERIC else y.abs().clamp_min(1))
         found |= (residual <= tolerance) | still
@@ -177,7 +207,8 @@ def probabilities(d: Tensor, y: Tensor, e: Tensor, kind: str) -> Tensor:
 def row_weights(s: Tensor, e: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Probabilities of scores ``[R, n]``, and the root, mass and peak of every row, ``[R, 1]``.
 
-    A row of nothing but ``-inf`` is 0; one with NaN, ``+inf`` or an alpha out of range, and its root, are NaN.
+    A row of nothing but ``-inf`` is 0; one with NaN, ``+inf`` or an alpha out of range, and its
+    root, are NaN.
     """
     peak = s.amax(dim=-1, keepdim=True)
     proper, empty = peak.isfinite() & (e >= 0) & (e <= 1), peak == -math.inf
@@ -193,8 +224,16 @@ def row_weights(s: Tensor, e: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor
     return torch.where(proper, p, nothing), torch.where(proper | empty, root, math.nan), mass, peak
 
 
-def row_gradients(p: Tensor, dp: Tensor, e: Tensor, kind: str, need_alpha: bool) -> tuple[Tensor, Tensor | None]:
-    """Gradients of scores ``[.., n]``, and of the alpha of each row ``[..]``, from those of the probabilities."""
+def row_gradients(
+    p: Tensor,
+    dp: Tensor,
+    e: Tensor,
+    kind: str,
+    need_alpha: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of scores ``[.., n]``, and of the alpha of each row ``[..]``, from those of the
+    probabilities.
+    """
     u = slopes(p, e, kind)
     total = u.sum(dim=-1, keepdim=True)
     total = torch.where(total == 0, 1.0, total)
@@ -207,7 +246,9 @@ def row_gradients(p: Tensor, dp: Tensor, e: Tensor, kind: str, need_alpha: bool)
 
 
 def slopes(p: Tensor, e: Tensor, kind: str) -> Tensor:
-    """``u = p^(1-e)`` on the support and 0 elsewhere: the Jacobian of a row is ``diag(u) - u u^T / sum u``."""
+    """``u = p^(1-e)`` on the support and 0 elsewhere: the Jacobian of a row is ``diag(u) - u u^T /
+    sum u``.
+    """
     if kind == SOFTMAX:
         return p
     if kind == ENTMAX15:
@@ -220,10 +261,17 @@ def slopes(p: Tensor, e: Tensor, kind: str) -> Tensor:
 def alpha_terms(p: Tensor, u: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
     """Elementwise A and B of ``dp/dalpha = (B sum A - A sum B) / sum u``, finite down to alpha = 1.
 
-    With ``y = log p`` and ``w = -e y``: ``A = p (exp(w) - 1 - w) / e^2`` (limit ``p y^2 / 2``), ``B = p (1 + w)``.
+    With ``y = log p`` and ``w = -e y``: ``A = p (exp(w) - 1 - w) / e^2`` (limit ``p y^2 / 2``), ``B
+    = p (1 + w)``.
     """
     y = torch.log(torch.where(p > 0, p, 1.0))
     w = -e * y
-    series = 1 / 2 + w * (1 / 6 + w * (1 / 24 + w * (1 / 120 + w * (1 / 720 + w * (1 / 5040 + w / 40320)))))
+    series = 1 / 2 + w * (
+        1 / 6 + w * (1 / 24 + w * (1 / 120 + w * (1 / 720 + w * (1 / 5040 + w / 40320))))
+    )
     direct = (u - p - p * w) / (e * e).clamp_min(1e-30)
-    return torch.where(w < (0.3 if p.dtype == torch.float32 else 0.03), p * y * y * series, direct), p * (1 + w)
+    return torch.where(
+        w < (0.3 if p.dtype == torch.float32 else 0.03),
+        p * y * y * series,
+        direct,
+    ), p * (1 + w)

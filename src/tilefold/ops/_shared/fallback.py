@@ -1,4 +1,6 @@
-"""Fallback where a kernel cannot be built: another one, after one warning; at last the tiled path, for ``"auto"``."""
+"""Fallback where a kernel cannot be built: another one, after one warning; at last the tiled path,
+for ``"auto"``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tilefold.ops._shared._triton import releases
 
 
 class KernelUnavailableError(RuntimeError):
-    """Triton cannot build ``kernel`` here, or the device cannot hold it; plans may say what stands ``instead``."""
+    """Triton cannot build ``kernel`` here, or the device cannot hold it; plans may say what stands
+    ``instead``.
+    """
 
     def __init__(self, kernel: str, why: str, instead: tuple[str, str] | None = None) -> None:
         super().__init__(why)
@@ -27,12 +31,16 @@ class FallbackWarning(UserWarning):
 
 
 T = TypeVar("T")
-SLOWER = "The tiled torch path runs instead: the same results within rounding, several times slower."
+SLOWER = (
+    "The tiled torch path runs instead: the same results within rounding, several times slower."
+)
 GIVEN_UP: dict[tuple[str, torch.device], str] = {}
 
 
 def attempt(run: Callable[..., T], *given: object) -> T | KernelUnavailableError:
-    """``run(*given)``, or the error where a kernel cannot be built: the one place where such errors are caught."""
+    """``run(*given)``, or the error where a kernel cannot be built: the one place where such errors
+    are caught.
+    """
     try:
         return run(*given)
     except KernelUnavailableError as error:
@@ -45,7 +53,9 @@ def given_up(kernel: str, device: torch.device) -> str | None:
 
 
 def give_up(kernel: str, device: torch.device, why: str, instead: str) -> None:
-    """Remember that ``kernel`` cannot run on ``device``, and warn the first time; ``instead`` is a sentence."""
+    """Remember that ``kernel`` cannot run on ``device``, and warn the first time; ``instead`` is a
+    sentence.
+    """
     if (kernel, device) in GIVEN_UP:
         return
     GIVEN_UP[kernel, device] = why
@@ -55,12 +65,14 @@ def give_up(kernel: str, device: torch.device, why: str, instead: str) -> None:
 
 
 def refuse_capture(operator: str, device: torch.device) -> None:
-    """Raise ``RuntimeError`` where the tiled path would take the place of kernels in a CUDA graph being captured."""
+    """Raise ``RuntimeError`` where the tiled path would take the place of kernels in a CUDA graph
+    being captured.
+    """
     if (operator, device) in GIVEN_UP and is_capturing(device):
         raise RuntimeError(
             f"{operator} cannot be captured in a CUDA graph here: {GIVEN_UP[operator, device]}, and the tiled torch "
             "path that takes its place waits for the GPU. Leave this call out of the graph; a call before the capture "
-            "(a warm up) says whether the kernels can be built."
+            "(a warm up) says whether the kernels can be built.",
         )
 
 

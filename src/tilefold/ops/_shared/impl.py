@@ -1,4 +1,6 @@
-"""Choice of an operator's implementation: by device for ``"auto"``, never changed behind an explicit name."""
+"""Choice of an operator's implementation: by device for ``"auto"``, never changed behind an
+explicit name.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def triton_interpreted() -> bool:
 
 
 def switched_off() -> bool:
-    """Whether the environment's ``TILEFOLD_DISABLE`` asks for stock libraries and plain torch; warns once of it."""
+    """Whether the environment's ``TILEFOLD_DISABLE`` asks for stock libraries and plain torch;
+    warns once of it.
+    """
     if os.environ.get(SWITCH, "0") in {"", "0"}:
         return False
     _say_switched_off()
@@ -57,7 +61,11 @@ def _why_not_on(device: torch.device) -> str | None:
 @functools.cache
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of ``device``; 3 where kernels are interpreted."""
-    return 3 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+    return (
+        3
+        if device.type != "cuda"
+        else torch.cuda.get_device_properties(device).multi_processor_count
+    )
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -78,44 +86,53 @@ def why_not_triton(device: torch.device) -> str | None:
 
 
 def takes_kernels(device: torch.device) -> bool:
-    """Whether ``"auto"`` takes the Triton kernels for tensors on ``device``, unless they were given up."""
+    """Whether ``"auto"`` takes the Triton kernels for tensors on ``device``, unless they were given
+    up.
+    """
     return device.type == "cuda" and not switched_off() and why_not_triton(device) is None
 
 
 def settled(asked: str, chosen: str) -> str:
-    """``chosen``, or ``"auto"`` where that chose the kernels: the tiled path then stands behind them."""
+    """``chosen``, or ``"auto"`` where that chose the kernels: the tiled path then stands behind
+    them.
+    """
     return "auto" if asked == "auto" and chosen == "triton" else chosen
 
 
 def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
     """Turn ``impl`` into ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
 
-    ``RuntimeError`` for ``"triton"`` where it cannot run, and for any but ``"reference"`` where ``torch.func`` or
-    forward mode differentiates: a registered operator would have a tangent of zeros without a word.
+    ``RuntimeError`` for ``"triton"`` where it cannot run, and for any but ``"reference"`` where
+    ``torch.func`` or forward mode differentiates: a registered operator would have a tangent of
+    zeros without a word.
     """
     check_choice("impl", impl, IMPLS)
     if impl != "reference" and in_forward_mode():
         raise RuntimeError(
             f"impl must be 'reference' in forward-mode differentiation (torch.func.jvp, forward_ad), got {impl!r}; the "
-            "other implementations have gradients only."
+            "other implementations have gradients only.",
         )
     if impl != "reference" and in_function_transform():
         raise RuntimeError(
             f"impl must be 'reference' under torch.func.grad, vjp and jacrev, got {impl!r}; torch.autograd.grad and "
-            "backward() serve every implementation."
+            "backward() serve every implementation.",
         )
     if impl == "auto":
         return "triton" if takes_kernels(device) and given_up(operator, device) is None else "tiled"
     if impl == "triton" and (reason := why_not_triton(device)) is not None:
-        raise RuntimeError(f"impl='triton' cannot run here: {reason}. Use impl='auto' or impl='tiled'.")
+        raise RuntimeError(
+            f"impl='triton' cannot run here: {reason}. Use impl='auto' or impl='tiled'.",
+        )
     return impl
 
 
 def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") -> str:
-    """Implementation that ``operator`` runs on the argument ``name``: ``"reference"``, ``"tiled"`` or ``"triton"``.
+    """Implementation that ``operator`` runs on the argument ``name``: ``"reference"``, ``"tiled"``
+    or ``"triton"``.
 
-    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, unless ``operator`` was given up
-    there, else ``"tiled"``; ``TypeError`` for ``"triton"`` with another dtype.
+    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, unless
+    ``operator`` was given up there, else ``"tiled"``; ``TypeError`` for ``"triton"`` with another
+    dtype.
     """
     resolved = resolve_impl(impl, tensor.device, operator)
     if resolved == "triton" and tensor.dtype not in TRITON_DTYPES:
@@ -124,21 +141,27 @@ def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") ->
         names = ", ".join(map(dtype_name, TRITON_DTYPES))
         raise TypeError(
             f"{name} must have dtype {names} for impl='triton', got {dtype_name(tensor.dtype)}; use impl='auto' or "
-            "impl='tiled'."
+            "impl='tiled'.",
         )
     return resolved
 
 
 def host_may_read(device: torch.device, impl: str) -> bool:
-    """Whether the host may look at values there: on the CPU, and where ``impl`` does, unless a graph is captured."""
-    return device.type != "cuda" or (impl == "tiled" and not torch.cuda.is_current_stream_capturing())
+    """Whether the host may look at values there: on the CPU, and where ``impl`` does, unless a
+    graph is captured.
+    """
+    return device.type != "cuda" or (
+        impl == "tiled" and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 def check_interpreted(setting: Setting, *dtypes: torch.dtype) -> None:
-    """Raise ``RuntimeError`` for what Triton's interpreter computes wrongly without a word: bf16, so far."""
+    """Raise ``RuntimeError`` for what Triton's interpreter computes wrongly without a word: bf16,
+    so far.
+    """
     for dtype in dtypes if setting.capability == (0, 0) else ():
         if (fault := INTERPRETER_FAULTS.get(dtype)) is not None:
             raise RuntimeError(
                 f"dtypes must be float16 or float32 for impl='triton' under TRITON_INTERPRET=1, got "
-                f"{dtype_name(dtype)}: {fault} (Triton {release_name()}). Use those, or impl='tiled'."
+                f"{dtype_name(dtype)}: {fault} (Triton {release_name()}). Use those, or impl='tiled'.",
             )

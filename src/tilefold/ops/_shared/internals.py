@@ -26,15 +26,24 @@ class Tma(NamedTuple):
 
     rows: int
     columns: int
-    make: Callable[[Any, list[int], list[int]], Any]  # of what has a dtype and an address, a shape and strides
+    make: Callable[
+        [Any, list[int], list[int]],
+        Any,
+    ]  # of what has a dtype and an address, a shape and strides
 
 
 current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)  # its handle, by device
+current_stream: Callable[[int], int] = getattr(
+    torch._C,
+    "_cuda_getCurrentRawStream",
+    int,
+)  # its handle, by device
 
 
 def is_eager(tensor: Tensor) -> bool:
-    """Whether no mode and no transform is active, nor ``tensor`` several at once; not to be asked in a trace."""
+    """Whether no mode and no transform is active, nor ``tensor`` several at once; not to be asked
+    in a trace.
+    """
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -52,17 +61,23 @@ def in_function_transform() -> bool:
     if torch._C._functorch.peek_interpreter_stack() is None:
         return False
     differentiating = torch._C._functorch.TransformType.Grad
-    return any(level.key() == differentiating for level in torch._C._functorch.get_interpreter_stack() or ())
+    return any(
+        level.key() == differentiating
+        for level in torch._C._functorch.get_interpreter_stack() or ()
+    )
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` past what torch does before it in Python, which is for transforms: not for calls under one."""
+    """``function.apply`` past what torch does before it in Python, which is for transforms: not for
+    calls under one.
+    """
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 
 def _precision_reader() -> Callable[[], str]:
-    # PyTorch 2.9 and newer: one setting behind all switches. Once it was used, the old ones refuse to be read.
+    # PyTorch 2.9 and newer: one setting behind all switches. Once it was used, the old ones refuse
+    # to be read.
     reader: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
     if reader is not None:
         return functools.partial(reader, "cuda", "matmul")
@@ -70,11 +85,15 @@ def _precision_reader() -> Callable[[], str]:
     return lambda: "tf32" if matmul.allow_tf32 else "ieee"
 
 
-matmul_precision = _precision_reader()  # of products on a GPU, by whichever switch; microseconds per call count
+matmul_precision = (
+    _precision_reader()
+)  # of products on a GPU, by whichever switch; microseconds per call count
 
 
 def tf32_allowed(dtype: torch.dtype) -> bool:
-    """Whether products of ``dtype`` may run in TF32, as cuBLAS would now; never for another dtype than fp32."""
+    """Whether products of ``dtype`` may run in TF32, as cuBLAS would now; never for another dtype
+    than fp32.
+    """
     return dtype == torch.float32 and matmul_precision() == "tf32"
 
 
@@ -110,13 +129,28 @@ def hooked() -> bool:
 
 
 def launch_facts(compiled: Any) -> tuple[str, list[str], Sequence[Any]] | None:
-    """PTX, kinds of arguments and descriptions of TMA maps; ``None`` of a kernel that only Triton's call launches."""
+    """PTX, kinds of arguments and descriptions of TMA maps; ``None`` of a kernel that only Triton's
+    call launches.
+    """
     metadata = compiled.metadata
-    special = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    special = (
+        "global_scratch_size",
+        "profile_scratch_size",
+        "launch_cooperative_grid",
+        "launch_pdl",
+    )
     ptx = compiled.asm.get("ptx")  # which ROCm has not
-    if not ptx or getattr(metadata, "num_ctas", 1) != 1 or any(getattr(metadata, name, 0) for name in special):
+    if (
+        not ptx
+        or getattr(metadata, "num_ctas", 1) != 1
+        or any(getattr(metadata, name, 0) for name in special)
+    ):
         return None  # Triton does more for this kernel
-    return ptx, [*map(str, compiled.src.signature.values())], getattr(metadata, "tensordesc_meta", None) or ()
+    return (
+        ptx,
+        [*map(str, compiled.src.signature.values())],
+        getattr(metadata, "tensordesc_meta", None) or (),
+    )
 
 
 def tma_map(descriptor: Any, description: dict[str, Any] | None) -> bytes | None:
@@ -126,7 +160,9 @@ def tma_map(descriptor: Any, description: dict[str, Any] | None) -> bytes | None
     if not description:
         return None
     make, address = driver.make_tensordesc_arg, descriptor.base.data_ptr()
-    others = (None,) * (len(inspect.signature(make).parameters) - 2)  # of Gluon's barriers, from 3.8 on
+    others = (None,) * (
+        len(inspect.signature(make).parameters) - 2
+    )  # of Gluon's barriers, from 3.8 on
     owner = make(descriptor, description, *others)[0]
     if hasattr(owner, "tma_desc_cpu_ptr"):  # 3.4
         found = ctypes.string_at(owner.tma_desc_cpu_ptr(), TMA_MAP_BYTES)
@@ -140,30 +176,56 @@ def tma_map(descriptor: Any, description: dict[str, Any] | None) -> bytes | None
 
 
 def flash_attention_varlen(
-    qkv: Heads, cu_seqlens: Tensor, longest: int, dropout_p: float, scale: float | None, window: int | None
+    qkv: Heads,
+    cu_seqlens: Tensor,
+    longest: int,
+    dropout_p: float,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
-    """Torch's flash attention of packed 16-bit ``[T, H, D]``, differentiable, with ``|i - j| <= window``."""
+    """Torch's flash attention of packed 16-bit ``[T, H, D]``, differentiable, with ``|i - j| <=
+    window``.
+    """
     side = -1 if window is None else window
     packing = cu_seqlens, cu_seqlens, longest, longest, dropout_p, False, False
     sides = {"window_size_left": side, "window_size_right": side}
-    out: Tensor = torch.ops.aten._flash_attention_forward.default(*qkv, *packing, scale=scale, **sides)[0]
+    out: Tensor = torch.ops.aten._flash_attention_forward.default(
+        *qkv,
+        *packing,
+        scale=scale,
+        **sides,
+    )[0]
     return out
 
 
 def efficient_attention_varlen(
-    qkv: Heads, cu_seqlens: Tensor, longest: int, dropout_p: float, scale: float | None
+    qkv: Heads,
+    cu_seqlens: Tensor,
+    longest: int,
+    dropout_p: float,
+    scale: float | None,
 ) -> Tensor:
     """Torch's memory-efficient attention of packed ``[T, H, D]``, differentiable, in fp32 too."""
-    tensors, packing = (each[None] for each in qkv), (cu_seqlens, cu_seqlens, longest, longest, dropout_p)
+    tensors, packing = (
+        (each[None] for each in qkv),
+        (cu_seqlens, cu_seqlens, longest, longest, dropout_p),
+    )
     out: Tensor = torch.ops.aten._efficient_attention_forward.default(
-        *tensors, None, *packing, 0, torch.is_grad_enabled(), scale=scale
+        *tensors,
+        None,
+        *packing,
+        0,
+        torch.is_grad_enabled(),
+        scale=scale,
     )[0]
     return out[0]
 
 
 @functools.cache
 def has_onednn_linear() -> bool:
-    """Whether torch has oneDNN's linear layer for x86, which its own compiler of code for the CPU uses."""
+    """Whether torch has oneDNN's linear layer for x86, which its own compiler of code for the CPU
+    uses.
+    """
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     names = ("_linear_pointwise", "_reorder_linear_weight")
@@ -174,7 +236,11 @@ def has_onednn_linear() -> bool:
 def has_int8_products() -> bool:
     """Whether torch multiplies int8 on the CPU faster than fp32: oneDNN, by AVX-512."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return available and hasattr(torch, "_int_mm") and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return (
+        available
+        and hasattr(torch, "_int_mm")
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    )
 
 
 def int8_products(rows: Tensor, columns: Tensor) -> Tensor:
@@ -184,7 +250,9 @@ def int8_products(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``rows @ weight.T + bias`` in fp32 on the CPU; the weight ``[N, K]`` as it is, or as :func:`onednn_packed`."""
+    """``rows @ weight.T + bias`` in fp32 on the CPU; the weight ``[N, K]`` as it is, or as
+    :func:`onednn_packed`.
+    """
     found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return found
 

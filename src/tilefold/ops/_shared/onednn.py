@@ -1,4 +1,6 @@
-"""fp32 products on the CPU by oneDNN, which makes a kernel for each number of rows; times: docs/performance.md."""
+"""fp32 products on the CPU by oneDNN, which makes a kernel for each number of rows; times:
+docs/performance.md.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ FEWEST_ROWS = 256
 
 
 def serves(rows: Tensor, count: int, weight: Tensor) -> bool:
-    """Whether oneDNN multiplies ``count`` rows like `rows` by `weight` ``[N, K]``, without a gradient."""
+    """Whether oneDNN multiplies ``count`` rows like `rows` by `weight` ``[N, K]``, without a
+    gradient.
+    """
     return (
         count >= FEWEST_ROWS
         and rows.device.type == "cpu"
@@ -27,7 +31,9 @@ def serves(rows: Tensor, count: int, weight: Tensor) -> bool:
 
 
 def tile_product(like: Tensor, count: int, weight: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """Function for repeated products of at most ``count`` rows and ``weight.T``, or None where torch does as well."""
+    """Function for repeated products of at most ``count`` rows and ``weight.T``, or None where
+    torch does as well.
+    """
     if _mkl_is_at_home() or not serves(like, count, weight):
         return None
     packed = onednn_packed(weight, count)
@@ -36,7 +42,9 @@ def tile_product(like: Tensor, count: int, weight: Tensor) -> Callable[[Tensor],
 
 @functools.cache
 def _mkl_is_at_home() -> bool:
-    """Whether this is a CPU of Intel, where MKL into memory that was written before is an eighth faster."""
+    """Whether this is a CPU of Intel, where MKL into memory that was written before is an eighth
+    faster.
+    """
     try:
         intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -1,4 +1,6 @@
-"""Operators told by data: one way from a call to its launches, for eager calls, compiled ones and gradients."""
+"""Operators told by data: one way from a call to its launches, for eager calls, compiled ones and
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from tilefold.ops._shared.plan import Buffer, Setting, Take, Values, taker
 if TYPE_CHECKING:
     from tilefold.ops._shared._triton.program import Program
 
-TensorsT = TypeVar("TensorsT", bound=tuple[Any, ...])  # a record of tensors, some of which may be None
+TensorsT = TypeVar(
+    "TensorsT",
+    bound=tuple[Any, ...],
+)  # a record of tensors, some of which may be None
 OptionsT = TypeVar("OptionsT", bound=tuple[Any, ...])
 Results = Sequence["Tensor | None"]
 Needs = tuple[bool, ...]  # which gradients are wanted
@@ -36,34 +41,43 @@ class Checked(NamedTuple):
     """Result of a room's checks of a call's arguments."""
 
     options: Any
-    ready: Callable[[Any], Any] | None = None  # makes the operator's tensors of those that were given, differentiably
+    ready: Callable[[Any], Any] | None = (
+        None  # makes the operator's tensors of those that were given, differentiably
+    )
 
 
 @dataclass(eq=False)
 class Operator(Generic[TensorsT, OptionsT]):
-    """``operator(tensors, asked, impl, check, into)``: the results, of which the first may be differentiated, once.
+    """``operator(tensors, asked, impl, check, into)``: the results, of which the first may be
+    differentiated, once.
 
     Args:
         name: of the public function, and of the registered operator ``tilefold::name``.
-        tensors, options: record types, whose annotations give the schema; the first tensor chooses device and
-            implementation.
+        tensors, options: record types, whose annotations give the schema; the first tensor chooses
+            device and implementation.
         saved: record type of what backward reads, each the name of a tensor or a result.
         results: their names.
-        outputs: ``(tensors, options, training)`` to the results' shapes and dtypes, for plans and for compilers. Where
-            no gradient may be asked for, ``training`` is false, and a result that only backward reads has no elements.
-        gradients: by the name of each tensor that has one (and may be ``None`` in a call) the saved tensor whose shape
-            and dtype the gradient has, in contiguous memory; or ``(saved, options)`` to its :class:`Buffer`. The saved
-            tensor of the first entry (by its own name, if a function is given) chooses the implementation of a
-            registered gradient. Nothing of an operator without an entry can be differentiated.
-        plans: imports ``plans.py``, whose ``forward(tensors, options, training, setting)`` and ``backward(d<first
-            result>, saved, options, needs, setting)`` return plans, and ``None`` for what the tiled path always makes;
-            of backward, ``d<tensor>`` are the results.
-        tiled: the tiled path: ``forward(tensors, options, training)`` returns the results, and ``backward(d<first
-            result>, saved, options, needs, *buffers to add to)`` the gradients; ``None`` for what it does not make.
+        outputs: ``(tensors, options, training)`` to the results' shapes and dtypes, for plans and
+            for compilers. Where no gradient may be asked for, ``training`` is false, and a result
+            that only backward reads has no elements.
+        gradients: by the name of each tensor that has one (and may be ``None`` in a call) the saved
+            tensor whose shape and dtype the gradient has, in contiguous memory; or ``(saved,
+            options)`` to its :class:`Buffer`. The saved tensor of the first entry (by its own name,
+            if a function is given) chooses the implementation of a registered gradient. Nothing of
+            an operator without an entry can be differentiated.
+        plans: imports ``plans.py``, whose ``forward(tensors, options, training, setting)`` and
+            ``backward(d<first result>, saved, options, needs, setting)`` return plans, and ``None``
+            for what the tiled path always makes; of backward, ``d<tensor>`` are the results.
+        tiled: the tiled path: ``forward(tensors, options, training)`` returns the results, and
+            ``backward(d<first result>, saved, options, needs, *buffers to add to)`` the gradients;
+            ``None`` for what it does not make.
         reference: ``(tensors, options)`` to the first result, or to all.
-        check_values: of tensors on the CPU, before kernels; the tiled path checks those that it reads.
-        reads: which of those that ``saved`` names backward reads with these options; the others are ``None``.
-        choose: ``(tensors, impl)`` to the name by which the kernels of such calls are given up, and the implementation.
+        check_values: of tensors on the CPU, before kernels; the tiled path checks those that it
+            reads.
+        reads: which of those that ``saved`` names backward reads with these options; the others are
+            ``None``.
+        choose: ``(tensors, impl)`` to the name by which the kernels of such calls are given up, and
+            the implementation.
     """
 
     name: str
@@ -84,16 +98,25 @@ class Operator(Generic[TensorsT, OptionsT]):
         self._inputs: tuple[str, ...] = cast(Any, self.tensors)._fields
         self._leaves = [self._inputs.index(each) for each in self.gradients]
         self._dfirst = f"d{self.results[0]}"
-        self.calls: dict[Key | None, Pass] = {}  # of the public function, the registered operators, and gradients
+        self.calls: dict[
+            Key | None,
+            Pass,
+        ] = {}  # of the public function, the registered operators, and gradients
         self._register()
 
     def chosen_impl(self, first: Tensor, impl: str) -> str:
-        """Implementation that runs for the first tensor; see :func:`tilefold.ops._shared.impl.chosen_impl`."""
+        """Implementation that runs for the first tensor; see
+        :func:`tilefold.ops._shared.impl.chosen_impl`.
+        """
         return implementations.chosen_impl(self.name, self._inputs[0], first, impl)
 
     def _named(self, tensors: TensorsT, impl: str) -> tuple[str, str]:
         """The operator as people call it, and the implementation that it runs."""
-        name, chosen = self.choose(tensors, impl) if self.choose else (self.name, self.chosen_impl(tensors[0], impl))
+        name, chosen = (
+            self.choose(tensors, impl)
+            if self.choose
+            else (self.name, self.chosen_impl(tensors[0], impl))
+        )
         return name, settled(impl, chosen)
 
     # A call of the public function
@@ -106,16 +129,21 @@ class Operator(Generic[TensorsT, OptionsT]):
         check: Callable[..., Checked],
         into: Mapping[str, Tensor] = NOTHING,
     ) -> Values:
-        """The results; ``check(tensors, *asked, *into's)`` runs if no call like this one was made before.
+        """The results; ``check(tensors, *asked, *into's)`` runs if no call like this one was made
+        before.
 
-        Backward adds the gradient of a tensor that ``into`` names to the buffer there, and returns none for it. The
-        public function's argument for such a buffer is called ``<tensor>_main_grad``.
+        Backward adds the gradient of a tensor that ``into`` names to the buffer there, and returns
+        none for it. The public function's argument for such a buffer is called
+        ``<tensor>_main_grad``.
         """
         training = False
         if torch.is_grad_enabled():
             for place in self._leaves:
                 training = training or bool(getattr(tensors[place], "requires_grad", False))
-        key = call_key((*tensors, *into.values()) if into else tensors, (*asked, *into, impl, training))
+        key = call_key(
+            (*tensors, *into.values()) if into else tensors,
+            (*asked, *into, impl, training),
+        )
         try:
             call = self.calls.get(key)
         except TypeError:  # an option that cannot be hashed: the checks report it
@@ -124,7 +152,14 @@ class Operator(Generic[TensorsT, OptionsT]):
             if call.ready is not None:
                 tensors = call.ready(tensors)
         else:
-            call, found = self._first(key, check(tensors, *asked, *into.values()), tensors, impl, training, into)
+            call, found = self._first(
+                key,
+                check(tensors, *asked, *into.values()),
+                tensors,
+                impl,
+                training,
+                into,
+            )
             if call is None:
                 return tuple(found)
             tensors = found
@@ -143,12 +178,18 @@ class Operator(Generic[TensorsT, OptionsT]):
         training: bool,
         into: Mapping[str, Tensor],
     ) -> tuple[Pass | None, Any]:
-        """The pass of a call that no other was like, and its tensors; ``None`` where none runs it, and its results."""
+        """The pass of a call that no other was like, and its tensors; ``None`` where none runs it,
+        and its results.
+        """
         (options, ready), name = checked, self.name
         if ready is not None:
             tensors = ready(tensors)
         if torch.compiler.is_compiling():
-            check_choice("impl", impl, IMPLS)  # the operator chooses when it runs: a device cannot be asked in a trace
+            check_choice(
+                "impl",
+                impl,
+                IMPLS,
+            )  # the operator chooses when it runs: a device cannot be asked in a trace
         else:
             name, impl = self._named(tensors, impl)
         if impl == "reference":
@@ -158,31 +199,55 @@ class Operator(Generic[TensorsT, OptionsT]):
             where = "under torch.compile or with tensor subclasses; leave it out there, and add {}.grad to it"
             refuse_buffers(into, f"{where} after backward")
             return None, calls.as_tuple(self._by_torch(*tensors, *options, training, impl))
-        call = Pass(name, options, impl, training, False, key[0], ready, tuple(into), self._taker(options))
+        call = Pass(
+            name,
+            options,
+            impl,
+            training,
+            False,
+            key[0],
+            ready,
+            tuple(into),
+            self._taker(options),
+        )
         return self._kept(key, call), tensors
 
     def _taker(self, options: OptionsT) -> Take:
         """Function that selects what backward reads, of a call's tensors, its results and ``None``."""
         reads = self.saved._fields if self.reads is None else self.reads(options)
         names = [*self._inputs, *self.results]
-        return taker([names.index(each) if each in reads else len(names) for each in self.saved._fields])
+        return taker(
+            [names.index(each) if each in reads else len(names) for each in self.saved._fields],
+        )
 
     # One pass
 
     def compute(self, first: Tensor, call: Pass, given: Values) -> Results:
         """Results or gradients, with the GPU of ``first`` as the current one and outside autocast."""
-        kind = "cuda" if first.is_cuda else first.device.type  # which makes a string, as slowly as the rest of this
-        if torch.is_autocast_enabled(kind) or (first.is_cuda and first.get_device() != current_gpu()):
+        kind = (
+            "cuda" if first.is_cuda else first.device.type
+        )  # which makes a string, as slowly as the rest of this
+        if torch.is_autocast_enabled(kind) or (
+            first.is_cuda and first.get_device() != current_gpu()
+        ):
             elsewhere: Results = run(self.compute, first, call, given)
             return elsewhere
         if call.program is not None and call.program.bound:
             return call.program(*given)
         device = first.device
         if call.impl in KERNELS:
-            if self.check_values is not None and not call.backward and host_may_read(device, "triton"):
+            if (
+                self.check_values is not None
+                and not call.backward
+                and host_may_read(device, "triton")
+            ):
                 self.check_values(self.tensors(*given), call.options)
             tried: list[tuple[str, str]] = []
-            while call.program is not None or call.impl == "triton" or fallback.given_up(call.name, device) is None:
+            while (
+                call.program is not None
+                or call.impl == "triton"
+                or fallback.given_up(call.name, device) is None
+            ):
                 found = fallback.attempt(self._launched, call, given)
                 if not isinstance(found, fallback.KernelUnavailableError):
                     if found is None:
@@ -220,7 +285,10 @@ class Operator(Generic[TensorsT, OptionsT]):
 
         plans, setting = self.plans(), setting_of(given[0].device, call.aligned)
         layouts: list[Any] = [
-            None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given
+            None
+            if x is None
+            else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            for x in given
         ]
         if call.backward:
             names = (self._dfirst, *self.saved._fields, *[f"d{name}" for name in call.into])
@@ -231,14 +299,25 @@ class Operator(Generic[TensorsT, OptionsT]):
             names, tensors = self._inputs, self.tensors(*layouts)
             plan = plans.forward(tensors, call.options, call.wanted, setting)
         results = self._made(call.backward, given, call.options, call.wanted, call.into)
-        return None if plan is None else Program(plan, names, results, given[0].device, call.aligned)
+        return (
+            None if plan is None else Program(plan, names, results, given[0].device, call.aligned)
+        )
 
     def _made(
-        self, backward: bool, given: Sequence[Any], options: OptionsT, wanted: Any, into: Collection[str] = ()
+        self,
+        backward: bool,
+        given: Sequence[Any],
+        options: OptionsT,
+        wanted: Any,
+        into: Collection[str] = (),
     ) -> dict[str, Buffer | None]:
-        """Results of a pass; ``None`` for a gradient that nobody wants, or that is added to a buffer."""
+        """Results of a pass; ``None`` for a gradient that nobody wants, or that is added to a
+        buffer.
+        """
         if not backward:
-            return dict(zip(self.results, self.outputs(self.tensors(*given), options, wanted), strict=True))
+            return dict(
+                zip(self.results, self.outputs(self.tensors(*given), options, wanted), strict=True),
+            )
         saved = self.saved(*given[1 : 1 + len(self.saved._fields)])
         made: dict[str, Buffer | None] = {}
         for (name, like), need in zip(self.gradients.items(), wanted, strict=True):
@@ -259,17 +338,30 @@ class Operator(Generic[TensorsT, OptionsT]):
         return call
 
     def backward(
-        self, call: Pass, needs: Needs, dfirst: Tensor, saved: tuple[Tensor | None, ...], into: tuple[Tensor, ...]
+        self,
+        call: Pass,
+        needs: Needs,
+        dfirst: Tensor,
+        saved: tuple[Tensor | None, ...],
+        into: tuple[Tensor, ...],
     ) -> Results:
-        """Gradients of an eager call; the registered operator refuses a second derivative, and takes several."""
+        """Gradients of an eager call; the registered operator refuses a second derivative, and
+        takes several.
+        """
         given = (dfirst, *saved, *into)
         key = None if torch.is_grad_enabled() else call_key(given, (call, needs), of_call=True)
         if key is None:
-            refuse_buffers(call.into, "with create_graph=True or is_grads_batched=True; leave one of them out")
+            refuse_buffers(
+                call.into,
+                "with create_graph=True or is_grads_batched=True; leave one of them out",
+            )
             return self._by_operator(dfirst, saved, call.options, needs, call.impl)
         known = self.calls.get(key)
         if known is None:
-            known = self._kept(key, Pass(call.name, call.options, call.impl, needs, True, key[0], into=call.into))
+            known = self._kept(
+                key,
+                Pass(call.name, call.options, call.impl, needs, True, key[0], into=call.into),
+            )
         return self.compute(dfirst, known, given)
 
     # The registered operator
@@ -283,7 +375,11 @@ class Operator(Generic[TensorsT, OptionsT]):
         for name, hints, results in both[: 1 + bool(self.gradients)]:
             is_backward = name == back
             torch.library.define(f"tilefold::{name}", calls.schema_of(hints, len(results)))
-            torch.library.impl(f"tilefold::{name}", "default", partial(self._registered, is_backward))
+            torch.library.impl(
+                f"tilefold::{name}",
+                "default",
+                partial(self._registered, is_backward),
+            )
             torch.library.register_fake(f"tilefold::{name}", partial(self._fake, is_backward))
         self._by_torch = getattr(torch.ops.tilefold, self.name)
         if not self.gradients:
@@ -291,11 +387,15 @@ class Operator(Generic[TensorsT, OptionsT]):
         self._gradients_by_torch = getattr(torch.ops.tilefold, back)
         calls.forbid_double_backward(back, self.name)
         torch.library.register_autograd(
-            f"tilefold::{self.name}", self._differentiate, setup_context=self._setup_context
+            f"tilefold::{self.name}",
+            self._differentiate,
+            setup_context=self._setup_context,
         )
 
     def _split(self, backward: bool, args: Values) -> tuple[Any, OptionsT, Any, str]:
-        values: list[Any] = [tuple(each) if isinstance(each, list) else each for each in args]  # as keys can have them
+        values: list[Any] = [
+            tuple(each) if isinstance(each, list) else each for each in args
+        ]  # as keys can have them
         *values, wanted, impl = values
         count = 1 + len(self.saved._fields) if backward else len(self._inputs)
         given = tuple(values[:count]) if backward else self.tensors(*values[:count])
@@ -312,7 +412,10 @@ class Operator(Generic[TensorsT, OptionsT]):
             name, impl = self._named(given, impl)
         key = call_key(given, ("registered", backward, *options, wanted, impl))
         aligned = key is not None and key[0]
-        call = self.calls.get(key) or self._kept(key, Pass(name, options, impl, wanted, backward, aligned))
+        call = self.calls.get(key) or self._kept(
+            key,
+            Pass(name, options, impl, wanted, backward, aligned),
+        )
         found = self.compute(given[0], call, given)
         if backward:  # operators return tensors only
             found = [given[0].new_empty(0) if x is None else x for x in found]
@@ -325,10 +428,17 @@ class Operator(Generic[TensorsT, OptionsT]):
         """Results without values; an empty one stands for a gradient that nobody asked for."""
         given, options, wanted, _ = self._split(backward, args)
         made = self._made(backward, given, options, wanted).values()
-        return calls.bare([(buffer or Buffer((0,), given[0].dtype)).on(given[0].device) for buffer in made])
+        return calls.bare(
+            [(buffer or Buffer((0,), given[0].dtype)).on(given[0].device) for buffer in made],
+        )
 
     def _by_operator(
-        self, dfirst: Tensor, saved: tuple[Tensor | None, ...], options: OptionsT, needs: Needs, impl: str
+        self,
+        dfirst: Tensor,
+        saved: tuple[Tensor | None, ...],
+        options: OptionsT,
+        needs: Needs,
+        impl: str,
     ) -> Results:
         found = calls.as_tuple(self._gradients_by_torch(dfirst, *saved, *options, needs, impl))
         return [gradient if need else None for gradient, need in zip(found, needs, strict=True)]
@@ -340,12 +450,17 @@ class Operator(Generic[TensorsT, OptionsT]):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*self._taker(ctx.options)((*tensors, *results, None)))
 
-    def _differentiate(self, ctx: Any, dfirst: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def _differentiate(
+        self,
+        ctx: Any,
+        dfirst: Tensor | None,
+        *_: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if dfirst is not None:
             if not ctx.training:
                 raise RuntimeError(
-                    f"tilefold::{self.name} needs training=True where a gradient is asked for; call {self.name}."
+                    f"tilefold::{self.name} needs training=True where a gradient is asked for; call {self.name}.",
                 )
             needs = tuple(ctx.needs_input_grad[place] for place in self._leaves)
             found = self._by_operator(dfirst, ctx.saved_tensors, ctx.options, needs, ctx.impl)
@@ -362,5 +477,8 @@ def refuse_buffers(into: Collection[str], where: str) -> None:
 
 def setting_of(device: torch.device, aligned: bool = True) -> Setting:
     """Current setting for plans on this device."""
-    tf32, given_up = tf32_allowed(torch.float32), frozenset(name for name, on in fallback.GIVEN_UP if on == device)
+    tf32, given_up = (
+        tf32_allowed(torch.float32),
+        frozenset(name for name, on in fallback.GIVEN_UP if on == device),
+    )
     return Setting(capability_of(device), sm_count(device), tf32, aligned, given_up)

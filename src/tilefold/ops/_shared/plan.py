@@ -1,4 +1,6 @@
-"""Plans: what one pass of an operator allocates and launches, as data that holds no values and no addresses."""
+"""Plans: what one pass of an operator allocates and launches, as data that holds no values and no
+addresses.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from tilefold.ops._shared.internals import Grid, Tma
 Values = tuple[Any, ...]  # tensors, addresses or numbers, of which each place has its own kind
 Take = Callable[[Any], Values]  # selects values of a sequence
 Constants = dict[str, Any]  # ``constexpr`` parameters, warps and stages
-ASKED = ("num_warps", "num_stages", "maxnreg", "ptx_options")  # of Triton, which chooses where there is none
+ASKED = (
+    "num_warps",
+    "num_stages",
+    "maxnreg",
+    "ptx_options",
+)  # of Triton, which chooses where there is none
 
 
 class Setting(NamedTuple):
@@ -24,13 +31,19 @@ class Setting(NamedTuple):
     capability: tuple[int, int]  # (0, 0) where kernels are interpreted
     multiprocessors: int
     tf32: bool  # whether fp32 products may run in it
-    aligned: bool  # all tensors that are given begin at multiples of 16 bytes, as TMA descriptors ask
+    aligned: (
+        bool  # all tensors that are given begin at multiples of 16 bytes, as TMA descriptors ask
+    )
     given_up: frozenset[str]  # names of the kernels that cannot be built there; see Instead
-    added: frozenset[str] = frozenset()  # tensors whose gradient is added to a buffer, which is given as d<tensor>
+    added: frozenset[str] = (
+        frozenset()
+    )  # tensors whose gradient is added to a buffer, which is given as d<tensor>
 
 
 class Buffer(NamedTuple):
-    """Memory of a result, contiguous without ``strides``, or of scratch, between the steps that name it."""
+    """Memory of a result, contiguous without ``strides``, or of scratch, between the steps that
+    name it.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,7 +62,9 @@ class Buffer(NamedTuple):
 
 
 class Instead(NamedTuple):
-    """A kernel that has another one behind it: where it cannot be built, the pass is planned again without it."""
+    """A kernel that has another one behind it: where it cannot be built, the pass is planned again
+    without it.
+    """
 
     kernel: str  # the operator and which of its kernels, as people call them; Setting.given_up then has it
     sentence: str  # what runs in its place, and what that costs
@@ -68,7 +83,9 @@ class Launch(NamedTuple):
 
 
 class TorchStep(NamedTuple):
-    """``makes = function(*tensors)`` by torch, by names, of which one that exists then stands for the new tensor."""
+    """``makes = function(*tensors)`` by torch, by names, of which one that exists then stands for
+    the new tensor.
+    """
 
     makes: str
     function: Callable[..., Tensor | None]
@@ -76,7 +93,9 @@ class TorchStep(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One pass; its names are those of given tensors, of results, of ``buffers``, and what torch steps make."""
+    """One pass; its names are those of given tensors, of results, of ``buffers``, and what torch
+    steps make.
+    """
 
     steps: tuple[Launch | TorchStep, ...] = ()
     # scratch; None for a result that is not made. Launches get None for names that nothing has
@@ -95,11 +114,17 @@ def power_of_two(n: int, least: int = 16) -> int:
 
 
 def one_byte(mask: Tensor) -> Tensor:
-    """A mask, nonzero = keep, contiguous and in one byte per entry, so that kernels are compiled for few dtypes."""
+    """A mask, nonzero = keep, contiguous and in one byte per entry, so that kernels are compiled
+    for few dtypes.
+    """
     return (mask if mask.dtype.itemsize == 1 else mask != 0).contiguous()
 
 
-def contiguous(dtype: torch.dtype | None = None, /, **tensors: Tensor | None) -> tuple[TorchStep, ...]:
+def contiguous(
+    dtype: torch.dtype | None = None,
+    /,
+    **tensors: Tensor | None,
+) -> tuple[TorchStep, ...]:
     """Steps that copy those tensors which are not contiguous, or not in ``dtype``, by name."""
     cast = partial(Tensor.to, dtype=dtype, memory_format=torch.contiguous_format)
     return tuple(
@@ -121,7 +146,8 @@ class Steps:
     """The steps of a plan in the making; launches take their arguments by their kernels' own names.
 
     Attributes:
-        places: names of tensors by the kernels' for them; else ``<name>_ptr``, ``_src`` and ``_desc`` are ``name``.
+        places: names of tensors by the kernels' for them; else ``<name>_ptr``, ``_src`` and
+            ``_desc`` are ``name``.
         stands: by such a name the one that the plan has for it at this point.
         values: numbers and constants by the kernels' names, of which each takes its own.
     """
@@ -140,7 +166,9 @@ class Steps:
 
     def torch(self, makes: str, function: Callable[..., Tensor | None], tensors: str) -> None:
         """A step of torch."""
-        self.steps.append(TorchStep(makes, function, " ".join(self.stands.get(x, x) for x in tensors.split())))
+        self.steps.append(
+            TorchStep(makes, function, " ".join(self.stands.get(x, x) for x in tensors.split())),
+        )
 
     def launch(
         self,
@@ -151,7 +179,9 @@ class Steps:
         tma: Mapping[str, Tma] = {},
         instead: Instead | None = None,
     ) -> None:
-        """A launch with values and places of its ``own``; ``instead`` is for one that takes descriptors."""
+        """A launch with values and places of its ``own``; ``instead`` is for one that takes
+        descriptors.
+        """
         places, values, named = {**self.places, **places}, {**self.values, **own}, list[str]()
         numbers: list[int | float] = []
         constants = {name: values[name] for name in ASKED if values.get(name) is not None}
@@ -165,7 +195,9 @@ class Steps:
             else:
                 numbers.append(values[name])
         (x, y, z), instead = (*grid, 1, 1)[:3], instead if tma else None
-        self.steps.append(Launch(kernel, (x, y, z), " ".join(named), tuple(numbers), constants, tma, instead))
+        self.steps.append(
+            Launch(kernel, (x, y, z), " ".join(named), tuple(numbers), constants, tma, instead),
+        )
 
     def plan(self) -> Plan:
         """All of them."""

@@ -1,4 +1,6 @@
-"""Launch configurations as tables: rows say where they hold, what they set, and where that was measured."""
+"""Launch configurations as tables: rows say where they hold, what they set, and where that was
+measured.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,19 @@ class Between(NamedTuple):
     most: Any = None
 
     def __contains__(self, value: Any) -> bool:
-        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+        return (self.least is None or value >= self.least) and (
+            self.most is None or value <= self.most
+        )
 
 
 class Row(NamedTuple):
     """One row of a table.
 
     Attributes:
-        where: by the name of a fact the value that it must have, a frozenset of such values, or :class:`Between`. The
-            fact ``release`` is the release of Triton, ``(3, 6)``.
-        source: the device and release that the fields were timed or compiled with, and what was seen.
+        where: by the name of a fact the value that it must have, a frozenset of such values, or
+            :class:`Between`. The fact ``release`` is the release of Triton, ``(3, 6)``.
+        source: the device and release that the fields were timed or compiled with, and what was
+            seen.
     """
 
     where: Facts
@@ -35,7 +40,9 @@ class Row(NamedTuple):
 
     def holds(self, facts: Facts) -> bool:
         return all(
-            facts[name] in condition if isinstance(condition, (Between, frozenset)) else facts[name] == condition
+            facts[name] in condition
+            if isinstance(condition, (Between, frozenset))
+            else facts[name] == condition
             for name, condition in self.where.items()
         )
 

@@ -30,6 +30,10 @@ class EntmaxSaved(NamedTuple):
     alpha: Tensor | None
 
 
-def outputs(tensors: EntmaxTensors, options: EntmaxOptions, training: bool) -> tuple[Buffer, Buffer]:
+def outputs(
+    tensors: EntmaxTensors,
+    options: EntmaxOptions,
+    training: bool,
+) -> tuple[Buffer, Buffer]:
     """``p`` like ``x``, and the support size of each row."""
     return Buffer(tensors.x.shape, tensors.x.dtype), Buffer((tensors.x.size(0),), torch.int32)

@@ -1,7 +1,8 @@
 """Alpha-entmax in plain PyTorch: the specification the other implementations are held to.
 
-Bisection in fp64 for ``log p_max`` (see ``README.md`` for the maths), then two steps of Newton that autograd sees: the
-first makes the first derivative of the root right, the second the second one. Any device that has fp64.
+Bisection in fp64 for ``log p_max`` (see ``README.md`` for the maths), then two steps of Newton that
+autograd sees: the first makes the first derivative of the root right, the second the second one.
+Any device that has fp64.
 """
 
 from __future__ import annotations

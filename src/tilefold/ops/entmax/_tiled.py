@@ -11,7 +11,11 @@ from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTenso
 TILE_ELEMENTS = 1 << 18  # entries of a block: its few temporaries stay in the cache
 
 
-def forward(tensors: EntmaxTensors, options: EntmaxOptions, training: bool) -> tuple[Tensor, Tensor]:
+def forward(
+    tensors: EntmaxTensors,
+    options: EntmaxOptions,
+    training: bool,
+) -> tuple[Tensor, Tensor]:
     """``[R, n]`` probabilities in the dtype of ``x`` and ``[R]`` int32 support sizes."""
     check_alphas(tensors.alpha)
     x, alpha, alpha_value = tensors.x.contiguous(), tensors.alpha, options.alpha_value
@@ -30,7 +34,10 @@ def forward(tensors: EntmaxTensors, options: EntmaxOptions, training: bool) -> t
 
 
 def backward(
-    dp: Tensor, saved: EntmaxSaved, options: EntmaxOptions, needs: tuple[bool, ...]
+    dp: Tensor,
+    saved: EntmaxSaved,
+    options: EntmaxOptions,
+    needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradient of ``x`` ``[R, n]`` and of ``alpha`` ``[R]`` in their dtypes."""
     (p, alpha), alpha_value, (need_x, need_alpha) = saved, options.alpha_value, needs
@@ -41,7 +48,13 @@ def backward(
     rows = max(1, TILE_ELEMENTS // max(p.size(1), 1))
     for r in range(0, p.size(0), rows):
         tile, grad = p[r : r + rows].to(wide), dp[r : r + rows].to(wide)
-        of_x, of_alpha = row_gradients(tile, grad, _exponent(alpha, alpha_value, tile, r, rows), kind, need_alpha)
+        of_x, of_alpha = row_gradients(
+            tile,
+            grad,
+            _exponent(alpha, alpha_value, tile, r, rows),
+            kind,
+            need_alpha,
+        )
         if dx is not None:
             dx[r : r + rows] = of_x
         if dalpha is not None and of_alpha is not None:

@@ -31,32 +31,42 @@ ENTMAX = Operator(
 
 
 def chosen_impl(x: Tensor, impl: str = "auto") -> str:
-    """Implementation of ``entmax(x, ..., impl=impl)``; see :func:`tilefold.ops.lsr_head.chosen_impl`."""
+    """Implementation of ``entmax(x, ..., impl=impl)``; see
+    :func:`tilefold.ops.lsr_head.chosen_impl`.
+    """
     return ENTMAX.chosen_impl(x, impl)
 
 
 def entmax(
-    x: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, *, return_support_size: bool = False, impl: str = "auto"
+    x: Tensor,
+    alpha: float | Tensor = 1.5,
+    dim: int = -1,
+    *,
+    return_support_size: bool = False,
+    impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Alpha-entmax along a dimension: softmax whose small entries are exactly 0 (Peters et al., arXiv 1905.05702).
+    """Alpha-entmax along a dimension: softmax whose small entries are exactly 0 (Peters et al.,
+    arXiv 1905.05702).
 
-    ``p_i = [(alpha - 1) x_i - tau]_+^(1 / (alpha - 1))`` with ``tau`` such that the row sums to 1; alpha = 1 is
-    softmax, alpha = 2 sparsemax. The root is found by Halley's method on the norm of the row, safeguarded by bisection
-    (the hybrid of AdaSplash, arXiv 2502.12082, made to converge for any row), and what residual is left is divided out,
-    so rows sum to 1 to rounding. fp16 and bf16 are computed in fp32. Shifting a row changes nothing but rounding.
+    ``p_i = [(alpha - 1) x_i - tau]_+^(1 / (alpha - 1))`` with ``tau`` such that the row sums to 1;
+    alpha = 1 is softmax, alpha = 2 sparsemax. The root is found by Halley's method on the norm of
+    the row, safeguarded by bisection (the hybrid of AdaSplash, arXiv 2502.12082, made to converge
+    for any row), and what residual is left is divided out, so rows sum to 1 to rounding. fp16 and
+    bf16 are computed in fp32. Shifting a row changes nothing but rounding.
 
-    An entry of ``-inf`` gets probability 0; a row of nothing but ``-inf`` is 0, with no gradient. A row that holds NaN
-    or ``+inf`` is NaN. Gradients are those of Correia et al. (arXiv 1909.00015), in a form that stays finite down to
-    alpha = 1; one derivative, except for ``impl="reference"``.
+    An entry of ``-inf`` gets probability 0; a row of nothing but ``-inf`` is 0, with no gradient. A
+    row that holds NaN or ``+inf`` is NaN. Gradients are those of Correia et al. (arXiv 1909.00015),
+    in a form that stays finite down to alpha = 1; one derivative, except for ``impl="reference"``.
 
     Args:
         x: scores; fp16, bf16, fp32 or fp64.
-        alpha: a number in [1, 2], or a tensor that broadcasts to ``x`` with size 1 in ``dim`` (one alpha per row or
-            head, or for all), differentiable. On a GPU, where checking costs a synchronisation, a tensor's value
-            outside [1, 2] makes its rows NaN instead of raising.
+        alpha: a number in [1, 2], or a tensor that broadcasts to ``x`` with size 1 in ``dim`` (one
+            alpha per row or head, or for all), differentiable. On a GPU, where checking costs a
+            synchronisation, a tensor's value outside [1, 2] makes its rows NaN instead of raising.
         dim: the dimension that sums to 1.
         return_support_size: also return how many entries of each row are positive.
-        impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`tilefold.ops.entmax.chosen_impl`.
+        impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see
+            :func:`tilefold.ops.entmax.chosen_impl`.
 
     Returns:
         Probabilities shaped like ``x``, in its dtype; with ``return_support_size`` also the int32 sizes, of that shape
@@ -95,12 +105,16 @@ def sparsemax(x: Tensor, dim: int = -1, *, impl: str = "auto") -> Tensor:
 
 
 def _checked(tensors: EntmaxTensors, alpha_value: float, dim: int) -> Checked:
-    """Check everything that can be checked without reading a value; the operator's tensors are rows."""
+    """Check everything that can be checked without reading a value; the operator's tensors are
+    rows.
+    """
     x, alpha = tensors
     check_tensor("x", x)
     check_dtype("x", x, FLOAT_DTYPES, "cast it with .float() or another of these.")
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim must be an integer in [{-x.dim()}, {x.dim() - 1}] for x of {x.dim()} dims, got {dim!r}.")
+        raise ValueError(
+            f"dim must be an integer in [{-x.dim()}, {x.dim() - 1}] for x of {x.dim()} dims, got {dim!r}.",
+        )
     if alpha is not None:
         _check_alpha(alpha, x, dim)
     value = 0.0 if alpha is not None else alpha_number(alpha_value)
@@ -128,5 +142,5 @@ def _check_alpha(alpha: Tensor, x: Tensor, dim: int) -> None:
     if len(padded) != x.dim() or any(a != 1 and a != b for a, b in zip(padded, sizes, strict=True)):  # noqa: PLR1714
         raise ValueError(
             f"alpha must broadcast to {sizes} (x with size 1 in dim {dim}), got shape {list(alpha.shape)}; "
-            "reshape it, for instance to [heads, 1, 1]."
+            "reshape it, for instance to [heads, 1, 1].",
         )

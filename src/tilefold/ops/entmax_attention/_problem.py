@@ -1,4 +1,6 @@
-"""The records of an attention, checks of their values, which pairs may attend, and the sequences of a batch."""
+"""The records of an attention, checks of their values, which pairs may attend, and the sequences of
+a batch.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,16 @@ class AttentionTensors(NamedTuple):
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The tensor, copied where its last dimension does not lie in one piece, in which kernels read and write it."""
+    """The tensor, copied where its last dimension does not lie in one piece, in which kernels read
+    and write it.
+    """
     return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()
 
 
 def result_like(tensor: Tensor) -> Buffer:
-    """Memory of a result: laid out as ``torch.empty_like`` lays it out where that is dense, else contiguous."""
+    """Memory of a result: laid out as ``torch.empty_like`` lays it out where that is dense, else
+    contiguous.
+    """
     return Buffer.like(dense(torch.empty_like(tensor, device="meta")))
 
 
@@ -107,8 +113,16 @@ class Group:
 
 
 def groups(tensors: AttentionTensors, elements: int) -> Iterator[Group]:
-    """Groups of as many sequences as ``elements`` scores leave room for; reads packed lengths on the host."""
-    q, k, mask, cu_q, cu_k = tensors.q, tensors.k, tensors.key_padding_mask, tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    """Groups of as many sequences as ``elements`` scores leave room for; reads packed lengths on
+    the host.
+    """
+    q, k, mask, cu_q, cu_k = (
+        tensors.q,
+        tensors.k,
+        tensors.key_padding_mask,
+        tensors.cu_seqlens_q,
+        tensors.cu_seqlens_k,
+    )
     every = slice(None)
     if cu_q is None or cu_k is None:
         together = max(1, elements // max(1, q.size(1) * q.size(2) * k.size(2)))
@@ -120,10 +134,25 @@ def groups(tensors: AttentionTensors, elements: int) -> Iterator[Group]:
     q_ends, k_ends = cu_q.tolist(), cu_k.tolist()
     for b in range(len(q_ends) - 1):
         rows = slice(q_ends[b], q_ends[b + 1])
-        yield Group(b, rows, slice(k_ends[b], k_ends[b + 1]), (every, every, every, rows), None, packed=True)
+        yield Group(
+            b,
+            rows,
+            slice(k_ends[b], k_ends[b + 1]),
+            (every, every, every, rows),
+            None,
+            packed=True,
+        )
 
 
-def allowed(nq: int, nk: int, first: int, last: int, options: Options, keep: Tensor | None, like: Tensor) -> Tensor:
+def allowed(
+    nq: int,
+    nk: int,
+    first: int,
+    last: int,
+    options: Options,
+    keep: Tensor | None,
+    like: Tensor,
+) -> Tensor:
     """``[last - first, Nk]`` bool: which keys the queries from ``first`` to ``last`` may attend to."""
     place = torch.arange(first, last, device=like.device)[:, None] + (nk - nq)
     j = torch.arange(nk, device=like.device)
@@ -138,19 +167,28 @@ def allowed(nq: int, nk: int, first: int, last: int, options: Options, keep: Ten
 def exponents(alpha: Tensor | None, options: Options, like: Tensor) -> Tensor:
     """``alpha - 1`` as ``[H, 1, 1]`` or ``[1, 1, 1]``, in the dtype of ``like``."""
     return (
-        like.new_full((1, 1, 1), options.alpha_value - 1) if alpha is None else alpha.to(like.dtype).view(-1, 1, 1) - 1
+        like.new_full((1, 1, 1), options.alpha_value - 1)
+        if alpha is None
+        else alpha.to(like.dtype).view(-1, 1, 1) - 1
     )
 
 
 def check_values(tensors: AttentionTensors, options: Options) -> None:
-    """Check alphas on the CPU, and packed offsets and their longest keys, with a synchronisation on a GPU."""
+    """Check alphas on the CPU, and packed offsets and their longest keys, with a synchronisation on
+    a GPU.
+    """
     check_alphas(tensors.alpha)
     cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     if cu_q is None or cu_k is None:
         return
     check_cu_seqlens("cu_seqlens_q", cu_q, tensors.q.size(0), "q")
     check_cu_seqlens("cu_seqlens_k", cu_k, tensors.k.size(0), "k")
-    longest = max((after - before for before, after in itertools.pairwise(cu_k.tolist())), default=0)
+    longest = max(
+        (after - before for before, after in itertools.pairwise(cu_k.tolist())),
+        default=0,
+    )
     bound = options.max_seqlen_k
     if longest > bound:
-        raise ValueError(f"max_seqlen_k must be at least {longest}, the longest sequence of keys, got {bound}.")
+        raise ValueError(
+            f"max_seqlen_k must be at least {longest}, the longest sequence of keys, got {bound}.",
+        )

@@ -1,4 +1,6 @@
-"""Alpha-entmax attention in plain PyTorch: the specification. Every score exists, in fp64; autograd does the rest."""
+"""Alpha-entmax attention in plain PyTorch: the specification. Every score exists, in fp64; autograd
+does the rest.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from torch import Tensor
 
 from tilefold.ops._shared.philox import kept
 from tilefold.ops.entmax import entmax
-from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, allowed, check_values, groups
+from tilefold.ops.entmax_attention._problem import (
+    AttentionTensors,
+    Options,
+    allowed,
+    check_values,
+    groups,
+)
 
 
 def attention(tensors: AttentionTensors, options: Options) -> Tensor:
@@ -21,7 +29,9 @@ def attention(tensors: AttentionTensors, options: Options) -> Tensor:
 
 
 def with_rows(tensors: AttentionTensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Output shaped like ``q``, fp32 thresholds and int32 support sizes ``[B, H, Nq]`` (packed ``[1, H, Tq]``)."""
+    """Output shaped like ``q``, fp32 thresholds and int32 support sizes ``[B, H, Nq]`` (packed
+    ``[1, H, Tq]``).
+    """
     check_values(tensors, options)
     q, k, v, alpha = tensors[:4]
     out = torch.zeros_like(q)
@@ -50,7 +60,11 @@ def with_rows(tensors: AttentionTensors, options: Options) -> tuple[Tensor, Tens
         tau[group.stats_at[1:]] = _thresholds(scores.detach(), p.detach(), per_head).float()
         support[group.stats_at[1:]] = (p > 0).sum(dim=-1, dtype=torch.int32)
         if tensors.seed is not None:
-            p = p * _kept(tensors.seed, group.first, heads, nq, nk, options.dropout_p) / (1 - options.dropout_p)
+            p = (
+                p
+                * _kept(tensors.seed, group.first, heads, nq, nk, options.dropout_p)
+                / (1 - options.dropout_p)
+            )
         part = (p @ values).to(q.dtype)
         places = torch.arange(group.q_at.start, group.q_at.stop, device=q.device)
         out = out.index_put((places,), part.transpose(0, 1) if group.packed else part[None])
@@ -65,7 +79,9 @@ def _kept(seed: Tensor, index: int, heads: int, nq: int, nk: int, p: float) -> T
 
 
 def _thresholds(scores: Tensor, p: Tensor, alpha: float | Tensor) -> Tensor:
-    """``tau`` of every row, for alpha = 1 the log of the softmax's denominator; NaN where there is nothing."""
+    """``tau`` of every row, for alpha = 1 the log of the softmax's denominator; NaN where there is
+    nothing.
+    """
     e = torch.as_tensor(alpha, dtype=torch.float64, device=scores.device) - 1
     e = e.reshape(-1, 1)
     peak, log_peak = scores.amax(dim=-1), torch.log(p.amax(dim=-1))

@@ -1,4 +1,6 @@
-"""Statistics of the rows of an attention: thresholds, support sizes, residuals, visible keys, live blocks."""
+"""Statistics of the rows of an attention: thresholds, support sizes, residuals, visible keys, live
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,16 @@ class EntmaxStats(NamedTuple):
     """Statistics of the rows of an attention, ``[B, H, Nq]`` each (packed ``[1, H, Tq]``).
 
     Attributes:
-        tau: fp32 threshold: ``p = [(alpha - 1) s - tau]_+^(1 / (alpha - 1))`` of the scaled scores s; for alpha = 1 the
-            log of softmax's denominator; NaN for a row with nothing to attend to.
+        tau: fp32 threshold: ``p = [(alpha - 1) s - tau]_+^(1 / (alpha - 1))`` of the scaled scores
+            s; for alpha = 1 the log of softmax's denominator; NaN for a row with nothing to attend
+            to.
         support: int32 number of keys with a positive probability, before dropout.
         residual: fp32 ``|mass - 1|`` of the root, before the mass was divided out.
         visible: int32 number of keys that the row may see.
-        live_blocks: int32 ``[B, H]`` (packed ``[1, H]``), with ``return_stats="blocks"``: blocks of 64 queries by 64
-            keys with a positive probability, else ``None``.
-        visible_blocks: int32, like it: blocks with a pair that may attend at all; what a mask, causality or a window
-            hides is not called sparse.
+        live_blocks: int32 ``[B, H]`` (packed ``[1, H]``), with ``return_stats="blocks"``: blocks of
+            64 queries by 64 keys with a positive probability, else ``None``.
+        visible_blocks: int32, like it: blocks with a pair that may attend at all; what a mask,
+            causality or a window hides is not called sparse.
     """
 
     tau: Tensor
@@ -40,12 +43,20 @@ class EntmaxStats(NamedTuple):
     visible_blocks: Tensor | None = None
 
     def nonzero_share(self) -> Tensor:
-        """``[H]`` fp32: positive probabilities among those that may be, over all rows; NaN where there are none."""
-        return _ratio(self.support.sum(dim=(0, 2)), self.visible.expand_as(self.support).sum(dim=(0, 2)))
+        """``[H]`` fp32: positive probabilities among those that may be, over all rows; NaN where
+        there are none.
+        """
+        return _ratio(
+            self.support.sum(dim=(0, 2)),
+            self.visible.expand_as(self.support).sum(dim=(0, 2)),
+        )
 
     def mean_support(self) -> Tensor:
         """``[H]`` fp32: positive probabilities of a row, over the rows that see a key."""
-        return _ratio(self.support.sum(dim=(0, 2)), (self.visible.expand_as(self.support) > 0).sum(dim=(0, 2)))
+        return _ratio(
+            self.support.sum(dim=(0, 2)),
+            (self.visible.expand_as(self.support) > 0).sum(dim=(0, 2)),
+        )
 
     def live_share(self) -> Tensor:
         """``[H]`` fp32: live blocks among the visible ones.
@@ -54,7 +65,9 @@ class EntmaxStats(NamedTuple):
             ValueError: if blocks were not counted.
         """
         if self.live_blocks is None or self.visible_blocks is None:
-            raise ValueError("live_blocks must have been counted, got None; call with return_stats='blocks'.")
+            raise ValueError(
+                "live_blocks must have been counted, got None; call with return_stats='blocks'.",
+            )
         return _ratio(self.live_blocks.sum(dim=0), self.visible_blocks.sum(dim=0))
 
 
@@ -70,20 +83,39 @@ def of_rows(stats: Tensor, alpha: Tensor | None, options: Options) -> Rows:
     c = root if closed else torch.exp(e * root)
     tau = e * peak - c if closed else torch.where(e == 0, peak - root, e * peak - c)
     empty = peak == -math.inf
-    return torch.where(empty, math.nan, tau).float(), support.int(), torch.where(empty, 0.0, (mass - 1).abs()).float()
+    return (
+        torch.where(empty, math.nan, tau).float(),
+        support.int(),
+        torch.where(empty, 0.0, (mass - 1).abs()).float(),
+    )
 
 
-def described(rows: Rows, tensors: AttentionTensors, options: Options, asked: bool | str) -> EntmaxStats:
+def described(
+    rows: Rows,
+    tensors: AttentionTensors,
+    options: Options,
+    asked: bool | str,
+) -> EntmaxStats:
     """The statistics that ``return_stats`` asked for."""
     visible = visible_keys(tensors, options).expand_as(rows[1])
     if asked != "blocks":
         return EntmaxStats(*rows, visible)
-    return EntmaxStats(*rows, visible, *count_blocks(tensors, options, rows[0], None, SPARSITY_BLOCK))
+    return EntmaxStats(
+        *rows,
+        visible,
+        *count_blocks(tensors, options, rows[0], None, SPARSITY_BLOCK),
+    )
 
 
 def visible_keys(tensors: AttentionTensors, options: Options) -> Tensor:
     """Count the keys each row may attend to: int32 ``[B, 1, Nq]`` (packed ``[1, 1, Tq]``)."""
-    q, k, mask, cu_q, cu_k = tensors.q, tensors.k, tensors.key_padding_mask, tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    q, k, mask, cu_q, cu_k = (
+        tensors.q,
+        tensors.k,
+        tensors.key_padding_mask,
+        tensors.cu_seqlens_q,
+        tensors.cu_seqlens_k,
+    )
     nq: Tensor | int
     nk: Tensor | int
     if cu_q is not None and cu_k is not None:
@@ -101,14 +133,17 @@ def visible_keys(tensors: AttentionTensors, options: Options) -> Tensor:
     last = torch.maximum(first, last)
     if cu_q is not None:
         return (last - first).to(torch.int32).view(1, 1, -1)
-    keep = torch.ones(1, k.size(2), dtype=torch.bool, device=q.device) if mask is None else mask != 0
+    keep = (
+        torch.ones(1, k.size(2), dtype=torch.bool, device=q.device) if mask is None else mask != 0
+    )
     prefix = pad(keep.cumsum(dim=1), (1, 0))  # [B, Nk + 1]
     seen = prefix[:, last.clamp(0, k.size(2))] - prefix[:, first.clamp(max=k.size(2))]
     return seen.clamp_min(0).to(torch.int32)[:, None].expand(q.size(0), 1, -1)
 
 
 class _Tokens(NamedTuple):
-    """Queries or keys of a table of scores that is cut into blocks: ``[n]`` each but ``vectors`` ``[.., n, D]``.
+    """Queries or keys of a table of scores that is cut into blocks: ``[n]`` each but ``vectors``
+    ``[.., n, D]``.
 
     ``place`` is among the keys of its ``sequence``, and ``counted`` ``None`` where all tokens are.
     """
@@ -122,9 +157,14 @@ class _Tokens(NamedTuple):
 
 
 def count_blocks(
-    tensors: AttentionTensors, options: Options, tau: Tensor, query_padding_mask: Tensor | None, block: int
+    tensors: AttentionTensors,
+    options: Options,
+    tau: Tensor,
+    query_padding_mask: Tensor | None,
+    block: int,
 ) -> tuple[Tensor, Tensor]:
-    """Blocks with a positive weight, and blocks with a pair that may attend: int32 ``[B, H]`` each (packed ``[1, H]``).
+    """Blocks with a positive weight, and blocks with a pair that may attend: int32 ``[B, H]`` each
+    (packed ``[1, H]``).
 
     Scores are made once more, in fp32 and a tile at a time; nothing is read on the host.
     """
@@ -143,7 +183,10 @@ def _count(queries: _Tokens, keys: _Tokens, tau: Tensor, e: Tensor, options: Opt
     heads, n, _ = queries.vectors.shape
     m = keys.vectors.size(1)
     found = torch.zeros(
-        heads + 1, queries.blocks, keys.blocks, device=tau.device
+        heads + 1,
+        queries.blocks,
+        keys.blocks,
+        device=tau.device,
     )  # live ones of each head, visible ones
     # products with ones and zeros count: exact, the same every time, and no key decides a shape
     of_key = _one_hot(keys.block, keys.blocks)
@@ -170,13 +213,26 @@ def _count(queries: _Tokens, keys: _Tokens, tau: Tensor, e: Tensor, options: Opt
     return torch.stack([blocks[:-1], blocks[-1:].expand(heads)])
 
 
-def _tables(tensors: AttentionTensors, row_mask: Tensor | None, block: int) -> Iterator[tuple[_Tokens, _Tokens]]:
-    q, k, mask, cu_q, cu_k = tensors.q, tensors.k, tensors.key_padding_mask, tensors.cu_seqlens_q, tensors.cu_seqlens_k
+def _tables(
+    tensors: AttentionTensors,
+    row_mask: Tensor | None,
+    block: int,
+) -> Iterator[tuple[_Tokens, _Tokens]]:
+    q, k, mask, cu_q, cu_k = (
+        tensors.q,
+        tensors.k,
+        tensors.key_padding_mask,
+        tensors.cu_seqlens_q,
+        tensors.cu_seqlens_k,
+    )
     if cu_q is not None and cu_k is not None:
         (of_q, i), (of_k, j) = _places(cu_q, q.size(0)), _places(cu_k, k.size(0))
         # the most blocks there can be: lengths stay on the device
         sizes = (t.size(0) // block + tensors.batch for t in (q, k))
-        q_block, k_block = _first_blocks(cu_q, block)[of_q] + i // block, _first_blocks(cu_k, block)[of_k] + j // block
+        q_block, k_block = (
+            _first_blocks(cu_q, block)[of_q] + i // block,
+            _first_blocks(cu_k, block)[of_k] + j // block,
+        )
         rows = None if row_mask is None else row_mask.reshape(-1) != 0
         behind = (cu_k.diff() - cu_q.diff())[of_q]
         yield (
@@ -201,7 +257,9 @@ def _one_hot(index: Tensor, size: int) -> Tensor:
 def _places(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Sequence of every packed token, and its place there."""
     every = torch.arange(total, device=offsets.device)
-    of_token = torch.searchsorted(offsets[1:].long(), every, right=True).clamp(max=max(offsets.numel() - 2, 0))
+    of_token = torch.searchsorted(offsets[1:].long(), every, right=True).clamp(
+        max=max(offsets.numel() - 2, 0),
+    )
     return of_token, every - offsets.long()[of_token]
 
 

@@ -1,7 +1,8 @@
-"""Alpha-entmax attention in torch operations on blocks of queries: the CPU path, and the fallback on any device.
+"""Alpha-entmax attention in torch operations on blocks of queries: the CPU path, and the fallback
+on any device.
 
-A block's scores exist for all heads of one sequence, or of several short ones, at a time and are gone again; backward
-makes them again.
+A block's scores exist for all heads of one sequence, or of several short ones, at a time and are
+gone again; backward makes them again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.entmax_root import GENERIC, SOFTMAX, kind_of, probabilities, row_gradients, row_weights
+from tilefold.ops._shared.entmax_root import (
+    GENERIC,
+    SOFTMAX,
+    kind_of,
+    probabilities,
+    row_gradients,
+    row_weights,
+)
 from tilefold.ops._shared.philox import kept
 from tilefold.ops.entmax_attention._problem import (
     AttentionSaved,
@@ -26,11 +34,19 @@ from tilefold.ops.entmax_attention._problem import (
     result_like,
 )
 
-TILE_ELEMENTS = 1 << 18  # scores of a block: 1 MiB in fp32, so that its few temporaries stay in the cache
+TILE_ELEMENTS = (
+    1 << 18
+)  # scores of a block: 1 MiB in fp32, so that its few temporaries stay in the cache
 
 
-def forward(tensors: AttentionTensors, options: Options, training: bool) -> tuple[Tensor, None, Tensor | None, None]:
-    """Output, nothing, statistics ``[4, B, H, Nq]`` (peak, root, mass, support) if anyone reads them, nothing."""
+def forward(
+    tensors: AttentionTensors,
+    options: Options,
+    training: bool,
+) -> tuple[Tensor, None, Tensor | None, None]:
+    """Output, nothing, statistics ``[4, B, H, Nq]`` (peak, root, mass, support) if anyone reads
+    them, nothing.
+    """
     check_values(tensors, options)
     q, alpha, seed = tensors.q, tensors.alpha, tensors.seed
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -42,7 +58,11 @@ def forward(tensors: AttentionTensors, options: Options, training: bool) -> tupl
         target, places = group.queries(out), stats[group.stats_at]
         for first, last, scores, _, values, _ in _blocks(group, tensors, options, wide):
             *rows, nk = scores.shape
-            p, root, mass, peak = row_weights(scores.view(-1, nk), e.expand(*rows, 1).reshape(-1, 1), kind)
+            p, root, mass, peak = row_weights(
+                scores.view(-1, nk),
+                e.expand(*rows, 1).reshape(-1, 1),
+                kind,
+            )
             for place, found in enumerate((peak, root, mass, (p > 0).sum(dim=-1))):
                 places[place, :, :, first:last] = found.view(rows)
             p = p.view(scores.shape)
@@ -53,9 +73,14 @@ def forward(tensors: AttentionTensors, options: Options, training: bool) -> tupl
 
 
 def backward(
-    dout: Tensor, saved: AttentionSaved, options: Options, needs: tuple[bool, ...]
+    dout: Tensor,
+    saved: AttentionSaved,
+    options: Options,
+    needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, in their dtypes and laid out as results, and alpha ``[H]``; ``None`` where not needed."""
+    """Gradients of q, k, v, in their dtypes and laid out as results, and alpha ``[H]``; ``None``
+    where not needed.
+    """
     tensors, stats = saved.tensors, saved.stats
     q, k, v, alpha = tensors[:4]
     seed, wide = tensors.seed, stats.dtype
@@ -69,7 +94,11 @@ def backward(
             peak, root, mass, _ = places[:, :, :, first:last, None]
             empty = peak == -math.inf
             d = torch.where(empty, 0.0, torch.where(empty, 0.0, peak) - scores)
-            p = torch.where(empty, 0.0, probabilities(d, root, e, GENERIC if kind == SOFTMAX else kind) / mass)
+            p = torch.where(
+                empty,
+                0.0,
+                probabilities(d, root, e, GENERIC if kind == SOFTMAX else kind) / mass,
+            )
             grad = grads[0][:, :, first:last].to(wide)
             dp = (_grouped(grad, values) @ values.mT).reshape(p.shape)
             weights = p
@@ -99,9 +128,14 @@ def _like(leaf: Tensor, grad: Tensor) -> Tensor:
 
 
 def _blocks(
-    group: Group, tensors: AttentionTensors, options: Options, wide: torch.dtype
+    group: Group,
+    tensors: AttentionTensors,
+    options: Options,
+    wide: torch.dtype,
 ) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor, Tensor]]:
-    """Blocks of queries: first, last, scores ``[b, H, n, Nk]``, queries, values, keys ``[b, .., D]`` in ``wide``."""
+    """Blocks of queries: first, last, scores ``[b, H, n, Nk]``, queries, values, keys ``[b, ..,
+    D]`` in ``wide``.
+    """
     q = tensors.q
     keys, values = group.keys(tensors.k).to(wide), group.keys(tensors.v).to(wide)
     if group.keep is not None:
@@ -116,7 +150,12 @@ def _blocks(
     for first in range(0, nq, rows):
         last = min(first + rows, nq)
         block = queries[:, :, first:last].to(wide)
-        scores = (_grouped(block, keys) @ keys.mT).reshape(batch, heads, last - first, nk) * options.scale
+        scores = (_grouped(block, keys) @ keys.mT).reshape(
+            batch,
+            heads,
+            last - first,
+            nk,
+        ) * options.scale
         pairs = allowed(nq, nk, first, last, options, None, q)
         if group.keep is not None:
             pairs = pairs & group.keep[:, None, None]
@@ -124,14 +163,29 @@ def _blocks(
 
 
 def _grouped(tensor: Tensor, like: Tensor) -> Tensor:
-    """``[b, H, n, x]`` as ``[b, Hkv, G n, x]``: the query heads of a group share a product with their key head."""
+    """``[b, H, n, x]`` as ``[b, Hkv, G n, x]``: the query heads of a group share a product with
+    their key head.
+    """
     return tensor.reshape(like.size(0), like.size(1), -1, tensor.size(-1))
 
 
-def _dropout(seed: Tensor, group: Group, q: Tensor, first: int, last: int, nk: int, options: Options) -> Tensor:
+def _dropout(
+    seed: Tensor,
+    group: Group,
+    q: Tensor,
+    first: int,
+    last: int,
+    nk: int,
+    options: Options,
+) -> Tensor:
     """Dropout's factors of probabilities, ``[b, H, last - first, Nk]``."""
     heads, device = q.size(1), q.device
     batch = 1 if group.packed else group.q_at.stop - group.q_at.start
-    plane = (group.first * heads + torch.arange(batch * heads, device=device)).view(batch, heads, 1, 1)
+    plane = (group.first * heads + torch.arange(batch * heads, device=device)).view(
+        batch,
+        heads,
+        1,
+        1,
+    )
     i, j = torch.arange(first, last, device=device)[:, None], torch.arange(nk, device=device)
     return kept(seed, i, j, plane, options.dropout_p).double() / (1 - options.dropout_p)

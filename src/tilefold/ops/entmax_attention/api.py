@@ -16,13 +16,31 @@ from tilefold.ops._shared.operator import Operator
 from tilefold.ops._shared.plan import Buffer
 from tilefold.ops.entmax_attention import _reference, _tiled
 from tilefold.ops.entmax_attention._arguments import checked, ready
-from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options, check_values, result_like
-from tilefold.ops.entmax_attention._stats import SPARSITY_BLOCK, EntmaxStats, count_blocks, described, of_rows
+from tilefold.ops.entmax_attention._problem import (
+    AttentionSaved,
+    AttentionTensors,
+    Options,
+    check_values,
+    result_like,
+)
+from tilefold.ops.entmax_attention._stats import (
+    SPARSITY_BLOCK,
+    EntmaxStats,
+    count_blocks,
+    described,
+    of_rows,
+)
 from tilefold.ops.entmax_attention.configs import LISTS, config_of, row_tiles, way_of
 
 
-def live_shape(tensors: AttentionTensors, options: Options, capability: tuple[int, int]) -> tuple[int, int, int]:
-    """``[H, row tiles, words]`` of the map of live blocks, one bit per block; empty where nothing reads it."""
+def live_shape(
+    tensors: AttentionTensors,
+    options: Options,
+    capability: tuple[int, int],
+) -> tuple[int, int, int]:
+    """``[H, row tiles, words]`` of the map of live blocks, one bit per block; empty where nothing
+    reads it.
+    """
     if way_of(tensors, options, capability) != LISTS:
         return 0, 0, 0
     q, config = tensors.q, config_of(tensors, options, capability)
@@ -30,11 +48,15 @@ def live_shape(tensors: AttentionTensors, options: Options, capability: tuple[in
     return q.size(1), row_tiles(q, config["rows"], tensors), -(-blocks // 32)
 
 
-def outputs(tensors: AttentionTensors, options: Options, training: bool) -> tuple[Buffer, Buffer, Buffer, Buffer]:
+def outputs(
+    tensors: AttentionTensors,
+    options: Options,
+    training: bool,
+) -> tuple[Buffer, Buffer, Buffer, Buffer]:
     """Output, what delta is made from, statistics ``[4, B, H, Nq]`` and the map of live blocks.
 
-    Their shapes are those of the kernels where kernels may run: a graph is compiled for these, before or after the
-    tiled path takes over, which makes neither the second nor the last.
+    Their shapes are those of the kernels where kernels may run: a graph is compiled for these,
+    before or after the tiled path takes over, which makes neither the second nor the last.
     """
     q = tensors.q
     rows = (4, *tensors.stats_shape) if training or options.support else (0,)
@@ -66,7 +88,9 @@ ATTENTION = Operator(
 
 
 def chosen_impl(q: Tensor, impl: str = "auto") -> str:
-    """Implementation of ``entmax_attention(q, ..., impl=impl)``; see :func:`tilefold.ops.lsr_head.chosen_impl`."""
+    """Implementation of ``entmax_attention(q, ..., impl=impl)``; see
+    :func:`tilefold.ops.lsr_head.chosen_impl`.
+    """
     return ATTENTION.chosen_impl(q, impl)
 
 
@@ -88,41 +112,50 @@ def entmax_attention(
     impl: str = "auto",
     return_stats: bool | Literal["blocks"] = False,
 ) -> Tensor | tuple[Tensor, EntmaxStats]:
-    """Attention whose weights are alpha-entmax of the scores, exact zeros included (AdaSplash, arXiv 2502.12082).
+    """Attention whose weights are alpha-entmax of the scores, exact zeros included (AdaSplash,
+    arXiv 2502.12082).
 
-    ``out_i = sum_j p_ij v_j`` with ``p_i = entmax_alpha(scale * q_i . k_j)`` over the keys j that query i may see. The
-    scores are never written to memory. The root of every row is found to a residual of 1e-6 of its mass (on a GPU 1e-5
-    for 16-bit input), for any scores, and the output is divided by the mass that is left; where only live blocks are
-    visited, what is skipped is proved to be zero. Scores are scaled in fp32 (q is never rounded a second time), and
-    backward makes them from the same operands. Backward is bitwise deterministic; one derivative, except for
+    ``out_i = sum_j p_ij v_j`` with ``p_i = entmax_alpha(scale * q_i . k_j)`` over the keys j that
+    query i may see. The scores are never written to memory. The root of every row is found to a
+    residual of 1e-6 of its mass (on a GPU 1e-5 for 16-bit input), for any scores, and the output is
+    divided by the mass that is left; where only live blocks are visited, what is skipped is proved
+    to be zero. Scores are scaled in fp32 (q is never rounded a second time), and backward makes
+    them from the same operands. Backward is bitwise deterministic; one derivative, except for
     ``impl="reference"``.
 
-    Query i has position ``i + Nk - Nq`` among the keys: causal attention and windows are aligned to the end, as
-    decoding with a cache needs. A row with nothing to attend to is 0 and passes no gradient. NaN in a query, or in a
-    key that a row may see, makes the row NaN; what a key masked by ``key_padding_mask`` holds is never read. Values
-    hidden by causality or a window must be finite: their weight is 0, and 0 times NaN is NaN.
+    Query i has position ``i + Nk - Nq`` among the keys: causal attention and windows are aligned to
+    the end, as decoding with a cache needs. A row with nothing to attend to is 0 and passes no
+    gradient. NaN in a query, or in a key that a row may see, makes the row NaN; what a key masked
+    by ``key_padding_mask`` holds is never read. Values hidden by causality or a window must be
+    finite: their weight is 0, and 0 times NaN is NaN.
 
     Args:
-        q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]`` with ``cu_seqlens_q``; any strides; fp16, bf16, fp32 or fp64.
-        k, v: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]`` with ``cu_seqlens_k``; ``H`` is a multiple of ``Hkv``.
-        alpha: a number in [1, 2] (1 softmax, 2 sparsemax), or a tensor of one or ``[H]``, differentiable. On a GPU a
-            tensor's value outside [1, 2] makes its head NaN instead of raising.
+        q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]`` with ``cu_seqlens_q``; any strides; fp16,
+            bf16, fp32 or fp64.
+        k, v: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]`` with ``cu_seqlens_k``; ``H`` is a
+            multiple of ``Hkv``.
+        alpha: a number in [1, 2] (1 softmax, 2 sparsemax), or a tensor of one or ``[H]``,
+            differentiable. On a GPU a tensor's value outside [1, 2] makes its head NaN instead of
+            raising.
         causal: a query attends to no key after its own position.
-        window: a query attends to keys at most this far from its position; 2^30 and more is no window.
-        cu_seqlens_q: ``[B + 1]`` int32 or int64 offsets of packed queries. Offsets that do not describe the rows raise
-            on the CPU, and make every output NaN in the kernels, where checking would cost a synchronisation.
+        window: a query attends to keys at most this far from its position; 2^30 and more is no
+            window.
+        cu_seqlens_q: ``[B + 1]`` int32 or int64 offsets of packed queries. Offsets that do not
+            describe the rows raise on the CPU, and make every output NaN in the kernels, where
+            checking would cost a synchronisation.
         cu_seqlens_k: the same of packed keys; both or neither.
-        max_seqlen_k: a bound of the length of packed key sequences, which spares work; a longer one is as broken
-            offsets are. By default all of k.
+        max_seqlen_k: a bound of the length of packed key sequences, which spares work; a longer one
+            is as broken offsets are. By default all of k.
         key_padding_mask: ``[B, Nk]``, nonzero = keep, in any pattern; not for packed input.
         scale: multiplies the products; by default ``D ** -0.5``.
-        dropout_p: probability in [0, 1) that a weight is dropped; the others grow by ``1 / (1 - dropout_p)``.
-        generator: of the seed that dropout draws, on the device of ``q``; by default torch's own. The same seed drops
-            the same weights in every implementation.
+        dropout_p: probability in [0, 1) that a weight is dropped; the others grow by ``1 / (1 -
+            dropout_p)``.
+        generator: of the seed that dropout draws, on the device of ``q``; by default torch's own.
+            The same seed drops the same weights in every implementation.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see
             :func:`tilefold.ops.entmax_attention.chosen_impl`.
-        return_stats: also return :class:`EntmaxStats`; ``"blocks"`` also counts live blocks, which computes the
-            scores once more, in fp32. Nothing synchronises with the device.
+        return_stats: also return :class:`EntmaxStats`; ``"blocks"`` also counts live blocks, which
+            computes the scores once more, in fp32. Nothing synchronises with the device.
 
     Returns:
         A tensor shaped like ``q``; with ``return_stats`` also the statistics.
@@ -174,11 +207,13 @@ def live_blocks(
     scale: float | None = None,
     block: int = SPARSITY_BLOCK,
 ) -> tuple[Tensor, Tensor]:
-    """Count the blocks of an :func:`entmax_attention` that hold a positive weight (AdaSplash, arXiv 2502.12082).
+    """Count the blocks of an :func:`entmax_attention` that hold a positive weight (AdaSplash, arXiv
+    2502.12082).
 
-    A block is ``block`` queries by ``block`` keys of one sequence and head. It is live if a weight in it is positive,
-    ``(alpha - 1) s > tau`` (for alpha = 1, if ``exp(s - tau)`` is), up to the rounding of scores that are computed
-    once more in fp32; it is visible if any of its pairs may attend. Nothing synchronises with the device.
+    A block is ``block`` queries by ``block`` keys of one sequence and head. It is live if a weight
+    in it is positive, ``(alpha - 1) s > tau`` (for alpha = 1, if ``exp(s - tau)`` is), up to the
+    rounding of scores that are computed once more in fp32; it is visible if any of its pairs may
+    attend. Nothing synchronises with the device.
 
     Args:
         tau: ``[B, H, Nq]`` (packed ``[1, H, Tq]``), from :class:`EntmaxStats`.

@@ -1,4 +1,6 @@
-"""Launch configurations of alpha-entmax attention, and the way of rows; nothing is searched at run time."""
+"""Launch configurations of alpha-entmax attention, and the way of rows; nothing is searched at run
+time.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +8,70 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.releases import ALL_REGISTERS
-from tilefold.ops._shared.entmax_root import ENTMAX15, GENERIC, GENERIC16, GENTLE, SOFTMAX, STEEP, kernel_kind
+from tilefold.ops._shared.entmax_root import (
+    ENTMAX15,
+    GENERIC,
+    GENERIC16,
+    GENTLE,
+    SOFTMAX,
+    STEEP,
+    kernel_kind,
+)
 from tilefold.ops._shared.tuning import Between, Facts, Row, lookup
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
 
-# Ways through a row: its scores stay on chip; all its blocks are visited; its live blocks are listed.
+# Ways through a row: its scores stay on chip; all its blocks are visited; its live blocks are
+# listed.
 RESIDENT, SHORT, LISTS = "resident", "short", "lists"
 FP32 = {"dtype": torch.float32}
-HOPPER = {"capability": (9, 0), "head_dim": Between(most=64)}  # in 16 bits: fp32 has rows behind these
+HOPPER = {
+    "capability": (9, 0),
+    "head_dim": Between(most=64),
+}  # in 16 bits: fp32 has rows behind these
 ANY_ALPHA = frozenset({GENERIC, GENERIC16, GENTLE, STEEP})
 NO_LIMITS = {"registers": None, "wide_registers": None, "dkv_registers": None}
 COMPILED = "compiled without spills with Triton 3.6, not timed"
-# Facts besides dtype, head_dim, capability and release. Rows that need few registers are simple: of a closed form of a
-# constant alpha, with nothing hidden.
-USUAL = {"kind": ENTMAX15, "way": LISTS, "tf32": False, "dropout": False, "simple": False, "training": True}
-# Fields: rows and keys of a tile; of LISTS they are the granularity of the map of live blocks, and depend on the dtype,
-# the head dimension and the device, on nothing that may change between forward and backward; num_warps of the kernels
-# that walk blocks of keys, num_stages of that of dq, forward_stages of those of forward; precision of fp32 products;
-# resident, the most keys whose scores stay on chip without spills, -1 where that kernel is never built, with tiles of
-# resident_rows; short, the most keys of a row whose blocks are all visited; dkv_keys, a multiple of keys, and
-# dkv_queries, a divisor of rows, of the kernel of dk and dv; programs of the persistent kernel for each multiprocessor;
-# registers, the most of a thread, None for as many as the assembler gives it: with one accumulator or none, where four
-# programs of 4 warps share a multiprocessor, and wide_registers of the output with two and dq with the sums of alpha,
-# where three do. Every tile fits the 99 KB of shared memory of 8.6, 8.9 and 12.0.
+# Facts besides dtype, head_dim, capability and release. Rows that need few registers are simple: of
+# a closed form of a constant alpha, with nothing hidden.
+USUAL = {
+    "kind": ENTMAX15,
+    "way": LISTS,
+    "tf32": False,
+    "dropout": False,
+    "simple": False,
+    "training": True,
+}
+# Fields: rows and keys of a tile; of LISTS they are the granularity of the map of live blocks, and
+# depend on the dtype, the head dimension and the device, on nothing that may change between forward
+# and backward; num_warps of the kernels that walk blocks of keys, num_stages of that of dq,
+# forward_stages of those of forward; precision of fp32 products; resident, the most keys whose
+# scores stay on chip without spills, -1 where that kernel is never built, with tiles of
+# resident_rows; short, the most keys of a row whose blocks are all visited; dkv_keys, a multiple of
+# keys, and dkv_queries, a divisor of rows, of the kernel of dk and dv; programs of the persistent
+# kernel for each multiprocessor; registers, the most of a thread, None for as many as the assembler
+# gives it: with one accumulator or none, where four programs of 4 warps share a multiprocessor, and
+# wide_registers of the output with two and dq with the sums of alpha, where three do. Every tile
+# fits the 99 KB of shared memory of 8.6, 8.9 and 12.0.
 TABLE = (
     Row(
         {},
         {
-            "rows": 64, "keys": 64, "num_warps": 8, "num_stages": 2, "forward_stages": 2, "precision": "ieee",
-            "resident": 0, "resident_rows": 64, "resident_warps": 8, "short": 1024, "dkv_keys": 64, "dkv_queries": 64,
-            "dkv_warps": 8, "dkv_stages": 1, "programs": 2, **NO_LIMITS,
+            "rows": 64,
+            "keys": 64,
+            "num_warps": 8,
+            "num_stages": 2,
+            "forward_stages": 2,
+            "precision": "ieee",
+            "resident": 0,
+            "resident_rows": 64,
+            "resident_warps": 8,
+            "short": 1024,
+            "dkv_keys": 64,
+            "dkv_queries": 64,
+            "dkv_warps": 8,
+            "dkv_stages": 1,
+            "programs": 2,
+            **NO_LIMITS,
         },
         COMPILED,
     ),
@@ -49,15 +85,27 @@ TABLE = (
     Row(
         HOPPER,
         {
-            "num_warps": 4, "forward_stages": 3, "resident_warps": 4, "dkv_warps": 4, "dkv_stages": 2, "programs": 4,
-            "registers": 128, "wide_registers": 168, "dkv_registers": 168,
+            "num_warps": 4,
+            "forward_stages": 3,
+            "resident_warps": 4,
+            "dkv_warps": 4,
+            "dkv_stages": 2,
+            "programs": 4,
+            "registers": 128,
+            "wide_registers": 168,
+            "dkv_registers": 168,
         },
         "H200, Triton 3.6",
     ),
     Row(HOPPER | {"simple": True}, {"resident": 256}, "H200, Triton 3.6"),
     Row(
         HOPPER
-        | {"way": SHORT, "training": False, "kind": frozenset({SOFTMAX, ENTMAX15}), "release": Between(most=(3, 8))},
+        | {
+            "way": SHORT,
+            "training": False,
+            "kind": frozenset({SOFTMAX, ENTMAX15}),
+            "release": Between(most=(3, 8)),
+        },
         {"rows": 128, "num_warps": 8, "registers": 128},
         # other forms put values away in wide tiles
         "H200, Triton 3.6, 768 keys, ms with tiles of 128 and of 64 queries: an alpha in memory 0.181 and 0.153, 1.75 "
@@ -69,19 +117,30 @@ TABLE = (
         {"registers": 168, "wide_registers": ALL_REGISTERS},
         "compiled: roots and inference of these forms spill in 128, the gradient of alpha wants all",
     ),
-    Row(HOPPER | {"kind": ANY_ALPHA, "release": (3, 8)}, {"resident_warps": 8}, "compiled: with 4 warps it spills"),
     Row(
-        HOPPER | {"release": Between(least=(3, 9))}, {"ptx_options": "--regAllocOptLevel=4"},
+        HOPPER | {"kind": ANY_ALPHA, "release": (3, 8)},
+        {"resident_warps": 8},
+        "compiled: with 4 warps it spills",
+    ),
+    Row(
+        HOPPER | {"release": Between(least=(3, 9))},
+        {"ptx_options": "--regAllocOptLevel=4"},
         "H200: 3.9 asks its assembler for level 2, which puts away 50 to 100 bytes more under the same limits",
     ),
     Row(
-        HOPPER | {"kind": ANY_ALPHA, "release": Between(least=(3, 9))}, {"wide_registers": ALL_REGISTERS},
+        HOPPER | {"kind": ANY_ALPHA, "release": Between(least=(3, 9))},
+        {"wide_registers": ALL_REGISTERS},
         "compiled: in 168 registers the gradient of alpha puts away 224 bytes, 4% of a loop",
     ),
     Row(
         {"head_dim": Between(least=129)},
         {
-            "rows": 32, "keys": 32, "resident": 64, "resident_rows": 32, "dkv_keys": 32, "dkv_queries": 32,
+            "rows": 32,
+            "keys": 32,
+            "resident": 64,
+            "resident_rows": 32,
+            "dkv_keys": 32,
+            "dkv_queries": 32,
             "dkv_stages": 1,
         },
         COMPILED,
@@ -89,48 +148,96 @@ TABLE = (
     Row(
         FP32,  # three TF32 products hold every operand twice
         {
-            "rows": 32, "keys": 32, "num_warps": 8, "num_stages": 1, "forward_stages": 1, "precision": "tf32x3",
-            "resident": 64, "resident_rows": 32, "resident_warps": 8, "dkv_keys": 32, "dkv_queries": 32,
-            "dkv_warps": 8, "dkv_stages": 1, "programs": 2, **NO_LIMITS,
+            "rows": 32,
+            "keys": 32,
+            "num_warps": 8,
+            "num_stages": 1,
+            "forward_stages": 1,
+            "precision": "tf32x3",
+            "resident": 64,
+            "resident_rows": 32,
+            "resident_warps": 8,
+            "dkv_keys": 32,
+            "dkv_queries": 32,
+            "dkv_warps": 8,
+            "dkv_stages": 1,
+            "programs": 2,
+            **NO_LIMITS,
         },
         COMPILED,
     ),
     Row(
         FP32 | {"head_dim": Between(least=65)},
         {
-            "rows": 16, "keys": 16, "num_warps": 4, "resident": 32, "resident_rows": 16, "resident_warps": 4,
-            "dkv_keys": 16, "dkv_queries": 16, "dkv_warps": 4,
+            "rows": 16,
+            "keys": 16,
+            "num_warps": 4,
+            "resident": 32,
+            "resident_rows": 16,
+            "resident_warps": 4,
+            "dkv_keys": 16,
+            "dkv_queries": 16,
+            "dkv_warps": 4,
         },
         COMPILED,
     ),
     Row(FP32 | {"tf32": True}, {"precision": "tf32"}, "as it was asked for"),
     Row(
-        FP32 | {"head_dim": Between(least=129), "capability": Between(most=(8, 9)), "release": (3, 4)},
+        FP32
+        | {"head_dim": Between(least=129), "capability": Between(most=(8, 9)), "release": (3, 4)},
         {"forward_stages": 2},
         "compiled for 8.0: with one stage its assembler gives the kernel of the roots 32 registers",
     ),
     Row({"kind": GENERIC}, NO_LIMITS, "compiled: this form does not keep to limits without spills"),
-    Row({"dropout": True}, NO_LIMITS | {"resident_warps": 8}, "compiled: random words take registers too"),
+    Row(
+        {"dropout": True},
+        NO_LIMITS | {"resident_warps": 8},
+        "compiled: random words take registers too",
+    ),
     Row(
         FP32 | {"head_dim": Between(least=65), "release": (3, 8)},
         {"dkv_warps": 8, "dkv_registers": ALL_REGISTERS},
         "compiled: its assembler gives the kernel of dk and dv 32 registers, and spills in its loop",
     ),
-    Row({"capability": Between(least=(10, 0))}, {"resident": -1}, "Triton 3.6 fails to build that kernel there"),
+    Row(
+        {"capability": Between(least=(10, 0))},
+        {"resident": -1},
+        "Triton 3.6 fails to build that kernel there",
+    ),
     Row(
         {"capability": (0, 0)},
         {
-            "rows": 32, "keys": 16, "num_warps": 4, "num_stages": 1, "forward_stages": 2, "precision": "ieee",
-            "resident": 32, "resident_rows": 16, "resident_warps": 4, "short": 0, "dkv_keys": 32, "dkv_queries": 16,
-            "dkv_warps": 4, "dkv_stages": 1, "programs": 2, **NO_LIMITS,
+            "rows": 32,
+            "keys": 16,
+            "num_warps": 4,
+            "num_stages": 1,
+            "forward_stages": 2,
+            "precision": "ieee",
+            "resident": 32,
+            "resident_rows": 16,
+            "resident_warps": 4,
+            "short": 0,
+            "dkv_keys": 32,
+            "dkv_queries": 16,
+            "dkv_warps": 4,
+            "dkv_stages": 1,
+            "programs": 2,
+            **NO_LIMITS,
         },
         "interpreted: small tiles, so that few rows take every way",
     ),
-)  # fmt: skip
+)
 
 
-def config_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], **facts: object) -> Facts:
-    """The configuration for such tensors; ``capability`` is ``(0, 0)`` where kernels are interpreted."""
+def config_for(
+    dtype: torch.dtype,
+    head_dim: int,
+    capability: tuple[int, int],
+    **facts: object,
+) -> Facts:
+    """The configuration for such tensors; ``capability`` is ``(0, 0)`` where kernels are
+    interpreted.
+    """
     facts = {"dtype": dtype, "head_dim": head_dim, "capability": capability} | USUAL | facts
     return {"ptx_options": None} | lookup(TABLE, **facts)
 
@@ -150,7 +257,14 @@ def config_of(
     simple = closed and not (options.causal or options.window >= 0 or dropout)
     kind = kernel_kind(q.dtype, alpha, options.alpha_value)
     asked = {"tf32": tf32, "dropout": dropout, "simple": simple, "training": training}
-    return config_for(q.dtype, int(q.size(-1)), capability, kind=kind, way=way, **asked)  # a tile is never symbolic
+    return config_for(
+        q.dtype,
+        int(q.size(-1)),
+        capability,
+        kind=kind,
+        way=way,
+        **asked,
+    )  # a tile is never symbolic
 
 
 def span(rows: int, options: Options) -> int:
@@ -160,14 +274,28 @@ def span(rows: int, options: Options) -> int:
 
 
 def way_of(tensors: AttentionTensors, options: Options, capability: tuple[int, int]) -> str:
-    """The way of rows: on chip where they fit, with lists where looking for dead blocks saves more than it costs."""
+    """The way of rows: on chip where they fit, with lists where looking for dead blocks saves more
+    than it costs.
+    """
     config = config_of(tensors, options, capability)
     if span(config["resident_rows"], options) <= config["resident"]:
         return RESIDENT
-    widest = config_for(tensors.q.dtype, int(tensors.q.size(-1)), capability, way=SHORT, training=False)  # of all forms
+    widest = config_for(
+        tensors.q.dtype,
+        int(tensors.q.size(-1)),
+        capability,
+        way=SHORT,
+        training=False,
+    )  # of all forms
     return SHORT if span(widest["rows"], options) <= config["short"] else LISTS
 
 
 def row_tiles(t: Tensor, rows: int, tensors: AttentionTensors) -> int:
-    """Tiles of the rows of ``t``, q-like or k-like, of all sequences; for packed ones the most there can be."""
-    return t.size(0) // rows + tensors.batch if tensors.packed else tensors.batch * -(-t.size(2) // rows)
+    """Tiles of the rows of ``t``, q-like or k-like, of all sequences; for packed ones the most
+    there can be.
+    """
+    return (
+        t.size(0) // rows + tensors.batch
+        if tensors.packed
+        else tensors.batch * -(-t.size(2) // rows)
+    )

@@ -34,7 +34,9 @@ def checked(
     wanted: tuple[bool, ...] = (),
     main_grad: Tensor | None = None,
 ) -> Checked:
-    """Check everything that can be checked without reading a value; after ``screen``, for ``main_grad`` alone."""
+    """Check everything that can be checked without reading a value; after ``screen``, for
+    ``main_grad`` alone.
+    """
     compute_dtype, out_dtype = check_head(tensors, pooling, activation, logit_scale, out_dtype)
     if not isinstance(screen, bool):
         raise TypeError(f"screen must be True or False, got {screen!r}.")
@@ -43,22 +45,42 @@ def checked(
     elif main_grad is not None:
         _check_main_grad(main_grad, tensors.weight, pooling, impl)
     bias_dtype = None if tensors.bias is None else tensors.bias.dtype
-    return Checked(HeadOptions(pooling, activation, float(logit_scale), out_dtype, compute_dtype, bias_dtype, screen))
+    return Checked(
+        HeadOptions(
+            pooling,
+            activation,
+            float(logit_scale),
+            out_dtype,
+            compute_dtype,
+            bias_dtype,
+            screen,
+        ),
+    )
 
 
 def check_head(
-    tensors: HeadTensors, pooling: str, activation: str, logit_scale: float, out_dtype: torch.dtype | None
+    tensors: HeadTensors,
+    pooling: str,
+    activation: str,
+    logit_scale: float,
+    out_dtype: torch.dtype | None,
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Check what a head of any kind asks of its arguments; return the dtypes of the products and of the scores."""
+    """Check what a head of any kind asks of its arguments; return the dtypes of the products and of
+    the scores.
+    """
     hidden, attention_mask, cu_seqlens, weight, weight_scale, bias = tensors
     if weight_scale is not None:  # a weight of the shape, that has the dtype of hidden
-        weight = torch.empty((), dtype=check_tensor("hidden", hidden).dtype, device=weight.device).expand(weight.shape)
+        weight = torch.empty(
+            (),
+            dtype=check_tensor("hidden", hidden).dtype,
+            device=weight.device,
+        ).expand(weight.shape)
     check_choice("pooling", pooling, tuple(POOLINGS))
     check_choice("activation", activation, ACTIVATIONS)
     if not isinstance(logit_scale, (int, float)) or not -math.inf < logit_scale < math.inf:
         raise ValueError(
             f"logit_scale must be a finite Python number, got {logit_scale!r}; "
-            "multiply hidden by a tensor to learn a scale."
+            "multiply hidden by a tensor to learn a scale.",
         )
     check_tensor("hidden", hidden)
     check_tensor("weight", weight)
@@ -66,20 +88,36 @@ def check_head(
     check_shape("weight", weight, "V D", D=hidden.size(-1))
     for name, value, size in (("D", hidden, hidden.size(-1)), ("V", weight, weight.size(0))):
         if size == 0:
-            raise ValueError(f"{name} must be at least 1, got {name}=0 in shape {list(value.shape)}.")
+            raise ValueError(
+                f"{name} must be at least 1, got {name}=0 in shape {list(value.shape)}.",
+            )
     if bias is not None:
         check_shape("bias", check_tensor("bias", bias), "V", V=weight.size(0))
     check_tokens(attention_mask, cu_seqlens, "rows", B=hidden.size(0), S=hidden.size(1))
-    others = {"weight": weight, "bias": bias, "attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
+    others = {
+        "weight": weight,
+        "bias": bias,
+        "attention_mask": attention_mask,
+        "cu_seqlens": cu_seqlens,
+    }
     check_same_device("hidden", hidden, others)
     for name, operand in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if operand is not None:
-            check_dtype(name, operand, FLOAT_DTYPES, "cast it with .to(torch.bfloat16) or another of these.")
+            check_dtype(
+                name,
+                operand,
+                FLOAT_DTYPES,
+                "cast it with .to(torch.bfloat16) or another of these.",
+            )
     compute_dtype = product_dtype(hidden, weight)
     if weight_scale is not None and pooling != "max":
-        raise ValueError(f"pooling must be 'max' with a QuantizedWeight, got {pooling!r}; use the weight in 16 bits.")
+        raise ValueError(
+            f"pooling must be 'max' with a QuantizedWeight, got {pooling!r}; use the weight in 16 bits.",
+        )
     if weight_scale is not None and hidden.dtype == torch.float64:
-        raise TypeError("hidden must be fp16, bf16 or fp32 with a QuantizedWeight, got float64; use hidden.float().")
+        raise TypeError(
+            "hidden must be fp16, bf16 or fp32 with a QuantizedWeight, got float64; use hidden.float().",
+        )
     if out_dtype is None:
         return compute_dtype, compute_dtype
     check_out_dtype(out_dtype)
@@ -89,12 +127,16 @@ def check_head(
 def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """Dtype of the products: autocast's, or else the one that hidden and weight must share."""
     # the meta device has no autocast state to ask for
-    if hidden.dtype != torch.float64 and not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
+    if (
+        hidden.dtype != torch.float64
+        and not hidden.is_meta
+        and torch.is_autocast_enabled(hidden.device.type)
+    ):
         return torch.get_autocast_dtype(hidden.device.type)
     if weight.dtype != hidden.dtype:
         raise TypeError(
             f"weight must have the dtype of hidden ({dtype_name(hidden.dtype)}), got {dtype_name(weight.dtype)}; "
-            "cast one of them, or run under torch.autocast."
+            "cast one of them, or run under torch.autocast.",
         )
     return hidden.dtype
 
@@ -104,30 +146,38 @@ def _check_inference(tensors: HeadTensors, main_grad: Tensor | None) -> None:
     if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
         raise ValueError(
             "hidden and bias must not require a gradient with a QuantizedWeight, which is for inference; use "
-            "torch.no_grad(), or train with the weight in 16 bits."
+            "torch.no_grad(), or train with the weight in 16 bits.",
         )
     if main_grad is not None:
-        raise ValueError("weight_main_grad must be None with a QuantizedWeight, which has no gradient; leave it out.")
+        raise ValueError(
+            "weight_main_grad must be None with a QuantizedWeight, which has no gradient; leave it out.",
+        )
 
 
 def _check_main_grad(main_grad: Tensor, weight: Tensor, pooling: str, impl: str) -> None:
     if pooling != "max" or impl == "reference":
         raise ValueError(
             f"weight_main_grad must be None with pooling={pooling!r} and impl={impl!r}, got a tensor; only "
-            "max pooling of the tiled and triton implementations accumulates, elsewhere add weight.grad to it yourself."
+            "max pooling of the tiled and triton implementations accumulates, elsewhere add weight.grad to it yourself.",
         )
     vocab, dim = weight.shape
-    check_shape("weight_main_grad", check_tensor("weight_main_grad", main_grad), "V D", V=vocab, D=dim)
+    check_shape(
+        "weight_main_grad",
+        check_tensor("weight_main_grad", main_grad),
+        "V D",
+        V=vocab,
+        D=dim,
+    )
     remedy = "allocate it with torch.zeros_like(weight, dtype=torch.float32)."
     check_dtype("weight_main_grad", main_grad, (torch.float32,), remedy)
     check_same_device("weight", weight, {"weight_main_grad": main_grad})
     if not main_grad.is_contiguous() or main_grad.requires_grad:
         raise ValueError(
             "weight_main_grad must be contiguous and must not require a gradient, got strides "
-            f"{main_grad.stride()} and requires_grad={main_grad.requires_grad}; use torch.zeros(V, D)."
+            f"{main_grad.stride()} and requires_grad={main_grad.requires_grad}; use torch.zeros(V, D).",
         )
     if torch.is_grad_enabled() and not weight.requires_grad:
         raise ValueError(
             "weight_main_grad must be None where weight needs no gradient, got a tensor; call weight.requires_grad_() "
-            "or leave it out."
+            "or leave it out.",
         )

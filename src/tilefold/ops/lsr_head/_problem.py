@@ -49,7 +49,9 @@ class Tokens(NamedTuple):
 
     @property
     def length_bound(self) -> int:
-        """An upper bound of the sequence length that needs no look at the device: S padded, T packed."""
+        """An upper bound of the sequence length that needs no look at the device: S padded, T
+        packed.
+        """
         return self.hidden.size(1) if self.hidden.dim() == 3 else self.hidden.size(0)
 
     @property
@@ -86,10 +88,11 @@ class HeadOptions(NamedTuple):
 
 
 class HeadSaved(NamedTuple):
-    """Tensors saved for backward: those that :data:`POOLINGS` names, and always token states, offsets and weight.
+    """Tensors saved for backward: those that :data:`POOLINGS` names, and always token states,
+    offsets and weight.
 
-    A winner is the position of its token in its own sequence, padding counted: the column of a padded input, the
-    distance to ``cu_seqlens[b]`` of a packed one.
+    A winner is the position of its token in its own sequence, padding counted: the column of a
+    padded input, the distance to ``cu_seqlens[b]`` of a packed one.
     """
 
     hidden: Tensor
@@ -113,7 +116,11 @@ class Needs(NamedTuple):
     bias: bool
 
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias, where asked for
+Gradients = tuple[
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+]  # of hidden, weight and bias, where asked for
 
 
 def outputs(tensors: HeadTensors, options: HeadOptions, training: bool) -> tuple[Buffer, Buffer]:
@@ -122,7 +129,10 @@ def outputs(tensors: HeadTensors, options: HeadOptions, training: bool) -> tuple
     shape = (tokens.batch if training else 0), vocab if kind == "entry" else 1
     if kind == "none" or (kind == "sequence" and tokens.attention_mask is None):
         shape = 0, 1
-    return Buffer((tokens.batch, vocab), options.out_dtype), Buffer(shape, winner_dtype(tokens.length_bound))
+    return Buffer((tokens.batch, vocab), options.out_dtype), Buffer(
+        shape,
+        winner_dtype(tokens.length_bound),
+    )
 
 
 def reads(options: HeadOptions) -> frozenset[str]:

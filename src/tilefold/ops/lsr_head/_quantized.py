@@ -1,4 +1,6 @@
-"""Rounding of the LSR head's operands to 8 bits, for inference: the quantised weight, and who multiplies it."""
+"""Rounding of the LSR head's operands to 8 bits, for inference: the quantised weight, and who
+multiplies it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from torch import Tensor
 
 from tilefold.ops._shared.calls import call_key, run
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
-from tilefold.ops._shared.fallback import SLOWER, KernelUnavailableError, attempt, give_up, refuse_capture
+from tilefold.ops._shared.fallback import (
+    SLOWER,
+    KernelUnavailableError,
+    attempt,
+    give_up,
+    refuse_capture,
+)
 from tilefold.ops._shared.impl import resolve_impl
 
 FP8 = torch.float8_e4m3fn
@@ -22,7 +30,8 @@ SLAB_V = 16384  # rows that are converted at a time
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A decoder weight in fp8 (e4m3) with one scale per row: ``weight[v, d] = scale[v] * values[v, d]``, rounded.
+    """A decoder weight in fp8 (e4m3) with one scale per row: ``weight[v, d] = scale[v] * values[v,
+    d]``, rounded.
 
     Half the bytes of bf16, twice its product rate. Make it with :func:`quantize_weight`, give it to
     :func:`tilefold.ops.lsr_head` in place of the weight.
@@ -52,7 +61,9 @@ class QuantizedWeight:
     def __getitem__(self, rows: slice) -> QuantizedWeight:
         """A slice of vocabulary rows, without a copy."""
         if not isinstance(rows, slice):
-            raise TypeError(f"rows must be a slice, got {type(rows).__name__}; weight[v:v + 1] is one row.")
+            raise TypeError(
+                f"rows must be a slice, got {type(rows).__name__}; weight[v:v + 1] is one row.",
+            )
         return QuantizedWeight(self.values[rows], self.scale[rows])
 
     def __copy__(self) -> QuantizedWeight:
@@ -75,15 +86,16 @@ def _unpickled(stored: Tensor, dtype: torch.dtype, scale: Tensor) -> QuantizedWe
 def quantize_weight(weight: Tensor) -> QuantizedWeight:
     """Round a decoder weight to fp8 (e4m3), each row scaled so that its largest entry becomes 448.
 
-    Rows of zeros keep the scale 1; a NaN or an infinity makes NaN scores of its vocabulary entry, as in the plain head.
-    The rounding error of an entry is at most 1/16 of it, or 2^-10 of the scale near zero.
+    Rows of zeros keep the scale 1; a NaN or an infinity makes NaN scores of its vocabulary entry,
+    as in the plain head. The rounding error of an entry is at most 1/16 of it, or 2^-10 of the
+    scale near zero.
 
-    On a GPU with fp8 products it is one pass of a kernel, which reads the weight and writes it in fp8; where that
-    cannot be built, this and the quantised head run in torch, after one warning.
+    On a GPU with fp8 products it is one pass of a kernel, which reads the weight and writes it in
+    fp8; where that cannot be built, this and the quantised head run in torch, after one warning.
 
     Args:
-        weight: ``[V, D]``, fp16, bf16, fp32 or fp64, on any device. It is not kept, and later changes of it are not
-            seen: quantise again after an optimiser step.
+        weight: ``[V, D]``, fp16, bf16, fp32 or fp64, on any device. It is not kept, and later
+            changes of it are not seen: quantise again after an optimiser step.
 
     Raises:
         TypeError, ValueError: for anything else.
@@ -113,7 +125,11 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """``[N, D]`` to fp8 values and ``[N]`` fp32 scales; the scale of a row of zeros is 1."""
     wide = rows.float()
     largest = wide.abs().amax(dim=-1)
-    scale = torch.where(largest == 0, 1.0, (largest / FP8_MAX).clamp(min=TINY))  # NaN and infinity stay
+    scale = torch.where(
+        largest == 0,
+        1.0,
+        (largest / FP8_MAX).clamp(min=TINY),
+    )  # NaN and infinity stay
     return (wide / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
@@ -124,18 +140,23 @@ def fake_quantized(rows: Tensor) -> Tensor:
 
 
 def chosen_quantized_impl(hidden: Tensor, impl: str = "auto") -> str:
-    """Implementation that a quantised head runs: ``"triton"`` from compute capability 8.9 on, else ``"tiled"``.
+    """Implementation that a quantised head runs: ``"triton"`` from compute capability 8.9 on, else
+    ``"tiled"``.
 
     Raises:
         ValueError: for an unknown name.
         RuntimeError: for ``"triton"`` on a device that has no fp8 products.
     """
     resolved = resolve_impl(impl, hidden.device, QUANTIZED_HEAD)
-    if resolved == "triton" and hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) < (8, 9):
+    if (
+        resolved == "triton"
+        and hidden.is_cuda
+        and torch.cuda.get_device_capability(hidden.device) < (8, 9)
+    ):
         if impl == "auto":
             return "tiled"
         raise RuntimeError(
             f"impl='triton' cannot multiply fp8 on {torch.cuda.get_device_name(hidden.device)}: it needs compute "
-            "capability 8.9. Use impl='auto', or the weight in 16 bits."
+            "capability 8.9. Use impl='auto', or the weight in 16 bits.",
         )
     return resolved

@@ -1,6 +1,7 @@
 """The LSR head in plain PyTorch: the specification the other implementations are held to.
 
-It builds the whole ``[B, S, V]`` logits, in at least fp32, on any device, with autograd. Derivation: ``README.md``.
+It builds the whole ``[B, S, V]`` logits, in at least fp32, on any device, with autograd.
+Derivation: ``README.md``.
 """
 
 from __future__ import annotations
@@ -30,15 +31,25 @@ def lsr_head(tensors: HeadTensors, options: HeadOptions) -> Tensor:
         if hidden.size(1) == 0:  # a token that does not count, since a maximum needs one
             hidden, valid = pad(hidden, (0, 0, 0, 1)), pad(valid, (0, 1))
         compute_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        hidden = hidden.to(compute_dtype).masked_fill(~valid[:, :, None], 0)  # a masked NaN must not reach a product
+        hidden = hidden.to(compute_dtype).masked_fill(
+            ~valid[:, :, None],
+            0,
+        )  # a masked NaN must not reach a product
         logits = options.logit_scale * (hidden @ weight.to(compute_dtype).mT)  # [B, S, V]
         if bias is not None:
             logits = logits + bias.to(compute_dtype)
         if pooling in ("max", "cls", "last"):
             winner = _pooled_position(logits, valid, pooling)
-            pooled = differentiable_activate(logits.gather(1, winner[:, None, :]).squeeze(1), activation)
+            pooled = differentiable_activate(
+                logits.gather(1, winner[:, None, :]).squeeze(1),
+                activation,
+            )
         else:
-            pooled = differentiable_activate(logits, activation).masked_fill(~valid[:, :, None], 0).sum(dim=1)
+            pooled = (
+                differentiable_activate(logits, activation)
+                .masked_fill(~valid[:, :, None], 0)
+                .sum(dim=1)
+            )
             if pooling == "mean":
                 pooled = pooled / valid.sum(dim=1, keepdim=True).clamp(min=1)
         return pooled.masked_fill(~valid.any(dim=1, keepdim=True), 0).to(options.out_dtype)
@@ -49,20 +60,31 @@ def _padded(rows: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     lengths = cu_seqlens.diff()
     longest = int(lengths.max()) if lengths.numel() else 0
     valid = torch.arange(longest, device=rows.device) < lengths[:, None]
-    return rows.new_zeros(*valid.shape, rows.size(1)).index_put(valid.nonzero(as_tuple=True), rows), valid
+    return rows.new_zeros(*valid.shape, rows.size(1)).index_put(
+        valid.nonzero(as_tuple=True),
+        rows,
+    ), valid
 
 
 def _pooled_position(logits: Tensor, valid: Tensor, pooling: str) -> Tensor:
-    """The token that ``"max"``, ``"cls"`` (first valid) or ``"last"`` (last valid) takes, ``[B, V]`` int64."""
+    """The token that ``"max"``, ``"cls"`` (first valid) or ``"last"`` (last valid) takes, ``[B,
+    V]`` int64.
+    """
     if pooling == "max":
         return _max_first_winner(logits, valid)
     tokens = torch.arange(valid.size(1), device=valid.device)
-    position = valid.byte().argmax(dim=1) if pooling == "cls" else torch.where(valid, tokens, 0).amax(dim=1)
+    position = (
+        valid.byte().argmax(dim=1)
+        if pooling == "cls"
+        else torch.where(valid, tokens, 0).amax(dim=1)
+    )
     return position[:, None].expand(-1, logits.size(2))
 
 
 def _max_first_winner(logits: Tensor, valid: Tensor) -> Tensor:
-    """The largest valid logit, the lowest token among equals, the first NaN if there is one; 0 where none is valid."""
+    """The largest valid logit, the lowest token among equals, the first NaN if there is one; 0
+    where none is valid.
+    """
     masked = logits.masked_fill(~valid[:, :, None], float("-inf"))
     best = masked.amax(dim=1, keepdim=True)
     is_best = (masked == best) | (masked.isnan() & best.isnan())

@@ -1,21 +1,33 @@
-"""Torch's share of the gradient of sums: products of a slab of the vocabulary, and the unit of fp16."""
+"""Torch's share of the gradient of sums: products of a slab of the vocabulary, and the unit of
+fp16.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# A row of zeros divides by nothing smaller. Times these and their inverses, numbers stay within fp32.
+# A row of zeros divides by nothing smaller. Times these and their inverses, numbers stay within
+# fp32.
 MIN_POWER, MAX_POWER = 2.0**-100, 2.0**100
 HEADROOM = 2.0**14  # the largest number becomes less than twice that, below fp16's 65504
 EXPONENT = 0x7F800000  # the bits of fp32 that say which power of two
 
 
 def unit_of_dlogits(
-    dscores: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, mean: bool, length: int, scale: float
+    dscores: Tensor,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mean: bool,
+    length: int,
+    scale: float,
 ) -> Tensor:
-    """Power of two by which fp16 divides the gradients of all logits, none steeper than 1; fp32, on the device."""
-    largest = dscores.nan_to_num(0.0, 0.0, 0.0).abs_().amax(1, keepdim=True)  # [B, 1], of what is finite
+    """Power of two by which fp16 divides the gradients of all logits, none steeper than 1; fp32, on
+    the device.
+    """
+    largest = (
+        dscores.nan_to_num(0.0, 0.0, 0.0).abs_().amax(1, keepdim=True)
+    )  # [B, 1], of what is finite
     if mean and cu_seqlens is not None:
         largest /= cu_seqlens.diff().clamp(min=1)[:, None]
     elif mean and attention_mask is not None:

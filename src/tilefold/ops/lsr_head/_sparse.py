@@ -15,7 +15,9 @@ from tilefold._csr import csr_tensor
 class CapacityRows(NamedTuple):
     """Sparse rows of which the host need not know the sizes."""
 
-    counts: Tensor  # int32 [B], entries that each row has; more than the capacity if some did not fit
+    counts: (
+        Tensor  # int32 [B], entries that each row has; more than the capacity if some did not fit
+    )
     kept: Tensor  # int32 [B], entries that are stored: at most the capacity, or top_k
     columns: Tensor  # int32 [B, capacity] ([B, top_k]), rising; undefined behind kept[b]
     values: Tensor  # as columns
@@ -29,7 +31,8 @@ def kept_rows(
     min_weight: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Entries above ``min_weight`` of scores ``[B, C]`` that come in rising order of their first columns, as CSR.
+    """Entries above ``min_weight`` of scores ``[B, C]`` that come in rising order of their first
+    columns, as CSR.
 
     With ``top_k`` only the best of each row so far are held; without it, the entries of each block.
     """
@@ -40,11 +43,18 @@ def kept_rows(
             rows, places = (~(scores <= min_weight)).nonzero(as_tuple=True)
             entries.append((rows, places + first, scores[rows, places]))
             continue
-        columns = torch.arange(first, first + scores.size(1), device=scores.device).expand(scores.size(0), -1)
+        columns = torch.arange(first, first + scores.size(1), device=scores.device).expand(
+            scores.size(0),
+            -1,
+        )
         if best is None:
             best = largest(scores, columns, top_k)
         else:
-            best = largest(torch.cat([best[0], scores], dim=1), torch.cat([best[1], columns], dim=1), top_k)
+            best = largest(
+                torch.cat([best[0], scores], dim=1),
+                torch.cat([best[1], columns], dim=1),
+                top_k,
+            )
     if best is not None:
         rows, places = (~(best[0] <= min_weight)).nonzero(as_tuple=True)
         entries = [(rows, best[1][rows, places], best[0][rows, places])]
@@ -53,7 +63,9 @@ def kept_rows(
 
 
 def largest(scores: Tensor, columns: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` largest of each row and their columns, in the order of these; of equal scores the lowest stay."""
+    """The ``top_k`` largest of each row and their columns, in the order of these; of equal scores
+    the lowest stay.
+    """
     if scores.size(1) <= top_k:
         return scores, columns
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k].sort(dim=1).values
@@ -61,25 +73,43 @@ def largest(scores: Tensor, columns: Tensor, top_k: int) -> tuple[Tensor, Tensor
 
 
 def csr_from_entries(
-    rows: Tensor, columns: Tensor, scores: Tensor, shape: tuple[int, int], dtype: torch.dtype
+    rows: Tensor,
+    columns: Tensor,
+    scores: Tensor,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Entries as a ``torch.sparse_csr`` tensor of ``dtype``; within a row they come in the order of their columns."""
+    """Entries as a ``torch.sparse_csr`` tensor of ``dtype``; within a row they come in the order of
+    their columns.
+    """
     order = rows.sort(stable=True).indices
     counts = torch.bincount(rows, minlength=shape[0])
     row_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return csr_tensor(row_starts, columns[order], scores[order].to(dtype), shape)
 
 
-def rows_of_scores(scores: Tensor, capacity: int, top_k: int | None, min_weight: float) -> CapacityRows:
-    """Entries of scores ``[B, V]`` above ``min_weight`` in rows with room for ``capacity``; waits for no device."""
+def rows_of_scores(
+    scores: Tensor,
+    capacity: int,
+    top_k: int | None,
+    min_weight: float,
+) -> CapacityRows:
+    """Entries of scores ``[B, V]`` above ``min_weight`` in rows with room for ``capacity``; waits
+    for no device.
+    """
     keep = ~(scores <= min_weight)  # NaN is kept, so that it is seen
     counts = keep.sum(1, dtype=torch.int32)
     at = torch.where(keep, keep.cumsum(1) - 1, capacity).clamp(max=capacity)
-    every = torch.arange(scores.size(1), dtype=torch.int32, device=scores.device).expand(scores.shape)
+    every = torch.arange(scores.size(1), dtype=torch.int32, device=scores.device).expand(
+        scores.shape,
+    )
     shape = scores.size(0), capacity + 1  # the last place takes what is not kept
     columns = every.new_zeros(shape).scatter_(1, at, every)[:, :capacity]
     values = scores.new_zeros(shape).scatter_(1, at, scores)[:, :capacity]
-    return best_of(CapacityRows(counts, counts.clamp(max=capacity), columns, values, scores.size(1)), top_k)
+    return best_of(
+        CapacityRows(counts, counts.clamp(max=capacity), columns, values, scores.size(1)),
+        top_k,
+    )
 
 
 def best_of(rows: CapacityRows, top_k: int | None) -> CapacityRows:

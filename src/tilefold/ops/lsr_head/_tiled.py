@@ -1,7 +1,8 @@
 """The LSR head in torch operations on tiles: the CPU path, and the fallback on any device.
 
-Forward folds one ``[tokens, BLOCK_V]`` tile of logits at a time; backward of max pooling touches winners only. Products
-are taken in at least fp32, whatever the input's dtype: ``compute_dtype``, for tensor cores, is not used.
+Forward folds one ``[tokens, BLOCK_V]`` tile of logits at a time; backward of max pooling touches
+winners only. Products are taken in at least fp32, whatever the input's dtype: ``compute_dtype``,
+for tensor cores, is not used.
 """
 
 from __future__ import annotations
@@ -12,19 +13,46 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from tilefold.ops._shared.activation import activate, activate_in_place, slope_from_score, slope_in_place
+from tilefold.ops._shared.activation import (
+    activate,
+    activate_in_place,
+    slope_from_score,
+    slope_in_place,
+)
 from tilefold.ops._shared.impl import host_may_read
 from tilefold.ops._shared.winners import no_winner, winner_dtype
-from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, HeadSaved, HeadTensors, Needs, Tokens, check_values
+from tilefold.ops.lsr_head._problem import (
+    Gradients,
+    HeadOptions,
+    HeadSaved,
+    HeadTensors,
+    Needs,
+    Tokens,
+    check_values,
+)
 from tilefold.ops.lsr_head._quantized import QuantizedWeight, fake_quantized
-from tilefold.ops.lsr_head._tiles import PackedRows, keep_maximum, pack_rows, vocabulary_tiles, wide_dtype
+from tilefold.ops.lsr_head._tiles import (
+    PackedRows,
+    keep_maximum,
+    pack_rows,
+    vocabulary_tiles,
+    wide_dtype,
+)
 
 SLAB_ENTRIES = 1 << 22  # (sequence, vocabulary) pairs whose gradients are sorted at a time
-SLAB_V = 16384  # vocabulary entries of a slab at most: its weight gradient exists twice for a moment
+SLAB_V = (
+    16384  # vocabulary entries of a slab at most: its weight gradient exists twice for a moment
+)
 
 
-def forward(tensors: HeadTensors, options: HeadOptions, training: bool) -> tuple[Tensor, Tensor | None]:
-    """Scores ``[B, V]`` in ``out_dtype``, and winners (uint16 or int32; empty, or none, where none are kept)."""
+def forward(
+    tensors: HeadTensors,
+    options: HeadOptions,
+    training: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Scores ``[B, V]`` in ``out_dtype``, and winners (uint16 or int32; empty, or none, where none
+    are kept).
+    """
     if host_may_read(tensors.hidden.device, "tiled"):
         check_values(tensors, options)
     if tensors.weight_scale is not None:
@@ -37,9 +65,14 @@ def forward(tensors: HeadTensors, options: HeadOptions, training: bool) -> tuple
 
 
 def backward(
-    dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs: tuple[bool, ...], main_grad: Tensor | None = None
+    dscores: Tensor,
+    saved: HeadSaved,
+    options: HeadOptions,
+    needs: tuple[bool, ...],
+    main_grad: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of hidden, weight and bias (``None`` where not needed), each in its parameter's dtype.
+    """Gradients of hidden, weight and bias (``None`` where not needed), each in its parameter's
+    dtype.
 
     With ``main_grad``, fp32 ``[V, D]``, the weight's gradient is added to it and not returned.
     """
@@ -69,17 +102,34 @@ def _quantized_forward(tensors: HeadTensors, scale: Tensor, options: HeadOptions
 # Max pooling
 
 
-def _max_forward(tensors: HeadTensors, options: HeadOptions, with_winners: bool) -> tuple[Tensor, Tensor]:
+def _max_forward(
+    tensors: HeadTensors,
+    options: HeadOptions,
+    with_winners: bool,
+) -> tuple[Tensor, Tensor]:
     tokens, weight, bias = tensors.tokens, tensors.weight, tensors.bias
     packed = pack_rows(tokens)
     scores = packed.rows.new_zeros(tokens.batch, weight.size(0))
-    winners = torch.zeros(tokens.batch if with_winners else 0, scores.size(1), dtype=torch.int32, device=scores.device)
+    winners = torch.zeros(
+        tokens.batch if with_winners else 0,
+        scores.size(1),
+        dtype=torch.int32,
+        device=scores.device,
+    )
     for columns, _, runs in vocabulary_tiles(packed, weight, options.logit_scale, by_onednn=True):
         for run in runs:
             part = slice(run.first, run.last), columns
-            keep_maximum(scores[part], winners[part] if with_winners else None, run.tokens, run.before)
+            keep_maximum(
+                scores[part],
+                winners[part] if with_winners else None,
+                run.tokens,
+                run.before,
+            )
     # the activation and the bias commute with the maximum, so they wait for all of it
-    scores = activate(scores if bias is None else scores + bias.to(scores.dtype), options.activation)
+    scores = activate(
+        scores if bias is None else scores + bias.to(scores.dtype),
+        options.activation,
+    )
     scores[torch.tensor(packed.offsets, device=scores.device).diff() == 0] = 0
     dtype = winner_dtype(tokens.length_bound)
     winners = _positions_in_sequence(winners, packed, tokens) if with_winners else winners.to(dtype)
@@ -97,7 +147,11 @@ def _positions_in_sequence(winners: Tensor, packed: PackedRows, tokens: Tokens) 
 
 
 def _max_backward(
-    dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs: Needs, main_grad: Tensor | None
+    dscores: Tensor,
+    saved: HeadSaved,
+    options: HeadOptions,
+    needs: Needs,
+    main_grad: Tensor | None,
 ) -> Gradients:
     """Both matrix gradients are weighted sums of gathered rows, one owner each.
 
@@ -124,21 +178,39 @@ def _max_backward(
         grad, row = _logit_gradient(*columns, starts, options.activation, dtype)  # [Vs, B]
         if dbias is not None:
             dbias[part] = grad.sum(dim=1)
-        entry_v, entry_b = grad.nonzero(as_tuple=True)  # sorted by vocabulary entry, then by sequence
+        entry_v, entry_b = grad.nonzero(
+            as_tuple=True,
+        )  # sorted by vocabulary entry, then by sequence
         entry_grad = grad[entry_v, entry_b] * options.logit_scale
         entry_row = row[entry_v, entry_b]
         if target is not None:
-            store(target[part], _sum_of_rows(compute_rows, entry_row, entry_v, entry_grad, grad.size(0)))
+            store(
+                target[part],
+                _sum_of_rows(compute_rows, entry_row, entry_v, entry_grad, grad.size(0)),
+            )
         if dhidden is not None:
             entry_row, order = entry_row.sort(stable=True)
-            dhidden += _sum_of_rows(weight[part].to(dtype), entry_v[order], entry_row, entry_grad[order], rows.size(0))
+            dhidden += _sum_of_rows(
+                weight[part].to(dtype),
+                entry_v[order],
+                entry_row,
+                entry_grad[order],
+                rows.size(0),
+            )
     return None if dhidden is None else dhidden.to(hidden.dtype).view(hidden.shape), dweight, dbias
 
 
 def _logit_gradient(
-    dscores: Tensor, scores: Tensor, winners: Tensor, starts: Tensor, activation: str, dtype: torch.dtype
+    dscores: Tensor,
+    scores: Tensor,
+    winners: Tensor,
+    starts: Tensor,
+    activation: str,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """``[Vs, B]`` gradient of the winning logits of a slab, and the row of hidden that holds each winner."""
+    """``[Vs, B]`` gradient of the winning logits of a slab, and the row of hidden that holds each
+    winner.
+    """
     winner = winners.to(torch.int32)
     has_winner = winner != no_winner(winners.dtype)
     grad = dscores.to(dtype) * slope_from_score(scores.to(dtype), activation)
@@ -146,8 +218,16 @@ def _logit_gradient(
     return torch.where(has_winner, grad, torch.zeros_like(grad)).T, row.T
 
 
-def _sum_of_rows(table: Tensor, row: Tensor, owner: Tensor, coefficient: Tensor, owners: int) -> Tensor:
-    """``out[o] = sum over entries e with owner[e] == o of coefficient[e] * table[row[e]]``; ``owner`` is sorted."""
+def _sum_of_rows(
+    table: Tensor,
+    row: Tensor,
+    owner: Tensor,
+    coefficient: Tensor,
+    owners: int,
+) -> Tensor:
+    """``out[o] = sum over entries e with owner[e] == o of coefficient[e] * table[row[e]]``;
+    ``owner`` is sorted.
+    """
     counts = torch.bincount(owner, minlength=owners)
     offsets = counts.cumsum(0) - counts
     if row.numel() == 0:
@@ -172,7 +252,12 @@ def _sum_forward(tensors: HeadTensors, options: HeadOptions) -> Tensor:
     return scores.to(options.out_dtype)
 
 
-def _sum_backward(dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs: Needs) -> Gradients:
+def _sum_backward(
+    dscores: Tensor,
+    saved: HeadSaved,
+    options: HeadOptions,
+    needs: Needs,
+) -> Gradients:
     hidden, weight, bias, packed = saved.hidden, saved.weight, saved.bias, pack_rows(saved.tokens)
     rows, scale = packed.rows, options.logit_scale
     grad = dscores.to(rows.dtype)
@@ -201,15 +286,25 @@ def _sum_backward(dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs
         return None, dweight, dbias
     dhidden = drows.to(hidden.dtype)
     if packed.places is not None:
-        dhidden = dhidden.new_zeros(hidden.shape).view(-1, hidden.size(-1)).index_copy_(0, packed.places, dhidden)
+        dhidden = (
+            dhidden.new_zeros(hidden.shape)
+            .view(-1, hidden.size(-1))
+            .index_copy_(0, packed.places, dhidden)
+        )
     return dhidden.view(hidden.shape), dweight, dbias
 
 
 # Poolings of one token per sequence, cls and last: a gather and a plain product
 
 
-def _one_token_forward(tensors: HeadTensors, options: HeadOptions, training: bool) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, V]``, and for backward the positions of the tokens, ``[B, 1]`` where a mask hides them."""
+def _one_token_forward(
+    tensors: HeadTensors,
+    options: HeadOptions,
+    training: bool,
+) -> tuple[Tensor, Tensor]:
+    """Scores ``[B, V]``, and for backward the positions of the tokens, ``[B, 1]`` where a mask
+    hides them.
+    """
     tokens, weight, bias = tensors.tokens, tensors.weight, tensors.bias
     winners = _one_winner(tokens, options.pooling)
     token, _, valid = _taken(tokens, winners, options.pooling)
@@ -222,9 +317,21 @@ def _one_token_forward(tensors: HeadTensors, options: HeadOptions, training: boo
     return scores.to(options.out_dtype), winners if training else winners[:0]
 
 
-def _one_token_backward(dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs: Needs) -> Gradients:
-    tokens, hidden, scores, winners = saved.tokens, saved.hidden, cast(Tensor, saved.scores), saved.winners
-    winners = _one_winner(tokens, options.pooling) if winners is None else winners  # kernels keep none without a mask
+def _one_token_backward(
+    dscores: Tensor,
+    saved: HeadSaved,
+    options: HeadOptions,
+    needs: Needs,
+) -> Gradients:
+    tokens, hidden, scores, winners = (
+        saved.tokens,
+        saved.hidden,
+        cast(Tensor, saved.scores),
+        saved.winners,
+    )
+    winners = (
+        _one_winner(tokens, options.pooling) if winners is None else winners
+    )  # kernels keep none without a mask
     token, row, valid = _taken(tokens, winners, options.pooling)
     grad = dscores.to(token.dtype) * slope_from_score(scores.to(token.dtype), options.activation)
     grad = grad.masked_fill(~valid[:, None], 0)
@@ -247,7 +354,12 @@ def _one_winner(tokens: Tokens, pooling: str) -> Tensor:
     if mask is None:
         return torch.empty(0, 1, dtype=dtype, device=hidden.device)
     if mask.size(1) == 0:
-        return torch.full((mask.size(0), 1), no_winner(dtype), dtype=torch.int32, device=hidden.device).to(dtype)
+        return torch.full(
+            (mask.size(0), 1),
+            no_winner(dtype),
+            dtype=torch.int32,
+            device=hidden.device,
+        ).to(dtype)
     valid = mask != 0
     places = torch.arange(mask.size(1), device=hidden.device)
     if pooling == "last":
@@ -258,7 +370,8 @@ def _one_winner(tokens: Tokens, pooling: str) -> Tensor:
 
 
 def _taken(tokens: Tokens, winners: Tensor, pooling: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The token that each sequence takes ``[B, D]`` in the wide dtype, its row ``[B]``, and whether there is one.
+    """The token that each sequence takes ``[B, D]`` in the wide dtype, its row ``[B]``, and whether
+    there is one.
 
     Where there is none, the token is zeros and the row 0.
     """
@@ -278,4 +391,8 @@ def _taken(tokens: Tokens, winners: Tensor, pooling: str) -> tuple[Tensor, Tenso
     row, wide = torch.where(valid, row, 0), wide_dtype(hidden.dtype)
     if tokens.n_rows == 0:
         return hidden.new_zeros(tokens.batch, hidden.size(-1), dtype=wide), row, valid
-    return hidden.reshape(-1, hidden.size(-1))[row].masked_fill(~valid[:, None], 0).to(wide), row, valid
+    return (
+        hidden.reshape(-1, hidden.size(-1))[row].masked_fill(~valid[:, None], 0).to(wide),
+        row,
+        valid,
+    )

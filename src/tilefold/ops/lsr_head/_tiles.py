@@ -1,4 +1,6 @@
-"""Tiles of logits: how the tiled path packs a batch, cuts it and the vocabulary, and folds what it cut."""
+"""Tiles of logits: how the tiled path packs a batch, cuts it and the vocabulary, and folds what it
+cut.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ from tilefold.ops._shared.onednn import tile_product
 from tilefold.ops._shared.winners import max_over_tokens
 from tilefold.ops.lsr_head._problem import Tokens
 
-TILE_ELEMENTS = 1 << 22  # logits of one tile: 16 MiB in fp32, so that it stays in the last-level cache
+TILE_ELEMENTS = (
+    1 << 22
+)  # logits of one tile: 16 MiB in fp32, so that it stays in the last-level cache
 BLOCK_V = 4096  # vocabulary entries of a tile
 
 
 class PackedRows(NamedTuple):
-    """Valid tokens ``rows`` ``[T, D]``, ``B + 1`` offsets, and ``places`` ``[T]`` of padded rows, ``None`` for all."""
+    """Valid tokens ``rows`` ``[T, D]``, ``B + 1`` offsets, and ``places`` ``[T]`` of padded rows,
+    ``None`` for all.
+    """
 
     rows: Tensor
     offsets: list[int]
@@ -26,7 +32,12 @@ class PackedRows(NamedTuple):
 
     def lengths(self) -> Tensor:
         """``[B]`` sequence lengths, at least 1, in the dtype of the rows."""
-        return torch.tensor(self.offsets, device=self.rows.device).diff().clamp_(min=1).to(self.rows.dtype)
+        return (
+            torch.tensor(self.offsets, device=self.rows.device)
+            .diff()
+            .clamp_(min=1)
+            .to(self.rows.dtype)
+        )
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -35,7 +46,9 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def pack_rows(tokens: Tokens) -> PackedRows:
-    """Gather the valid tokens (a copy only where there is padding) in the wide dtype; reads the lengths on the host."""
+    """Gather the valid tokens (a copy only where there is padding) in the wide dtype; reads the
+    lengths on the host.
+    """
     hidden, attention_mask, cu_seqlens = tokens
     rows, places = hidden.reshape(-1, hidden.size(-1)), None
     offsets = [b * tokens.length for b in range(tokens.batch + 1)]
@@ -48,7 +61,9 @@ def pack_rows(tokens: Tokens) -> PackedRows:
 
 
 class Piece(NamedTuple):
-    """Rows ``start`` to ``end`` whose logits share a tile: the sequences ``first`` to ``last``, or a part of one."""
+    """Rows ``start`` to ``end`` whose logits share a tile: the sequences ``first`` to ``last``, or
+    a part of one.
+    """
 
     first: int
     last: int
@@ -57,7 +72,9 @@ class Piece(NamedTuple):
 
 
 def _pieces(offsets: list[int], max_rows: int) -> list[Piece]:
-    """Cut a batch into pieces of at most ``max_rows`` rows: runs of whole sequences, and parts of longer ones."""
+    """Cut a batch into pieces of at most ``max_rows`` rows: runs of whole sequences, and parts of
+    longer ones.
+    """
     pieces, first = [], 0
     batch = len(offsets) - 1
     while first < batch:
@@ -75,9 +92,11 @@ def _pieces(offsets: list[int], max_rows: int) -> list[Piece]:
 
 
 class Run(NamedTuple):
-    """Scaled logits ``tokens`` ``[last - first, L, C]`` of sequences, which are rows from ``start`` on.
+    """Scaled logits ``tokens`` ``[last - first, L, C]`` of sequences, which are rows from ``start``
+    on.
 
-    The sequences have one length, or this is the part of one long sequence that begins at its token ``before``.
+    The sequences have one length, or this is the part of one long sequence that begins at its token
+    ``before``.
     """
 
     first: int
@@ -88,22 +107,33 @@ class Run(NamedTuple):
 
 
 def vocabulary_tiles(
-    packed: PackedRows, weight: Tensor, logit_scale: float, by_onednn: bool = False
+    packed: PackedRows,
+    weight: Tensor,
+    logit_scale: float,
+    by_onednn: bool = False,
 ) -> Iterator[tuple[slice, Tensor, Iterator[Run]]]:
-    """Yield columns, their rows of the weight in the wide dtype, and runs, each overwritten by the next.
+    """Yield columns, their rows of the weight in the wide dtype, and runs, each overwritten by the
+    next.
 
-    Products ``by_onednn``, where it serves, have memory of their own: no gain where all of them are written to.
+    Products ``by_onednn``, where it serves, have memory of their own: no gain where all of them are
+    written to.
     """
     pieces = _pieces(packed.offsets, TILE_ELEMENTS // BLOCK_V)
     largest = max((piece.end - piece.start for piece in pieces), default=0)
-    scratch: list[Tensor] = []  # one for all: fresh pages for each tile would cost a sixth of the products' time
+    scratch: list[
+        Tensor
+    ] = []  # one for all: fresh pages for each tile would cost a sixth of the products' time
     for v0 in range(0, weight.size(0), BLOCK_V):
         tile_weight = weight[v0 : v0 + BLOCK_V].to(packed.rows.dtype)
         columns = slice(v0, v0 + tile_weight.size(0))
         product = tile_product(packed.rows, largest, tile_weight) if by_onednn else None
         if product is None and not scratch:
             scratch.append(packed.rows.new_empty(largest * tile_weight.size(0)))
-        yield columns, tile_weight, _runs(packed, pieces, tile_weight, logit_scale, product, scratch)
+        yield (
+            columns,
+            tile_weight,
+            _runs(packed, pieces, tile_weight, logit_scale, product, scratch),
+        )
 
 
 def _runs(
@@ -131,15 +161,21 @@ def _runs(
                 j += 1
             if length:
                 start = max(offsets[i], piece.start)
-                tokens = logits[start - piece.start : offsets[j] - piece.start].view(j - i, -1, width)
+                tokens = logits[start - piece.start : offsets[j] - piece.start].view(
+                    j - i,
+                    -1,
+                    width,
+                )
                 yield Run(i, j, start, start - offsets[i], tokens)
             i = j
 
 
 def keep_maximum(scores: Tensor, winners: Tensor | None, tokens: Tensor, before: int) -> None:
-    """Put the maximum over ``tokens`` ``[n, L, C]`` into ``scores`` ``[n, C]``, and where it is into ``winners``.
+    """Put the maximum over ``tokens`` ``[n, L, C]`` into ``scores`` ``[n, C]``, and where it is
+    into ``winners``.
 
-    ``before`` tokens of the one sequence were folded already, and win ties; 0 for the first part, or wholes.
+    ``before`` tokens of the one sequence were folded already, and win ties; 0 for the first part,
+    or wholes.
     """
     best, winner = max_over_tokens(tokens, winners is not None)
     if before == 0:

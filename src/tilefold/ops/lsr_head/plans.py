@@ -20,36 +20,71 @@ from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._problem import HeadOptions, HeadSaved, HeadTensors, Needs
 from tilefold.ops.lsr_head._slabs import add_rows, fill, times, unit_of_dlogits, wide_product
-from tilefold.ops.lsr_head._triton import max_backward, one_token, pack, quantize, screen, sum_pooling
+from tilefold.ops.lsr_head._triton import (
+    max_backward,
+    one_token,
+    pack,
+    quantize,
+    screen,
+    sum_pooling,
+)
 from tilefold.ops.lsr_head._triton.max_forward import combine_kernel, max_forward_kernel
 
 COMBINE_BLOCK = 1024
 MAX_ADDED = 8192  # counts that every program adds up itself: more launches take the host longer
 PLACES = {  # of tensors, by their kernels' names
-    "rows_ptr": "hidden", "rows_src": "hidden", "rows_desc": "hidden", "mask_ptr": "attention_mask",
-    "cu_ptr": "cu_seqlens", "winner_ptr": "winners", "out_ptr": "scores",
-}  # fmt: skip
+    "rows_ptr": "hidden",
+    "rows_src": "hidden",
+    "rows_desc": "hidden",
+    "mask_ptr": "attention_mask",
+    "cu_ptr": "cu_seqlens",
+    "winner_ptr": "winners",
+    "out_ptr": "scores",
+}
 
 
 class HeadSteps(Steps):
     """The steps of a plan in the making."""
 
-    def __init__(self, tensors: HeadTensors | HeadSaved, options: HeadOptions, setting: Setting) -> None:
-        self.tensors, self.options, self.setting, self.tokens = tensors, options, setting, tensors.tokens
+    def __init__(
+        self,
+        tensors: HeadTensors | HeadSaved,
+        options: HeadOptions,
+        setting: Setting,
+    ) -> None:
+        self.tensors, self.options, self.setting, self.tokens = (
+            tensors,
+            options,
+            setting,
+            tensors.tokens,
+        )
         self.quantized = isinstance(tensors, HeadTensors) and tensors.weight_scale is not None
         # of the rows: products of quantised ones take that of the weight
         self.dtype = self.tokens.hidden.dtype if self.quantized else options.compute_dtype
         masked, packed = tensors.attention_mask is not None, tensors.cu_seqlens is not None
-        winners = getattr(tensors, "winners", None)  # where a mask hid all tokens but one, its place; else nothing
+        winners = getattr(
+            tensors,
+            "winners",
+            None,
+        )  # where a mask hid all tokens but one, its place; else nothing
         values = dict.fromkeys(("length", "uniform_length", "S"), self.tokens.length) | {
-            "B": self.tokens.batch, "V": tensors.weight.size(0), "D": tensors.weight.size(1),
-            "N": self.tokens.n_rows, "T": self.tokens.n_rows, "logit_scale": options.logit_scale,
-            "ACTIVATION": options.activation, "NO_WINNER": no_winner(winner_dtype(self.tokens.length_bound)),
-            "HAS_BIAS": tensors.bias is not None, "HAS_MASK": masked, "PACKED": packed,
+            "B": self.tokens.batch,
+            "V": tensors.weight.size(0),
+            "D": tensors.weight.size(1),
+            "N": self.tokens.n_rows,
+            "T": self.tokens.n_rows,
+            "logit_scale": options.logit_scale,
+            "ACTIVATION": options.activation,
+            "NO_WINNER": no_winner(winner_dtype(self.tokens.length_bound)),
+            "HAS_BIAS": tensors.bias is not None,
+            "HAS_MASK": masked,
+            "PACKED": packed,
             "MASKED": masked if winners is None else winners.size(0) > 0,
-            "UNIFORM": not packed, "LAST": options.pooling == "last", "MEAN": options.pooling == "mean",
+            "UNIFORM": not packed,
+            "LAST": options.pooling == "last",
+            "MEAN": options.pooling == "mean",
             "SCALED": self.dtype == torch.float16,
-        }  # fmt: skip
+        }
         super().__init__(values, PLACES)
 
 
@@ -67,10 +102,18 @@ def forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting:
 
 
 def backward(
-    dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs: tuple[bool, ...], setting: Setting
+    dscores: Tensor,
+    saved: HeadSaved,
+    options: HeadOptions,
+    needs: tuple[bool, ...],
+    setting: Setting,
 ) -> Plan:
     """Gradients of hidden, weight and bias, where they are needed."""
-    wanted, steps, sums = Needs(*needs), HeadSteps(saved, options, setting), options.pooling in ("sum", "mean")
+    wanted, steps, sums = (
+        Needs(*needs),
+        HeadSteps(saved, options, setting),
+        options.pooling in ("sum", "mean"),
+    )
     if saved.tokens.batch == 0 or saved.tokens.n_rows == 0:
         return Plan(fills={"dhidden": 0, "dweight": 0, "dbias": 0})
     steps.values["stride_db"], steps.values["stride_dv"] = dscores.stride()
@@ -88,23 +131,49 @@ def backward(
 
 
 def _max_forward(steps: HeadSteps, training: bool) -> None:
-    """The persistent kernel, of packed rows where sequences are no whole groups of rows, and what finishes its cuts."""
+    """The persistent kernel, of packed rows where sequences are no whole groups of rows, and what
+    finishes its cuts.
+    """
     tensors, setting, (vocab, dim) = steps.tensors, steps.setting, steps.tensors.weight.shape
     dtype = tensors.weight.dtype if steps.quantized else steps.dtype
-    on_hopper, why = setting.capability == (9, 0) and dtype != torch.float32, releases.why_no_warp_roles()
+    on_hopper, why = (
+        setting.capability == (9, 0) and dtype != torch.float32,
+        releases.why_no_warp_roles(),
+    )
     if on_hopper and why is not None and configs.BY_ROLES not in setting.given_up:
-        raise KernelUnavailableError("max_forward_hopper_kernel", why, configs.INSTEAD[configs.BY_ROLES])
-    config = configs.max_forward(dtype, setting, setting.aligned and rows_fit_descriptor(tensors.weight.to(dtype)))
+        raise KernelUnavailableError(
+            "max_forward_hopper_kernel",
+            why,
+            configs.INSTEAD[configs.BY_ROLES],
+        )
+    config = configs.max_forward(
+        dtype,
+        setting,
+        setting.aligned and rows_fit_descriptor(tensors.weight.to(dtype)),
+    )
     block_t, block_k = config["BLOCK_T"], config["BLOCK_K"]
     steps.values |= {"WITH_WINNERS": training, "GROUP": config["GROUP"]}
     packed, length = _pack(steps, config["GROUP"], training), steps.tokens.length
     total, length = (steps.tokens.n_rows, length) if packed is None else (packed, 0)
-    splits, multiple = configs.plan_splits(total, vocab, length, config["BLOCK_V"], block_t, setting.multiprocessors)
+    splits, multiple = configs.plan_splits(
+        total,
+        vocab,
+        length,
+        config["BLOCK_V"],
+        block_t,
+        setting.multiprocessors,
+    )
     steps.values |= {
-        "T": total, "uniform_length": length, "splits": splits, "multiple": multiple, "UNIFORM": packed is None,
-        "HAS_POSITIONS": packed is not None and training, "QUANTIZED": steps.quantized, "BLOCK_T": block_t,
+        "T": total,
+        "uniform_length": length,
+        "splits": splits,
+        "multiple": multiple,
+        "UNIFORM": packed is None,
+        "HAS_POSITIONS": packed is not None and training,
+        "QUANTIZED": steps.quantized,
+        "BLOCK_T": block_t,
         "HAS_SCALE": steps.options.logit_scale != 1.0,
-    }  # fmt: skip
+    }
     if not training:
         steps.buffers["winners"] = None
     if steps.quantized:
@@ -118,17 +187,29 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
     parts = (2 * splits * vocab if cuts else 0,)
     steps.buffer("part", parts)
     steps.buffer("part_winner", parts if training else (0,), torch.int32)
-    name, kernel, block_v, make = configs.kernel_name(config), max_forward_kernel, config["BLOCK_V"], _descriptor
+    name, kernel, block_v, make = (
+        configs.kernel_name(config),
+        max_forward_kernel,
+        config["BLOCK_V"],
+        _descriptor,
+    )
     if config["WARP_ROLES"]:
         from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # needs Gluon
 
-        kernel, block_v, make = hopper.max_forward_hopper_kernel, hopper.HALF_V.value, hopper.hopper_descriptor
+        kernel, block_v, make = (
+            hopper.max_forward_hopper_kernel,
+            hopper.HALF_V.value,
+            hopper.hopper_descriptor,
+        )
         config["STAGES"] = config.pop("num_stages")
     described = {"weight": (vocab, block_v), steps.stands.get("hidden", "hidden"): (total, block_t)}
     tma = (
         {}
         if name == configs.PORTABLE
-        else {given: Tma(rows, dim, make(block, block_k, dtype)) for given, (rows, block) in described.items()}
+        else {
+            given: Tma(rows, dim, make(block, block_k, dtype))
+            for given, (rows, block) in described.items()
+        }
     )
     instead = None if setting.capability == (0, 0) else configs.INSTEAD.get(name)
     steps.values |= {"SCREENED": False, "sample_limit": 0, "limit": 0}
@@ -136,22 +217,44 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
         _screen(steps, total, length)
     steps.launch(kernel, (setting.multiprocessors,), config, tma=tma, instead=instead)
     if cuts:
-        steps.launch(combine_kernel, (steps.tokens.batch, cdiv(vocab, COMBINE_BLOCK)), {"BLOCK": COMBINE_BLOCK})
+        steps.launch(
+            combine_kernel,
+            (steps.tokens.batch, cdiv(vocab, COMBINE_BLOCK)),
+            {"BLOCK": COMBINE_BLOCK},
+        )
 
 
 def _screen(steps: HeadSteps, total: int, length: int) -> None:
-    """Launches that leave out scores which cannot be positive; the kernel after them runs where too many can."""
+    """Launches that leave out scores which cannot be positive; the kernel after them runs where too
+    many can.
+    """
     from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper
     from tilefold.ops.lsr_head._triton import screen_hopper
 
-    batch, (vocab, dim), group = steps.tokens.batch, steps.tensors.weight.shape, steps.values["GROUP"]
-    block_v, block_t, block_k = 2 * hopper.HALF_V.value, configs.SCREEN["BLOCK_T"], configs.SCREEN["BLOCK_K"]
+    batch, (vocab, dim), group = (
+        steps.tokens.batch,
+        steps.tensors.weight.shape,
+        steps.values["GROUP"],
+    )
+    block_v, block_t, block_k = (
+        2 * hopper.HALF_V.value,
+        configs.SCREEN["BLOCK_T"],
+        configs.SCREEN["BLOCK_K"],
+    )
     programs, sampled = steps.setting.multiprocessors, min(batch, configs.SAMPLED)
-    sample, groups, when = (sampled, max(1, programs // sampled)), cdiv(total, group), lookup(configs.WHEN_SCREENED)
+    sample, groups, when = (
+        (sampled, max(1, programs // sampled)),
+        cdiv(total, group),
+        lookup(configs.WHEN_SCREENED),
+    )
     steps.values |= {
-        "SCREENED": True, "limit": int(when["MOST_KEPT"] * batch * vocab), "BLOCK_D": power_of_two(dim),
-        "sample_limit": int(when["MOST_SAMPLED"] * sample[0] * sample[1] * configs.SAMPLE["BLOCK_V"]),
-    }  # fmt: skip
+        "SCREENED": True,
+        "limit": int(when["MOST_KEPT"] * batch * vocab),
+        "BLOCK_D": power_of_two(dim),
+        "sample_limit": int(
+            when["MOST_SAMPLED"] * sample[0] * sample[1] * configs.SAMPLE["BLOCK_V"],
+        ),
+    }
     steps.buffer("rows8", (total, dim), torch.int8)
     steps.buffer("weight8", (vocab, dim), torch.int8)
     steps.buffer("terms", (3, vocab))
@@ -167,14 +270,21 @@ def _screen(steps: HeadSteps, total: int, length: int) -> None:
     steps.launch(screen.round_kernel, grid, configs.ROUND, named)
     tma = {
         name: Tma(rows, dim, hopper.hopper_descriptor(block, block_k, torch.int8))
-        for name, rows, block in (("weight8", vocab, hopper.HALF_V.value), ("rows8", total, block_t))
+        for name, rows, block in (
+            ("weight8", vocab, hopper.HALF_V.value),
+            ("rows8", total, block_t),
+        )
     }
     splits, multiple = configs.plan_splits(total, vocab, length, block_v, block_t, programs)
     own = {**configs.SCREEN, "splits": splits, "multiple": multiple}
     places = {"weight_desc": "weight8", "rows_desc": "rows8"}
     instead = configs.INSTEAD[configs.BY_SCREEN]
     steps.launch(screen_hopper.screen_hopper_kernel, (programs,), own, places, tma, instead)
-    steps.launch(screen.list_kernel, (batch, cdiv(vocab, screen.BLOCK_LIST)), {"BLOCK": screen.BLOCK_LIST})
+    steps.launch(
+        screen.list_kernel,
+        (batch, cdiv(vocab, screen.BLOCK_LIST)),
+        {"BLOCK": screen.BLOCK_LIST},
+    )
     own = dict(configs.REFINE) | {"BLOCK_B": min(1024, power_of_two(batch))}
     steps.launch(screen.refine_kernel, (programs * own.pop("PROGRAMS"),), own)
 
@@ -184,14 +294,26 @@ def _descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[..., Te
 
 
 def _pack(steps: HeadSteps, group: int, training: bool) -> int | None:
-    """Pack the valid tokens, score empty sequences, and return the room for rows; ``None`` if all are whole groups.
+    """Pack the valid tokens, score empty sequences, and return the room for rows; ``None`` if all
+    are whole groups.
 
-    Of ``rows`` the first ``offset[B]`` are meant; ``position`` is theirs in their sequences, where winners are kept.
+    Of ``rows`` the first ``offset[B]`` are meant; ``position`` is theirs in their sequences, where
+    winners are kept.
     """
-    tokens, mask, batch, length = steps.tokens, steps.tokens.attention_mask, steps.tokens.batch, steps.tokens.length
+    tokens, mask, batch, length = (
+        steps.tokens,
+        steps.tokens.attention_mask,
+        steps.tokens.batch,
+        steps.tokens.length,
+    )
     if tokens.cu_seqlens is None and mask is None and length % group == 0:
         return None
-    own = {"BLOCK_ROWS": pack.BLOCK_ROWS, "BLOCK_D": pack.BLOCK_D, "BLOCK_EMPTY": pack.BLOCK_EMPTY, "SCAN_B": 64}
+    own = {
+        "BLOCK_ROWS": pack.BLOCK_ROWS,
+        "BLOCK_D": pack.BLOCK_D,
+        "BLOCK_EMPTY": pack.BLOCK_EMPTY,
+        "SCAN_B": 64,
+    }
     total = max(1, tokens.n_rows + batch * (group - 1))
     kernel, grid = pack.copy_packed_kernel, (max(1, cdiv(tokens.n_rows, pack.BLOCK_ROWS)), 1)
     if tokens.cu_seqlens is None:
@@ -215,16 +337,25 @@ def _pack(steps: HeadSteps, group: int, training: bool) -> int | None:
 
 
 def _max_backward(steps: HeadSteps, needs: Needs) -> None:
-    """Lists of what the rows of hidden won, and their products with the weight; what the rows of the weight won."""
-    dtype, setting, tokens, (vocab, dim) = steps.dtype, steps.setting, steps.tokens, steps.tensors.weight.shape
+    """Lists of what the rows of hidden won, and their products with the weight; what the rows of
+    the weight won.
+    """
+    dtype, setting, tokens, (vocab, dim) = (
+        steps.dtype,
+        steps.setting,
+        steps.tokens,
+        steps.tensors.weight.shape,
+    )
     if vocab > max_backward.MAX_VOCAB:
         raise ValueError(
-            f"weight must have at most {max_backward.MAX_VOCAB} rows for the Triton backward, got {vocab}."
+            f"weight must have at most {max_backward.MAX_VOCAB} rows for the Triton backward, got {vocab}.",
         )
     steps.values["ALWAYS_ACTIVE"] = steps.options.activation in {"softplus", "none"}
     if needs.hidden:
         scan = configs.constants_of(configs.SCAN, dtype, setting)
-        product = configs.constants_of(configs.DHIDDEN, dtype, setting) | {"BLOCK_R": scan["BLOCK_R"]}
+        product = configs.constants_of(configs.DHIDDEN, dtype, setting) | {
+            "BLOCK_R": scan["BLOCK_R"],
+        }
         splits, tiles = cdiv(vocab, scan["SPLIT_V"]), cdiv(tokens.n_rows, scan["BLOCK_R"])
         added_up = tiles * splits > MAX_ADDED  # by torch
         steps.values |= {"SPLITS": splits, "split_v": scan["SPLIT_V"], "ADDED_UP": added_up}
@@ -235,12 +366,20 @@ def _max_backward(steps: HeadSteps, needs: Needs) -> None:
         steps.launch(max_backward.dhidden_kernel, (tiles, cdiv(dim, product["BLOCK_D"])), product)
         steps.buffer("count", (tiles * splits,), torch.int32)
         steps.buffer("code", (tokens.batch * vocab,), torch.int32)
-        steps.buffer("grad", (tokens.batch * vocab,), torch.float32 if dtype == torch.float16 else dtype)
+        steps.buffer(
+            "grad",
+            (tokens.batch * vocab,),
+            torch.float32 if dtype == torch.float16 else dtype,
+        )
     if needs.weight or needs.bias:
         config = configs.constants_of(configs.DWEIGHT, dtype, setting, batch=tokens.batch)
-        items = cdiv(vocab, config["BLOCK_V"]) * (cdiv(dim, config["BLOCK_D"]) if needs.weight else 1)
+        items = cdiv(vocab, config["BLOCK_V"]) * (
+            cdiv(dim, config["BLOCK_D"]) if needs.weight else 1
+        )
         programs = min(items, setting.multiprocessors * config["PROGRAMS"])
-        entries = (programs * config["BLOCK_B"] * config["BLOCK_V"],)  # its programs list entries of their own
+        entries = (
+            programs * config["BLOCK_B"] * config["BLOCK_V"],
+        )  # its programs list entries of their own
         steps.buffer("code64", entries, torch.int64)
         own = config | {"ACCUMULATE": "weight" in setting.added}
         named = {"grad_ptr": steps.buffer("own_grad", entries, dtype)}
@@ -262,28 +401,47 @@ def _sum_forward(steps: HeadSteps, training: bool) -> None:
 
 
 def _sum_backward(steps: HeadSteps, needs: Needs) -> None:
-    """A slab of the vocabulary at a time: its logits are computed again, and their gradients multiplied by torch.
+    """A slab of the vocabulary at a time: its logits are computed again, and their gradients
+    multiplied by torch.
 
-    Of few rows, the kernels of one token per sequence multiply those of all logits: a library's products of few rows
-    are bound by the weight's gradient, stored in fp32 and then in its dtype, and the host.
+    Of few rows, the kernels of one token per sequence multiply those of all logits: a library's
+    products of few rows are bound by the weight's gradient, stored in fp32 and then in its dtype,
+    and the host.
     """
-    tokens, options, dtype, (vocab, dim) = steps.tokens, steps.options, steps.dtype, steps.tensors.weight.shape
-    batch, n_rows, given = tokens.batch, tokens.n_rows, (tokens.hidden.dtype, steps.tensors.weight.dtype)
+    tokens, options, dtype, (vocab, dim) = (
+        steps.tokens,
+        steps.options,
+        steps.dtype,
+        steps.tensors.weight.shape,
+    )
+    batch, n_rows, given = (
+        tokens.batch,
+        tokens.n_rows,
+        (tokens.hidden.dtype, steps.tensors.weight.dtype),
+    )
     config = configs.constants_of(configs.SUM, dtype, steps.setting)
     scaled, block_v = dtype == torch.float16, config["BLOCK_V"]
     few = n_rows <= config["FEW_ROWS"] and not scaled and given == (dtype, dtype)
     slab = max(block_v, config["SLAB_ELEMENTS"] // max(n_rows, 1) // block_v * block_v)
     width = vocab if few else min(slab, cdiv(vocab, 8) * 8)
     steps.buffer("dlogits", (n_rows, width), dtype)
-    clean = tokens.attention_mask is not None and needs.weight  # a copy of rows without what is masked
+    clean = (
+        tokens.attention_mask is not None and needs.weight
+    )  # a copy of rows without what is masked
     if clean:
         steps.buffer("clean", (n_rows, dim), dtype)
-    steps.buffer("sum", (batch if needs.bias and not few else 0, width))  # of each sequence's dlogits
+    steps.buffer(
+        "sum",
+        (batch if needs.bias and not few else 0, width),
+    )  # of each sequence's dlogits
     if scaled:
         # dlogits in units that fp16 holds; whatever is made of them is fp32 until it is taken back
         # in fp16 those of a mean, not yet divided by the length, would not fit
         unit = functools.partial(
-            unit_of_dlogits, mean=options.pooling == "mean", length=tokens.length, scale=options.logit_scale
+            unit_of_dlogits,
+            mean=options.pooling == "mean",
+            length=tokens.length,
+            scale=options.logit_scale,
         )
         steps.torch("dscores", lambda dscores: dscores.float().contiguous(), "dscores")
         steps.torch("unit", unit, "dscores attention_mask cu_seqlens")
@@ -302,7 +460,13 @@ def _sum_backward(steps: HeadSteps, needs: Needs) -> None:
         steps.launch(sum_pooling.dlogits_kernel, grid, own | {"NEED_BIAS": needs.bias and not few})
         if few:
             # each row stands for a sequence, and slopes are in the gradients already
-            steps.values |= {"B": n_rows, "length": 1, "stride_db": vocab, "stride_dv": 1, "ACTIVATION": "none"}
+            steps.values |= {
+                "B": n_rows,
+                "length": 1,
+                "stride_db": vocab,
+                "stride_dv": 1,
+                "ACTIVATION": "none",
+            }
             steps.values |= {"PACKED": False, "MASKED": False, "LAST": False, "NO_WINNER": -1}
             steps.stands |= {"dscores": "dlogits", "scores": "dlogits", "hidden": rows}
             _row_gradients(steps, needs)
@@ -311,14 +475,20 @@ def _sum_backward(steps: HeadSteps, needs: Needs) -> None:
             steps.torch("drows", functools.partial(add_rows, slab), "drows dlogits weight")
         if needs.weight:
             steps.torch(
-                "product", lambda dlogits, rows: wide_product(dlogits.t(), rows.view(-1, dim)), f"dlogits {rows}"
+                "product",
+                lambda dlogits, rows: wide_product(dlogits.t(), rows.view(-1, dim)),
+                f"dlogits {rows}",
             )
             steps.torch("dweight", functools.partial(fill, slab), "dweight product unit")
         if needs.bias:
             steps.torch("total", functools.partial(torch.sum, dim=0), "sum")
             steps.torch("dbias", functools.partial(fill, slab), "dbias total unit")
     if needs.hidden:
-        steps.torch("dhidden", lambda drows, unit: times(drows, unit).to(given[0]).view(shape), "drows unit")
+        steps.torch(
+            "dhidden",
+            lambda drows, unit: times(drows, unit).to(given[0]).view(shape),
+            "drows unit",
+        )
 
 
 # ---- one token per sequence
@@ -346,7 +516,11 @@ def _row_gradients(steps: HeadSteps, needs: Needs) -> None:
     """Gradients of rows of hidden, one a sequence: ``dhidden`` is zero where none was taken."""
     batch, vocab, dim = (steps.values[name] for name in "BVD")
     config = configs.constants_of(configs.ONE_TOKEN_GRADIENTS, steps.dtype, steps.setting)
-    tiles, width, blocks = cdiv(vocab, config["BLOCK_V"]), cdiv(dim, config["BLOCK_D"]), cdiv(batch, config["BLOCK_B"])
+    tiles, width, blocks = (
+        cdiv(vocab, config["BLOCK_V"]),
+        cdiv(dim, config["BLOCK_D"]),
+        cdiv(batch, config["BLOCK_B"]),
+    )
     # splits of the vocabulary that keep the device busy, whole tiles long
     wanted = cdiv(config["PROGRAMS"] * steps.setting.multiprocessors, width * blocks)
     split_v = cdiv(tiles, max(1, min(tiles, wanted))) * config["BLOCK_V"]
@@ -359,10 +533,21 @@ def _row_gradients(steps: HeadSteps, needs: Needs) -> None:
         steps.launch(one_token.store_rows_kernel, (cdiv(batch, 4), cdiv(dim, own["BLOCK_D"])), own)
     if needs.weight or needs.bias:
         grid = (tiles * (width if needs.weight else 1),)
-        steps.launch(one_token.weight_gradient_kernel, grid, config | {"num_warps": config["WEIGHT_WARPS"]})
+        steps.launch(
+            one_token.weight_gradient_kernel,
+            grid,
+            config | {"num_warps": config["WEIGHT_WARPS"]},
+        )
 
 
 _SUMS, _ONE_TOKEN = (_sum_forward, _sum_backward), (_one_token_forward, _row_gradients)
-POOLINGS: dict[str, tuple[Callable[[HeadSteps, bool], None], Callable[[HeadSteps, Needs], None]]] = {
-    "max": (_max_forward, _max_backward), "sum": _SUMS, "mean": _SUMS, "cls": _ONE_TOKEN, "last": _ONE_TOKEN
-}  # fmt: skip
+POOLINGS: dict[
+    str,
+    tuple[Callable[[HeadSteps, bool], None], Callable[[HeadSteps, Needs], None]],
+] = {
+    "max": (_max_forward, _max_backward),
+    "sum": _SUMS,
+    "mean": _SUMS,
+    "cls": _ONE_TOKEN,
+    "last": _ONE_TOKEN,
+}

@@ -38,7 +38,8 @@ def checked(
     normalize: bool,
     longest_query: int = 0,
 ) -> Checked:
-    """Check everything that can be checked without reading a value; both sides are cast as autocast asks.
+    """Check everything that can be checked without reading a value; both sides are cast as autocast
+    asks.
 
     Raises:
         TypeError, ValueError: as :func:`tilefold.ops.maxsim`.
@@ -49,34 +50,68 @@ def checked(
         _check_quantized(queries, normalize)
     dtypes = FLOAT_DTYPES if scale is None else QUANTIZED_DTYPES
     spec = "B N L D" if mode == "grouped" else "N L D"
-    _check_side(("queries", "query_mask", "cu_seqlens_q"), queries, query_mask, cu_queries, "N L D", FLOAT_DTYPES)
-    _check_side(("documents", "document_mask", "cu_seqlens_d"), documents, document_mask, cu_documents, spec, dtypes)
+    _check_side(
+        ("queries", "query_mask", "cu_seqlens_q"),
+        queries,
+        query_mask,
+        cu_queries,
+        "N L D",
+        FLOAT_DTYPES,
+    )
+    _check_side(
+        ("documents", "document_mask", "cu_seqlens_d"),
+        documents,
+        document_mask,
+        cu_documents,
+        spec,
+        dtypes,
+    )
     _check_together(tensors)
     cast = None if scale is not None else _autocast_dtype(queries, documents)
     _check_counts(mode, tensors)
     mean = reduction == "mean" and divides_itself(tensors)
-    options = MaxSimOptions(mode, mask_mode == "zero", float(temperature or 0), normalize, mean, longest_query)
+    options = MaxSimOptions(
+        mode,
+        mask_mode == "zero",
+        float(temperature or 0),
+        normalize,
+        mean,
+        longest_query,
+    )
     return Checked(options, None if cast is None else functools.partial(_cast_to, cast))
 
 
 def divides_itself(tensors: MaxSimTensors) -> bool:
     """Whether the operator makes means: of queries that all have one length."""
-    return tensors.query_mask is None and tensors.cu_queries is None and tensors.document_scale is None
+    return (
+        tensors.query_mask is None and tensors.cu_queries is None and tensors.document_scale is None
+    )
 
 
 def _cast_to(dtype: torch.dtype, tensors: MaxSimTensors) -> MaxSimTensors:
-    return tensors._replace(queries=tensors.queries.to(dtype), documents=tensors.documents.to(dtype))
+    return tensors._replace(
+        queries=tensors.queries.to(dtype),
+        documents=tensors.documents.to(dtype),
+    )
 
 
 def _check_options(
-    pairs: Tensor | None, pairing: object, reduction: object, mask_mode: object, temperature: object
+    pairs: Tensor | None,
+    pairing: object,
+    reduction: object,
+    mask_mode: object,
+    temperature: object,
 ) -> str:
     check_choice("reduction", reduction, REDUCTIONS)
     check_choice("mask_mode", mask_mode, MASK_MODES)
     if temperature is not None and (
-        isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf
+        isinstance(temperature, bool)
+        or not isinstance(temperature, (int, float))
+        or not 0 < temperature < math.inf
     ):
-        raise ValueError(f"temperature must be a positive Python number or None, got {temperature!r}.")
+        raise ValueError(
+            f"temperature must be a positive Python number or None, got {temperature!r}.",
+        )
     if pairs is not None:
         if pairs.dim() != 2 or pairs.size(1) != 2:
             raise ValueError(f"pairing must have shape [P, 2], got {list(pairs.shape)}.")
@@ -84,7 +119,9 @@ def _check_options(
         return "index"
     if pairing not in PAIRINGS:
         listed = ", ".join(repr(name) for name in PAIRINGS)
-        raise ValueError(f"pairing must be one of {listed}, or an integer tensor [P, 2], got {pairing!r}.")
+        raise ValueError(
+            f"pairing must be one of {listed}, or an integer tensor [P, 2], got {pairing!r}.",
+        )
     return str(pairing)
 
 
@@ -92,17 +129,22 @@ def _check_quantized(queries: object, normalize: bool) -> None:
     if isinstance(queries, Tensor) and queries.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "documents must be a floating tensor where a gradient is asked for, got QuantizedTokens; score under "
-            "torch.no_grad(), or give documents.dequantize()."
+            "torch.no_grad(), or give documents.dequantize().",
         )
     if normalize:
         raise ValueError(
             "normalize must be False with quantized documents, got True; normalize the vectors before quantize_tokens, "
-            "and the queries."
+            "and the queries.",
         )
 
 
 def _check_side(
-    names: Sequence[str], rows: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, spec: str, dtypes: Dtypes
+    names: Sequence[str],
+    rows: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: str,
+    dtypes: Dtypes,
 ) -> None:
     name, mask_name, cu_name = names
     check_tensor(name, rows)
@@ -115,7 +157,9 @@ def _check_side(
         if mask.is_complex():
             raise TypeError(f"{mask_name} must be bool, integer or floating, got {mask.dtype}.")
         if mask.shape != rows.shape[:-1]:
-            raise ValueError(f"{mask_name} must have shape {list(rows.shape[:-1])}, got {list(mask.shape)}.")
+            raise ValueError(
+                f"{mask_name} must have shape {list(rows.shape[:-1])}, got {list(mask.shape)}.",
+            )
     if cu_seqlens is not None:
         check_offsets(cu_name, cu_seqlens, "[N + 1]")
 
@@ -125,7 +169,7 @@ def _check_together(tensors: MaxSimTensors) -> None:
     if documents.size(-1) != queries.size(-1):
         raise ValueError(
             f"documents must have the D of queries ({queries.size(-1)}), got {documents.size(-1)} in shape "
-            f"{list(documents.shape)}."
+            f"{list(documents.shape)}.",
         )
     names = ("documents", "query_mask", "document_mask", "cu_seqlens_q", "cu_seqlens_d", "pairing")
     check_same_device("queries", queries, dict(zip(names, tensors[1:7], strict=True)))
@@ -143,7 +187,7 @@ def _autocast_dtype(queries: Tensor, documents: Tensor) -> torch.dtype | None:
     if documents.dtype != queries.dtype:
         raise TypeError(
             f"documents must have the dtype of queries ({dtype_name(queries.dtype)}), got "
-            f"{dtype_name(documents.dtype)}; cast one of them, or run under torch.autocast."
+            f"{dtype_name(documents.dtype)}; cast one of them, or run under torch.autocast.",
         )
     return None
 
@@ -152,14 +196,14 @@ def _check_counts(mode: str, tensors: MaxSimTensors) -> None:
     n_queries, n_documents = sequences(tensors)
     if mode == "aligned" and n_queries != n_documents:
         raise ValueError(
-            f"documents must be as many as queries ({n_queries}) for pairing='aligned', got {n_documents}."
+            f"documents must be as many as queries ({n_queries}) for pairing='aligned', got {n_documents}.",
         )
     if mode == "grouped":
         documents, packed = tensors.documents, tensors.cu_documents is not None
         if n_documents % max(n_queries, 1) if packed else documents.size(0) != n_queries:
             raise ValueError(
                 f"documents must come in one group of equal size for each of the {n_queries} queries for "
-                f"pairing='grouped', got {n_documents} documents in shape {list(documents.shape)}."
+                f"pairing='grouped', got {n_documents} documents in shape {list(documents.shape)}.",
             )
 
 
@@ -168,16 +212,29 @@ def _check_counts(mode: str, tensors: MaxSimTensors) -> None:
 
 def check_scale(scale: object) -> None:
     """Raise ``ValueError`` unless ``scale`` is a finite number."""
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be a finite Python number, got {scale!r}; multiply queries to learn one.")
+    if (
+        isinstance(scale, bool)
+        or not isinstance(scale, (int, float))
+        or not -math.inf < scale < math.inf
+    ):
+        raise ValueError(
+            f"scale must be a finite Python number, got {scale!r}; multiply queries to learn one.",
+        )
 
 
-def check_labels(labels: Tensor | None, n_queries: int, n_documents: int, device: torch.device) -> Tensor:
-    """The document of each query, checked as far as the host can see without waiting; see :func:`labelled_loss`."""
+def check_labels(
+    labels: Tensor | None,
+    n_queries: int,
+    n_documents: int,
+    device: torch.device,
+) -> Tensor:
+    """The document of each query, checked as far as the host can see without waiting; see
+    :func:`labelled_loss`.
+    """
     if labels is None:
         if n_documents < n_queries:
             raise ValueError(
-                f"documents must be at least as many as queries ({n_queries}) without labels, got {n_documents}."
+                f"documents must be at least as many as queries ({n_queries}) without labels, got {n_documents}.",
             )
         return torch.arange(n_queries, device=device)
     check_tensor("labels", labels)
@@ -185,26 +242,37 @@ def check_labels(labels: Tensor | None, n_queries: int, n_documents: int, device
     if labels.shape != (n_queries,):
         raise ValueError(f"labels must have shape [{n_queries}], got {list(labels.shape)}.")
     if labels.device != device:
-        raise ValueError(f"labels must be on the device of queries ({device}), got {labels.device}; move it there.")
+        raise ValueError(
+            f"labels must be on the device of queries ({device}), got {labels.device}; move it there.",
+        )
     if n_queries and not n_documents:
-        raise ValueError(f"documents must be at least one with labels, got 0 for {n_queries} queries; skip the batch.")
+        raise ValueError(
+            f"documents must be at least one with labels, got 0 for {n_queries} queries; skip the batch.",
+        )
     if device.type == "cpu" and n_queries and not torch.compiler.is_compiling():
         low, high = (int(bound) for bound in labels.aminmax())
         if low < 0 or high >= n_documents:
             raise ValueError(
                 f"labels must be at least 0 and below the number of documents ({n_documents}), got "
-                f"{low if low < 0 else high}."
+                f"{low if low < 0 else high}.",
             )
     return labels
 
 
 def labelled_loss(
-    scores: Tensor, labels: Tensor | None, checked: Tensor, n_documents: int, first: int = 0, reduction: str = "mean"
+    scores: Tensor,
+    labels: Tensor | None,
+    checked: Tensor,
+    n_documents: int,
+    first: int = 0,
+    reduction: str = "mean",
 ) -> Tensor:
-    """Cross entropy of ``scores`` at the ``checked`` labels plus ``first``, NaN with a label out of range.
+    """Cross entropy of ``scores`` at the ``checked`` labels plus ``first``, NaN with a label out of
+    range.
 
-    Where the host does not look at the ``labels`` (a GPU, a compiled function), one out of range would be an assertion
-    in a kernel, after which nothing runs on the device any more, or another rank's document.
+    Where the host does not look at the ``labels`` (a GPU, a compiled function), one out of range
+    would be an assertion in a kernel, after which nothing runs on the device any more, or another
+    rank's document.
     """
     if labels is None or (labels.device.type == "cpu" and not torch.compiler.is_compiling()):
         return cross_entropy(scores, checked + first if first else checked, reduction=reduction)

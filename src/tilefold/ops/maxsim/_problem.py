@@ -1,11 +1,14 @@
-"""Layouts of MaxSim: rows of tokens, where each sequence lies among them, which pairs are scored, what is saved.
+"""Layouts of MaxSim: rows of tokens, where each sequence lies among them, which pairs are scored,
+what is saved.
 
 Queries and documents are rows ``[T, D]``. Sequence ``i`` of a padded side is rows ``i * length`` to
-``(i + 1) * length``; of a packed side, ``cu[i]`` to ``cu[i + 1]``. Pairs are "all" of them, "grouped" (document ``d``
-belongs to query ``d // group``; "aligned" ones are groups of one) or an "index" ``[P, 2]``. What backward needs of each
-(pair, query token) is saved in one place of a tensor: "all" ``[Nd, Tq]`` at ``[d, t]``, "grouped" ``[group, Tq]`` at
-``[d % group, t]``, "index" ``[P, longest]`` at ``[p, t - first row of the query]``. A winner is the position of the
-token in its document, padding counted; places past the end of a query hold "no winner", or infinity for smooth maxima.
+``(i + 1) * length``; of a packed side, ``cu[i]`` to ``cu[i + 1]``. Pairs are "all" of them,
+"grouped" (document ``d`` belongs to query ``d // group``; "aligned" ones are groups of one) or an
+"index" ``[P, 2]``. What backward needs of each (pair, query token) is saved in one place of a
+tensor: "all" ``[Nd, Tq]`` at ``[d, t]``, "grouped" ``[group, Tq]`` at ``[d % group, t]``, "index"
+``[P, longest]`` at ``[p, t - first row of the query]``. A winner is the position of the token in
+its document, padding counted; places past the end of a query hold "no winner", or infinity for
+smooth maxima.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
 def winner_bits(position: Tensor, dtype: torch.dtype) -> Tensor:
-    """Positions as they are stored; uint16, which few operations know, in the bits of int16, where no winner is -1."""
+    """Positions as they are stored; uint16, which few operations know, in the bits of int16, where
+    no winner is -1.
+    """
     return position.to(dtype).view(torch.int16) if dtype == torch.uint16 else position.to(dtype)
 
 
@@ -51,7 +56,9 @@ def sequences(tensors: MaxSimTensors) -> tuple[int, int]:
     """How many queries there are, and how many documents."""
     queries, documents, _, _, cu_queries, cu_documents, _, _ = tensors
     n_queries = queries.size(0) if cu_queries is None else cu_queries.numel() - 1
-    return n_queries, math.prod(documents.shape[:-2]) if cu_documents is None else cu_documents.numel() - 1
+    return n_queries, math.prod(
+        documents.shape[:-2],
+    ) if cu_documents is None else cu_documents.numel() - 1
 
 
 class MaxSimOptions(NamedTuple):
@@ -66,10 +73,11 @@ class MaxSimOptions(NamedTuple):
 
 
 class MaxSimSaved(NamedTuple):
-    """Tensors saved for backward: those of the call, and results beside the scores, ``None`` if they were not made.
+    """Tensors saved for backward: those of the call, and results beside the scores, ``None`` if
+    they were not made.
 
-    ``saved`` are winners, or smooth maxima; norms ``[Tq]`` and ``[Td]`` fp32, inverse, of rows that are normalised;
-    ``row_query`` ``[Tq]`` int32 query of each packed row, for all pairs.
+    ``saved`` are winners, or smooth maxima; norms ``[Tq]`` and ``[Td]`` fp32, inverse, of rows that
+    are normalised; ``row_query`` ``[Tq]`` int32 query of each packed row, for all pairs.
     """
 
     queries: Tensor
@@ -105,7 +113,9 @@ class XtrOptions(NamedTuple):
 
 
 class XtrSaved(NamedTuple):
-    """Tensors saved for the gradient of XTR scores, with the winners that count, and the divisor of the sums."""
+    """Tensors saved for the gradient of XTR scores, with the winners that count, and the divisor of
+    the sums.
+    """
 
     queries: Tensor
     documents: Tensor
@@ -144,25 +154,43 @@ class Problem:
     mean: bool  # whether scores are divided by `query_length`
     longest_query: int  # for "index", a bound of the tokens of a query
     document_scale: Tensor | None = None  # [Td] fp32 factors of quantized documents' rows, or None
-    query_scale: Tensor | None = None  # [Tq] fp32 factors of the rows of queries that were quantized too, or None
+    query_scale: Tensor | None = (
+        None  # [Tq] fp32 factors of the rows of queries that were quantized too, or None
+    )
 
     @classmethod
     def of(cls, tensors: MaxSimTensors, options: MaxSimOptions) -> Problem:
         """The problem of tensors in whatever shape."""
-        queries, documents, query_mask, document_mask, cu_queries, cu_documents, pairs, scale = tensors
+        queries, documents, query_mask, document_mask, cu_queries, cu_documents, pairs, scale = (
+            tensors
+        )
         query_length = 0 if cu_queries is not None else queries.size(-2)
         n_queries, n_documents = sequences(tensors)
-        longest = query_length if pairs is not None and cu_queries is None else options.longest_query
+        longest = (
+            query_length if pairs is not None and cu_queries is None else options.longest_query
+        )
         document_length = 0 if cu_documents is not None else documents.size(-2)
         group = documents.size(1) if documents.dim() == 4 else n_documents // max(n_queries, 1)
         query_mask, document_mask, scale = (
             None if x is None else x.reshape(-1) for x in (query_mask, document_mask, scale)
         )
         return cls(
-            queries.reshape(-1, queries.size(-1)), documents.reshape(-1, documents.size(-1)), query_mask, document_mask,
-            cu_queries, cu_documents, query_length, document_length, n_queries, n_documents, group, pairs, *options[:5],
-            longest, scale,
-        )  # fmt: skip
+            queries.reshape(-1, queries.size(-1)),
+            documents.reshape(-1, documents.size(-1)),
+            query_mask,
+            document_mask,
+            cu_queries,
+            cu_documents,
+            query_length,
+            document_length,
+            n_queries,
+            n_documents,
+            group,
+            pairs,
+            *options[:5],
+            longest,
+            scale,
+        )
 
     @property
     def score_shape(self) -> tuple[int, ...]:
@@ -183,7 +211,13 @@ class Problem:
     def made(self, training: bool) -> tuple[bool, ...]:
         """Which :data:`RESULTS` there are."""
         norms = training and self.normalize
-        return True, training, norms, norms, training and self.pairing == "all" and self.cu_queries is not None
+        return (
+            True,
+            training,
+            norms,
+            norms,
+            training and self.pairing == "all" and self.cu_queries is not None,
+        )
 
     @property
     def empty(self) -> bool:
@@ -245,19 +279,23 @@ def check_values(tensors: MaxSimTensors, options: MaxSimOptions | None = None) -
         name = ("queries", "documents")[side]
         raise ValueError(
             f"pairing must hold indices below the number of {name} ({int(sizes[side])}), got "
-            f"{int(pairs[pair, side])} in pair {pair}; drop that pair or fix its index."
+            f"{int(pairs[pair, side])} in pair {pair}; drop that pair or fix its index.",
         )
 
 
 def no_winners(problem: Problem, like: Tensor, training: bool = True) -> Tensor:
-    """``saved`` where nothing won: infinity, or -1 in any width; uint16, which few operations know, in int16's bits."""
+    """``saved`` where nothing won: infinity, or -1 in any width; uint16, which few operations know,
+    in int16's bits.
+    """
     dtype, value = problem.saved_dtype, math.inf if problem.temperature else -1
     shape = problem.saved_shape if training else (0, 0)
     return like.new_full(shape, value, dtype=torch.int16 if dtype == torch.uint16 else dtype)
 
 
 def saved_place(problem: Problem, item: Tensor, row: Tensor, start: Tensor) -> Tensor:
-    """Place in the flattened saved tensor of "grouped" or "index" of (pair, row of its query that begins at start)."""
+    """Place in the flattened saved tensor of "grouped" or "index" of (pair, row of its query that
+    begins at start).
+    """
     if problem.index is not None:
         return item * problem.longest_query + row - start
     return item % problem.group * problem.queries.size(0) + row

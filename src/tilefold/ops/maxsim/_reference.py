@@ -11,9 +11,18 @@ from torch import Tensor
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
 
 
-def padded(rows: Tensor, mask: Tensor | None, cu: Tensor | None, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def padded(
+    rows: Tensor,
+    mask: Tensor | None,
+    cu: Tensor | None,
+    length: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sequences ``[N, L, D]``, and ``[N, L]`` bools: the token exists, and it is not masked."""
-    kept = torch.ones(rows.size(0), dtype=torch.bool, device=rows.device) if mask is None else mask != 0
+    kept = (
+        torch.ones(rows.size(0), dtype=torch.bool, device=rows.device)
+        if mask is None
+        else mask != 0
+    )
     rows = rows.masked_fill(~kept[:, None], 0)  # a masked NaN must not reach a product
     if cu is None:
         kept = kept.view(-1, length)
@@ -37,18 +46,34 @@ def unit(x: Tensor) -> Tensor:
 
 
 def first_largest(x: Tensor, allowed: Tensor) -> Tensor:
-    """Index of the largest allowed entry along the last dim, the lowest among equals, the first NaN if there is one."""
+    """Index of the largest allowed entry along the last dim, the lowest among equals, the first NaN
+    if there is one.
+    """
     masked = x.masked_fill(~allowed, float("-inf"))
     best = masked.amax(dim=-1, keepdim=True)
-    return (((masked == best) | (masked.isnan() & best.isnan())) & allowed).to(torch.uint8).argmax(dim=-1)
+    return (
+        (((masked == best) | (masked.isnan() & best.isnan())) & allowed)
+        .to(torch.uint8)
+        .argmax(dim=-1)
+    )
 
 
 def sides(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Queries ``[Nq, Lq, D]`` and which tokens are kept; documents ``[Nd, Ld, D]``, which tokens exist and are kept."""
+    """Queries ``[Nq, Lq, D]`` and which tokens are kept; documents ``[Nd, Ld, D]``, which tokens
+    exist and are kept.
+    """
     dtype = wide_dtype(problem.queries.dtype)
-    q, _, q_kept = padded(problem.queries.to(dtype), problem.query_mask, problem.cu_queries, problem.query_length)
+    q, _, q_kept = padded(
+        problem.queries.to(dtype),
+        problem.query_mask,
+        problem.cu_queries,
+        problem.query_length,
+    )
     d, exists, d_kept = padded(
-        problem.documents.to(dtype), problem.document_mask, problem.cu_documents, problem.document_length
+        problem.documents.to(dtype),
+        problem.document_mask,
+        problem.cu_documents,
+        problem.document_length,
     )
     if problem.normalize:
         q, d = unit(q), unit(d)
@@ -64,7 +89,9 @@ def maxsim(problem: Problem) -> Tensor:
     else:
         document = torch.arange(problem.n_documents, device=d.device)
         which = (
-            (document // max(problem.group, 1), document) if problem.index is None else problem.index.long().unbind(1)
+            (document // max(problem.group, 1), document)
+            if problem.index is None
+            else problem.index.long().unbind(1)
         )
         q_kept, d_kept, exists = q_kept[which[0]], d_kept[which[1]], exists[which[1]]
         sims = torch.einsum("pid,pjd->pij", q[which[0]], d[which[1]])  # [P, Lq, Ld]
@@ -75,7 +102,8 @@ def maxsim(problem: Problem) -> Tensor:
         inside = sims.masked_fill(~allowed & some[..., None], float("-inf"))
         peak = inside.detach().amax(dim=-1)
         peak = torch.where(peak.isfinite(), peak, 0)
-        # the difference first: a similarity divided by a small temperature may be no number of the dtype any more
+        # the difference first: a similarity divided by a small temperature may be no number of the
+        # dtype any more
         temperature = max(problem.temperature, torch.finfo(sims.dtype).tiny)
         best = peak + temperature * ((inside - peak.unsqueeze(-1)) / temperature).logsumexp(dim=-1)
     else:
@@ -85,11 +113,19 @@ def maxsim(problem: Problem) -> Tensor:
 
 
 def xtr(problem: Problem, top_k: int, impute: bool) -> Tensor:
-    """XTR scores ``[Nq, Nd]``: of the maxima of :func:`maxsim`, those among the ``top_k`` of each query token."""
+    """XTR scores ``[Nq, Nd]``: of the maxima of :func:`maxsim`, those among the ``top_k`` of each
+    query token.
+    """
     q, q_kept, d, _, d_kept = sides(problem)
     sims = torch.einsum("qid,njd->qinj", q, d)  # [Nq, Lq, Nd, Ld]
     kept = d_kept.expand(sims.shape)
-    ordered = sims.detach().masked_fill(~kept, float("-inf")).flatten(2).sort(dim=-1, descending=True).values
+    ordered = (
+        sims.detach()
+        .masked_fill(~kept, float("-inf"))
+        .flatten(2)
+        .sort(dim=-1, descending=True)
+        .values
+    )
     if ordered.size(-1) < top_k:
         threshold = torch.full_like(ordered[..., :1], float("-inf"))
     else:

@@ -29,7 +29,11 @@ from tilefold.ops.maxsim.quantized import quantize_rows
 from tilefold.ops.maxsim.tiles import Side, inverse_norms, pairs, row_limit, sides
 
 
-def forward(tensors: MaxSimTensors, options: MaxSimOptions, training: bool) -> tuple[Tensor | None, ...]:
+def forward(
+    tensors: MaxSimTensors,
+    options: MaxSimOptions,
+    training: bool,
+) -> tuple[Tensor | None, ...]:
     """Scores, and winners or smooth maxima where ``training``."""
     if host_may_read(tensors.queries.device, "tiled"):
         check_values(tensors)
@@ -38,14 +42,21 @@ def forward(tensors: MaxSimTensors, options: MaxSimOptions, training: bool) -> t
     if problem.empty:
         return scores, None, None, None, None
     if problem.documents.dtype == torch.int8:
-        found = [quantize_rows(x, torch.int8) for x in torch.split(problem.queries, row_limit(problem.queries.size(1)))]
-        rows, scales = (torch.cat(each) if len(found) > 1 else each[0] for each in zip(*found, strict=True))
+        found = [
+            quantize_rows(x, torch.int8)
+            for x in torch.split(problem.queries, row_limit(problem.queries.size(1)))
+        ]
+        rows, scales = (
+            torch.cat(each) if len(found) > 1 else each[0] for each in zip(*found, strict=True)
+        )
         problem = replace(problem, queries=rows, query_scale=scales)
     queries, documents = sides(problem)
     saved = no_winners(problem, queries.rows, training)
     zeros = documents.masked(problem.mask_zero)
     saves_winners = training and not problem.temperature
-    first_masked = documents.first_masked()[:, None] if saves_winners and zeros is not None else None
+    first_masked = (
+        documents.first_masked()[:, None] if saves_winners and zeros is not None else None
+    )
     for meeting in walk(problem, queries, documents):
         masked = None if zeros is None else zeros[meeting.documents]
         if problem.temperature:
@@ -60,9 +71,16 @@ def forward(tensors: MaxSimTensors, options: MaxSimOptions, training: bool) -> t
             if state is not None:
                 saved[crossed(meeting.items, meeting.rows)] = state
             continue
-        scores.view(-1)[owner.items] += (value if exists is None else value.masked_fill_(~exists, 0)).sum(dim=1)
+        scores.view(-1)[owner.items] += (
+            value if exists is None else value.masked_fill_(~exists, 0)
+        ).sum(dim=1)
         if state is not None:
-            place = saved_place(problem, owner.items[:, None], owner.rows, queries.starts[owner.query][:, None])
+            place = saved_place(
+                problem,
+                owner.items[:, None],
+                owner.rows,
+                queries.starts[owner.query][:, None],
+            )
             if exists is not None:
                 place, state = place[exists], state[exists]
             saved.view(-1)[place] = state
@@ -74,7 +92,10 @@ def forward(tensors: MaxSimTensors, options: MaxSimOptions, training: bool) -> t
 
 
 def backward(
-    dscores: Tensor, saved: MaxSimSaved, options: MaxSimOptions, needs: tuple[bool, ...]
+    dscores: Tensor,
+    saved: MaxSimSaved,
+    options: MaxSimOptions,
+    needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of queries and documents, in their shapes and dtypes."""
     problem, given = Problem.of(saved.tensors, options), (saved.queries, saved.documents)
@@ -96,7 +117,10 @@ def backward(
             for side, total in zip(both, sums, strict=True):
                 if total is not None:
                     _project(side, total)
-    found = [None if x is None else x.reshape(rows.shape).to(rows.dtype) for x, rows in zip(sums, given, strict=True)]
+    found = [
+        None if x is None else x.reshape(rows.shape).to(rows.dtype)
+        for x, rows in zip(sums, given, strict=True)
+    ]
     return found[0], found[1]
 
 
@@ -104,7 +128,9 @@ def _project(side: Side, grad: Tensor) -> None:
     """Make the gradients of rows of those of unit vectors. Masked rows have none."""
     step = row_limit(grad.size(1))
     for start in range(0, grad.size(0) if side.index is None else side.index.numel(), step):
-        here = slice(start, start + step) if side.index is None else side.index[start : start + step]
+        here = (
+            slice(start, start + step) if side.index is None else side.index[start : start + step]
+        )
         rows, found = side.rows[here], grad[here]
         scale = inverse_norms(rows)
         unit = rows.to(grad.dtype) * scale
@@ -112,7 +138,9 @@ def _project(side: Side, grad: Tensor) -> None:
 
 
 def _add_zeros_alone(problem: Problem, queries: Side, documents: Side, scores: Tensor) -> None:
-    """The smooth maxima of documents with masked tokens only, each of which takes part with a similarity of 0."""
+    """The smooth maxima of documents with masked tokens only, each of which takes part with a
+    similarity of 0.
+    """
     value = problem.temperature * documents.sizes.clamp(min=1).to(scores.dtype).log()
     value = torch.where(documents.counts == 0, value, 0)
     count = queries.counts.to(scores.dtype)
@@ -124,9 +152,16 @@ def _add_zeros_alone(problem: Problem, queries: Side, documents: Side, scores: T
 
 
 def _maximum(
-    problem: Problem, documents: Side, meeting: Meeting, saving: bool, masked: Tensor | None, masked_from: Tensor | None
+    problem: Problem,
+    documents: Side,
+    meeting: Meeting,
+    saving: bool,
+    masked: Tensor | None,
+    masked_from: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``[n, C]`` maxima of a meeting over its documents' tokens, and their winners where ``saving``."""
+    """``[n, C]`` maxima of a meeting over its documents' tokens, and their winners where
+    ``saving``.
+    """
     best, winner = _maxima(meeting, saving)
     if not saving:
         return (best if masked is None else torch.where((masked > 0) & (best < 0), 0, best)), None
@@ -140,9 +175,11 @@ def _maximum(
 
 
 def _maxima(meeting: Meeting, with_winners: bool) -> tuple[Tensor, Tensor]:
-    """``[n, C]`` maxima over the tokens of each document, and the row of the first that holds them; NaN is the largest.
+    """``[n, C]`` maxima over the tokens of each document, and the row of the first that holds them;
+    NaN is the largest.
 
-    A place past a document's end is its last token again: neither the maximum nor the winner's row can differ.
+    A place past a document's end is its last token again: neither the maximum nor the winner's row
+    can differ.
     """
     values, rows = [], []
     for tile in meeting.tiles():
@@ -153,7 +190,11 @@ def _maxima(meeting: Meeting, with_winners: bool) -> tuple[Tensor, Tensor]:
         return (values[0], rows[0]) if len(values) == 1 else (torch.cat(values), torch.cat(rows))
     best, winner = values[0], rows[0]
     for value, row in zip(values[1:], rows[1:], strict=True):
-        best, winner = merged(best, winner, value, row) if with_winners else (torch.maximum(best, value), winner)
+        best, winner = (
+            merged(best, winner, value, row)
+            if with_winners
+            else (torch.maximum(best, value), winner)
+        )
     return best, winner
 
 
@@ -171,20 +212,28 @@ class _Sums(NamedTuple):
 
     peak: Tensor  # [n, C]
     total: Tensor
-    tiles: list[tuple[Tile, Tensor]]  # of documents that are not cut, each with its addends [n, L, C]
+    tiles: list[
+        tuple[Tile, Tensor]
+    ]  # of documents that are not cut, each with its addends [n, L, C]
 
 
 def _smooth_sums(meeting: Meeting, temperature: float, masked: Tensor | None) -> _Sums:
-    """The sums of a meeting; ``masked`` ``[n, 1]`` tokens of each document take part with a similarity of 0.
+    """The sums of a meeting; ``masked`` ``[n, 1]`` tokens of each document take part with a
+    similarity of 0.
 
-    Differences to the peak are taken before anything is divided, so that no temperature is too small.
+    Differences to the peak are taken before anything is divided, so that no temperature is too
+    small.
     """
     temperature = _usable(temperature, meeting.queries.dtype)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     tiles: list[tuple[Tile, Tensor]] = []
     first = 0
     for tile in meeting.tiles():
-        zeros = None if masked is None or (meeting.cut and found) else masked[first : first + tile.rows.size(0)]
+        zeros = (
+            None
+            if masked is None or (meeting.cut and found)
+            else masked[first : first + tile.rows.size(0)]
+        )
         sims = _similarities(tile)
         highest = sims.amax(dim=1)
         if zeros is not None:
@@ -213,7 +262,9 @@ def _smooth_sums(meeting: Meeting, temperature: float, masked: Tensor | None) ->
 def _similarities(tile: Tile) -> Tensor:
     """``[n, L, C]``, minus infinity at places past a document's end."""
     sims = tile.similarities
-    return sims if tile.exists is None else sims.masked_fill_(~tile.exists[:, :, None], float("-inf"))
+    return (
+        sims if tile.exists is None else sims.masked_fill_(~tile.exists[:, :, None], float("-inf"))
+    )
 
 
 def _usable(temperature: float, dtype: torch.dtype) -> float:
@@ -226,7 +277,8 @@ def _finite(top: Tensor) -> Tensor:
 
 def _weights(sims: Tensor, peak: Tensor, temperature: float) -> Tensor:
     scaled = sims.sub_(peak[:, None]).div_(temperature)
-    # beside a sum of at least 1, what exp() has no normal number for is nothing, and subnormal ones are very slow
+    # beside a sum of at least 1, what exp() has no normal number for is nothing, and subnormal ones
+    # are very slow
     return torch.threshold_(scaled, math.log(torch.finfo(sims.dtype).tiny), float("-inf")).exp_()
 
 
@@ -236,14 +288,23 @@ def _moved(total: Tensor, peak: Tensor, joint: Tensor, temperature: float) -> Te
 
 
 def _add_smooth(
-    problem: Problem, queries: Side, documents: Side, grad: Tensor, dqueries: Tensor | None, ddocuments: Tensor | None
+    problem: Problem,
+    queries: Side,
+    documents: Side,
+    grad: Tensor,
+    dqueries: Tensor | None,
+    ddocuments: Tensor | None,
 ) -> None:
-    """Add the gradients of both sides to ``dqueries`` and ``ddocuments``, from softmax weights of each tile made again.
+    """Add the gradients of both sides to ``dqueries`` and ``ddocuments``, from softmax weights of
+    each tile made again.
 
-    The saved maxima are rounded, and their rounding, divided by a small temperature, would be an exponent.
+    The saved maxima are rounded, and their rounding, divided by a small temperature, would be an
+    exponent.
     """
     masked, temperature = documents.masked(problem.mask_zero), problem.temperature
-    query_of_row = torch.arange(problem.n_queries, device=grad.device).repeat_interleave(queries.sizes)
+    query_of_row = torch.arange(problem.n_queries, device=grad.device).repeat_interleave(
+        queries.sizes,
+    )
     for meeting in walk(problem, queries, documents):
         owner, exists, vectors = meeting.owner, meeting.exists, meeting.queries
         if isinstance(owner, Part):
@@ -251,15 +312,24 @@ def _add_smooth(
         else:
             weight = grad.reshape(-1)[owner.items][:, None].expand(owner.rows.shape)
             weight = weight if exists is None else weight.masked_fill(~exists, 0)
-        sums = _smooth_sums(meeting, temperature, None if masked is None else masked[meeting.documents])
+        sums = _smooth_sums(
+            meeting,
+            temperature,
+            None if masked is None else masked[meeting.documents],
+        )
         scale = (weight / torch.where(sums.total == 0, 1, sums.total))[:, None]
         first = 0
-        for tile, share in _again(meeting.tiles(), sums.peak, temperature) if meeting.cut else sums.tiles:
+        for tile, share in (
+            _again(meeting.tiles(), sums.peak, temperature) if meeting.cut else sums.tiles
+        ):
             share.mul_(scale[first : first + tile.rows.size(0)])
             if dqueries is not None:
                 tokens = tile.tokens
                 if tokens is None and tile.span is not None:
-                    tokens = documents.kept(tile.span.start, tile.span.stop).view(*tile.rows.shape, -1)
+                    tokens = documents.kept(tile.span.start, tile.span.stop).view(
+                        *tile.rows.shape,
+                        -1,
+                    )
                 elif tokens is None:
                     tokens = documents.take(tile.rows)
                 if vectors.dim() == 2:
@@ -276,14 +346,20 @@ def _add_smooth(
             first += 0 if meeting.cut else tile.rows.size(0)
 
 
-def _again(tiles: Iterator[Tile], peak: Tensor, temperature: float) -> Iterator[tuple[Tile, Tensor]]:
+def _again(
+    tiles: Iterator[Tile],
+    peak: Tensor,
+    temperature: float,
+) -> Iterator[tuple[Tile, Tensor]]:
     for tile in tiles:
         yield tile, _weights(_similarities(tile), peak, _usable(temperature, peak.dtype))
 
 
 def _add(out: Tensor, rows: Tensor, exists: Tensor | None, values: Tensor, differ: bool) -> None:
     """``out[rows] += values`` where they exist; ``differ`` says that no row comes twice."""
-    rows, values = (rows.view(-1), values.flatten(0, 1)) if exists is None else (rows[exists], values[exists])
+    rows, values = (
+        (rows.view(-1), values.flatten(0, 1)) if exists is None else (rows[exists], values[exists])
+    )
     if differ:
         out[rows] += values
     else:

@@ -1,7 +1,9 @@
-"""Gradients of the maximum in torch operations: each row's is a weighted sum of rows of the other side.
+"""Gradients of the maximum in torch operations: each row's is a weighted sum of rows of the other
+side.
 
-A (pair, query token) without a winner is no entry: nothing is multiplied for it. Entries are taken some at a time, in
-an order that depends on nothing but the layout, so that two runs agree in every bit.
+A (pair, query token) without a winner is no entry: nothing is multiplied for it. Entries are taken
+some at a time, in an order that depends on nothing but the layout, so that two runs agree in every
+bit.
 """
 
 from __future__ import annotations
@@ -18,12 +20,19 @@ from tilefold.ops.maxsim.tiles import Side, pairs
 
 
 def all_pairs(
-    queries: Side, documents: Side, grad: Tensor, saved: Tensor, dqueries: Tensor | None, ddocuments: Tensor | None
+    queries: Side,
+    documents: Side,
+    grad: Tensor,
+    saved: Tensor,
+    dqueries: Tensor | None,
+    ddocuments: Tensor | None,
 ) -> None:
     """Add the gradients of both sides to ``dqueries`` and ``ddocuments``."""
     n_rows, limit = queries.rows.size(0), tiles.row_limit(queries.rows.size(1))
     width = min(n_rows, limit)
-    query_of_row = torch.arange(queries.starts.numel(), device=grad.device).repeat_interleave(queries.sizes)
+    query_of_row = torch.arange(queries.starts.numel(), device=grad.device).repeat_interleave(
+        queries.sizes,
+    )
     offsets = [*documents.starts.tolist(), documents.rows.size(0)]
     query_table = None
     slabs = (
@@ -46,7 +55,9 @@ def all_pairs(
             if ddocuments is not None:
                 if query_table is None or width < n_rows:
                     query_table = _table(queries, rows.start, rows.stop)
-                row = torch.arange(rows.stop - rows.start, device=grad.device).expand(has.shape)[has]
+                row = torch.arange(rows.stop - rows.start, device=grad.device).expand(has.shape)[
+                    has
+                ]
                 scaled = _scaled(weight[has], queries.scale, row, rows.start)
                 add_rows(ddocuments[start:stop], query_table, target[has], row, scaled)
 
@@ -60,21 +71,44 @@ def _scaled(weight: Tensor, scale: Tensor | None, row: Tensor, start: int) -> Te
     return weight if scale is None else weight * scale[start:].view(-1)[row]
 
 
-def _bags(table: Tensor, side: Side, start: int, target: Tensor, weight: Tensor, has: Tensor) -> Tensor:
+def _bags(
+    table: Tensor,
+    side: Side,
+    start: int,
+    target: Tensor,
+    weight: Tensor,
+    has: Tensor,
+) -> Tensor:
     """``[w, D]`` sums of ``weight * table[target]`` over the entries of ``[w, n]`` that exist."""
     if bool(has.all()):
         weight = _scaled(weight, side.scale, target, start)
-        return embedding_bag(target.contiguous(), table, mode="sum", per_sample_weights=weight.contiguous())
+        return embedding_bag(
+            target.contiguous(),
+            table,
+            mode="sum",
+            per_sample_weights=weight.contiguous(),
+        )
     counts = has.sum(dim=1)
     row = target[has]
     if row.numel() == 0:
         return table.new_zeros(has.size(0), table.size(1))
     weight = _scaled(weight[has], side.scale, row, start)
-    return embedding_bag(row, table, counts.cumsum(0) - counts, mode="sum", per_sample_weights=weight)
+    return embedding_bag(
+        row,
+        table,
+        counts.cumsum(0) - counts,
+        mode="sum",
+        per_sample_weights=weight,
+    )
 
 
 def some_pairs(
-    problem: Problem, queries: Side, documents: Side, grad: Tensor, saved: Tensor, *sums: Tensor | None
+    problem: Problem,
+    queries: Side,
+    documents: Side,
+    grad: Tensor,
+    saved: Tensor,
+    *sums: Tensor | None,
 ) -> None:
     """Like :func:`all_pairs`, for pairs that are aligned, grouped or listed, to ``sums``."""
     (dqueries, ddocuments), grad = sums, grad.reshape(-1)
@@ -103,7 +137,9 @@ def some_pairs(
 
 
 def _rows_of(side: Side, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """A table in fp32 (fp64), not scaled, that holds ``rows``, and where; the side itself where it can be."""
+    """A table in fp32 (fp64), not scaled, that holds ``rows``, and where; the side itself where it
+    can be.
+    """
     dtype = wide_dtype(side.rows.dtype)
     if side.rows.dtype == dtype and side.rows.is_contiguous():
         return side.rows, rows
@@ -118,12 +154,27 @@ def _positions(saved: Tensor, where: Tensor | tuple[slice, slice]) -> Tensor:
 
 
 def add_rows(
-    out: Tensor, table: Tensor, owner: Tensor, row: Tensor | None = None, weight: Tensor | None = None
+    out: Tensor,
+    table: Tensor,
+    owner: Tensor,
+    row: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> None:
-    """``out[owner] += weight * table[row]`` over all entries, one owner after the other; by default all of it."""
+    """``out[owner] += weight * table[row]`` over all entries, one owner after the other; by default
+    all of it.
+    """
     if owner.numel() == 0:
         return
     owner, order = owner.sort(stable=True)
     unique, counts = torch.unique_consecutive(owner, return_counts=True)
-    rows, weights = (order if row is None else row[order]), (None if weight is None else weight[order])
-    out[unique] += embedding_bag(rows, table, counts.cumsum(0) - counts, mode="sum", per_sample_weights=weights)
+    rows, weights = (
+        (order if row is None else row[order]),
+        (None if weight is None else weight[order]),
+    )
+    out[unique] += embedding_bag(
+        rows,
+        table,
+        counts.cumsum(0) - counts,
+        mode="sum",
+        per_sample_weights=weights,
+    )

@@ -1,8 +1,10 @@
-"""Walk of the tiled path over a problem: tiles of similarities, whatever the layout and the pairing.
+"""Walk of the tiled path over a problem: tiles of similarities, whatever the layout and the
+pairing.
 
-Consecutive documents of all pairs share a product: their kept rows, as they lie, times the query tokens; what is
-gathered and padded is the similarities, by groups of documents of nearly one length. Listed pairs gather their
-documents' kept tokens. A place past a document's end repeats its last one. Long sequences are cut.
+Consecutive documents of all pairs share a product: their kept rows, as they lie, times the query
+tokens; what is gathered and padded is the similarities, by groups of documents of nearly one
+length. Listed pairs gather their documents' kept tokens. A place past a document's end repeats its
+last one. Long sequences are cut.
 """
 
 from __future__ import annotations
@@ -26,15 +28,24 @@ Gathered = tuple[Tensor, Tensor | None, slice | None, Tensor]  # of a Tile, all 
 
 def crossed(rows: Index, columns: Index) -> tuple[Index, Index]:
     """Index of every pair of a row and a column."""
-    return rows[:, None] if isinstance(rows, Tensor) and isinstance(columns, Tensor) else rows, columns
+    return rows[:, None] if isinstance(rows, Tensor) and isinstance(
+        columns,
+        Tensor,
+    ) else rows, columns
 
 
 class Part:
-    """Consecutive query tokens, as ``pieces`` of queries: query, number of its first kept token here, tokens."""
+    """Consecutive query tokens, as ``pieces`` of queries: query, number of its first kept token
+    here, tokens.
+    """
 
     def __init__(self, side: Side, pieces: list[tuple[int, int, int]]) -> None:
         self.side, self.start, self.stop = side, pieces[0][1], pieces[-1][1] + pieces[-1][2]
-        self.columns = slice(self.start, self.stop) if side.index is None else side.index[self.start : self.stop]
+        self.columns = (
+            slice(self.start, self.stop)
+            if side.index is None
+            else side.index[self.start : self.stop]
+        )
         self.held: Tensor | None = None
         self._sums = list(_sums(pieces, side.counts.device))
 
@@ -43,7 +54,9 @@ class Part:
         return self.side.kept(self.start, self.stop) if self.held is None else self.held
 
     def integers(self, documents: Side, start: int, stop: int) -> Tensor:
-        """Similarities ``[stop - start, C]`` to some documents' tokens, products of int8 summed exactly."""
+        """Similarities ``[stop - start, C]`` to some documents' tokens, products of int8 summed
+        exactly.
+        """
         product = int8_products(documents.rows[start:stop], self.side.rows[self.columns]).float()
         for side, place in ((documents, (slice(start, stop), None)), (self.side, (self.columns,))):
             if side.scale is not None:
@@ -55,14 +68,18 @@ class Part:
         for queries, size, members, missing in self._sums:
             if members is not None:
                 values_of = values.index_select(1, members).view(values.size(0), size, -1)
-                sums = (values_of if missing is None else values_of.masked_fill_(missing, 0)).sum(dim=2)
+                sums = (values_of if missing is None else values_of.masked_fill_(missing, 0)).sum(
+                    dim=2,
+                )
             else:
                 sums = values.reshape(values.size(0), size, -1).sum(dim=2)
             out[crossed(queries, items)] += sums.T
 
 
 def parts(side: Side, limit: int) -> list[Part]:
-    """The kept tokens of all queries in parts of up to ``limit``, which end where queries end if they are shorter."""
+    """The kept tokens of all queries in parts of up to ``limit``, which end where queries end if
+    they are shorter.
+    """
     found: list[list[tuple[int, int, int]]] = []
     free = place = 0
     for query, count in enumerate(side.counts.tolist()):
@@ -81,15 +98,22 @@ def parts(side: Side, limit: int) -> list[Part]:
 
 
 def _sums(
-    pieces: list[tuple[int, int, int]], device: torch.device
+    pieces: list[tuple[int, int, int]],
+    device: torch.device,
 ) -> Iterator[tuple[Index, int, Tensor | None, Tensor | None]]:
-    """Queries that are summed together, their number, columns (``None`` for all), and places that are padding."""
+    """Queries that are summed together, their number, columns (``None`` for all), and places that
+    are padding.
+    """
     ordered = sorted(pieces, key=lambda piece: piece[2])
     lengths = [size for _, _, size in ordered]
     if lengths[0] == lengths[-1]:
         first, last = pieces[0][0], pieces[-1][0]
         several = last - first + 1 != len(pieces)  # queries without a token lie between
-        queries = torch.tensor([query for query, _, _ in pieces], device=device) if several else slice(first, last + 1)
+        queries = (
+            torch.tensor([query for query, _, _ in pieces], device=device)
+            if several
+            else slice(first, last + 1)
+        )
         yield queries, len(pieces), None, None
         return
     table = torch.tensor(ordered, device=device)  # [pieces, 3]
@@ -101,8 +125,15 @@ def _sums(
         yield which, last - first, members.view(-1), missing
 
 
-def _alike(lengths: list[int], first: int, eighths: int, elements: int) -> Iterator[tuple[int, int]]:
-    """First and last (excluded) of rising ``lengths``, the longest at most ``eighths`` of the shortest."""
+def _alike(
+    lengths: list[int],
+    first: int,
+    eighths: int,
+    elements: int,
+) -> Iterator[tuple[int, int]]:
+    """First and last (excluded) of rising ``lengths``, the longest at most ``eighths`` of the
+    shortest.
+    """
     while first < len(lengths):
         end = min(first + max(1, elements // lengths[first]), len(lengths))
         last = bisect_right(lengths, lengths[first] * eighths // 8, lo=first, hi=end)
@@ -151,7 +182,9 @@ class Group(NamedTuple):
 
 
 def chunks(offsets: Sequence[int], rows: int, limit: int) -> Iterator[tuple[int, int]]:
-    """First and last (excluded) of up to ``limit`` consecutive sequences of as many ``rows``, or of one sequence."""
+    """First and last (excluded) of up to ``limit`` consecutive sequences of as many ``rows``, or of
+    one sequence.
+    """
     first = 0
     while first < len(offsets) - 1:
         last = max(first + 1, min(bisect_right(offsets, offsets[first] + rows) - 1, first + limit))
@@ -160,7 +193,9 @@ def chunks(offsets: Sequence[int], rows: int, limit: int) -> Iterator[tuple[int,
 
 
 def groups(documents: Side, first: int, last: int, rows: int) -> Iterator[Group]:
-    """The documents of a chunk that have tokens, by rising length, up to ``rows`` together; in one if all are alike."""
+    """The documents of a chunk that have tokens, by rising length, up to ``rows`` together; in one
+    if all are alike.
+    """
     ordered, order = documents.counts[first:last].sort(stable=True)
     lengths = ordered.tolist()
     if lengths[0] == lengths[-1]:
@@ -170,7 +205,12 @@ def groups(documents: Side, first: int, last: int, rows: int) -> Iterator[Group]
         return
     for begin, end in _alike(lengths, bisect_right(lengths, 0), 9, rows):
         which, alone = order[begin:end] + first, end == begin + 1
-        place, exists = documents.places(which, 0, lengths[end - 1], lengths[begin] == lengths[end - 1])
+        place, exists = documents.places(
+            which,
+            0,
+            lengths[end - 1],
+            lengths[begin] == lengths[end - 1],
+        )
         start = int(place[0, 0]) if alone else 0
         yield Group(which, place, exists, slice(start, start + lengths[begin]) if alone else None)
 
@@ -194,7 +234,15 @@ def _all_pairs(queries: list[Part], documents: Side) -> Iterator[Meeting]:
             which = torch.tensor([first], device=documents.counts.device)
             for part in queries:
                 tokens = part.tokens()
-                made = partial(_gathered_tiles, documents, which, stop - start, budget, None, tokens)
+                made = partial(
+                    _gathered_tiles,
+                    documents,
+                    which,
+                    stop - start,
+                    budget,
+                    None,
+                    tokens,
+                )
                 yield Meeting(which, which, part.columns, None, tokens, part, True, made)
         elif start < stop:
             integers = _in_integers(queries[0].side, documents)
@@ -204,7 +252,9 @@ def _all_pairs(queries: list[Part], documents: Side) -> Iterator[Meeting]:
             items = torch.cat(several) if len(found) > 1 else found[0].items
             for part in queries:
                 vectors = part.tokens()
-                product = part.integers(documents, start, stop) if wide is None else wide @ vectors.T
+                product = (
+                    part.integers(documents, start, stop) if wide is None else wide @ vectors.T
+                )
                 made = partial(_shared_tiles, documents, found, product, start)
                 yield Meeting(items, items, part.columns, None, vectors, part, False, made)
 
@@ -215,7 +265,12 @@ def _in_integers(queries: Side, documents: Side) -> bool:
     return both and documents.rows.device.type == "cpu" and has_int8_products()
 
 
-def _shared_tiles(documents: Side, found: list[Group], product: Tensor, start: int) -> Iterator[Tile]:
+def _shared_tiles(
+    documents: Side,
+    found: list[Group],
+    product: Tensor,
+    start: int,
+) -> Iterator[Tile]:
     """Tiles of the groups of a chunk whose kept tokens, from ``start`` on, were multiplied."""
     for _, place, exists, span in found:
         if span is None:
@@ -226,7 +281,12 @@ def _shared_tiles(documents: Side, found: list[Group], product: Tensor, start: i
         yield Tile(sims.view(*place.shape, -1), documents.at(place), exists, together, None)
 
 
-def _some_pairs(query_of: Tensor, document_of: Tensor, queries: Side, documents: Side) -> Iterator[Meeting]:
+def _some_pairs(
+    query_of: Tensor,
+    document_of: Tensor,
+    queries: Side,
+    documents: Side,
+) -> Iterator[Meeting]:
     limit = tiles.column_limit(queries.rows.size(1))
     for items, longest, step in _blocks(documents, document_of, queries.counts[query_of]):
         query, which = query_of[items], document_of[items]
@@ -239,7 +299,16 @@ def _some_pairs(query_of: Tensor, document_of: Tensor, queries: Side, documents:
             rows = queries.at(place)
             vectors = queries.take(rows[0] if shared else rows)
             made = partial(_gathered_tiles, documents, which, longest, step, held, vectors)
-            yield Meeting(items, which, rows, exists, vectors, Pairs(items, query, rows), held is None, made)
+            yield Meeting(
+                items,
+                which,
+                rows,
+                exists,
+                vectors,
+                Pairs(items, query, rows),
+                held is None,
+                made,
+            )
 
 
 def _gathered(side: Side, which: Tensor, start: int, stop: int) -> Gathered:
@@ -255,19 +324,31 @@ def _gathered(side: Side, which: Tensor, start: int, stop: int) -> Gathered:
 
 
 def _gathered_tiles(
-    side: Side, which: Tensor, longest: int, step: int, held: Gathered | None, queries: Tensor
+    side: Side,
+    which: Tensor,
+    longest: int,
+    step: int,
+    held: Gathered | None,
+    queries: Tensor,
 ) -> Iterator[Tile]:
     """Tiles of ``step`` places of each document, or of the tokens that are held."""
     for start in range(0, longest, step):
-        rows, exists, span, tokens = held or _gathered(side, which, start, min(start + step, longest))
+        rows, exists, span, tokens = held or _gathered(
+            side,
+            which,
+            start,
+            min(start + step, longest),
+        )
         yield Tile(tokens @ queries.mT, rows, exists, span, tokens)
 
 
 def _blocks(side: Side, document_of: Tensor, columns: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """Items whose document and query have a token, in blocks by rising length, each padded to its longest.
+    """Items whose document and query have a token, in blocks by rising length, each padded to its
+    longest.
 
-    The items of a block have queries of nearly one length, by powers of two; ``columns`` are those lengths. With the
-    items come the kept tokens of the longest document, and places of each in a tile.
+    The items of a block have queries of nearly one length, by powers of two; ``columns`` are those
+    lengths. With the items come the kept tokens of the longest document, and places of each in a
+    tile.
     """
     dim, counts = side.rows.size(1), side.counts[document_of]
     limit = tiles.row_limit(dim)
@@ -288,6 +369,9 @@ def _blocks(side: Side, document_of: Tensor, columns: Tensor) -> Iterator[tuple[
                 count += 1
             longest = step = lengths[first + count - 1]
             if count == 1:
-                step = max(1, min(limit, tiles.TILE_ELEMENTS // min(width, tiles.column_limit(dim))))
+                step = max(
+                    1,
+                    min(limit, tiles.TILE_ELEMENTS // min(width, tiles.column_limit(dim))),
+                )
             yield items[first : first + count], longest, step
             first += count

@@ -67,7 +67,7 @@ def _impl_of_fp8(queries: Tensor, impl: str) -> str:
     if impl == "triton":
         raise TypeError(
             "documents must be quantized with dtype='int8' for impl='triton' before compute capability 8.9, got "
-            "fp8; use int8 or impl='tiled'."
+            "fp8; use int8 or impl='tiled'.",
         )
     give_up("maxsim with fp8 documents", queries.device, "it has no fp8 products", SLOWER)
     return "tiled"
@@ -104,40 +104,50 @@ def maxsim(
     normalize: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """Late-interaction scores (ColBERT, arXiv 2004.12832) without the similarities ``[Nq, Nd, Lq, Ld]``.
+    """Late-interaction scores (ColBERT, arXiv 2004.12832) without the similarities ``[Nq, Nd, Lq,
+    Ld]``.
 
-    For a query with token vectors ``q_i`` and a document with token vectors ``d_j``, over the kept tokens::
+    For a query with token vectors ``q_i`` and a document with token vectors ``d_j``, over the kept
+    tokens::
 
         score = sum_i max_j q_i . d_j                                   (reduction="mean": divided by the count of i)
         score = sum_i temperature * log sum_j exp(q_i . d_j / temperature)              (with a temperature)
 
-    Products accumulate in fp32 (fp64 for fp64 input), and the scores are fp32 (fp64). Among equal similarities the
-    lowest document token takes the whole gradient. A document without a token that takes part, and an empty query,
-    score 0 with no gradient. NaN in a kept token gives NaN; what a masked token holds is never read into a result.
-    Backward is bitwise deterministic and keeps 2 bytes (4 from 65,536 document tokens on, and with a temperature) per
-    query token and pair, and in kernels 4 per normalised token and per packed query token.
+    Products accumulate in fp32 (fp64 for fp64 input), and the scores are fp32 (fp64). Among equal
+    similarities the lowest document token takes the whole gradient. A document without a token that
+    takes part, and an empty query, score 0 with no gradient. NaN in a kept token gives NaN; what a
+    masked token holds is never read into a result. Backward is bitwise deterministic and keeps 2
+    bytes (4 from 65,536 document tokens on, and with a temperature) per query token and pair, and
+    in kernels 4 per normalised token and per packed query token.
 
     Args:
-        queries: ``[Nq, Lq, D]``, or ``[T, D]`` packed with ``cu_seqlens_q``; fp16, bf16, fp32 or fp64.
-        documents: ``[Nd, Ld, D]`` (``[B, N, Ld, D]`` for ``"grouped"``), or ``[T, D]`` packed with ``cu_seqlens_d``;
-            dtype of ``queries`` (any floating dtype under autocast, whose dtype both then take). Or the same in
-            :class:`QuantizedTokens`, for inference: with int8 the queries are rounded to int8 too, products are exact
-            integers; with fp8 they stay as they are.
+        queries: ``[Nq, Lq, D]``, or ``[T, D]`` packed with ``cu_seqlens_q``; fp16, bf16, fp32 or
+            fp64.
+        documents: ``[Nd, Ld, D]`` (``[B, N, Ld, D]`` for ``"grouped"``), or ``[T, D]`` packed with
+            ``cu_seqlens_d``; dtype of ``queries`` (any floating dtype under autocast, whose dtype
+            both then take). Or the same in :class:`QuantizedTokens`, for inference: with int8 the
+            queries are rounded to int8 too, products are exact integers; with fp8 they stay as they
+            are.
         query_mask, document_mask: their tokens' shape, without D; nonzero = keep, in any pattern.
-        cu_seqlens_q, cu_seqlens_d: ``[N + 1]`` int32 first rows of packed sequences, from 0 to T. On the CPU other
-            values raise; on a GPU, where checking costs a synchronisation, the pairs concerned score NaN.
-        pairing: which pairs are scored. ``"all"``; ``"aligned"`` (query b with document b); ``"grouped"`` (query b
-            with its own N documents; packed documents follow each other group by group); or a ``[P, 2]`` integer
-            tensor of (query, document) pairs, which are scored in place, without a gathered copy.
+        cu_seqlens_q, cu_seqlens_d: ``[N + 1]`` int32 first rows of packed sequences, from 0 to T.
+            On the CPU other values raise; on a GPU, where checking costs a synchronisation, the
+            pairs concerned score NaN.
+        pairing: which pairs are scored. ``"all"``; ``"aligned"`` (query b with document b);
+            ``"grouped"`` (query b with its own N documents; packed documents follow each other
+            group by group); or a ``[P, 2]`` integer tensor of (query, document) pairs, which are
+            scored in place, without a gathered copy.
         reduction: ``"sum"``, or ``"mean"`` over the query's kept tokens.
-        mask_mode: for masked document tokens: ``"exclude"`` leaves them out; ``"zero"`` gives them a similarity of 0,
-            as libraries do that multiply by the mask. A masked query token counts 0 in both.
+        mask_mode: for masked document tokens: ``"exclude"`` leaves them out; ``"zero"`` gives them
+            a similarity of 0, as libraries do that multiply by the mask. A masked query token
+            counts 0 in both.
         temperature: positive number for the smooth maximum, ``None`` for the maximum.
-        normalize: divide every token vector by its Euclidean norm; a zero vector stays zero and has no gradient.
+        normalize: divide every token vector by its Euclidean norm; a zero vector stays zero and has
+            no gradient.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
 
     Returns:
-        Scores: ``[Nq, Nd]`` for ``"all"``, ``[B]`` for ``"aligned"``, ``[B, N]`` for ``"grouped"``, ``[P]`` for pairs.
+        Scores: ``[Nq, Nd]`` for ``"all"``, ``[B]`` for ``"aligned"``, ``[B, N]`` for ``"grouped"``,
+            ``[P]`` for pairs.
         With packed queries, pairs and a gradient asked for, the longest query is read from the device once.
 
     Raises:
@@ -145,9 +155,22 @@ def maxsim(
         ValueError: for shapes, devices, offsets, indices or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    rows, scale = (documents.values, documents.scales) if isinstance(documents, QuantizedTokens) else (documents, None)
+    rows, scale = (
+        (documents.values, documents.scales)
+        if isinstance(documents, QuantizedTokens)
+        else (documents, None)
+    )
     pairs = pairing if isinstance(pairing, Tensor) else None
-    tensors = MaxSimTensors(queries, rows, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, pairs, scale)
+    tensors = MaxSimTensors(
+        queries,
+        rows,
+        query_mask,
+        document_mask,
+        cu_seqlens_q,
+        cu_seqlens_d,
+        pairs,
+        scale,
+    )
     named = None if pairs is not None else pairing
     asked = (named, reduction, mask_mode, temperature, normalize, _longest_query(tensors))
     scores: Tensor = MAXSIM(tensors, asked, impl, checked)[0]
@@ -172,11 +195,12 @@ def maxsim_topk(
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` documents with the highest :func:`maxsim` score for each query. Not differentiable.
 
-    Padded documents are scored in blocks, so that the scores held are ``[Nq, 65536]`` or 2^24 at most; packed ones at
-    once.
+    Padded documents are scored in blocks, so that the scores held are ``[Nq, 65536]`` or 2^24 at
+    most; packed ones at once.
 
     Args:
-        k: how many; all documents where there are fewer. Others are as in :func:`maxsim` for ``pairing="all"``.
+        k: how many; all documents where there are fewer. Others are as in :func:`maxsim` for
+            ``pairing="all"``.
 
     Returns:
         ``[Nq, min(k, Nd)]`` scores, falling, and the int64 numbers of their documents. Equal scores come in any order,
@@ -189,15 +213,29 @@ def maxsim_topk(
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ValueError(f"k must be a positive integer, got {k!r}.")
     score = functools.partial(
-        maxsim, queries, query_mask=query_mask, cu_seqlens_q=cu_seqlens_q, reduction=reduction, mask_mode=mask_mode,
+        maxsim,
+        queries,
+        query_mask=query_mask,
+        cu_seqlens_q=cu_seqlens_q,
+        reduction=reduction,
+        mask_mode=mask_mode,
         impl=impl,
-    )  # fmt: skip
-    rows = documents.values if isinstance(documents, QuantizedTokens) else check_tensor("documents", documents)
-    sequences = cu_seqlens_q if isinstance(cu_seqlens_q, Tensor) else check_tensor("queries", queries)
+    )
+    rows = (
+        documents.values
+        if isinstance(documents, QuantizedTokens)
+        else check_tensor("documents", documents)
+    )
+    sequences = (
+        cu_seqlens_q if isinstance(cu_seqlens_q, Tensor) else check_tensor("queries", queries)
+    )
     step = max(tiles.TOPK_DOCUMENTS, tiles.TOPK_SCORES // max([*sequences.shape[:1], 1]))
     with torch.no_grad():
         if cu_seqlens_d is not None or rows.dim() != 3 or rows.size(0) <= step:
-            return _best_of(score(documents, document_mask=document_mask, cu_seqlens_d=cu_seqlens_d), k)
+            return _best_of(
+                score(documents, document_mask=document_mask, cu_seqlens_d=cu_seqlens_d),
+                k,
+            )
         values, places = [], []
         for start in range(0, rows.size(0), step):
             part = slice(start, start + step)
@@ -205,7 +243,8 @@ def maxsim_topk(
             if isinstance(documents, QuantizedTokens):
                 block = QuantizedTokens(documents.values[part], documents.scales[part])
             best, which = _best_of(
-                score(block, document_mask=None if document_mask is None else document_mask[part]), k
+                score(block, document_mask=None if document_mask is None else document_mask[part]),
+                k,
             )
             values.append(best)
             places.append(which + start)
@@ -214,27 +253,41 @@ def maxsim_topk(
 
 
 def _best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` highest of scores ``[Nq, Nd]``, which lie in the ``k`` groups with the highest best ones."""
+    """The ``k`` highest of scores ``[Nq, Nd]``, which lie in the ``k`` groups with the highest best
+    ones.
+    """
     n, size = scores.size(1), tiles.TOPK_GROUP
     if n < 32 * k * size:  # where it would take longer
         best, which = scores.topk(min(k, n), dim=1)
         return best, which
     whole = n // size * size
-    groups = scores[:, :whole].reshape(scores.size(0), whole // size, size).amax(dim=2).topk(k, dim=1).indices
+    groups = (
+        scores[:, :whole]
+        .reshape(scores.size(0), whole // size, size)
+        .amax(dim=2)
+        .topk(k, dim=1)
+        .indices
+    )
     members = (groups[..., None] * size + torch.arange(size, device=scores.device)).flatten(1)
-    members = torch.cat([members, torch.arange(whole, n, device=scores.device).expand(scores.size(0), -1)], dim=1)
+    members = torch.cat(
+        [members, torch.arange(whole, n, device=scores.device).expand(scores.size(0), -1)],
+        dim=1,
+    )
     best, which = scores.gather(1, members).topk(k, dim=1)
     return best, members.gather(1, which)
 
 
 def chosen_impl(queries: Tensor, impl: str = "auto") -> str:
-    """Implementation of ``maxsim(queries, ..., impl=impl)``: ``"reference"``, ``"tiled"`` or ``"triton"``.
+    """Implementation of ``maxsim(queries, ..., impl=impl)``: ``"reference"``, ``"tiled"`` or
+    ``"triton"``.
 
-    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
+    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else
+    ``"tiled"``.
 
     Raises:
         ValueError: for an unknown name.
-        RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
+        RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not
+            support.
     """
     return MAXSIM.chosen_impl(queries, impl)
 
@@ -251,7 +304,12 @@ def _dequantized(problem: Problem, scale: Tensor) -> Problem:
 
 def kept_tokens(tensors: MaxSimTensors, dims: int) -> Tensor | float:
     """Kept tokens of the query of each score, at least 1, for scores of ``dims`` dimensions."""
-    queries, mask, offsets, pairs = tensors.queries, tensors.query_mask, tensors.cu_queries, tensors.pairs
+    queries, mask, offsets, pairs = (
+        tensors.queries,
+        tensors.query_mask,
+        tensors.cu_queries,
+        tensors.pairs,
+    )
     if offsets is None:
         if mask is None:
             return float(queries.size(-2))
@@ -274,5 +332,7 @@ def _longest_query(tensors: MaxSimTensors) -> int:
         return 0
     if not (getattr(queries, "requires_grad", False) or getattr(documents, "requires_grad", False)):
         return 0
-    fits = offsets.dtype in (torch.int32, torch.int64) and offsets.dim() == 1 and offsets.numel() > 1
+    fits = (
+        offsets.dtype in (torch.int32, torch.int64) and offsets.dim() == 1 and offsets.numel() > 1
+    )
     return int(offsets.diff().max()) if fits else 0  # the checks refuse others

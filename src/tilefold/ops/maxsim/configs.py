@@ -1,4 +1,6 @@
-"""Launch configurations of MaxSim by architecture, dtype and shape bin; nothing is searched at run time."""
+"""Launch configurations of MaxSim by architecture, dtype and shape bin; nothing is searched at run
+time.
+"""
 
 from __future__ import annotations
 
@@ -13,51 +15,85 @@ from tilefold.ops._shared.tuning import Between, Row, lookup
 from tilefold.ops.maxsim._problem import QUANTIZED_DTYPES
 
 BY_TMA = "maxsim's kernels with TMA"  # where they cannot be built, others read by pointers
-BY_ROLES = "maxsim's kernel whose warps have roles"  # where it cannot be built, others share the pass
+BY_ROLES = (
+    "maxsim's kernel whose warps have roles"  # where it cannot be built, others share the pass
+)
 MAX_BLOCK_K = 128
-MAX_STREAMED_ROWS = 64  # query tokens of all queries together that one tile of the streaming kernel holds
+MAX_STREAMED_ROWS = (
+    64  # query tokens of all queries together that one tile of the streaming kernel holds
+)
 AMPERE, HOPPER, BLACKWELL = Between(most=(8, 9)), Between((9, 0), (9, 9)), Between(least=(10, 0))
 INTERPRETED = {"capability": (0, 0)}
 Constants = dict[str, Any]  # of a kernel, by their names
 
-# Forward: BLOCK_K is the whole dimension where it fits, so that a query tile is loaded once; USE_TMA reads documents
-# through descriptors; PROGRAMS run on a multiprocessor, of the streaming kernel, where more would wait for all others
-# to end, at most; it asks for PREFETCH tokens of documents before it reads the query.
-# Few query rows make the kernel a stream of document tokens: small tiles, many programs. Many make it a matrix product:
-# 128 rows, so that each document token that is loaded meets as many query tokens. Facts: capability, dtype, dim, rows
-# (query tokens that can share a tile), tf32, winners (whether they are kept, which costs as much as the products: more
-# elements per thread), even (documents of a length that tiles of 128 tokens hardly pad). BLOCK_Q of 0 is by rows.
+# Forward: BLOCK_K is the whole dimension where it fits, so that a query tile is loaded once;
+# USE_TMA reads documents through descriptors; PROGRAMS run on a multiprocessor, of the streaming
+# kernel, where more would wait for all others to end, at most; it asks for PREFETCH tokens of
+# documents before it reads the query. Few query rows make the kernel a stream of document tokens:
+# small tiles, many programs. Many make it a matrix product: 128 rows, so that each document token
+# that is loaded meets as many query tokens. Facts: capability, dtype, dim, rows (query tokens that
+# can share a tile), tf32, winners (whether they are kept, which costs as much as the products: more
+# elements per thread), even (documents of a length that tiles of 128 tokens hardly pad). BLOCK_Q of
+# 0 is by rows.
 FEW, FP32 = {"rows": Between(most=64)}, {"dtype": torch.float32}
 FORWARD = (
     Row(
         {},
         {
-            "BLOCK_Q": 128, "BLOCK_T": 64, "BLOCK_K": MAX_BLOCK_K, "num_warps": 8, "num_stages": 3, "PROGRAMS": 2,
-            "USE_TMA": False, "PRECISION": "ieee",
+            "BLOCK_Q": 128,
+            "BLOCK_T": 64,
+            "BLOCK_K": MAX_BLOCK_K,
+            "num_warps": 8,
+            "num_stages": 3,
+            "PROGRAMS": 2,
+            "USE_TMA": False,
+            "PRECISION": "ieee",
         },
         "H200",
     ),
     Row({"capability": Between(least=(9, 0))}, {"USE_TMA": True}, "H200"),
-    Row({"capability": AMPERE, "dim": Between(least=MAX_BLOCK_K + 1)}, {"BLOCK_K": 64}, "compile gates of 8.0"),
+    Row(
+        {"capability": AMPERE, "dim": Between(least=MAX_BLOCK_K + 1)},
+        {"BLOCK_K": 64},
+        "compile gates of 8.0",
+    ),
     Row({"capability": HOPPER, "winners": True}, {"num_warps": 4}, "H200"),
-    Row({"capability": HOPPER, "winners": True, "even": True}, {"BLOCK_Q": 64, "BLOCK_T": 128}, "H200"),
+    Row(
+        {"capability": HOPPER, "winners": True, "even": True},
+        {"BLOCK_Q": 64, "BLOCK_T": 128},
+        "H200",
+    ),
     Row(
         FEW,  # Hopper's instructions take 64 rows at least; Ampere's 16. 16 KB at D = 128
-        {"BLOCK_Q": 64, "BLOCK_T": 64, "BLOCK_K": MAX_BLOCK_K, "num_warps": 4, "num_stages": 4, "USE_TMA": False},
+        {
+            "BLOCK_Q": 64,
+            "BLOCK_T": 64,
+            "BLOCK_K": MAX_BLOCK_K,
+            "num_warps": 4,
+            "num_stages": 4,
+            "USE_TMA": False,
+        },
         "H200",
     ),
     Row(FEW | {"capability": AMPERE}, {"BLOCK_Q": 0, "num_stages": 3}, "compile gates of 8.0"),
     Row(FEW | {"dtype": torch.int8}, {"BLOCK_T": 128}, "H200"),
     Row(
-        FEW | {"dtype": torch.int8, "capability": HOPPER}, {"num_stages": 3, "PROGRAMS": 3, "USE_TMA": True},
+        FEW | {"dtype": torch.int8, "capability": HOPPER},
+        {"num_stages": 3, "PROGRAMS": 3, "USE_TMA": True},
         "H200: as many programs as the shared memory of a multiprocessor holds",
     ),
     Row(
-        FEW | {"capability": BLACKWELL}, {"num_warps": 8},
+        FEW | {"capability": BLACKWELL},
+        {"num_warps": 8},
         "compile gates of 10.0: products lie in a memory of their own, and their copies take registers",
     ),
     Row(
-        {"rows": Between(least=65), "dtype": torch.int8, "capability": HOPPER, "release": Between(least=(3, 9))},
+        {
+            "rows": Between(least=65),
+            "dtype": torch.int8,
+            "capability": HOPPER,
+            "release": Between(least=(3, 9)),
+        },
         {"num_stages": 4},
         "H200, Triton 3.9, 128 x 32 with 128 x 300 and 64 x 32 with 64 x 1,030 in us: 203 and 179, with 3 stages 220 "
         "and 192 (3.6: 204 and 178)",
@@ -65,7 +101,12 @@ FORWARD = (
     Row(
         FP32,
         {
-            "BLOCK_Q": 64, "BLOCK_T": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2, "USE_TMA": False,
+            "BLOCK_Q": 64,
+            "BLOCK_T": 32,
+            "BLOCK_K": 32,
+            "num_warps": 4,
+            "num_stages": 2,
+            "USE_TMA": False,
             "PRECISION": "tf32x3",
         },
         "H200",
@@ -76,16 +117,26 @@ FORWARD = (
     Row(
         INTERPRETED,
         {
-            "BLOCK_Q": 32, "BLOCK_T": 16, "BLOCK_K": 32, "num_warps": 4, "num_stages": 1, "PROGRAMS": 2,
-            "USE_TMA": False, "PRECISION": "ieee",
+            "BLOCK_Q": 32,
+            "BLOCK_T": 16,
+            "BLOCK_K": 32,
+            "num_warps": 4,
+            "num_stages": 1,
+            "PROGRAMS": 2,
+            "USE_TMA": False,
+            "PRECISION": "ieee",
         },
         "small tiles",
     ),
     Row(INTERPRETED | {"rows": Between(least=17)}, {"USE_TMA": True}, "small tiles"),
-)  # fmt: skip
-# It holds all query rows and the whole dimension. Facts: capability, documents (their dtype), rows (a power of two),
-# wide (queries in fp32: with fp8 documents their shared memory decides how many programs fit, else their registers).
-INT8, FP8 = {"documents": torch.int8, "capability": HOPPER}, {"documents": torch.float8_e4m3fn, "capability": HOPPER}
+)
+# It holds all query rows and the whole dimension. Facts: capability, documents (their dtype), rows
+# (a power of two), wide (queries in fp32: with fp8 documents their shared memory decides how many
+# programs fit, else their registers).
+INT8, FP8 = (
+    {"documents": torch.int8, "capability": HOPPER},
+    {"documents": torch.float8_e4m3fn, "capability": HOPPER},
+)
 SMALL = {"rows": Between(most=32), "wide": False}
 STREAM = (
     Row(
@@ -123,19 +174,33 @@ STREAM = (
     Row(FP8 | {"rows": 64}, {"PROGRAMS": 3}, "H200"),
     Row(FP8 | {"wide": True}, {"PROGRAMS": 3}, "H200"),
     Row(FP8 | {"rows": 64, "wide": True}, {"PROGRAMS": 2}, "H200"),
-    Row({"capability": BLACKWELL}, {"num_warps": 8, "PROGRAMS": 2}, "compile gates of 10.0: copies of products"),
+    Row(
+        {"capability": BLACKWELL},
+        {"num_warps": 8, "PROGRAMS": 2},
+        "compile gates of 10.0: copies of products",
+    ),
     Row({"capability": BLACKWELL, "rows": 32}, {"PROGRAMS": 3}, "compile gates of 10.0"),
     Row({"capability": BLACKWELL, "rows": 16}, {"PROGRAMS": 4}, "compile gates of 10.0"),
-    Row(INTERPRETED, {"BLOCK_T": 16, "USE_TMA": True}, "small tiles, so that small inputs take several steps"),
+    Row(
+        INTERPRETED,
+        {"BLOCK_T": 16, "USE_TMA": True},
+        "small tiles, so that small inputs take several steps",
+    ),
 )
-# Queries that share the pass over int8 documents. Facts: capability, slot (rows of a query, a power of two), rows (of
-# all), tokens of a document on average. A query's rows are at most PARTS quarters of BLOCK_Q, whose 0 says that there
-# are better kernels.
+# Queries that share the pass over int8 documents. Facts: capability, slot (rows of a query, a power
+# of two), rows (of all), tokens of a document on average. A query's rows are at most PARTS quarters
+# of BLOCK_Q, whose 0 says that there are better kernels.
 SHARED_PASS = (
     Row(
         {},
         {
-            "BLOCK_Q": 0, "PARTS": 4, "BLOCK_T": 64, "num_warps": 4, "num_stages": 3, "PROGRAMS": 2, "USE_TMA": True,
+            "BLOCK_Q": 0,
+            "PARTS": 4,
+            "BLOCK_T": 64,
+            "num_warps": 4,
+            "num_stages": 3,
+            "PROGRAMS": 2,
+            "USE_TMA": True,
         },
         "no other GPU was timed",
     ),
@@ -145,7 +210,8 @@ SHARED_PASS = (
         "H200, 16 x 32 with 1,000,000 x 64 in ms: 12.4, by tiles of one document and other queries 44",
     ),
     Row(
-        {"capability": HOPPER, "tokens": Between(65, 96)}, {"BLOCK_T": 32, "num_stages": 4},
+        {"capability": HOPPER, "tokens": Between(65, 96)},
+        {"BLOCK_T": 32, "num_stages": 4},
         "H200, 16 x 32 with 8,800,000 x 67 in ms: 219, with tiles of 64 253",
     ),
     Row(
@@ -154,30 +220,43 @@ SHARED_PASS = (
         "H200, 2 x 32 with 1,000,000 x 64 in ms: 2.5, as a stream of documents 5.6",
     ),
     Row(INTERPRETED, {"BLOCK_Q": 64, "BLOCK_T": 16}, "small tiles, so that there are several"),
-)  # fmt: skip
-# The same against many padded documents, by warps with roles: each of four groups has a share of the rows and one of
-# PARTS of the documents; STAGES are whole runs of all parts, of 4 tiles each. Facts: capability, rows, documents, half
-# (programs of 256 rows leave fewer idle than those of 512). `BLOCK_Q` of 0: as above.
+)
+# The same against many padded documents, by warps with roles: each of four groups has a share of
+# the rows and one of PARTS of the documents; STAGES are whole runs of all parts, of 4 tiles each.
+# Facts: capability, rows, documents, half (programs of 256 rows leave fewer idle than those of
+# 512). `BLOCK_Q` of 0: as above.
 MANY = {"capability": (9, 0), "documents": Between(least=65536)}
 ROLES_PASS = (
     Row(
-        {}, {"BLOCK_Q": 0, "PARTS": 4, "STAGES": 16, "REGISTERS": 112, "num_warps": 4, "num_stages": 1},
+        {},
+        {"BLOCK_Q": 0, "PARTS": 4, "STAGES": 16, "REGISTERS": 112, "num_warps": 4, "num_stages": 1},
         "no other GPU, and no fewer documents, were timed",
     ),
     Row(
-        MANY | {"rows": Between(most=32)}, {"BLOCK_Q": 32},
+        MANY | {"rows": Between(most=32)},
+        {"BLOCK_Q": 32},
         "H200, 32 with 1,000,000 x 64 and 8,800,000 x 67 in ms: 2.0 and 19.7, as a stream of documents 2.4 and 33",
     ),
-    Row(MANY | {"rows": Between(33, 64)}, {"BLOCK_Q": 64}, "H200, 2 x 32: 2.1 and 21.4, by the pass above 2.5"),
-    Row(MANY | {"rows": Between(65, 128)}, {"BLOCK_Q": 128}, "H200, 4 x 32: 2.4 and 26"),
-    Row(MANY | {"rows": Between(least=129), "half": True}, {"BLOCK_Q": 256, "PARTS": 2}, "H200, 8 x 32: 4.0 and 41"),
     Row(
-        MANY | {"rows": Between(least=129), "half": False}, {"BLOCK_Q": 512, "PARTS": 1, "STAGES": 8},
+        MANY | {"rows": Between(33, 64)},
+        {"BLOCK_Q": 64},
+        "H200, 2 x 32: 2.1 and 21.4, by the pass above 2.5",
+    ),
+    Row(MANY | {"rows": Between(65, 128)}, {"BLOCK_Q": 128}, "H200, 4 x 32: 2.4 and 26"),
+    Row(
+        MANY | {"rows": Between(least=129), "half": True},
+        {"BLOCK_Q": 256, "PARTS": 2},
+        "H200, 8 x 32: 4.0 and 41",
+    ),
+    Row(
+        MANY | {"rows": Between(least=129), "half": False},
+        {"BLOCK_Q": 512, "PARTS": 1, "STAGES": 8},
         "H200, 16 x 32: 7.7 and 73, by the pass above 12.3 and 216",
     ),
-)  # fmt: skip
-# Constants of the kernels of gradients. BLOCK_S and BLOCK_S_MANY: query rows whose winners are read at a time, and from
-# 16,384 query rows on. FEW_ROWS: query rows of all pairs up to which each has a program of its own.
+)
+# Constants of the kernels of gradients. BLOCK_S and BLOCK_S_MANY: query rows whose winners are read
+# at a time, and from 16,384 query rows on. FEW_ROWS: query rows of all pairs up to which each has a
+# program of its own.
 ROW, ROWS, DOCUMENTS = {"kernel": "row"}, {"kernel": "rows"}, {"kernel": "documents"}
 LISTED, SMOOTH = {"kernel": "listed"}, {"kernel": "smooth"}
 WIDE, HALF = {"fp32": True}, {"fp32": False}
@@ -187,68 +266,131 @@ BACKWARD = (
     Row(ROWS, {"BLOCK_R": 8, "BLOCK_D": 128, "num_warps": 4}, "H200"),
     Row(DOCUMENTS, {"BLOCK_T": 128, "BLOCK_E": 64, "BLOCK_D": 128, "num_warps": 8}, "H200"),
     Row(
-        LISTED, {"BLOCK_T": 64, "BLOCK_E": 32, "BLOCK_D": 128, "BLOCK_S": 512, "BLOCK_S_MANY": 2048, "num_warps": 4},
+        LISTED,
+        {
+            "BLOCK_T": 64,
+            "BLOCK_E": 32,
+            "BLOCK_D": 128,
+            "BLOCK_S": 512,
+            "BLOCK_S_MANY": 2048,
+            "num_warps": 4,
+        },
         "H200",
     ),
     Row(
-        SMOOTH, {"BLOCK_Q": 64, "BLOCK_T": 64, "BLOCK_K": 64, "BLOCK_D": 128, "num_warps": 8, "num_stages": 2}, "H200"
+        SMOOTH,
+        {
+            "BLOCK_Q": 64,
+            "BLOCK_T": 64,
+            "BLOCK_K": 64,
+            "BLOCK_D": 128,
+            "num_warps": 8,
+            "num_stages": 2,
+        },
+        "H200",
     ),
     Row(WIDE, {"PRECISION": "tf32x3"}, "fp32 in three TF32 parts"),
     Row(WIDE | {"tf32": True}, {"PRECISION": "tf32"}, "as it was asked for"),
     Row(ROW | WIDE, {"BLOCK_N": 32}, "H200"),
-    Row(DOCUMENTS | WIDE, {"BLOCK_T": 32, "BLOCK_E": 32, "BLOCK_D": 64, "num_warps": 4, "num_stages": 2}, "H200"),
+    Row(
+        DOCUMENTS | WIDE,
+        {"BLOCK_T": 32, "BLOCK_E": 32, "BLOCK_D": 64, "num_warps": 4, "num_stages": 2},
+        "H200",
+    ),
     Row(LISTED | WIDE, {"BLOCK_T": 16, "BLOCK_D": 64, "num_stages": 2}, "H200"),
     Row(
-        SMOOTH | WIDE, {"BLOCK_Q": 32, "BLOCK_T": 16, "BLOCK_K": 16, "BLOCK_D": 64, "num_warps": 4, "num_stages": 1},
+        SMOOTH | WIDE,
+        {
+            "BLOCK_Q": 32,
+            "BLOCK_T": 16,
+            "BLOCK_K": 16,
+            "BLOCK_D": 64,
+            "num_warps": 4,
+            "num_stages": 1,
+        },
         "H200",
     ),
     Row(DOCUMENTS | WIDE | {"capability": AMPERE}, {"num_stages": 1}, "compile gates of 8.0"),
     Row(
-        LISTED | WIDE | {"capability": AMPERE}, {"BLOCK_E": 16, "num_warps": 8, "maxnreg": ALL_REGISTERS},
+        LISTED | WIDE | {"capability": AMPERE},
+        {"BLOCK_E": 16, "num_warps": 8, "maxnreg": ALL_REGISTERS},
         "compile gates of 8.0: assemblers hold lists to 64 to 96 registers by themselves, and these spill",
     ),
     Row(
-        SMOOTH | WIDE | {"capability": AMPERE, "release": Between(least=(3, 7))}, {"maxnreg": ALL_REGISTERS},
+        SMOOTH | WIDE | {"capability": AMPERE, "release": Between(least=(3, 7))},
+        {"maxnreg": ALL_REGISTERS},
         "compile gates of 8.0: smooth maxima of packed queries are held to 128 registers from 3.7 on, and spill",
     ),
     Row(
-        SMOOTH | WIDE | {"capability": AMPERE, "release": frozenset([(3, 4), (3, 9)])}, {"num_stages": 2},
+        SMOOTH | WIDE | {"capability": AMPERE, "release": frozenset([(3, 4), (3, 9)])},
+        {"num_stages": 2},
         "compile gates of 8.0: smooth maxima spill in 3.4 without a pipeline, and with ptxas 13.4, which 3.9 brings",
     ),
     Row(SMOOTH | WIDE | {"capability": BLACKWELL}, {"num_stages": 2}, "compile gates of 10.0"),
     Row(
-        DOCUMENTS | HALF | {"capability": BLACKWELL}, {"BLOCK_T": 64, "BLOCK_E": 32, "num_stages": 2},
+        DOCUMENTS | HALF | {"capability": BLACKWELL},
+        {"BLOCK_T": 64, "BLOCK_E": 32, "num_stages": 2},
         "compile gates of 10.0",
     ),
     Row(
-        DOCUMENTS | HALF | {"capability": AMPERE}, {"BLOCK_T": 64, "num_stages": 2},
+        DOCUMENTS | HALF | {"capability": AMPERE},
+        {"BLOCK_T": 64, "num_stages": 2},
         "compile gates of 8.0: where tokens are scaled and masked, tiles of 128 documents' tokens spill but in 3.6",
     ),
     Row(
-        ROWS | HALF | {"capability": Between(least=(9, 0)), "release": (3, 4)}, {"num_warps": 8},
+        ROWS | HALF | {"capability": Between(least=(9, 0)), "release": (3, 4)},
+        {"num_warps": 8},
         "compile gates of 9.0 and 10.0: queries of listed pairs spill in 3.4 with 4 warps",
     ),
     Row(INTERPRETED, {"PRECISION": "ieee", "num_stages": 3, "maxnreg": None}, "small tiles"),
-    Row(INTERPRETED | ROW, {"BLOCK_N": 16, "BLOCK_D": 64, "num_warps": 8, "FEW_ROWS": 16}, "small tiles"),
+    Row(
+        INTERPRETED | ROW,
+        {"BLOCK_N": 16, "BLOCK_D": 64, "num_warps": 8, "FEW_ROWS": 16},
+        "small tiles",
+    ),
     Row(INTERPRETED | ROWS, {"BLOCK_R": 32, "BLOCK_D": 64, "num_warps": 4}, "small tiles"),
-    Row(INTERPRETED | DOCUMENTS, {"BLOCK_T": 16, "BLOCK_E": 32, "BLOCK_D": 64, "num_warps": 8}, "small tiles"),
+    Row(
+        INTERPRETED | DOCUMENTS,
+        {"BLOCK_T": 16, "BLOCK_E": 32, "BLOCK_D": 64, "num_warps": 8},
+        "small tiles",
+    ),
     Row(
         INTERPRETED | LISTED,
-        {"BLOCK_T": 16, "BLOCK_E": 16, "BLOCK_D": 64, "BLOCK_S": 32, "BLOCK_S_MANY": 32, "num_warps": 4},
+        {
+            "BLOCK_T": 16,
+            "BLOCK_E": 16,
+            "BLOCK_D": 64,
+            "BLOCK_S": 32,
+            "BLOCK_S_MANY": 32,
+            "num_warps": 4,
+        },
         "small tiles",
     ),
     Row(
         INTERPRETED | SMOOTH,
-        {"BLOCK_Q": 16, "BLOCK_T": 16, "BLOCK_K": 32, "BLOCK_D": 64, "num_warps": 8, "num_stages": 2},
+        {
+            "BLOCK_Q": 16,
+            "BLOCK_T": 16,
+            "BLOCK_K": 32,
+            "BLOCK_D": 64,
+            "num_warps": 8,
+            "num_stages": 2,
+        },
         "small tiles",
     ),
-)  # fmt: skip
+)
 
 
 def forward_config(
-    capability: tuple[int, int], dtype: torch.dtype, dim: int, rows: int, tf32: bool, winners_in: int | None = None
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    dim: int,
+    rows: int,
+    tf32: bool,
+    winners_in: int | None = None,
 ) -> Constants:
-    """Constants for a compute capability, ``(0, 0)`` interpreted; ``rows`` of queries can share a tile.
+    """Constants for a compute capability, ``(0, 0)`` interpreted; ``rows`` of queries can share a
+    tile.
 
     Winners, if they are kept, are among ``winners_in`` tokens of each document, 0 for packed ones.
     """
@@ -258,12 +400,19 @@ def forward_config(
     found = lookup(FORWARD, **facts, even=even, winners=winners)
     found["BLOCK_Q"] = found["BLOCK_Q"] or min(power_of_two(rows), 64)
     if capability != (0, 0):  # int8 products take 32 at least
-        found["BLOCK_K"] = min(power_of_two(dim, 32 if dtype == torch.int8 else 16), found["BLOCK_K"])
+        found["BLOCK_K"] = min(
+            power_of_two(dim, 32 if dtype == torch.int8 else 16),
+            found["BLOCK_K"],
+        )
     return found
 
 
 def stream_config(
-    capability: tuple[int, int], documents: torch.dtype, dim: int, query_rows: int, queries: torch.dtype
+    capability: tuple[int, int],
+    documents: torch.dtype,
+    dim: int,
+    query_rows: int,
+    queries: torch.dtype,
 ) -> Constants | None:
     """Constants of the streaming kernel, if it is better: where documents have 8 bits.
 
@@ -283,6 +432,17 @@ def pass_config(table: Iterable[Row], dim: int, slot: int, **facts: object) -> C
     return found | {"SLOT": slot, "BLOCK_K": power_of_two(dim, 32)} if fits else None
 
 
-def backward_config(kernel: str, capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> Constants:
+def backward_config(
+    kernel: str,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    tf32: bool,
+) -> Constants:
     """Constants of a kernel of gradients: tiles that keep to the registers of a compute capability."""
-    return lookup(BACKWARD, kernel=kernel, capability=capability, fp32=dtype == torch.float32, tf32=tf32)
+    return lookup(
+        BACKWARD,
+        kernel=kernel,
+        capability=capability,
+        fp32=dtype == torch.float32,
+        tf32=tf32,
+    )

@@ -22,8 +22,8 @@ class QuantizedTokens:
 
     Attributes:
         values: ``[.., D]`` int8 or float8_e4m3fn.
-        scales: ``[..]`` fp32, not negative; NaN for a token that held one, infinite for one that held an infinity: both
-            score NaN.
+        scales: ``[..]`` fp32, not negative; NaN for a token that held one, infinite for one that
+            held an infinity: both score NaN.
     """
 
     values: Tensor
@@ -37,13 +37,16 @@ class QuantizedTokens:
         if self.scales.shape != self.values.shape[:-1] or self.scales.device != self.values.device:
             raise ValueError(
                 f"scales must have shape {list(self.values.shape[:-1])} on {self.values.device}, got "
-                f"{list(self.scales.shape)} on {self.scales.device}; make both with quantize_tokens."
+                f"{list(self.scales.shape)} on {self.scales.device}; make both with quantize_tokens.",
             )
 
     @property
     def nbytes(self) -> int:
         """Bytes of values and scales."""
-        return self.values.numel() * self.values.element_size() + self.scales.numel() * self.scales.element_size()
+        return (
+            self.values.numel() * self.values.element_size()
+            + self.scales.numel() * self.scales.element_size()
+        )
 
     def to(self, device: torch.device | str) -> QuantizedTokens:
         """Return the tokens on ``device``."""
@@ -69,15 +72,16 @@ def _unpickled(stored: Tensor, dtype: torch.dtype, scales: Tensor) -> QuantizedT
 def quantize_tokens(documents: Tensor, dtype: str = "int8") -> QuantizedTokens:
     """Round token vectors to one byte per entry, symmetrically, with one fp32 scale per token.
 
-    The token's largest entry becomes 127 (int8) or 448 (fp8 e4m3); each entry is off by at most half a step of
-    ``max|x| / 127`` (int8), or by 1/16 of itself (fp8). Not differentiable.
+    The token's largest entry becomes 127 (int8) or 448 (fp8 e4m3); each entry is off by at most
+    half a step of ``max|x| / 127`` (int8), or by 1/16 of itself (fp8). Not differentiable.
 
     Args:
         documents: ``[.., D]`` token vectors, padded or packed; fp16, bf16, fp32 or fp64.
         dtype: ``"int8"`` or ``"fp8"``.
 
     Raises:
-        TypeError, ValueError: for what is no floating tensor; for another name, or a tensor without dimensions.
+        TypeError, ValueError: for what is no floating tensor; for another name, or a tensor without
+            dimensions.
     """
     check_tensor("documents", documents)
     check_dtype("documents", documents, FLOAT_DTYPES, "cast it with .to(torch.float32).")
@@ -89,11 +93,14 @@ def quantize_tokens(documents: Tensor, dtype: str = "int8") -> QuantizedTokens:
 
 
 def quantize_rows(rows: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Values and scales of ``[.., D]`` rows: ``scale = max|x| / largest``, ``value = round(x / scale)``."""
+    """Values and scales of ``[.., D]`` rows: ``scale = max|x| / largest``, ``value = round(x /
+    scale)``.
+    """
     rows = rows.float()
     if rows.size(-1) == 0:
         return rows.to(kind), rows.new_zeros(rows.shape[:-1])
-    # by a tensor: on a GPU, torch multiplies by the inverse of a number, and a last bit decides ties of the rounding
+    # by a tensor: on a GPU, torch multiplies by the inverse of a number, and a last bit decides
+    # ties of the rounding
     scales = rows.abs().amax(dim=-1) / rows.new_full((), _MAX_VALUE[kind])
     values = rows / torch.where(scales > 0, scales, 1)[..., None]
     if kind == torch.int8:

@@ -34,7 +34,11 @@ class SearchSaved(NamedTuple):
     """Nothing: there is no gradient."""
 
 
-def outputs(tensors: SearchTensors, options: SearchOptions, training: bool) -> tuple[Buffer, Buffer]:
+def outputs(
+    tensors: SearchTensors,
+    options: SearchOptions,
+    training: bool,
+) -> tuple[Buffer, Buffer]:
     """Bits of the scores, and documents."""
     shape = tensors.terms.size(0), options.k
     return Buffer(shape, torch.int32), Buffer(shape, torch.int64)

@@ -19,7 +19,9 @@ def scores(tensors: SearchTensors, options: SearchOptions) -> Tensor:
     for row, (asked, given) in enumerate(zip(terms.long(), weights, strict=True)):
         known = (asked >= 0) & (asked < n_terms) & (given > 0)
         own, values = asked[known], given[known]
-        exponent = torch.frexp((values * largest[own]).sum()).exponent  # the bound is below two to this
+        exponent = torch.frexp(
+            (values * largest[own]).sum(),
+        ).exponent  # the bound is below two to this
         up = (31 - exponent).clamp(-126, 126)
         keys = (shifts + own).flatten()
         starts, counts = offsets[keys], offsets[keys + 1] - offsets[keys]
@@ -36,12 +38,16 @@ def scores(tensors: SearchTensors, options: SearchOptions) -> Tensor:
 
 
 def topk(tensors: SearchTensors, options: SearchOptions) -> tuple[Tensor, Tensor]:
-    """Bits of the ``k`` highest positive scores of each query, and their documents; equal ones by document.
+    """Bits of the ``k`` highest positive scores of each query, and their documents; equal ones by
+    document.
 
     0 and -1 stand behind them.
     """
     weights, terms, *_, allowed = tensors
-    each = [tensors._replace(weights=weights[i : i + 1], terms=terms[i : i + 1]) for i in range(terms.size(0))]
+    each = [
+        tensors._replace(weights=weights[i : i + 1], terms=terms[i : i + 1])
+        for i in range(terms.size(0))
+    ]
     kept = [scores(one, options) * (1 if allowed is None else allowed != 0) for one in each]
     best = [row.sort(dim=1, descending=True, stable=True) for row in kept]
     values, documents = (torch.cat([part[at][:, : options.k] for part in best]) for at in (0, 1))

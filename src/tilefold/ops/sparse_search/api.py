@@ -25,7 +25,9 @@ SEARCH = Operator(
     outputs=outputs,
     gradients={},
     plans=partial(importlib.import_module, "tilefold.ops.sparse_search.plans"),  # needs Triton
-    tiled=SimpleNamespace(forward=lambda tensors, options, training: _reference.topk(tensors, options)),
+    tiled=SimpleNamespace(
+        forward=lambda tensors, options, training: _reference.topk(tensors, options),
+    ),
     reference=_reference.topk,
 )
 
@@ -39,20 +41,21 @@ def sparse_topk(
     allowed: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The ``k`` documents of the highest inner product with each sparse query, exact and the same bits in every run.
+    """The ``k`` documents of the highest inner product with each sparse query, exact and the same
+    bits in every run.
 
-    With query weights ``q_t`` and document weights ``w_t``, and ``s`` the largest power of two for which
-    ``s sum_t q_t max w_t`` is below 2^31::
+    With query weights ``q_t`` and document weights ``w_t``, and ``s`` the largest power of two for
+    which ``s sum_t q_t max w_t`` is below 2^31::
 
         score = 1/s sum_t max(1, round(s q_t w_t))                          over the terms that both have
 
-    Sums of integers do not depend on their order, so that additions may happen in any. A term adds an error of at most
-    2^-30 of the highest score that a document could have. Not differentiable.
+    Sums of integers do not depend on their order, so that additions may happen in any. A term adds
+    an error of at most 2^-30 of the highest score that a document could have. Not differentiable.
 
     Args:
         postings: of the documents, on the device of the queries.
-        terms: ``[Nq, T]`` int32. What lies outside of the vocabulary counts nothing. It is fast to have the terms of
-            most documents first.
+        terms: ``[Nq, T]`` int32. What lies outside of the vocabulary counts nothing. It is fast to
+            have the terms of most documents first.
         weights: ``[Nq, T]`` fp32, finite; those of 0 and below count nothing.
         k: how many; all documents where there are fewer.
         allowed: ``[N]`` bool or uint8, nonzero for documents that may be found; ``None`` for all.
@@ -74,7 +77,13 @@ def sparse_topk(
         check_dtype("allowed", allowed, (torch.bool, torch.uint8), "use allowed != 0.")
         allowed = allowed.contiguous().view(torch.uint8)
     tensors = SearchTensors(
-        weights, terms, postings.offsets, postings.places, postings.weights, postings.largest, allowed
+        weights,
+        terms,
+        postings.offsets,
+        postings.places,
+        postings.weights,
+        postings.largest,
+        allowed,
     )
     options = SearchOptions(min(k, postings.n_documents), postings.n_documents, postings.n_terms)
     step = max(1, HELD // max(1, postings.n_documents))
@@ -89,7 +98,10 @@ def sparse_topk(
         tensors._replace(weights=weights[low : low + step], terms=terms[low : low + step])
         for low in range(0, terms.size(0), step)
     ]
-    values, documents = map(torch.cat, zip(*(SEARCH(part, options, impl, _checked) for part in parts), strict=True))
+    values, documents = map(
+        torch.cat,
+        zip(*(SEARCH(part, options, impl, _checked) for part in parts), strict=True),
+    )
     return values.view(torch.float32), documents
 
 
@@ -97,7 +109,17 @@ def _checked(tensors: SearchTensors, *options: int) -> Checked:
     weights, terms = tensors.weights, tensors.terms
     check_shape("terms", terms, "Nq T")
     check_dtype("terms", terms, (torch.int32,), "use terms.int().")
-    check_shape("weights", check_tensor("weights", weights), "Nq T", Nq=terms.size(0), T=terms.size(1))
+    check_shape(
+        "weights",
+        check_tensor("weights", weights),
+        "Nq T",
+        Nq=terms.size(0),
+        T=terms.size(1),
+    )
     check_dtype("weights", weights, (torch.float32,), "use weights.float().")
-    check_same_device("postings", tensors.postings, {"terms": terms, "weights": weights, "allowed": tensors.allowed})
+    check_same_device(
+        "postings",
+        tensors.postings,
+        {"terms": terms, "weights": weights, "allowed": tensors.allowed},
+    )
     return Checked(SearchOptions(*options))

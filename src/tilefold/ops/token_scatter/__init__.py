@@ -1,4 +1,6 @@
-"""Token weights to the vocabulary (uniCOIL, DeepImpact, BGE-M3): one weight per token to ``[B, V]`` scores."""
+"""Token weights to the vocabulary (uniCOIL, DeepImpact, BGE-M3): one weight per token to ``[B, V]``
+scores.
+"""
 
 from tilefold.ops.token_scatter.api import chosen_impl, token_scatter, token_scatter_sparse
 

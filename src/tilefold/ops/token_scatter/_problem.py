@@ -1,4 +1,6 @@
-"""Tensors and options of a scatter, which tokens count, where they lie in the input, and checks of their values."""
+"""Tensors and options of a scatter, which tokens count, where they lie in the input, and checks of
+their values.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class ScatterOptions(NamedTuple):
 
 
 class ScatterSaved(NamedTuple):
-    """Tensors saved for the gradient; ``counted`` tells which tokens it goes to (uint8 like ``weights``)."""
+    """Tensors saved for the gradient; ``counted`` tells which tokens it goes to (uint8 like
+    ``weights``).
+    """
 
     weights: Tensor
     input_ids: Tensor
@@ -44,7 +48,11 @@ class ScatterSaved(NamedTuple):
     cu_seqlens: Tensor | None
 
 
-def outputs(tensors: ScatterTensors, options: ScatterOptions, training: bool) -> tuple[Buffer, Buffer]:
+def outputs(
+    tensors: ScatterTensors,
+    options: ScatterOptions,
+    training: bool,
+) -> tuple[Buffer, Buffer]:
     """Scores ``[B, V]``, and ``counted``, which is empty unless a gradient may be asked for."""
     scores = Buffer((tensors.batch, options.vocab_size), options.out_dtype)
     return scores, Buffer(tensors.weights.shape if training else (0,), torch.uint8)
@@ -55,26 +63,47 @@ def batch_size(weights: Tensor, cu_seqlens: Tensor | None) -> int:
     return weights.size(0) if cu_seqlens is None else cu_seqlens.numel() - 1
 
 
-def valid_tokens(input_ids: Tensor, attention_mask: Tensor | None, ignore_ids: Sequence[int]) -> Tensor:
+def valid_tokens(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    ignore_ids: Sequence[int],
+) -> Tensor:
     """Bool, like ``input_ids``: tokens that are neither masked nor ignored."""
-    valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+    valid = (
+        torch.ones_like(input_ids, dtype=torch.bool)
+        if attention_mask is None
+        else attention_mask != 0
+    )
     if ignore_ids:
-        valid = valid & ~torch.isin(input_ids, torch.tensor(list(ignore_ids), device=input_ids.device))
+        valid = valid & ~torch.isin(
+            input_ids,
+            torch.tensor(list(ignore_ids), device=input_ids.device),
+        )
     return valid
 
 
 def sequence_of_tokens(input_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Int64, like ``input_ids``: the sequence that each token belongs to."""
     if cu_seqlens is None:
-        return torch.arange(input_ids.size(0), device=input_ids.device)[:, None].expand_as(input_ids)
+        return torch.arange(input_ids.size(0), device=input_ids.device)[:, None].expand_as(
+            input_ids,
+        )
     tokens = torch.arange(input_ids.size(0), device=input_ids.device)
     return torch.searchsorted(cu_seqlens[1:].long().contiguous(), tokens, right=True)
 
 
 def check_values(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
-    """Check offsets and ids on the host, ``ValueError`` for broken ones; return :func:`valid_tokens`."""
+    """Check offsets and ids on the host, ``ValueError`` for broken ones; return
+    :func:`valid_tokens`.
+    """
     if tensors.cu_seqlens is not None:
-        check_cu_seqlens("cu_seqlens", tensors.cu_seqlens, tensors.weights.size(0), "weights", "tokens")
+        check_cu_seqlens(
+            "cu_seqlens",
+            tensors.cu_seqlens,
+            tensors.weights.size(0),
+            "weights",
+            "tokens",
+        )
     valid = valid_tokens(tensors.input_ids, tensors.attention_mask, options.ignore_ids)
     input_ids, vocab_size = tensors.input_ids, options.vocab_size
     outside = valid & ((input_ids < 0) | (input_ids >= vocab_size))
@@ -82,7 +111,7 @@ def check_values(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
         place = outside.nonzero()[0].tolist()
         raise ValueError(
             f"input_ids must lie between 0 and vocab_size - 1 = {vocab_size - 1}, got {int(input_ids[tuple(place)])} "
-            f"at {place}; pass the vocab_size of the tokenizer, or mask that token."
+            f"at {place}; pass the vocab_size of the tokenizer, or mask that token.",
         )
     return valid
 

@@ -10,10 +10,16 @@ from tilefold.ops.token_scatter._problem import ScatterOptions, ScatterTensors, 
 
 
 def first_winner(weights: Tensor, holds: Tensor) -> Tensor:
-    """``[B, V]`` int64, the first token with the largest weight, or NaN, of those that hold each entry; else 0."""
+    """``[B, V]`` int64, the first token with the largest weight, or NaN, of those that hold each
+    entry; else 0.
+    """
     candidates = torch.where(holds, weights[:, :, None], float("-inf"))
     best = candidates.amax(dim=1, keepdim=True)
-    return (((candidates == best) | (candidates.isnan() & best.isnan())) & holds).to(torch.uint8).argmax(dim=1)
+    return (
+        (((candidates == best) | (candidates.isnan() & best.isnan())) & holds)
+        .to(torch.uint8)
+        .argmax(dim=1)
+    )
 
 
 def token_scatter(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
@@ -25,9 +31,15 @@ def token_scatter(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
         longest = int(lengths.max()) if lengths.numel() else 0
         inside = torch.arange(longest, device=weights.device) < lengths[:, None]
         places = inside.nonzero(as_tuple=True)
-        weights, ids, valid = (t.new_zeros(inside.shape).index_put(places, t) for t in (weights, ids, valid))
+        weights, ids, valid = (
+            t.new_zeros(inside.shape).index_put(places, t) for t in (weights, ids, valid)
+        )
     if valid.size(1) == 0:
-        return weights.new_zeros(valid.size(0), options.vocab_size, dtype=out_dtype) + weights.sum().to(out_dtype)
+        return weights.new_zeros(
+            valid.size(0),
+            options.vocab_size,
+            dtype=out_dtype,
+        ) + weights.sum().to(out_dtype)
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32)).masked_fill(~valid, 0)
     entries = torch.arange(options.vocab_size, device=weights.device)
     holds = (ids[:, :, None] == entries) & valid[:, :, None]  # [B, S, V]

@@ -1,6 +1,8 @@
-"""The token scatter in torch on the valid tokens alone: the CPU path, the fallback on any device, and straight to CSR.
+"""The token scatter in torch on the valid tokens alone: the CPU path, the fallback on any device,
+and straight to CSR.
 
-Tokens that share an entry are reduced in a fixed order: the same bits in every run, on every device.
+Tokens that share an entry are reduced in a fixed order: the same bits in every run, on every
+device.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Segments(NamedTuple):
 
     def of_each(self) -> Tensor:
         """``[N]`` int64: which entry each token of ``order`` has."""
-        return torch.repeat_interleave(torch.diff(self.first, append=self.first.new_tensor([self.order.numel()])))
+        return torch.repeat_interleave(
+            torch.diff(self.first, append=self.first.new_tensor([self.order.numel()])),
+        )
 
 
 def group_by_entry(entry: Tensor) -> Segments:
@@ -53,8 +57,14 @@ def group_by_entry(entry: Tensor) -> Segments:
     return Segments(sorted_entry[first], order, first)
 
 
-def forward(tensors: ScatterTensors, options: ScatterOptions, training: bool) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, V]``, and which tokens the gradient goes to (uint8 like ``weights``; empty unless asked for)."""
+def forward(
+    tensors: ScatterTensors,
+    options: ScatterOptions,
+    training: bool,
+) -> tuple[Tensor, Tensor]:
+    """Scores ``[B, V]``, and which tokens the gradient goes to (uint8 like ``weights``; empty
+    unless asked for).
+    """
     weights, vocab_size, out_dtype = tensors.weights, options.vocab_size, options.out_dtype
     tokens = counted_tokens(tensors, options)
     scores = torch.zeros(tensors.batch * vocab_size, dtype=out_dtype, device=weights.device)
@@ -71,7 +81,11 @@ def forward(tensors: ScatterTensors, options: ScatterOptions, training: bool) ->
     else:
         # rounding does not fall, so the largest rounded value is the rounded largest value
         scores.scatter_reduce_(0, tokens.entry, values.to(out_dtype), "amax")
-    counted = torch.zeros(weights.numel() if training else 0, dtype=torch.uint8, device=weights.device)
+    counted = torch.zeros(
+        weights.numel() if training else 0,
+        dtype=torch.uint8,
+        device=weights.device,
+    )
     if training:
         counted[takes] = 1
         counted = counted.view(weights.shape)
@@ -79,7 +93,9 @@ def forward(tensors: ScatterTensors, options: ScatterOptions, training: bool) ->
 
 
 def _winners(tokens: CountedTokens) -> Tensor:
-    """``[K]`` int64: for each entry that occurs, its token with the largest weight; the lowest token among equals."""
+    """``[K]`` int64: for each entry that occurs, its token with the largest weight; the lowest
+    token among equals.
+    """
     count = tokens.entry.numel()
     places = torch.arange(count, device=tokens.entry.device)
     speaker = _speakers(tokens.entry, places)
@@ -97,25 +113,44 @@ def _speakers(entry: Tensor, places: Tensor) -> Tensor:
         groups = group_by_entry(entry)
         return torch.empty_like(places).scatter_(0, groups.order, groups.of_each())
     # nothing is read from the table that was not written here, so nobody needs to clear it
-    table = torch.empty(int(entry.max()) + 1 if entry.numel() else 0, dtype=torch.int32, device=entry.device)
+    table = torch.empty(
+        int(entry.max()) + 1 if entry.numel() else 0,
+        dtype=torch.int32,
+        device=entry.device,
+    )
     table[entry] = places.int()
     return table[entry].long()
 
 
-def backward(dscores: Tensor, saved: ScatterSaved, options: ScatterOptions, needs: tuple[bool, ...]) -> tuple[Tensor]:
-    """The gradient of the weights: each token that counted takes that of its entry, times its slope."""
+def backward(
+    dscores: Tensor,
+    saved: ScatterSaved,
+    options: ScatterOptions,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor]:
+    """The gradient of the weights: each token that counted takes that of its entry, times its
+    slope.
+    """
     weights, input_ids, counted, cu_seqlens = saved
     wide = torch.promote_types(weights.dtype, torch.float32)
     index = counted.flatten().nonzero().squeeze(1)
     sequence = sequence_of_tokens(input_ids, cu_seqlens).flatten().index_select(0, index)
     grad = dscores[sequence, input_ids.flatten().index_select(0, index).long()].to(wide)
-    grad = grad * slope_from_logit(weights.flatten().index_select(0, index).to(wide), options.activation)
+    grad = grad * slope_from_logit(
+        weights.flatten().index_select(0, index).to(wide),
+        options.activation,
+    )
     dweights = torch.zeros(weights.numel(), dtype=weights.dtype, device=weights.device)
     dweights[index] = grad.to(weights.dtype)
     return (dweights.view(weights.shape),)
 
 
-def to_csr(tensors: ScatterTensors, options: ScatterOptions, top_k: int | None, min_weight: float) -> Tensor:
+def to_csr(
+    tensors: ScatterTensors,
+    options: ScatterOptions,
+    top_k: int | None,
+    min_weight: float,
+) -> Tensor:
     """``[B, V]`` CSR tensor of the scores above ``min_weight``, at most ``top_k`` of each row."""
     tokens, batch, vocab_size = counted_tokens(tensors, options), tensors.batch, options.vocab_size
     groups = group_by_entry(tokens.entry)
@@ -134,7 +169,9 @@ def to_csr(tensors: ScatterTensors, options: ScatterOptions, top_k: int | None, 
 
 
 def _best_of_rows(rows: Tensor, scores: Tensor, batch: int, top_k: int) -> Tensor:
-    """Places of the ``top_k`` largest scores of each row, rising; among equal ones the first, NaN before all."""
+    """Places of the ``top_k`` largest scores of each row, rising; among equal ones the first, NaN
+    before all.
+    """
     order = scores.sort(descending=True, stable=True).indices
     order = order[rows[order].sort(stable=True).indices]  # by row, then by score
     counts = torch.bincount(rows, minlength=batch)

@@ -23,7 +23,13 @@ from tilefold.ops._shared.checks import (
 )
 from tilefold.ops._shared.operator import Checked, Operator
 from tilefold.ops.token_scatter import _reference, _tiled
-from tilefold.ops.token_scatter._problem import ScatterOptions, ScatterSaved, ScatterTensors, check_values, outputs
+from tilefold.ops.token_scatter._problem import (
+    ScatterOptions,
+    ScatterSaved,
+    ScatterTensors,
+    check_values,
+    outputs,
+)
 
 REDUCTIONS = ("max", "sum")
 MAX_IGNORED = 64  # each is a comparison in the kernels
@@ -45,7 +51,9 @@ SCATTER = Operator(
 
 
 def chosen_impl(weights: Tensor, impl: str = "auto") -> str:
-    """Implementation of ``token_scatter(weights, ..., impl=impl)``; see :func:`tilefold.ops.lsr_head.chosen_impl`."""
+    """Implementation of ``token_scatter(weights, ..., impl=impl)``; see
+    :func:`tilefold.ops.lsr_head.chosen_impl`.
+    """
     return SCATTER.chosen_impl(weights, impl)
 
 
@@ -64,34 +72,38 @@ def token_scatter(
 ) -> Tensor:
     """Score every vocabulary entry by the weights of the tokens with its id, without ``[B, S, V]``.
 
-    This is the lexical head of uniCOIL (arXiv 2106.14807), DeepImpact (arXiv 2104.12016) and BGE-M3 (arXiv
-    2402.03216). Over the valid tokens s of sequence b with ``input_ids[b, s] == v``::
+    This is the lexical head of uniCOIL (arXiv 2106.14807), DeepImpact (arXiv 2104.12016) and BGE-M3
+    (arXiv 2402.03216). Over the valid tokens s of sequence b with ``input_ids[b, s] == v``::
 
         max: out[b, v] = max(0, max_s act(weights[b, s]))
         sum: out[b, v] = sum_s act(weights[b, s])
 
-    An entry that no token holds scores 0. In ``"max"`` it is one more candidate, so negative values, which only
-    ``activation="none"`` has, give 0 without a gradient; ``"sum"`` keeps their sign. The winner is chosen on
-    the weights as they come, not on rounded scores; among equal ones the lowest token wins and takes all the gradient.
-    A masked or ignored token counts for nothing and its gradient is 0, whatever its weight and id hold. A NaN weight
-    makes its entry NaN. Results and gradients have the same bits in every run: on a GPU an entry's sum is taken in
-    fixed point, in a unit that its own largest value has. What lies below ``2^-47`` of that value at 8,192 tokens
-    (``2^(k - 61)`` for fewer than ``2^k``) adds nothing, so a sum of values of one sign is 0 only where all of them
-    are, and may have its logarithm taken, with ``"softplus"`` down to weights of about -87 (fp32's smallest number).
+    An entry that no token holds scores 0. In ``"max"`` it is one more candidate, so negative
+    values, which only ``activation="none"`` has, give 0 without a gradient; ``"sum"`` keeps their
+    sign. The winner is chosen on the weights as they come, not on rounded scores; among equal ones
+    the lowest token wins and takes all the gradient. A masked or ignored token counts for nothing
+    and its gradient is 0, whatever its weight and id hold. A NaN weight makes its entry NaN.
+    Results and gradients have the same bits in every run: on a GPU an entry's sum is taken in fixed
+    point, in a unit that its own largest value has. What lies below ``2^-47`` of that value at
+    8,192 tokens (``2^(k - 61)`` for fewer than ``2^k``) adds nothing, so a sum of values of one
+    sign is 0 only where all of them are, and may have its logarithm taken, with ``"softplus"`` down
+    to weights of about -87 (fp32's smallest number).
 
     Args:
-        weights: ``[B, S]`` or ``[B, S, 1]`` (what a linear layer to one feature gives), or packed ``[T]`` or ``[T, 1]``
-            with ``cu_seqlens``; fp16, bf16, fp32 or fp64.
-        input_ids: ``[B, S]`` or packed ``[T]``, int32 or int64, valid ones in ``0 .. vocab_size - 1``. On the CPU
-            another id raises; on a GPU, where checking costs a synchronisation, it makes its sequence's scores NaN.
+        weights: ``[B, S]`` or ``[B, S, 1]`` (what a linear layer to one feature gives), or packed
+            ``[T]`` or ``[T, 1]`` with ``cu_seqlens``; fp16, bf16, fp32 or fp64.
+        input_ids: ``[B, S]`` or packed ``[T]``, int32 or int64, valid ones in ``0 .. vocab_size -
+            1``. On the CPU another id raises; on a GPU, where checking costs a synchronisation, it
+            makes its sequence's scores NaN.
         vocab_size: V, the number of columns.
         attention_mask: ``[B, S]``, nonzero = valid, in any pattern.
-        cu_seqlens: ``[B + 1]`` int32 or int64, ``0 = cu_seqlens[0] <= ... <= cu_seqlens[B] = T``. On the CPU other
-            values raise; on a GPU they make every score NaN.
+        cu_seqlens: ``[B + 1]`` int32 or int64, ``0 = cu_seqlens[0] <= ... <= cu_seqlens[B] = T``.
+            On the CPU other values raise; on a GPU they make every score NaN.
         reduce: ``"max"`` or ``"sum"``.
-        activation: ``"relu"``, ``"log1p_relu"``, ``"log1p_log1p_relu"``, ``"softplus"`` or ``"none"``.
-        ignore_ids: ids whose tokens do not count, at most 64, for instance those of CLS, SEP, PAD and UNK; they may lie
-            outside of the vocabulary.
+        activation: ``"relu"``, ``"log1p_relu"``, ``"log1p_log1p_relu"``, ``"softplus"`` or
+            ``"none"``.
+        ignore_ids: ids whose tokens do not count, at most 64, for instance those of CLS, SEP, PAD
+            and UNK; they may lie outside of the vocabulary.
         out_dtype: dtype of the scores; by default that of ``weights``.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
 
@@ -104,7 +116,13 @@ def token_scatter(
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     tensors = ScatterTensors(weights, input_ids, attention_mask, cu_seqlens)
-    asked = (vocab_size, reduce, activation, () if ignore_ids is None else _listed(ignore_ids), out_dtype)
+    asked = (
+        vocab_size,
+        reduce,
+        activation,
+        () if ignore_ids is None else _listed(ignore_ids),
+        out_dtype,
+    )
     scores: Tensor = SCATTER(tensors, asked, impl, _checked)[0]
     return scores
 
@@ -123,17 +141,20 @@ def token_scatter_sparse(
     top_k: int | None = None,
     min_weight: float = 0.0,
 ) -> Tensor:
-    """:func:`token_scatter` for encoding: scores above ``min_weight`` as a sparse CSR tensor; ``[B, V]`` never exists.
+    """:func:`token_scatter` for encoding: scores above ``min_weight`` as a sparse CSR tensor; ``[B,
+    V]`` never exists.
 
-    One implementation in torch serves every device: it sorts the valid tokens by (sequence, id). Selection is made on
-    fp32 scores (fp64 for fp64 input). Not differentiable: the result carries no graph. The number of entries has
-    to be known, so values are read on the host, and broken ids or offsets raise on every device.
+    One implementation in torch serves every device: it sorts the valid tokens by (sequence, id).
+    Selection is made on fp32 scores (fp64 for fp64 input). Not differentiable: the result carries
+    no graph. The number of entries has to be known, so values are read on the host, and broken ids
+    or offsets raise on every device.
 
     Args:
-        top_k: keep at most this many entries per row, the largest; among equal ones the lowest vocabulary index.
-            ``None`` keeps all.
-        min_weight: keep entries strictly greater than this; NaN is always kept, so that it is seen. A negative one also
-            keeps scores of 0, of entries that a token holds: others are never stored.
+        top_k: keep at most this many entries per row, the largest; among equal ones the lowest
+            vocabulary index. ``None`` keeps all.
+        min_weight: keep entries strictly greater than this; NaN is always kept, so that it is seen.
+            A negative one also keeps scores of 0, of entries that a token holds: others are never
+            stored.
 
     The other arguments and errors are those of :func:`token_scatter`.
 
@@ -146,9 +167,16 @@ def token_scatter_sparse(
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}.")
     if not isinstance(min_weight, (int, float)) or math.isnan(min_weight):
-        raise ValueError(f"min_weight must be a Python number, got {min_weight!r}; -inf keeps every entry.")
+        raise ValueError(
+            f"min_weight must be a Python number, got {min_weight!r}; -inf keeps every entry.",
+        )
     with torch.no_grad():
-        return _tiled.to_csr(tensors if ready is None else ready(tensors), options, top_k, min_weight)
+        return _tiled.to_csr(
+            tensors if ready is None else ready(tensors),
+            options,
+            top_k,
+            min_weight,
+        )
 
 
 def _checked(
@@ -159,7 +187,9 @@ def _checked(
     ignored: tuple[int, ...],
     out_dtype: torch.dtype | None,
 ) -> Checked:
-    """Check everything that can be checked without reading a value; the operator's weights are like ``input_ids``."""
+    """Check everything that can be checked without reading a value; the operator's weights are like
+    ``input_ids``.
+    """
     weights, input_ids, attention_mask, cu_seqlens = tensors
     if out_dtype is None:
         out_dtype = check_tensor("weights", weights).dtype
@@ -168,15 +198,24 @@ def _checked(
     if len({*ignored}) > MAX_IGNORED:
         raise ValueError(
             f"ignore_ids must be at most {MAX_IGNORED} ids, got {len({*ignored})}; "
-            "mask more of them: attention_mask = mask * ~torch.isin(input_ids, ids)."
+            "mask more of them: attention_mask = mask * ~torch.isin(input_ids, ids).",
         )
     check_choice("reduce", reduce, REDUCTIONS)
     check_choice("activation", activation, ACTIVATIONS)
-    if isinstance(vocab_size, bool) or not isinstance(vocab_size, (int, torch.SymInt)) or vocab_size < 1:
+    if (
+        isinstance(vocab_size, bool)
+        or not isinstance(vocab_size, (int, torch.SymInt))
+        or vocab_size < 1
+    ):
         raise ValueError(f"vocab_size must be a positive integer, got {vocab_size!r}.")
     check_tensor("weights", weights)
     check_tensor("input_ids", input_ids)
-    check_dtype("weights", weights, FLOAT_DTYPES, "cast it with .to(torch.float32) or another of these.")
+    check_dtype(
+        "weights",
+        weights,
+        FLOAT_DTYPES,
+        "cast it with .to(torch.float32) or another of these.",
+    )
     check_dtype("input_ids", input_ids, (torch.int32, torch.int64), "use input_ids.long().")
     layout = "B S" if cu_seqlens is None else "T"
     check_shape("input_ids", input_ids, layout)
@@ -198,17 +237,23 @@ def _squeezed(tensors: ScatterTensors) -> ScatterTensors:
 
 
 def _listed(ignore_ids: Iterable[int]) -> tuple[int, ...]:
-    """Ids of a cache key: ``True`` equals 1 there, so every call looks at their types, without a loop in Python."""
+    """Ids of a cache key: ``True`` equals 1 there, so every call looks at their types, without a
+    loop in Python.
+    """
     if isinstance(ignore_ids, Tensor):
-        raise TypeError("ignore_ids must be Python integers, got a Tensor; use ignore_ids.tolist().")
+        raise TypeError(
+            "ignore_ids must be Python integers, got a Tensor; use ignore_ids.tolist().",
+        )
     try:
         ids = tuple(ignore_ids)
     except TypeError:
-        raise TypeError(f"ignore_ids must be integers in a list, got {ignore_ids!r}; write [{ignore_ids!r}].") from None
+        raise TypeError(
+            f"ignore_ids must be integers in a list, got {ignore_ids!r}; write [{ignore_ids!r}].",
+        ) from None
     if not {int}.issuperset(map(type, ids)):
         for i in ids:
             if isinstance(i, bool) or not isinstance(i, int):
                 raise TypeError(
-                    f"ignore_ids must be integers, got {i!r} among them; leave out what the tokenizer lacks."
+                    f"ignore_ids must be integers, got {i!r} among them; leave out what the tokenizer lacks.",
                 )
     return ids

@@ -1,4 +1,6 @@
-"""Launch plans of the token scatter and its gradient, for tensors of these layouts, and their configurations."""
+"""Launch plans of the token scatter and its gradient, for tensors of these layouts, and their
+configurations.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from torch import Tensor
 
 from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, contiguous
 from tilefold.ops._shared.tuning import Between, Row, lookup
-from tilefold.ops.token_scatter._problem import ScatterOptions, ScatterSaved, ScatterTensors, batch_size
+from tilefold.ops.token_scatter._problem import (
+    ScatterOptions,
+    ScatterSaved,
+    ScatterTensors,
+    batch_size,
+)
 from tilefold.ops.token_scatter._triton.scatter import gather_kernel, scatter_kernel
 
 SCAN = 256  # offsets that are checked at a time
@@ -20,37 +27,64 @@ CONFIGS = (
     Row({"length": Between(most=512)}, {"BLOCK": 512, "num_warps": 8}, COMPILED),
     Row({"length": Between(most=128)}, {"BLOCK": 128, "num_warps": 4}, COMPILED),
     Row(
-        {"capability": (0, 0)}, {"BLOCK": 16, "num_warps": 4}, "interpreted: small, so that few tokens take more steps"
+        {"capability": (0, 0)},
+        {"BLOCK": 16, "num_warps": 4},
+        "interpreted: small, so that few tokens take more steps",
     ),
 )
 
 
-def forward(tensors: ScatterTensors, options: ScatterOptions, training: bool, setting: Setting) -> Plan:
+def forward(
+    tensors: ScatterTensors,
+    options: ScatterOptions,
+    training: bool,
+    setting: Setting,
+) -> Plan:
     """The scores' own memory serves as the table where it can hold positions."""
     batch, tokens, packed = tensors.batch, tensors.weights.numel(), tensors.cu_seqlens is not None
     if batch == 0 or (tokens == 0 and not packed):
         return Plan(fills={"scores": 0})
     bound, length, config = _sequences(tensors.weights, packed, setting)
     sums, narrow = options.reduce == "sum", options.out_dtype.itemsize == 2
-    own = {"table": Buffer((batch, options.vocab_size), torch.int32)} if bound > UINT16_POSITIONS and narrow else {}
+    own = (
+        {"table": Buffer((batch, options.vocab_size), torch.int32)}
+        if bound > UINT16_POSITIONS and narrow
+        else {}
+    )
     buffers = own | {
         "slots": Buffer((tokens,), torch.int64),
-        "meets": Buffer((3 * tokens if sums else tokens,), torch.int32),  # sums keep two more numbers beside these
+        "meets": Buffer(
+            (3 * tokens if sums else tokens,),
+            torch.int32,
+        ),  # sums keep two more numbers beside these
     }
     constants = {
-        "SUM": sums, "ACTIVATION": options.activation, "IGNORE": tuple(options.ignore_ids),
-        "IGNORED": len(options.ignore_ids), "HAS_MASK": tensors.attention_mask is not None, "PACKED": packed,
-        "WITH_COUNTED": training, "SCAN": SCAN,
-    }  # fmt: skip
+        "SUM": sums,
+        "ACTIVATION": options.activation,
+        "IGNORE": tuple(options.ignore_ids),
+        "IGNORED": len(options.ignore_ids),
+        "HAS_MASK": tensors.attention_mask is not None,
+        "PACKED": packed,
+        "WITH_COUNTED": training,
+        "SCAN": SCAN,
+    }
     names = f"weights input_ids attention_mask cu_seqlens scores {'table' if own else 'scores'} slots meets counted"
     scatter = Launch(
-        scatter_kernel, (batch, 1, 1), names, (batch, length, tokens, options.vocab_size), constants | config
+        scatter_kernel,
+        (batch, 1, 1),
+        names,
+        (batch, length, tokens, options.vocab_size),
+        constants | config,
     )
     return Plan((*contiguous(**tensors._asdict()), scatter), buffers, {"scores": 0})
 
 
 def backward(
-    dscores: Tensor, saved: ScatterSaved, options: ScatterOptions, needs: tuple[bool, ...], setting: Setting
+    dscores: Tensor,
+    saved: ScatterSaved,
+    options: ScatterOptions,
+    needs: tuple[bool, ...],
+    setting: Setting,
 ) -> Plan:
     """Each token that counted takes the gradient of its entry, times its slope."""
     batch, packed = batch_size(saved.weights, saved.cu_seqlens), saved.cu_seqlens is not None
@@ -68,6 +102,12 @@ def backward(
 
 
 def _sequences(weights: Tensor, packed: bool, setting: Setting) -> tuple[int, int, dict[str, int]]:
-    """The most tokens that a sequence can have, the length of all (0 if packed), and the configuration for them."""
+    """The most tokens that a sequence can have, the length of all (0 if packed), and the
+    configuration for them.
+    """
     bound = weights.numel() if packed else weights.size(1)
-    return bound, 0 if packed else bound, lookup(CONFIGS, length=bound, capability=setting.capability)
+    return (
+        bound,
+        0 if packed else bound,
+        lookup(CONFIGS, length=bound, capability=setting.capability),
+    )

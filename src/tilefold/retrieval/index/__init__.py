@@ -1,4 +1,6 @@
-"""Sparse indexes with one interface: ``exact`` (numpy), ``seismic`` (approximate, pyseismic-lsr) and ``qdrant``."""
+"""Sparse indexes with one interface: ``exact`` (numpy), ``seismic`` (approximate, pyseismic-lsr)
+and ``qdrant``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from tilefold.retrieval.index.segments import open_segments
 from tilefold.retrieval.metadata import Metadata
 from tilefold.retrieval.vectors import SparseVectors
 
-__all__ = ["BACKENDS", "DENSE", "LATE", "Hit", "SparseIndex", "build_index", "hits_to_run", "load_index"]
+__all__ = [
+    "BACKENDS",
+    "DENSE",
+    "LATE",
+    "Hit",
+    "SparseIndex",
+    "build_index",
+    "hits_to_run",
+    "load_index",
+]
 
 BACKENDS = ("exact", "seismic", "qdrant")
 DENSE, LATE = "dense", "late"  # backends of indexes of dense vectors, and of token vectors
@@ -31,12 +42,14 @@ def build_index(
     metadata: Mapping[str, Mapping[str, object]] | None = None,
     **options: object,
 ) -> SparseIndex:
-    """Build an index of document vectors, with `metadata` (document id -> fields) that ``search(where=...)`` reads.
+    """Build an index of document vectors, with `metadata` (document id -> fields) that
+    ``search(where=...)`` reads.
 
     The backend ``"exact"`` has no options, ``"seismic"`` those of
     :class:`tilefold.retrieval.index.seismic.SeismicOptions`, and ``"qdrant"`` those of
-    :meth:`tilefold.retrieval.index.qdrant.QdrantIndex.build`. An unknown backend or option, or no vector with a
-    positive weight, is a ``ValueError``; a package that is not installed a ``MissingPackageError``.
+    :meth:`tilefold.retrieval.index.qdrant.QdrantIndex.build`. An unknown backend or option, or no
+    vector with a positive weight, is a ``ValueError``; a package that is not installed a
+    ``MissingPackageError``.
     """
     check_choice("backend", backend, BACKENDS)
     kind = _backend(backend)
@@ -48,9 +61,15 @@ def build_index(
 
 
 def load_index(path: str | Path) -> SparseIndex:
-    """Read a saved index of sparse vectors; a damaged one, or one of a newer schema, is a ``DataError``."""
+    """Read a saved index of sparse vectors; a damaged one, or one of a newer schema, is a
+    ``DataError``.
+    """
     name = read_description(path)["backend"]
-    others = {"bm25": "BM25. Use BM25Index", DENSE: "dense vectors. Use DenseIndex", LATE: "tokens. Use LateIndex"}
+    others = {
+        "bm25": "BM25. Use BM25Index",
+        DENSE: "dense vectors. Use DenseIndex",
+        LATE: "tokens. Use LateIndex",
+    }
     if other := others.get(name):
         raise DataError(f"{path}: expected an index of sparse vectors, got one of {other}.load.")
     check_choice(f"{path}: backend", name, BACKENDS)

@@ -1,8 +1,9 @@
-"""Candidates of late interaction: token vectors by their nearest centroids, as lists of an exact index.
+"""Candidates of late interaction: token vectors by their nearest centroids, as lists of an exact
+index.
 
-A document is the set of centroids that are nearest to its tokens, a learned sparse vector (ColBERTSaR, SMVE). A query
-token takes its nearest centroids alone, and a document without any of these counts as the last of them (WARP, arXiv
-2501.17788)::
+A document is the set of centroids that are nearest to its tokens, a learned sparse vector
+(ColBERTSaR, SMVE). A query token takes its nearest centroids alone, and a document without any of
+these counts as the last of them (WARP, arXiv 2501.17788)::
 
     estimate(d) = sum_i max(S_ic for centroids c of d among the nearest n of q_i, else the n-th S_i)     S = q C^T
 """
@@ -23,20 +24,29 @@ from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.index.exact import ExactIndex
 from tilefold.retrieval.index.protocol import read_array
 
-Blocks = Callable[[], Iterator[tuple[npt.NDArray[np.int64], Tensor]]]  # lengths of documents, and vectors of all tokens
+Blocks = Callable[
+    [],
+    Iterator[tuple[npt.NDArray[np.int64], Tensor]],
+]  # lengths of documents, and vectors of all tokens
 _VECTORS, _LISTS = "centroids.npy", "candidates"
 FILES = (_VECTORS, _LISTS)
 FEWEST_TOKENS = 1 << 18  # fewer are read in milliseconds
 _TOKENS_EACH = 208  # of a centroid, on average
 _PARTS = 128  # centroids of a coarse cell
 _MOST_CELLS = 512
-_SAMPLES, _COARSE, _ROUNDS = 16, 64, 5  # tokens per centroid, and per coarse one, and rounds of k-means
+_SAMPLES, _COARSE, _ROUNDS = (
+    16,
+    64,
+    5,
+)  # tokens per centroid, and per coarse one, and rounds of k-means
 _NEAREST = 32  # centroids of a query token
 _ROWS = 1 << 14  # that are multiplied at a time
 
 
 class Centroids:
-    """The centroids of a collection's tokens, fp32 ``[C, D]``, and for each the documents that have a token there."""
+    """The centroids of a collection's tokens, fp32 ``[C, D]``, and for each the documents that have
+    a token there.
+    """
 
     def __init__(self, vectors: Tensor, lists: ExactIndex) -> None:
         self.vectors, self.lists = vectors, lists
@@ -44,12 +54,21 @@ class Centroids:
     @classmethod
     def of(cls, blocks: Blocks, n_documents: int, n_tokens: int) -> Centroids:
         """K-means in two levels on a sample of the tokens, which are then assigned block by block."""
-        cells = 1 << max(3, min(round(np.log2(n_tokens / _PARTS / _TOKENS_EACH)), _MOST_CELLS.bit_length() - 1))
+        cells = 1 << max(
+            3,
+            min(round(np.log2(n_tokens / _PARTS / _TOKENS_EACH)), _MOST_CELLS.bit_length() - 1),
+        )
         wanted = cells * _PARTS * _SAMPLES
         chooser = torch.Generator().manual_seed(0)
-        taken = [rows[torch.rand(len(rows), generator=chooser) < wanted / n_tokens].clone() for _, rows in blocks()]
+        taken = [
+            rows[torch.rand(len(rows), generator=chooser) < wanted / n_tokens].clone()
+            for _, rows in blocks()
+        ]
         sample = torch.cat(taken)
-        coarse = _k_means(sample[torch.randperm(len(sample), generator=chooser)[: cells * _COARSE]], cells)
+        coarse = _k_means(
+            sample[torch.randperm(len(sample), generator=chooser)[: cells * _COARSE]],
+            cells,
+        )
         which = _nearest(sample, coarse)
         near = (torch.cat([coarse[cell, None], sample[which == cell]]) for cell in range(cells))
         fine = torch.stack([_k_means(rows, _PARTS) for rows in near])
@@ -61,7 +80,13 @@ class Centroids:
             terms.append((keys % (cells * _PARTS)).astype(np.int32))
         indptr, indices = offsets_of(np.concatenate(counts)), np.concatenate(terms)
         ones = np.ones(indices.size, np.float32)
-        documents = SparseVectors([str(row) for row in range(n_documents)], indptr, indices, ones, cells * _PARTS)
+        documents = SparseVectors(
+            [str(row) for row in range(n_documents)],
+            indptr,
+            indices,
+            ones,
+            cells * _PARTS,
+        )
         return cls(fine.flatten(0, 1), ExactIndex.build(documents))
 
     def save(self, folder: Path) -> None:
@@ -71,20 +96,36 @@ class Centroids:
 
     @classmethod
     def load(cls, folder: Path, dimension: int) -> Centroids | None:
-        """Open those of the folder of an index, if it has some; its lists are mapped, and checked when read."""
+        """Open those of the folder of an index, if it has some; its lists are mapped, and checked
+        when read.
+        """
         if not (folder / _VECTORS).exists():
             return None
         lists = ExactIndex.load(folder / _LISTS)
         vectors = read_array(folder / _VECTORS, np.float32, lists.vocab_size, dimension)
         return cls(torch.from_numpy(vectors.copy()), lists)
 
-    def candidates(self, query: Tensor, count: int, allowed: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """Positions, rising, of the `count` `allowed` documents with the highest estimates for a query ``[L, D]``."""
-        similar, nearest = (query.float() @ self.vectors.T).topk(min(_NEAREST, len(self.vectors)), dim=1)
+    def candidates(
+        self,
+        query: Tensor,
+        count: int,
+        allowed: npt.NDArray[np.bool_],
+    ) -> npt.NDArray[np.int64]:
+        """Positions, rising, of the `count` `allowed` documents with the highest estimates for a
+        query ``[L, D]``.
+        """
+        similar, nearest = (query.float() @ self.vectors.T).topk(
+            min(_NEAREST, len(self.vectors)),
+            dim=1,
+        )
         total = np.zeros(self.lists.n_documents, np.float32)
         best = np.empty_like(total)
         above = similar - similar[:, -1:]
-        for gains, terms in zip(above.flip(1).numpy(), nearest.flip(1).numpy().astype(np.int32), strict=True):
+        for gains, terms in zip(
+            above.flip(1).numpy(),
+            nearest.flip(1).numpy().astype(np.int32),
+            strict=True,
+        ):
             best.fill(0.0)
             for gain, documents in zip(gains, self.lists.documents_of(terms), strict=True):
                 best[documents] = gain  # rising, so that the largest stays
@@ -97,7 +138,9 @@ class Centroids:
 
 
 def _k_means(rows: Tensor, count: int) -> Tensor:
-    """`count` directions ``[count, D]`` of at least one row; without as many rows, some of them again."""
+    """`count` directions ``[count, D]`` of at least one row; without as many rows, some of them
+    again.
+    """
     centroids = normalize(rows[torch.arange(count) * max(1, len(rows) // count) % len(rows)])
     for _ in range(_ROUNDS if len(rows) > count else 0):
         which = _nearest(rows, centroids)

@@ -17,7 +17,14 @@ from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.index.protocol import REMEDY, FolderIndex, Hit, StoredIds, hits_of
 from tilefold.retrieval.metadata import Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.tokens import DenseManifest, TokenStore, TokenVectors, check_values, read_tensors, save_tensors
+from tilefold.retrieval.tokens import (
+    DenseManifest,
+    TokenStore,
+    TokenVectors,
+    check_values,
+    read_tensors,
+    save_tensors,
+)
 
 __all__ = ["DenseIndex"]
 
@@ -46,20 +53,28 @@ class TorchIndex(FolderIndex):
 class DenseIndex(TorchIndex):
     """Exact search of dense vectors by the similarity that they were made for.
 
-    Scores are taken in float32, whatever the storage, on a GPU if there is one and on the CPU otherwise: equal up to
-    the order in which sums are evaluated. Equal scores are in document order. Every document has a score, so that a
-    query finds `k` of them. A GPU keeps the vectors where they fit into half of its free memory.
+    Scores are taken in float32, whatever the storage, on a GPU if there is one and on the CPU
+    otherwise: equal up to the order in which sums are evaluated. Equal scores are in document
+    order. Every document has a score, so that a query finds `k` of them. A GPU keeps the vectors
+    where they fit into half of its free memory.
     """
 
     backend, own_files = "dense", (_FILE,)
 
     def __init__(
-        self, ids: Sequence[str], values: Tensor, scales: Tensor | None, similarity: str, provenance: Provenance
+        self,
+        ids: Sequence[str],
+        values: Tensor,
+        scales: Tensor | None,
+        similarity: str,
+        provenance: Provenance,
     ) -> None:
         check_choice("similarity", similarity, SIMILARITIES)
         check_values(values, scales)
         if not values.numel() or len(values) != len(ids):
-            raise DataError(f"vectors: expected [{len(ids)}, D], at least one, got {list(values.shape)}.")
+            raise DataError(
+                f"vectors: expected [{len(ids)}, D], at least one, got {list(values.shape)}.",
+            )
         self.ids, self.similarity, self.provenance = ids, similarity, provenance
         self.options = {"similarity": similarity}
         self.vocab_size = self.dimension = int(values.size(1))
@@ -73,7 +88,8 @@ class DenseIndex(TorchIndex):
         similarity: str = "cosine",
         metadata: Mapping[str, Fields] | None = None,
     ) -> DenseIndex:
-        """Index vectors of ``open_dense``, which know their similarity, or one of each text in memory.
+        """Index vectors of ``open_dense``, which know their similarity, or one of each text in
+        memory.
 
         `metadata` is as in :func:`tilefold.retrieval.build_index`.
         """
@@ -84,9 +100,13 @@ class DenseIndex(TorchIndex):
                 got = f"{manifest.kind} vectors of layout {manifest.layout!r} in {vectors.folder}"
                 raise DataError(f"vectors: expected dense vectors of documents, got {got}.")
             if not len(vectors):
-                raise ValueError(f"vectors: expected at least one, got none in {vectors.folder}. Check the texts.")
+                raise ValueError(
+                    f"vectors: expected at least one, got none in {vectors.folder}. Check the texts.",
+                )
             similarity, made_by = manifest.similarity, manifest.provenance
-            vectors = TokenVectors.concatenate([vectors.shard(number) for number in range(len(manifest.shards))])
+            vectors = TokenVectors.concatenate(
+                [vectors.shard(number) for number in range(len(manifest.shards))],
+            )
         index = cls(vectors.ids, vectors.values, vectors.scales, similarity, made_by)
         index.metadata = Metadata.of(metadata, index.ids, made_by.passages)
         return index
@@ -102,16 +122,22 @@ class DenseIndex(TorchIndex):
     ) -> list[list[Hit]]:
         """The `k` best documents of each query ``[Q, D]``, best first.
 
-        Queries of more entries are cut to those that the documents kept; `allowed`, bool ``[N]``, leaves documents
-        out, and so does `where`, by their metadata.
-        A ``ValueError`` for shorter queries, and for numbers that are not finite.
+        Queries of more entries are cut to those that the documents kept; `allowed`, bool ``[N]``,
+        leaves documents out, and so does `where`, by their metadata. A ``ValueError`` for shorter
+        queries, and for numbers that are not finite.
         """
         check_k(k)
         if queries.dim() != 2 or queries.size(1) < self.dimension or not queries.isfinite().all():
-            got = f"{list(queries.shape)}" + ("" if queries.isfinite().all() else " with NaN or infinity")
-            raise ValueError(f"queries: expected finite vectors [Q, {self.dimension}], got {got}. Take the same model.")
+            got = f"{list(queries.shape)}" + (
+                "" if queries.isfinite().all() else " with NaN or infinity"
+            )
+            raise ValueError(
+                f"queries: expected finite vectors [Q, {self.dimension}], got {got}. Take the same model.",
+            )
         allowed = allowed_by(self.metadata, where, allowed)
-        place = torch.device(device or self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = torch.device(
+            device or self.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        )
         asked = queries[:, : self.dimension].to(place, torch.float32)
         if self.similarity == "cosine":
             asked = torch.nn.functional.normalize(asked)
@@ -122,7 +148,10 @@ class DenseIndex(TorchIndex):
         return found
 
     def _best(self, asked: Tensor, k: int, allowed: Mask | None) -> tuple[Tensor, Tensor]:
-        best, rows = asked.new_empty(len(asked), 0), torch.empty(len(asked), 0, dtype=torch.int64, device=asked.device)
+        best, rows = (
+            asked.new_empty(len(asked), 0),
+            torch.empty(len(asked), 0, dtype=torch.int64, device=asked.device),
+        )
         values, scales = self._on(asked.device)
         for low in range(0, len(values), _BLOCK):
             block = values[low : low + _BLOCK].to(asked.device).float()
@@ -162,10 +191,17 @@ class DenseIndex(TorchIndex):
 
     def stored(self) -> TokenVectors:
         """The vectors of the documents as they are stored, one of each."""
-        return TokenVectors(list(self.ids), torch.arange(len(self.ids) + 1), self._values, self._scales)
+        return TokenVectors(
+            list(self.ids),
+            torch.arange(len(self.ids) + 1),
+            self._values,
+            self._scales,
+        )
 
     def vectors(self, names: Iterable[str]) -> Tensor:
-        """The vectors of documents, float32 ``[n, D]``; a ``MissingDocumentError`` for one that is not there."""
+        """The vectors of documents, float32 ``[n, D]``; a ``MissingDocumentError`` for one that is
+        not there.
+        """
         try:
             rows = torch.tensor([self._rows[name] for name in names], dtype=torch.int64)
         except KeyError as error:
@@ -180,7 +216,13 @@ class DenseIndex(TorchIndex):
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> DenseIndex:
         found, made_by = read_tensors(folder / _FILE, "values"), Provenance.from_dict(manifest)
         try:
-            return cls(ids, found["values"], found.get("scales"), manifest["options"].get("similarity"), made_by)
+            return cls(
+                ids,
+                found["values"],
+                found.get("scales"),
+                manifest["options"].get("similarity"),
+                made_by,
+            )
         except ValueError as error:
             raise DataError(f"{folder}: {error} {REMEDY}") from error
 

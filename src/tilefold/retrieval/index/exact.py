@@ -1,4 +1,6 @@
-"""Exact search: an inverted index, made in little memory, and read from disk as far as queries need it."""
+"""Exact search: an inverted index, made in little memory, and read from disk as far as queries need
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from tilefold.retrieval._checks import check_arrays
 from tilefold.retrieval._files import Json
 from tilefold.retrieval._sparse import SparseVectors, check_buildable, check_search
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index.protocol import REMEDY, FolderIndex, Hit, StoredIds, read_array, read_offsets
+from tilefold.retrieval.index.protocol import (
+    REMEDY,
+    FolderIndex,
+    Hit,
+    StoredIds,
+    read_array,
+    read_offsets,
+)
 from tilefold.retrieval.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 
@@ -27,7 +36,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ExactIndex"]
 
-_OFFSETS, _DOCUMENTS, _WEIGHTS, _CHECKSUMS = "offsets.npy", "documents.npy", "weights.npy", "checksums.npy"
+_OFFSETS, _DOCUMENTS, _WEIGHTS, _CHECKSUMS = (
+    "offsets.npy",
+    "documents.npy",
+    "weights.npy",
+    "checksums.npy",
+)
 _LARGE = (_DOCUMENTS, _WEIGHTS)  # checked term by term, when a query reads them
 _BLOCKS = 256, 64, 16  # scores in a block; few blocks bound badly
 _PIECE = 1 << 22  # weights that are transposed at a time
@@ -40,14 +54,20 @@ Add = Callable[[Scores, Lists, Scores], None]
 
 @dataclass
 class Postings:
-    """For term `t`, ``documents[offsets[t]:offsets[t + 1]]``, ascending, and their positive weights."""
+    """For term `t`, ``documents[offsets[t]:offsets[t + 1]]``, ascending, and their positive
+    weights.
+    """
 
     offsets: npt.NDArray[np.int64]  # [V + 1]
     documents: npt.NDArray[np.int32]  # [nnz], in [0, n_documents)
     weights: npt.NDArray[np.float32]  # [nnz]
     n_documents: int
-    checksums: npt.NDArray[np.uint32] | None = None  # [V], CRC-32 of the documents and weights of a term
-    trusted: npt.NDArray[np.bool_] = field(init=False)  # [V]: its postings need no check before they are used
+    checksums: npt.NDArray[np.uint32] | None = (
+        None  # [V], CRC-32 of the documents and weights of a term
+    )
+    trusted: npt.NDArray[np.bool_] = field(
+        init=False,
+    )  # [V]: its postings need no check before they are used
 
     def __post_init__(self) -> None:
         self.trusted = np.zeros(self.n_terms, bool)
@@ -58,11 +78,16 @@ class Postings:
 
     @classmethod
     def of(cls, vectors: SparseVectors) -> Postings:
-        """The positive weights of `vectors`, transposed piece by piece: 8 bytes per weight, and 200 MB."""
+        """The positive weights of `vectors`, transposed piece by piece: 8 bytes per weight, and 200
+        MB.
+        """
         counts = np.zeros(vectors.vocab_size, np.int64)
         for low, high in spans(vectors.indptr, _PIECE):
             span = slice(vectors.indptr[low], vectors.indptr[high])
-            counts += np.bincount(vectors.indices[span][vectors.data[span] > 0], minlength=vectors.vocab_size)
+            counts += np.bincount(
+                vectors.indices[span][vectors.data[span] > 0],
+                minlength=vectors.vocab_size,
+            )
         offsets = offsets_of(counts)
         documents, weights = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], np.float32)
         free = offsets[:-1].copy()  # where the next posting of each term goes
@@ -70,7 +95,10 @@ class Postings:
         for low, high in spans(vectors.indptr, _PIECE):
             span = slice(vectors.indptr[low], vectors.indptr[high])
             keep = vectors.data[span] > 0
-            rows = np.repeat(np.arange(low, high, dtype=np.int32), np.diff(vectors.indptr[low : high + 1]))[keep]
+            rows = np.repeat(
+                np.arange(low, high, dtype=np.int32),
+                np.diff(vectors.indptr[low : high + 1]),
+            )[keep]
             terms, values = vectors.indices[span][keep], vectors.data[span][keep]
             order = np.argsort(terms.astype(np.uint16) if short else terms, kind="stable")
             counts = np.bincount(terms, minlength=vectors.vocab_size)
@@ -83,7 +111,9 @@ class Postings:
 
     @classmethod
     def joined(cls, parts: Sequence[Postings]) -> Postings:
-        """The postings of several indexes of one vocabulary, whose documents stand one after the other."""
+        """The postings of several indexes of one vocabulary, whose documents stand one after the
+        other.
+        """
         counts = [np.diff(part.offsets) for part in parts]
         offsets = offsets_of(sum(counts[1:], counts[0]))
         documents, weights = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], np.float32)
@@ -94,16 +124,31 @@ class Postings:
             free, low = free + count, low + part.n_documents
         return cls(offsets, documents, weights, low)
 
-    def vectors(self, ids: Sequence[str], fingerprint: str | None, provenance: Provenance) -> SparseVectors:
+    def vectors(
+        self,
+        ids: Sequence[str],
+        fingerprint: str | None,
+        provenance: Provenance,
+    ) -> SparseVectors:
         """The vectors of the documents, which have these ids, in memory."""
         order = np.argsort(self.documents, kind="stable")
         terms = np.repeat(np.arange(self.n_terms, dtype=np.int32), np.diff(self.offsets))[order]
         indptr = offsets_of(np.bincount(self.documents, minlength=self.n_documents))
         weights = np.asarray(self.weights)[order]
-        return SparseVectors(list(ids), indptr, terms, weights, self.n_terms, fingerprint, provenance)
+        return SparseVectors(
+            list(ids),
+            indptr,
+            terms,
+            weights,
+            self.n_terms,
+            fingerprint,
+            provenance,
+        )
 
     def add(self, scores: Scores, terms: npt.NDArray[np.int32], values: Scores) -> None:
-        """Add ``values[j] * weights`` of each term to the `scores` of its documents, term after term, in float32."""
+        """Add ``values[j] * weights`` of each term to the `scores` of its documents, term after
+        term, in float32.
+        """
         self.check(terms)
         spans = map(slice, self.offsets[terms].tolist(), self.offsets[terms + 1].tolist())
         fastest()(scores, [(self.documents[span], self.weights[span]) for span in spans], values)
@@ -115,9 +160,14 @@ class Postings:
             try:
                 if self.checksums is not None and self.checksum(term) != self.checksums[term]:
                     raise DataError("Their checksum is another.")
-                check_arrays(("documents", self.documents[span], self.n_documents), ("weights", self.weights[span]))
+                check_arrays(
+                    ("documents", self.documents[span], self.n_documents),
+                    ("weights", self.weights[span]),
+                )
             except DataError as error:
-                said = f"damaged; the postings of term {term} are not those that were saved. {error}"
+                said = (
+                    f"damaged; the postings of term {term} are not those that were saved. {error}"
+                )
                 raise DataError(f"documents.npy, weights.npy: {said} {REMEDY}") from error
             self.trusted[term] = True
 
@@ -133,7 +183,9 @@ def portable(scores: Scores, lists: Lists, values: Scores) -> None:
 
 
 def of_rounded_products(add: Add) -> Add:
-    """`add` of products that are rounded before: the bits of :func:`portable` where it fuses the two, as on ARM."""
+    """`add` of products that are rounded before: the bits of :func:`portable` where it fuses the
+    two, as on ARM.
+    """
     one = np.ones(1, np.float32)
 
     def rounded(scores: Scores, lists: Lists, values: Scores) -> None:
@@ -147,8 +199,8 @@ def of_rounded_products(add: Add) -> Add:
 def fastest() -> Add:
     """:func:`portable`, or scipy's compiled product where that rounds alike, three times as fast.
 
-    It is private to scipy, so that it is tried first, on a sum that tells a fused multiply-add from a rounded product.
-    The public products allocate or copy for every term.
+    It is private to scipy, so that it is tried first, on a sum that tells a fused multiply-add from
+    a rounded product. The public products allocate or copy for every term.
     """
     try:
         tools = __import__("scipy.sparse._sparsetools", fromlist=["csc_matvec"])
@@ -159,7 +211,15 @@ def fastest() -> Add:
         ends = np.zeros((len(lists), 2), np.int32)
         ends[:, 1] = [len(documents) for documents, _ in lists]
         for at, (documents, weights) in enumerate(lists):
-            tools.csc_matvec(scores.size, 1, ends[at], documents, weights, values[at : at + 1], scores)
+            tools.csc_matvec(
+                scores.size,
+                1,
+                ends[at],
+                documents,
+                weights,
+                values[at : at + 1],
+                scores,
+            )
 
     for add in (compiled, of_rounded_products(compiled)):
         if _agrees(add):
@@ -196,7 +256,9 @@ def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
 
 
 def _candidates(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
-    """Positions, rising, of the `k` highest positive scores and few more: blocks that reach the `k`-th best of all."""
+    """Positions, rising, of the `k` highest positive scores and few more: blocks that reach the
+    `k`-th best of all.
+    """
     for width in _BLOCKS:
         if (blocks := scores.size // width) < 4 * k:
             continue
@@ -214,23 +276,38 @@ def _candidates(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64
 class ExactIndex(FolderIndex):
     """Term-at-a-time exact inner products: the ground truth for approximate backends.
 
-    A query adds the postings of its terms, ascending, to one float32 score per document. Results do not depend on
-    batch, threads or packages; equal scores are in document order. Time grows with the postings read and the number of
-    documents. Disk holds 8 bytes per weight; memory, what queries have read of that, and 4 bytes per document.
+    A query adds the postings of its terms, ascending, to one float32 score per document. Results do
+    not depend on batch, threads or packages; equal scores are in document order. Time grows with
+    the postings read and the number of documents. Disk holds 8 bytes per weight; memory, what
+    queries have read of that, and 4 bytes per document.
     """
 
     backend = "exact"
     own_files, unread = (_OFFSETS, _CHECKSUMS, *_LARGE), _LARGE
 
-    def __init__(self, ids: Sequence[str], postings: Postings, fingerprint: str | None, provenance: Provenance) -> None:
+    def __init__(
+        self,
+        ids: Sequence[str],
+        postings: Postings,
+        fingerprint: str | None,
+        provenance: Provenance,
+    ) -> None:
         self.ids, self._postings = ids, postings
-        self.vocab_size, self.fingerprint, self.provenance = postings.n_terms, fingerprint, provenance
+        self.vocab_size, self.fingerprint, self.provenance = (
+            postings.n_terms,
+            fingerprint,
+            provenance,
+        )
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: object) -> ExactIndex:
-        """Transpose `vectors`, without zero weights; a ``ValueError`` without a positive one, or with options."""
+        """Transpose `vectors`, without zero weights; a ``ValueError`` without a positive one, or
+        with options.
+        """
         if options:
-            raise ValueError(f"options: the exact index has none, got {', '.join(sorted(options))}.")
+            raise ValueError(
+                f"options: the exact index has none, got {', '.join(sorted(options))}.",
+            )
         check_buildable(vectors)
         return cls(list(vectors.ids), Postings.of(vectors), vectors.fingerprint, vectors.provenance)
 
@@ -239,9 +316,15 @@ class ExactIndex(FolderIndex):
         return self.postings().vectors(self.ids, self.fingerprint, self.provenance)
 
     def search(
-        self, queries: SparseVectors, k: int, *, where: Where = None, allowed: Mask | None = None
+        self,
+        queries: SparseVectors,
+        k: int,
+        *,
+        where: Where = None,
+        allowed: Mask | None = None,
     ) -> list[list[Hit]]:
-        """See :class:`SparseIndex`; products that underflow to 0 are no shared term, damage is a ``DataError``.
+        """See :class:`SparseIndex`; products that underflow to 0 are no shared term, damage is a
+        ``DataError``.
 
         `allowed`, bool ``[N]``, leaves documents out, as `where` does.
         """
@@ -289,5 +372,11 @@ class ExactIndex(FolderIndex):
         fastest()  # its import is not part of the first query
         documents = read_array(folder / _DOCUMENTS, np.int32, int(offsets[-1]))
         weights = read_array(folder / _WEIGHTS, np.float32, int(offsets[-1]))
-        postings = Postings(offsets, documents, weights, len(ids), read_array(folder / _CHECKSUMS, np.uint32, size))
+        postings = Postings(
+            offsets,
+            documents,
+            weights,
+            len(ids),
+            read_array(folder / _CHECKSUMS, np.uint32, size),
+        )
         return cls(ids, postings, manifest.get("fingerprint"), Provenance.from_dict(manifest))

@@ -1,4 +1,6 @@
-"""Late interaction over a whole collection: packed token vectors, searched exactly, or through candidates on a CPU."""
+"""Late interaction over a whole collection: packed token vectors, searched exactly, or through
+candidates on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from tilefold.retrieval.index import centroids, token_blocks
 from tilefold.retrieval.index.centroids import Centroids
 from tilefold.retrieval.index.dense import TorchIndex, top_columns
 from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit, StoredIds, hits_of
-from tilefold.retrieval.index.token_blocks import STORAGES, STREAMED, Asked, Chunk, Share, TokenFiles, scores_of
+from tilefold.retrieval.index.token_blocks import (
+    STORAGES,
+    STREAMED,
+    Asked,
+    Chunk,
+    Share,
+    TokenFiles,
+    scores_of,
+)
 from tilefold.retrieval.metadata import Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.tokens import TokenManifest, TokenStore, TokenVectors
@@ -33,28 +43,40 @@ _QUERIES = 64  # that share the pass over the documents
 _ROOM = 0.75  # of a GPU's free memory
 _SCORES = 1 << 29  # of queries and documents that are held at a time
 _CANDIDATES = (250, 500, 1000, 2000, 4000)
-_RECALL, _ASKED, _WORDS = 0.985, 32, 16  # of the ten best; queries that it is measured on, and tokens of each
+_RECALL, _ASKED, _WORDS = (
+    0.985,
+    32,
+    16,
+)  # of the ten best; queries that it is measured on, and tokens of each
 
 
 class LateIndex(TorchIndex):
     """Search by MaxSim over the token vectors of a collection, in a folder that is memory-mapped.
 
-    ``score(q, d) = sum over query tokens i of max over document tokens j of q_i . d_j``, in fp32 of what is stored, as
-    :func:`tilefold.ops.maxsim` computes it: the same on a CPU and a GPU within rounding. A GPU scores every document.
-    So does a CPU without candidates; with them, it scores those that :class:`Centroids` estimates to be the best.
-    Documents without tokens are never found, and a query without tokens finds nothing.
+    ``score(q, d) = sum over query tokens i of max over document tokens j of q_i . d_j``, in fp32 of
+    what is stored, as :func:`tilefold.ops.maxsim` computes it: the same on a CPU and a GPU within
+    rounding. A GPU scores every document. So does a CPU without candidates; with them, it scores
+    those that :class:`Centroids` estimates to be the best. Documents without tokens are never
+    found, and a query without tokens finds nothing.
 
     Attributes:
-        n_candidates: documents that a CPU scores for a query, chosen when the index was built so that .985 of the ten
-            best are among them; 0 for a small collection, which has no centroids.
-        recall: share of the ten best that was then found, on queries that were held out; None without centroids.
+        n_candidates: documents that a CPU scores for a query, chosen when the index was built so
+            that .985 of the ten best are among them; 0 for a small collection, which has no
+            centroids.
+        recall: share of the ten best that was then found, on queries that were held out; None
+            without centroids.
     """
 
     backend = "late"
     own_files, unread = (*token_blocks.FILES, *centroids.FILES), token_blocks.FILES[:2]
 
     def __init__(
-        self, ids: Sequence[str], files: TokenFiles, nearest: Centroids | None, options: Json, provenance: Provenance
+        self,
+        ids: Sequence[str],
+        files: TokenFiles,
+        nearest: Centroids | None,
+        options: Json,
+        provenance: Provenance,
     ) -> None:
         self.ids, self.files, self.provenance = ids, files, provenance
         self.options: Json = options
@@ -78,14 +100,17 @@ class LateIndex(TorchIndex):
 
         Args:
             vectors: of documents, of :func:`tilefold.retrieval.open_tokens` or in memory.
-            storage: ``"int8"``; ``"fp16"``, twice as large; or ``"int4"``, half as large (see ``packed``).
-            pool_factor: keep one vector for so many tokens of a document, the mean of a cluster of them (Ward's
-                method, as ``HierarchicalTokenPooling`` of sentence-transformers, arXiv 2409.14683).
-            queries: on which candidates are chosen and recall is measured; by default pieces of the documents, which
-                do not count as found themselves.
+            storage: ``"int8"``; ``"fp16"``, twice as large; or ``"int4"``, half as large (see
+                ``packed``).
+            pool_factor: keep one vector for so many tokens of a document, the mean of a cluster of
+                them (Ward's method, as ``HierarchicalTokenPooling`` of sentence-transformers, arXiv
+                2409.14683).
+            queries: on which candidates are chosen and recall is measured; by default pieces of the
+                documents, which do not count as found themselves.
             metadata: as in :func:`tilefold.retrieval.build_index`.
 
-        ``ValueError`` for vectors of queries, none at all, another storage or factor; ``DataError`` for damaged ones.
+        ``ValueError`` for vectors of queries, none at all, another storage or factor; ``DataError``
+        for damaged ones.
         """
         check_choice("storage", storage, STORAGES)
         check_count("pool_factor", pool_factor)
@@ -97,8 +122,14 @@ class LateIndex(TorchIndex):
                 raise ValueError(f"vectors: expected token vectors of documents, got {got}.")
             made_by, shards = manifest.provenance, vectors.each()
         if storage == "int4" and vectors.dimension % 2:
-            raise ValueError(f"storage: int4 packs two entries to a byte, got vectors of {vectors.dimension}.")
-        options: Json = {"storage": storage, "pool_factor": pool_factor, "dimension": vectors.dimension}
+            raise ValueError(
+                f"storage: int4 packs two entries to a byte, got vectors of {vectors.dimension}.",
+            )
+        options: Json = {
+            "storage": storage,
+            "pool_factor": pool_factor,
+            "dimension": vectors.dimension,
+        }
         chunks = token_blocks.chunks_of(shards, storage, pool_factor)
         return cls._made(Path(folder), chunks, options, made_by, metadata, queries)
 
@@ -113,8 +144,15 @@ class LateIndex(TorchIndex):
         queries: TokenVectors | None = None,
     ) -> LateIndex:
         with cls._replaced(folder) as made:
-            ids, lengths, sums = list[str](), list[npt.NDArray[np.int64]](), list[npt.NDArray[np.uint32]]()
-            with (made / token_blocks.VALUES).open("wb") as values, (made / token_blocks.SCALES).open("wb") as scales:
+            ids, lengths, sums = (
+                list[str](),
+                list[npt.NDArray[np.int64]](),
+                list[npt.NDArray[np.uint32]](),
+            )
+            with (
+                (made / token_blocks.VALUES).open("wb") as values,
+                (made / token_blocks.SCALES).open("wb") as scales,
+            ):
                 for names, counts, found in chunks:
                     ids += names
                     lengths.append(counts)
@@ -126,7 +164,9 @@ class LateIndex(TorchIndex):
             check_ids(ids)
             offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
             if not offsets[-1]:
-                raise ValueError(f"vectors: expected at least one, got none of {len(ids)} texts. Check the texts.")
+                raise ValueError(
+                    f"vectors: expected at least one, got none of {len(ids)} texts. Check the texts.",
+                )
             np.save(made / token_blocks.OFFSETS, offsets)
             np.save(made / token_blocks.SUMS, np.concatenate(sums))
             files = TokenFiles(made, len(ids), options["dimension"], options["storage"])
@@ -138,21 +178,37 @@ class LateIndex(TorchIndex):
             if nearest is not None:
                 index.options |= index._measured(nearest, queries)
             made_of = made_by.passages
-            index.metadata = metadata if isinstance(metadata, Metadata) else Metadata.of(metadata, ids, made_of)
+            index.metadata = (
+                metadata if isinstance(metadata, Metadata) else Metadata.of(metadata, ids, made_of)
+            )
             index._finish(made)
         return cls.load(folder)
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> LateIndex:
         options = manifest["options"]
-        if options.get("storage") not in STORAGES or options.get("dimension") != manifest["vocab_size"]:
+        if (
+            options.get("storage") not in STORAGES
+            or options.get("dimension") != manifest["vocab_size"]
+        ):
             wanted = f"a storage of {', '.join(STORAGES)} and a dimension"
             raise DataError(f"{folder}: expected {wanted}, got {options}. {REMEDY}")
         files = TokenFiles(folder, len(ids), options["dimension"], options["storage"])
-        return cls(ids, files, Centroids.load(folder, files.dimension), options, Provenance.from_dict(manifest))
+        return cls(
+            ids,
+            files,
+            Centroids.load(folder, files.dimension),
+            options,
+            Provenance.from_dict(manifest),
+        )
 
     def _write(self, folder: Path) -> None:
-        shutil.copytree(self.files.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SEGMENTS, ".*"))
+        shutil.copytree(
+            self.files.folder,
+            folder,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns(SEGMENTS, ".*"),
+        )
 
     def save(self, path: str | Path) -> None:
         """Copy the index to another folder; only an earlier index of its kind is replaced."""
@@ -175,7 +231,11 @@ class LateIndex(TorchIndex):
             for part, rows in zip(parts, chosen, strict=True):
                 for low in range(0, len(rows), 1024):
                     at = np.array(rows[low : low + 1024], np.int64)
-                    yield [part.ids[row] for row in at.tolist()], part.files.lengths[at], part.files.take(at)[0]
+                    yield (
+                        [part.ids[row] for row in at.tolist()],
+                        part.files.lengths[at],
+                        part.files.take(at)[0],
+                    )
 
         options = {name: parts[0].options[name] for name in ("storage", "pool_factor", "dimension")}
         return cls._made(folder, chunks(), options, made_by, metadata)
@@ -199,28 +259,35 @@ class LateIndex(TorchIndex):
         allowed: Mask | None = None,
         reduction: str = "sum",
     ) -> list[list[Hit]]:
-        """The `k` best documents of each query, best first; all that have tokens, where there are fewer.
+        """The `k` best documents of each query, best first; all that have tokens, where there are
+        fewer.
 
         Args:
             queries: token vectors in fp16 or fp32, of the index's dimension.
             k: how many.
-            device: by default a GPU if there is one. What does not fit into its free memory is spread over the GPUs of
-                the machine, or else copied there block by block behind the computation. A list names several.
-            candidates: on a CPU, documents that are scored for each query, at least ten times `k`; 0 scores all. By
-                default :attr:`n_candidates`.
+            device: by default a GPU if there is one. What does not fit into its free memory is
+                spread over the GPUs of the machine, or else copied there block by block behind the
+                computation. A list names several.
+            candidates: on a CPU, documents that are scored for each query, at least ten times `k`;
+                0 scores all. By default :attr:`n_candidates`.
             where: finds those documents alone whose metadata match.
             allowed: bool ``[N]``, leaves documents out.
             reduction: ``"mean"`` divides by the query's tokens.
 
-        Equal scores are in document order; of those equal to the last, a GPU may give any. ``ValueError`` for vectors
-        of another dimension, or with NaN or infinity; ``DataError`` where those read are damaged.
+        Equal scores are in document order; of those equal to the last, a GPU may give any.
+        ``ValueError`` for vectors of another dimension, or with NaN or infinity; ``DataError``
+        where those read are damaged.
         """
         check_k(k)
-        all_finite = np.isfinite(queries.values.detach().cpu().numpy()).all()  # torch wakes all threads, which takes ms
+        all_finite = np.isfinite(
+            queries.values.detach().cpu().numpy(),
+        ).all()  # torch wakes all threads, which takes ms
         if queries.dimension != self.dimension or queries.scales is not None or not all_finite:
             finite = "" if queries.scales is not None or all_finite else " with NaN or infinity"
             got = f"{queries.values.dtype} of dimension {queries.dimension}{finite}"
-            raise ValueError(f"queries: expected finite fp16 or fp32 of dimension {self.dimension}, got {got}.")
+            raise ValueError(
+                f"queries: expected finite fp16 or fp32 of dimension {self.dimension}, got {got}.",
+            )
         allowed = allowed_by(self.metadata, where, allowed)
         usable = self._with if allowed is None else allowed & self._with
         places = self._places(device or self.device)
@@ -228,11 +295,23 @@ class LateIndex(TorchIndex):
         found: list[list[Hit]] = [[] for _ in range(len(queries))]
         count = self.n_candidates if candidates is None else candidates
         scored = max(count, 10 * k) if count else 0
-        if places[0].type == "cpu" and self._nearest is not None and 0 < scored < self.n_documents // 2:
+        if (
+            places[0].type == "cpu"
+            and self._nearest is not None
+            and 0 < scored < self.n_documents // 2
+        ):
             there = np.flatnonzero(usable)
             for row in asked:
-                near = there if len(there) <= scored else self._nearest.candidates(queries.rows(row), scored, usable)
-                scores = scores_of(Asked.of([queries.rows(row)], places[0]), *self.files.take(near), reduction)
+                near = (
+                    there
+                    if len(there) <= scored
+                    else self._nearest.candidates(queries.rows(row), scored, usable)
+                )
+                scores = scores_of(
+                    Asked.of([queries.rows(row)], places[0]),
+                    *self.files.take(near),
+                    reduction,
+                )
                 best, columns = top_columns(scores, k)
                 (found[row],) = hits_of(self.ids, near[columns.numpy()], best.numpy())
             return found
@@ -245,19 +324,35 @@ class LateIndex(TorchIndex):
         return found
 
     def _best(
-        self, queries: list[Tensor], k: int, places: Sequence[torch.device], usable: Mask, reduction: str = "sum"
+        self,
+        queries: list[Tensor],
+        k: int,
+        places: Sequence[torch.device],
+        usable: Mask,
+        reduction: str = "sum",
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """Scores and positions ``[Nq, k]`` of the best of all documents, found in one pass for all queries."""
+        """Scores and positions ``[Nq, k]`` of the best of all documents, found in one pass for all
+        queries.
+        """
         passes = [self._pass(share, queries, k, usable, reduction) for share in self._on(places)]
         latest: list[Any] = [None] * len(passes)
-        for found in itertools.zip_longest(*passes):  # in turns, so that the devices work at the same time
+        for found in itertools.zip_longest(
+            *passes,
+        ):  # in turns, so that the devices work at the same time
             latest = [new or old for new, old in zip(found, latest, strict=True)]
-        scores, at = (np.concatenate([found[part].cpu().numpy() for found in latest], 1) for part in (0, 1))
+        scores, at = (
+            np.concatenate([found[part].cpu().numpy() for found in latest], 1) for part in (0, 1)
+        )
         order = np.lexsort((at, -scores))[:, :k]
         return np.take_along_axis(scores, order, 1), np.take_along_axis(at, order, 1)
 
     def _pass(
-        self, share: Share, queries: list[Tensor], k: int, usable: Mask, reduction: str
+        self,
+        share: Share,
+        queries: list[Tensor],
+        k: int,
+        usable: Mask,
+        reduction: str,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The best documents of a share, after each of its blocks; a GPU is not waited for."""
         asked, on_cpu = Asked.of(queries, share.device), share.device.type == "cpu"
@@ -267,8 +362,13 @@ class LateIndex(TorchIndex):
         for low, high, vectors, offsets in share.blocks(_BLOCK if on_cpu else STREAMED):
             scores = scores_of(asked, vectors, offsets, reduction)
             if left_out is not None:
-                scores = scores.masked_fill_(left_out[low - share.low : high - share.low], -float("inf"))
-            scores, at = top_columns(scores, k) if on_cpu else scores.topk(min(k, high - low), dim=1)
+                scores = scores.masked_fill_(
+                    left_out[low - share.low : high - share.low],
+                    -float("inf"),
+                )
+            scores, at = (
+                top_columns(scores, k) if on_cpu else scores.topk(min(k, high - low), dim=1)
+            )
             at += low
             if best is not None:
                 both, rows = (torch.cat(pair, 1) for pair in zip(best, (scores, at), strict=True))
@@ -281,7 +381,9 @@ class LateIndex(TorchIndex):
         if device is not None and not isinstance(device, str | torch.device):
             return [torch.device(name) for name in device]
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        several = str(place) == "cuda" and ("cuda",) not in self._shares and torch.cuda.device_count() > 1
+        several = (
+            str(place) == "cuda" and ("cuda",) not in self._shares and torch.cuda.device_count() > 1
+        )
         if several and not self._fits(place, self.files.nbytes):
             return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
         return [place]
@@ -289,7 +391,10 @@ class LateIndex(TorchIndex):
     def _on(self, places: Sequence[torch.device]) -> list[Share]:
         """The documents in as many shares, of about as many tokens."""
         if (key := tuple(map(str, places))) not in self._shares:
-            ends = np.searchsorted(self.files.offsets, np.linspace(0, self.files.n_tokens, len(places) + 1)[1:-1])
+            ends = np.searchsorted(
+                self.files.offsets,
+                np.linspace(0, self.files.n_tokens, len(places) + 1)[1:-1],
+            )
             bounds = [0, *ends.tolist(), self.n_documents]
             each = self.files.nbytes // len(places)
             self._shares[key] = [
@@ -306,19 +411,31 @@ class LateIndex(TorchIndex):
         """How many candidates hold enough of the ten best, and the share that they hold."""
         lengths, chooser, own = self.files.lengths, np.random.default_rng(0), list[int]()
         if queries is not None:
-            asked = [rows for rows in map(queries.rows, range(min(len(queries), _ASKED))) if rows.numel()]
+            asked = [
+                rows for rows in map(queries.rows, range(min(len(queries), _ASKED))) if rows.numel()
+            ]
         else:
-            own = chooser.choice(np.flatnonzero(lengths), min(_ASKED, int((lengths > 0).sum())), replace=False).tolist()
+            own = chooser.choice(
+                np.flatnonzero(lengths),
+                min(_ASKED, int((lengths > 0).sum())),
+                replace=False,
+            ).tolist()
             starts = [int(chooser.integers(max(1, int(lengths[row]) - _WORDS))) for row in own]
             rows = [self.files.between(row, row + 1).floats() for row in own]
             asked = [row[start : start + _WORDS] for row, start in zip(rows, starts, strict=True)]
         found = self._best(asked, 11 if own else 10, [torch.device("cpu")], self._with)[1].tolist()
         mine = own or [-1] * len(found)
-        best = [[at for at in row if at != not_it][:10] for row, not_it in zip(found, mine, strict=True)]
+        best = [
+            [at for at in row if at != not_it][:10] for row, not_it in zip(found, mine, strict=True)
+        ]
         count, share = 0, 0.0
         for count in _CANDIDATES:
             near = [set(nearest.candidates(query, count, self._with).tolist()) for query in asked]
-            shares = [len(these.intersection(row)) / len(row) for these, row in zip(near, best, strict=True) if row]
+            shares = [
+                len(these.intersection(row)) / len(row)
+                for these, row in zip(near, best, strict=True)
+                if row
+            ]
             if (share := float(np.mean(shares))) >= _RECALL:
                 break
         return {"n_candidates": count, "recall": round(share, 4)}

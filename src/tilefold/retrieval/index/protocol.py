@@ -1,4 +1,6 @@
-"""The interface of every sparse index, and the folder with ids, metadata and a manifest that all of them write."""
+"""The interface of every sparse index, and the folder with ids, metadata and a manifest that all of
+them write.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ F = TypeVar("F", bound="FolderIndex")
 
 
 class Hit(NamedTuple):
-    """A document, and the inner product of its vector and the query's (an estimate if the backend is approximate)."""
+    """A document, and the inner product of its vector and the query's (an estimate if the backend
+    is approximate).
+    """
 
     id: str
     score: float
@@ -57,11 +61,12 @@ class Hit(NamedTuple):
 class SparseIndex(Protocol):
     """A searchable set of sparse vectors.
 
-    ``search`` returns for each query at most `k` documents by inner product, best first; documents that share no term
-    with the query are not returned, and an empty query finds nothing; with `where` (:class:`Filter`), the best of those
-    whose metadata match. It raises ``ValueError`` for ``k < 1``, and
-    ``VocabularyMismatchError`` for queries over another vocabulary. ``save`` writes a directory atomically, and
-    replaces only an earlier index of the backend; ``load`` (or :func:`tilefold.retrieval.load_index`) reads it.
+    ``search`` returns for each query at most `k` documents by inner product, best first; documents
+    that share no term with the query are not returned, and an empty query finds nothing; with
+    `where` (:class:`Filter`), the best of those whose metadata match. It raises ``ValueError`` for
+    ``k < 1``, and ``VocabularyMismatchError`` for queries over another vocabulary. ``save`` writes
+    a directory atomically, and replaces only an earlier index of the backend; ``load`` (or
+    :func:`tilefold.retrieval.load_index`) reads it.
     """
 
     backend: ClassVar[str]
@@ -86,7 +91,9 @@ class SparseIndex(Protocol):
 
 def hits_to_run(queries: SparseVectors, hits: Sequence[Sequence[Hit]]) -> Run:
     """``{query id: {document id: score}}`` of the result of ``index.search(queries, k)``."""
-    return {qid: {hit.id: hit.score for hit in row} for qid, row in zip(queries.ids, hits, strict=True)}
+    return {
+        qid: {hit.id: hit.score for hit in row} for qid, row in zip(queries.ids, hits, strict=True)
+    }
 
 
 def write_manifest(
@@ -97,8 +104,12 @@ def write_manifest(
     *,
     changing: Collection[str] = (),
 ) -> None:
-    """Write ``index.json``, with a checksum of every other file in `folder` that is not `changing`. Call it last."""
-    files = (file for file in sorted(folder.iterdir()) if file.is_file() and file.name not in changing)
+    """Write ``index.json``, with a checksum of every other file in `folder` that is not `changing`.
+    Call it last.
+    """
+    files = (
+        file for file in sorted(folder.iterdir()) if file.is_file() and file.name not in changing
+    )
     manifest = {
         "schema_version": SCHEMA_VERSION,
         "backend": index.backend,
@@ -124,12 +135,16 @@ def read_description(path: str | Path) -> Json:
     ]
     if wrong or (schema := manifest.get("schema_version")) != SCHEMA_VERSION:
         got = wrong[0] if wrong else f"schema {schema!r}"
-        raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got {got}. {REMEDY}")
+        raise DataError(
+            f"{file}: expected an index of schema {SCHEMA_VERSION}, got {got}. {REMEDY}",
+        )
     return manifest
 
 
 def read_manifest(path: str | Path, backend: str, *, unread: Collection[str] = ()) -> Json:
-    """The ``index.json`` at `path`, after its files but those `unread` were compared with their checksums."""
+    """The ``index.json`` at `path`, after its files but those `unread` were compared with their
+    checksums.
+    """
     manifest = read_description(path)
     if manifest["backend"] != backend:
         got = f"{manifest['backend']!r}. Load it as such"
@@ -144,10 +159,14 @@ def read_array(file: Path, dtype: type[N], *shape: int) -> npt.NDArray[N]:
     try:
         found = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{file}: expected an array of an index, got ({error}). {REMEDY}") from error
+        raise DataError(
+            f"{file}: expected an array of an index, got ({error}). {REMEDY}",
+        ) from error
     if found.shape != shape or found.dtype != np.dtype(dtype):
         got = f"{found.dtype} of shape {list(found.shape)}"
-        raise DataError(f"{file}: expected {np.dtype(dtype)} of shape {list(shape)}, got {got}. {REMEDY}")
+        raise DataError(
+            f"{file}: expected {np.dtype(dtype)} of shape {list(shape)}, got {got}. {REMEDY}",
+        )
     return found
 
 
@@ -174,15 +193,26 @@ class StoredIds(Sequence[str]):
         if not 0 <= at < len(self):
             raise IndexError(f"at: expected a position among {len(self)} ids, got {at}.")
         try:
-            return self._text[self._offsets[at] : self._offsets[at + 1]].tobytes().decode("utf-8", _ERRORS)
+            return (
+                self._text[self._offsets[at] : self._offsets[at + 1]]
+                .tobytes()
+                .decode("utf-8", _ERRORS)
+            )
         except UnicodeDecodeError as error:
             raise DataError(f"{_IDS}: expected ids in UTF-8, got ({error}). {REMEDY}") from error
 
     def named(self, at: npt.NDArray[np.integer]) -> Sequence[str]:
         """The ids at some positions, in less than half the time."""
-        text, starts, ends = self._text.data, self._offsets[at].tolist(), self._offsets[at + 1].tolist()
+        text, starts, ends = (
+            self._text.data,
+            self._offsets[at].tolist(),
+            self._offsets[at + 1].tolist(),
+        )
         try:
-            return [str(text[low:high], "utf-8", _ERRORS) for low, high in zip(starts, ends, strict=True)]
+            return [
+                str(text[low:high], "utf-8", _ERRORS)
+                for low, high in zip(starts, ends, strict=True)
+            ]
         except UnicodeDecodeError:
             return [self[each] for each in at.tolist()]  # which names the file
 
@@ -191,20 +221,38 @@ class StoredIds(Sequence[str]):
 
     @classmethod
     def load(cls, folder: Path, count: int) -> StoredIds:
-        """Load ids that :func:`save_ids` wrote, memory-mapped; ``DataError`` unless they are `count`, none empty."""
+        """Load ids that :func:`save_ids` wrote, memory-mapped; ``DataError`` unless they are
+        `count`, none empty.
+        """
         offsets = read_offsets(folder / _OFFSETS, count)
         if (np.diff(offsets) < 1).any():
-            raise DataError(f"{folder / _OFFSETS}: expected ids of one byte at least, got an empty one. {REMEDY}")
+            raise DataError(
+                f"{folder / _OFFSETS}: expected ids of one byte at least, got an empty one. {REMEDY}",
+            )
         return cls(read_array(folder / _IDS, np.uint8, int(offsets[-1])), offsets)
 
 
-def hits_of(ids: Sequence[str], documents: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> list[list[Hit]]:
-    """Hits of each row of documents ``[Nq, k]`` and scores, but for those below 0 and scores of -infinity or NaN."""
-    found, collects, there = list[list[Hit]](), gc.isenabled(), (documents >= 0) & (scores > -np.inf)
+def hits_of(
+    ids: Sequence[str],
+    documents: npt.NDArray[np.int64],
+    scores: npt.NDArray[np.float32],
+) -> list[list[Hit]]:
+    """Hits of each row of documents ``[Nq, k]`` and scores, but for those below 0 and scores of
+    -infinity or NaN.
+    """
+    found, collects, there = (
+        list[list[Hit]](),
+        gc.isenabled(),
+        (documents >= 0) & (scores > -np.inf),
+    )
     gc.disable()  # thousands of hits would have it look through all objects of the process, and hold no circles
     try:
         for at, score, keep in zip(documents, scores, there, strict=True):
-            names = ids.named(at[keep]) if isinstance(ids, StoredIds) else map(ids.__getitem__, at[keep].tolist())
+            names = (
+                ids.named(at[keep])
+                if isinstance(ids, StoredIds)
+                else map(ids.__getitem__, at[keep].tolist())
+            )
             found.append(list(map(Hit._make, zip(names, score[keep].tolist(), strict=True))))
     finally:
         if collects:
@@ -220,12 +268,16 @@ def save_ids(ids: Iterable[str], folder: Path) -> None:
 
 
 class FolderIndex(ABC):
-    """Base of the indexes that are written as a folder: their ids, metadata, and files of their own."""
+    """Base of the indexes that are written as a folder: their ids, metadata, and files of their
+    own.
+    """
 
     backend: ClassVar[str]
     package: ClassVar[str] = "numpy"  # that reads and writes its files
     own_files: ClassVar[tuple[str, ...]]  # names of them
-    unread: ClassVar[tuple[str, ...]] = ()  # of these, those that are checked when a query asks for them
+    unread: ClassVar[
+        tuple[str, ...]
+    ] = ()  # of these, those that are checked when a query asks for them
     fingerprint: str | None = None  # of the vocabulary
     metadata: Metadata | None = None  # of the documents, for `where`
     ids: Sequence[str]
@@ -239,7 +291,9 @@ class FolderIndex(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Options, with which another index like this one is built; of late interaction also what was measured."""
+        """Options, with which another index like this one is built; of late interaction also what
+        was measured.
+        """
         return dict(self.options) if isinstance(self.options, Mapping) else asdict(self.options)
 
     @abstractmethod
@@ -251,7 +305,10 @@ class FolderIndex(ABC):
     @classmethod
     def _replaced(cls, path: str | Path) -> AbstractContextManager[Path]:
         """A new folder, which then replaces an earlier index of this kind at `path`."""
-        return atomic_directory(Path(path), own_names=[MANIFEST_NAME, SEGMENTS, FILE, *ID_FILES, *cls.own_files])
+        return atomic_directory(
+            Path(path),
+            own_names=[MANIFEST_NAME, SEGMENTS, FILE, *ID_FILES, *cls.own_files],
+        )
 
     def _finish(self, folder: Path) -> None:
         """Write what all indexes have into a folder that has the rest."""
@@ -268,7 +325,9 @@ class FolderIndex(ABC):
 
     @classmethod
     def load(cls: type[F], path: str | Path) -> F:
-        """Open an index that :meth:`save` wrote; a ``DataError`` for a damaged one, at the latest when it is read."""
+        """Open an index that :meth:`save` wrote; a ``DataError`` for a damaged one, at the latest
+        when it is read.
+        """
         folder = Path(path)
         manifest = read_manifest(folder, cls.backend, unread=cls.unread)
         index = cls._read(folder, manifest, StoredIds.load(folder, manifest["n_documents"]))
@@ -278,10 +337,16 @@ class FolderIndex(ABC):
 
 @contextmanager
 def naming_versions(folder: Path, manifest: Json, package: str) -> Iterator[None]:
-    """Say of what goes wrong with files of `package` which of its versions wrote them, and which reads them."""
+    """Say of what goes wrong with files of `package` which of its versions wrote them, and which
+    reads them.
+    """
     try:
         yield
-    except Exception as error:  # whatever the package raises of files that are not as it expects them
+    except (
+        Exception
+    ) as error:  # whatever the package raises of files that are not as it expects them
         written = f"written by {package} {(manifest.get('versions') or {}).get(package, 'unknown')}"
         read = f"read by {package_version(package)}"
-        raise DataError(f"{folder}: could not be read ({error}); {written}, {read}. {REMEDY}") from error
+        raise DataError(
+            f"{folder}: could not be read ({error}); {written}, {read}. {REMEDY}",
+        ) from error

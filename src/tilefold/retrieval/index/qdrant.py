@@ -14,12 +14,25 @@ from tilefold._files import atomic_directory, check_replaceable, hold_path, swap
 from tilefold.retrieval._files import Json
 from tilefold.retrieval._sparse import SparseVectors, check_buildable, check_search
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index.protocol import MANIFEST_NAME, REMEDY, Hit, read_manifest, write_manifest
+from tilefold.retrieval.index.protocol import (
+    MANIFEST_NAME,
+    REMEDY,
+    Hit,
+    read_manifest,
+    write_manifest,
+)
 from tilefold.retrieval.metadata import Where, fields_by_id
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.qdrant.collection import QdrantCollection
 from tilefold.retrieval.qdrant.documents import Documents
-from tilefold.retrieval.qdrant.edge import OWN_NAMES, RECORD, SHARD, EdgeEngine, allocated, need_space
+from tilefold.retrieval.qdrant.edge import (
+    OWN_NAMES,
+    RECORD,
+    SHARD,
+    EdgeEngine,
+    allocated,
+    need_space,
+)
 from tilefold.retrieval.qdrant.engine import Layout
 from tilefold.retrieval.qdrant.server import ServerEngine
 
@@ -34,16 +47,21 @@ _BLOCK = 1 << 20
 class QdrantIndex:
     """A :class:`tilefold.retrieval.qdrant.QdrantCollection` of sparse vectors, :attr:`collection`.
 
-    Search is exact, with the rounding and the order that the collection promises. The folder of an embedded one is open
-    in one process at a time; that of one on a server holds its address alone, and the API key is read from
-    ``QDRANT_API_KEY``. Documents may be added, replaced and deleted through :attr:`collection`.
+    Search is exact, with the rounding and the order that the collection promises. The folder of an
+    embedded one is open in one process at a time; that of one on a server holds its address alone,
+    and the API key is read from ``QDRANT_API_KEY``. Documents may be added, replaced and deleted
+    through :attr:`collection`.
     """
 
     backend: ClassVar[str] = "qdrant"
     metadata: ClassVar[None] = None  # are in the collection
 
     def __init__(
-        self, collection: QdrantCollection, *, folder: Path | None = None, address: dict[str, str] | None = None
+        self,
+        collection: QdrantCollection,
+        *,
+        folder: Path | None = None,
+        address: dict[str, str] | None = None,
     ) -> None:
         self.collection, self._folder, self._address = collection, folder, address
         self._discard: Callable[[], object] | None = None
@@ -62,27 +80,34 @@ class QdrantIndex:
 
     @property
     def provenance(self) -> Provenance:
-        """Fingerprints of model and texts; the texts are unknown once single documents were changed."""
+        """Fingerprints of model and texts; the texts are unknown once single documents were
+        changed.
+        """
         return self.collection.provenance
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: Any) -> QdrantIndex:
-        """Build the index; the same call resumes a build that was interrupted, beside `folder` or on the server.
+        """Build the index; the same call resumes a build that was interrupted, beside `folder` or
+        on the server.
 
         Args:
             vectors: the documents.
-            folder: of an embedded index; a temporary one, until :meth:`save`, without folder and url.
-            url, collection, api_key, timeout, patience: as in :meth:`QdrantCollection.server`, with the name there.
+            folder: of an embedded index; a temporary one, until :meth:`save`, without folder and
+                url.
+            url, collection, api_key, timeout, patience: as in :meth:`QdrantCollection.server`, with
+                the name there.
             weights: ``"float32"``, or ``"float16"`` in what is searched (relative error 2^-11).
             metadata: document id -> fields, kept as payload.
             overwrite: replace other vectors in the collection of the server.
             progress, resumes: as in :meth:`QdrantCollection.build`.
 
-        No positive weight or a wrong option is a ``ValueError``, a place that holds something else a ``DataError`` or
-        ``FileExistsError``, one where another process builds an ``InUseError``.
+        No positive weight or a wrong option is a ``ValueError``, a place that holds something else
+        a ``DataError`` or ``FileExistsError``, one where another process builds an ``InUseError``.
         """
         if unknown := sorted(set(options) - set(_OPTIONS)):
-            raise ValueError(f"options: Qdrant has {', '.join(_OPTIONS)}; got {', '.join(unknown)}.")
+            raise ValueError(
+                f"options: Qdrant has {', '.join(_OPTIONS)}; got {', '.join(unknown)}.",
+            )
         check_buildable(vectors)
         kept, cut = options.get("weights", "float32"), vectors.provenance.passages
         layout = Layout(vectors.vocab_size, vectors.fingerprint, weights=kept, passages=cut)
@@ -92,7 +117,9 @@ class QdrantIndex:
         url, folder = options.get("url"), options.get("folder")
         if url is not None:
             if folder is not None:
-                raise ValueError(f"folder: expected either a folder or the url of a server, got both, {folder!r}.")
+                raise ValueError(
+                    f"folder: expected either a folder or the url of a server, got both, {folder!r}.",
+                )
             return cls._on_server(url, documents, layout, report, options)
         for name in _OF_SERVERS:
             if options.get(name) not in (None, False):
@@ -109,10 +136,21 @@ class QdrantIndex:
         return index
 
     @classmethod
-    def _on_server(cls, url: str, documents: Documents, layout: Layout, report: Json, options: Json) -> QdrantIndex:
+    def _on_server(
+        cls,
+        url: str,
+        documents: Documents,
+        layout: Layout,
+        report: Json,
+        options: Json,
+    ) -> QdrantIndex:
         if not (name := options.get("collection")):
             raise ValueError(f"collection: expected a name for it on the server, got {name!r}.")
-        given = {key: options[key] for key in ("api_key", "timeout", "patience") if options.get(key) is not None}
+        given = {
+            key: options[key]
+            for key in ("api_key", "timeout", "patience")
+            if options.get(key) is not None
+        }
         engine = ServerEngine(url, name, **given)
         record = engine.record() if options.get("overwrite") else None
         if record is not None and record.vectors_sha256 != documents.digest(layout):
@@ -126,13 +164,22 @@ class QdrantIndex:
         return cls(opened, address={"url": url, "collection": name})
 
     @classmethod
-    def _in_folder(cls, folder: Path, documents: Documents, layout: Layout, report: Json) -> QdrantIndex:
+    def _in_folder(
+        cls,
+        folder: Path,
+        documents: Documents,
+        layout: Layout,
+        report: Json,
+    ) -> QdrantIndex:
         check_replaceable(folder, _NAMES)
         documents.check(layout, str(folder))
         unfinished = folder.parent / f".{folder.name}.building"
         with hold_path(folder):
             try:
-                with QdrantCollection.of(_unfinished(unfinished, documents.digest(layout)), layout) as opened:
+                with QdrantCollection.of(
+                    _unfinished(unfinished, documents.digest(layout)),
+                    layout,
+                ) as opened:
                     opened.build(documents, **report)
                     cls(opened)._describe(unfinished)
             except BaseException:
@@ -143,12 +190,16 @@ class QdrantIndex:
         return cls(QdrantCollection.embedded(folder, verify=False), folder=folder)  # just written
 
     def search(self, queries: SparseVectors, k: int, *, where: Where = None) -> list[list[Hit]]:
-        """See :class:`SparseIndex`; of the documents whose payload matches `where` if that is given."""
+        """See :class:`SparseIndex`; of the documents whose payload matches `where` if that is
+        given.
+        """
         check_search(self, queries, k)
         return self.collection.search(queries, int(k), where=where)
 
     def save(self, path: str | Path) -> None:
-        """Write a copy of an embedded index, or the address of one on a server; only an earlier one is replaced."""
+        """Write a copy of an embedded index, or the address of one on a server; only an earlier one
+        is replaced.
+        """
         if self._folder is not None and Path(path).resolve() == self._folder.resolve():
             self._describe(self._folder)
             return
@@ -157,25 +208,39 @@ class QdrantIndex:
                 need_space(folder, allocated(self._folder / SHARD), of=Path(path))
                 shutil.copytree(self._folder / SHARD, folder / SHARD, copy_function=_copy_sparse)
                 shutil.copyfile(self._folder / RECORD, folder / RECORD)
-                with closing(EdgeEngine(folder, verify=False)) as copy:  # closing makes the checksums
+                with closing(
+                    EdgeEngine(folder, verify=False),
+                ) as copy:  # closing makes the checksums
                     copy.optimize()
             self._describe(folder)
 
     @classmethod
     def load(cls, path: str | Path) -> QdrantIndex:
-        """Open a finished index that :meth:`save` or :meth:`build` wrote; errors as of :class:`QdrantCollection`."""
+        """Open a finished index that :meth:`save` or :meth:`build` wrote; errors as of
+        :class:`QdrantCollection`.
+        """
         folder = Path(path)
         manifest = read_manifest(folder, cls.backend)
         address = {name: manifest["options"].get(name) for name in ("url", "collection")}
         for name, value in address.items():
             if not isinstance(value, str) and any(other is not None for other in address.values()):
-                raise DataError(f"{path}: expected a text as {name} of the options, got {value!r:.80}. {REMEDY}")
+                raise DataError(
+                    f"{path}: expected a text as {name} of the options, got {value!r:.80}. {REMEDY}",
+                )
         url, name = address.values()
-        opened = QdrantCollection.embedded(folder) if url is None else QdrantCollection.server(url, name)
+        opened = (
+            QdrantCollection.embedded(folder) if url is None else QdrantCollection.server(url, name)
+        )
         if not opened.complete or opened.layout.vocab_size != manifest["vocab_size"]:
             opened.close()
-            what = "one of another vocabulary" if opened.complete else "one whose build is not finished"
-            raise DataError(f"{opened.place}: expected the collection of {path}, got {what}. Run tilefold index again.")
+            what = (
+                "one of another vocabulary"
+                if opened.complete
+                else "one whose build is not finished"
+            )
+            raise DataError(
+                f"{opened.place}: expected the collection of {path}, got {what}. Run tilefold index again.",
+            )
         return cls(opened, folder=folder) if url is None else cls(opened, address=address)
 
     def close(self) -> None:
@@ -191,7 +256,9 @@ class QdrantIndex:
 
 
 def _unfinished(folder: Path, digest: str) -> EdgeEngine:
-    """The engine of an interrupted build; an empty one where that was of other vectors, or is damaged."""
+    """The engine of an interrupted build; an empty one where that was of other vectors, or is
+    damaged.
+    """
     try:
         engine = EdgeEngine(folder)
     except DataError:

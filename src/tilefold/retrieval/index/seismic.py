@@ -1,8 +1,10 @@
-"""Approximate search with Seismic (Bruch, Nardini, Rulli and Venturini, SIGIR 2024), package pyseismic-lsr.
+"""Approximate search with Seismic (Bruch, Nardini, Rulli and Venturini, SIGIR 2024), package
+pyseismic-lsr.
 
-Behaviour of pyseismic-lsr 0.5.4 that this wrapper handles: it prints while it builds and saves; a component beyond its
-dimension corrupts the answer; ``k = 0`` panics; queries may come back in another order; weights are 16-bit floats; and
-time to build grows with the vocabulary, used or not, so terms are renumbered to those in use.
+Behaviour of pyseismic-lsr 0.5.4 that this wrapper handles: it prints while it builds and saves; a
+component beyond its dimension corrupts the answer; ``k = 0`` panics; queries may come back in
+another order; weights are 16-bit floats; and time to build grows with the vocabulary, used or not,
+so terms are renumbered to those in use.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ _FRACTIONS = {"centroid_fraction": "(", "summary_energy": "(", "heap_factor": "[
 _PACKAGE = "pyseismic-lsr"
 Terms = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int64]
-_Origin = tuple[int, str | None, Provenance]  # size and fingerprint of the vocabulary, model and texts
+_Origin = tuple[
+    int,
+    str | None,
+    Provenance,
+]  # size and fingerprint of the vocabulary, model and texts
 _STEM = "seismic"
 _FILE, _TERMS, _FILLED = f"{_STEM}.index.seismic", "terms.npy", "filled.npy"
 _DEEPER = 4  # times as many documents are looked for as a filter is expected to let through
@@ -52,13 +58,16 @@ class SeismicOptions:
     """Build options (the first five) and defaults of a search.
 
     Attributes:
-        n_postings: postings kept per term, on average; None chooses by the collection, see :meth:`for_collection`.
+        n_postings: postings kept per term, on average; None chooses by the collection, see
+            :meth:`for_collection`.
         centroid_fraction: clusters of a posting list, as a fraction of its documents.
         min_cluster_size: documents of the smallest cluster.
         summary_energy: fraction of a cluster's weight that its summary keeps.
         doc_cut: heaviest terms of a document that clustering looks at.
-        query_cut: heaviest terms of a query that choose the clusters to look into; scores use all terms. None chooses.
-        heap_factor: in [0, 1]; a lower one visits more clusters, which is slower and closer to exact. None chooses.
+        query_cut: heaviest terms of a query that choose the clusters to look into; scores use all
+            terms. None chooses.
+        heap_factor: in [0, 1]; a lower one visits more clusters, which is slower and closer to
+            exact. None chooses.
         num_threads: 0 is one per core.
     """
 
@@ -76,10 +85,15 @@ class SeismicOptions:
             value, least, opening = getattr(self, name), _INTEGERS.get(name), _FRACTIONS.get(name)
             if value is None and name in _CHOSEN:
                 continue
-            number = isinstance(value, Real if least is None else int) and not isinstance(value, bool)
+            number = isinstance(value, Real if least is None else int) and not isinstance(
+                value,
+                bool,
+            )
             if least is not None and (not number or value < least):
                 raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}.")
-            if opening and (not number or not 0.0 <= value <= 1.0 or (opening == "(" and value == 0.0)):
+            if opening and (
+                not number or not 0.0 <= value <= 1.0 or (opening == "(" and value == 0.0)
+            ):
                 raise ValueError(f"{name}: expected a number in {opening}0, 1], got {value!r}.")
 
     @classmethod
@@ -92,10 +106,11 @@ class SeismicOptions:
     def for_collection(self, documents: int, mean_postings: float) -> SeismicOptions:
         """Options with numbers in the place of None.
 
-        With L, the mean number of documents of a term that occurs, ``n_postings`` is ``10 * L ** 0.56``: twice L at
-        10,000 documents of 120 terms, where shorter lists lose documents, and a tenth of L, 3,500, at the 8.8 million
-        of MS MARCO, as Seismic's authors set it. ``query_cut`` and ``heap_factor`` are 20 and 0.7, and from a million
-        documents on 10 and 0.8, also theirs.
+        With L, the mean number of documents of a term that occurs, ``n_postings`` is ``10 * L **
+        0.56``: twice L at 10,000 documents of 120 terms, where shorter lists lose documents, and a
+        tenth of L, 3,500, at the 8.8 million of MS MARCO, as Seismic's authors set it.
+        ``query_cut`` and ``heap_factor`` are 20 and 0.7, and from a million documents on 10 and
+        0.8, also theirs.
         """
         many = documents >= _MANY_DOCUMENTS
         found = {
@@ -103,20 +118,29 @@ class SeismicOptions:
             "query_cut": 10 if many else 20,
             "heap_factor": 0.8 if many else 0.7,
         }
-        return replace(self, **{name: value for name, value in found.items() if getattr(self, name) is None})
+        return replace(
+            self,
+            **{name: value for name, value in found.items() if getattr(self, name) is None},
+        )
 
 
 class SeismicIndex(FolderIndex):
     """Clustered inverted lists with summaries; documents are found approximately.
 
-    Scores are inner products of all query terms with weights rounded to 16-bit floats (relative error below
-    1e-3). Building uses random clustering, so two builds may miss different documents.
+    Scores are inner products of all query terms with weights rounded to 16-bit floats (relative
+    error below 1e-3). Building uses random clustering, so two builds may miss different documents.
     """
 
     backend, package, own_files = "seismic", _PACKAGE, (_TERMS, _FILLED, _FILE)
 
     def __init__(
-        self, engine: Any, ids: Sequence[str], terms: Terms, filled: Rows, options: SeismicOptions, made_of: _Origin
+        self,
+        engine: Any,
+        ids: Sequence[str],
+        terms: Terms,
+        filled: Rows,
+        options: SeismicOptions,
+        made_of: _Origin,
     ) -> None:
         self._engine, self.ids, self._terms, self.options = engine, ids, terms, options
         self._filled = filled  # rows of documents with terms, which alone are in the engine
@@ -125,14 +149,18 @@ class SeismicIndex(FolderIndex):
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: object) -> SeismicIndex:
-        """Build the index; a ``ValueError`` for a weight above 65504 or a wrong option of :class:`SeismicOptions`."""
+        """Build the index; a ``ValueError`` for a weight above 65504 or a wrong option of
+        :class:`SeismicOptions`.
+        """
         chosen = SeismicOptions.parse(options)
         seismic = _package()
         check_buildable(vectors)
         keep = vectors.data > 0
         if float(vectors.data.max()) > _LARGEST_WEIGHT:
             got = f"{float(vectors.data.max()):g}"
-            raise ValueError(f"vectors: Seismic keeps weights up to {_LARGEST_WEIGHT:.0f}, got {got}. Scale them down.")
+            raise ValueError(
+                f"vectors: Seismic keeps weights up to {_LARGEST_WEIGHT:.0f}, got {got}. Scale them down.",
+            )
         offsets = offsets_of(keep)[vectors.indptr]
         kept = vectors.indices[keep]
         terms = np.flatnonzero(np.bincount(kept, minlength=vectors.vocab_size))
@@ -140,15 +168,29 @@ class SeismicIndex(FolderIndex):
         numbers[terms] = np.arange(terms.size)
         chosen = chosen.for_collection(len(vectors), kept.size / terms.size)
         large = terms.size > _SMALL_VOCABULARY
-        settings = {name: value for name, value in asdict(chosen).items() if name not in ("query_cut", "heap_factor")}
+        settings = {
+            name: value
+            for name, value in asdict(chosen).items()
+            if name not in ("query_cut", "heap_factor")
+        }
         with _quiet():
             kind = seismic.SeismicDatasetLV if large else seismic.SeismicDataset
             dataset, rows = kind(dim=int(terms.size)), [str(row) for row in range(len(vectors))]
             # those without terms are left out
             dataset.add_documents_by_id(rows, numbers[kept], vectors.data[keep], offsets)
-            engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(dataset, **settings)
+            engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(
+                dataset,
+                **settings,
+            )
         origin = (vectors.vocab_size, vectors.fingerprint, vectors.provenance)
-        return cls(engine, list(vectors.ids), terms.astype(np.int32), np.flatnonzero(np.diff(offsets)), chosen, origin)
+        return cls(
+            engine,
+            list(vectors.ids),
+            terms.astype(np.int32),
+            np.flatnonzero(np.diff(offsets)),
+            chosen,
+            origin,
+        )
 
     def search(
         self,
@@ -160,20 +202,30 @@ class SeismicIndex(FolderIndex):
         where: Where = None,
         allowed: Mask | None = None,
     ) -> list[list[Hit]]:
-        """See :class:`SparseIndex`; may find fewer. `query_cut` and `heap_factor` default to those of the build.
+        """See :class:`SparseIndex`; may find fewer. `query_cut` and `heap_factor` default to those
+        of the build.
 
-        Of the documents that match `where`, or are `allowed` (bool ``[N]``), it finds `k`, or all that share a term
-        with the query: it looks deeper, and scores them all exactly where that finds fewer or few are allowed.
+        Of the documents that match `where`, or are `allowed` (bool ``[N]``), it finds `k`, or all
+        that share a term with the query: it looks deeper, and scores them all exactly where that
+        finds fewer or few are allowed.
         """
         check_search(self, queries, k)
         changed: Json = {"query_cut": query_cut, "heap_factor": heap_factor}
-        chosen = replace(self.options, **{name: value for name, value in changed.items() if value is not None})
+        chosen = replace(
+            self.options,
+            **{name: value for name, value in changed.items() if value is not None},
+        )
         mask, deep = allowed_by(self.metadata, where, allowed), k
         if mask is not None:
             deep = _DEEPER * k * self.n_documents // max(1, int(mask.sum()))
         answered = mask is None or deep < self.n_documents // _DEEPER
-        found = self._found(queries, deep, chosen) if answered else [[] for _ in range(len(queries))]
-        hits = [[Hit(self.ids[at], score) for at, score in row if mask is None or mask[at]][:k] for row in found]
+        found = (
+            self._found(queries, deep, chosen) if answered else [[] for _ in range(len(queries))]
+        )
+        hits = [
+            [Hit(self.ids[at], score) for at, score in row if mask is None or mask[at]][:k]
+            for row in found
+        ]
         short = [] if mask is None else [at for at, row in enumerate(hits) if len(row) < k]
         exact = self._exact.search(queries.take(short), k, allowed=mask) if short else []
         return [dict(zip(short, exact, strict=True)).get(at, row) for at, row in enumerate(hits)]
@@ -181,10 +233,15 @@ class SeismicIndex(FolderIndex):
     def stored(self) -> SparseVectors:
         """The vectors of the documents as they are stored, without zero weights, in memory."""
         found = (self._engine.get(at) for at in range(len(self._filled)))
-        rows = [(np.array(terms, np.int32), np.array(weights, np.float32)) for terms, weights in found]
+        rows = [
+            (np.array(terms, np.int32), np.array(weights, np.float32)) for terms, weights in found
+        ]
         counts = np.zeros(self.n_documents, np.int64)
         counts[self._filled] = [len(terms) for terms, _ in rows]
-        terms, weights = self._terms[np.concatenate([row for row, _ in rows])], np.concatenate([row for _, row in rows])
+        terms, weights = (
+            self._terms[np.concatenate([row for row, _ in rows])],
+            np.concatenate([row for _, row in rows]),
+        )
         made_of = self.vocab_size, self.fingerprint, self.provenance
         return SparseVectors(list(self.ids), offsets_of(counts), terms, weights, *made_of)
 
@@ -192,7 +249,12 @@ class SeismicIndex(FolderIndex):
     def _exact(self) -> ExactIndex:
         return ExactIndex.build(self.stored())
 
-    def _found(self, queries: SparseVectors, k: int, chosen: SeismicOptions) -> list[list[tuple[int, float]]]:
+    def _found(
+        self,
+        queries: SparseVectors,
+        k: int,
+        chosen: SeismicOptions,
+    ) -> list[list[tuple[int, float]]]:
         """Rows of documents and their scores, best first."""
         string_type = _package().get_seismic_string()
         asked = []
@@ -201,30 +263,45 @@ class SeismicIndex(FolderIndex):
             at = np.minimum(np.searchsorted(self._terms, terms), self._terms.size - 1)
             known = (self._terms[at] == terms) & (weights > 0)
             if known.any():
-                asked.append((str(i), at[known].astype(string_type), np.ascontiguousarray(weights[known])))
+                asked.append(
+                    (str(i), at[known].astype(string_type), np.ascontiguousarray(weights[known])),
+                )
         results: list[list[tuple[int, float]]] = [[] for _ in range(len(queries))]
         if not asked:
             return results
         heap = float(cast("float", chosen.heap_factor))
-        settings = {"k": min(int(k), self.n_documents), "query_cut": chosen.query_cut, "heap_factor": heap}
+        settings = {
+            "k": min(int(k), self.n_documents),
+            "query_cut": chosen.query_cut,
+            "heap_factor": heap,
+        }
         with self._answering():
             if len(asked) == 1:  # a pool of threads takes longer than one query
                 answers = [self._engine.search(*asked[0], **settings)]
             else:
                 names, components, values = map(list, zip(*asked, strict=True))
                 several = np.array(names, dtype=string_type), components, values
-                answers = self._engine.batch_search(*several, **settings, num_threads=chosen.num_threads)
+                answers = self._engine.batch_search(
+                    *several,
+                    **settings,
+                    num_threads=chosen.num_threads,
+                )
             for answer in answers:
                 found = sorted((-float(score), int(row)) for _, score, row in answer)
                 rows = np.array([row for _, row in found], np.int64)
-                check_arrays(("documents", rows, self.n_documents), ("scores", -np.array([s for s, _ in found])))
+                check_arrays(
+                    ("documents", rows, self.n_documents),
+                    ("scores", -np.array([s for s, _ in found])),
+                )
                 if found:
                     results[int(answer[0][0])] = [(row, -score) for score, row in found]
         return results
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Name the folder in what goes wrong while an index searches that was read from one: it is damaged."""
+        """Name the folder in what goes wrong while an index searches that was read from one: it is
+        damaged.
+        """
         try:
             with _panics_are_errors():
                 yield
@@ -245,19 +322,37 @@ class SeismicIndex(FolderIndex):
         with naming_versions(folder, manifest, _PACKAGE):
             options = SeismicOptions.parse(manifest["options"])
             if None in (getattr(options, name) for name in _CHOSEN):
-                raise DataError(f"options: expected numbers for {', '.join(_CHOSEN)}, got {options}.")
-            terms, filled = (np.load(folder / name, allow_pickle=False) for name in (_TERMS, _FILLED))
+                raise DataError(
+                    f"options: expected numbers for {', '.join(_CHOSEN)}, got {options}.",
+                )
+            terms, filled = (
+                np.load(folder / name, allow_pickle=False) for name in (_TERMS, _FILLED)
+            )
             if terms.dtype != np.int32 or terms.ndim != 1 or (terms[1:] <= terms[:-1]).any():
-                raise DataError(f"{_TERMS}: expected ascending int32 terms, got {terms.dtype} {terms.shape}.")
+                raise DataError(
+                    f"{_TERMS}: expected ascending int32 terms, got {terms.dtype} {terms.shape}.",
+                )
             if (at := outside(terms, manifest["vocab_size"])) is not None:
-                raise DataError(f"{_TERMS}: expected terms in [0, {manifest['vocab_size']}), got {terms[at]}.")
-            kind = seismic.SeismicIndexLV if terms.size > _SMALL_VOCABULARY else seismic.SeismicIndex
+                raise DataError(
+                    f"{_TERMS}: expected terms in [0, {manifest['vocab_size']}), got {terms[at]}.",
+                )
+            kind = (
+                seismic.SeismicIndexLV if terms.size > _SMALL_VOCABULARY else seismic.SeismicIndex
+            )
             with _quiet():
                 engine = kind.load(str(folder / _FILE))
-            if engine.dim != terms.size or engine.len != filled.size or outside(filled, len(ids)) is not None:
+            if (
+                engine.dim != terms.size
+                or engine.len != filled.size
+                or outside(filled, len(ids)) is not None
+            ):
                 wanted = f"{filled.size} of {len(ids)} texts, of {terms.size} terms"
                 raise DataError(f"{_FILE}: expected {wanted}, got {engine.len}, {engine.dim}.")
-        origin = (manifest["vocab_size"], manifest.get("fingerprint"), Provenance.from_dict(manifest))
+        origin = (
+            manifest["vocab_size"],
+            manifest.get("fingerprint"),
+            Provenance.from_dict(manifest),
+        )
         index = cls(engine, list(ids), terms, filled, options, origin)
         index._folder = folder
         return index
@@ -280,7 +375,9 @@ def _panics_are_errors() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Discard what native code prints to the standard streams, of all threads, and turn its panics into errors."""
+    """Discard what native code prints to the standard streams, of all threads, and turn its panics
+    into errors.
+    """
     saved: list[tuple[int, int]] = []
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):

@@ -1,4 +1,6 @@
-"""Packed token vectors in files, one document after the other: storage, checks, and blocks of them on a device."""
+"""Packed token vectors in files, one document after the other: storage, checks, and blocks of them
+on a device.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ class Packed(NamedTuple):
         if self.scales is None:
             return self.values
         if self.values.dtype == torch.uint8:
-            pair = torch.cat([self.values << 4, self.values & 240], dim=-1)  # 16 n; two bits turned: 8 (2 n - 15)
+            pair = torch.cat(
+                [self.values << 4, self.values & 240],
+                dim=-1,
+            )  # 16 n; two bits turned: 8 (2 n - 15)
             return QuantizedTokens(pair.bitwise_xor_(136).view(torch.int8), self.scales.float() / 8)
         return QuantizedTokens(self.values, self.scales)
 
@@ -78,8 +83,8 @@ Chunk = tuple[list[str], Places, Packed]  # ids, tokens of each, and these
 def packed(vectors: Tensor | QuantizedTokens, storage: str) -> Packed:
     """Token vectors in a storage.
 
-    In 4 bits, an entry is one of the 16 odd integers from -15 to 15, times 1/15 of the largest entry of its token in
-    bfloat16: off by at most that 15th, 66 bytes for 128 entries.
+    In 4 bits, an entry is one of the 16 odd integers from -15 to 15, times 1/15 of the largest
+    entry of its token in bfloat16: off by at most that 15th, 66 bytes for 128 entries.
     """
     if storage == "int8" and isinstance(vectors, QuantizedTokens):
         return Packed(vectors.values, vectors.scales)
@@ -97,17 +102,28 @@ def packed(vectors: Tensor | QuantizedTokens, storage: str) -> Packed:
 
 
 class TokenFiles:
-    """Token vectors of N documents, memory-mapped, in the files of an index; ``DataError`` for what does not fit.
+    """Token vectors of N documents, memory-mapped, in the files of an index; ``DataError`` for what
+    does not fit.
 
     Each document has a checksum, which is compared when it is first read.
     """
 
     def __init__(self, folder: Path, count: int, dimension: int, storage: str) -> None:
         self.folder, self.dimension, self.storage = folder, dimension, storage
-        self.offsets, self._sums = read_offsets(folder / OFFSETS, count), read_array(folder / SUMS, np.uint32, count)
-        self.lengths, self.n_tokens = np.diff(self.offsets), int(self.offsets[-1])  # of each document, and of all
+        self.offsets, self._sums = (
+            read_offsets(folder / OFFSETS, count),
+            read_array(folder / SUMS, np.uint32, count),
+        )
+        self.lengths, self.n_tokens = (
+            np.diff(self.offsets),
+            int(self.offsets[-1]),
+        )  # of each document, and of all
         kind, factors = _DTYPES[storage]
-        self.values = self._mapped(VALUES, kind, (self.n_tokens, dimension // 2 if storage == "int4" else dimension))
+        self.values = self._mapped(
+            VALUES,
+            kind,
+            (self.n_tokens, dimension // 2 if storage == "int4" else dimension),
+        )
         self.scales = None if factors is None else self._mapped(SCALES, factors, (self.n_tokens,))
         self._trusted = np.zeros(count, bool)
         self._locked: bool | None = None  # not tried yet
@@ -120,7 +136,11 @@ class TokenFiles:
         path, wanted = self.folder / name, int(np.prod(shape)) * np.dtype(dtype).itemsize
         if (got := path.stat().st_size) != wanted:
             raise DataError(f"{path}: expected {wanted} bytes, got {got}. {REMEDY}")
-        return np.asarray(np.memmap(path, dtype, mode="c", shape=shape)) if wanted else np.empty(shape, dtype)
+        return (
+            np.asarray(np.memmap(path, dtype, mode="c", shape=shape))
+            if wanted
+            else np.empty(shape, dtype)
+        )
 
     def check(self, documents: Places) -> None:
         """Raise ``DataError`` for documents whose vectors are not those that were saved."""
@@ -139,19 +159,26 @@ class TokenFiles:
         self._trusted[new] = True
 
     def lock(self) -> None:
-        """Lock what the files are mapped to in memory, whence GPUs copy at the rate of the bus, if there is room.
+        """Lock what the files are mapped to in memory, whence GPUs copy at the rate of the bus, if
+        there is room.
 
-        Pages become this process's own: the size of the files once more, for as long as this object lives. It is tried
-        once; a ``UserWarning`` says why it was not done.
+        Pages become this process's own: the size of the files once more, for as long as this object
+        lives. It is tried once; a ``UserWarning`` says why it was not done.
         """
         if self._locked is not None:
             return
         with contextlib.ExitStack() as alone:
-            with contextlib.suppress(ImportError, OSError):  # Windows, and some network file systems
+            with contextlib.suppress(
+                ImportError,
+                OSError,
+            ):  # Windows, and some network file systems
                 import fcntl
 
                 file = alone.enter_context((self.folder / VALUES).open("rb"))
-                fcntl.flock(file, fcntl.LOCK_EX)  # processes that open an index together look one after the other
+                fcntl.flock(
+                    file,
+                    fcntl.LOCK_EX,
+                )  # processes that open an index together look one after the other
             refused = self._refused()
         self._locked = not refused
         if refused:
@@ -168,7 +195,9 @@ class TokenFiles:
             if error := int(runtime.cudaHostRegister(array.ctypes.data, array.nbytes, _ANY_GPU)):
                 for each in held:
                     each()
-                with contextlib.suppress(RuntimeError):  # the error stays until something is launched
+                with contextlib.suppress(
+                    RuntimeError,
+                ):  # the error stays until something is launched
                     torch.ones(1, device="cuda").add_(1)
                 return f"cudaHostRegister gave error {error}"
             held.append(weakref.finalize(self, runtime.cudaHostUnregister, array.ctypes.data))
@@ -181,9 +210,17 @@ class TokenFiles:
     def take(self, documents: Places) -> tuple[Packed, Tensor]:
         """Vectors of some documents, copied, and their offsets in int32."""
         self.check(documents)
-        found = [slice(*span) for span in zip(self.offsets[documents], self.offsets[documents + 1], strict=True)]
-        parts = [np.concatenate([array[:0], *(array[span] for span in found)]) for array in self._arrays()]
-        return self._tensors(parts), torch.from_numpy(offsets_of(self.lengths[documents]).astype(np.int32))
+        found = [
+            slice(*span)
+            for span in zip(self.offsets[documents], self.offsets[documents + 1], strict=True)
+        ]
+        parts = [
+            np.concatenate([array[:0], *(array[span] for span in found)])
+            for array in self._arrays()
+        ]
+        return self._tensors(parts), torch.from_numpy(
+            offsets_of(self.lengths[documents]).astype(np.int32),
+        )
 
     def between(self, low: int, high: int) -> Packed:
         """Vectors of documents number `low` to `high`, as they lie in the files."""
@@ -208,12 +245,22 @@ class TokenFiles:
 
 def arrays(found: Packed) -> list[npt.NDArray[Any]]:
     """Values, and scales if there are some, as they are written."""
-    parts = (part.view(torch.int16) if part.dtype == torch.bfloat16 else part for part in found if part is not None)
+    parts = (
+        part.view(torch.int16) if part.dtype == torch.bfloat16 else part
+        for part in found
+        if part is not None
+    )
     return [np.ascontiguousarray(part.numpy()) for part in parts]
 
 
-def checksums(arrays: Sequence[npt.NDArray[Any]], starts: Places, ends: Places) -> npt.NDArray[np.uint32]:
-    """CRC-32 of the vectors of documents, whose rows are from `starts` to `ends`, and then of their scales."""
+def checksums(
+    arrays: Sequence[npt.NDArray[Any]],
+    starts: Places,
+    ends: Places,
+) -> npt.NDArray[np.uint32]:
+    """CRC-32 of the vectors of documents, whose rows are from `starts` to `ends`, and then of their
+    scales.
+    """
     views = [(each.reshape(-1).view(np.uint8).data, each[:1].nbytes) for each in arrays]
     found = [0] * len(starts)
     for number, (low, high) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
@@ -223,23 +270,38 @@ def checksums(arrays: Sequence[npt.NDArray[Any]], starts: Places, ends: Places) 
 
 
 class Share:
-    """Documents `low` to `high` of a collection on one device: all in its memory if they fit, else block by block.
+    """Documents `low` to `high` of a collection on one device: all in its memory if they fit, else
+    block by block.
 
-    A GPU computes with one block while the next are copied there, by a stream each: slower for the first search, then
-    at the rate of the bus from files whose memory is locked (:meth:`TokenFiles.lock`).
+    A GPU computes with one block while the next are copied there, by a stream each: slower for the
+    first search, then at the rate of the bus from files whose memory is locked
+    (:meth:`TokenFiles.lock`).
     """
 
-    def __init__(self, files: TokenFiles, device: torch.device, low: int, high: int, fits: bool) -> None:
+    def __init__(
+        self,
+        files: TokenFiles,
+        device: torch.device,
+        low: int,
+        high: int,
+        fits: bool,
+    ) -> None:
         self.files, self.device, self.low, self.high = files, device, low, high
         lengths = files.lengths[low:high]
         self.offsets = torch.from_numpy(files.offsets[low : high + 1].copy()).to(device)
-        self.without = None if lengths.all() else torch.from_numpy(lengths == 0).to(device)  # tokens
+        self.without = (
+            None if lengths.all() else torch.from_numpy(lengths == 0).to(device)
+        )  # tokens
         self.held = files.between(low, high).each(lambda part: part.to(device)) if fits else None
         self._streams = False  # for the first time, which may be the only one
-        self.length = int(lengths[0]) if device.type != "cpu" and (lengths == lengths[0]).all() else 0  # of all
+        self.length = (
+            int(lengths[0]) if device.type != "cpu" and (lengths == lengths[0]).all() else 0
+        )  # of all
 
     def blocks(self, tokens: int = STREAMED) -> Iterator[tuple[int, int, Packed, Tensor | None]]:
-        """First and last document (excluded), their vectors on the device, and int32 offsets, unless padded."""
+        """First and last document (excluded), their vectors on the device, and int32 offsets,
+        unless padded.
+        """
         first = int(self.files.offsets[self.low])
         if self.held is not None:
             size = _DECODED if self.files.storage == "int4" else 1 << 30
@@ -248,13 +310,27 @@ class Share:
                 yield self._block(low, high, self.held.part(*span))
             return
         ranges = list(spans(self.files.offsets, tokens, self.low, self.high))
-        there = (self.files.between(*each) for each in ranges) if self.device.type == "cpu" else self._streamed(ranges)
+        there = (
+            (self.files.between(*each) for each in ranges)
+            if self.device.type == "cpu"
+            else self._streamed(ranges)
+        )
         for each, vectors in zip(ranges, there, strict=True):
             yield self._block(*each, vectors)
 
-    def _block(self, low: int, high: int, vectors: Packed) -> tuple[int, int, Packed, Tensor | None]:
+    def _block(
+        self,
+        low: int,
+        high: int,
+        vectors: Packed,
+    ) -> tuple[int, int, Packed, Tensor | None]:
         if self.length:  # kernels of padded documents are faster
-            return low, high, vectors.each(lambda part: part.view(-1, self.length, *part.shape[1:])), None
+            return (
+                low,
+                high,
+                vectors.each(lambda part: part.view(-1, self.length, *part.shape[1:])),
+                None,
+            )
         found = self.offsets[low - self.low : high - self.low + 1]
         return low, high, vectors, (found - found[0]).int()
 
@@ -267,7 +343,10 @@ class Share:
         most = max(int(bounds[high] - bounds[low]) for low, high in ranges)
         streams = [torch.cuda.Stream(self.device) for _ in ranges[:_SLOTS]]  # type: ignore[no-untyped-call]
         none = self.files.between(0, 0)
-        rooms = [none.each(lambda part: part.new_empty(most, *part.shape[1:], device=self.device)) for _ in streams]
+        rooms = [
+            none.each(lambda part: part.new_empty(most, *part.shape[1:], device=self.device))
+            for _ in streams
+        ]
 
         def sent(number: int) -> Packed:
             stream, block = streams[number % _SLOTS], self.files.between(*ranges[number])
@@ -303,19 +382,35 @@ class Asked(NamedTuple):
     @classmethod
     def of(cls, queries: Sequence[Tensor], device: torch.device) -> Asked:
         lengths = np.array([len(rows) for rows in queries])
-        vectors = np.zeros((len(queries), lengths.max(), queries[0].size(1)), np.float32)  # torch wakes all threads
+        vectors = np.zeros(
+            (len(queries), lengths.max(), queries[0].size(1)),
+            np.float32,
+        )  # torch wakes all threads
         for place, rows in zip(vectors, queries, strict=True):
             place[: len(rows)] = rows.detach().cpu().numpy()
         mask = np.arange(vectors.shape[1]) < lengths[:, None]
-        return cls(torch.from_numpy(vectors).to(device), None if mask.all() else torch.from_numpy(mask).to(device))
+        return cls(
+            torch.from_numpy(vectors).to(device),
+            None if mask.all() else torch.from_numpy(mask).to(device),
+        )
 
 
 def scores_of(asked: Asked, vectors: Packed, offsets: Tensor | None, reduction: str) -> Tensor:
     """Scores ``[Nq, Nd]`` of packed documents, or padded ones without offsets."""
     documents = vectors.decoded()
-    queries = asked.vectors if isinstance(documents, QuantizedTokens) else asked.vectors.to(documents.dtype)
+    queries = (
+        asked.vectors
+        if isinstance(documents, QuantizedTokens)
+        else asked.vectors.to(documents.dtype)
+    )
     with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
-        return maxsim(queries, documents, query_mask=asked.mask, cu_seqlens_d=offsets, reduction=reduction)
+        return maxsim(
+            queries,
+            documents,
+            query_mask=asked.mask,
+            cu_seqlens_d=offsets,
+            reduction=reduction,
+        )
 
 
 def chunks_of(shards: Iterable[TokenVectors], storage: str, pool_factor: int) -> Iterator[Chunk]:
@@ -326,7 +421,9 @@ def chunks_of(shards: Iterable[TokenVectors], storage: str, pool_factor: int) ->
         if pool_factor > 1:
             from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
 
-            pooled = HierarchicalTokenPooling(pool_factor).pool([shard.rows(row) for row in range(len(shard))])
+            pooled = HierarchicalTokenPooling(pool_factor).pool(
+                [shard.rows(row) for row in range(len(shard))],
+            )
             lengths = np.array([len(rows) for rows in pooled], np.int64)
             vectors = torch.cat(pooled) if pooled else torch.zeros(0, shard.dimension)
         yield shard.ids, lengths, packed(vectors, storage)

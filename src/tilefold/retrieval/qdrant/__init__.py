@@ -1,4 +1,6 @@
-"""Collections of sparse, dense and token vectors in Qdrant: embedded in this process, or on a server."""
+"""Collections of sparse, dense and token vectors in Qdrant: embedded in this process, or on a
+server.
+"""
 
 from __future__ import annotations
 

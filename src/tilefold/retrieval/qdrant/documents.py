@@ -31,9 +31,13 @@ def key_of(name: str) -> str:
 
 
 def list_of_ids(ids: Iterable[str]) -> list[str]:
-    """List of the ids that somebody asks for: a ``TypeError`` for one text, whose letters may be ids too."""
+    """List of the ids that somebody asks for: a ``TypeError`` for one text, whose letters may be
+    ids too.
+    """
     if isinstance(ids, str):
-        raise TypeError(f"ids: expected a list of texts, got {ids!r:.80}. Pass [id] for one document.")
+        raise TypeError(
+            f"ids: expected a list of texts, got {ids!r:.80}. Pass [id] for one document.",
+        )
     names = list(ids)
     check_text_ids("ids", names)
     return names
@@ -63,12 +67,18 @@ class Queries:
             if vectors is not None and list(vectors.ids) != self.ids:
                 pairs = zip(vectors.ids, self.ids, strict=False)
                 got = next((own for own, wanted in pairs if own != wanted), len(vectors.ids))
-                raise DataError(f"{name}: expected the ids of the {len(self.ids)} others in their order, got {got!r}.")
+                raise DataError(
+                    f"{name}: expected the ids of the {len(self.ids)} others in their order, got {got!r}.",
+                )
         if self.dense is not None:
             self.dense = _finite(self.dense, self.ids)
-        if self.tokens is not None and not bool((finite := self.tokens.values.float().isfinite()).all()):
+        if self.tokens is not None and not bool(
+            (finite := self.tokens.values.float().isfinite()).all(),
+        ):
             value = self.tokens.values[~finite][0].item()
-            raise DataError(f"tokens: expected finite numbers, got {value}. Check the model's output.")
+            raise DataError(
+                f"tokens: expected finite numbers, got {value}. Check the model's output.",
+            )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -88,15 +98,21 @@ class Queries:
         return list(self._sizes)
 
     def check(self, layout: Layout, place: str) -> None:
-        """Raise ``VocabularyMismatchError`` or ``DataError`` unless a collection of this layout can answer."""
+        """Raise ``VocabularyMismatchError`` or ``DataError`` unless a collection of this layout can
+        answer.
+        """
         what = "documents" if isinstance(self, Documents) else "queries"
         if self.sparse is not None and layout.vocab_size is not None:
             check_same_vocabulary(layout, self.sparse, place, what)
         for kind, size in self._sizes.items():
             if (wanted := layout.sizes[kind]) is None:
-                raise DataError(f"{what}: {place} has no {kind} vectors, got some. It has: {', '.join(layout.kinds)}.")
+                raise DataError(
+                    f"{what}: {place} has no {kind} vectors, got some. It has: {', '.join(layout.kinds)}.",
+                )
             if size != wanted:
-                raise DataError(f"{what}: expected {kind} vectors of length {wanted} as in {place}, got {size}.")
+                raise DataError(
+                    f"{what}: expected {kind} vectors of length {wanted} as in {place}, got {size}.",
+                )
 
     def vectors(self, row: int) -> Json:
         """Vectors of a row that are not empty, by their kind."""
@@ -108,20 +124,25 @@ class Queries:
                 found[SPARSE] = (terms[keep].tolist(), weights[keep].tolist())
         if self.dense is not None:
             found[DENSE] = self.dense[row].tolist()
-        if self.tokens is not None and int(self.tokens.offsets[row + 1]) > int(self.tokens.offsets[row]):
+        if self.tokens is not None and int(self.tokens.offsets[row + 1]) > int(
+            self.tokens.offsets[row],
+        ):
             found[TOKENS] = self.tokens.rows(row).tolist()
         return found
 
 
 @dataclass
 class Documents(Queries):
-    """Documents with all vectors of a collection's layout; the first four attributes are those of :class:`Queries`.
+    """Documents with all vectors of a collection's layout; the first four attributes are those of
+    :class:`Queries`.
 
     Attributes:
         payloads: id -> fields to filter by, of what JSON can hold; documents may be missing.
-        models: of ``"dense"`` and ``"tokens"`` -> fingerprint; that of sparse vectors is in their provenance.
+        models: of ``"dense"`` and ``"tokens"`` -> fingerprint; that of sparse vectors is in their
+            provenance.
 
-    Parts that do not fit together, numbers that are not finite, or what cannot be stored are a ``DataError``.
+    Parts that do not fit together, numbers that are not finite, or what cannot be stored are a
+    ``DataError``.
     """
 
     payloads: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
@@ -139,21 +160,32 @@ class Documents(Queries):
         self.models = {**self.models, **({SPARSE: made_by} if made_by else {})}
 
     def check(self, layout: Layout, place: str) -> None:
-        """Raise an error unless the documents have all vectors of this layout and Qdrant can keep them."""
+        """Raise an error unless the documents have all vectors of this layout and Qdrant can keep
+        them.
+        """
         super().check(layout, place)
         for kind in layout.kinds:
             if kind not in self.kinds:
                 got = ", ".join(self.kinds)
-                raise DataError(f"documents: {place} keeps {kind} vectors, got only {got}. Give those of all as well.")
+                raise DataError(
+                    f"documents: {place} keeps {kind} vectors, got only {got}. Give those of all as well.",
+                )
         check_models(layout.models, self.models, place)
         cut = layout.passages if self.sparse is None else self.sparse.provenance.passages
         if cut != layout.passages:
-            own, got = (f"passages ({each})" if each else "whole documents" for each in (layout.passages, cut))
-            raise DataError(f"documents: expected {own} as in {place}, got {got}. Encode them alike.")
+            own, got = (
+                f"passages ({each})" if each else "whole documents"
+                for each in (layout.passages, cut)
+            )
+            raise DataError(
+                f"documents: expected {own} as in {place}, got {got}. Encode them alike.",
+            )
         heaviest = 0.0 if self.sparse is None else float(self.sparse.data.max(initial=0.0))
         if layout.weights == "float16" and heaviest > _LARGEST_HALF:
             most = f"up to {_LARGEST_HALF:.0f}"
-            raise DataError(f"documents: float16 keeps weights {most}, got {heaviest:g}. Scale them.")
+            raise DataError(
+                f"documents: float16 keeps weights {most}, got {heaviest:g}. Scale them.",
+            )
         if self.tokens is not None and len(self):
             lengths = self.tokens.offsets.diff()
             longest = int(lengths.argmax())
@@ -165,7 +197,10 @@ class Documents(Queries):
     def points(self, rows: Sequence[int]) -> list[Point]:
         """Some of the documents as the engine takes them; an empty vector is left out of its point."""
         named = [(self.ids[row], row) for row in rows]
-        return [Point(key_of(n), {**self.payloads.get(n, {}), ID: n}, self.vectors(row)) for n, row in named]
+        return [
+            Point(key_of(n), {**self.payloads.get(n, {}), ID: n}, self.vectors(row))
+            for n, row in named
+        ]
 
     def batches(self, largest: int, largest_bytes: int) -> Iterator[list[int]]:
         """Rows in order, at most `largest` and about `largest_bytes` of a request at a time."""
@@ -175,9 +210,13 @@ class Documents(Queries):
         if self.sparse is not None:
             numbers += 2 * np.diff(self.sparse.indptr)
         if self.tokens is not None:
-            numbers += np.array(self.tokens.offsets.diff().tolist(), np.int64) * self.tokens.dimension
+            numbers += (
+                np.array(self.tokens.offsets.diff().tolist(), np.int64) * self.tokens.dimension
+            )
         for row, count in enumerate(numbers.tolist()):
-            needed = count * _BYTES_OF_A_NUMBER + len(json.dumps(self.payloads.get(self.ids[row], {})))
+            needed = count * _BYTES_OF_A_NUMBER + len(
+                json.dumps(self.payloads.get(self.ids[row], {})),
+            )
             if batch and (len(batch) == largest or size + needed > largest_bytes):
                 yield batch
                 batch, size = [], 0
@@ -188,7 +227,9 @@ class Documents(Queries):
 
     def digest(self, layout: Layout) -> str:
         """SHA-256 of all that a build would store."""
-        digest = hashlib.sha256(json.dumps([layout.weights, layout.distance, layout.vocab_size]).encode())
+        digest = hashlib.sha256(
+            json.dumps([layout.weights, layout.distance, layout.vocab_size]).encode(),
+        )
         for name in self.ids:
             digest.update(json.dumps([name, self.payloads.get(name, {})], sort_keys=True).encode())
         sparse, tokens = self.sparse, self.tokens
@@ -203,10 +244,14 @@ class Documents(Queries):
 def _finite(dense: object, ids: list[str]) -> Dense:
     array = dense.detach().cpu().float().numpy() if hasattr(dense, "detach") else np.asarray(dense)
     if array.ndim != 2 or array.shape[0] != len(ids) or not np.issubdtype(array.dtype, np.floating):
-        raise DataError(f"dense: expected floats [{len(ids)}, D], got {array.dtype} {list(array.shape)}.")
+        raise DataError(
+            f"dense: expected floats [{len(ids)}, D], got {array.dtype} {list(array.shape)}.",
+        )
     array = np.ascontiguousarray(array, dtype=np.float32)
     for row, column in np.argwhere(~np.isfinite(array))[:1]:
-        raise DataError(f"dense: expected finite numbers, got {array[row, column]} for {ids[row]!r}. Check the model.")
+        raise DataError(
+            f"dense: expected finite numbers, got {array[row, column]} for {ids[row]!r}. Check the model.",
+        )
     return array
 
 
@@ -218,7 +263,9 @@ def _int64(digits: str) -> int:
 
 def _check_payload(name: str, payload: Mapping[str, object]) -> None:
     if ID in payload:
-        raise DataError(f"payloads: {ID!r} is where the id is kept, got it for {name!r}. Rename that field.")
+        raise DataError(
+            f"payloads: {ID!r} is where the id is kept, got it for {name!r}. Rename that field.",
+        )
     try:
         text = json.dumps(dict(payload), allow_nan=False)
         if not all(isinstance(key, str) for key in payload):
@@ -226,4 +273,6 @@ def _check_payload(name: str, payload: Mapping[str, object]) -> None:
         if not is_unicode(json.dumps(json.loads(text, parse_int=_int64), ensure_ascii=False)):
             raise ValueError("half a surrogate pair")
     except (TypeError, ValueError) as error:
-        raise DataError(f"payloads: expected what JSON can hold for {name!r}, got other values ({error}).") from error
+        raise DataError(
+            f"payloads: expected what JSON can hold for {name!r}, got other values ({error}).",
+        ) from error

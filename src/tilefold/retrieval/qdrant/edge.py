@@ -1,11 +1,12 @@
 """A collection in a folder, through qdrant-edge: the engine of Qdrant in this process.
 
-Behaviour of qdrant-edge-py 0.9.0 that this wrapper handles: opening a folder that is open already fails, but damages it
-for the one that has it open, so a lock of ours comes first; errors are bare ``Exception``; numbers that are not finite,
-terms given twice and token vectors beyond the server's limit are stored without a word (``Documents`` refuses them);
-``MatchValue(True)`` is that of the integer 1. It has no checksums: bytes that changed give other rankings, abort the
-process or never return (``Checksums`` comes first). It maps files ahead that have no space yet: where the disk is full,
-the system ends the process (so space is asked for first).
+Behaviour of qdrant-edge-py 0.9.0 that this wrapper handles: opening a folder that is open already
+fails, but damages it for the one that has it open, so a lock of ours comes first; errors are bare
+``Exception``; numbers that are not finite, terms given twice and token vectors beyond the server's
+limit are stored without a word (``Documents`` refuses them); ``MatchValue(True)`` is that of the
+integer 1. It has no checksums: bytes that changed give other rankings, abort the process or never
+return (``Checksums`` comes first). It maps files ahead that have no space yet: where the disk is
+full, the system ends the process (so space is asked for first).
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from tilefold._files import LOCK, DiskFullError, InUseError, hold_folder, naming_full_disk, release_folder, sync
+from tilefold._files import (
+    LOCK,
+    DiskFullError,
+    InUseError,
+    hold_folder,
+    naming_full_disk,
+    release_folder,
+    sync,
+)
 from tilefold.retrieval._files import Json, read_json_object, require, write_json_object
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY
@@ -45,7 +54,8 @@ _THREADS = min(8, os.cpu_count() or 1)
 class EdgeEngine(Engine):
     """The collection in `folder`, open in this process alone until it is closed.
 
-    Its files are compared with their checksums first, unless ``verify=False``; closing makes those that are missing.
+    Its files are compared with their checksums first, unless ``verify=False``; closing makes those
+    that are missing.
     """
 
     prefetch, at_once = "prefetches", 64
@@ -53,14 +63,23 @@ class EdgeEngine(Engine):
     _process: int | None = None  # that has it open
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
-        self.api = require("qdrant_edge", "qdrant-edge-py", "An embedded Qdrant collection", "qdrant")
+        self.api = require(
+            "qdrant_edge",
+            "qdrant-edge-py",
+            "An embedded Qdrant collection",
+            "qdrant",
+        )
         self.point, self.range = self.api.Point, self.api.RangeFloat
         self.folder, self.place = folder, str(folder)
         try:
             self._lock = hold_folder(folder, again=False)
         except InUseError:
-            said = "the collection is open elsewhere, and an embedded one can be open once at a time"
-            raise InUseError(f"{folder}: {said}. Close it there, or keep it on a Qdrant server.") from None
+            said = (
+                "the collection is open elsewhere, and an embedded one can be open once at a time"
+            )
+            raise InUseError(
+                f"{folder}: {said}. Close it there, or keep it on a Qdrant server.",
+            ) from None
         self._checksums = Checksums(folder / SHARD, version("qdrant-edge-py"))
         try:
             if (record := self.record()) is not None:
@@ -76,7 +95,11 @@ class EdgeEngine(Engine):
         self._checksums.read(verify=verify)
         if verify and record.complete and not self._checksums.kept:
             said = "its files have no checksums, so that damage is not noticed: a process that changed them did not"
-            warnings.warn(f"{self.place}: {said} close them. Closing it makes some.", RuntimeWarning, stacklevel=5)
+            warnings.warn(
+                f"{self.place}: {said} close them. Closing it makes some.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
         if not self._checksums.kept:  # else it writes nothing
             need_space(self.folder)
         with self._errors():
@@ -85,17 +108,26 @@ class EdgeEngine(Engine):
 
     def record(self) -> Record | None:
         file = self.folder / RECORD
-        return Record.from_dict(read_json_object(file, REMEDY), self.place) if file.exists() else None
+        return (
+            Record.from_dict(read_json_object(file, REMEDY), self.place) if file.exists() else None
+        )
 
     def create(self, record: Record) -> None:
-        """Make an empty collection. A shard without a record is what a killed creation left, and is removed."""
+        """Make an empty collection. A shard without a record is what a killed creation left, and is
+        removed.
+        """
         edge, layout = self.api, record.layout
         self._changing()
         shutil.rmtree(self.folder / SHARD, ignore_errors=True)
         maxsim = edge.MultiVectorConfig(edge.MultiVectorComparator.MaxSim)
         no_graph = edge.HnswIndexConfig(0, 4, 10_000)  # MaxSim is exact
         kinds = edge.EdgeVectorParams, edge.Distance.Dot, edge.Distance.Cosine
-        vectors = self._vector_params(layout, *kinds, multivector_config=maxsim, hnsw_config=no_graph)
+        vectors = self._vector_params(
+            layout,
+            *kinds,
+            multivector_config=maxsim,
+            hnsw_config=no_graph,
+        )
         sparse = {}
         if layout.vocab_size is not None:
             datatype = getattr(edge.VectorStorageDatatype, layout.weights.capitalize())
@@ -135,7 +167,10 @@ class EdgeEngine(Engine):
         return list(self._call("retrieve", keys, True, vectors))
 
     def _page(self, offset: object) -> tuple[list[Any], Any]:
-        page, offset = self._call("scroll", self.api.ScrollRequest(offset=offset, limit=_PAGE, with_payload=[ID]))
+        page, offset = self._call(
+            "scroll",
+            self.api.ScrollRequest(offset=offset, limit=_PAGE, with_payload=[ID]),
+        )
         return page, offset
 
     def _count(self, chosen: object) -> int:
@@ -152,7 +187,9 @@ class EdgeEngine(Engine):
 
     def close(self) -> None:
         """Flush, make checksums, and let others open the folder."""
-        if self._process != os.getpid() or not self._lock.is_locked:  # of a process that forked this one, or closed
+        if (
+            self._process != os.getpid() or not self._lock.is_locked
+        ):  # of a process that forked this one, or closed
             return
         try:
             if self._shard is not None:
@@ -171,7 +208,9 @@ class EdgeEngine(Engine):
         self._checksums.remove()
 
     def _keep_checksums(self) -> None:
-        """Make the checksums of a shard that is closed, unless they are there or a build is unfinished."""
+        """Make the checksums of a shard that is closed, unless they are there or a build is
+        unfinished.
+        """
         record = self.record()
         if self._checksums.kept or record is None or not record.complete:
             return
@@ -182,17 +221,28 @@ class EdgeEngine(Engine):
             self._checksums.write()
         except (OSError, RuntimeError) as error:
             said = f"is whole, but has no checksums ({error}), so that damage would not be noticed"
-            warnings.warn(f"{self.place}: {said}. Open and close it again.", RuntimeWarning, stacklevel=4)
+            warnings.warn(
+                f"{self.place}: {said}. Open and close it again.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _scoring(self, stage: Stage) -> Json:
         if stage.fusion == "rrf":  # its ranks start at 0
             return {"query": self.api.Fusion.Rrf(stage.rank_constant + 1)}
         if stage.fusion:
             return {"query": self.api.Fusion.Dbsf()}
-        return {"query": self.api.Query.Nearest(self._vector(stage.using, stage.vector), using=stage.using)}
+        return {
+            "query": self.api.Query.Nearest(
+                self._vector(stage.using, stage.vector),
+                using=stage.using,
+            ),
+        }
 
     def _match(self, value: object) -> object:
-        return super()._match(np.bool_(value) if isinstance(value, bool) else value)  # else True would be 1
+        return super()._match(
+            np.bool_(value) if isinstance(value, bool) else value,
+        )  # else True would be 1
 
     def _empty(self, name: str) -> object:
         return self.api.IsEmptyCondition(name)
@@ -214,12 +264,16 @@ class EdgeEngine(Engine):
                     raise
         except AttributeError as error:
             if self._shard is None:
-                raise RuntimeError(f"{self.place}: the collection is closed. Open it again.") from error
+                raise RuntimeError(
+                    f"{self.place}: the collection is closed. Open it again.",
+                ) from error
             raise
 
 
 def need_space(folder: Path, more: int = 0, of: Path | None = None) -> None:
-    """Raise ``DiskFullError`` unless the disk of `folder` has space for what a change writes, and for `more` bytes."""
+    """Raise ``DiskFullError`` unless the disk of `folder` has space for what a change writes, and
+    for `more` bytes.
+    """
     free, needed = shutil.disk_usage(folder).free, _AHEAD + more
     if free < needed:
         why = f"the disk is full: Qdrant may need {needed >> 20} MB, {free >> 20} MB are free"
@@ -229,15 +283,21 @@ def need_space(folder: Path, more: int = 0, of: Path | None = None) -> None:
 
 def allocated(folder: Path) -> int:
     """Bytes that the files below a folder take on the disk."""
-    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file()) if os.name != "nt" else 0
+    return (
+        sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+        if os.name != "nt"
+        else 0
+    )
 
 
 class Checksums:
-    """Sizes and SHA-256 of all files of a shard, in a file beside it, which is there while the shard is as it says.
+    """Sizes and SHA-256 of all files of a shard, in a file beside it, which is there while the
+    shard is as it says.
 
-    It is removed before the shard is changed, and written when that is over: a process that is killed in between leaves
-    none. Opening and closing a shard changes only the order of members in its JSON files, of which the sorted text
-    counts. What another version of the engine makes of a shard is not known.
+    It is removed before the shard is changed, and written when that is over: a process that is
+    killed in between leaves none. Opening and closing a shard changes only the order of members in
+    its JSON files, of which the sorted text counts. What another version of the engine makes of a
+    shard is not known.
     """
 
     def __init__(self, shard: Path, engine: str) -> None:
@@ -254,8 +314,12 @@ class Checksums:
             return
         found = read_json_object(self._file, REMEDY)
         files = found.get("files")
-        if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
-            raise DataError(f"{self._file}: expected the checksums of files, got {files!r:.80}. {REMEDY}")
+        if not isinstance(files, dict) or not all(
+            isinstance(entry, dict) for entry in files.values()
+        ):
+            raise DataError(
+                f"{self._file}: expected the checksums of files, got {files!r:.80}. {REMEDY}",
+            )
         there = _entries(self._shard) if verify else files
         if damaged := sorted(name for name, entry in files.items() if there.get(name) != entry):
             what = "its checksum is not the one" if damaged[0] in there else "it is gone, and is"
@@ -301,11 +365,16 @@ def _entries(folder: Path) -> dict[str, Json]:
             digests = list(pool.map(_sha256, files.values()))
     except RuntimeError:  # the interpreter ends, and starts no threads
         digests = list(map(_sha256, files.values()))
-    return {n: {"bytes": _size(file), "sha256": d} for (n, file), d in zip(files.items(), digests, strict=True)}
+    return {
+        n: {"bytes": _size(file), "sha256": d}
+        for (n, file), d in zip(files.items(), digests, strict=True)
+    }
 
 
 def _sha256(file: Path) -> str:
-    """Digest of the sorted text of a JSON file, and of the blocks of others that are not zero, with their places."""
+    """Digest of the sorted text of a JSON file, and of the blocks of others that are not zero, with
+    their places.
+    """
     if file.suffix == ".json":
         content = file.read_bytes()
         with suppress(ValueError, RecursionError):
@@ -322,7 +391,9 @@ def _sha256(file: Path) -> str:
 
 
 def _next_data(stream: BinaryIO, at: int) -> int | None:
-    """Go to the next block that holds something, `at` or later; the engine's files are large and mostly holes."""
+    """Go to the next block that holds something, `at` or later; the engine's files are large and
+    mostly holes.
+    """
     try:
         at = max(at, os.lseek(stream.fileno(), at, os.SEEK_DATA) // _BLOCK * _BLOCK)
     except AttributeError:  # another system: all is read

@@ -1,4 +1,6 @@
-"""A collection in Qdrant: its layout and record, and what an engine is asked, in the names that both clients share."""
+"""A collection in Qdrant: its layout and record, and what an engine is asked, in the names that
+both clients share.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,18 @@ class Layout:
     """Vectors of a collection: any of sparse, dense and token vectors.
 
     Attributes:
-        vocab_size, fingerprint: vocabulary of the sparse vectors, as in ``SparseVectors``; None without any.
+        vocab_size, fingerprint: vocabulary of the sparse vectors, as in ``SparseVectors``; None
+            without any.
         dense: length of the dense vectors, or None.
         tokens: length of a token vector (late interaction), or None.
         weights: how sparse weights are kept, ``"float32"`` or ``"float16"``.
         distance: of dense vectors, ``"dot"`` or ``"cosine"``.
-        fields: fields of the payload that filters are quick on -> one of keyword, integer, float, bool, text.
-        models: of ``"sparse"``, ``"dense"`` and ``"tokens"`` -> fingerprint of the model, as far as it is known.
-        passages: cut of the documents whose passages are kept (:class:`tilefold.retrieval.Passages`); None for whole
-            documents.
+        fields: fields of the payload that filters are quick on -> one of keyword, integer, float,
+            bool, text.
+        models: of ``"sparse"``, ``"dense"`` and ``"tokens"`` -> fingerprint of the model, as far as
+            it is known.
+        passages: cut of the documents whose passages are kept
+            (:class:`tilefold.retrieval.Passages`); None for whole documents.
 
     No vectors at all, or a wrong value, is a ``ValueError``.
     """
@@ -51,16 +56,24 @@ class Layout:
     passages: str | None = None
 
     def __post_init__(self) -> None:
-        for name, size in {"vocab_size": self.vocab_size, DENSE: self.dense, TOKENS: self.tokens}.items():
+        for name, size in {
+            "vocab_size": self.vocab_size,
+            DENSE: self.dense,
+            TOKENS: self.tokens,
+        }.items():
             if size is not None:
                 check_count(name, size)
         if not self.kinds:
-            raise ValueError("layout: expected vocab_size, dense or tokens, got None for all three.")
+            raise ValueError(
+                "layout: expected vocab_size, dense or tokens, got None for all three.",
+            )
         check_choice("weights", self.weights, WEIGHTS)
         check_choice("distance", self.distance, DISTANCES)
         for name, kind in self.fields.items():
             if kind not in FIELDS or name == ID:
-                raise ValueError(f"fields: expected a name and one of {', '.join(FIELDS)}, got {name!r}: {kind!r}.")
+                raise ValueError(
+                    f"fields: expected a name and one of {', '.join(FIELDS)}, got {name!r}: {kind!r}.",
+                )
             check_field(name, "fields")
 
     @property
@@ -72,12 +85,16 @@ class Layout:
         return [kind for kind, size in self.sizes.items() if size is not None]
 
     def check_same(self, other: Layout, place: str) -> None:
-        """Raise an error unless `other` may be asked for where this is: of the same vectors, vocabulary and models."""
+        """Raise an error unless `other` may be asked for where this is: of the same vectors,
+        vocabulary and models.
+        """
         check_same_vocabulary(self, other, place, "layout")
         for name in ("dense", "tokens", "weights", "distance", "passages"):
             own, got = getattr(self, name), getattr(other, name)
             if own != got:
-                raise DataError(f"layout: expected {name}={own!r} as in {place}, got {got!r}. Choose another.")
+                raise DataError(
+                    f"layout: expected {name}={own!r} as in {place}, got {got!r}. Choose another.",
+                )
         check_models(self.models, other.models, place)
 
 
@@ -87,7 +104,9 @@ def check_models(mine: Mapping[str, str], others: Mapping[str, str], place: str)
         if mine.get(kind, model) != model:
             remedy = "Encode with the same model, or choose another collection."
             expected = f"{kind} vectors of the model that made {place} ({mine[kind][:12]})"
-            raise DataError(f"documents: expected {expected}, got those of another ({model[:12]}). {remedy}")
+            raise DataError(
+                f"documents: expected {expected}, got those of another ({model[:12]}). {remedy}",
+            )
 
 
 @dataclass(frozen=True)
@@ -95,8 +114,12 @@ class Record:
     """Description of a collection that is kept with it."""
 
     layout: Layout
-    texts_sha256: str | None = None  # of all its documents; None once single ones were added, replaced or deleted
-    vectors_sha256: str | None = None  # that a build put there, so that it can be resumed; None as above
+    texts_sha256: str | None = (
+        None  # of all its documents; None once single ones were added, replaced or deleted
+    )
+    vectors_sha256: str | None = (
+        None  # that a build put there, so that it can be resumed; None as above
+    )
     complete: bool = True  # no build is unfinished
 
     def to_dict(self) -> Json:
@@ -106,18 +129,31 @@ class Record:
     def from_dict(cls, value: Json, place: str) -> Record:
         remedy = "Build the index again (tilefold index), or update tilefold."
         if (got := value.get("schema_version")) != SCHEMA_VERSION:
-            raise DataError(f"{place}: expected a collection of schema {SCHEMA_VERSION}, got {got!r}. {remedy}")
+            raise DataError(
+                f"{place}: expected a collection of schema {SCHEMA_VERSION}, got {got!r}. {remedy}",
+            )
         try:
             known = {item.name for item in fields(Layout)}
-            layout = Layout(**{name: item for name, item in value["layout"].items() if name in known})
-            return cls(layout, value["texts_sha256"], value["vectors_sha256"], bool(value["complete"]))
+            layout = Layout(
+                **{name: item for name, item in value["layout"].items() if name in known},
+            )
+            return cls(
+                layout,
+                value["texts_sha256"],
+                value["vectors_sha256"],
+                bool(value["complete"]),
+            )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             wrong = f"{dict(value)!r:.80} ({error!r})"
-            raise DataError(f"{place}: expected the record of a collection, got {wrong}. {remedy}") from error
+            raise DataError(
+                f"{place}: expected the record of a collection, got {wrong}. {remedy}",
+            ) from error
 
 
 class Point(NamedTuple):
-    """A document in the engine: a UUID, its payload with the document's id, and the vectors that it has."""
+    """A document in the engine: a UUID, its payload with the document's id, and the vectors that it
+    has.
+    """
 
     key: str
     payload: Json
@@ -125,7 +161,9 @@ class Point(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A ranking by a vector, or by the fusion of other rankings; of all documents, or of those of `stages`."""
+    """A ranking by a vector, or by the fusion of other rankings; of all documents, or of those of
+    `stages`.
+    """
 
     limit: int
     using: str = ""  # name of the vectors
@@ -137,7 +175,9 @@ class Stage(NamedTuple):
 
 
 class Engine(Protocol):
-    """A collection in a folder or on a server. What a method has done when it returns is kept whatever comes later."""
+    """A collection in a folder or on a server. What a method has done when it returns is kept
+    whatever comes later.
+    """
 
     place: str  # for messages
     api: ModuleType  # whose classes requests are made of
@@ -160,10 +200,20 @@ class Engine(Protocol):
     def _answers(self, requests: Sequence[object]) -> list[Any]: ...
     def _scoring(self, stage: Stage) -> Json: ...
 
-    def _vector_params(self, layout: Layout, kind: Make, dot: object, cosine: object, **maxsim: object) -> Json:
+    def _vector_params(
+        self,
+        layout: Layout,
+        kind: Make,
+        dot: object,
+        cosine: object,
+        **maxsim: object,
+    ) -> Json:
         vectors = {}
         if layout.dense is not None:
-            vectors[DENSE] = kind(size=layout.dense, distance=dot if layout.distance == "dot" else cosine)
+            vectors[DENSE] = kind(
+                size=layout.dense,
+                distance=dot if layout.distance == "dot" else cosine,
+            )
         if layout.tokens is not None:
             vectors[TOKENS] = kind(size=layout.tokens, distance=dot, **maxsim)
         return vectors
@@ -171,9 +221,13 @@ class Engine(Protocol):
     def upsert(self, points: Sequence[Point]) -> None:
         self._put(
             [
-                self.point(id=key, vector={n: self._vector(n, v) for n, v in vectors.items()}, payload=payload)
+                self.point(
+                    id=key,
+                    vector={n: self._vector(n, v) for n, v in vectors.items()},
+                    payload=payload,
+                )
                 for key, payload, vectors in points
-            ]
+            ],
         )
 
     def fetch(self, keys: Sequence[str], vectors: bool) -> list[Point]:
@@ -197,13 +251,19 @@ class Engine(Protocol):
         return self._count(self._filter(where))
 
     def query(self, stages: Sequence[Stage], where: Filter | None) -> list[list[tuple[str, float]]]:
-        """Ids and scores for each last stage; only documents that match `where` are in any of its stages."""
+        """Ids and scores for each last stage; only documents that match `where` are in any of its
+        stages.
+        """
         answers: list[list[tuple[str, float]]] = []
         kind, chosen = self.api.QueryRequest, self._filter(where)
         for start in range(0, len(stages), self.at_once):
             part = stages[start : start + self.at_once]
-            found = self._answers([self._request(kind, stage, chosen, with_payload=[ID]) for stage in part])
-            answers += [[(point.payload[ID], float(point.score)) for point in answer] for answer in found]
+            found = self._answers(
+                [self._request(kind, stage, chosen, with_payload=[ID]) for stage in part],
+            )
+            answers += [
+                [(point.payload[ID], float(point.score)) for point in answer] for answer in found
+            ]
         return answers
 
     def _request(self, kind: Make, stage: Stage, chosen: object, **more: object) -> object:
@@ -213,7 +273,9 @@ class Engine(Protocol):
         return kind(limit=stage.limit, filter=chosen, params=params, **more)
 
     def _vector(self, name: str, vector: Any) -> object:
-        return self.api.SparseVector(indices=vector[0], values=vector[1]) if name == SPARSE else vector
+        return (
+            self.api.SparseVector(indices=vector[0], values=vector[1]) if name == SPARSE else vector
+        )
 
     def _filter(self, where: Filter | None) -> object:
         if where is None:
@@ -237,17 +299,31 @@ class Engine(Protocol):
 
 
 def last_stage(
-    vectors: Json, k: int, fusion: str | None, rerank: bool, depth: int, rank_constant: int, exact: bool
+    vectors: Json,
+    k: int,
+    fusion: str | None,
+    rerank: bool,
+    depth: int,
+    rank_constant: int,
+    exact: bool,
 ) -> Stage | None:
     """The last stage of a query; None where it has no vector to start from."""
     tokens = vectors.pop(TOKENS, None) if rerank else None
     limit = depth if fusion is not None or rerank else k
-    firsts = [Stage(limit, kind, vector, exact=exact and kind != SPARSE) for kind, vector in vectors.items()]
+    firsts = [
+        Stage(limit, kind, vector, exact=exact and kind != SPARSE)
+        for kind, vector in vectors.items()
+    ]
     if not firsts or (rerank and tokens is None):
         return None
     stage = firsts[0]
     if fusion is not None:
-        stage = Stage(depth if rerank else k, fusion=fusion, rank_constant=rank_constant, stages=tuple(firsts))
+        stage = Stage(
+            depth if rerank else k,
+            fusion=fusion,
+            rank_constant=rank_constant,
+            stages=tuple(firsts),
+        )
     if rerank:
         return Stage(k, TOKENS, tokens, stages=(stage,))
     return stage._replace(limit=k + 1) if stage.using == SPARSE else stage

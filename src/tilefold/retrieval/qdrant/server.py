@@ -35,36 +35,60 @@ class _ExistsError(RuntimeError):
 
 
 class ServerEngine(Engine):
-    """The collection `name` of a server; arguments and errors as of :meth:`QdrantCollection.server`.
+    """The collection `name` of a server; arguments and errors as of
+    :meth:`QdrantCollection.server`.
 
-    Where the server cannot be reached, or says that it is busy, it is asked again with growing pauses: a request takes
-    ``timeout + patience`` seconds at most. All may be repeated, as points have ids of their own. The key is never part
-    of a message or of a file.
+    Where the server cannot be reached, or says that it is busy, it is asked again with growing
+    pauses: a request takes ``timeout + patience`` seconds at most. All may be repeated, as points
+    have ids of their own. The key is never part of a message or of a file.
     """
 
     prefetch, at_once = "prefetch", 32
 
     def __init__(
-        self, url: str, name: str, api_key: str | None = None, timeout: float = 30.0, patience: float = 20.0
+        self,
+        url: str,
+        name: str,
+        api_key: str | None = None,
+        timeout: float = 30.0,
+        patience: float = 20.0,
     ) -> None:
-        package = require("qdrant_client", "qdrant-client", "A collection on a Qdrant server", "qdrant")
+        package = require(
+            "qdrant_client",
+            "qdrant-client",
+            "A collection on a Qdrant server",
+            "qdrant",
+        )
         if not _NAME.fullmatch(name):
             raise ValueError(f"name: expected letters, digits, '.', '_' or '-', got {name!r}.")
         for option, value, low in (("timeout", timeout, 0.0), ("patience", patience, -1.0)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < 1e6:
-                raise ValueError(f"{option}: expected seconds above {max(low, 0):.0f}, got {value!r}.")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not low < value < 1e6
+            ):
+                raise ValueError(
+                    f"{option}: expected seconds above {max(low, 0):.0f}, got {value!r}.",
+                )
         parts = urlsplit(url) if isinstance(url, str) else urlsplit("")
         if parts.username or parts.password or parts.query:
-            raise ValueError(f"url: expected an address without a key in it; give that as {KEY_VARIABLE} or api_key.")
+            raise ValueError(
+                f"url: expected an address without a key in it; give that as {KEY_VARIABLE} or api_key.",
+            )
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url: expected http://host:6333 or https://host, got {url!r}.")
         self.url, self.name = url.rstrip("/"), name
         self.place = f"collection {name!r} at {self.url}"
         self._key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE) or None
         if self._key is not None and not _KEY.fullmatch(self._key):
-            raise ValueError(f"api_key: expected printable ASCII, no spaces (or {KEY_VARIABLE}), got other text.")
+            raise ValueError(
+                f"api_key: expected printable ASCII, no spaces (or {KEY_VARIABLE}), got other text.",
+            )
         if self._key and parts.scheme == "http" and not _is_loopback(parts.hostname):
-            warnings.warn(f"{self.url}: the API key is sent without encryption. Use https.", stacklevel=3)
+            warnings.warn(
+                f"{self.url}: the API key is sent without encryption. Use https.",
+                stacklevel=3,
+            )
         self._patience, self.api = patience, package.models
         self.point, self.range = self.api.PointStruct, self.api.Range
         self._client = package.QdrantClient(
@@ -83,12 +107,16 @@ class ServerEngine(Engine):
         if _META not in metadata:
             got = "one that says nothing of its vocabulary (Qdrant keeps that from version 1.16 on)"
             remedy = "Choose another name; nothing was changed."
-            raise DataError(f"{self.place}: expected a collection that tilefold made, got {got}. {remedy}")
+            raise DataError(
+                f"{self.place}: expected a collection that tilefold made, got {got}. {remedy}",
+            )
         try:
             value = json.loads(metadata[_META])
         except (TypeError, ValueError, RecursionError) as error:
             got = f"{metadata[_META]!r:.80} ({error})"
-            raise DataError(f"{self.place}: expected a record, got {got}. Choose another name.") from error
+            raise DataError(
+                f"{self.place}: expected a record, got {got}. Choose another name.",
+            ) from error
         return Record.from_dict(value if isinstance(value, dict) else {}, self.place)
 
     def create(self, record: Record) -> None:
@@ -96,16 +124,27 @@ class ServerEngine(Engine):
         maxsim = models.MultiVectorConfig(comparator=models.MultiVectorComparator.MAX_SIM)
         no_graph = models.HnswConfigDiff(m=0)  # MaxSim is exact
         kinds = models.VectorParams, models.Distance.DOT, models.Distance.COSINE
-        vectors = self._vector_params(layout, *kinds, multivector_config=maxsim, hnsw_config=no_graph)
+        vectors = self._vector_params(
+            layout,
+            *kinds,
+            multivector_config=maxsim,
+            hnsw_config=no_graph,
+        )
         sparse = None
         if layout.vocab_size is not None:
             index = models.SparseIndexParams(datatype=models.Datatype(layout.weights))
             sparse = {SPARSE: models.SparseVectorParams(index=index)}
         configs = {"vectors_config": vectors, "sparse_vectors_config": sparse}
         with suppress(_ExistsError):  # of another process
-            self._ask("create_collection", **configs, metadata={_META: json.dumps(record.to_dict())})
+            self._ask(
+                "create_collection",
+                **configs,
+                metadata={_META: json.dumps(record.to_dict())},
+            )
         if self.record() is None:
-            raise DataError(f"{self.place}: was created and is not there. Is another program removing it?")
+            raise DataError(
+                f"{self.place}: was created and is not there. Is another program removing it?",
+            )
         for name, schema in layout.fields.items():
             self._ask("create_payload_index", name, schema)
 
@@ -125,7 +164,13 @@ class ServerEngine(Engine):
         return list(self._ask("retrieve", keys, with_payload=True, with_vectors=vectors))
 
     def _page(self, offset: object) -> tuple[list[Any], Any]:
-        page, offset = self._ask("scroll", limit=_PAGE, offset=offset, with_payload=[ID], with_vectors=False)
+        page, offset = self._ask(
+            "scroll",
+            limit=_PAGE,
+            offset=offset,
+            with_payload=[ID],
+            with_vectors=False,
+        )
         return page, offset
 
     def _count(self, chosen: object) -> int:
@@ -146,10 +191,15 @@ class ServerEngine(Engine):
             return {"query": models.RrfQuery(rrf=models.Rrf(k=stage.rank_constant + 1))}
         if stage.fusion:
             return {"query": models.FusionQuery(fusion=models.Fusion.DBSF)}
-        return {"query": models.NearestQuery(nearest=self._vector(stage.using, stage.vector)), "using": stage.using}
+        return {
+            "query": models.NearestQuery(nearest=self._vector(stage.using, stage.vector)),
+            "using": stage.using,
+        }
 
     def _ask(self, method: str, *args: object, **options: object) -> Any:
-        """The answer to a method of the client, asked again while the server is away or busy, until patience ends."""
+        """The answer to a method of the client, asked again while the server is away or busy, until
+        patience ends.
+        """
         started, pause = time.monotonic(), _FIRST_PAUSE
         while True:
             try:
@@ -174,8 +224,14 @@ class ServerEngine(Engine):
 
     def _refusal(self, status: int, error: Exception) -> Exception:
         if status in (401, 403):
-            how = f"the key given (api_key, or {KEY_VARIABLE})" if self._key else f"no key; set {KEY_VARIABLE}"
-            return PermissionError(f"{self.place}: the Qdrant server answered {status} to {how}. Ask for access.")
+            how = (
+                f"the key given (api_key, or {KEY_VARIABLE})"
+                if self._key
+                else f"no key; set {KEY_VARIABLE}"
+            )
+            return PermissionError(
+                f"{self.place}: the Qdrant server answered {status} to {how}. Ask for access.",
+            )
         if status == 404:
             said = "there is no such collection, or no Qdrant server"
             return FileNotFoundError(f"{self.place}: {said}. Build it (tilefold index).")
@@ -186,7 +242,11 @@ class ServerEngine(Engine):
         """Message of an error, in one line and without the key."""
         source = getattr(error, "source", None)
         content = getattr(error, "content", None)
-        text = content.decode("utf-8", "replace") if isinstance(content, bytes) and content else str(source or error)
+        text = (
+            content.decode("utf-8", "replace")
+            if isinstance(content, bytes) and content
+            else str(source or error)
+        )
         text = " ".join(text.split()) or type(source or error).__name__
         return (text.replace(self._key, "***") if self._key else text)[:300]
 
@@ -194,7 +254,10 @@ class ServerEngine(Engine):
 def _is_transport(error: BaseException) -> bool:
     """Whether no answer came, rather than one that makes no sense."""
     source = getattr(error, "source", error)
-    return isinstance(source, OSError) or type(source).__module__.partition(".")[0] in ("httpx", "httpcore")
+    return isinstance(source, OSError) or type(source).__module__.partition(".")[0] in (
+        "httpx",
+        "httpcore",
+    )
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,11 +1,14 @@
-"""Alpha-entmax inside kernels: weights, row sums and steps of the root; the maths heads ``_shared/entmax_root.py``.
+"""Alpha-entmax inside kernels: weights, row sums and steps of the root; the maths heads
+``_shared/entmax_root.py``.
 
-``KIND`` is ``"softmax"``, ``"entmax15"`` (alpha = 1.5), ``"sparsemax"`` (alpha = 2) or a general form. The unknown
-``y`` of a row is ``c`` for entmax15 and sparsemax, whose distances are multiplied by ``e = alpha - 1``, and
-``log p_max`` for the others. Those two need no transcendental function for an entry; the general forms one logarithm
-and one exponential of the hardware, which make a power of ``x = [c - e d]_+ = p^e``, ``p^a = 2^(a / e log2 x)``, and
-multiplying with ``x`` makes the next ones. For a number that is not too close to 1 they are ``"gentle"`` to alpha = 1.5
-and ``"steep"`` beyond; ``"generic"``, of fp32, and ``"generic16"``, of 16 bits, look at alpha as they run.
+``KIND`` is ``"softmax"``, ``"entmax15"`` (alpha = 1.5), ``"sparsemax"`` (alpha = 2) or a general
+form. The unknown ``y`` of a row is ``c`` for entmax15 and sparsemax, whose distances are multiplied
+by ``e = alpha - 1``, and ``log p_max`` for the others. Those two need no transcendental function
+for an entry; the general forms one logarithm and one exponential of the hardware, which make a
+power of ``x = [c - e d]_+ = p^e``, ``p^a = 2^(a / e log2 x)``, and multiplying with ``x`` makes the
+next ones. For a number that is not too close to 1 they are ``"gentle"`` to alpha = 1.5 and
+``"steep"`` beyond; ``"generic"``, of fp32, and ``"generic16"``, of 16 bits, look at alpha as they
+run.
 """
 
 import torch
@@ -30,13 +33,20 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def saturated(a, b, c):
-    """``a b + c``, held between 0 and 1: one instruction of the multipliers, which a maximum is not."""
+    """``a b + c``, held between 0 and 1: one instruction of the multipliers, which a maximum is
+    not.
+    """
     if PLAIN:
         x = a * b + c
         return tl.where(x > 0, tl.minimum(x, 1.0), 0.0)  # 0 for NaN, as the instruction has it
     else:
         return tl.inline_asm_elementwise(
-            "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
+            "fma.rn.sat.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+            [a, b, c],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
 
 
@@ -47,7 +57,12 @@ def log2_of(x):
         return tl.where(x >= SMALLEST, tl.log2(tl.maximum(x, SMALLEST)), float("-inf"))
     else:
         return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+            "lg2.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
 
 
@@ -58,13 +73,20 @@ def power_of_2(x):
         return tl.exp2(x)
     else:
         return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+            "ex2.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
 
 
 @triton.jit
 def needs_care(e, KIND: tl.constexpr):
-    """Whether an alpha is so close to 1 that a series must hold what a logarithm of x loses; a scalar."""
+    """Whether an alpha is so close to 1 that a series must hold what a logarithm of x loses; a
+    scalar.
+    """
     if (KIND == "gentle") | (KIND == "steep"):
         return False
     elif KIND == "generic16":
@@ -93,12 +115,16 @@ def root_power(d, c, e):
 
 @triton.jit
 def log2_weight(d, x, y, e, careful):
-    """``log2 p`` of distances ``d`` and their ``x``; what is off the support has anything at or below its border."""
+    """``log2 p`` of distances ``d`` and their ``x``; what is off the support has anything at or
+    below its border.
+    """
     rate = 1 / tl.maximum(e, 1e-30)
     if careful:
         t = d * tl.exp(-e * y)
         u = e * t
-        series = 1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u * (1 / 7 + u / 8))))))
+        series = 1 + u * (
+            1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u * (1 / 7 + u / 8)))))
+        )
         near = u < 0.125
         logarithm = tl.where(near, (y - tl.where(near, t * series, 0.0)) * LOG2E, log2_of(x) * rate)
     else:
@@ -110,9 +136,16 @@ def log2_weight(d, x, y, e, careful):
 def weight_power(d, x, y, a, e, careful):
     """``p^a`` on the support and 0 elsewhere, for ``0 <= a <= 1``."""
     if careful:
-        power = tl.where(x > 0, tl.maximum(log2_weight(d, x, y, e, careful), -1e30) * a, float("-inf"))
+        power = tl.where(
+            x > 0,
+            tl.maximum(log2_weight(d, x, y, e, careful), -1e30) * a,
+            float("-inf"),
+        )
     else:
-        power = log2_of(x) * tl.maximum(a / tl.maximum(e, 1e-30), 1e-20)  # 0 times -inf would be NaN
+        power = log2_of(x) * tl.maximum(
+            a / tl.maximum(e, 1e-30),
+            1e-20,
+        )  # 0 times -inf would be NaN
     return power_of_2(power)
 
 
@@ -167,7 +200,14 @@ def row_terms(d, y, c, e, careful, KIND: tl.constexpr):
             q = tl.where(x > 0, 1.0, 0.0)
         else:
             steep = e > 0.5
-            base = weight_power(d, x, y, tl.where(steep, 1 - e, tl.maximum(1 - 2 * e, 0.0)), e, careful)
+            base = weight_power(
+                d,
+                x,
+                y,
+                tl.where(steep, 1 - e, tl.maximum(1 - 2 * e, 0.0)),
+                e,
+                careful,
+            )
             u = tl.where(steep, base, base * x)
             q = tl.where(steep, tl.where(x > 0, 1.0, 0.0), base)
         f = u * x
@@ -186,7 +226,9 @@ def _add2(f, u, other_f, other_u):
 
 @triton.jit
 def sum_terms(f, u, q, KIND: tl.constexpr):
-    """F, U and Q of rows from their terms: in one reduction, so that terms need not exist at the same time."""
+    """F, U and Q of rows from their terms: in one reduction, so that terms need not exist at the
+    same time.
+    """
     if KIND == "softmax":
         f = tl.sum(f, axis=1)
         u = f
@@ -216,7 +258,9 @@ def row_peak(s):
     if INTERPRETED:
         broken = s != s
         return tl.where(
-            tl.sum(broken.to(tl.int32), axis=1) > 0, float("nan"), tl.max(tl.where(broken, float("-inf"), s), axis=1)
+            tl.sum(broken.to(tl.int32), axis=1) > 0,
+            float("nan"),
+            tl.max(tl.where(broken, float("-inf"), s), axis=1),
         )
     else:
         return tl.reduce(s, 1, nan_max)
@@ -236,7 +280,9 @@ def bracket(n, e, KIND: tl.constexpr):
 
 @triton.jit
 def middle(low, high, e, KIND: tl.constexpr):
-    """Starting point between bounds: halfway in c, from where fewer steps follow than from halfway in its logarithm."""
+    """Starting point between bounds: halfway in c, from where fewer steps follow than from halfway
+    in its logarithm.
+    """
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         return 0.5 * (low + high)
     elif KIND == "softmax":
@@ -257,7 +303,9 @@ def peak_power(y, e, KIND: tl.constexpr):
 
 @triton.jit
 def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr):
-    """One safeguarded step: the new ``(y, low, high, residual, found)`` of every row after an evaluation at ``y``."""
+    """One safeguarded step: the new ``(y, low, high, residual, found)`` of every row after an
+    evaluation at ``y``.
+    """
     residual = tl.abs(f - 1)
     low = tl.where(f <= 1, y, low)
     high = tl.where(f >= 1, y, high)
@@ -274,9 +322,18 @@ def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr, TOLER
         log_f = tl.log(tl.maximum(f, 1e-30))
         w = e * log_f
         # (1 - exp(-w)) / e and log(1 - v) / e keep their digits as e falls to 0
-        s = tl.where(tl.abs(w) < 0.05, log_f * (1 - w * (0.5 - w / 6)), (1 - tl.exp(-w)) / tl.where(e > 0, e, 1.0))
+        s = tl.where(
+            tl.abs(w) < 0.05,
+            log_f * (1 - w * (0.5 - w / 6)),
+            (1 - tl.exp(-w)) / tl.where(e > 0, e, 1.0),
+        )
         damping = 0.5 * s * (1 - e) * (q * ratio / tl.maximum(u, 1e-30) - 1)
-        r = s * ratio * tl.exp(-e * y) / (1 - tl.where(e <= 0.5, tl.where(damping < 0.75, damping, 0.0), 0.0))
+        r = (
+            s
+            * ratio
+            * tl.exp(-e * y)
+            / (1 - tl.where(e <= 0.5, tl.where(damping < 0.75, damping, 0.0), 0.0))
+        )
         v = e * r
         step = y + tl.where(
             tl.abs(v) < 0.05,
@@ -295,7 +352,9 @@ def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr, TOLER
 
 @triton.jit
 def alpha_terms(p, u, e):
-    """The A and B of the derivative by alpha for an entry: ``dp/dalpha = (B sum A - A sum B) / sum u``."""
+    """The A and B of the derivative by alpha for an entry: ``dp/dalpha = (B sum A - A sum B) / sum
+    u``.
+    """
     log_p = log2_of(tl.maximum(p, SMALLEST)) * LN2  # finite where a weight is 0
     w = -e * log_p
     series = 1 / 2 + w * (1 / 6 + w * (1 / 24 + w * (1 / 120 + w * (1 / 720 + w / 5040))))

@@ -41,7 +41,9 @@ class Memory:
 
 
 def memory(dtype: torch.dtype, address: int) -> Any:
-    """Stand-in for the tensor there; bool is bytes, and the interpreter wants tensors, whose length it ignores."""
+    """Stand-in for the tensor there; bool is bytes, and the interpreter wants tensors, whose length
+    it ignores.
+    """
     dtype = torch.uint8 if dtype == torch.bool else dtype
     if not triton_interpreted():
         return Memory(dtype, address)
@@ -62,7 +64,9 @@ class Build(NamedTuple):
 
     @property
     def key(self) -> Values:
-        """Equal for launches that Triton builds one kernel for; the device comes first of the arguments."""
+        """Equal for launches that Triton builds one kernel for; the device comes first of the
+        arguments.
+        """
         known, arguments = (self.kernel, *self.constants.items()), self.arguments
         if not isinstance(self.kernel, JITFunction):
             return known
@@ -71,7 +75,8 @@ class Build(NamedTuple):
             if argument is None or isinstance(argument, (bool, float)):
                 kind.append(type(argument))
             elif isinstance(argument, int):
-                # 32 or 64 bits wide, and what Triton builds in: that it is 1, or a multiple of 16, and no other value
+                # 32 or 64 bits wide, and what Triton builds in: that it is 1, or a multiple of 16,
+                # and no other value
                 wide = argument.bit_length() > 31
                 kind.append((wide, argument == 1, argument % 16 == 0) if own else wide)
             elif hasattr(argument, "base"):
@@ -82,12 +87,19 @@ class Build(NamedTuple):
         return *known, *kind
 
     def __call__(self, key: Values | None = None) -> Any:
-        """Return the compiled kernel, on any thread; nothing is launched, and Triton keeps it on the disk."""
+        """Return the compiled kernel, on any thread; nothing is launched, and Triton keeps it on
+        the disk.
+        """
         key = self.key if key is None else key
         compiled = BUILT.get(key)
         if compiled is None or isinstance(compiled, str):
             with named_failure(key, self):
-                compiled = self.kernel.warmup(*self.arguments, grid=self.grid, **self.constants, **BUILD_OPTIONS)
+                compiled = self.kernel.warmup(
+                    *self.arguments,
+                    grid=self.grid,
+                    **self.constants,
+                    **BUILD_OPTIONS,
+                )
                 if hasattr(compiled, "result"):  # compiled asynchronously
                     compiled = compiled.result()
             if len(BUILT) >= MAX_BUILT:
@@ -98,7 +110,9 @@ class Build(NamedTuple):
 
 @contextmanager
 def named_failure(key: Values, build: Build) -> Iterator[None]:
-    """Turn errors that say that a kernel cannot be built or loaded into :class:`KernelUnavailableError`."""
+    """Turn errors that say that a kernel cannot be built or loaded into
+    :class:`KernelUnavailableError`.
+    """
     if isinstance(BUILT.get(key), str):
         raise KernelUnavailableError(build.kernel.__name__, BUILT[key], build.instead)
     try:
@@ -116,7 +130,9 @@ _LISTED: list[Listed] = []
 
 @contextmanager
 def listed() -> Iterator[Listed]:
-    """List the launches of all threads, one of each kind, and run none but those that were bound before."""
+    """List the launches of all threads, one of each kind, and run none but those that were bound
+    before.
+    """
     found: Listed = {}
     _LISTED.append(found)
     try:
@@ -126,26 +142,42 @@ def listed() -> Iterator[Listed]:
 
 
 class Step:
-    """A launch but for its tensors: ``step(repeats, addresses, dtypes)`` on the current device and stream.
+    """A launch but for its tensors: ``step(repeats, addresses, dtypes)`` on the current device and
+    stream.
 
-    ``repeats`` says that all begin at multiples of 16 bytes, for which kernels are compiled, and that nobody listens to
-    launches. The second of those binds ``bound``, which takes addresses alone and launches from then on; shapes that
-    never come back need not pay for that. Triton looks at ``TRITON_DEBUG`` when a kernel is first launched.
+    ``repeats`` says that all begin at multiples of 16 bytes, for which kernels are compiled, and
+    that nobody listens to launches. The second of those binds ``bound``, which takes addresses
+    alone and launches from then on; shapes that never come back need not pay for that. Triton looks
+    at ``TRITON_DEBUG`` when a kernel is first launched.
     """
 
     __slots__ = ("_planned", "_runs", "_tma", "bound")
 
     def __init__(self, planned: Launch) -> None:
         names = planned.tensors.split() if planned.tma else []
-        self._tma = [planned.tma.get(name) if names.index(name) == place else None for place, name in enumerate(names)]
+        self._tma = [
+            planned.tma.get(name) if names.index(name) == place else None
+            for place, name in enumerate(names)
+        ]
         self._planned, self._runs = planned, 0
         self.bound: LaunchAt | None = None
 
-    def __call__(self, repeats: bool, addresses: Addresses, dtypes: Sequence[torch.dtype | None]) -> None:
+    def __call__(
+        self,
+        repeats: bool,
+        addresses: Addresses,
+        dtypes: Sequence[torch.dtype | None],
+    ) -> None:
         planned = self._planned
         tensors = [_described(*each) for each in zip_longest(addresses, dtypes, self._tma)]
         numbers, constants = planned.numbers, planned.constants
-        build = Build(planned.kernel, planned.grid, (*tensors, *numbers), constants, planned.instead)
+        build = Build(
+            planned.kernel,
+            planned.grid,
+            (*tensors, *numbers),
+            constants,
+            planned.instead,
+        )
         if _LISTED:
             _LISTED[-1].setdefault(build.key, build)
             return
@@ -162,7 +194,10 @@ class Step:
             return kernel[grid](*arguments, **constants)
         enter_context(torch.cuda.current_device())
         key = build.key
-        compiled, last = build(key), [constants[name] for name in kernel.arg_names[len(arguments) :]]
+        compiled, last = (
+            build(key),
+            [constants[name] for name in kernel.arg_names[len(arguments) :]],
+        )
         with named_failure(key, build):  # which may be found when it is loaded
             compiled[grid](*[x.address if isinstance(x, Memory) else x for x in arguments], *last)
         return compiled
@@ -172,7 +207,11 @@ def _described(address: int | None, dtype: torch.dtype | None, tma: Tma | None) 
     """Argument of a kernel."""
     if address is None or dtype is None:
         return None
-    return memory(dtype, address) if tma is None else tma.make(memory(dtype, address), [*tma[:2]], [tma.columns, 1])
+    return (
+        memory(dtype, address)
+        if tma is None
+        else tma.make(memory(dtype, address), [*tma[:2]], [tma.columns, 1])
+    )
 
 
 def launch(kernel: Any, grid: Grid, arguments: Values, constants: Constants) -> None:
@@ -184,18 +223,29 @@ def launch(kernel: Any, grid: Grid, arguments: Values, constants: Constants) -> 
 
 
 def rows_fit_descriptor(matrix: Tensor) -> bool:
-    """Whether the rows of a contiguous matrix are as long as a descriptor asks, wherever its first one lies."""
-    return matrix.size(-1) * (1 if _COUNT_ELEMENTS else matrix.element_size()) % DESCRIPTOR_ALIGNMENT == 0
+    """Whether the rows of a contiguous matrix are as long as a descriptor asks, wherever its first
+    one lies.
+    """
+    return (
+        matrix.size(-1) * (1 if _COUNT_ELEMENTS else matrix.element_size()) % DESCRIPTOR_ALIGNMENT
+        == 0
+    )
 
 
 def is_of_the_build(error: Exception) -> bool:
-    """Whether ``error`` says that a kernel cannot be built, loaded or launched, rather than that it went wrong."""
+    """Whether ``error`` says that a kernel cannot be built, loaded or launched, rather than that it
+    went wrong.
+    """
     refused = "kernel image", "invalid argument", "too many resources"  # the last two: of a launch
-    if isinstance(error, (TritonError, subprocess.SubprocessError, OSError, ImportError, NotImplementedError)):
+    if isinstance(
+        error,
+        (TritonError, subprocess.SubprocessError, OSError, ImportError, NotImplementedError),
+    ):
         return True
     # the compiler's passes raise what the driver and torch raise too, torch as types of its own
     return type(error) is RuntimeError and (
-        not str(error).startswith("Triton Error [CUDA]") or any(each in str(error) for each in refused)
+        not str(error).startswith("Triton Error [CUDA]")
+        or any(each in str(error) for each in refused)
     )
 
 

@@ -15,17 +15,25 @@ from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared.internals import hooked
 from tilefold.ops._shared.plan import Buffer, Launch, Plan, Take, TorchStep, cdiv, taker
 
-MAX_TOGETHER = 1 << 20  # bytes of scratch up to which all is allocated at once: each time costs the host
+MAX_TOGETHER = (
+    1 << 20
+)  # bytes of scratch up to which all is allocated at once: each time costs the host
 PIECE_ALIGNMENT = 128  # bytes, of scratch in a block: as much as the L2 cache reads at a time
 
 
 @dataclass(eq=False, slots=True)
 class _Turn:
-    """Memory, then a step of torch or a launch; places are those of all tensors, or of all addresses."""
+    """Memory, then a step of torch or a launch; places are those of all tensors, or of all
+    addresses.
+    """
 
-    made: list[Tensor] = field(default_factory=list)  # tensors like these, without memory; the last may be a block
+    made: list[Tensor] = field(
+        default_factory=list,
+    )  # tensors like these, without memory; the last may be a block
     at: slice = field(default_factory=lambda: slice(0))  # their places
-    fills: list[tuple[int, float]] = field(default_factory=list)  # which of those have a number in all entries
+    fills: list[tuple[int, float]] = field(
+        default_factory=list,
+    )  # which of those have a number in all entries
     offsets: list[int] = field(default_factory=list)  # of scratch in the block
     function: Callable[..., Tensor | None] | None = None
     makes: int = 0  # place of what the function makes
@@ -35,10 +43,11 @@ class _Turn:
 
 
 class Program:
-    """``program(*given)`` runs the steps on the current stream, allocates what they write, and returns the results.
+    """``program(*given)`` runs the steps on the current stream, allocates what they write, and
+    returns the results.
 
-    Each tensor is asked for its address once, and launches get addresses. Once all of them were repeated they are
-    ``bound``, and no kernel is built any more.
+    Each tensor is asked for its address once, and launches get addresses. Once all of them were
+    repeated they are ``bound``, and no kernel is built any more.
     """
 
     __slots__ = ("_aligned", "_blank", "_dtypes", "_results", "bound", "turns")
@@ -54,8 +63,16 @@ class Program:
         self._aligned, self.bound = aligned, False
         reads = [step.tensors.split() for step in plan.steps]
         first = {name: turn for turn in reversed(range(len(reads))) for name in reads[turn]}
-        of_torch = [(step, names) for step, names in zip(plan.steps, reads, strict=True) if isinstance(step, TorchStep)]
-        wanted = {name: each for name, each in results.items() if each and plan.buffers.get(name, each) is not None}
+        of_torch = [
+            (step, names)
+            for step, names in zip(plan.steps, reads, strict=True)
+            if isinstance(step, TorchStep)
+        ]
+        wanted = {
+            name: each
+            for name, each in results.items()
+            if each and plan.buffers.get(name, each) is not None
+        }
         scratch = {name: each for name, each in plan.buffers.items() if each and name in first}
         by_torch = {step.makes for step, _ in of_torch} - scratch.keys()
         pieces = {  # of scratch, with their room in the block
@@ -67,15 +84,27 @@ class Program:
         else:
             alone = wanted.keys() | {name for _, names in of_torch for name in names}
             pieces, first = {name: room for name, room in pieces.items() if name not in alone}, {}
-        pieces = dict(sorted(pieces.items(), key=itemgetter(1)))  # those without an element come first, and lie at 0
+        pieces = dict(
+            sorted(pieces.items(), key=itemgetter(1)),
+        )  # those without an element come first, and lie at 0
         *offsets, size = accumulate(filter(None, pieces.values()), initial=0)
-        made = {name: each for name, each in (wanted | scratch).items() if name not in by_torch | pieces.keys()}
+        made = {
+            name: each
+            for name, each in (wanted | scratch).items()
+            if name not in by_torch | pieces.keys()
+        }
         made = dict(sorted(made.items(), key=lambda item: first.get(item[0], 0)))
         made |= {"": Buffer((size,), torch.uint8)} if size else {}
-        nothing = len(given)  # the place of None; then come tensors that are made, those by torch, and pieces
-        places = {name: place for place, name in enumerate([*given, None, *made]) if name is not None}
+        nothing = len(
+            given,
+        )  # the place of None; then come tensors that are made, those by torch, and pieces
+        places = {
+            name: place for place, name in enumerate([*given, None, *made]) if name is not None
+        }
         makes = nothing + 1 + len(made)
-        addresses = places | {name: makes + len(of_torch) + place for place, name in enumerate(pieces)}
+        addresses = places | {
+            name: makes + len(of_torch) + place for place, name in enumerate(pieces)
+        }
         places |= dict.fromkeys(pieces, places.get("", nothing))
         self._blank: list[int | None] = [None] * (1 + len(made) + len(of_torch)) + [0] * len(pieces)
         self._dtypes = [*(each.dtype for each in made.values()), *[None] * len(of_torch)]
@@ -92,9 +121,15 @@ class Program:
         for turn, step, names in zip(self.turns, plan.steps, reads, strict=False):
             lasts |= {places[name]: turn for name in names if name in places}
             if isinstance(step, Launch):
-                turn.launch, turn.take = Step(step), taker([addresses.get(name, nothing) for name in names])
+                turn.launch, turn.take = (
+                    Step(step),
+                    taker([addresses.get(name, nothing) for name in names]),
+                )
                 continue
-            turn.function, turn.take = step.function, taker([places.get(name, nothing) for name in names])
+            turn.function, turn.take = (
+                step.function,
+                taker([places.get(name, nothing) for name in names]),
+            )
             places[step.makes] = addresses[step.makes] = turn.makes = makes
             lasts[makes], makes = turn, makes + 1
         kept = [places[name] if name in wanted else nothing for name in results]
@@ -108,13 +143,18 @@ class Program:
         bound = repeats and self.bound
         tensors: list[Any] = [*given, *[None] * len(self._blank)]
         addresses: list[Any] = [*(None if x is None else x.data_ptr() for x in given), *self._blank]
-        dtypes: list[Any] = [] if bound else [*(None if x is None else x.dtype for x in given), None, *self._dtypes]
+        dtypes: list[Any] = (
+            [] if bound else [*(None if x is None else x.dtype for x in given), None, *self._dtypes]
+        )
         for turn in self.turns:
             if turn.made:
                 tensors[turn.at] = map(torch.empty_like, turn.made)
                 addresses[turn.at] = map(Tensor.data_ptr, tensors[turn.at])
             if turn.offsets:
-                addresses[-len(turn.offsets) :] = map(addresses[turn.at.stop - 1].__add__, turn.offsets)
+                addresses[-len(turn.offsets) :] = map(
+                    addresses[turn.at.stop - 1].__add__,
+                    turn.offsets,
+                )
             for place, value in turn.fills:
                 tensors[place].fill_(value)
             if turn.function is not None:
@@ -131,5 +171,7 @@ class Program:
             for place in turn.ends:
                 tensors[place] = None
         if repeats and not bound:
-            self.bound = all(turn.launch is None or turn.launch.bound is not None for turn in self.turns)
+            self.bound = all(
+                turn.launch is None or turn.launch.bound is not None for turn in self.turns
+            )
         return self._results(tensors)

@@ -1,4 +1,6 @@
-"""Differences between the releases of Triton, beside those of tables; no other file asks which is installed."""
+"""Differences between the releases of Triton, beside those of tables; no other file asks which is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def release() -> Release:
 
 
 def why_no_warp_roles() -> str | None:
-    """Why kernels whose warps load or compute cannot be built with this release, or ``None`` if they can."""
+    """Why kernels whose warps load or compute cannot be built with this release, or ``None`` if
+    they can.
+    """
     if release() >= (3, 6):
         return None
     return f"Triton {release_name()} cannot give warps roles of their own, 3.6 and newer can"
@@ -45,7 +49,9 @@ def release_name() -> str:
 
 
 def interpreted_rows_count_elements() -> bool:
-    """Whether interpreted descriptors ask that rows are multiples of 16 elements, instead of 16 bytes."""
+    """Whether interpreted descriptors ask that rows are multiples of 16 elements, instead of 16
+    bytes.
+    """
     return release() <= (3, 5)
 
 
@@ -67,4 +73,7 @@ def gluon_reinterpret() -> Any:
     """Gluon's view of shared memory in another form: ``(memory, dtype, shape, layout)``."""
     from triton.experimental.gluon import language
 
-    return getattr(language.shared_memory_descriptor, "reinterpret" if release() >= (3, 9) else "_reinterpret")
+    return getattr(
+        language.shared_memory_descriptor,
+        "reinterpret" if release() >= (3, 9) else "_reinterpret",
+    )

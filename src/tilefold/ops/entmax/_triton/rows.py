@@ -1,4 +1,6 @@
-"""Alpha-entmax of rows: a program owns a few whole rows, in registers, or a long one that it reads again each step."""
+"""Alpha-entmax of rows: a program owns a few whole rows, in registers, or a long one that it reads
+again each step.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tilefold.ops._shared._triton.activation import nan_max
 def _scores(x_ptr, offs, cols, n, mask_r):
     """``[BLOCK_R, BLOCK_N]`` in fp32; -inf where there is no entry."""
     return tl.load(
-        x_ptr + offs[:, None] + cols[None, :], mask=mask_r[:, None] & (cols < n)[None, :], other=float("-inf")
+        x_ptr + offs[:, None] + cols[None, :],
+        mask=mask_r[:, None] & (cols < n)[None, :],
+        other=float("-inf"),
     ).to(tl.float32)
 
 
@@ -36,17 +40,28 @@ def _exponents(alpha_ptr, alpha_value, rows, mask_r, HAS_ALPHA: tl.constexpr):
 
 @triton.jit(do_not_specialize=["R", "n", "alpha_value"])
 def _forward_kernel(
-    x_ptr, alpha_ptr, out_ptr, support_ptr, R, n, alpha_value,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, RESIDENT: tl.constexpr,
+    x_ptr,
+    alpha_ptr,
+    out_ptr,
+    support_ptr,
+    R,
+    n,
+    alpha_value,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    RESIDENT: tl.constexpr,
     TOLERANCE: tl.constexpr,
-):  # fmt: skip
+):
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < R
     offs = rows.to(tl.int64) * n
     e = _exponents(alpha_ptr, alpha_value, rows, mask_r, HAS_ALPHA)
     places = tl.arange(0, BLOCK_N)
-    # Entries are gathered into a tile and reduced after the loop: once per row instead of once per tile, and Triton 3.6
-    # fails on a maximum or sum of a loop's loads that is used twice (OptimizeThreadLocality).
+    # Entries are gathered into a tile and reduced after the loop: once per row instead of once per
+    # tile, and Triton 3.6 fails on a maximum or sum of a loop's loads that is used twice
+    # (OptimizeThreadLocality).
     if RESIDENT:
         s = _scores(x_ptr, offs, places, n, mask_r)
         peak = entmax.row_peak(s)
@@ -75,7 +90,14 @@ def _forward_kernel(
     while evaluation < entmax.MAX_EVALUATIONS:
         c = entmax.peak_power(y, e, KIND)
         if RESIDENT:
-            p, u_terms, q_terms = entmax.row_terms(d, y[:, None], c[:, None], e[:, None], careful, KIND)
+            p, u_terms, q_terms = entmax.row_terms(
+                d,
+                y[:, None],
+                c[:, None],
+                e[:, None],
+                careful,
+                KIND,
+            )
             f, u, q = entmax.sum_terms(p, u_terms, q_terms, KIND)
         else:
             f_terms = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
@@ -83,14 +105,37 @@ def _forward_kernel(
             q_terms = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
             for n0 in range(0, n, BLOCK_N):
                 d = _distances(_scores(x_ptr, offs, n0 + places, n, mask_r), peak, e, KIND)
-                tile_f, tile_u, tile_q = entmax.row_terms(d, y[:, None], c[:, None], e[:, None], careful, KIND)
+                tile_f, tile_u, tile_q = entmax.row_terms(
+                    d,
+                    y[:, None],
+                    c[:, None],
+                    e[:, None],
+                    careful,
+                    KIND,
+                )
                 f_terms += tile_f
                 u_terms += tile_u
                 q_terms += tile_q
             f, u, q = entmax.sum_terms(f_terms, u_terms, q_terms, KIND)
         mass = tl.where(found, mass, f)
-        y, low, high, before, found = entmax.next_root(y, f, u, q, low, high, before, found, e, KIND, TOLERANCE)
-        evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, entmax.MAX_EVALUATIONS, evaluation + 1)
+        y, low, high, before, found = entmax.next_root(
+            y,
+            f,
+            u,
+            q,
+            low,
+            high,
+            before,
+            found,
+            e,
+            KIND,
+            TOLERANCE,
+        )
+        evaluation = tl.where(
+            tl.min(found.to(tl.int32), axis=0) > 0,
+            entmax.MAX_EVALUATIONS,
+            evaluation + 1,
+        )
 
     scale = tl.where(empty, 0.0, 1.0 / mass)
     c = entmax.peak_power(y, e, KIND)
@@ -100,12 +145,19 @@ def _forward_kernel(
         if not RESIDENT:
             d = _distances(_scores(x_ptr, offs, cols, n, mask_r), peak, e, KIND)
             p = entmax.weight(d, y[:, None], c[:, None], e[:, None], careful, KIND)
-        p *= scale[:, None]  # a row in registers still has the weights of its last evaluation, which was at the root
+        p *= scale[
+            :,
+            None,
+        ]  # a row in registers still has the weights of its last evaluation, which was at the root
         p = tl.where(empty[:, None], 0.0, p)
         p = tl.where(broken[:, None], float("nan"), p)
         inside = mask_r[:, None] & (cols < n)[None, :]
         support += (inside & (p > 0)).to(tl.int32)
-        tl.store(out_ptr + offs[:, None] + cols[None, :], p.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            out_ptr + offs[:, None] + cols[None, :],
+            p.to(out_ptr.dtype.element_ty),
+            mask=inside,
+        )
     tl.store(support_ptr + rows, tl.sum(support, axis=1), mask=mask_r)
 
 
@@ -123,17 +175,32 @@ def _gradient_tile(dp_ptr, p_ptr, offs, cols, n, mask_r, e, KIND: tl.constexpr):
         u = p
     else:
         u = tl.where(
-            p == 0, 0.0, entmax.power_of_2((1 - e[:, None]) * entmax.log2_of(tl.maximum(p, entmax.SMALLEST))) + (p - p)
+            p == 0,
+            0.0,
+            entmax.power_of_2((1 - e[:, None]) * entmax.log2_of(tl.maximum(p, entmax.SMALLEST)))
+            + (p - p),
         )
     return grad, p, u
 
 
 @triton.jit(do_not_specialize=["R", "n", "alpha_value"])
 def _backward_kernel(
-    dp_ptr, p_ptr, alpha_ptr, dx_ptr, dalpha_ptr, R, n, alpha_value,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr,
-    RESIDENT: tl.constexpr, NEED_X: tl.constexpr, NEED_ALPHA: tl.constexpr,
-):  # fmt: skip
+    dp_ptr,
+    p_ptr,
+    alpha_ptr,
+    dx_ptr,
+    dalpha_ptr,
+    R,
+    n,
+    alpha_value,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    NEED_X: tl.constexpr,
+    NEED_ALPHA: tl.constexpr,
+):
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < R
     offs = rows.to(tl.int64) * n
@@ -161,7 +228,10 @@ def _backward_kernel(
     mass = tl.sum(total, axis=1)
     mass = tl.where(mass == 0, 1.0, mass)
     if NEED_ALPHA:
-        slope = tl.sum(sum_a, axis=1) * tl.sum(dot_b, axis=1) - tl.sum(sum_b, axis=1) * tl.sum(dot_a, axis=1)
+        slope = tl.sum(sum_a, axis=1) * tl.sum(dot_b, axis=1) - tl.sum(sum_b, axis=1) * tl.sum(
+            dot_a,
+            axis=1,
+        )
         tl.store(dalpha_ptr + rows, slope / mass, mask=mask_r)
     if NEED_X:
         mean = (tl.sum(product, axis=1) / mass)[:, None]

@@ -1,6 +1,6 @@
-"""Backward: one program owns a tile of queries and walks its live keys, another owns a block of keys and walks its
-live queries. Nothing is added to by two programs, so results repeat bit for bit. Scores are made again from the
-operands of forward, scaled in fp32 as there.
+"""Backward: one program owns a tile of queries and walks its live keys, another owns a block of
+keys and walks its live queries. Nothing is added to by two programs, so results repeat bit for bit.
+Scores are made again from the operands of forward, scaled in fp32 as there.
 """
 
 import triton
@@ -20,26 +20,73 @@ def key_lists_kernel(live_ptr, key_list_ptr, key_count_ptr, tiles, words, blocks
     for word in range(words):
         flags = (tl.load(live_ptr + row * words + word) >> lanes) & 1
         place = count + tl.cumsum(flags, axis=0) - flags
-        # tiles beyond the last sequence were never written: whatever their words hold stays in their row
-        tl.store(key_list_ptr + row * blocks + place, word * 32 + lanes, mask=(flags > 0) & (place < blocks))
+        # tiles beyond the last sequence were never written: whatever their words hold stays in
+        # their row
+        tl.store(
+            key_list_ptr + row * blocks + place,
+            word * 32 + lanes,
+            mask=(flags > 0) & (place < blocks),
+        )
         count += tl.sum(flags, axis=0)
     tl.store(key_count_ptr + row, count)
 
 
-@triton.jit(do_not_specialize=["Nk", "Tk", "Nq", "Tq", "B", "tiles_per", "key_tiles_per", "tiles", "words", "spans"])
+@triton.jit(
+    do_not_specialize=[
+        "Nk",
+        "Tk",
+        "Nq",
+        "Tq",
+        "B",
+        "tiles_per",
+        "key_tiles_per",
+        "tiles",
+        "words",
+        "spans",
+    ],
+)
 def query_lists_kernel(
-    live_ptr, query_list_ptr, query_count_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_start_ptr, k_batch_ptr,
-    k_start_ptr, Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, tiles, words, spans,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+    live_ptr,
+    query_list_ptr,
+    query_count_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    q_start_ptr,
+    k_batch_ptr,
+    k_start_ptr,
+    Nq,
+    Nk,
+    Tq,
+    Tk,
+    B,
+    tiles_per,
+    key_tiles_per,
+    tiles,
+    words,
+    spans,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KEYS: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     """For a tile of keys, the tiles of its sequence's queries that one of its blocks is live in.
 
-    A sequence has room for all its tiles of queries in each of its tiles of keys, of which it has ``spans`` at most.
+    A sequence has room for all its tiles of queries in each of its tiles of keys, of which it has
+    ``spans`` at most.
     """
     key_tile = tl.program_id(0)
     h = tl.program_id(1)
     b, n0, _, k_len = of_tile.locate(
-        key_tile, Nk, Tk, key_tiles_per, cu_seqlens_k_ptr, k_batch_ptr, k_start_ptr, B, KEYS, PACKED
+        key_tile,
+        Nk,
+        Tk,
+        key_tiles_per,
+        cu_seqlens_k_ptr,
+        k_batch_ptr,
+        k_start_ptr,
+        B,
+        KEYS,
+        PACKED,
     )
     if n0 < k_len:
         _, q_len = of_tile.bounds(cu_seqlens_q_ptr, b, Nq, Tq, PACKED)
@@ -75,18 +122,87 @@ def load_stats(stats_ptr, offs, size, mask):
 
 @triton.jit(do_not_specialize=[*of_tile.TOLD, "tiles", "blocks"])
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, out2_ptr, dq_ptr, delta_ptr, terms_ptr, stats_ptr, key_list_ptr, key_count_ptr,
-    alpha_ptr, key_padding_mask_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, seed_ptr, sq_b, sq_h,
-    sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n, sd_b, sd_h, sd_n, sg_b, sg_h, sg_n, Nq, Nk, Tq, Tk, B,
-    tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, tiles, blocks,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, LISTS: tl.constexpr,
-    NEED_Q: tl.constexpr, NEED_ALPHA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    out2_ptr,
+    dq_ptr,
+    delta_ptr,
+    terms_ptr,
+    stats_ptr,
+    key_list_ptr,
+    key_count_ptr,
+    alpha_ptr,
+    key_padding_mask_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    q_batch_ptr,
+    q_start_ptr,
+    seed_ptr,
+    sq_b,
+    sq_h,
+    sq_n,
+    sk_b,
+    sk_h,
+    sk_n,
+    sv_b,
+    sv_h,
+    sv_n,
+    so_b,
+    so_h,
+    so_n,
+    sd_b,
+    sd_h,
+    sd_n,
+    sg_b,
+    sg_h,
+    sg_n,
+    Nq,
+    Nk,
+    Tq,
+    Tk,
+    B,
+    tiles_per,
+    window,
+    scale,
+    alpha_value,
+    threshold,
+    keep_scale,
+    stat_size,
+    tiles,
+    blocks,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr,
+    LISTS: tl.constexpr,
+    NEED_Q: tl.constexpr,
+    NEED_ALPHA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     tile = tl.program_id(0)
     b, m0, q_base, q_len = of_tile.locate(
-        tile, Nq, Tq, tiles_per, cu_seqlens_q_ptr, q_batch_ptr, q_start_ptr, B, BLOCK_M, PACKED
+        tile,
+        Nq,
+        Tq,
+        tiles_per,
+        cu_seqlens_q_ptr,
+        q_batch_ptr,
+        q_start_ptr,
+        B,
+        BLOCK_M,
+        PACKED,
     )
     if m0 < q_len:
         h = tl.program_id(1)
@@ -121,7 +237,15 @@ def dq_kernel(
         sum_b = tl.zeros((BLOCK_M, LANES), tl.float32)
         dot_a = tl.zeros((BLOCK_M, LANES), tl.float32)
         dot_b = tl.zeros((BLOCK_M, LANES), tl.float32)
-        low_key, high_key = of_tile.key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
+        low_key, high_key = of_tile.key_range(
+            m0,
+            tl.minimum(m0 + BLOCK_M, q_len),
+            shift,
+            k_len,
+            window,
+            CAUSAL,
+            WINDOW,
+        )
         first = low_key // BLOCK_N
         count = tl.maximum((high_key + BLOCK_N - 1) // BLOCK_N - first, 0)
         if LISTS:
@@ -137,14 +261,47 @@ def dq_kernel(
                 n0 = block * BLOCK_N
                 j = n0 + tl.arange(0, BLOCK_N)
                 s, k, keep = of_tile.score_tile(
-                    q, k_ptr, key_padding_mask_ptr, m0, i, n0, j, shift, sk_n, k_len, scale, window,
-                    D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
-                )  # fmt: skip
+                    q,
+                    k_ptr,
+                    key_padding_mask_ptr,
+                    m0,
+                    i,
+                    n0,
+                    j,
+                    shift,
+                    sk_n,
+                    k_len,
+                    scale,
+                    window,
+                    D,
+                    BLOCK_D,
+                    CAUSAL,
+                    WINDOW,
+                    HAS_MASK,
+                    EXACT,
+                    PRECISION,
+                )
                 v = of_tile.load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
-                p, u = of_tile.weights(s, peak[:, None], y[:, None], c[:, None], scale, e, KIND, EXACT)
+                p, u = of_tile.weights(
+                    s,
+                    peak[:, None],
+                    y[:, None],
+                    c[:, None],
+                    scale,
+                    e,
+                    KIND,
+                    EXACT,
+                )
                 dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 if DROPOUT:
-                    dp *= of_tile.dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
+                    dp *= of_tile.dropout_factor(
+                        seed_ptr,
+                        i[:, None],
+                        j[None, :],
+                        plane,
+                        threshold,
+                        keep_scale,
+                    )
                 if NEED_Q:
                     ds = u * (dp - delta[:, None])
                     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -161,26 +318,99 @@ def dq_kernel(
             of_tile.store_rows(dq_ptr, i, sg_n, mask_m, dq, D, BLOCK_D)
         if NEED_ALPHA:
             total = tl.sum(total, axis=1)
-            rows = tl.sum(sum_a, axis=1) * tl.sum(dot_b, axis=1) - tl.sum(sum_b, axis=1) * tl.sum(dot_a, axis=1)
+            rows = tl.sum(sum_a, axis=1) * tl.sum(dot_b, axis=1) - tl.sum(sum_b, axis=1) * tl.sum(
+                dot_a,
+                axis=1,
+            )
             rows /= tl.where(total > 0, total, 1.0)
             tl.store(terms_ptr + offs, rows, mask=mask_m)
 
 
 @triton.jit(do_not_specialize=[*of_tile.TOLD, "key_tiles_per", "tiles", "spans"])
 def dkv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, delta_ptr, stats_ptr, query_list_ptr, query_count_ptr, alpha_ptr,
-    key_padding_mask_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_start_ptr, k_batch_ptr, k_start_ptr, seed_ptr, sq_b,
-    sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, sd_b, sd_h, sd_n, sg_b, sg_h, sg_n, sw_b, sw_h, sw_n,
-    Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, tiles,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    dk_ptr,
+    dv_ptr,
+    delta_ptr,
+    stats_ptr,
+    query_list_ptr,
+    query_count_ptr,
+    alpha_ptr,
+    key_padding_mask_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    q_start_ptr,
+    k_batch_ptr,
+    k_start_ptr,
+    seed_ptr,
+    sq_b,
+    sq_h,
+    sq_n,
+    sk_b,
+    sk_h,
+    sk_n,
+    sv_b,
+    sv_h,
+    sv_n,
+    sd_b,
+    sd_h,
+    sd_n,
+    sg_b,
+    sg_h,
+    sg_n,
+    sw_b,
+    sw_h,
+    sw_n,
+    Nq,
+    Nk,
+    Tq,
+    Tk,
+    B,
+    tiles_per,
+    key_tiles_per,
+    window,
+    scale,
+    alpha_value,
+    threshold,
+    keep_scale,
+    stat_size,
+    tiles,
     spans,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    KEYS: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
-    LISTS: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr,
+    LISTS: tl.constexpr,
+    NEED_K: tl.constexpr,
+    NEED_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     key_tile = tl.program_id(0)
     b, n0, k_base, k_len = of_tile.locate(
-        key_tile, Nk, Tk, key_tiles_per, cu_seqlens_k_ptr, k_batch_ptr, k_start_ptr, B, KEYS, PACKED
+        key_tile,
+        Nk,
+        Tk,
+        key_tiles_per,
+        cu_seqlens_k_ptr,
+        k_batch_ptr,
+        k_start_ptr,
+        B,
+        KEYS,
+        PACKED,
     )
     if n0 < k_len:
         kv = tl.program_id(1)
@@ -193,18 +423,37 @@ def dkv_kernel(
         if HAS_MASK:
             keep = of_tile.kept_keys(key_padding_mask_ptr + b64 * Nk, n0, k_len, KEYS, HAS_MASK)
         k = of_tile.load_rows(
-            k_ptr + b64 * sk_b + kv64 * sk_h + tl.cast(k_base, tl.int64) * sk_n, j, sk_n, keep, D, BLOCK_D
+            k_ptr + b64 * sk_b + kv64 * sk_h + tl.cast(k_base, tl.int64) * sk_n,
+            j,
+            sk_n,
+            keep,
+            D,
+            BLOCK_D,
         )
         v = of_tile.load_rows(
-            v_ptr + b64 * sv_b + kv64 * sv_h + tl.cast(k_base, tl.int64) * sv_n, j, sv_n, keep, D, BLOCK_D
+            v_ptr + b64 * sv_b + kv64 * sv_h + tl.cast(k_base, tl.int64) * sv_n,
+            j,
+            sv_n,
+            keep,
+            D,
+            BLOCK_D,
         )
-        # turned here, they are put into shared memory once: Triton 3.9 would do it again in every step
+        # turned here, they are put into shared memory once: Triton 3.9 would do it again in every
+        # step
         turned_k = tl.trans(k)
         turned_v = tl.trans(v)
         dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
         dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
         shift = k_len - q_len
-        low_row, high_row = of_tile.query_range(n0, tl.minimum(n0 + KEYS, k_len), shift, q_len, window, CAUSAL, WINDOW)
+        low_row, high_row = of_tile.query_range(
+            n0,
+            tl.minimum(n0 + KEYS, k_len),
+            shift,
+            q_len,
+            window,
+            CAUSAL,
+            WINDOW,
+        )
         first = low_row // QUERIES
         count = tl.maximum((high_row + QUERIES - 1) // QUERIES - first, 0)
         if LISTS:
@@ -242,14 +491,38 @@ def dkv_kernel(
                 s = tl.dot(q, turned_k, input_precision=PRECISION)  # [QUERIES, KEYS]
                 edge = of_tile.is_edge(m0, n0, shift, k_len, window, QUERIES, KEYS, CAUSAL, WINDOW)
                 s = of_tile.hide(
-                    s, i[:, None], j[None, :], keep[None, :], edge, shift, scale, window,
-                    CAUSAL, WINDOW, HAS_MASK, EXACT,
-                )  # fmt: skip
+                    s,
+                    i[:, None],
+                    j[None, :],
+                    keep[None, :],
+                    edge,
+                    shift,
+                    scale,
+                    window,
+                    CAUSAL,
+                    WINDOW,
+                    HAS_MASK,
+                    EXACT,
+                )
                 p, u = of_tile.weights(
-                    s, peak[:, None], y[:, None], peak_power(y, e, KIND)[:, None], scale, e, KIND, EXACT
+                    s,
+                    peak[:, None],
+                    y[:, None],
+                    peak_power(y, e, KIND)[:, None],
+                    scale,
+                    e,
+                    KIND,
+                    EXACT,
                 )
                 if DROPOUT:
-                    factor = of_tile.dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
+                    factor = of_tile.dropout_factor(
+                        seed_ptr,
+                        i[:, None],
+                        j[None, :],
+                        plane,
+                        threshold,
+                        keep_scale,
+                    )
                     p *= factor
                 if NEED_V:
                     dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)

@@ -1,4 +1,6 @@
-"""Forward: scores of a tile of rows on chip where they fit; else the output of live blocks, whose roots are known."""
+"""Forward: scores of a tile of rows on chip where they fit; else the output of live blocks, whose
+roots are known.
+"""
 
 import triton
 import triton.language as tl
@@ -28,16 +30,74 @@ def finish(acc, total, empty, broken):
 
 @triton.jit(do_not_specialize=of_tile.TOLD)
 def resident_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, out2_ptr, stats_ptr, alpha_ptr, key_padding_mask_ptr, cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, seed_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b,
-    so_h, so_n, Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, GRADIENT: tl.constexpr,
-    SUPPORT: tl.constexpr, TOLERANCE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    out2_ptr,
+    stats_ptr,
+    alpha_ptr,
+    key_padding_mask_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    q_batch_ptr,
+    q_start_ptr,
+    seed_ptr,
+    sq_b,
+    sq_h,
+    sq_n,
+    sk_b,
+    sk_h,
+    sk_n,
+    sv_b,
+    sv_h,
+    sv_n,
+    so_b,
+    so_h,
+    so_n,
+    Nq,
+    Nk,
+    Tq,
+    Tk,
+    B,
+    tiles_per,
+    window,
+    scale,
+    alpha_value,
+    threshold,
+    keep_scale,
+    stat_size,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SUPPORT: tl.constexpr,
+    TOLERANCE: tl.constexpr,
+    NEAR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     b, m0, q_base, q_len = of_tile.locate(
-        tl.program_id(0), Nq, Tq, tiles_per, cu_seqlens_q_ptr, q_batch_ptr, q_start_ptr, B, BLOCK_M, PACKED
+        tl.program_id(0),
+        Nq,
+        Tq,
+        tiles_per,
+        cu_seqlens_q_ptr,
+        q_batch_ptr,
+        q_start_ptr,
+        B,
+        BLOCK_M,
+        PACKED,
     )
     if m0 < q_len:
         h = tl.program_id(1)
@@ -54,19 +114,56 @@ def resident_kernel(
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
         shift = k_len - q_len
-        low_key, high_key = of_tile.key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
+        low_key, high_key = of_tile.key_range(
+            m0,
+            tl.minimum(m0 + BLOCK_M, q_len),
+            shift,
+            k_len,
+            window,
+            CAUSAL,
+            WINDOW,
+        )
         j = low_key + tl.arange(0, BLOCK_N)
         q = of_tile.load_rows(q_ptr, i, sq_n, mask_m, D, BLOCK_D)
         s, _, keep = of_tile.score_tile(
-            q, k_ptr, key_padding_mask_ptr, m0, i, low_key, j, shift, sk_n, k_len, scale, window,
-            D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
-        )  # fmt: skip
+            q,
+            k_ptr,
+            key_padding_mask_ptr,
+            m0,
+            i,
+            low_key,
+            j,
+            shift,
+            sk_n,
+            k_len,
+            scale,
+            window,
+            D,
+            BLOCK_D,
+            CAUSAL,
+            WINDOW,
+            HAS_MASK,
+            EXACT,
+            PRECISION,
+        )
         parts = of_row.lane_peaks(s, of_row.LANES)
         best = of_tile.scaled(row_peak(parts), scale, EXACT)
         peak, broken, empty, low, high = of_row.start_row(best, e, given, high_key - low_key, KIND)
         y = high
         if KIND != "softmax":
-            y = of_row.parts_bound(parts, parts, peak, scale, high, e, SUBSET_STEPS, False, KIND, EXACT, TOLERANCE)
+            y = of_row.parts_bound(
+                parts,
+                parts,
+                peak,
+                scale,
+                high,
+                e,
+                SUBSET_STEPS,
+                False,
+                KIND,
+                EXACT,
+                TOLERANCE,
+            )
             y = tl.where(broken | empty, high, tl.maximum(of_row.widen(y, high, e, KIND), low))
         before = tl.zeros_like(peak) + float("inf")
         few = tl.zeros_like(peak)
@@ -76,12 +173,41 @@ def resident_kernel(
         evaluation = 0
         while evaluation < MAX_EVALUATIONS:
             none = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
-            f, u, n = of_row.add_terms(s, peak, y, peak_power(y, e, KIND), scale, e, none, none, none, KIND, EXACT)
+            f, u, n = of_row.add_terms(
+                s,
+                peak,
+                y,
+                peak_power(y, e, KIND),
+                scale,
+                e,
+                none,
+                none,
+                none,
+                KIND,
+                EXACT,
+            )
             y, low, high, few, many, before, found, rest = of_row.improve(
-                y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, rest,
-                e, KIND, TOLERANCE, NEAR,
-            )  # fmt: skip
-            evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MAX_EVALUATIONS, evaluation + 1)
+                y,
+                tl.sum(f, axis=1),
+                tl.sum(u, axis=1),
+                tl.sum(n, axis=1),
+                low,
+                high,
+                few,
+                many,
+                before,
+                found,
+                rest,
+                e,
+                KIND,
+                TOLERANCE,
+                NEAR,
+            )
+            evaluation = tl.where(
+                tl.min(found.to(tl.int32), axis=0) > 0,
+                MAX_EVALUATIONS,
+                evaluation + 1,
+            )
         c = peak_power(y, e, KIND)
         v = of_tile.load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
         p, slope = of_tile.weights(s, peak[:, None], y[:, None], c[:, None], scale, e, KIND, EXACT)
@@ -91,38 +217,134 @@ def resident_kernel(
             support = tl.sum(of_row.lane_sums(of_tile.one_if_positive(slope)), axis=1)
         total = tl.sum(of_row.lane_sums(slope), axis=1)
         if DROPOUT:
-            factor = of_tile.dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
+            factor = of_tile.dropout_factor(
+                seed_ptr,
+                i[:, None],
+                j[None, :],
+                plane,
+                threshold,
+                keep_scale,
+            )
             p *= factor
             slope *= factor
         acc = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        of_tile.store_rows(out_ptr + to_out, i, so_n, mask_m, finish(acc, mass, empty, broken), D, BLOCK_D)
+        of_tile.store_rows(
+            out_ptr + to_out,
+            i,
+            so_n,
+            mask_m,
+            finish(acc, mass, empty, broken),
+            D,
+            BLOCK_D,
+        )
         if GRADIENT or SUPPORT:
             if PACKED:
                 offs = h.to(tl.int64) * Tq + q_base + i
             else:
                 offs = plane.to(tl.int64) * Nq + i
             root, mass = of_row.last_step(y, mass, total, support, y + rest, few, e, KIND)
-            store_stats(stats_ptr, offs, stat_size, mask_m, peak, root, mass, support, empty, broken)
+            store_stats(
+                stats_ptr,
+                offs,
+                stat_size,
+                mask_m,
+                peak,
+                root,
+                mass,
+                support,
+                empty,
+                broken,
+            )
         if GRADIENT:
             acc2 = tl.dot(slope.to(v.dtype), v, input_precision=PRECISION)
-            of_tile.store_rows(out2_ptr + to_out, i, so_n, mask_m, finish(acc2, total, empty, broken), D, BLOCK_D)
+            of_tile.store_rows(
+                out2_ptr + to_out,
+                i,
+                so_n,
+                mask_m,
+                finish(acc2, total, empty, broken),
+                D,
+                BLOCK_D,
+            )
 
 
 @triton.jit(do_not_specialize=[*of_tile.TOLD, "tiles", "blocks"])
 def output_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, out2_ptr, stats_ptr, key_list_ptr, key_count_ptr, alpha_ptr, key_padding_mask_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, seed_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b,
-    sv_h, sv_n, so_b, so_h, so_n, Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, threshold, keep_scale,
-    stat_size, tiles, blocks,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, LISTS: tl.constexpr,
-    GRADIENT: tl.constexpr, SUPPORT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Weights and values of the live blocks, or without lists of all; mass and support of every row."""
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    out2_ptr,
+    stats_ptr,
+    key_list_ptr,
+    key_count_ptr,
+    alpha_ptr,
+    key_padding_mask_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    q_batch_ptr,
+    q_start_ptr,
+    seed_ptr,
+    sq_b,
+    sq_h,
+    sq_n,
+    sk_b,
+    sk_h,
+    sk_n,
+    sv_b,
+    sv_h,
+    sv_n,
+    so_b,
+    so_h,
+    so_n,
+    Nq,
+    Nk,
+    Tq,
+    Tk,
+    B,
+    tiles_per,
+    window,
+    scale,
+    alpha_value,
+    threshold,
+    keep_scale,
+    stat_size,
+    tiles,
+    blocks,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr,
+    LISTS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SUPPORT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Weights and values of the live blocks, or without lists of all; mass and support of every
+    row.
+    """
     tile = tl.program_id(0)
     b, m0, q_base, q_len = of_tile.locate(
-        tile, Nq, Tq, tiles_per, cu_seqlens_q_ptr, q_batch_ptr, q_start_ptr, B, BLOCK_M, PACKED
+        tile,
+        Nq,
+        Tq,
+        tiles_per,
+        cu_seqlens_q_ptr,
+        q_batch_ptr,
+        q_start_ptr,
+        B,
+        BLOCK_M,
+        PACKED,
     )
     if m0 < q_len:
         h = tl.program_id(1)
@@ -143,10 +365,20 @@ def output_kernel(
             offs = h.to(tl.int64) * Tq + q_base + i
         else:
             offs = plane.to(tl.int64) * Nq + i
-        low_key, high_key = of_tile.key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
+        low_key, high_key = of_tile.key_range(
+            m0,
+            tl.minimum(m0 + BLOCK_M, q_len),
+            shift,
+            k_len,
+            window,
+            CAUSAL,
+            WINDOW,
+        )
         first = low_key // BLOCK_N
         count = tl.maximum((high_key + BLOCK_N - 1) // BLOCK_N - first, 0)
-        MOVES: tl.constexpr = (KIND != "softmax") & (KIND != "sparsemax")  # the root, in a last step
+        MOVES: tl.constexpr = (KIND != "softmax") & (
+            KIND != "sparsemax"
+        )  # the root, in a last step
         if LISTS:
             row = h.to(tl.int64) * tiles + tile
             count = tl.load(key_count_ptr + row)
@@ -170,18 +402,51 @@ def output_kernel(
                 n0 = (first + place) * BLOCK_N
             j = n0 + tl.arange(0, BLOCK_N)
             s, _k, keep = of_tile.score_tile(
-                q, k_ptr, key_padding_mask_ptr, m0, i, n0, j, shift, sk_n, k_len, scale, window,
-                D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
-            )  # fmt: skip
+                q,
+                k_ptr,
+                key_padding_mask_ptr,
+                m0,
+                i,
+                n0,
+                j,
+                shift,
+                sk_n,
+                k_len,
+                scale,
+                window,
+                D,
+                BLOCK_D,
+                CAUSAL,
+                WINDOW,
+                HAS_MASK,
+                EXACT,
+                PRECISION,
+            )
             v = of_tile.load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
-            p, slope = of_tile.weights(s, peak[:, None], y[:, None], c[:, None], scale, e, KIND, EXACT)
+            p, slope = of_tile.weights(
+                s,
+                peak[:, None],
+                y[:, None],
+                c[:, None],
+                scale,
+                e,
+                KIND,
+                EXACT,
+            )
             mass += of_row.lane_sums(p)
             if SUPPORT:
                 support += of_row.lane_sums(of_tile.one_if_positive(slope))
             if GRADIENT or MOVES:
                 total += of_row.lane_sums(slope)
             if DROPOUT:
-                factor = of_tile.dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
+                factor = of_tile.dropout_factor(
+                    seed_ptr,
+                    i[:, None],
+                    j[None, :],
+                    plane,
+                    threshold,
+                    keep_scale,
+                )
                 p *= factor
                 slope *= factor
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -189,9 +454,25 @@ def output_kernel(
                 acc2 = tl.dot(slope.to(v.dtype), v, acc2, input_precision=PRECISION)
         mass = tl.sum(mass, axis=1)
         total = tl.sum(total, axis=1)
-        of_tile.store_rows(out_ptr + to_out, i, so_n, mask_m, finish(acc, mass, empty, broken), D, BLOCK_D)
+        of_tile.store_rows(
+            out_ptr + to_out,
+            i,
+            so_n,
+            mask_m,
+            finish(acc, mass, empty, broken),
+            D,
+            BLOCK_D,
+        )
         if GRADIENT:
-            of_tile.store_rows(out2_ptr + to_out, i, so_n, mask_m, finish(acc2, total, empty, broken), D, BLOCK_D)
+            of_tile.store_rows(
+                out2_ptr + to_out,
+                i,
+                so_n,
+                mask_m,
+                finish(acc2, total, empty, broken),
+                D,
+                BLOCK_D,
+            )
         support = tl.sum(support, axis=1)
         reach = tl.load(stats_ptr + 2 * stat_size + offs, mask=mask_m, other=0.0)
         end = tl.load(stats_ptr + 3 * stat_size + offs, mask=mask_m, other=0.0)

@@ -1,10 +1,11 @@
 """Roots of long rows, by blocks of keys, and the map of the blocks that are live.
 
-A first pass over the keys leaves the maxima of some parts of every row, and its maximum in every block, in scratch.
-The root of some maxima alone is, by the subset lemma, no smaller than the row's: a block none of whose rows has a
-maximum inside that bound holds nothing but zeros. The root is then found on the blocks that are left, and the list is
-cut down once more by the root itself, with the same comparison that makes a weight positive. Rows of few blocks, whose
-blocks are rarely all zero, do without scratch, list and map.
+A first pass over the keys leaves the maxima of some parts of every row, and its maximum in every
+block, in scratch. The root of some maxima alone is, by the subset lemma, no smaller than the row's:
+a block none of whose rows has a maximum inside that bound holds nothing but zeros. The root is then
+found on the blocks that are left, and the list is cut down once more by the root itself, with the
+same comparison that makes a weight positive. Rows of few blocks, whose blocks are rarely all zero,
+do without scratch, list and map.
 """
 
 import inspect
@@ -13,21 +14,37 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import nan_max
-from tilefold.ops._shared._triton.entmax import MAX_EVALUATIONS, needs_care, peak_power, row_peak, row_sums
+from tilefold.ops._shared._triton.entmax import (
+    MAX_EVALUATIONS,
+    needs_care,
+    peak_power,
+    row_peak,
+    row_sums,
+)
 from tilefold.ops.entmax_attention._triton import rows as of_row
 from tilefold.ops.entmax_attention._triton import tiles as of_tile
 
-# What is the same for every item is cheap to make again, and would fill the registers from item to item. Triton 3.5.
+# What is the same for every item is cheap to make again, and would fill the registers from item to
+# item. Triton 3.5.
 CAN_STOP_HOISTING = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)
-PARTS = tl.constexpr(16)  # of a long row, whose maxima are kept; of a short one every column of a block is a part
+PARTS = tl.constexpr(
+    16,
+)  # of a long row, whose maxima are kept; of a short one every column of a block is a part
 PART_STEPS = tl.constexpr(3)  # of Newton on these maxima: each is a safe bound
 BLOCK_STEPS = tl.constexpr(2)  # and on the maxima of the row's blocks
 
 
 @triton.jit
 def block_distances(
-    maxima_ptr, block, low_block, high_block, peak, e, BLOCK_M: tl.constexpr, KIND: tl.constexpr
-):  # fmt: skip
+    maxima_ptr,
+    block,
+    low_block,
+    high_block,
+    peak,
+    e,
+    BLOCK_M: tl.constexpr,
+    KIND: tl.constexpr,
+):
     """Distances of scaled maxima of every row in some blocks, ``[BLOCK_M, blocks]``."""
     inside = (block >= low_block) & (block < high_block)
     offs = (block - low_block).to(tl.int64)[None, :] * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -37,8 +54,18 @@ def block_distances(
 
 @triton.jit
 def live_flags(
-    maxima_ptr, word, low_block, high_block, peak, y, c, e, idle, BLOCK_M: tl.constexpr, KIND: tl.constexpr
-):  # fmt: skip
+    maxima_ptr,
+    word,
+    low_block,
+    high_block,
+    peak,
+    y,
+    c,
+    e,
+    idle,
+    BLOCK_M: tl.constexpr,
+    KIND: tl.constexpr,
+):
     """Flags of a word's 32 blocks in which some row's weights may be positive, ``[32]`` int32."""
     block = word * 32 + tl.arange(0, 32)
     d = block_distances(maxima_ptr, block, low_block, high_block, peak, e, BLOCK_M, KIND)
@@ -48,10 +75,23 @@ def live_flags(
 
 @triton.jit
 def list_live(
-    maxima_ptr, key_list_ptr, live_ptr, low_block, high_block, words, peak, y, e, idle,
-    BLOCK_M: tl.constexpr, KIND: tl.constexpr, WRITE_MAP: tl.constexpr,
-):  # fmt: skip
-    """List the live blocks and return how many there are; ``WRITE_MAP`` also writes the row of the map."""
+    maxima_ptr,
+    key_list_ptr,
+    live_ptr,
+    low_block,
+    high_block,
+    words,
+    peak,
+    y,
+    e,
+    idle,
+    BLOCK_M: tl.constexpr,
+    KIND: tl.constexpr,
+    WRITE_MAP: tl.constexpr,
+):
+    """List the live blocks and return how many there are; ``WRITE_MAP`` also writes the row of the
+    map.
+    """
     c = peak_power(y, e, KIND)
     count = low_block * 0
     first = low_block // 32
@@ -60,7 +100,19 @@ def list_live(
         first = first * 0
         last = words
     for word in range(first, last):
-        flags, block = live_flags(maxima_ptr, word, low_block, high_block, peak, y, c, e, idle, BLOCK_M, KIND)
+        flags, block = live_flags(
+            maxima_ptr,
+            word,
+            low_block,
+            high_block,
+            peak,
+            y,
+            c,
+            e,
+            idle,
+            BLOCK_M,
+            KIND,
+        )
         place = count + tl.cumsum(flags, axis=0) - flags
         tl.store(key_list_ptr + place, block, mask=flags > 0)
         count += tl.sum(flags, axis=0)
@@ -71,9 +123,17 @@ def list_live(
 
 @triton.jit
 def blocks_bound(
-    maxima_ptr, low_block, high_block, peak, y, e, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
+    maxima_ptr,
+    low_block,
+    high_block,
+    peak,
+    y,
+    e,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
     TOLERANCE: tl.constexpr,
-):  # fmt: skip
+):
     """Bound like :func:`parts_bound`, from the maxima of blocks, beginning at a bound ``y``."""
     for _step in range(BLOCK_STEPS):
         c = peak_power(y, e, KIND)
@@ -82,7 +142,14 @@ def blocks_bound(
         for first in range(low_block, high_block, WIDTH):
             block = first + tl.arange(0, WIDTH)
             d = block_distances(maxima_ptr, block, low_block, high_block, peak, e, BLOCK_M, KIND)
-            tile_f, tile_u, _tile_q = row_sums(d, y[:, None], c[:, None], e, needs_care(e, KIND), KIND)
+            tile_f, tile_u, _tile_q = row_sums(
+                d,
+                y[:, None],
+                c[:, None],
+                e,
+                needs_care(e, KIND),
+                KIND,
+            )
             f += tile_f
             u += tile_u
         y = of_row.subset_step(y, f, u, e, KIND, TOLERANCE)
@@ -91,26 +158,81 @@ def blocks_bound(
 
 @triton.jit
 def tile_roots(
-    item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, key_list_ptr, key_count_ptr, alpha_ptr, key_padding_mask_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B,
-    tiles_per, window, scale, alpha_value, stat_size, tiles, blocks, words,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr, LISTS: tl.constexpr,
-    TOLERANCE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    item,
+    q_ptr,
+    k_ptr,
+    stats_ptr,
+    live_ptr,
+    maxima_ptr,
+    key_list_ptr,
+    key_count_ptr,
+    alpha_ptr,
+    key_padding_mask_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    q_batch_ptr,
+    q_start_ptr,
+    sq_b,
+    sq_h,
+    sq_n,
+    sk_b,
+    sk_h,
+    sk_n,
+    Nq,
+    Nk,
+    Tq,
+    Tk,
+    B,
+    tiles_per,
+    window,
+    scale,
+    alpha_value,
+    stat_size,
+    tiles,
+    blocks,
+    words,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    EXACT: tl.constexpr,
+    LISTS: tl.constexpr,
+    TOLERANCE: tl.constexpr,
+    NEAR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Peak and root of the rows of one tile, its list of live blocks and its row of the map."""
     h = item // tiles
     tile = tiles - 1 - item % tiles  # under causal attention the last tiles have most to do
     b, m0, q_base, q_len = of_tile.locate(
-        tile, Nq, Tq, tiles_per, cu_seqlens_q_ptr, q_batch_ptr, q_start_ptr, B, BLOCK_M, PACKED
+        tile,
+        Nq,
+        Tq,
+        tiles_per,
+        cu_seqlens_q_ptr,
+        q_batch_ptr,
+        q_start_ptr,
+        B,
+        BLOCK_M,
+        PACKED,
     )
     if m0 < q_len:
         k_base, k_len = of_tile.bounds(cu_seqlens_k_ptr, b, Nk, Tk, PACKED)
         plane = b * H + h
         b64 = b.to(tl.int64)
         qs = q_ptr + b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
-        ks = k_ptr + b64 * sk_b + (h // GROUP).to(tl.int64) * sk_h + tl.cast(k_base, tl.int64) * sk_n
+        ks = (
+            k_ptr + b64 * sk_b + (h // GROUP).to(tl.int64) * sk_h + tl.cast(k_base, tl.int64) * sk_n
+        )
         keys_kept = key_padding_mask_ptr
         if HAS_MASK:
             keys_kept = key_padding_mask_ptr + b64 * Nk
@@ -118,25 +240,57 @@ def tile_roots(
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
         shift = k_len - q_len
-        low_key, high_key = of_tile.key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
+        low_key, high_key = of_tile.key_range(
+            m0,
+            tl.minimum(m0 + BLOCK_M, q_len),
+            shift,
+            k_len,
+            window,
+            CAUSAL,
+            WINDOW,
+        )
         low_block = low_key // BLOCK_N
         high_block = tl.minimum((high_key + BLOCK_N - 1) // BLOCK_N, low_block + blocks)
         high_block = tl.maximum(high_block, low_block)
         q = of_tile.load_rows(qs, i, sq_n, mask_m, D, BLOCK_D)
 
         COUNT: tl.constexpr = PARTS if LISTS else BLOCK_N
-        first = tl.full((BLOCK_M, COUNT), float("-inf"), tl.float32)  # the largest score of every COUNT-th key
+        first = tl.full(
+            (BLOCK_M, COUNT),
+            float("-inf"),
+            tl.float32,
+        )  # the largest score of every COUNT-th key
         second = first  # and the second largest, which only short rows keep
         for block in range(low_block, high_block):
             n0 = block * BLOCK_N
             s, _, _ = of_tile.score_tile(
-                q, ks, keys_kept, m0, i, n0, n0 + tl.arange(0, BLOCK_N), shift, sk_n, k_len, scale, window,
-                D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
-            )  # fmt: skip
+                q,
+                ks,
+                keys_kept,
+                m0,
+                i,
+                n0,
+                n0 + tl.arange(0, BLOCK_N),
+                shift,
+                sk_n,
+                k_len,
+                scale,
+                window,
+                D,
+                BLOCK_D,
+                CAUSAL,
+                WINDOW,
+                HAS_MASK,
+                EXACT,
+                PRECISION,
+            )
             if LISTS:
                 largest = of_row.lane_peaks(s, COUNT)
                 tile_best = of_tile.scaled(row_peak(largest), scale, EXACT)
-                tl.store(maxima_ptr + (block - low_block) * BLOCK_M + tl.arange(0, BLOCK_M), tile_best)
+                tl.store(
+                    maxima_ptr + (block - low_block) * BLOCK_M + tl.arange(0, BLOCK_M),
+                    tile_best,
+                )
                 first = nan_max(first, largest)
             else:
                 second = tl.maximum(second, tl.minimum(first, s))
@@ -148,11 +302,34 @@ def tile_roots(
         idle = broken | empty | ~mask_m
         y = high
         if KIND != "softmax":
-            y = of_row.parts_bound(first, second, peak, scale, high, e, PART_STEPS, not LISTS, KIND, EXACT, TOLERANCE)
+            y = of_row.parts_bound(
+                first,
+                second,
+                peak,
+                scale,
+                high,
+                e,
+                PART_STEPS,
+                not LISTS,
+                KIND,
+                EXACT,
+                TOLERANCE,
+            )
         if LISTS:
             tl.debug_barrier()  # other threads of the program read what was stored
             if KIND != "softmax":
-                y = blocks_bound(maxima_ptr, low_block, high_block, peak, y, e, BLOCK_M, WIDTH, KIND, TOLERANCE)
+                y = blocks_bound(
+                    maxima_ptr,
+                    low_block,
+                    high_block,
+                    peak,
+                    y,
+                    e,
+                    BLOCK_M,
+                    WIDTH,
+                    KIND,
+                    TOLERANCE,
+                )
         if KIND != "softmax":
             y = tl.where(idle, high, tl.maximum(of_row.widen(y, high, e, KIND), low))
         high = y
@@ -161,7 +338,19 @@ def tile_roots(
         if LISTS:
             listed = key_list_ptr + row * blocks
             count = list_live(
-                maxima_ptr, listed, live_ptr, low_block, high_block, words, peak, y, e, idle, BLOCK_M, KIND, False
+                maxima_ptr,
+                listed,
+                live_ptr,
+                low_block,
+                high_block,
+                words,
+                peak,
+                y,
+                e,
+                idle,
+                BLOCK_M,
+                KIND,
+                False,
             )
             tl.debug_barrier()
 
@@ -182,23 +371,68 @@ def tile_roots(
                 else:
                     n0 = (low_block + place) * BLOCK_N
                 s, _, _ = of_tile.score_tile(
-                    q, ks, keys_kept, m0, i, n0, n0 + tl.arange(0, BLOCK_N), shift, sk_n, k_len, scale, window,
-                    D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
-                )  # fmt: skip
+                    q,
+                    ks,
+                    keys_kept,
+                    m0,
+                    i,
+                    n0,
+                    n0 + tl.arange(0, BLOCK_N),
+                    shift,
+                    sk_n,
+                    k_len,
+                    scale,
+                    window,
+                    D,
+                    BLOCK_D,
+                    CAUSAL,
+                    WINDOW,
+                    HAS_MASK,
+                    EXACT,
+                    PRECISION,
+                )
                 f, u, n = of_row.add_terms(s, peak, y, c, scale, e, f, u, n, KIND, EXACT)
             y, low, high, few, many, before, found, rest = of_row.improve(
-                y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, rest,
-                e, KIND, TOLERANCE, NEAR,
-            )  # fmt: skip
-            evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MAX_EVALUATIONS, evaluation + 1)
+                y,
+                tl.sum(f, axis=1),
+                tl.sum(u, axis=1),
+                tl.sum(n, axis=1),
+                low,
+                high,
+                few,
+                many,
+                before,
+                found,
+                rest,
+                e,
+                KIND,
+                TOLERANCE,
+                NEAR,
+            )
+            evaluation = tl.where(
+                tl.min(found.to(tl.int32), axis=0) > 0,
+                MAX_EVALUATIONS,
+                evaluation + 1,
+            )
 
         reach = y + rest
         if LISTS:
             tl.debug_barrier()
             count = list_live(
-                maxima_ptr, listed, live_ptr + row * words, low_block, high_block, words, peak, reach, e, idle,
-                BLOCK_M, KIND, True,
-            )  # fmt: skip
+                maxima_ptr,
+                listed,
+                live_ptr + row * words,
+                low_block,
+                high_block,
+                words,
+                peak,
+                reach,
+                e,
+                idle,
+                BLOCK_M,
+                KIND,
+                True,
+            )
             tl.store(key_count_ptr + row, count)
         if PACKED:
             offs = h.to(tl.int64) * Tq + q_base + i
@@ -215,33 +449,173 @@ def tile_roots(
 
 @triton.jit(do_not_specialize=[*of_tile.TOLD, "tiles", "blocks", "words"])
 def roots_kernel(
-    q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, key_list_ptr, key_count_ptr, alpha_ptr, key_padding_mask_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B,
-    tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, tiles, blocks, words,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
-    LISTS: tl.constexpr, TOLERANCE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Peak and root of every row, and the map and list of live blocks. A program keeps its scratch of maxima."""
+    q_ptr,
+    k_ptr,
+    stats_ptr,
+    live_ptr,
+    maxima_ptr,
+    key_list_ptr,
+    key_count_ptr,
+    alpha_ptr,
+    key_padding_mask_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    q_batch_ptr,
+    q_start_ptr,
+    sq_b,
+    sq_h,
+    sq_n,
+    sk_b,
+    sk_h,
+    sk_n,
+    Nq,
+    Nk,
+    Tq,
+    Tk,
+    B,
+    tiles_per,
+    window,
+    scale,
+    alpha_value,
+    threshold,
+    keep_scale,
+    stat_size,
+    tiles,
+    blocks,
+    words,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_ALPHA: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr,
+    LISTS: tl.constexpr,
+    TOLERANCE: tl.constexpr,
+    NEAR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Peak and root of every row, and the map and list of live blocks. A program keeps its scratch
+    of maxima.
+    """
     program = tl.program_id(0)
     if LISTS:
         maxima_ptr += program.to(tl.int64) * blocks * BLOCK_M
     if CAN_STOP_HOISTING:
         for item in tl.range(program, tiles * H, tl.num_programs(0), disable_licm=True):
             tile_roots(
-                item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, key_list_ptr, key_count_ptr, alpha_ptr,
-                key_padding_mask_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, sq_b, sq_h, sq_n,
-                sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, stat_size, tiles, blocks,
-                words, H, GROUP, D, BLOCK_D, BLOCK_M, BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED,
-                EXACT, LISTS, TOLERANCE, NEAR, PRECISION,
-            )  # fmt: skip
+                item,
+                q_ptr,
+                k_ptr,
+                stats_ptr,
+                live_ptr,
+                maxima_ptr,
+                key_list_ptr,
+                key_count_ptr,
+                alpha_ptr,
+                key_padding_mask_ptr,
+                cu_seqlens_q_ptr,
+                cu_seqlens_k_ptr,
+                q_batch_ptr,
+                q_start_ptr,
+                sq_b,
+                sq_h,
+                sq_n,
+                sk_b,
+                sk_h,
+                sk_n,
+                Nq,
+                Nk,
+                Tq,
+                Tk,
+                B,
+                tiles_per,
+                window,
+                scale,
+                alpha_value,
+                stat_size,
+                tiles,
+                blocks,
+                words,
+                H,
+                GROUP,
+                D,
+                BLOCK_D,
+                BLOCK_M,
+                BLOCK_N,
+                WIDTH,
+                KIND,
+                HAS_ALPHA,
+                CAUSAL,
+                WINDOW,
+                HAS_MASK,
+                PACKED,
+                EXACT,
+                LISTS,
+                TOLERANCE,
+                NEAR,
+                PRECISION,
+            )
     else:
         for item in range(program, tiles * H, tl.num_programs(0)):
             tile_roots(
-                item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, key_list_ptr, key_count_ptr, alpha_ptr,
-                key_padding_mask_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, sq_b, sq_h, sq_n,
-                sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, stat_size, tiles, blocks,
-                words, H, GROUP, D, BLOCK_D, BLOCK_M, BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED,
-                EXACT, LISTS, TOLERANCE, NEAR, PRECISION,
-            )  # fmt: skip
+                item,
+                q_ptr,
+                k_ptr,
+                stats_ptr,
+                live_ptr,
+                maxima_ptr,
+                key_list_ptr,
+                key_count_ptr,
+                alpha_ptr,
+                key_padding_mask_ptr,
+                cu_seqlens_q_ptr,
+                cu_seqlens_k_ptr,
+                q_batch_ptr,
+                q_start_ptr,
+                sq_b,
+                sq_h,
+                sq_n,
+                sk_b,
+                sk_h,
+                sk_n,
+                Nq,
+                Nk,
+                Tq,
+                Tk,
+                B,
+                tiles_per,
+                window,
+                scale,
+                alpha_value,
+                stat_size,
+                tiles,
+                blocks,
+                words,
+                H,
+                GROUP,
+                D,
+                BLOCK_D,
+                BLOCK_M,
+                BLOCK_N,
+                WIDTH,
+                KIND,
+                HAS_ALPHA,
+                CAUSAL,
+                WINDOW,
+                HAS_MASK,
+                PACKED,
+                EXACT,
+                LISTS,
+                TOLERANCE,
+                NEAR,
+                PRECISION,
+            )

@@ -1,4 +1,6 @@
-"""Sums and maxima of rows that one thread keeps to itself, and the step of a row's root that proves itself."""
+"""Sums and maxima of rows that one thread keeps to itself, and the step of a row's root that proves
+itself.
+"""
 
 import triton
 import triton.language as tl
@@ -6,7 +8,8 @@ import triton.language as tl
 from tilefold.ops._shared._triton import entmax
 from tilefold.ops.entmax_attention._triton.tiles import distances, excess, one_if_positive
 
-# In the layout of a product a thread holds pairs of columns, 8 apart: along them nothing is exchanged between threads.
+# In the layout of a product a thread holds pairs of columns, 8 apart: along them nothing is
+# exchanged between threads.
 LANES = tl.constexpr(8)
 
 
@@ -23,7 +26,9 @@ def lane_sums(x):
 
 @triton.jit
 def lane_peaks(s, COUNT: tl.constexpr):
-    """Maxima of every ``COUNT``-th column, ``[rows, columns]`` -> ``[rows, COUNT]``; NaN where there is one."""
+    """Maxima of every ``COUNT``-th column, ``[rows, columns]`` -> ``[rows, COUNT]``; NaN where
+    there is one.
+    """
     if s.shape[1] == COUNT:
         return s
     return entmax.row_peak(by_lanes(s, COUNT))
@@ -33,7 +38,8 @@ def lane_peaks(s, COUNT: tl.constexpr):
 def add_terms(s, peak, y, c, scale, e, f, u, n, KIND: tl.constexpr, EXACT: tl.constexpr):
     """Add the terms of F, U and Q of a tile of scores to ``[rows, LANES]`` sums.
 
-    The terms of Q count the support for alpha = 1.5 and beyond, where powers of x would be negative.
+    The terms of Q count the support for alpha = 1.5 and beyond, where powers of x would be
+    negative.
     """
     peak, y, c = peak[:, None], y[:, None], c[:, None]
     if KIND == "entmax15":
@@ -64,7 +70,9 @@ def add_terms(s, peak, y, c, scale, e, f, u, n, KIND: tl.constexpr, EXACT: tl.co
 def start_row(best, e, given, keys, KIND: tl.constexpr):
     """Initial state of rows: ``(peak, broken, empty, low, high)``."""
     alphas = tl.zeros_like(best) + given
-    broken = (best != best) | (best == float("inf")) | (alphas < 0) | (alphas > 1) | (alphas != alphas)
+    broken = (
+        (best != best) | (best == float("inf")) | (alphas < 0) | (alphas > 1) | (alphas != alphas)
+    )
     empty = (best == float("-inf")) & ~broken
     peak = tl.where(broken | empty, 0.0, best)
     low, high = entmax.bracket(tl.zeros_like(peak) + tl.maximum(keys, 1), e, KIND)
@@ -73,11 +81,23 @@ def start_row(best, e, given, keys, KIND: tl.constexpr):
 
 @triton.jit
 def subset_step(y, f, u, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr):
-    """One of Newton's from above, on a part of the row: what it leads to is no smaller than the row's root."""
+    """One of Newton's from above, on a part of the row: what it leads to is no smaller than the
+    row's root.
+    """
     f = tl.maximum(f, 1.0)  # below only by rounding
     none = tl.zeros_like(y)
     new, _low, _high, _residual, _found = entmax.next_root(
-        y, f, u, u * u / f, none - float("inf"), y, none + float("inf"), none > 0, e, KIND, TOLERANCE
+        y,
+        f,
+        u,
+        u * u / f,
+        none - float("inf"),
+        y,
+        none + float("inf"),
+        none > 0,
+        e,
+        KIND,
+        TOLERANCE,
     )
     return tl.minimum(y, new)
 
@@ -105,13 +125,23 @@ def bound_steps(e, STEPS: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def parts_bound(
-    first, second, peak, scale, high, e, STEPS: tl.constexpr, PAIRS: tl.constexpr, KIND: tl.constexpr,
-    EXACT: tl.constexpr, TOLERANCE: tl.constexpr,
-):  # fmt: skip
-    """A root that is no smaller than the row's, from the largest and, in ``PAIRS``, second largest scores of its parts.
+    first,
+    second,
+    peak,
+    scale,
+    high,
+    e,
+    STEPS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    KIND: tl.constexpr,
+    EXACT: tl.constexpr,
+    TOLERANCE: tl.constexpr,
+):
+    """A root that is no smaller than the row's, from the largest and, in ``PAIRS``, second largest
+    scores of its parts.
 
-    Parts of a row that lie every so many keys apart, ``[rows, parts]``, make a sharper bound than runs of neighbours,
-    which are alike.
+    Parts of a row that lie every so many keys apart, ``[rows, parts]``, make a sharper bound than
+    runs of neighbours, which are alike.
     """
     y = high
     for _step in range(bound_steps(e, STEPS, KIND) if PAIRS else STEPS):
@@ -136,20 +166,36 @@ def widen(y, high, e, KIND: tl.constexpr):
 
 @triton.jit
 def improve(
-    y, f, u, n, low, high, few, many, before, found, rest, e,
-    KIND: tl.constexpr, TOLERANCE: tl.constexpr, NEAR: tl.constexpr,
-):  # fmt: skip
-    """A safeguarded step of every row's root after an evaluation at ``y``, and whether anything is left to do.
+    y,
+    f,
+    u,
+    n,
+    low,
+    high,
+    few,
+    many,
+    before,
+    found,
+    rest,
+    e,
+    KIND: tl.constexpr,
+    TOLERANCE: tl.constexpr,
+    NEAR: tl.constexpr,
+):
+    """A safeguarded step of every row's root after an evaluation at ``y``, and whether anything is
+    left to do.
 
-    For alpha = 1.5 the mass on a known support is a quadratic, ``f - 2 u t + n t^2`` a step of ``t`` down: the step
-    solves it. Entries that the step drops, or takes in, lie within ``t`` of the new root, so each changes the mass by
-    ``t^2`` at most, and the supports at both ends of the bracket, ``few`` and ``many``, bound their number. Where what
-    is ``left`` by that bound is less than the tolerance, nothing is left to evaluate.
+    For alpha = 1.5 the mass on a known support is a quadratic, ``f - 2 u t + n t^2`` a step of
+    ``t`` down: the step solves it. Entries that the step drops, or takes in, lie within ``t`` of
+    the new root, so each changes the mass by ``t^2`` at most, and the supports at both ends of the
+    bracket, ``few`` and ``many``, bound their number. Where what is ``left`` by that bound is less
+    than the tolerance, nothing is left to evaluate.
 
-    With ``NEAR``, of 16-bit input, it is also enough that :func:`last_step`, which the pass over the values makes from
-    sums that it takes anyway, will end within the tolerance. The mass has a slope of ``2 u`` at least, and ``u`` is no
-    less than the mass, so that step is ``left / 2 u`` at most. ``NEAR`` bounds what it changes in the weights of the
-    values, which stay those of ``y``, relative to their sum; ``rest`` is as far up as the last step may go.
+    With ``NEAR``, of 16-bit input, it is also enough that :func:`last_step`, which the pass over
+    the values makes from sums that it takes anyway, will end within the tolerance. The mass has a
+    slope of ``2 u`` at least, and ``u`` is no less than the mass, so that step is ``left / 2 u`` at
+    most. ``NEAR`` bounds what it changes in the weights of the values, which stay those of ``y``,
+    relative to their sum; ``rest`` is as far up as the last step may go.
 
     Other alphas: :func:`improve_generic`.
     """
@@ -172,59 +218,136 @@ def improve(
         if NEAR > 0:
             slope = tl.maximum(1 - left, u - n * tl.abs(t) - 0.5 * many * left)
             longest = 0.51 * left / tl.maximum(slope, 0.5)
-            near = (left < 0.5) & (many * longest * longest <= TOLERANCE) & (n * longest <= NEAR * slope)
+            near = (
+                (left < 0.5)
+                & (many * longest * longest <= TOLERANCE)
+                & (n * longest <= NEAR * slope)
+            )
             rest = tl.where(stay, rest, tl.where(near, longest, 0.0))
             ends = ends | near
         return tl.where(stay, y, new), low, high, few, many, residual, stay | ends, rest
     elif (KIND == "softmax") | (KIND == "sparsemax"):
-        y, low, high, residual, found = entmax.next_root(y, f, u, n, low, high, before, found, e, KIND, TOLERANCE)
+        y, low, high, residual, found = entmax.next_root(
+            y,
+            f,
+            u,
+            n,
+            low,
+            high,
+            before,
+            found,
+            e,
+            KIND,
+            TOLERANCE,
+        )
         return y, low, high, few, many, residual, found, rest
     else:
-        return improve_generic(y, f, u, n, low, high, few, many, before, found, rest, e, KIND, TOLERANCE, NEAR)
+        return improve_generic(
+            y,
+            f,
+            u,
+            n,
+            low,
+            high,
+            few,
+            many,
+            before,
+            found,
+            rest,
+            e,
+            KIND,
+            TOLERANCE,
+            NEAR,
+        )
 
 
 @triton.jit
 def left_after(step, many, e):
-    """Bound of the mass above 1 that a Newton step of ``e step`` in c leaves; see :func:`improve_generic`."""
-    steep = tl.maximum(many, 1.0) * entmax.power_of_2(tl.log2(tl.maximum(e * step, 1e-30)) / tl.maximum(e, 0.5))
+    """Bound of the mass above 1 that a Newton step of ``e step`` in c leaves; see
+    :func:`improve_generic`.
+    """
+    steep = tl.maximum(many, 1.0) * entmax.power_of_2(
+        tl.log2(tl.maximum(e * step, 1e-30)) / tl.maximum(e, 0.5),
+    )
     return tl.where(e > 0.5, steep, 0.5 * (1 - e) * many * step * step)
 
 
 @triton.jit
 def improve_generic(
-    y, f, u, n, low, high, few, many, before, found, rest, e,
-    KIND: tl.constexpr, TOLERANCE: tl.constexpr, NEAR: tl.constexpr,
-):  # fmt: skip
+    y,
+    f,
+    u,
+    n,
+    low,
+    high,
+    few,
+    many,
+    before,
+    found,
+    rest,
+    e,
+    KIND: tl.constexpr,
+    TOLERANCE: tl.constexpr,
+    NEAR: tl.constexpr,
+):
     """The step of :func:`next_root`, and what proves that no evaluation is left to make.
 
-    The mass F is convex in c, with ``F' = U / e`` and ``F'' = (1 - e) Q / e^2``; a step of ``t = e tau`` down from c
-    leaves ``F - U tau`` and at most ``(1 - e) Q tau^2 / 2`` more, as Q falls with c (to alpha = 1.5). Beyond, an entry
-    bends by ``t^(1/e)`` at most, and there are no more of them than the support has at the upper end, ``many``, which
-    up to 1.5 is Q there. So a Newton step from where ``F = 1 + r`` ends above 1 by no more than ``left_after(r / U)``.
+    The mass F is convex in c, with ``F' = U / e`` and ``F'' = (1 - e) Q / e^2``; a step of ``t = e
+    tau`` down from c leaves ``F - U tau`` and at most ``(1 - e) Q tau^2 / 2`` more, as Q falls with
+    c (to alpha = 1.5). Beyond, an entry bends by ``t^(1/e)`` at most, and there are no more of them
+    than the support has at the upper end, ``many``, which up to 1.5 is Q there. So a Newton step
+    from where ``F = 1 + r`` ends above 1 by no more than ``left_after(r / U)``.
 
-    Weights whose mass is off by r are off by 2 r at most when it is divided out, in the sum of their differences. It is
-    enough that this is below ``NEAR`` and that :func:`last_step` ends within the tolerance, for the root at hand or for
-    the one that the step leads to. ``few`` is that end, ``rest`` how far up the last step may go.
+    Weights whose mass is off by r are off by 2 r at most when it is divided out, in the sum of
+    their differences. It is enough that this is below ``NEAR`` and that :func:`last_step` ends
+    within the tolerance, for the root at hand or for the one that the step leads to. ``few`` is
+    that end, ``rest`` how far up the last step may go.
     """
     many = tl.where(f >= 1, n, many)
     done = found
-    new, low, high, residual, found = entmax.next_root(y, f, u, n, low, high, before, found, e, KIND, TOLERANCE)
+    new, low, high, residual, found = entmax.next_root(
+        y,
+        f,
+        u,
+        n,
+        low,
+        high,
+        before,
+        found,
+        e,
+        KIND,
+        TOLERANCE,
+    )
     c = tl.exp(e * y)
     here = residual / tl.maximum(u, 1e-30)
     end = left_after(here, many, e)
     upwards = tl.where(end <= residual, tl.minimum(1.01 * here / c, high - y), 0.0)
     stay = found | ((residual <= 0.5 * NEAR) & (end <= TOLERANCE))
     v = e * (y - new)
-    tau = c * (y - new) * tl.where(tl.abs(v) < 0.05, 1 - v * (0.5 - v / 6), (1 - tl.exp(-v)) / tl.where(v == 0, 1.0, v))
+    tau = (
+        c
+        * (y - new)
+        * tl.where(
+            tl.abs(v) < 0.05,
+            1 - v * (0.5 - v / 6),
+            (1 - tl.exp(-v)) / tl.where(v == 0, 1.0, v),
+        )
+    )
     missed = f - 1 - u * tau
     left = tl.maximum(tl.abs(missed), tl.abs(missed + 0.5 * (1 - e) * n * tau * tau))
     slope = tl.maximum(tl.maximum(1 - left, u - (1 - e) * n * tau), 0.5)
     there = left / slope
     after = left_after(there, many, e)
     gentle = tl.zeros_like(tau) + e <= 0.5
-    proved = gentle & (tau >= 0) & ((left <= TOLERANCE) | (left <= 0.5 * NEAR)) & (after <= TOLERANCE)
+    proved = (
+        gentle & (tau >= 0) & ((left <= TOLERANCE) | (left <= 0.5 * NEAR)) & (after <= TOLERANCE)
+    )
     few = tl.where(done, few, tl.where(stay, tl.minimum(residual, end), after))
-    rest = tl.where(done, rest, tl.where(stay, upwards, tl.minimum(1.01 * there * tl.exp(v) / c, high - new)))
+    rest = tl.where(
+        done,
+        rest,
+        tl.where(stay, upwards, tl.minimum(1.01 * there * tl.exp(v) / c, high - new)),
+    )
     return tl.where(stay, y, new), low, high, few, many, residual, stay | proved, rest
 
 
@@ -232,7 +355,8 @@ def improve_generic(
 def last_step(y, f, u, n, reach, end, e, KIND: tl.constexpr):
     """The root by F and U at ``y``, no farther up than ``reach``, and its mass; see `improve`.
 
-    The mass is that of the support ``n`` for alpha = 1.5, and for other alphas at most the proved ``end`` above 1.
+    The mass is that of the support ``n`` for alpha = 1.5, and for other alphas at most the proved
+    ``end`` above 1.
     """
     if KIND == "entmax15":
         newton = 0.5 * (f - 1) / tl.maximum(u, 1e-30)

@@ -1,7 +1,8 @@
-"""Shared helpers of the attention kernels: a tile's place, its scores, its dropout; the tables of packed batches.
+"""Shared helpers of the attention kernels: a tile's place, its scores, its dropout; the tables of
+packed batches.
 
-The host sees neither lengths of packed sequences nor whether their offsets describe the rows, and a dozen small torch
-operations per side would take longer than the attention of a small batch.
+The host sees neither lengths of packed sequences nor whether their offsets describe the rows, and a
+dozen small torch operations per side would take longer than the attention of a small batch.
 """
 
 import triton
@@ -12,15 +13,37 @@ from tilefold.ops._shared._triton.offsets import mask_if, narrowed
 
 # numbers that every kernel of a call is told, and is built once for
 TOLD = [
-    "Nq", "Nk", "Tq", "Tk", "B", "tiles_per", "window", "scale", "alpha_value", "threshold", "keep_scale", "stat_size",
-]  # fmt: skip
+    "Nq",
+    "Nk",
+    "Tq",
+    "Tk",
+    "B",
+    "tiles_per",
+    "window",
+    "scale",
+    "alpha_value",
+    "threshold",
+    "keep_scale",
+    "stat_size",
+]
 
 
 @triton.jit
 def locate(
-    tile, length, rows, tiles_per, cu_ptr, batch_ptr, start_ptr, B, BLOCK: tl.constexpr, PACKED: tl.constexpr
-):  # fmt: skip
-    """Sequence, first place in it, its first row in a packed tensor and its length; length 0 beyond the last one."""
+    tile,
+    length,
+    rows,
+    tiles_per,
+    cu_ptr,
+    batch_ptr,
+    start_ptr,
+    B,
+    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Sequence, first place in it, its first row in a packed tensor and its length; length 0 beyond
+    the last one.
+    """
     if PACKED:
         b = tl.load(batch_ptr + tile)
         inside = b < B
@@ -92,14 +115,20 @@ def store_rows(ptr, rows, stride, keep, value, D: tl.constexpr, BLOCK_D: tl.cons
     mask = keep[:, None]
     if BLOCK_D != D:
         mask = mask & (d < D)[None, :]
-    tl.store(ptr + rows.to(tl.int64)[:, None] * stride + d[None, :], value.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        ptr + rows.to(tl.int64)[:, None] * stride + d[None, :],
+        value.to(ptr.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @triton.jit
 def kept_keys(mask_ptr, n0, k_len, KEYS: tl.constexpr, HAS_MASK: tl.constexpr):
     """Mask of the keys ``[n0, n0 + KEYS)`` that are there."""
     lane = tl.arange(0, KEYS)
-    keep = lane < k_len - n0  # compilers make a counter of blocks 64 bits wide: one subtraction spares every comparison
+    keep = (
+        lane < k_len - n0
+    )  # compilers make a counter of blocks 64 bits wide: one subtraction spares every comparison
     if HAS_MASK:
         keep = keep & (tl.load(mask_ptr + n0 + lane, mask=keep, other=0) != 0)
     return keep
@@ -119,9 +148,19 @@ def allowed(i, j, shift, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def is_edge(
-    m0, n0, shift, k_len, window, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
-):  # fmt: skip
-    """Whether one of the queries ``[m0, m0 + ROWS)`` may not see one of the keys ``[n0, n0 + KEYS)``."""
+    m0,
+    n0,
+    shift,
+    k_len,
+    window,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Whether one of the queries ``[m0, m0 + ROWS)`` may not see one of the keys ``[n0, n0 +
+    KEYS)``.
+    """
     edge = k_len - n0 < KEYS
     if CAUSAL:
         edge = edge | (n0 + KEYS - 1 > m0 + shift)
@@ -131,14 +170,27 @@ def is_edge(
 
 
 @triton.jit
-def hide(s, i, j, keep, edge, shift, scale, window,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Products as the kernels compare them, ``-inf`` where i and j may not meet; ``i``, ``j``, ``keep`` broadcast.
+def hide(
+    s,
+    i,
+    j,
+    keep,
+    edge,
+    shift,
+    scale,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Products as the kernels compare them, ``-inf`` where i and j may not meet; ``i``, ``j``,
+    ``keep`` broadcast.
 
-    A positive power of two as scale (``EXACT``) is left to :func:`distances`: multiplying by it never rounds, so that a
-    compiler may join it with a subtraction in one kernel and not in another. Any other is multiplied here, and the
-    selection keeps the product apart. Blocks that hide nothing skip the selection.
+    A positive power of two as scale (``EXACT``) is left to :func:`distances`: multiplying by it
+    never rounds, so that a compiler may join it with a subtraction in one kernel and not in
+    another. Any other is multiplied here, and the selection keeps the product apart. Blocks that
+    hide nothing skip the selection.
     """
     if EXACT and not HAS_MASK:
         if edge:
@@ -158,16 +210,47 @@ def hide(s, i, j, keep, edge, shift, scale, window,
 
 @triton.jit
 def score_tile(
-    q, k_ptr, mask_ptr, m0, i, n0, j, shift, stride_k, k_len, scale, window,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Products of the queries i and keys j as :func:`hide` leaves them, the keys, and which of them are there."""
+    q,
+    k_ptr,
+    mask_ptr,
+    m0,
+    i,
+    n0,
+    j,
+    shift,
+    stride_k,
+    k_len,
+    scale,
+    window,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Products of the queries i and keys j as :func:`hide` leaves them, the keys, and which of them
+    are there.
+    """
     keep = kept_keys(mask_ptr, n0, k_len, j.shape[0], HAS_MASK)
     k = load_rows(k_ptr, j, stride_k, keep, D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     edge = is_edge(m0, n0, shift, k_len, window, i.shape[0], j.shape[0], CAUSAL, WINDOW)
-    s = hide(s, i[:, None], j[None, :], keep[None, :], edge, shift, scale, window, CAUSAL, WINDOW, HAS_MASK, EXACT)
+    s = hide(
+        s,
+        i[:, None],
+        j[None, :],
+        keep[None, :],
+        edge,
+        shift,
+        scale,
+        window,
+        CAUSAL,
+        WINDOW,
+        HAS_MASK,
+        EXACT,
+    )
     return s, k, keep
 
 
@@ -244,7 +327,9 @@ def exponent(alpha_ptr, h, alpha_value, HAS_ALPHA: tl.constexpr):
 
 @triton.jit
 def write_table(cu_ptr, batch_ptr, start_ptr, B, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """For every tile its sequence, the number of those that end before it; for every sequence its first tile."""
+    """For every tile its sequence, the number of those that end before it; for every sequence its
+    first tile.
+    """
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sequence = tl.zeros((BLOCK,), tl.int32)
     before = tl.zeros((), tl.int64)
@@ -252,12 +337,19 @@ def write_table(cu_ptr, batch_ptr, start_ptr, B, tiles, ROWS: tl.constexpr, BLOC
         b = first + tl.arange(0, BLOCK)
         start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0)).to(tl.int64)
         end = narrowed(tl.load(cu_ptr + b + 1, mask=b < B, other=0)).to(tl.int64)
-        count = tl.maximum((end - start + (ROWS - 1)) // ROWS, 0)  # offsets may fall: they are not checked
+        count = tl.maximum(
+            (end - start + (ROWS - 1)) // ROWS,
+            0,
+        )  # offsets may fall: they are not checked
         ends = before + tl.cumsum(count, axis=0)
         over = (ends[None, :] <= tile[:, None]) & (b < B)[None, :]
         sequence += tl.sum(over.to(tl.int32), axis=1)
         before += tl.sum(count, axis=0)
-        tl.store(start_ptr + b + 1, tl.minimum(ends, tiles).to(tl.int32), mask=mask_if(b < B, tl.program_id(0) == 0))
+        tl.store(
+            start_ptr + b + 1,
+            tl.minimum(ends, tiles).to(tl.int32),
+            mask=mask_if(b < B, tl.program_id(0) == 0),
+        )
     tl.store(batch_ptr + tile, sequence, mask=tile < tiles)
     if tl.program_id(0) == 0:
         tl.store(start_ptr, 0)
@@ -265,9 +357,19 @@ def write_table(cu_ptr, batch_ptr, start_ptr, B, tiles, ROWS: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=["B", "q_tiles", "k_tiles"])
 def tables_kernel(
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, k_batch_ptr, k_start_ptr, B, q_tiles, k_tiles,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    q_batch_ptr,
+    q_start_ptr,
+    k_batch_ptr,
+    k_start_ptr,
+    B,
+    q_tiles,
+    k_tiles,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The tables of the queries, and in a second row of programs those of the keys."""
     if tl.program_id(1) == 0:
         write_table(cu_seqlens_q_ptr, q_batch_ptr, q_start_ptr, B, q_tiles, ROWS, BLOCK)
@@ -277,10 +379,12 @@ def tables_kernel(
 
 @triton.jit
 def is_broken(cu_ptr, B, rows, longest, BLOCK: tl.constexpr):
-    """Count the ways the offsets fail to begin with 0, to end with the number of rows, and never to fall or to rise by
-    more than ``longest``.
+    """Count the ways the offsets fail to begin with 0, to end with the number of rows, and never to
+    fall or to rise by more than ``longest``.
     """
-    wrong = (narrowed(tl.load(cu_ptr)) != 0).to(tl.int32) + (narrowed(tl.load(cu_ptr + B)) != rows).to(tl.int32)
+    wrong = (narrowed(tl.load(cu_ptr)) != 0).to(tl.int32) + (
+        narrowed(tl.load(cu_ptr + B)) != rows
+    ).to(tl.int32)
     for first in range(0, B, BLOCK):
         b = first + tl.arange(0, BLOCK)
         start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0)).to(tl.int64)
@@ -291,11 +395,20 @@ def is_broken(cu_ptr, B, rows, longest, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "q_rows", "k_rows", "longest", "size"])
 def nan_if_broken_kernel(
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, out_ptr, B, q_rows, k_rows, longest, size, BLOCK: tl.constexpr
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    out_ptr,
+    B,
+    q_rows,
+    k_rows,
+    longest,
+    size,
+    BLOCK: tl.constexpr,
 ):
     """NaN in all ``size`` elements of a dense tensor, if the offsets do not describe the rows."""
     if (
-        is_broken(cu_seqlens_q_ptr, B, q_rows, q_rows, BLOCK) + is_broken(cu_seqlens_k_ptr, B, k_rows, longest, BLOCK)
+        is_broken(cu_seqlens_q_ptr, B, q_rows, q_rows, BLOCK)
+        + is_broken(cu_seqlens_k_ptr, B, k_rows, longest, BLOCK)
         > 0
     ):
         nothing = tl.full((BLOCK,), float("nan"), tl.float32).to(out_ptr.dtype.element_ty)

@@ -1,4 +1,6 @@
-"""Appends the kept scores of a block of columns to rows of fixed capacity, in the order of the columns."""
+"""Appends the kept scores of a block of columns to rows of fixed capacity, in the order of the
+columns.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,19 @@ WARPS = 8
 
 @triton.jit(do_not_specialize=["C", "first", "minimum"])
 def append_kernel(
-    scores_ptr, count_ptr, columns_ptr, values_ptr, C, capacity, first, minimum, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Row b of ``scores [B, C]``; ``count_ptr [B]`` says where its entries go on, also past ``capacity``."""
+    scores_ptr,
+    count_ptr,
+    columns_ptr,
+    values_ptr,
+    C,
+    capacity,
+    first,
+    minimum,
+    BLOCK: tl.constexpr,
+):
+    """Row b of ``scores [B, C]``; ``count_ptr [B]`` says where its entries go on, also past
+    ``capacity``.
+    """
     b = tl.program_id(0).to(tl.int64)
     count = tl.load(count_ptr + b)
     for c0 in range(0, C, BLOCK):
@@ -33,13 +45,28 @@ def append_kernel(
 
 
 def append_rows(
-    scores: Tensor, first_column: int, minimum: float, counts: Tensor, columns: Tensor, values: Tensor
+    scores: Tensor,
+    first_column: int,
+    minimum: float,
+    counts: Tensor,
+    columns: Tensor,
+    values: Tensor,
 ) -> None:
-    """Append entries above ``minimum`` of fp32 ``scores`` ``[B, C]`` to ``columns`` and ``values`` ``[B, capacity]``.
+    """Append entries above ``minimum`` of fp32 ``scores`` ``[B, C]`` to ``columns`` and ``values``
+    ``[B, capacity]``.
 
     ``counts`` ``[B]`` int32 is what each row has so far; it counts entries that found no room too.
     """
     batch, width = scores.shape
     if batch:
-        arguments = (scores, counts, columns, values, width, columns.size(1), first_column, float(minimum))
+        arguments = (
+            scores,
+            counts,
+            columns,
+            values,
+            width,
+            columns.size(1),
+            first_column,
+            float(minimum),
+        )
         launch(append_kernel, (batch, 1, 1), arguments, {"BLOCK": BLOCK, "num_warps": WARPS})

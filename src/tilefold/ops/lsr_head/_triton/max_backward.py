@@ -1,4 +1,6 @@
-"""Max pooling, backward: only winners carry gradient, and every gradient row has one owner; see README.md."""
+"""Max pooling, backward: only winners carry gradient, and every gradient row has one owner; see
+README.md.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,20 @@ MAX_VOCAB = 1 << (31 - 5)
 MIN_POWER = tl.constexpr(2.0**-100)
 MAX_POWER = tl.constexpr(2.0**100)
 ADDED_AT_A_TIME = tl.constexpr(512)
-HEADROOM = tl.constexpr(2.0**14)  # the largest g of a row becomes less than twice that, below fp16's 65504
+HEADROOM = tl.constexpr(
+    2.0**14,
+)  # the largest g of a row becomes less than twice that, below fp16's 65504
 
 
 @triton.jit
-def _won_rows(scores_ptr, winner_ptr, offs, mask, ALWAYS_ACTIVE: tl.constexpr, NO_WINNER: tl.constexpr):
+def _won_rows(
+    scores_ptr,
+    winner_ptr,
+    offs,
+    mask,
+    ALWAYS_ACTIVE: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+):
     """Winners, and which entries carry gradient: NaN scores do, so that they are seen."""
     winner = tl.load(winner_ptr + offs, mask=mask, other=NO_WINNER).to(tl.int32)
     active = mask & (winner != NO_WINNER)
@@ -45,10 +56,22 @@ def _inverse(power):
 
 @triton.jit(do_not_specialize=["B", "N", "uniform_length"])
 def count_kernel(
-    scores_ptr, winner_ptr, cu_ptr, count_ptr, B, V, N, uniform_length, SPLITS, split_v,
-    BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, ALWAYS_ACTIVE: tl.constexpr, NO_WINNER: tl.constexpr,
+    scores_ptr,
+    winner_ptr,
+    cu_ptr,
+    count_ptr,
+    B,
+    V,
+    N,
+    uniform_length,
+    SPLITS,
+    split_v,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALWAYS_ACTIVE: tl.constexpr,
+    NO_WINNER: tl.constexpr,
     UNIFORM: tl.constexpr,
-):  # fmt: skip
+):
     """Entries of vocabulary split ``s`` that rows of tile ``t`` won."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -61,7 +84,14 @@ def count_kernel(
     while (start < row1) & (b < B):
         for v0 in range(split * split_v, v1, BLOCK):
             v = v0 + tl.arange(0, BLOCK)
-            winner, active = _won_rows(scores_ptr, winner_ptr, b.to(tl.int64) * V + v, v < v1, ALWAYS_ACTIVE, NO_WINNER)
+            winner, active = _won_rows(
+                scores_ptr,
+                winner_ptr,
+                b.to(tl.int64) * V + v,
+                v < v1,
+                ALWAYS_ACTIVE,
+                NO_WINNER,
+            )
             row = winner + start  # [BLOCK]
             count += (active & (row >= row0) & (row < row1)).to(tl.int32)
         b += 1
@@ -81,14 +111,34 @@ def _added_up(count_ptr, first, last):
 
 @triton.jit(do_not_specialize=["B", "N", "uniform_length"])
 def list_kernel(
-    dscores_ptr, scores_ptr, winner_ptr, cu_ptr, place_ptr, count_ptr, code_ptr, grad_ptr,
-    B, V, N, uniform_length, SPLITS, split_v, stride_db, stride_dv,
-    BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, ALWAYS_ACTIVE: tl.constexpr,
-    NO_WINNER: tl.constexpr, UNIFORM: tl.constexpr, ADDED_UP: tl.constexpr,
-):  # fmt: skip
+    dscores_ptr,
+    scores_ptr,
+    winner_ptr,
+    cu_ptr,
+    place_ptr,
+    count_ptr,
+    code_ptr,
+    grad_ptr,
+    B,
+    V,
+    N,
+    uniform_length,
+    SPLITS,
+    split_v,
+    stride_db,
+    stride_dv,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALWAYS_ACTIVE: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    ADDED_UP: tl.constexpr,
+):
     """Write the entries of one (tile, split), in the order in which they were counted.
 
-    ``place_ptr`` holds the counts ADDED_UP, where that takes longer than every program adds up what it needs.
+    ``place_ptr`` holds the counts ADDED_UP, where that takes longer than every program adds up what
+    it needs.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -108,7 +158,14 @@ def list_kernel(
             for v0 in range(split * split_v, v1, BLOCK):
                 v = v0 + tl.arange(0, BLOCK)
                 offs = b.to(tl.int64) * V + v
-                winner, active = _won_rows(scores_ptr, winner_ptr, offs, v < v1, ALWAYS_ACTIVE, NO_WINNER)
+                winner, active = _won_rows(
+                    scores_ptr,
+                    winner_ptr,
+                    offs,
+                    v < v1,
+                    ALWAYS_ACTIVE,
+                    NO_WINNER,
+                )
                 row = winner + start  # [BLOCK]
                 mine = active & (row >= row0) & (row < row1)
                 score = tl.load(scores_ptr + offs, mask=mine, other=0.0).to(tl.float32)
@@ -126,10 +183,23 @@ def list_kernel(
 
 @triton.jit(do_not_specialize=["N", "logit_scale"])
 def dhidden_kernel(
-    weight_ptr, place_ptr, count_ptr, code_ptr, grad_ptr, dhidden_ptr, N, SPLITS, logit_scale,
-    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, ADDED_UP: tl.constexpr,
-):  # fmt: skip
+    weight_ptr,
+    place_ptr,
+    count_ptr,
+    code_ptr,
+    grad_ptr,
+    dhidden_ptr,
+    N,
+    SPLITS,
+    logit_scale,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ADDED_UP: tl.constexpr,
+):
     """``dhidden[tile] = onehot(row) * g @ weight[v]``, over the tile's entries in their order."""
     tile = tl.program_id(0)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -146,7 +216,11 @@ def dhidden_kernel(
     rows = tl.arange(0, BLOCK_R)
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     power = tl.full((), MIN_POWER, tl.float32)
-    for e0 in range(0, count, BLOCK_E):  # in 32 bits: with 64, Triton 3.9 takes 254 registers and loads without copies
+    for e0 in range(
+        0,
+        count,
+        BLOCK_E,
+    ):  # in 32 bits: with 64, Triton 3.9 takes 254 registers and loads without copies
         e = e0 + tl.arange(0, BLOCK_E)
         code = tl.load(code_ptr + e, mask=e < count, other=0)  # [BLOCK_E]
         grad = tl.load(grad_ptr + e, mask=e < count, other=0.0)  # [BLOCK_E]
@@ -162,7 +236,9 @@ def dhidden_kernel(
             grad *= _inverse(power) * HEADROOM
             if power > before:
                 acc *= before * _inverse(power)
-        onehot = tl.where(rows[:, None] == row[None, :], grad[None, :], 0.0).to(w.dtype)  # [BLOCK_R, BLOCK_E]
+        onehot = tl.where(rows[:, None] == row[None, :], grad[None, :], 0.0).to(
+            w.dtype,
+        )  # [BLOCK_R, BLOCK_E]
         acc = tl.dot(onehot, w, acc, input_precision=PRECISION)
     if SCALED:
         acc *= power / HEADROOM
@@ -176,17 +252,41 @@ def dhidden_kernel(
 
 @triton.jit(do_not_specialize=["B", "N", "uniform_length", "logit_scale"])
 def dweight_kernel(
-    dscores_ptr, scores_ptr, winner_ptr, rows_ptr, cu_ptr, code64_ptr, grad_ptr, dweight_ptr, dbias_ptr,
-    B, V, N, uniform_length, logit_scale, stride_db, stride_dv,
-    D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALWAYS_ACTIVE: tl.constexpr, NO_WINNER: tl.constexpr, UNIFORM: tl.constexpr,
-    NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, SCALED: tl.constexpr,
+    dscores_ptr,
+    scores_ptr,
+    winner_ptr,
+    rows_ptr,
+    cu_ptr,
+    code64_ptr,
+    grad_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    B,
+    V,
+    N,
+    uniform_length,
+    logit_scale,
+    stride_db,
+    stride_dv,
+    D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALWAYS_ACTIVE: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr,
+    NEED_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """``dweight[v] = sum_b g[b, v] * hidden[winner[b, v]]`` and ``dbias[v] = sum_b g[b, v]``.
 
-    A program lists the active entries of BLOCK_B sequences in a few kilobytes of its own, in rising b, and reads them
-    back as a one-hot matrix of g: what is not active costs no gather.
+    A program lists the active entries of BLOCK_B sequences in a few kilobytes of its own, in rising
+    b, and reads them back as a one-hot matrix of g: what is not active costs no gather.
     """
     D_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D if NEED_WEIGHT else 1
     own = tl.program_id(0).to(tl.int64) * BLOCK_B * BLOCK_V
@@ -204,7 +304,14 @@ def dweight_kernel(
             offs = b.to(tl.int64)[:, None] * V + v[None, :]
             inside = (b < B)[:, None] & (v < V)[None, :]
             # [BLOCK_B, BLOCK_V]
-            winner, active = _won_rows(scores_ptr, winner_ptr, offs, inside, ALWAYS_ACTIVE, NO_WINNER)
+            winner, active = _won_rows(
+                scores_ptr,
+                winner_ptr,
+                offs,
+                inside,
+                ALWAYS_ACTIVE,
+                NO_WINNER,
+            )
             score = tl.load(scores_ptr + offs, mask=active, other=0.0).to(tl.float32)
             offs_d = b.to(tl.int64)[:, None] * stride_db + v.to(tl.int64)[None, :] * stride_dv
             grad = tl.load(dscores_ptr + offs_d, mask=active, other=0.0).to(tl.float32)
@@ -217,7 +324,9 @@ def dweight_kernel(
                 else:
                     start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))  # [BLOCK_B]
                 row = winner + start[:, None]
-                active = active & (row >= 0) & (row < N)  # a broken cu_seqlens must not read elsewhere
+                active = (
+                    active & (row >= 0) & (row < N)
+                )  # a broken cu_seqlens must not read elsewhere
                 flag = tl.reshape(active.to(tl.int32), (BLOCK_B * BLOCK_V,))
                 count = tl.sum(flag)
                 if count > 0:
@@ -255,6 +364,10 @@ def dweight_kernel(
             if not ACCUMULATE:
                 tl.store(dweight_ptr + offs_w, acc.to(dweight_ptr.dtype.element_ty), mask=mask)
             elif total > 0:
-                tl.store(dweight_ptr + offs_w, tl.load(dweight_ptr + offs_w, mask=mask, other=0.0) + acc, mask=mask)
+                tl.store(
+                    dweight_ptr + offs_w,
+                    tl.load(dweight_ptr + offs_w, mask=mask, other=0.0) + acc,
+                    mask=mask,
+                )
         if NEED_BIAS and item % D_BLOCKS == 0:
             tl.store(dbias_ptr + v, dbias.to(dbias_ptr.dtype.element_ty), mask=v < V)

@@ -1,4 +1,6 @@
-"""Max pooling, forward: one persistent kernel whose running maximum and winner stay in registers; see README.md."""
+"""Max pooling, forward: one persistent kernel whose running maximum and winner stay in registers;
+see README.md.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,39 @@ def _reduce_tokens(x, AXIS: tl.constexpr, N: tl.constexpr, WITH_WINNERS: tl.cons
 
 @triton.jit(do_not_specialize=["B", "T", "uniform_length", "splits", "multiple", "logit_scale"])
 def max_forward_kernel(
-    weight_src, rows_src, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr,
-    part_ptr, part_winner_ptr,
-    B, V, T, uniform_length, splits, multiple, logit_scale,
-    D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_SCALE: tl.constexpr,
-    WITH_WINNERS: tl.constexpr, UNIFORM: tl.constexpr, QUANTIZED: tl.constexpr, USE_TMA: tl.constexpr,
+    weight_src,
+    rows_src,
+    row_scale_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    offset_ptr,
+    position_ptr,
+    out_ptr,
+    winner_ptr,
+    part_ptr,
+    part_winner_ptr,
+    B,
+    V,
+    T,
+    uniform_length,
+    splits,
+    multiple,
+    logit_scale,
+    D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    WITH_WINNERS: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     K_STEPS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     n_tiles, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
@@ -90,10 +117,20 @@ def max_forward_kernel(
             if HAS_SCALE:
                 acc *= logit_scale
             if QUANTIZED:
-                acc *= tl.load(row_scale_ptr + r0 + tl.arange(0, BLOCK_T))[None, :]  # its buffer holds whole tiles
+                acc *= tl.load(row_scale_ptr + r0 + tl.arange(0, BLOCK_T))[
+                    None,
+                    :,
+                ]  # its buffer holds whole tiles
             offs_v = v0 + tl.arange(0, BLOCK_V)
             mask_v = offs_v < V
-            scale, bias = column_terms(weight_scale_ptr, bias_ptr, offs_v, mask_v, HAS_BIAS, QUANTIZED)
+            scale, bias = column_terms(
+                weight_scale_ptr,
+                bias_ptr,
+                offs_v,
+                mask_v,
+                HAS_BIAS,
+                QUANTIZED,
+            )
             r1 = tl.minimum(r0 + BLOCK_T, n_rows)
             if (start <= r0) & (end >= r0 + BLOCK_T):
                 tile_best, place = _reduce_tokens(acc, 1, BLOCK_T, WITH_WINNERS)
@@ -101,13 +138,36 @@ def max_forward_kernel(
                 if end == r1:
                     if start < split_row:
                         store_partial(
-                            best, winner, 2 * split, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
+                            best,
+                            winner,
+                            2 * split,
+                            offs_v,
+                            mask_v,
+                            part_ptr,
+                            part_winner_ptr,
+                            V,
+                            WITH_WINNERS,
                         )
                     else:
                         store_scores(
-                            best, winner, seq, start, offs_v, mask_v, scale, bias, position_ptr, out_ptr,
-                            winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
-                        )  # fmt: skip
+                            best,
+                            winner,
+                            seq,
+                            start,
+                            offs_v,
+                            mask_v,
+                            scale,
+                            bias,
+                            position_ptr,
+                            out_ptr,
+                            winner_ptr,
+                            V,
+                            ACTIVATION,
+                            HAS_BIAS,
+                            HAS_POSITIONS,
+                            WITH_WINNERS,
+                            QUANTIZED,
+                        )
                     seq += 1
                     start = end
                     end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
@@ -118,7 +178,10 @@ def max_forward_kernel(
                 groups = tl.arange(0, N_GROUPS) * GROUP
                 # [BLOCK_V, N_GROUPS]
                 group_best, group_place = _reduce_tokens(
-                    tl.reshape(acc, (BLOCK_V, N_GROUPS, GROUP)), 2, GROUP, WITH_WINNERS
+                    tl.reshape(acc, (BLOCK_V, N_GROUPS, GROUP)),
+                    2,
+                    GROUP,
+                    WITH_WINNERS,
                 )
                 group_place += groups[None, :]
                 more = True
@@ -128,20 +191,48 @@ def max_forward_kernel(
                     seq_place = tl.zeros((BLOCK_V,), tl.int32)
                     if WITH_WINNERS:
                         seq_place = tl.min(
-                            tl.where(inside & (group_best == seq_best[:, None]), group_place, BLOCK_T), axis=1
+                            tl.where(
+                                inside & (group_best == seq_best[:, None]),
+                                group_place,
+                                BLOCK_T,
+                            ),
+                            axis=1,
                         )
                     best, winner = merge(best, winner, seq_best, r0 + seq_place, WITH_WINNERS)
                     more = end <= r1
                     if more:
                         if start < split_row:
                             store_partial(
-                                best, winner, 2 * split, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
+                                best,
+                                winner,
+                                2 * split,
+                                offs_v,
+                                mask_v,
+                                part_ptr,
+                                part_winner_ptr,
+                                V,
+                                WITH_WINNERS,
                             )
                         elif end > start:
                             store_scores(
-                                best, winner, seq, start, offs_v, mask_v, scale, bias, position_ptr,
-                                out_ptr, winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
-                            )  # fmt: skip
+                                best,
+                                winner,
+                                seq,
+                                start,
+                                offs_v,
+                                mask_v,
+                                scale,
+                                bias,
+                                position_ptr,
+                                out_ptr,
+                                winner_ptr,
+                                V,
+                                ACTIVATION,
+                                HAS_BIAS,
+                                HAS_POSITIONS,
+                                WITH_WINNERS,
+                                QUANTIZED,
+                            )
                         seq += 1
                         start = end
                         end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
@@ -154,7 +245,17 @@ def max_forward_kernel(
             if r0 == last_row:
                 if (start < last_row) & (seq < B):  # the sequence goes on in the next split
                     slot = 2 * split + tl.where(start < split_row, 0, 1)
-                    store_partial(best, winner, slot, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS)
+                    store_partial(
+                        best,
+                        winner,
+                        slot,
+                        offs_v,
+                        mask_v,
+                        part_ptr,
+                        part_winner_ptr,
+                        V,
+                        WITH_WINNERS,
+                    )
                 item += stride
                 split = item % n_splits
                 v0 = (item // n_splits) * BLOCK_V
@@ -168,14 +269,37 @@ def max_forward_kernel(
                 winner = tl.zeros((BLOCK_V,), tl.int32) + tl.maximum(start, split_row)
 
 
-@triton.jit(do_not_specialize=["B", "T", "uniform_length", "splits", "multiple", "sample_limit", "limit"])
+@triton.jit(
+    do_not_specialize=["B", "T", "uniform_length", "splits", "multiple", "sample_limit", "limit"],
+)
 def combine_kernel(
-    weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr, part_ptr, part_winner_ptr, state_ptr,
-    B, V, T, uniform_length, splits, multiple, sample_limit, limit,
-    BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, WITH_WINNERS: tl.constexpr, UNIFORM: tl.constexpr, QUANTIZED: tl.constexpr,
+    weight_scale_ptr,
+    bias_ptr,
+    offset_ptr,
+    position_ptr,
+    out_ptr,
+    winner_ptr,
+    part_ptr,
+    part_winner_ptr,
+    state_ptr,
+    B,
+    V,
+    T,
+    uniform_length,
+    splits,
+    multiple,
+    sample_limit,
+    limit,
+    BLOCK_T: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+    WITH_WINNERS: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     SCREENED: tl.constexpr,
-):  # fmt: skip
+):
     """Finish the sequences that splits cut."""
     seq = tl.program_id(0)
     offs_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -201,6 +325,21 @@ def combine_kernel(
             best, winner = merge(best, winner, part, part_winner, WITH_WINNERS)
         scale, bias = column_terms(weight_scale_ptr, bias_ptr, offs_v, mask_v, HAS_BIAS, QUANTIZED)
         store_scores(
-            best, winner, seq, start, offs_v, mask_v, scale, bias, position_ptr, out_ptr,
-            winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
-        )  # fmt: skip
+            best,
+            winner,
+            seq,
+            start,
+            offs_v,
+            mask_v,
+            scale,
+            bias,
+            position_ptr,
+            out_ptr,
+            winner_ptr,
+            V,
+            ACTIVATION,
+            HAS_BIAS,
+            HAS_POSITIONS,
+            WITH_WINNERS,
+            QUANTIZED,
+        )

@@ -1,4 +1,6 @@
-"""Max pooling, forward, for compute capability 9.0: warps with roles of their own, in Gluon; see README.md."""
+"""Max pooling, forward, for compute capability 9.0: warps with roles of their own, in Gluon; see
+README.md.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ from collections.abc import Callable
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilefold.ops._shared._triton.activation import nan_max
@@ -27,8 +33,11 @@ HALF_V = gl.constexpr(64)
 LANES = gl.constexpr(4)  # lanes that share a row of an accumulator, two columns of every eight each
 _tma_load = gluon_tma_load()
 ELEMENTS = {
-    torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv, torch.int8: gl.int8
-}  # fmt: skip
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.int8: gl.int8,
+}
 
 
 @gluon.jit
@@ -49,9 +58,11 @@ def _first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: gl.constexpr):
 
 @gluon.jit
 def _places_in_lanes(grouped, highest, N_GROUPS: gl.constexpr, GROUP: gl.constexpr):
-    """The lowest place in the tile where each lane holds ``highest``, ``[HALF_V, N_GROUPS, LANES]``.
+    """The lowest place in the tile where each lane holds ``highest``, ``[HALF_V, N_GROUPS,
+    LANES]``.
 
-    What a lane compares with is the same in every lane, a constant of the code: no register holds it.
+    What a lane compares with is the same in every lane, a constant of the code: no register holds
+    it.
     """
     one_eight: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, grouped.type.layout))
     one_two: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, grouped.type.layout))
@@ -61,7 +72,11 @@ def _places_in_lanes(grouped, highest, N_GROUPS: gl.constexpr, GROUP: gl.constex
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(0, gl.SliceLayout(1, highest.type.layout)))
     place = group[None, :, None, None, None] * GROUP + eight[None, None, :, None, None] * 8
     place = place + two[None, None, None, None, :]
-    place = gl.where(grouped == gl.expand_dims(gl.expand_dims(highest, 2), 4), place, N_GROUPS * GROUP)
+    place = gl.where(
+        grouped == gl.expand_dims(gl.expand_dims(highest, 2), 4),
+        place,
+        N_GROUPS * GROUP,
+    )
     return gl.min(gl.min(place, axis=4), axis=2) + 2 * lane[None, None, :]
 
 
@@ -87,10 +102,16 @@ def _reduce_tile(acc, N: gl.constexpr, WITH_WINNERS: gl.constexpr, LEAN_PLACES: 
 
 @gluon.jit
 def _reduce_groups(
-    acc, N_GROUPS: gl.constexpr, GROUP: gl.constexpr, WITH_WINNERS: gl.constexpr, LEAN_PLACES: gl.constexpr
-):  # fmt: skip
-    """Maximum over what each of the LANES lanes of a row holds of each group, ``[HALF_V, N_GROUPS, LANES]``, and the
-    lowest place in the tile that holds it. The lanes are put together once per sequence, not per group."""
+    acc,
+    N_GROUPS: gl.constexpr,
+    GROUP: gl.constexpr,
+    WITH_WINNERS: gl.constexpr,
+    LEAN_PLACES: gl.constexpr,
+):
+    """Maximum over what each of the LANES lanes of a row holds of each group, ``[HALF_V, N_GROUPS,
+    LANES]``, and the lowest place in the tile that holds it. The lanes are put together once per
+    sequence, not per group.
+    """
     grouped = acc.reshape([HALF_V, N_GROUPS, GROUP // 8, LANES, 2])
     best = gl.reduce(gl.reduce(grouped, 4, nan_max), 2, nan_max)
     place = gl.zeros_like(best).to(gl.int32)
@@ -98,7 +119,9 @@ def _reduce_groups(
         place = _places_in_lanes(grouped, best, N_GROUPS, GROUP)
     elif WITH_WINNERS:
         columns = gl.arange(0, N_GROUPS * GROUP, layout=gl.SliceLayout(0, acc.type.layout))
-        columns = (gl.expand_dims(columns, 0) + gl.zeros_like(acc).to(gl.int32)).reshape(grouped.shape)
+        columns = (gl.expand_dims(columns, 0) + gl.zeros_like(acc).to(gl.int32)).reshape(
+            grouped.shape,
+        )
         highest = gl.expand_dims(gl.expand_dims(best, 2), 4)
         place = gl.where(grouped == highest, columns, N_GROUPS * GROUP)
         place = gl.min(gl.min(place, axis=4), axis=2)
@@ -107,10 +130,20 @@ def _reduce_groups(
 
 @gluon.jit
 def _load_tiles(
-    weight_desc, rows_desc, w_ring, h_ring, full, empty,
-    n_items, n_tiles, split_tiles, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
+    weight_desc,
+    rows_desc,
+    w_ring,
+    h_ring,
+    full,
+    empty,
+    n_items,
+    n_tiles,
+    split_tiles,
+    K_STEPS: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
-):  # fmt: skip
+):
     """The loading warp: fill the ring in the order in which the groups read it."""
     n_splits = gl.cdiv(n_tiles, split_tiles)
     step = 0
@@ -125,7 +158,10 @@ def _load_tiles(
                 phase = (step // STAGES) & 1
                 mbarrier.wait(empty.index(slot), phase ^ 1)
                 bar = full.index(slot)
-                mbarrier.expect(bar, weight_desc.block_type.nbytes * 2 + rows_desc.block_type.nbytes)
+                mbarrier.expect(
+                    bar,
+                    weight_desc.block_type.nbytes * 2 + rows_desc.block_type.nbytes,
+                )
                 _tma_load(weight_desc, [v0, k * BLOCK_K], bar, w_ring.index(2 * slot))
                 _tma_load(weight_desc, [v0 + HALF_V, k * BLOCK_K], bar, w_ring.index(2 * slot + 1))
                 _tma_load(rows_desc, [t * BLOCK_T, k * BLOCK_K], bar, h_ring.index(slot))
@@ -134,14 +170,26 @@ def _load_tiles(
 
 @gluon.jit
 def _multiply_tile(
-    acc, step, w_ring, h_ring, full, empty, HALF: gl.constexpr, K_STEPS: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
+    acc,
+    step,
+    w_ring,
+    h_ring,
+    full,
+    empty,
+    HALF: gl.constexpr,
+    K_STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """A group's products of a tile, and the step after it, as its places of the ring are filled."""
     for k in range(K_STEPS):
         slot = step % STAGES
         mbarrier.wait(full.index(slot), (step // STAGES) & 1)
         acc = warpgroup_mma(
-            w_ring.index(2 * slot + HALF), h_ring.index(slot).permute((1, 0)), acc, use_acc=k > 0, is_async=True
+            w_ring.index(2 * slot + HALF),
+            h_ring.index(slot).permute((1, 0)),
+            acc,
+            use_acc=k > 0,
+            is_async=True,
         )
         # the product before this one is done: its buffers may be filled again
         acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -156,24 +204,58 @@ def _multiply_tile(
 @gluon.jit
 def _fold_tiles(
     given,
-    K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_POSITIONS: gl.constexpr, HAS_SCALE: gl.constexpr,
-    WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr, QUANTIZED: gl.constexpr, LEAN_PLACES: gl.constexpr,
+    K_STEPS: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_POSITIONS: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
+    WITH_WINNERS: gl.constexpr,
+    UNIFORM: gl.constexpr,
+    QUANTIZED: gl.constexpr,
+    LEAN_PLACES: gl.constexpr,
     HALF: gl.constexpr,
-):  # fmt: skip
+):
     """One group of four warps: products and running maximum of its half of the vocabulary tile."""
     (
-        w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr,
-        winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_items, n_tiles, split_tiles, uniform_length, logit_scale,
-    ) = given  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 32 if QUANTIZED else 16])
+        w_ring,
+        h_ring,
+        full,
+        empty,
+        row_scale_ptr,
+        weight_scale_ptr,
+        bias_ptr,
+        offset_ptr,
+        position_ptr,
+        out_ptr,
+        winner_ptr,
+        part_ptr,
+        part_winner_ptr,
+        B,
+        V,
+        n_rows,
+        n_items,
+        n_tiles,
+        split_tiles,
+        uniform_length,
+        logit_scale,
+    ) = given
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0],
+        [4, 1],
+        [16, BLOCK_T, 32 if QUANTIZED else 16],
+    )
     column: gl.constexpr = gl.SliceLayout(1, layout)
     N_GROUPS: gl.constexpr = BLOCK_T // GROUP
     n_splits = gl.cdiv(n_tiles, split_tiles)
     step = 0
     for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
         split = item % n_splits
-        offs_v = (item // n_splits) * 2 * HALF_V + HALF * HALF_V + gl.arange(0, HALF_V, layout=column)
+        offs_v = (
+            (item // n_splits) * 2 * HALF_V + HALF * HALF_V + gl.arange(0, HALF_V, layout=column)
+        )
         mask_v = offs_v < V
         scale, bias = column_terms(weight_scale_ptr, bias_ptr, offs_v, mask_v, HAS_BIAS, QUANTIZED)
         t0 = split * split_tiles
@@ -182,17 +264,35 @@ def _fold_tiles(
         seq = _first_sequence(offset_ptr, split_row, B, uniform_length, UNIFORM)
         start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
         end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
-        next_end = sequence_offset(offset_ptr, seq + 2, B, uniform_length, UNIFORM)  # on its way before it is needed
+        next_end = sequence_offset(
+            offset_ptr,
+            seq + 2,
+            B,
+            uniform_length,
+            UNIFORM,
+        )  # on its way before it is needed
         best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
         winner = gl.full([HALF_V], 0, gl.int32, layout=column) + gl.maximum(start, split_row)
         for t in range(t0, t1):
             acc = gl.zeros([HALF_V, BLOCK_T], gl.float32, layout=layout)
-            acc, step = _multiply_tile(acc, step, w_ring, h_ring, full, empty, HALF, K_STEPS, STAGES)
+            acc, step = _multiply_tile(
+                acc,
+                step,
+                w_ring,
+                h_ring,
+                full,
+                empty,
+                HALF,
+                K_STEPS,
+                STAGES,
+            )
             if HAS_SCALE:
                 acc = acc * logit_scale
             if QUANTIZED:  # the buffer of the scales holds whole tiles
                 column_scale = gl.load(
-                    row_scale_ptr + t * BLOCK_T + gl.arange(0, BLOCK_T, layout=gl.SliceLayout(0, layout))
+                    row_scale_ptr
+                    + t * BLOCK_T
+                    + gl.arange(0, BLOCK_T, layout=gl.SliceLayout(0, layout)),
                 )
                 acc = acc * gl.expand_dims(column_scale, 0)
             r0 = t * BLOCK_T
@@ -203,13 +303,36 @@ def _fold_tiles(
                 if end == r1:
                     if start < split_row:
                         store_partial(
-                            best, winner, 2 * split, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
+                            best,
+                            winner,
+                            2 * split,
+                            offs_v,
+                            mask_v,
+                            part_ptr,
+                            part_winner_ptr,
+                            V,
+                            WITH_WINNERS,
                         )
                     else:
                         store_scores(
-                            best, winner, seq, start, offs_v, mask_v, scale, bias, position_ptr, out_ptr,
-                            winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
-                        )  # fmt: skip
+                            best,
+                            winner,
+                            seq,
+                            start,
+                            offs_v,
+                            mask_v,
+                            scale,
+                            bias,
+                            position_ptr,
+                            out_ptr,
+                            winner_ptr,
+                            V,
+                            ACTIVATION,
+                            HAS_BIAS,
+                            HAS_POSITIONS,
+                            WITH_WINNERS,
+                            QUANTIZED,
+                        )
                     seq += 1
                     start = end
                     end = next_end
@@ -217,18 +340,35 @@ def _fold_tiles(
                     best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
                     winner = gl.full([HALF_V], 0, gl.int32, layout=column) + start
             else:
-                group_best, group_place = _reduce_groups(acc, N_GROUPS, GROUP, WITH_WINNERS, LEAN_PLACES)
-                row_groups: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, group_best.type.layout))
+                group_best, group_place = _reduce_groups(
+                    acc,
+                    N_GROUPS,
+                    GROUP,
+                    WITH_WINNERS,
+                    LEAN_PLACES,
+                )
+                row_groups: gl.constexpr = gl.SliceLayout(
+                    0,
+                    gl.SliceLayout(2, group_best.type.layout),
+                )
                 groups = gl.arange(0, N_GROUPS, layout=row_groups) * GROUP
                 more = True
                 while more:
-                    inside = gl.expand_dims(gl.expand_dims((groups >= start - r0) & (groups < end - r0), 0), 2)
+                    inside = gl.expand_dims(
+                        gl.expand_dims((groups >= start - r0) & (groups < end - r0), 0),
+                        2,
+                    )
                     seq_best = gl.reduce(gl.where(inside, group_best, float("-inf")), 1, nan_max)
                     seq_best = gl.reduce(seq_best, 1, nan_max)
                     seq_place = gl.zeros_like(seq_best).to(gl.int32)
                     if WITH_WINNERS:
-                        wins = inside & (group_best == gl.expand_dims(gl.expand_dims(seq_best, 1), 1))
-                        seq_place = gl.min(gl.min(gl.where(wins, group_place, BLOCK_T), axis=1), axis=1)
+                        wins = inside & (
+                            group_best == gl.expand_dims(gl.expand_dims(seq_best, 1), 1)
+                        )
+                        seq_place = gl.min(
+                            gl.min(gl.where(wins, group_place, BLOCK_T), axis=1),
+                            axis=1,
+                        )
                     seq_best = gl.convert_layout(seq_best, column)
                     seq_place = gl.convert_layout(seq_place, column)
                     best, winner = merge(best, winner, seq_best, r0 + seq_place, WITH_WINNERS)
@@ -236,13 +376,36 @@ def _fold_tiles(
                     if more:
                         if start < split_row:
                             store_partial(
-                                best, winner, 2 * split, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS
+                                best,
+                                winner,
+                                2 * split,
+                                offs_v,
+                                mask_v,
+                                part_ptr,
+                                part_winner_ptr,
+                                V,
+                                WITH_WINNERS,
                             )
                         elif end > start:
                             store_scores(
-                                best, winner, seq, start, offs_v, mask_v, scale, bias, position_ptr,
-                                out_ptr, winner_ptr, V, ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, QUANTIZED,
-                            )  # fmt: skip
+                                best,
+                                winner,
+                                seq,
+                                start,
+                                offs_v,
+                                mask_v,
+                                scale,
+                                bias,
+                                position_ptr,
+                                out_ptr,
+                                winner_ptr,
+                                V,
+                                ACTIVATION,
+                                HAS_BIAS,
+                                HAS_POSITIONS,
+                                WITH_WINNERS,
+                                QUANTIZED,
+                            )
                         seq += 1
                         start = end
                         end = next_end
@@ -252,19 +415,68 @@ def _fold_tiles(
                         more = seq < B
         if (start < t1 * BLOCK_T) & (seq < B):  # the sequence goes on in the next split
             slot = 2 * split + gl.where(start < split_row, 0, 1)
-            store_partial(best, winner, slot, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS)
+            store_partial(
+                best,
+                winner,
+                slot,
+                offs_v,
+                mask_v,
+                part_ptr,
+                part_winner_ptr,
+                V,
+                WITH_WINNERS,
+            )
 
 
-@gluon.jit(do_not_specialize=["B", "T", "uniform_length", "splits", "multiple", "sample_limit", "limit", "logit_scale"])
+@gluon.jit(
+    do_not_specialize=[
+        "B",
+        "T",
+        "uniform_length",
+        "splits",
+        "multiple",
+        "sample_limit",
+        "limit",
+        "logit_scale",
+    ],
+)
 def max_forward_hopper_kernel(
-    weight_desc, rows_desc, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr,
-    part_ptr, part_winner_ptr, state_ptr,
-    B, V, T, uniform_length, splits, multiple, sample_limit, limit, logit_scale,
-    D: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_POSITIONS: gl.constexpr, HAS_SCALE: gl.constexpr,
-    WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr, QUANTIZED: gl.constexpr, LEAN_PLACES: gl.constexpr,
+    weight_desc,
+    rows_desc,
+    row_scale_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    offset_ptr,
+    position_ptr,
+    out_ptr,
+    winner_ptr,
+    part_ptr,
+    part_winner_ptr,
+    state_ptr,
+    B,
+    V,
+    T,
+    uniform_length,
+    splits,
+    multiple,
+    sample_limit,
+    limit,
+    logit_scale,
+    D: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_POSITIONS: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
+    WITH_WINNERS: gl.constexpr,
+    UNIFORM: gl.constexpr,
+    QUANTIZED: gl.constexpr,
+    LEAN_PLACES: gl.constexpr,
     SCREENED: gl.constexpr,
-):  # fmt: skip
+):
     K_STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T
     if not UNIFORM:
@@ -273,38 +485,114 @@ def max_forward_hopper_kernel(
     n_items = gl.cdiv(V, 2 * HALF_V) * gl.cdiv(n_tiles, split_tiles)
     if SCREENED:
         n_items = gl.where(runs_screened(state_ptr, sample_limit, limit), 0, n_items)
-    w_ring = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, HALF_V, BLOCK_K], weight_desc.layout)
-    h_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], rows_desc.layout)
+    w_ring = gl.allocate_shared_memory(
+        weight_desc.dtype,
+        [2 * STAGES, HALF_V, BLOCK_K],
+        weight_desc.layout,
+    )
+    h_ring = gl.allocate_shared_memory(
+        rows_desc.dtype,
+        [STAGES, BLOCK_T, BLOCK_K],
+        rows_desc.layout,
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     given = (
-        w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr,
-        winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_items, n_tiles, split_tiles, uniform_length, logit_scale,
-    )  # fmt: skip
+        w_ring,
+        h_ring,
+        full,
+        empty,
+        row_scale_ptr,
+        weight_scale_ptr,
+        bias_ptr,
+        offset_ptr,
+        position_ptr,
+        out_ptr,
+        winner_ptr,
+        part_ptr,
+        part_winner_ptr,
+        B,
+        V,
+        n_rows,
+        n_items,
+        n_tiles,
+        split_tiles,
+        uniform_length,
+        logit_scale,
+    )
     gl.warp_specialize(
         [
-            (_fold_tiles, (
-                given, K_STEPS, BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS, HAS_POSITIONS, HAS_SCALE, WITH_WINNERS,
-                UNIFORM, QUANTIZED, LEAN_PLACES, 0,
-            )),
-            (_fold_tiles, (
-                given, K_STEPS, BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS, HAS_POSITIONS, HAS_SCALE, WITH_WINNERS,
-                UNIFORM, QUANTIZED, LEAN_PLACES, 1,
-            )),
-            (_load_tiles, (
-                weight_desc, rows_desc, w_ring, h_ring, full, empty, n_items, n_tiles, split_tiles, K_STEPS, BLOCK_T,
-                BLOCK_K, STAGES,
-            )),
+            (
+                _fold_tiles,
+                (
+                    given,
+                    K_STEPS,
+                    BLOCK_T,
+                    STAGES,
+                    GROUP,
+                    ACTIVATION,
+                    HAS_BIAS,
+                    HAS_POSITIONS,
+                    HAS_SCALE,
+                    WITH_WINNERS,
+                    UNIFORM,
+                    QUANTIZED,
+                    LEAN_PLACES,
+                    0,
+                ),
+            ),
+            (
+                _fold_tiles,
+                (
+                    given,
+                    K_STEPS,
+                    BLOCK_T,
+                    STAGES,
+                    GROUP,
+                    ACTIVATION,
+                    HAS_BIAS,
+                    HAS_POSITIONS,
+                    HAS_SCALE,
+                    WITH_WINNERS,
+                    UNIFORM,
+                    QUANTIZED,
+                    LEAN_PLACES,
+                    1,
+                ),
+            ),
+            (
+                _load_tiles,
+                (
+                    weight_desc,
+                    rows_desc,
+                    w_ring,
+                    h_ring,
+                    full,
+                    empty,
+                    n_items,
+                    n_tiles,
+                    split_tiles,
+                    K_STEPS,
+                    BLOCK_T,
+                    BLOCK_K,
+                    STAGES,
+                ),
+            ),
         ],
-        [4, 1], [232, 24],
-    )  # fmt: skip
+        [4, 1],
+        [232, 24],
+    )
 
 
 @functools.cache
-def hopper_descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[..., TensorDescriptor]:
+def hopper_descriptor(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> Callable[..., TensorDescriptor]:
     """TMA descriptors of tiles of this size, of tensors of this dtype, by their shape and strides."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], ELEMENTS[dtype])
     return functools.partial(TensorDescriptor, block_shape=[rows, columns], layout=layout)

@@ -1,4 +1,6 @@
-"""Poolings of one token per sequence (cls and last): a product of B gathered rows, without atomics; see README.md."""
+"""Poolings of one token per sequence (cls and last): a product of B gathered rows, without atomics;
+see README.md.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,24 @@ CHECK_BLOCK = tl.constexpr(256)  # sequences whose offsets are looked at a time
 
 @triton.jit
 def _places(
-    mask_ptr, b, inside, S, LAST: tl.constexpr, NO_WINNER: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The places of the first (the LAST) valid tokens of sequences ``b``, int32; ``NO_WINNER`` where there is none."""
+    mask_ptr,
+    b,
+    inside,
+    S,
+    LAST: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The places of the first (the LAST) valid tokens of sequences ``b``, int32; ``NO_WINNER``
+    where there is none.
+    """
     place = tl.zeros(b.shape, tl.int32) + (-1 if LAST else S)
     for s0 in range(0, S, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
         rows = b.to(tl.int64)[:, None] * S + s[None, :]
-        valid = tl.load(mask_ptr + rows, mask=inside[:, None] & (s < S)[None, :], other=0) != 0  # [B, BLOCK]
+        valid = (
+            tl.load(mask_ptr + rows, mask=inside[:, None] & (s < S)[None, :], other=0) != 0
+        )  # [B, BLOCK]
         if LAST:
             place = tl.maximum(place, tl.max(tl.where(valid, s[None, :], -1), axis=1))
         else:
@@ -30,8 +42,17 @@ def _places(
 
 
 @triton.jit(do_not_specialize=["S"])
-def find_kernel(mask_ptr, winner_ptr, S, LAST: tl.constexpr, NO_WINNER: tl.constexpr, BLOCK: tl.constexpr):
-    """The place of sequence b, for masks that are too long for every program of forward to look for itself."""
+def find_kernel(
+    mask_ptr,
+    winner_ptr,
+    S,
+    LAST: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The place of sequence b, for masks that are too long for every program of forward to look for
+    itself.
+    """
     b = tl.program_id(0) + tl.arange(0, 1)
     place = _places(mask_ptr, b, b >= 0, S, LAST, NO_WINNER, BLOCK)
     tl.store(winner_ptr + b, place.to(winner_ptr.dtype.element_ty))
@@ -39,9 +60,17 @@ def find_kernel(mask_ptr, winner_ptr, S, LAST: tl.constexpr, NO_WINNER: tl.const
 
 @triton.jit
 def _taken_rows(
-    winner_ptr, cu_ptr, b, B, N, length,
-    PACKED: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, NO_WINNER: tl.constexpr,
-):  # fmt: skip
+    winner_ptr,
+    cu_ptr,
+    b,
+    B,
+    N,
+    length,
+    PACKED: tl.constexpr,
+    MASKED: tl.constexpr,
+    LAST: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+):
     """The rows of hidden that sequences ``b`` take, int64, and whether there is one."""
     if PACKED:
         start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))
@@ -70,9 +99,18 @@ def offsets_are_whole(cu_ptr, B, N):
 
 @triton.jit
 def logits_tile(
-    weight_ptr, rows_ptr, offs_v, row, valid, V,
-    D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    weight_ptr,
+    rows_ptr,
+    offs_v,
+    row,
+    valid,
+    V,
+    D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """``[BLOCK_T, BLOCK_V]`` products of the given rows and vocabulary entries, fp32."""
     acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
     for k0 in tl.range(0, D, BLOCK_K):
@@ -83,7 +121,9 @@ def logits_tile(
             other=0.0,
         )  # [BLOCK_V, BLOCK_K]
         h = tl.load(
-            rows_ptr + row[:, None] * D + offs_k[None, :], mask=valid[:, None] & (offs_k < D)[None, :], other=0.0
+            rows_ptr + row[:, None] * D + offs_k[None, :],
+            mask=valid[:, None] & (offs_k < D)[None, :],
+            other=0.0,
         )  # [BLOCK_T, BLOCK_K]
         acc = tl.dot(h, w.T, acc, input_precision=PRECISION)
     return acc
@@ -91,12 +131,35 @@ def logits_tile(
 
 @triton.jit(do_not_specialize=["B", "N", "length", "logit_scale"])
 def forward_kernel(
-    weight_ptr, rows_ptr, bias_ptr, mask_ptr, winner_ptr, cu_ptr, out_ptr, B, V, N, length, logit_scale,
-    D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, NO_WINNER: tl.constexpr,
-    FIND: tl.constexpr, WITH_WINNERS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Activated scores; with ``FIND``, entries of the mask that are looked at a time, each program finds its tokens."""
+    weight_ptr,
+    rows_ptr,
+    bias_ptr,
+    mask_ptr,
+    winner_ptr,
+    cu_ptr,
+    out_ptr,
+    B,
+    V,
+    N,
+    length,
+    logit_scale,
+    D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PACKED: tl.constexpr,
+    MASKED: tl.constexpr,
+    LAST: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+    FIND: tl.constexpr,
+    WITH_WINNERS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Activated scores; with ``FIND``, entries of the mask that are looked at a time, each program
+    finds its tokens.
+    """
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     if FIND:
@@ -106,8 +169,31 @@ def forward_kernel(
             here = mask_if(b < B, tl.program_id(0) == 0)
             tl.store(winner_ptr + b, place.to(winner_ptr.dtype.element_ty), mask=here)
     else:
-        row, valid = _taken_rows(winner_ptr, cu_ptr, b, B, N, length, PACKED, MASKED, LAST, NO_WINNER)
-    acc = logits_tile(weight_ptr, rows_ptr, v, row, valid, V, D, BLOCK_V, BLOCK_B, BLOCK_K, PRECISION)
+        row, valid = _taken_rows(
+            winner_ptr,
+            cu_ptr,
+            b,
+            B,
+            N,
+            length,
+            PACKED,
+            MASKED,
+            LAST,
+            NO_WINNER,
+        )
+    acc = logits_tile(
+        weight_ptr,
+        rows_ptr,
+        v,
+        row,
+        valid,
+        V,
+        D,
+        BLOCK_V,
+        BLOCK_B,
+        BLOCK_K,
+        PRECISION,
+    )
     acc *= logit_scale
     if HAS_BIAS:
         acc += tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
@@ -115,13 +201,25 @@ def forward_kernel(
     if PACKED:  # broken offsets must not give a plausible number
         scores = tl.where(offsets_are_whole(cu_ptr, B, N), scores, float("nan"))
     offs = b.to(tl.int64)[:, None] * V + v[None, :]
-    tl.store(out_ptr + offs, scores.to(out_ptr.dtype.element_ty), mask=(b < B)[:, None] & (v < V)[None, :])
+    tl.store(
+        out_ptr + offs,
+        scores.to(out_ptr.dtype.element_ty),
+        mask=(b < B)[:, None] & (v < V)[None, :],
+    )
 
 
 @triton.jit
 def _logit_gradient(
-    dscores_ptr, scores_ptr, b, v, V, stride_db, stride_dv, inside, ACTIVATION: tl.constexpr
-):  # fmt: skip
+    dscores_ptr,
+    scores_ptr,
+    b,
+    v,
+    V,
+    stride_db,
+    stride_dv,
+    inside,
+    ACTIVATION: tl.constexpr,
+):
     """``dscores * act'`` of sequences ``b`` and entries ``v``, fp32 ``[B, V]``."""
     offs = b.to(tl.int64)[:, None] * V + v[None, :]
     score = tl.load(scores_ptr + offs, mask=inside, other=0.0).to(tl.float32)
@@ -132,13 +230,37 @@ def _logit_gradient(
 
 @triton.jit(do_not_specialize=["B", "N", "length", "logit_scale"])
 def weight_gradient_kernel(
-    dscores_ptr, scores_ptr, winner_ptr, rows_ptr, cu_ptr, dweight_ptr, dbias_ptr,
-    B, V, N, length, logit_scale, stride_db, stride_dv,
-    D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, ACTIVATION: tl.constexpr,
-    PACKED: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, NO_WINNER: tl.constexpr,
-    NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """``dweight[v] = sum_b g[b, v] * hidden[row of b]`` and ``dbias[v] = sum_b g[b, v]``, in rising b."""
+    dscores_ptr,
+    scores_ptr,
+    winner_ptr,
+    rows_ptr,
+    cu_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    B,
+    V,
+    N,
+    length,
+    logit_scale,
+    stride_db,
+    stride_dv,
+    D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PACKED: tl.constexpr,
+    MASKED: tl.constexpr,
+    LAST: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr,
+    NEED_BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``dweight[v] = sum_b g[b, v] * hidden[row of b]`` and ``dbias[v] = sum_b g[b, v]``, in rising
+    b.
+    """
     D_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D if NEED_WEIGHT else 1
     item = tl.program_id(0)
     v = (item // D_BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -148,14 +270,37 @@ def weight_gradient_kernel(
     power = tl.full((BLOCK_V,), MIN_POWER, tl.float32)
     for b0 in tl.range(0, B, BLOCK_B):
         b = b0 + tl.arange(0, BLOCK_B)
-        row, valid = _taken_rows(winner_ptr, cu_ptr, b, B, N, length, PACKED, MASKED, LAST, NO_WINNER)
+        row, valid = _taken_rows(
+            winner_ptr,
+            cu_ptr,
+            b,
+            B,
+            N,
+            length,
+            PACKED,
+            MASKED,
+            LAST,
+            NO_WINNER,
+        )
         inside = valid[:, None] & (v < V)[None, :]
-        grad = _logit_gradient(dscores_ptr, scores_ptr, b, v, V, stride_db, stride_dv, inside, ACTIVATION)
+        grad = _logit_gradient(
+            dscores_ptr,
+            scores_ptr,
+            b,
+            v,
+            V,
+            stride_db,
+            stride_dv,
+            inside,
+            ACTIVATION,
+        )
         if NEED_BIAS:
             dbias += tl.sum(grad, axis=0)
         if NEED_WEIGHT:
             h = tl.load(
-                rows_ptr + row[:, None] * D + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0
+                rows_ptr + row[:, None] * D + d[None, :],
+                mask=valid[:, None] & (d < D)[None, :],
+                other=0.0,
             )  # [BLOCK_B, BLOCK_D]
             if SCALED:
                 before = power
@@ -168,26 +313,61 @@ def weight_gradient_kernel(
             acc *= (power / HEADROOM)[:, None]
         acc *= logit_scale
         offs = v.to(tl.int64)[:, None] * D + d[None, :]
-        tl.store(dweight_ptr + offs, acc.to(dweight_ptr.dtype.element_ty), mask=(v < V)[:, None] & (d < D)[None, :])
+        tl.store(
+            dweight_ptr + offs,
+            acc.to(dweight_ptr.dtype.element_ty),
+            mask=(v < V)[:, None] & (d < D)[None, :],
+        )
     if NEED_BIAS and item % D_BLOCKS == 0:
         tl.store(dbias_ptr + v, dbias.to(dbias_ptr.dtype.element_ty), mask=v < V)
 
 
 @triton.jit(do_not_specialize=["B", "N", "length"])
 def split_gradient_kernel(
-    dscores_ptr, scores_ptr, winner_ptr, weight_ptr, cu_ptr, part_ptr, dhidden_ptr,
-    B, V, N, length, split_v, stride_db, stride_dv,
-    D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, ACTIVATION: tl.constexpr,
-    PACKED: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, NO_WINNER: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, CLEAR: tl.constexpr,
-):  # fmt: skip
-    """``part[split, b] = sum over v of the split of g[b, v] * weight[v]``, fp32, in rising v; zeros in ``dhidden``."""
+    dscores_ptr,
+    scores_ptr,
+    winner_ptr,
+    weight_ptr,
+    cu_ptr,
+    part_ptr,
+    dhidden_ptr,
+    B,
+    V,
+    N,
+    length,
+    split_v,
+    stride_db,
+    stride_dv,
+    D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PACKED: tl.constexpr,
+    MASKED: tl.constexpr,
+    LAST: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+    SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CLEAR: tl.constexpr,
+):
+    """``part[split, b] = sum over v of the split of g[b, v] * weight[v]``, fp32, in rising v; zeros
+    in ``dhidden``.
+    """
     programs = tl.num_programs(0) * tl.num_programs(1)
     program = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1) + programs * tl.program_id(2)
     entries = tl.cast(N, tl.int64) * D
-    for first in range(program.to(tl.int64) * CLEAR, entries, programs * tl.num_programs(2) * CLEAR):
+    for first in range(
+        program.to(tl.int64) * CLEAR,
+        entries,
+        programs * tl.num_programs(2) * CLEAR,
+    ):
         entry = first + tl.arange(0, CLEAR)
-        tl.store(dhidden_ptr + entry, tl.zeros((CLEAR,), dhidden_ptr.dtype.element_ty), mask=entry < entries)
+        tl.store(
+            dhidden_ptr + entry,
+            tl.zeros((CLEAR,), dhidden_ptr.dtype.element_ty),
+            mask=entry < entries,
+        )
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     split = tl.program_id(1)
     b = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -198,7 +378,17 @@ def split_gradient_kernel(
     for v0 in tl.range(split * split_v, last, BLOCK_V):
         v = v0 + tl.arange(0, BLOCK_V)
         inside = valid[:, None] & (v < last)[None, :]
-        grad = _logit_gradient(dscores_ptr, scores_ptr, b, v, V, stride_db, stride_dv, inside, ACTIVATION)
+        grad = _logit_gradient(
+            dscores_ptr,
+            scores_ptr,
+            b,
+            v,
+            V,
+            stride_db,
+            stride_dv,
+            inside,
+            ACTIVATION,
+        )
         w = tl.load(
             weight_ptr + v.to(tl.int64)[:, None] * D + d[None, :],
             mask=(v < last)[:, None] & (d < D)[None, :],
@@ -218,11 +408,26 @@ def split_gradient_kernel(
 
 @triton.jit(do_not_specialize=["B", "N", "length", "splits", "logit_scale"])
 def store_rows_kernel(
-    winner_ptr, cu_ptr, part_ptr, dhidden_ptr, B, N, length, splits, logit_scale,
-    D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
-    LAST: tl.constexpr, NO_WINNER: tl.constexpr,
-):  # fmt: skip
-    """Add up the splits, in their order, and store the rows that were taken; the others are zeros already."""
+    winner_ptr,
+    cu_ptr,
+    part_ptr,
+    dhidden_ptr,
+    B,
+    N,
+    length,
+    splits,
+    logit_scale,
+    D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PACKED: tl.constexpr,
+    MASKED: tl.constexpr,
+    LAST: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+):
+    """Add up the splits, in their order, and store the rows that were taken; the others are zeros
+    already.
+    """
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     row, valid = _taken_rows(winner_ptr, cu_ptr, b, B, N, length, PACKED, MASKED, LAST, NO_WINNER)
@@ -232,4 +437,8 @@ def store_rows_kernel(
         offs = (b.to(tl.int64) + split * B)[:, None] * D + d[None, :]
         total += tl.load(part_ptr + offs, mask=mask, other=0.0)
     total *= logit_scale
-    tl.store(dhidden_ptr + row[:, None] * D + d[None, :], total.to(dhidden_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        dhidden_ptr + row[:, None] * D + d[None, :],
+        total.to(dhidden_ptr.dtype.element_ty),
+        mask=mask,
+    )

@@ -1,4 +1,6 @@
-"""Packs the valid tokens of a batch, each sequence from a multiple of GROUP rows on, without a look from the host."""
+"""Packs the valid tokens of a batch, each sequence from a multiple of GROUP rows on, without a look
+from the host.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,34 @@ def _valid(mask_ptr, b, s, S, end, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def _store_empty(
-    out_ptr, winner_ptr, seq, first, programs, V, value,
-    BLOCK: tl.constexpr, WITH_WINNERS: tl.constexpr, NO_WINNER: tl.constexpr,
-):  # fmt: skip
-    """Write the scores of a sequence without a token, program ``first`` of so many that share the work."""
+    out_ptr,
+    winner_ptr,
+    seq,
+    first,
+    programs,
+    V,
+    value,
+    BLOCK: tl.constexpr,
+    WITH_WINNERS: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+):
+    """Write the scores of a sequence without a token, program ``first`` of so many that share the
+    work.
+    """
     for v0 in range(first * BLOCK, V, programs * BLOCK):
         v = v0 + tl.arange(0, BLOCK)
         offs = seq.to(tl.int64) * V + v
-        tl.store(out_ptr + offs, (tl.zeros((BLOCK,), tl.float32) + value).to(out_ptr.dtype.element_ty), mask=v < V)
+        tl.store(
+            out_ptr + offs,
+            (tl.zeros((BLOCK,), tl.float32) + value).to(out_ptr.dtype.element_ty),
+            mask=v < V,
+        )
         if WITH_WINNERS:
-            tl.store(winner_ptr + offs, tl.full((BLOCK,), NO_WINNER, winner_ptr.dtype.element_ty), mask=v < V)
+            tl.store(
+                winner_ptr + offs,
+                tl.full((BLOCK,), NO_WINNER, winner_ptr.dtype.element_ty),
+                mask=v < V,
+            )
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -59,10 +79,20 @@ def count_kernel(mask_ptr, count_ptr, first_ptr, S, SCAN: tl.constexpr):
 
 @triton.jit
 def _counts(
-    mask_ptr, count_ptr, first_ptr, b, B, S,
-    SCAN: tl.constexpr, GROUP: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """First row of sequence ``b``, its number of valid tokens, and the place of the first one (S if none)."""
+    mask_ptr,
+    count_ptr,
+    first_ptr,
+    b,
+    B,
+    S,
+    SCAN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """First row of sequence ``b``, its number of valid tokens, and the place of the first one (S if
+    none).
+    """
     offset = 0
     if BLOCK_B == 0:  # counted before
         for start in range(0, b, SCAN):
@@ -73,7 +103,9 @@ def _counts(
         seq = tl.arange(0, BLOCK_B)
         s = tl.arange(0, BLOCK_S)
         inside = (seq < B)[:, None] & (s < S)[None, :]
-        valid = tl.load(mask_ptr + seq[:, None] * S + s[None, :], mask=inside, other=0) != 0  # [BLOCK_B, BLOCK_S]
+        valid = (
+            tl.load(mask_ptr + seq[:, None] * S + s[None, :], mask=inside, other=0) != 0
+        )  # [BLOCK_B, BLOCK_S]
         counts = tl.sum(valid.to(tl.int32), axis=1)
         offset += tl.sum(tl.where(seq < b, _rounded(counts, GROUP), 0))
         first = tl.min(tl.where(_valid(mask_ptr, b, s, S, S, True), s, S))
@@ -82,11 +114,30 @@ def _counts(
 
 @triton.jit(do_not_specialize=["B", "S"])
 def copy_padded_kernel(
-    hidden_ptr, mask_ptr, count_ptr, first_ptr, offset_ptr, rows_ptr, position_ptr, out_ptr, winner_ptr, B, S, V,
-    D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SCAN: tl.constexpr, GROUP: tl.constexpr,
-    HAS_MASK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_EMPTY: tl.constexpr,
-    WITH_WINNERS: tl.constexpr, NO_WINNER: tl.constexpr,
-):  # fmt: skip
+    hidden_ptr,
+    mask_ptr,
+    count_ptr,
+    first_ptr,
+    offset_ptr,
+    rows_ptr,
+    position_ptr,
+    out_ptr,
+    winner_ptr,
+    B,
+    S,
+    V,
+    D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SCAN: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_EMPTY: tl.constexpr,
+    WITH_WINNERS: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+):
     """``BLOCK_B`` is 0 where another kernel has counted; without a mask there is nothing to count."""
     b = tl.program_id(0).to(tl.int64)
     s0 = tl.program_id(1) * BLOCK_ROWS
@@ -94,7 +145,18 @@ def copy_padded_kernel(
     count = S
     first = 0
     if HAS_MASK:
-        offset, count, first = _counts(mask_ptr, count_ptr, first_ptr, b, B, S, SCAN, GROUP, BLOCK_B, BLOCK_S)
+        offset, count, first = _counts(
+            mask_ptr,
+            count_ptr,
+            first_ptr,
+            b,
+            B,
+            S,
+            SCAN,
+            GROUP,
+            BLOCK_B,
+            BLOCK_S,
+        )
     before = 0
     for start in range(0, s0, SCAN):
         s = start + tl.arange(0, SCAN)
@@ -107,7 +169,10 @@ def copy_padded_kernel(
     for d0 in range(0, D, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
         inside = valid[:, None] & (d < D)[None, :]
-        x = tl.load(hidden_ptr + (b * S + s)[:, None] * D + d[None, :], mask=inside)  # [BLOCK_ROWS, BLOCK_D]
+        x = tl.load(
+            hidden_ptr + (b * S + s)[:, None] * D + d[None, :],
+            mask=inside,
+        )  # [BLOCK_ROWS, BLOCK_D]
         tl.store(rows_ptr + row[:, None] * D + d[None, :], x, mask=inside)
     if s0 == 0:
         end = offset + _rounded(count, GROUP)
@@ -119,21 +184,53 @@ def copy_padded_kernel(
             tl.store(position_ptr + fill, first + tl.zeros((GROUP,), tl.int32), mask=fill < end)
         for d0 in range(0, D, BLOCK_D):
             d = d0 + tl.arange(0, BLOCK_D)
-            x = tl.load(hidden_ptr + (b * S + first) * D + d, mask=mask_if(d < D, count > 0), other=0.0)
+            x = tl.load(
+                hidden_ptr + (b * S + first) * D + d,
+                mask=mask_if(d < D, count > 0),
+                other=0.0,
+            )
             inside = (fill < end)[:, None] & (d < D)[None, :]
-            tl.store(rows_ptr + fill.to(tl.int64)[:, None] * D + d[None, :], x[None, :], mask=inside)
+            tl.store(
+                rows_ptr + fill.to(tl.int64)[:, None] * D + d[None, :],
+                x[None, :],
+                mask=inside,
+            )
     if count == 0:
         _store_empty(
-            out_ptr, winner_ptr, b, tl.program_id(1), tl.num_programs(1), V, 0.0, BLOCK_EMPTY, WITH_WINNERS, NO_WINNER
+            out_ptr,
+            winner_ptr,
+            b,
+            tl.program_id(1),
+            tl.num_programs(1),
+            V,
+            0.0,
+            BLOCK_EMPTY,
+            WITH_WINNERS,
+            NO_WINNER,
         )
 
 
 @triton.jit(do_not_specialize=["B", "T"])
 def copy_packed_kernel(
-    hidden_ptr, cu_ptr, offset_ptr, rows_ptr, position_ptr, out_ptr, winner_ptr, B, T, V,
-    D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, SCAN_B: tl.constexpr,
-    BLOCK_EMPTY: tl.constexpr, WITH_WINNERS: tl.constexpr, NO_WINNER: tl.constexpr,
-):  # fmt: skip
+    hidden_ptr,
+    cu_ptr,
+    offset_ptr,
+    rows_ptr,
+    position_ptr,
+    out_ptr,
+    winner_ptr,
+    B,
+    T,
+    V,
+    D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCAN_B: tl.constexpr,
+    BLOCK_EMPTY: tl.constexpr,
+    WITH_WINNERS: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+):
     """Broken ``cu_seqlens`` make every sequence empty, and every score NaN."""
     r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     seq = tl.zeros((BLOCK_ROWS,), tl.int32)
@@ -162,7 +259,10 @@ def copy_packed_kernel(
     for d0 in range(0, D, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
         inside = valid[:, None] & (d < D)[None, :]
-        x = tl.load(hidden_ptr + r.to(tl.int64)[:, None] * D + d[None, :], mask=inside)  # [BLOCK_ROWS, BLOCK_D]
+        x = tl.load(
+            hidden_ptr + r.to(tl.int64)[:, None] * D + d[None, :],
+            mask=inside,
+        )  # [BLOCK_ROWS, BLOCK_D]
         tl.store(rows_ptr + row[:, None] * D + d[None, :], x, mask=inside)
         if tl.max(repeats) > 0:
             for i in range(GROUP - 1):
@@ -183,5 +283,16 @@ def copy_packed_kernel(
         empty = narrowed(tl.load(cu_ptr + b)) == narrowed(tl.load(cu_ptr + b + 1))
         if empty | (ok == 0):
             value = tl.where(ok, 0.0, float("nan"))
-            _store_empty(out_ptr, winner_ptr, b, 0, 1, V, value, BLOCK_EMPTY, WITH_WINNERS, NO_WINNER)
+            _store_empty(
+                out_ptr,
+                winner_ptr,
+                b,
+                0,
+                1,
+                V,
+                value,
+                BLOCK_EMPTY,
+                WITH_WINNERS,
+                NO_WINNER,
+            )
         b += tl.num_programs(0)

@@ -1,8 +1,10 @@
-"""An 8-bit screen of max pooling: which scores can be positive, by a bound, and those alone by the exact product.
+"""An 8-bit screen of max pooling: which scores can be positive, by a bound, and those alone by the
+exact product.
 
-Numbers of a sequence share a scale ``s``, those of a row of the weight have one ``t``: ``h = s (q + e)`` with integers
-``q`` in [-127, 127] and an error ``|e_i| <= 1/2`` that is measured, ``w = t (p + f)`` alike. Then, for every token,
-``h·w <= s t (q·p + |e| |w/t| + |q| |f|)``, and ``q·p`` is exact in int32. README.md has the proof, rounding included.
+Numbers of a sequence share a scale ``s``, those of a row of the weight have one ``t``: ``h = s (q +
+e)`` with integers ``q`` in [-127, 127] and an error ``|e_i| <= 1/2`` that is measured, ``w = t (p +
+f)`` alike. Then, for every token, ``h·w <= s t (q·p + |e| |w/t| + |q| |f|)``, and ``q·p`` is exact
+in int32. README.md has the proof, rounding included.
 """
 
 from __future__ import annotations
@@ -11,10 +13,18 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import nan_max
-from tilefold.ops.lsr_head._triton.sequences import column_terms, first_sequence, merge, sequence_offset, store_scores
+from tilefold.ops.lsr_head._triton.sequences import (
+    column_terms,
+    first_sequence,
+    merge,
+    sequence_offset,
+    store_scores,
+)
 
 LEVELS = tl.constexpr(127.0)
-NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: a small number added to it is rounded to the nearest integer
+NEAREST = tl.constexpr(
+    12582912.0,
+)  # 1.5 * 2^23: a small number added to it is rounded to the nearest integer
 ROUNDING = tl.constexpr(2.0**-14)  # of one quotient h / s, which is at most 127
 SLACK = tl.constexpr(2.0**-20)  # of a rounded sum of a few terms
 PRODUCT_SLACK = tl.constexpr(2.0**-21)  # of a product in fp32, by its terms
@@ -22,7 +32,9 @@ SMALLEST, LARGEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**100)
 TOO_MANY = tl.constexpr(0)  # places of counters: entries of the sample that stay, and of all
 KEPT = tl.constexpr(1)
 BLOCK_CLEAR = tl.constexpr(32)  # sequences whose marks are cleared at a time
-STATE = tl.constexpr(4)  # place of the first number of a sequence in the state, which begins with the counters
+STATE = tl.constexpr(
+    4,
+)  # place of the first number of a sequence in the state, which begins with the counters
 # numbers, each for all sequences: largest entry, norm and error of rounded rows, entries listed
 PER_SEQUENCE = tl.constexpr(4)
 BLOCK_LIST = 1024  # entries of a sequence that a program lists
@@ -36,15 +48,33 @@ def runs_screened(state_ptr, sample_limit, limit):
 
 @triton.jit(do_not_specialize=["B", "V", "uniform_length", "logit_scale"])
 def sample_kernel(
-    weight_ptr, rows_ptr, bias_ptr, offset_ptr, state_ptr, counts_ptr, B, V, uniform_length, logit_scale,
-    D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, MOST_T: tl.constexpr,
-    HAS_BIAS: tl.constexpr, UNIFORM: tl.constexpr,
-):  # fmt: skip
-    """Count, in a sample, entries that would stay: of some sequences and columns, by a guess of the bound.
+    weight_ptr,
+    rows_ptr,
+    bias_ptr,
+    offset_ptr,
+    state_ptr,
+    counts_ptr,
+    B,
+    V,
+    uniform_length,
+    logit_scale,
+    D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MOST_T: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UNIFORM: tl.constexpr,
+):
+    """Count, in a sample, entries that would stay: of some sequences and columns, by a guess of the
+    bound.
 
     Once most of a program's entries would stay, it looks no further. The state becomes zeros.
     """
-    program, n_state = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), B * PER_SEQUENCE + STATE
+    program, n_state = (
+        tl.program_id(0) * tl.num_programs(1) + tl.program_id(1),
+        B * PER_SEQUENCE + STATE,
+    )
     for i0 in range(program * BLOCK_T, n_state, tl.num_programs(0) * tl.num_programs(1) * BLOCK_T):
         i = i0 + tl.arange(0, BLOCK_T)
         tl.store(state_ptr + i, tl.zeros((BLOCK_T,), tl.int32), mask=i < n_state)
@@ -52,7 +82,10 @@ def sample_kernel(
     place = (tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
     v = place * V // (tl.num_programs(1) * BLOCK_V)
     start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
-    end = tl.minimum(sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM), start + MOST_T)
+    end = tl.minimum(
+        sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM),
+        start + MOST_T,
+    )
     weights = weight_ptr + v[:, None] * D
     bias = tl.zeros((BLOCK_V,), tl.float32)
     if HAS_BIAS:
@@ -65,7 +98,10 @@ def sample_kernel(
         row = r0 + tl.arange(0, BLOCK_T)
         rows = rows_ptr + row.to(tl.int64)[None, :] * D
         acc = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
-        w_squares, w_sizes = tl.zeros((BLOCK_V, BLOCK_K), tl.float32), tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+        w_squares, w_sizes = (
+            tl.zeros((BLOCK_V, BLOCK_K), tl.float32),
+            tl.zeros((BLOCK_V, BLOCK_K), tl.float32),
+        )
         h_squares = tl.zeros((BLOCK_K, BLOCK_T), tl.float32)
         for k in range(0, D, BLOCK_K):
             d = k + tl.arange(0, BLOCK_K)
@@ -80,7 +116,10 @@ def sample_kernel(
         h_square = tl.maximum(h_square, tl.max(tl.sum(h_squares, axis=0)))
         best = tl.maximum(best, tl.max(tl.where((row < end)[None, :], acc, float("-inf")), axis=1))
         # errors of rounding are spread evenly over a step, whose square is 1/12 on average
-        error = tl.max(h_sizes) * tl.sqrt(tl.sum(w_squares, axis=1)) + tl.max(w_sizes, axis=1) * tl.sqrt(h_square)
+        error = tl.max(h_sizes) * tl.sqrt(tl.sum(w_squares, axis=1)) + tl.max(
+            w_sizes,
+            axis=1,
+        ) * tl.sqrt(h_square)
         bound = (best + error * (tl.sqrt(D / 12.0) / LEVELS)) * logit_scale + bias
         count = tl.sum((~(bound <= 0.0)).to(tl.int32))
         r0 += BLOCK_T
@@ -90,15 +129,33 @@ def sample_kernel(
 @triton.jit
 def _largest(state_ptr, place, x):
     """Keep the largest of numbers that are not negative, by their bits: NaN is above all."""
-    tl.atomic_max(state_ptr + place, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF), sem="relaxed")
+    tl.atomic_max(
+        state_ptr + place,
+        tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF),
+        sem="relaxed",
+    )
 
 
 @triton.jit(do_not_specialize=["B", "T", "uniform_length", "samples", "sample_limit"])
 def largest_kernel(
-    rows_ptr, offset_ptr, state_ptr, counts_ptr, B, T, uniform_length, samples, sample_limit,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_SAMPLES: tl.constexpr,
-):  # fmt: skip
-    """How much of the sample stays; largest entry of each sequence, as the bits of a number that is not negative."""
+    rows_ptr,
+    offset_ptr,
+    state_ptr,
+    counts_ptr,
+    B,
+    T,
+    uniform_length,
+    samples,
+    sample_limit,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    BLOCK_SAMPLES: tl.constexpr,
+):
+    """How much of the sample stays; largest entry of each sequence, as the bits of a number that is
+    not negative.
+    """
     each = tl.arange(0, BLOCK_SAMPLES)
     count = tl.sum(tl.load(counts_ptr + each, mask=each < samples, other=0))
     if tl.program_id(0) == 0:
@@ -110,13 +167,17 @@ def largest_kernel(
         seq = first_sequence(offset_ptr, row + GROUP - 1, B, uniform_length, UNIFORM)
         r = (row + tl.arange(0, GROUP)).to(tl.int64)
         d = tl.arange(0, BLOCK_D)
-        x = tl.load(rows_ptr + r[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0).to(tl.float32)
+        x = tl.load(rows_ptr + r[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0).to(
+            tl.float32,
+        )
         _largest(state_ptr, STATE + seq, x)
 
 
 @triton.jit
 def _rounded(x, scale, D: tl.constexpr):
-    """Integers, and bounds from above of their norm and of the error's, by row, in units of the scale."""
+    """Integers, and bounds from above of their norm and of the error's, by row, in units of the
+    scale.
+    """
     quotient = x * (1.0 / scale)[:, None]
     shifted = quotient + NEAREST
     error = quotient - (shifted - NEAREST)
@@ -128,8 +189,20 @@ def _rounded(x, scale, D: tl.constexpr):
 
 
 @triton.jit
-def _round_weight(weight_ptr, weight_values_ptr, terms_ptr, kept_ptr, v, B, V, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Integers of rows of the weight; by row its scale, norm and error, ``[3, V]``; no mark is set at their entries."""
+def _round_weight(
+    weight_ptr,
+    weight_values_ptr,
+    terms_ptr,
+    kept_ptr,
+    v,
+    B,
+    V,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Integers of rows of the weight; by row its scale, norm and error, ``[3, V]``; no mark is set
+    at their entries.
+    """
     d = tl.arange(0, BLOCK_D)
     offs, inside = v.to(tl.int64)[:, None] * D + d[None, :], (v < V)[:, None] & (d < D)[None, :]
     x = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
@@ -142,19 +215,43 @@ def _round_weight(weight_ptr, weight_values_ptr, terms_ptr, kept_ptr, v, B, V, D
     tl.store(terms_ptr + 2 * V + v, error, mask=v < V)
     for b0 in range(0, B, BLOCK_CLEAR):
         b = (b0 + tl.arange(0, BLOCK_CLEAR)).to(tl.int64)[:, None]
-        tl.store(kept_ptr + b * V + v[None, :], (b * 0 + v[None, :] * 0).to(tl.int8), mask=(b < B) & (v < V)[None, :])
+        tl.store(
+            kept_ptr + b * V + v[None, :],
+            (b * 0 + v[None, :] * 0).to(tl.int8),
+            mask=(b < B) & (v < V)[None, :],
+        )
 
 
 @triton.jit(do_not_specialize=["B", "V", "T", "uniform_length", "sample_limit"])
 def round_kernel(
-    weight_ptr, rows_ptr, offset_ptr, state_ptr, weight_values_ptr, values_ptr, terms_ptr, kept_ptr,
-    B, V, T, uniform_length, sample_limit,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, UNIFORM: tl.constexpr,
-):  # fmt: skip
-    """Integers of groups of rows, of the weight first, then of the tokens; the latter's largest norms by sequence."""
+    weight_ptr,
+    rows_ptr,
+    offset_ptr,
+    state_ptr,
+    weight_values_ptr,
+    values_ptr,
+    terms_ptr,
+    kept_ptr,
+    B,
+    V,
+    T,
+    uniform_length,
+    sample_limit,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIFORM: tl.constexpr,
+):
+    """Integers of groups of rows, of the weight first, then of the tokens; the latter's largest
+    norms by sequence.
+    """
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     of_weight = (V + GROUP - 1) // GROUP
-    n_groups = tl.where(tl.load(state_ptr + TOO_MANY) <= sample_limit, of_weight + (n_rows + GROUP - 1) // GROUP, 0)
+    n_groups = tl.where(
+        tl.load(state_ptr + TOO_MANY) <= sample_limit,
+        of_weight + (n_rows + GROUP - 1) // GROUP,
+        0,
+    )
     for group in range(tl.program_id(0), n_groups, tl.num_programs(0)):
         if group < of_weight:
             v = group * GROUP + tl.arange(0, GROUP)
@@ -176,10 +273,22 @@ def round_kernel(
 
 @triton.jit
 def stays(
-    best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, B, V, logit_scale,
-    D: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """Whether a score may be positive, by the largest integer product of its sequence; NaN and infinities stay."""
+    best,
+    offs_v,
+    mask_v,
+    seq,
+    state_ptr,
+    terms_ptr,
+    bias,
+    B,
+    V,
+    logit_scale,
+    D: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Whether a score may be positive, by the largest integer product of its sequence; NaN and
+    infinities stay.
+    """
     s = tl.load(state_ptr + STATE + seq).to(tl.float32, bitcast=True) / LEVELS
     norm = tl.load(state_ptr + STATE + B + seq).to(tl.float32, bitcast=True)
     error = tl.load(state_ptr + STATE + 2 * B + seq).to(tl.float32, bitcast=True)
@@ -199,13 +308,34 @@ def stays(
 
 @triton.jit(do_not_specialize=["B", "V", "uniform_length", "sample_limit", "limit"])
 def list_kernel(
-    kept_ptr, state_ptr, list_ptr, offset_ptr, out_ptr, winner_ptr, B, V, uniform_length, sample_limit, limit,
-    BLOCK: tl.constexpr, UNIFORM: tl.constexpr, WITH_WINNERS: tl.constexpr, NO_WINNER: tl.constexpr,
-):  # fmt: skip
-    """Entries that stay, by sequence, in any order, since none depends on another; the others score 0."""
+    kept_ptr,
+    state_ptr,
+    list_ptr,
+    offset_ptr,
+    out_ptr,
+    winner_ptr,
+    B,
+    V,
+    uniform_length,
+    sample_limit,
+    limit,
+    BLOCK: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    WITH_WINNERS: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+):
+    """Entries that stay, by sequence, in any order, since none depends on another; the others score
+    0.
+    """
     b = tl.program_id(0).to(tl.int64)
     start = sequence_offset(offset_ptr, b, B, uniform_length, UNIFORM)
-    any_token = start < sequence_offset(offset_ptr, b + 1, B, uniform_length, UNIFORM)  # else its scores are there
+    any_token = start < sequence_offset(
+        offset_ptr,
+        b + 1,
+        B,
+        uniform_length,
+        UNIFORM,
+    )  # else its scores are there
     if any_token & runs_screened(state_ptr, sample_limit, limit):
         v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         offs = b * V + v
@@ -213,22 +343,52 @@ def list_kernel(
         none = (v < V) & (kept == 0)
         tl.store(out_ptr + offs, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=none)
         if WITH_WINNERS:
-            tl.store(winner_ptr + offs, tl.full((BLOCK,), NO_WINNER, winner_ptr.dtype.element_ty), mask=none)
+            tl.store(
+                winner_ptr + offs,
+                tl.full((BLOCK,), NO_WINNER, winner_ptr.dtype.element_ty),
+                mask=none,
+            )
         total = tl.sum(kept)
         if total > 0:
             base = tl.atomic_add(state_ptr + STATE + 3 * B + b, total, sem="relaxed")
             tl.store(list_ptr + b * V + base + tl.cumsum(kept) - 1, v, mask=kept != 0)
 
 
-@triton.jit(do_not_specialize=["B", "V", "T", "uniform_length", "sample_limit", "limit", "logit_scale"])
+@triton.jit(
+    do_not_specialize=["B", "V", "T", "uniform_length", "sample_limit", "limit", "logit_scale"],
+)
 def refine_kernel(
-    weight_ptr, rows_ptr, bias_ptr, offset_ptr, position_ptr, state_ptr, list_ptr, out_ptr, winner_ptr,
-    B, V, T, uniform_length, sample_limit, limit, logit_scale,
-    D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_SCALE: tl.constexpr,
-    WITH_WINNERS: tl.constexpr, UNIFORM: tl.constexpr,
-):  # fmt: skip
-    """Exact scores of the entries that stay: tiles of them, gathered, with all tokens of their sequence."""
+    weight_ptr,
+    rows_ptr,
+    bias_ptr,
+    offset_ptr,
+    position_ptr,
+    state_ptr,
+    list_ptr,
+    out_ptr,
+    winner_ptr,
+    B,
+    V,
+    T,
+    uniform_length,
+    sample_limit,
+    limit,
+    logit_scale,
+    D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    WITH_WINNERS: tl.constexpr,
+    UNIFORM: tl.constexpr,
+):
+    """Exact scores of the entries that stay: tiles of them, gathered, with all tokens of their
+    sequence.
+    """
     if runs_screened(state_ptr, sample_limit, limit):
         first_tile = 0
         for b0 in range(0, B, BLOCK_B):
@@ -236,7 +396,9 @@ def refine_kernel(
             counts = tl.load(state_ptr + STATE + 3 * B + each, mask=each < B, other=0)
             ends = tl.cumsum((counts + BLOCK_V - 1) // BLOCK_V)  # [BLOCK_B], tiles
             n_tiles = tl.max(ends)
-            tile = (tl.program_id(0) - first_tile % tl.num_programs(0) + tl.num_programs(0)) % tl.num_programs(0)
+            tile = (
+                tl.program_id(0) - first_tile % tl.num_programs(0) + tl.num_programs(0)
+            ) % tl.num_programs(0)
             while tile < n_tiles:
                 seq = b0 + tl.sum((ends <= tile).to(tl.int32))
                 i = tile - tl.max(tl.where(ends <= tile, ends, 0))
@@ -257,18 +419,40 @@ def refine_kernel(
                     for k in range(0, D, BLOCK_K):
                         d = k + tl.arange(0, BLOCK_K)
                         w = tl.load(weights + d[None, :], mask=(d < D)[None, :], other=0.0)
-                        h = tl.load(rows + d[:, None], mask=(d < D)[:, None] & (row < end)[None, :], other=0.0)
+                        h = tl.load(
+                            rows + d[:, None],
+                            mask=(d < D)[:, None] & (row < end)[None, :],
+                            other=0.0,
+                        )
                         acc = tl.dot(w, h, acc)
                     if HAS_SCALE:
                         acc = acc * logit_scale
                     acc = tl.where((row < end)[None, :], acc, float("-inf"))
                     tile_best = tl.reduce(acc, 1, nan_max)
-                    tile_place = tl.min(tl.where(acc == tile_best[:, None], column[None, :], BLOCK_T), axis=1)
+                    tile_place = tl.min(
+                        tl.where(acc == tile_best[:, None], column[None, :], BLOCK_T),
+                        axis=1,
+                    )
                     best, winner = merge(best, winner, tile_best, r0 + tile_place, WITH_WINNERS)
                 scale, bias = column_terms(None, bias_ptr, offs_v, mask_v, HAS_BIAS, False)
                 store_scores(
-                    best, winner, seq, start, offs_v, mask_v, scale, bias, position_ptr, out_ptr, winner_ptr, V,
-                    ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, False,
-                )  # fmt: skip
+                    best,
+                    winner,
+                    seq,
+                    start,
+                    offs_v,
+                    mask_v,
+                    scale,
+                    bias,
+                    position_ptr,
+                    out_ptr,
+                    winner_ptr,
+                    V,
+                    ACTIVATION,
+                    HAS_BIAS,
+                    HAS_POSITIONS,
+                    WITH_WINNERS,
+                    False,
+                )
                 tile += tl.num_programs(0)
             first_tile += n_tiles

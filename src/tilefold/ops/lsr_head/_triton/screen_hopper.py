@@ -1,4 +1,6 @@
-"""The screen's integer product, for compute capability 9.0: the walk of the Hopper forward, in int8; see screen.py."""
+"""The screen's integer product, for compute capability 9.0: the walk of the Hopper forward, in
+int8; see screen.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilefold.ops.lsr_head._triton.max_forward_hopper import HALF_V, LANES, _first_sequence, _load_tiles, _multiply_tile
+from tilefold.ops.lsr_head._triton.max_forward_hopper import (
+    HALF_V,
+    LANES,
+    _first_sequence,
+    _load_tiles,
+    _multiply_tile,
+)
 from tilefold.ops.lsr_head._triton.screen import KEPT, TOO_MANY, stays
 from tilefold.ops.lsr_head._triton.sequences import column_terms, sequence_offset, split_tiles_of
 
@@ -20,13 +28,39 @@ def _larger(a, b):
 
 @gluon.jit
 def _keep(
-    best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, kept_ptr, B, V, logit_scale,
-    D: gl.constexpr, HAS_BIAS: gl.constexpr,
-):  # fmt: skip
+    best,
+    offs_v,
+    mask_v,
+    seq,
+    state_ptr,
+    terms_ptr,
+    bias,
+    kept_ptr,
+    B,
+    V,
+    logit_scale,
+    D: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
     """Mark the entries of a sequence that stay, and count them."""
-    stay = stays(best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, B, V, logit_scale, D, HAS_BIAS)
+    stay = stays(
+        best,
+        offs_v,
+        mask_v,
+        seq,
+        state_ptr,
+        terms_ptr,
+        bias,
+        B,
+        V,
+        logit_scale,
+        D,
+        HAS_BIAS,
+    )
     gl.store(
-        kept_ptr + seq.to(gl.int64) * V + offs_v, gl.full([HALF_V], 1, gl.int8, layout=offs_v.type.layout), mask=stay
+        kept_ptr + seq.to(gl.int64) * V + offs_v,
+        gl.full([HALF_V], 1, gl.int8, layout=offs_v.type.layout),
+        mask=stay,
     )
     return gl.sum(stay.to(gl.int32), axis=0)
 
@@ -34,14 +68,35 @@ def _keep(
 @gluon.jit
 def _fold_tiles(
     given,
-    D: gl.constexpr, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    HAS_BIAS: gl.constexpr, UNIFORM: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
+    D: gl.constexpr,
+    K_STEPS: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    UNIFORM: gl.constexpr,
+    HALF: gl.constexpr,
+):
     """One group of four warps: products and running maximum of its half of the vocabulary tile."""
     (
-        w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, B, V, n_rows,
-        n_items, n_tiles, split_tiles, uniform_length, logit_scale,
-    ) = given  # fmt: skip
+        w_ring,
+        h_ring,
+        full,
+        empty,
+        state_ptr,
+        terms_ptr,
+        bias_ptr,
+        offset_ptr,
+        kept_ptr,
+        B,
+        V,
+        n_rows,
+        n_items,
+        n_tiles,
+        split_tiles,
+        uniform_length,
+        logit_scale,
+    ) = given
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 32])
     column: gl.constexpr = gl.SliceLayout(1, layout)
     N_GROUPS: gl.constexpr = BLOCK_T // GROUP
@@ -50,7 +105,9 @@ def _fold_tiles(
     kept = 0
     for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
         split = item % n_splits
-        offs_v = (item // n_splits) * 2 * HALF_V + HALF * HALF_V + gl.arange(0, HALF_V, layout=column)
+        offs_v = (
+            (item // n_splits) * 2 * HALF_V + HALF * HALF_V + gl.arange(0, HALF_V, layout=column)
+        )
         mask_v = offs_v < V
         _, bias = column_terms(None, bias_ptr, offs_v, mask_v, HAS_BIAS, False)
         t0 = split * split_tiles
@@ -61,7 +118,17 @@ def _fold_tiles(
         best = gl.full([HALF_V], LOWEST, gl.int32, layout=column)
         for t in range(t0, t1):
             acc = gl.zeros([HALF_V, BLOCK_T], gl.int32, layout=layout)
-            acc, step = _multiply_tile(acc, step, w_ring, h_ring, full, empty, HALF, K_STEPS, STAGES)
+            acc, step = _multiply_tile(
+                acc,
+                step,
+                w_ring,
+                h_ring,
+                full,
+                empty,
+                HALF,
+                K_STEPS,
+                STAGES,
+            )
             r0 = t * BLOCK_T
             r1 = gl.minimum(r0 + BLOCK_T, n_rows)
             more = True
@@ -70,8 +137,20 @@ def _fold_tiles(
                 more = end == r1
                 if more:
                     kept += _keep(
-                        best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, kept_ptr, B, V, logit_scale, D, HAS_BIAS,
-                    )  # fmt: skip
+                        best,
+                        offs_v,
+                        mask_v,
+                        seq,
+                        state_ptr,
+                        terms_ptr,
+                        bias,
+                        kept_ptr,
+                        B,
+                        V,
+                        logit_scale,
+                        D,
+                        HAS_BIAS,
+                    )
                     seq += 1
                     start = end
                     end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
@@ -79,39 +158,101 @@ def _fold_tiles(
             else:
                 grouped = acc.reshape([HALF_V, N_GROUPS, GROUP // 8, LANES, 2])
                 group_best = gl.reduce(gl.reduce(grouped, 4, _larger), 2, _larger)
-                row_groups: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, group_best.type.layout))
+                row_groups: gl.constexpr = gl.SliceLayout(
+                    0,
+                    gl.SliceLayout(2, group_best.type.layout),
+                )
                 groups = gl.arange(0, N_GROUPS, layout=row_groups) * GROUP
                 while more:
-                    inside = gl.expand_dims(gl.expand_dims((groups >= start - r0) & (groups < end - r0), 0), 2)
+                    inside = gl.expand_dims(
+                        gl.expand_dims((groups >= start - r0) & (groups < end - r0), 0),
+                        2,
+                    )
                     seq_best = gl.reduce(gl.where(inside, group_best, LOWEST), 1, _larger)
-                    best = gl.maximum(best, gl.convert_layout(gl.reduce(seq_best, 1, _larger), column))
+                    best = gl.maximum(
+                        best,
+                        gl.convert_layout(gl.reduce(seq_best, 1, _larger), column),
+                    )
                     more = end <= r1
                     if more:
                         if end > start:
                             kept += _keep(
-                                best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, kept_ptr, B, V, logit_scale,
-                                D, HAS_BIAS,
-                            )  # fmt: skip
+                                best,
+                                offs_v,
+                                mask_v,
+                                seq,
+                                state_ptr,
+                                terms_ptr,
+                                bias,
+                                kept_ptr,
+                                B,
+                                V,
+                                logit_scale,
+                                D,
+                                HAS_BIAS,
+                            )
                         seq += 1
                         start = end
                         end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
                         best = gl.full([HALF_V], LOWEST, gl.int32, layout=column)
                         more = seq < B
-        if (start < t1 * BLOCK_T) & (seq < B):  # the sequence goes on in the next split, which marks what it finds too
+        if (start < t1 * BLOCK_T) & (
+            seq < B
+        ):  # the sequence goes on in the next split, which marks what it finds too
             kept += _keep(
-                best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, kept_ptr, B, V, logit_scale,
-                D, HAS_BIAS,
-            )  # fmt: skip
+                best,
+                offs_v,
+                mask_v,
+                seq,
+                state_ptr,
+                terms_ptr,
+                bias,
+                kept_ptr,
+                B,
+                V,
+                logit_scale,
+                D,
+                HAS_BIAS,
+            )
     gl.atomic_add(state_ptr + KEPT, kept, sem="relaxed")
 
 
-@gluon.jit(do_not_specialize=["B", "V", "T", "uniform_length", "splits", "multiple", "sample_limit", "logit_scale"])
+@gluon.jit(
+    do_not_specialize=[
+        "B",
+        "V",
+        "T",
+        "uniform_length",
+        "splits",
+        "multiple",
+        "sample_limit",
+        "logit_scale",
+    ],
+)
 def screen_hopper_kernel(
-    weight_desc, rows_desc, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr,
-    B, V, T, uniform_length, splits, multiple, sample_limit, logit_scale,
-    D: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    HAS_BIAS: gl.constexpr, UNIFORM: gl.constexpr,
-):  # fmt: skip
+    weight_desc,
+    rows_desc,
+    state_ptr,
+    terms_ptr,
+    bias_ptr,
+    offset_ptr,
+    kept_ptr,
+    B,
+    V,
+    T,
+    uniform_length,
+    splits,
+    multiple,
+    sample_limit,
+    logit_scale,
+    D: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    UNIFORM: gl.constexpr,
+):
     """Marks of the entries that stay, where few enough of the sample do."""
     K_STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T
@@ -120,25 +261,63 @@ def screen_hopper_kernel(
     n_tiles, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
     n_items = gl.cdiv(V, 2 * HALF_V) * gl.cdiv(n_tiles, split_tiles)
     n_items = gl.where(gl.load(state_ptr + TOO_MANY) > sample_limit, 0, n_items)
-    w_ring = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, HALF_V, BLOCK_K], weight_desc.layout)
-    h_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], rows_desc.layout)
+    w_ring = gl.allocate_shared_memory(
+        weight_desc.dtype,
+        [2 * STAGES, HALF_V, BLOCK_K],
+        weight_desc.layout,
+    )
+    h_ring = gl.allocate_shared_memory(
+        rows_desc.dtype,
+        [STAGES, BLOCK_T, BLOCK_K],
+        rows_desc.layout,
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     given = (
-        w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, B, V, n_rows,
-        n_items, n_tiles, split_tiles, uniform_length, logit_scale,
-    )  # fmt: skip
+        w_ring,
+        h_ring,
+        full,
+        empty,
+        state_ptr,
+        terms_ptr,
+        bias_ptr,
+        offset_ptr,
+        kept_ptr,
+        B,
+        V,
+        n_rows,
+        n_items,
+        n_tiles,
+        split_tiles,
+        uniform_length,
+        logit_scale,
+    )
     gl.warp_specialize(
         [
             (_fold_tiles, (given, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM, 0)),
             (_fold_tiles, (given, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM, 1)),
-            (_load_tiles, (
-                weight_desc, rows_desc, w_ring, h_ring, full, empty, n_items, n_tiles, split_tiles, K_STEPS,
-                BLOCK_T, BLOCK_K, STAGES,
-            )),
+            (
+                _load_tiles,
+                (
+                    weight_desc,
+                    rows_desc,
+                    w_ring,
+                    h_ring,
+                    full,
+                    empty,
+                    n_items,
+                    n_tiles,
+                    split_tiles,
+                    K_STEPS,
+                    BLOCK_T,
+                    BLOCK_K,
+                    STAGES,
+                ),
+            ),
         ],
-        [4, 1], [232, 24],
-    )  # fmt: skip
+        [4, 1],
+        [232, 24],
+    )

@@ -1,4 +1,6 @@
-"""Shared helpers of max pooling: where sequences and splits begin, how a finished maximum is stored."""
+"""Shared helpers of max pooling: where sequences and splits begin, how a finished maximum is
+stored.
+"""
 
 import triton
 import triton.language as tl
@@ -19,8 +21,13 @@ def merge(best, winner, new_best, new_winner, WITH_WINNERS: tl.constexpr):
 
 @triton.jit
 def column_terms(
-    weight_scale_ptr, bias_ptr, offs_v, mask_v, HAS_BIAS: tl.constexpr, QUANTIZED: tl.constexpr
-):  # fmt: skip
+    weight_scale_ptr,
+    bias_ptr,
+    offs_v,
+    mask_v,
+    HAS_BIAS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):
     """Factor and addend of a maximum, fp32, in the layout of ``offs_v``."""
     bias = (offs_v * 0).to(tl.float32)  # tl.zeros would lose the layout
     scale = bias + 1.0
@@ -33,11 +40,27 @@ def column_terms(
 
 @triton.jit
 def store_scores(
-    best, winner, seq, start, offs_v, mask_v, scale, bias, position_ptr, out_ptr, winner_ptr, V,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, WITH_WINNERS: tl.constexpr,
+    best,
+    winner,
+    seq,
+    start,
+    offs_v,
+    mask_v,
+    scale,
+    bias,
+    position_ptr,
+    out_ptr,
+    winner_ptr,
+    V,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+    WITH_WINNERS: tl.constexpr,
     QUANTIZED: tl.constexpr,
-):  # fmt: skip
-    if WITH_WINNERS:  # where a logit is NaN, how the tokens were cut shall not choose its gradient's
+):
+    if (
+        WITH_WINNERS
+    ):  # where a logit is NaN, how the tokens were cut shall not choose its gradient's
         winner = tl.where(best == best, winner, start)
     if QUANTIZED:
         best *= scale
@@ -54,7 +77,17 @@ def store_scores(
 
 
 @triton.jit
-def store_partial(best, winner, slot, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS: tl.constexpr):
+def store_partial(
+    best,
+    winner,
+    slot,
+    offs_v,
+    mask_v,
+    part_ptr,
+    part_winner_ptr,
+    V,
+    WITH_WINNERS: tl.constexpr,
+):
     offs = slot.to(tl.int64) * V + offs_v
     tl.store(part_ptr + offs, best, mask=mask_v)
     if WITH_WINNERS:
@@ -79,7 +112,9 @@ def sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM: tl.constexpr):
 
 @triton.jit
 def first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: tl.constexpr):
-    """The first sequence that reaches past ``row``; of row 0 the first one of all, though it may be empty."""
+    """The first sequence that reaches past ``row``; of row 0 the first one of all, though it may be
+    empty.
+    """
     if UNIFORM:
         seq = row // uniform_length
     else:

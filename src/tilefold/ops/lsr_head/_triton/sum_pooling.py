@@ -1,4 +1,6 @@
-"""Sum and mean pooling: activation per token inside the tile; backward computes each tile of logits again."""
+"""Sum and mean pooling: activation per token inside the tile; backward computes each tile of logits
+again.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tilefold.ops.lsr_head._triton.one_token import logits_tile, offsets_are_who
 
 @triton.jit
 def _row_range(cu_ptr, b, N, uniform_length, UNIFORM: tl.constexpr):
-    """First row of sequence ``b`` and its length, both within the ``N`` rows whatever the offsets say."""
+    """First row of sequence ``b`` and its length, both within the ``N`` rows whatever the offsets
+    say.
+    """
     if UNIFORM:
         return b.to(tl.int64) * uniform_length, uniform_length
     else:
@@ -29,10 +33,28 @@ def check_offsets_kernel(cu_ptr, ok_ptr, B, N):
 
 @triton.jit(do_not_specialize=["uniform_length", "N", "logit_scale"])
 def sum_forward_kernel(
-    weight_ptr, rows_ptr, bias_ptr, mask_ptr, cu_ptr, ok_ptr, out_ptr, V, N, uniform_length, logit_scale,
-    D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, UNIFORM: tl.constexpr, MEAN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    weight_ptr,
+    rows_ptr,
+    bias_ptr,
+    mask_ptr,
+    cu_ptr,
+    ok_ptr,
+    out_ptr,
+    V,
+    N,
+    uniform_length,
+    logit_scale,
+    D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    MEAN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     b = tl.program_id(0)
     offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     start, length = _row_range(cu_ptr, b, N, uniform_length, UNIFORM)
@@ -48,14 +70,30 @@ def sum_forward_kernel(
         if HAS_MASK:
             valid = valid & (tl.load(mask_ptr + row, mask=valid, other=0) != 0)
         count += tl.sum(valid.to(tl.int32))
-        acc = logits_tile(weight_ptr, rows_ptr, offs_v, row, valid, V, D, BLOCK_V, BLOCK_T, BLOCK_K, PRECISION)
+        acc = logits_tile(
+            weight_ptr,
+            rows_ptr,
+            offs_v,
+            row,
+            valid,
+            V,
+            D,
+            BLOCK_V,
+            BLOCK_T,
+            BLOCK_K,
+            PRECISION,
+        )
         x = activate(acc * logit_scale + bias[None, :], ACTIVATION)
         total += tl.sum(tl.where(valid[:, None], x, 0.0), axis=0)
     if MEAN:
         total = total / tl.maximum(count, 1).to(tl.float32)
     if not UNIFORM:  # a broken cu_seqlens must not give a plausible number
         total = tl.where(tl.load(ok_ptr) != 0, total, float("nan"))
-    tl.store(out_ptr + b.to(tl.int64) * V + offs_v, total.to(out_ptr.dtype.element_ty), mask=offs_v < V)
+    tl.store(
+        out_ptr + b.to(tl.int64) * V + offs_v,
+        total.to(out_ptr.dtype.element_ty),
+        mask=offs_v < V,
+    )
 
 
 @triton.jit
@@ -69,9 +107,18 @@ def _clear(dlogits_ptr, first, last, offs, mask_v, stride_out, BLOCK_T: tl.const
 
 @triton.jit
 def _copy_valid(
-    rows_ptr, mask_ptr, clean_ptr, start, length, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    """This program's share of a copy of a sequence, what is masked zero: times a gradient of 0 it could be NaN."""
+    rows_ptr,
+    mask_ptr,
+    clean_ptr,
+    start,
+    length,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """This program's share of a copy of a sequence, what is masked zero: times a gradient of 0 it
+    could be NaN.
+    """
     for t0 in range(tl.program_id(1) * BLOCK_T, length, tl.num_programs(1) * BLOCK_T):
         s = t0 + tl.arange(0, BLOCK_T)
         row = start + s
@@ -79,29 +126,68 @@ def _copy_valid(
         for k0 in range(0, D, BLOCK_K):
             k = k0 + tl.arange(0, BLOCK_K)
             offs = row[:, None] * D + k[None, :]
-            x = tl.load(rows_ptr + offs, mask=valid[:, None] & (k < D)[None, :], other=0.0)  # [BLOCK_T, BLOCK_K]
+            x = tl.load(
+                rows_ptr + offs,
+                mask=valid[:, None] & (k < D)[None, :],
+                other=0.0,
+            )  # [BLOCK_T, BLOCK_K]
             tl.store(clean_ptr + offs, x, mask=(s < length)[:, None] & (k < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["v_start", "v_end", "uniform_length", "N", "logit_scale", "scale"])
 def dlogits_kernel(
-    dscores_ptr, weight_ptr, rows_ptr, bias_ptr, mask_ptr, cu_ptr, dlogits_ptr, clean_ptr, sum_ptr,
-    v_start, v_end, V, N, uniform_length, logit_scale, scale, stride_db, stride_dv, stride_out,
-    D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, UNIFORM: tl.constexpr, MEAN: tl.constexpr, PRECISION: tl.constexpr,
-    CLEAN: tl.constexpr, NEED_BIAS: tl.constexpr,
-):  # fmt: skip
-    """``dlogits[row, v - v_start] = scale * dscores[b, v] * act'(logit[row, v])``, over the length for a mean.
+    dscores_ptr,
+    weight_ptr,
+    rows_ptr,
+    bias_ptr,
+    mask_ptr,
+    cu_ptr,
+    dlogits_ptr,
+    clean_ptr,
+    sum_ptr,
+    v_start,
+    v_end,
+    V,
+    N,
+    uniform_length,
+    logit_scale,
+    scale,
+    stride_db,
+    stride_dv,
+    stride_out,
+    D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    MEAN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CLEAN: tl.constexpr,
+    NEED_BIAS: tl.constexpr,
+):
+    """``dlogits[row, v - v_start] = scale * dscores[b, v] * act'(logit[row, v])``, over the length
+    for a mean.
 
-    And ``sum[b, v - v_start]``, the sum of them over the rows of sequence ``b``, in fp32 and without ``scale``, for the
-    gradient of the bias.
+    And ``sum[b, v - v_start]``, the sum of them over the rows of sequence ``b``, in fp32 and
+    without ``scale``, for the gradient of the bias.
     """
     b = tl.program_id(0)
     offs_v = v_start + tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_v = offs_v < v_end
     start, length = _row_range(cu_ptr, b, N, uniform_length, UNIFORM)
     if not UNIFORM:  # with broken offsets, rows that no sequence holds lie before the first or after the last one
-        _clear(dlogits_ptr, 0, tl.where(b == 0, start, 0), offs_v - v_start, mask_v, stride_out, BLOCK_T)
+        _clear(
+            dlogits_ptr,
+            0,
+            tl.where(b == 0, start, 0),
+            offs_v - v_start,
+            mask_v,
+            stride_out,
+            BLOCK_T,
+        )
         end = tl.where(b == tl.num_programs(0) - 1, start + length, N)
         _clear(dlogits_ptr, end, N, offs_v - v_start, mask_v, stride_out, BLOCK_T)
     if CLEAN:
@@ -117,7 +203,9 @@ def dlogits_kernel(
             count = 0
             for t0 in range(0, length, 1024):
                 s = t0 + tl.arange(0, 1024)
-                count += tl.sum((tl.load(mask_ptr + start + s, mask=s < length, other=0) != 0).to(tl.int32))
+                count += tl.sum(
+                    (tl.load(mask_ptr + start + s, mask=s < length, other=0) != 0).to(tl.int32),
+                )
         grad = grad / tl.maximum(count, 1).to(tl.float32)
     total = tl.zeros((BLOCK_V,), tl.float32)
     for t0 in range(0, length, BLOCK_T):
@@ -127,7 +215,19 @@ def dlogits_kernel(
         valid = inside
         if HAS_MASK:
             valid = valid & (tl.load(mask_ptr + row, mask=inside, other=0) != 0)
-        acc = logits_tile(weight_ptr, rows_ptr, offs_v, row, valid, V, D, BLOCK_V, BLOCK_T, BLOCK_K, PRECISION)
+        acc = logits_tile(
+            weight_ptr,
+            rows_ptr,
+            offs_v,
+            row,
+            valid,
+            V,
+            D,
+            BLOCK_V,
+            BLOCK_T,
+            BLOCK_K,
+            PRECISION,
+        )
         x = acc * logit_scale + bias[None, :]
         dlogits = tl.where(valid[:, None], grad[None, :] * slope_from_logit(x, ACTIVATION), 0.0)
         tl.store(

@@ -1,12 +1,14 @@
-"""Backward of the maximum: only winners carry gradient, and every gradient row has one owner. No atomics.
+"""Backward of the maximum: only winners carry gradient, and every gradient row has one owner. No
+atomics.
 
-A query row sums the document rows that won against it, pair by pair. A tile of document rows takes, for the query
-rows of the few pairs that list its document, the product of a matrix with one coefficient a column, at the winner's
-row, and the query rows, on the tensor cores.
+A query row sums the document rows that won against it, pair by pair. A tile of document rows takes,
+for the query rows of the few pairs that list its document, the product of a matrix with one
+coefficient a column, at the winner's row, and the query rows, on the tensor cores.
 
-Where every query meets every document, a dense product of that one-hot matrix with all query rows would cost what
-forward costs, although each query row has one winner per document. A program reads the winners of its document, 16 bits
-each, keeps the rows in its tile in a short list of its own, in the order of the rows, and multiplies only these.
+Where every query meets every document, a dense product of that one-hot matrix with all query rows
+would cost what forward costs, although each query row has one winner per document. A program reads
+the winners of its document, 16 bits each, keeps the rows in its tile in a short list of its own, in
+the order of the rows, and multiplies only these.
 """
 
 import triton
@@ -32,10 +34,20 @@ from tilefold.ops.maxsim._triton.norms import projected
 
 @triton.jit
 def query_list(
-    cu_queries_ptr, first_ptr, Tq, Nq, Nd, length_q, group,
-    BLOCK: tl.constexpr, PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr,
-):  # fmt: skip
-    """First and last (excluded) of a program's query rows, a block of all or those of one query, and of its entries."""
+    cu_queries_ptr,
+    first_ptr,
+    Tq,
+    Nq,
+    Nd,
+    length_q,
+    group,
+    BLOCK: tl.constexpr,
+    PAIRING: tl.constexpr,
+    UNIFORM_Q: tl.constexpr,
+):
+    """First and last (excluded) of a program's query rows, a block of all or those of one query,
+    and of its entries.
+    """
     if PAIRING == ALL:
         first = tl.program_id(0) * BLOCK
         return first, tl.minimum(first + BLOCK, Tq), 0, Nd
@@ -45,7 +57,12 @@ def query_list(
         if PAIRING == GROUPED:
             return first, stop, query * group, query * group + group
         else:
-            return first, stop, tl.load(first_ptr + query).to(tl.int32), tl.load(first_ptr + query + 1).to(tl.int32)
+            return (
+                first,
+                stop,
+                tl.load(first_ptr + query).to(tl.int32),
+                tl.load(first_ptr + query + 1).to(tl.int32),
+            )
 
 
 @triton.jit
@@ -59,17 +76,36 @@ def document_list(d, first_ptr, PAIRING: tl.constexpr):
 
 @triton.jit
 def query_of_entry(
-    e, first_item, d, order_ptr, pairs_ptr, cu_queries_ptr, Tq, Nq, length_q, group, longest, stride_d,
-    PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr,
-):  # fmt: skip
-    """Rows of the query of an entry of a document's list, and where ``saved`` and the scores' gradient have it."""
+    e,
+    first_item,
+    d,
+    order_ptr,
+    pairs_ptr,
+    cu_queries_ptr,
+    Tq,
+    Nq,
+    length_q,
+    group,
+    longest,
+    stride_d,
+    PAIRING: tl.constexpr,
+    UNIFORM_Q: tl.constexpr,
+):
+    """Rows of the query of an entry of a document's list, and where ``saved`` and the scores'
+    gradient have it.
+    """
     if PAIRING == INDEX:
         pair, query, _d = item_of(e, first_item, order_ptr, pairs_ptr, PAIRING)
         known = (query >= 0) & (query < Nq)
         query = tl.where(known, query, 0)
         start, end, _ok = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
         end = tl.where(known, end, start)
-        return start, end, tl.cast(pair, tl.int64) * longest - start, tl.cast(pair, tl.int64) * stride_d
+        return (
+            start,
+            end,
+            tl.cast(pair, tl.int64) * longest - start,
+            tl.cast(pair, tl.int64) * stride_d,
+        )
     elif PAIRING == GROUPED:
         start, end, _ok = bounds(cu_queries_ptr, d // group, Nq, Tq, length_q, UNIFORM_Q)
         return start, end, tl.cast(d % group, tl.int64) * Tq, tl.cast(d, tl.int64) * stride_d
@@ -98,16 +134,51 @@ def saved_at(e, pair, first_item, row, q_start, Tq, longest, PAIRING: tl.constex
 
 @triton.jit(do_not_specialize=SIZES)
 def dqueries_kernel(
-    dscores_ptr, saved_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, cu_queries_ptr, cu_documents_ptr,
-    row_query_ptr, order_ptr, first_ptr, pairs_ptr, dquery_ptr, Tq, Td, Nq, Nd, length_q, length_d, group, longest,
-    stride_q, stride_d, factor,
-    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr,
-    UNIFORM_D: tl.constexpr, HAS_SCALE: tl.constexpr, NO_WINNER: tl.constexpr,
-):  # fmt: skip
+    dscores_ptr,
+    saved_ptr,
+    documents_ptr,
+    query_factors_ptr,
+    document_factors_ptr,
+    cu_queries_ptr,
+    cu_documents_ptr,
+    row_query_ptr,
+    order_ptr,
+    first_ptr,
+    pairs_ptr,
+    dquery_ptr,
+    Tq,
+    Td,
+    Nq,
+    Nd,
+    length_q,
+    length_d,
+    group,
+    longest,
+    stride_q,
+    stride_d,
+    factor,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAIRING: tl.constexpr,
+    UNIFORM_Q: tl.constexpr,
+    UNIFORM_D: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+):
     """``dqueries[r] = sum over pairs of dscore * documents[winner]``, times ``factor``."""
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     first, stop, e0, e1 = query_list(
-        cu_queries_ptr, first_ptr, Tq, Nq, Nd, length_q, group, BLOCK_R, PAIRING, UNIFORM_Q
+        cu_queries_ptr,
+        first_ptr,
+        Tq,
+        Nq,
+        Nd,
+        length_q,
+        group,
+        BLOCK_R,
+        PAIRING,
+        UNIFORM_Q,
     )
     for r0 in range(first, stop, BLOCK_R):
         row = r0 + tl.arange(0, BLOCK_R)
@@ -137,14 +208,37 @@ def dqueries_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def dqueries_row_kernel(
-    dscores_ptr, saved_ptr, queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, cu_documents_ptr,
-    row_query_ptr, dquery_ptr, Tq, Td, Nd, length_q, length_d, stride_q, stride_d, factor,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr,
-    HAS_SCALE: tl.constexpr, NO_WINNER: tl.constexpr, PROJECTS: tl.constexpr,
-):  # fmt: skip
-    """Gradient of queries for all pairs of few query rows: a program owns a row, and takes many documents.
+    dscores_ptr,
+    saved_ptr,
+    queries_ptr,
+    documents_ptr,
+    query_factors_ptr,
+    document_factors_ptr,
+    cu_documents_ptr,
+    row_query_ptr,
+    dquery_ptr,
+    Tq,
+    Td,
+    Nd,
+    length_q,
+    length_d,
+    stride_q,
+    stride_d,
+    factor,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNIFORM_Q: tl.constexpr,
+    UNIFORM_D: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+    PROJECTS: tl.constexpr,
+):
+    """Gradient of queries for all pairs of few query rows: a program owns a row, and takes many
+    documents.
 
-    ``PROJECTS``: rows are normalised, of no more than ``BLOCK_D`` dimensions, and get their own gradient.
+    ``PROJECTS``: rows are normalised, of no more than ``BLOCK_D`` dimensions, and get their own
+    gradient.
     """
     row = tl.program_id(0)
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -157,10 +251,15 @@ def dqueries_row_kernel(
         d = d0 + tl.arange(0, BLOCK_N)
         there = d < Nd
         start, end, _ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
-        winner = tl.load(saved_ptr + d.to(tl.int64) * Tq + row, mask=there, other=NO_WINNER).to(tl.int32)
-        has = (winner != NO_WINNER) & (start + winner < end)  # of an impossible document none: it is empty
+        winner = tl.load(saved_ptr + d.to(tl.int64) * Tq + row, mask=there, other=NO_WINNER).to(
+            tl.int32,
+        )
+        has = (winner != NO_WINNER) & (
+            start + winner < end
+        )  # of an impossible document none: it is empty
         offs = tl.cast(owner, tl.int64) * stride_q + d.to(tl.int64) * stride_d
-        # a column from the start: 3.7 cannot lay out a mask of `has` that int32 winners and offsets share
+        # a column from the start: 3.7 cannot lay out a mask of `has` that int32 winners and offsets
+        # share
         grad = tl.load(dscores_ptr + offs[:, None], mask=has[:, None], other=0.0).to(tl.float32)
         doc_row = start + winner
         x = load_rows(documents_ptr, doc_row, has, k, D).to(tl.float32)
@@ -178,13 +277,43 @@ def dqueries_row_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def ddocuments_kernel(
-    dscores_ptr, saved_ptr, queries_ptr, query_factors_ptr, largest_ptr, cu_queries_ptr, cu_documents_ptr, order_ptr,
-    first_ptr, pairs_ptr, ddoc_ptr, Tq, Td, Nq, Nd, length_q, length_d, group, longest, tiles, stride_d, factor,
-    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PAIRING: tl.constexpr,
-    UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr,
-    NO_WINNER: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``, times ``factor``."""
+    dscores_ptr,
+    saved_ptr,
+    queries_ptr,
+    query_factors_ptr,
+    largest_ptr,
+    cu_queries_ptr,
+    cu_documents_ptr,
+    order_ptr,
+    first_ptr,
+    pairs_ptr,
+    ddoc_ptr,
+    Tq,
+    Td,
+    Nq,
+    Nd,
+    length_q,
+    length_d,
+    group,
+    longest,
+    tiles,
+    stride_d,
+    factor,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAIRING: tl.constexpr,
+    UNIFORM_Q: tl.constexpr,
+    UNIFORM_D: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_LARGEST: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``, times
+    ``factor``.
+    """
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
     start, end, _ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
@@ -195,9 +324,21 @@ def ddocuments_kernel(
         acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for e in range(e0, e1):
             r_start, r_end, base, offs_pair = query_of_entry(
-                e, e0, d, order_ptr, pairs_ptr, cu_queries_ptr, Tq, Nq, length_q, group, longest, stride_d, PAIRING,
+                e,
+                e0,
+                d,
+                order_ptr,
+                pairs_ptr,
+                cu_queries_ptr,
+                Tq,
+                Nq,
+                length_q,
+                group,
+                longest,
+                stride_d,
+                PAIRING,
                 UNIFORM_Q,
-            )  # fmt: skip
+            )
             for r0 in tl.range(r_start, r_end, BLOCK_E):
                 row = r0 + tl.arange(0, BLOCK_E)
                 inside = row < r_end
@@ -206,9 +347,13 @@ def ddocuments_kernel(
                 grad = tl.load(dscores_ptr + offs_pair).to(tl.float32) / unit
                 grad = tl.where(mine, grad, 0.0)
                 x = load_block(queries_ptr, r0, r_end - r0, k, D, BLOCK_E)  # [BLOCK_E, BLOCK_D]
-                x = tl.where(mine[:, None], x, 0.0).to(x.dtype)  # a zero coefficient must not meet a NaN
+                x = tl.where(mine[:, None], x, 0.0).to(
+                    x.dtype,
+                )  # a zero coefficient must not meet a NaN
                 if HAS_SCALE:
-                    power, rest = split_scale(tl.load(query_factors_ptr + row, mask=mine, other=0.0))
+                    power, rest = split_scale(
+                        tl.load(query_factors_ptr + row, mask=mine, other=0.0),
+                    )
                     grad *= rest
                     x = times_power(x, power)
                 onehot = tl.where(winner[None, :] == t[:, None], grad[None, :], 0.0).to(x.dtype)
@@ -218,12 +363,30 @@ def ddocuments_kernel(
 
 @triton.jit
 def _add_listed(
-    acc, lists_ptr, count, dscores_ptr, saved_ptr, queries_ptr, query_factors_ptr, row_query_ptr, t0, unit, Tq,
-    length_q, stride_q, k,
-    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, UNIFORM_Q: tl.constexpr, HAS_SCALE: tl.constexpr,
+    acc,
+    lists_ptr,
+    count,
+    dscores_ptr,
+    saved_ptr,
+    queries_ptr,
+    query_factors_ptr,
+    row_query_ptr,
+    t0,
+    unit,
+    Tq,
+    length_q,
+    stride_q,
+    k,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    UNIFORM_Q: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
-    """``acc[t] += dscore * queries[row]`` for the listed rows; ``dscores_ptr`` and ``saved_ptr`` are the document's."""
+):
+    """``acc[t] += dscore * queries[row]`` for the listed rows; ``dscores_ptr`` and ``saved_ptr``
+    are the document's.
+    """
     t = tl.arange(0, BLOCK_T)
     for e0 in tl.range(0, count, BLOCK_E):
         e = e0 + tl.arange(0, BLOCK_E)
@@ -231,7 +394,12 @@ def _add_listed(
         row = tl.load(lists_ptr + e, mask=listed, other=0)
         place = tl.load(saved_ptr + row, mask=listed, other=0).to(tl.int32) - t0
         owner = owner_of(row_query_ptr, row, listed, length_q, UNIFORM_Q)
-        grad = tl.load(dscores_ptr + owner.to(tl.int64) * stride_q, mask=listed, other=0.0).to(tl.float32) / unit
+        grad = (
+            tl.load(dscores_ptr + owner.to(tl.int64) * stride_q, mask=listed, other=0.0).to(
+                tl.float32,
+            )
+            / unit
+        )
         x = load_rows(queries_ptr, row, listed, k, D)  # [BLOCK_E, BLOCK_D]
         if HAS_SCALE:
             power, rest = split_scale(tl.load(query_factors_ptr + row, mask=listed, other=0.0))
@@ -244,18 +412,47 @@ def _add_listed(
 
 @triton.jit(do_not_specialize=SIZES)
 def ddocuments_listed_kernel(
-    dscores_ptr, saved_ptr, queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, largest_ptr,
-    cu_documents_ptr, row_query_ptr, lists_ptr, ddoc_ptr, Tq, Td, Nd, slices, length_q, length_d, stride_q, stride_d,
+    dscores_ptr,
+    saved_ptr,
+    queries_ptr,
+    documents_ptr,
+    query_factors_ptr,
+    document_factors_ptr,
+    largest_ptr,
+    cu_documents_ptr,
+    row_query_ptr,
+    lists_ptr,
+    ddoc_ptr,
+    Tq,
+    Td,
+    Nd,
+    slices,
+    length_q,
+    length_d,
+    stride_q,
+    stride_d,
     factor,
-    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAPACITY: tl.constexpr, ALIGNED: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr, NO_WINNER: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    UNIFORM_Q: tl.constexpr,
+    UNIFORM_D: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_LARGEST: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+    PRECISION: tl.constexpr,
     PROJECTS: tl.constexpr,
-):  # fmt: skip
-    """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``, times ``factor``.
+):
+    """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``, times
+    ``factor``.
 
-    Work item ``i`` is slice ``i % slices`` of document ``i // slices``: every ``slices``-th tile of it. ``PROJECTS``:
-    rows are normalised, of no more than ``BLOCK_D`` dimensions, and get their own gradient.
+    Work item ``i`` is slice ``i % slices`` of document ``i // slices``: every ``slices``-th tile of
+    it. ``PROJECTS``: rows are normalised, of no more than ``BLOCK_D`` dimensions, and get their own
+    gradient.
     """
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     lists_ptr += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * CAPACITY
@@ -280,14 +477,36 @@ def ddocuments_listed_kernel(
                 if (count > CAPACITY - BLOCK_S) | (r0 + BLOCK_S >= Tq):
                     tl.debug_barrier()  # the list was written by other threads
                     acc = _add_listed(
-                        acc, lists_ptr, count, dscore_d, saved_d, queries_ptr, query_factors_ptr, row_query_ptr, t0,
-                        unit, Tq, length_q, stride_q, k, D, BLOCK_T, BLOCK_E, UNIFORM_Q, HAS_SCALE, PRECISION,
-                    )  # fmt: skip
+                        acc,
+                        lists_ptr,
+                        count,
+                        dscore_d,
+                        saved_d,
+                        queries_ptr,
+                        query_factors_ptr,
+                        row_query_ptr,
+                        t0,
+                        unit,
+                        Tq,
+                        length_q,
+                        stride_q,
+                        k,
+                        D,
+                        BLOCK_T,
+                        BLOCK_E,
+                        UNIFORM_Q,
+                        HAS_SCALE,
+                        PRECISION,
+                    )
                     count = 0
                     tl.debug_barrier()  # before it is written anew
             row_d = start + t0 + tl.arange(0, BLOCK_T)
             acc = acc * unit * factor
             if PROJECTS:
                 x = load_rows(documents_ptr, row_d, row_d < end, k, D).to(tl.float32)
-                acc = projected(x, tl.load(document_factors_ptr + row_d, mask=row_d < end, other=0.0), acc)
+                acc = projected(
+                    x,
+                    tl.load(document_factors_ptr + row_d, mask=row_d < end, other=0.0),
+                    acc,
+                )
             store_rows(ddoc_ptr, row_d, row_d < end, k, acc, D)

@@ -1,4 +1,6 @@
-"""Device functions that the kernels share: where sequences lie, which pairs there are, folding one tile."""
+"""Device functions that the kernels share: where sequences lie, which pairs there are, folding one
+tile.
+"""
 
 import triton
 import triton.language as tl
@@ -11,14 +13,34 @@ GROUPED = tl.constexpr(1)
 INDEX = tl.constexpr(2)
 ENDS = tl.constexpr(2)  # of padded sequences that are read up to an end of their own
 SIZES = [  # numbers of launches, whose values kernels are not built for
-    "Tq", "Td", "Nq", "Nd", "length_q", "length_d", "group", "longest", "tiles", "slices", "splits", "steps",
-    "tile_rows", "stride_q", "stride_d", "temperature", "inverse_temperature", "divisor", "factor", "one",
-]  # fmt: skip
+    "Tq",
+    "Td",
+    "Nq",
+    "Nd",
+    "length_q",
+    "length_d",
+    "group",
+    "longest",
+    "tiles",
+    "slices",
+    "splits",
+    "steps",
+    "tile_rows",
+    "stride_q",
+    "stride_d",
+    "temperature",
+    "inverse_temperature",
+    "divisor",
+    "factor",
+    "one",
+]
 
 
 @triton.jit
 def bounds(cu_ptr, i, count, rows, length, UNIFORM: tl.constexpr):
-    """First row of sequence i, one past its last, and whether that can be true; an impossible one is empty."""
+    """First row of sequence i, one past its last, and whether that can be true; an impossible one
+    is empty.
+    """
     if UNIFORM:
         start = i * length
         if UNIFORM == ENDS:
@@ -29,7 +51,11 @@ def bounds(cu_ptr, i, count, rows, length, UNIFORM: tl.constexpr):
         start = tl.load(cu_ptr + i, mask=inside, other=0)
         end = tl.load(cu_ptr + i + 1, mask=inside, other=0)
         ok = (
-            (start >= 0) & (end >= start) & (end <= rows) & ((i > 0) | (start == 0)) & ((i < count - 1) | (end == rows))
+            (start >= 0)
+            & (end >= start)
+            & (end <= rows)
+            & ((i > 0) | (start == 0))
+            & ((i < count - 1) | (end == rows))
         )
         return tl.where(ok, start, 0), tl.where(ok, end, 0), ok
 
@@ -52,7 +78,9 @@ def sequence_at(cu_ptr, row, count, length, UNIFORM: tl.constexpr):
 def load_rows(ptr, row, mask_row, k, D: tl.constexpr):
     """``[len(row), len(k)]`` of a row-major matrix; zeros outside."""
     return tl.load(
-        ptr + row.to(tl.int64)[:, None] * D + k[None, :], mask=mask_row[:, None] & (k < D)[None, :], other=0.0
+        ptr + row.to(tl.int64)[:, None] * D + k[None, :],
+        mask=mask_row[:, None] & (k < D)[None, :],
+        other=0.0,
     )
 
 
@@ -80,24 +108,39 @@ def store_rows(ptr, row, mask_row, k, x, D: tl.constexpr):
 
 @triton.jit
 def split_scale(scale):
-    """A scale as a power of two, by which rows are multiplied exactly, and what is left of it, 1 to 2."""
+    """A scale as a power of two, by which rows are multiplied exactly, and what is left of it, 1 to
+    2.
+    """
     power = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return power, tl.where(power > 0.0, scale / power, 1.0)
 
 
 @triton.jit
 def times_power(x, power):
-    """Rows times powers of two that bring them to the order of 1: exact, in whatever range their dtype has."""
+    """Rows times powers of two that bring them to the order of 1: exact, in whatever range their
+    dtype has.
+    """
     return (x.to(tl.float32) * power[:, None]).to(x.dtype)
 
 
 @triton.jit
 def mask_tile(
-    acc, start, length, t0, row_scale, mask_ptr, scale_ptr,
-    BLOCK_T: tl.constexpr, HAS_MASK: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr,
+    acc,
+    start,
+    length,
+    t0,
+    row_scale,
+    mask_ptr,
+    scale_ptr,
+    BLOCK_T: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    MASK_ZERO: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     SMOOTH: tl.constexpr,
-):  # fmt: skip
-    """Scale a tile of products ``[BLOCK_Q, BLOCK_T]`` and take out what does not take part; the number that does."""
+):
+    """Scale a tile of products ``[BLOCK_Q, BLOCK_T]`` and take out what does not take part; the
+    number that does.
+    """
     t = t0 + tl.arange(0, BLOCK_T)
     inside = t < length
     row = start + t
@@ -121,10 +164,18 @@ def mask_tile(
 
 @triton.jit
 def fold_tile(
-    acc, t0, best, state, inverse_temperature,
-    BLOCK_T: tl.constexpr, WITH_SAVED: tl.constexpr, SMOOTH: tl.constexpr,
-):  # fmt: skip
-    """Fold a tile into the running maximum; ``state`` is the winner, or the sum of exponentials of a smooth one."""
+    acc,
+    t0,
+    best,
+    state,
+    inverse_temperature,
+    BLOCK_T: tl.constexpr,
+    WITH_SAVED: tl.constexpr,
+    SMOOTH: tl.constexpr,
+):
+    """Fold a tile into the running maximum; ``state`` is the winner, or the sum of exponentials of
+    a smooth one.
+    """
     top = tl.reduce(acc, 1, nan_max)  # [BLOCK_Q]
     if SMOOTH:
         new_best = nan_max(best, top)
@@ -135,17 +186,32 @@ def fold_tile(
     else:
         if WITH_SAVED:
             place = tl.where(acc == top[:, None], tl.arange(0, BLOCK_T)[None, :], BLOCK_T)
-            state = tl.where(top > best, t0 + tl.min(place, axis=1), state)  # among equals the one that was there
+            state = tl.where(
+                top > best,
+                t0 + tl.min(place, axis=1),
+                state,
+            )  # among equals the one that was there
         best = nan_max(best, top)
     return best, state
 
 
 @triton.jit
 def finish(
-    best, state, parts, kept_q, row_scale, start, temperature, mask_ptr,
-    HAS_MASK: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, WITH_SAVED: tl.constexpr,
-    SMOOTH: tl.constexpr, NO_WINNER: tl.constexpr,
-):  # fmt: skip
+    best,
+    state,
+    parts,
+    kept_q,
+    row_scale,
+    start,
+    temperature,
+    mask_ptr,
+    HAS_MASK: tl.constexpr,
+    MASK_ZERO: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    WITH_SAVED: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+):
     """Score that a query token adds, and what is saved of it."""
     counts = mask_if(kept_q, parts > 0)
     if SMOOTH:
@@ -172,8 +238,19 @@ def init_state(BLOCK_Q: tl.constexpr, SMOOTH: tl.constexpr):
 
 
 @triton.jit
-def count_tiles(cu_documents_ptr, split, splits, Nd, Td, length_d, BLOCK_T: tl.constexpr, UNIFORM_D: tl.constexpr):
-    """Tiles of every ``splits``-th document; an empty one takes a tile, in which its score is written."""
+def count_tiles(
+    cu_documents_ptr,
+    split,
+    splits,
+    Nd,
+    Td,
+    length_d,
+    BLOCK_T: tl.constexpr,
+    UNIFORM_D: tl.constexpr,
+):
+    """Tiles of every ``splits``-th document; an empty one takes a tile, in which its score is
+    written.
+    """
     mine = (Nd - split + splits - 1) // splits
     if UNIFORM_D and UNIFORM_D != ENDS:
         return mine * tl.maximum((length_d + BLOCK_T - 1) // BLOCK_T, 1)
@@ -181,7 +258,14 @@ def count_tiles(cu_documents_ptr, split, splits, Nd, Td, length_d, BLOCK_T: tl.c
         n_tiles = 0
         for i0 in range(0, mine, 64):
             i = i0 + tl.arange(0, 64)
-            start, end, _known = bounds(cu_documents_ptr, split + i * splits, Nd, Td, length_d, UNIFORM_D)
+            start, end, _known = bounds(
+                cu_documents_ptr,
+                split + i * splits,
+                Nd,
+                Td,
+                length_d,
+                UNIFORM_D,
+            )
             n = tl.maximum((end - start + BLOCK_T - 1) // BLOCK_T, 1)
             n_tiles += tl.sum(tl.where(i < mine, n, 0))
         return n_tiles

@@ -1,9 +1,11 @@
-"""Forward kernels: a tile of query tokens stays, document tokens stream past, the running maximum is in registers.
+"""Forward kernels: a tile of query tokens stays, document tokens stream past, the running maximum
+is in registers.
 
-For all pairs a tile holds the tokens of several queries one after another, so that short queries fill it. A program
-owns one tile and every so many documents; its loop runs over the tiles of all of them, so that loads of the next
-document are in flight while the last tile of this one is reduced. A query that several tiles share leaves partial sums
-in a small buffer, which a second kernel adds up in a fixed order. For listed pairs a program owns one pair.
+For all pairs a tile holds the tokens of several queries one after another, so that short queries
+fill it. A program owns one tile and every so many documents; its loop runs over the tiles of all of
+them, so that loads of the next document are in flight while the last tile of this one is reduced. A
+query that several tiles share leaves partial sums in a small buffer, which a second kernel adds up
+in a fixed order. For listed pairs a program owns one pair.
 """
 
 import triton
@@ -29,11 +31,27 @@ from tilefold.ops.maxsim._triton.norms import query_of
 
 @triton.jit
 def _products(
-    q, queries_ptr, row0, rows, power, documents_src, start, t0, n_rows,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr,
-    PRECISION: tl.constexpr, INTEGER: tl.constexpr, NORMALIZED: tl.constexpr,
-):  # fmt: skip
-    """``[BLOCK_Q, BLOCK_T]`` products of a query tile (``q`` where the dimension fits, else loaded) and a tile."""
+    q,
+    queries_ptr,
+    row0,
+    rows,
+    power,
+    documents_src,
+    start,
+    t0,
+    n_rows,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTEGER: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+):
+    """``[BLOCK_Q, BLOCK_T]`` products of a query tile (``q`` where the dimension fits, else loaded)
+    and a tile.
+    """
     kind: tl.constexpr = tl.int32 if INTEGER else tl.float32
     acc = tl.zeros((BLOCK_Q, BLOCK_T), kind)
     first = start + t0
@@ -59,14 +77,24 @@ def _products(
 
 @triton.jit
 def _query_rows(
-    queries_ptr, mask_ptr, scale_ptr, row0, rows, row, inside,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SCALE: tl.constexpr,
+    queries_ptr,
+    mask_ptr,
+    scale_ptr,
+    row0,
+    rows,
+    row,
+    inside,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     NORMALIZED: tl.constexpr,
-):  # fmt: skip
+):
     """The first block of a query tile, which of its rows are kept, and their scales.
 
-    An inverse norm is in two parts: the power of two that the rows are multiplied by, so that their products are
-    numbers of fp32, and what is left for their maxima.
+    An inverse norm is in two parts: the power of two that the rows are multiplied by, so that their
+    products are numbers of fp32, and what is left for their maxima.
     """
     q = load_block(queries_ptr, row0, rows, tl.arange(0, BLOCK_K), D, BLOCK_Q)
     kept = inside
@@ -89,22 +117,61 @@ def ends_kernel(document_mask_ptr, ends_ptr, length_d, BLOCK: tl.constexpr):
     end = 0
     for t0 in range(0, length_d, BLOCK):
         t = t0 + tl.arange(0, BLOCK)
-        kept = tl.load(document_mask_ptr + d.to(tl.int64) * length_d + t, mask=t < length_d, other=0) != 0
+        kept = (
+            tl.load(document_mask_ptr + d.to(tl.int64) * length_d + t, mask=t < length_d, other=0)
+            != 0
+        )
         end = tl.maximum(end, tl.max(tl.where(kept, t + 1, 0)))
     tl.store(ends_ptr + d, end)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def all_pairs_kernel(
-    queries_ptr, documents_src, query_mask_ptr, document_mask_ptr, query_factors_ptr, document_factors_ptr,
-    cu_queries_ptr, cu_documents_ptr, scores_ptr, parts_ptr, saved_ptr, row_query_ptr, Tq, Td, Nq, Nd, length_q,
-    length_d, tile_rows, splits, steps, temperature, inverse_temperature, divisor,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, LQ: tl.constexpr,
-    DIRECT: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr,
-    HAS_DMASK: tl.constexpr, HAS_QSCALE: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr,
-    SMOOTH: tl.constexpr, WITH_SAVED: tl.constexpr, NO_WINNER: tl.constexpr, USE_TMA: tl.constexpr,
-    PRECISION: tl.constexpr, INTEGER: tl.constexpr, NORMALIZED: tl.constexpr,
-):  # fmt: skip
+    queries_ptr,
+    documents_src,
+    query_mask_ptr,
+    document_mask_ptr,
+    query_factors_ptr,
+    document_factors_ptr,
+    cu_queries_ptr,
+    cu_documents_ptr,
+    scores_ptr,
+    parts_ptr,
+    saved_ptr,
+    row_query_ptr,
+    Tq,
+    Td,
+    Nq,
+    Nd,
+    length_q,
+    length_d,
+    tile_rows,
+    splits,
+    steps,
+    temperature,
+    inverse_temperature,
+    divisor,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LQ: tl.constexpr,
+    DIRECT: tl.constexpr,
+    UNIFORM_Q: tl.constexpr,
+    UNIFORM_D: tl.constexpr,
+    HAS_QMASK: tl.constexpr,
+    HAS_DMASK: tl.constexpr,
+    HAS_QSCALE: tl.constexpr,
+    MASK_ZERO: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    WITH_SAVED: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTEGER: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+):
     tile = tl.program_id(0)
     split = tl.program_id(1)
     row0 = tile * tile_rows
@@ -112,13 +179,28 @@ def all_pairs_kernel(
     row = row0 + tl.arange(0, BLOCK_Q)
     inside = tl.arange(0, BLOCK_Q) < rows
     q, kept_q, row_scale, power = _query_rows(
-        queries_ptr, query_mask_ptr, query_factors_ptr, row0, rows, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK,
-        HAS_QSCALE, NORMALIZED,
-    )  # fmt: skip
+        queries_ptr,
+        query_mask_ptr,
+        query_factors_ptr,
+        row0,
+        rows,
+        row,
+        inside,
+        D,
+        BLOCK_Q,
+        BLOCK_K,
+        HAS_QMASK,
+        HAS_QSCALE,
+        NORMALIZED,
+    )
     first_q = sequence_at(cu_queries_ptr, row0, Nq, length_q, UNIFORM_Q)
     last_q = sequence_at(cu_queries_ptr, row0 + rows - 1, Nq, length_q, UNIFORM_Q)
     if WITH_SAVED and not UNIFORM_Q:  # for backward
-        tl.store(row_query_ptr + row, query_of(cu_queries_ptr, row, Nq, steps), mask=mask_if(inside, split == 0))
+        tl.store(
+            row_query_ptr + row,
+            query_of(cu_queries_ptr, row, Nq, steps),
+            mask=mask_if(inside, split == 0),
+        )
 
     n_tiles = count_tiles(cu_documents_ptr, split, splits, Nd, Td, length_d, BLOCK_T, UNIFORM_D)
     d = split
@@ -129,21 +211,67 @@ def all_pairs_kernel(
     for _ in tl.range(0, n_tiles):
         length = end - start
         acc = _products(
-            q, queries_ptr, row0, rows, power, documents_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA,
-            PRECISION, INTEGER, NORMALIZED,
-        )  # fmt: skip
+            q,
+            queries_ptr,
+            row0,
+            rows,
+            power,
+            documents_src,
+            start,
+            t0,
+            Td,
+            D,
+            BLOCK_Q,
+            BLOCK_T,
+            BLOCK_K,
+            USE_TMA,
+            PRECISION,
+            INTEGER,
+            NORMALIZED,
+        )
         acc, part = mask_tile(
-            acc, start, length, t0, row_scale, document_mask_ptr, document_factors_ptr, BLOCK_T, HAS_DMASK, MASK_ZERO,
-            HAS_SCALE, SMOOTH,
-        )  # fmt: skip
-        best, state = fold_tile(acc, t0, best, state, inverse_temperature, BLOCK_T, WITH_SAVED, SMOOTH)
+            acc,
+            start,
+            length,
+            t0,
+            row_scale,
+            document_mask_ptr,
+            document_factors_ptr,
+            BLOCK_T,
+            HAS_DMASK,
+            MASK_ZERO,
+            HAS_SCALE,
+            SMOOTH,
+        )
+        best, state = fold_tile(
+            acc,
+            t0,
+            best,
+            state,
+            inverse_temperature,
+            BLOCK_T,
+            WITH_SAVED,
+            SMOOTH,
+        )
         parts += part
         done = t0 + BLOCK_T >= length
         if done:
             value, saved = finish(
-                best, state, parts, kept_q, row_scale, start, temperature, document_mask_ptr,
-                HAS_DMASK, MASK_ZERO, HAS_SCALE, WITH_SAVED, SMOOTH, NO_WINNER,
-            )  # fmt: skip
+                best,
+                state,
+                parts,
+                kept_q,
+                row_scale,
+                start,
+                temperature,
+                document_mask_ptr,
+                HAS_DMASK,
+                MASK_ZERO,
+                HAS_SCALE,
+                WITH_SAVED,
+                SMOOTH,
+                NO_WINNER,
+            )
             if WITH_SAVED:
                 offs = d.to(tl.int64) * Tq + row
                 tl.store(saved_ptr + offs, saved.to(saved_ptr.dtype.element_ty), mask=inside)
@@ -152,14 +280,25 @@ def all_pairs_kernel(
                 sums = tl.div_rn(sums, divisor + tl.zeros((BLOCK_Q // LQ,), tl.float32))
                 query = first_q + tl.arange(0, BLOCK_Q // LQ)
                 tl.store(
-                    scores_ptr + query.to(tl.int64) * Nd + d, tl.where(ok, sums, float("nan")), mask=query <= last_q
+                    scores_ptr + query.to(tl.int64) * Nd + d,
+                    tl.where(ok, sums, float("nan")),
+                    mask=query <= last_q,
                 )
             else:
                 begin, finish_q = first_q, last_q + 1
-                if DIRECT and not UNIFORM_Q:  # the one tile has all queries, those without a token too
+                if (
+                    DIRECT and not UNIFORM_Q
+                ):  # the one tile has all queries, those without a token too
                     begin, finish_q = first_q * 0, Nq
                 for query in range(begin, finish_q):
-                    q_start, q_end, known = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+                    q_start, q_end, known = bounds(
+                        cu_queries_ptr,
+                        query,
+                        Nq,
+                        Tq,
+                        length_q,
+                        UNIFORM_Q,
+                    )
                     total = tl.sum(tl.where((row >= q_start) & (row < q_end), value, 0.0))
                     if DIRECT:
                         total = tl.div_rn(total, divisor)
@@ -177,18 +316,33 @@ def all_pairs_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def combine_kernel(
-    parts_ptr, cu_queries_ptr, scores_ptr, Tq, Nq, Nd, length_q, tile_rows, divisor,
-    BLOCK: tl.constexpr, UNIFORM_Q: tl.constexpr,
-):  # fmt: skip
+    parts_ptr,
+    cu_queries_ptr,
+    scores_ptr,
+    Tq,
+    Nq,
+    Nd,
+    length_q,
+    tile_rows,
+    divisor,
+    BLOCK: tl.constexpr,
+    UNIFORM_Q: tl.constexpr,
+):
     """Add up the parts of each query, tile by tile."""
-    blocks = (Nd + BLOCK - 1) // BLOCK  # on the grid's first axis, the only one that holds more than 65,535
+    blocks = (
+        Nd + BLOCK - 1
+    ) // BLOCK  # on the grid's first axis, the only one that holds more than 65,535
     query = tl.program_id(0) // blocks
     d = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     start, end, ok = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
     total = tl.zeros((BLOCK,), tl.float32)
     if end > start:
         for tile in range(start // tile_rows, (end - 1) // tile_rows + 1):
-            total += tl.load(parts_ptr + tl.cast(tile + query, tl.int64) * Nd + d, mask=d < Nd, other=0.0)
+            total += tl.load(
+                parts_ptr + tl.cast(tile + query, tl.int64) * Nd + d,
+                mask=d < Nd,
+                other=0.0,
+            )
         if not UNIFORM_Q:  # offsets that fall elsewhere give its rows to other queries: these parts were not written
             ok &= sequence_at(cu_queries_ptr, start, Nq, length_q, UNIFORM_Q) == query
             ok &= sequence_at(cu_queries_ptr, end - 1, Nq, length_q, UNIFORM_Q) == query
@@ -198,15 +352,48 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def listed_pairs_kernel(
-    queries_ptr, documents_src, query_mask_ptr, document_mask_ptr, query_factors_ptr, document_factors_ptr,
-    cu_queries_ptr, cu_documents_ptr, pairs_ptr, scores_ptr, saved_ptr, Tq, Td, Nq, Nd, length_q, length_d, group,
-    longest, temperature, inverse_temperature, divisor,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PAIRING: tl.constexpr,
-    UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr, HAS_DMASK: tl.constexpr,
-    HAS_QSCALE: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, SMOOTH: tl.constexpr,
-    WITH_SAVED: tl.constexpr, NO_WINNER: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-    INTEGER: tl.constexpr, NORMALIZED: tl.constexpr,
-):  # fmt: skip
+    queries_ptr,
+    documents_src,
+    query_mask_ptr,
+    document_mask_ptr,
+    query_factors_ptr,
+    document_factors_ptr,
+    cu_queries_ptr,
+    cu_documents_ptr,
+    pairs_ptr,
+    scores_ptr,
+    saved_ptr,
+    Tq,
+    Td,
+    Nq,
+    Nd,
+    length_q,
+    length_d,
+    group,
+    longest,
+    temperature,
+    inverse_temperature,
+    divisor,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PAIRING: tl.constexpr,
+    UNIFORM_Q: tl.constexpr,
+    UNIFORM_D: tl.constexpr,
+    HAS_QMASK: tl.constexpr,
+    HAS_DMASK: tl.constexpr,
+    HAS_QSCALE: tl.constexpr,
+    MASK_ZERO: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    WITH_SAVED: tl.constexpr,
+    NO_WINNER: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTEGER: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+):
     pair = tl.program_id(0)
     if PAIRING == INDEX:
         query = tl.load(pairs_ptr + 2 * pair.to(tl.int64))
@@ -226,26 +413,83 @@ def listed_pairs_kernel(
         row = r0 + tl.arange(0, BLOCK_Q)
         inside = row < q_end
         q, kept_q, row_scale, power = _query_rows(
-            queries_ptr, query_mask_ptr, query_factors_ptr, r0, q_end - r0, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK,
-            HAS_QSCALE, NORMALIZED,
-        )  # fmt: skip
+            queries_ptr,
+            query_mask_ptr,
+            query_factors_ptr,
+            r0,
+            q_end - r0,
+            row,
+            inside,
+            D,
+            BLOCK_Q,
+            BLOCK_K,
+            HAS_QMASK,
+            HAS_QSCALE,
+            NORMALIZED,
+        )
         best, state = init_state(BLOCK_Q, SMOOTH)
         parts = 0
         for t0 in tl.range(0, length, BLOCK_T):
             acc = _products(
-                q, queries_ptr, r0, q_end - r0, power, documents_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K,
-                USE_TMA, PRECISION, INTEGER, NORMALIZED,
-            )  # fmt: skip
+                q,
+                queries_ptr,
+                r0,
+                q_end - r0,
+                power,
+                documents_src,
+                start,
+                t0,
+                Td,
+                D,
+                BLOCK_Q,
+                BLOCK_T,
+                BLOCK_K,
+                USE_TMA,
+                PRECISION,
+                INTEGER,
+                NORMALIZED,
+            )
             acc, part = mask_tile(
-                acc, start, length, t0, row_scale, document_mask_ptr, document_factors_ptr, BLOCK_T, HAS_DMASK,
-                MASK_ZERO, HAS_SCALE, SMOOTH,
-            )  # fmt: skip
-            best, state = fold_tile(acc, t0, best, state, inverse_temperature, BLOCK_T, WITH_SAVED, SMOOTH)
+                acc,
+                start,
+                length,
+                t0,
+                row_scale,
+                document_mask_ptr,
+                document_factors_ptr,
+                BLOCK_T,
+                HAS_DMASK,
+                MASK_ZERO,
+                HAS_SCALE,
+                SMOOTH,
+            )
+            best, state = fold_tile(
+                acc,
+                t0,
+                best,
+                state,
+                inverse_temperature,
+                BLOCK_T,
+                WITH_SAVED,
+                SMOOTH,
+            )
             parts += part
         value, saved = finish(
-            best, state, parts, kept_q, row_scale, start, temperature, document_mask_ptr,
-            HAS_DMASK, MASK_ZERO, HAS_SCALE, WITH_SAVED, SMOOTH, NO_WINNER,
-        )  # fmt: skip
+            best,
+            state,
+            parts,
+            kept_q,
+            row_scale,
+            start,
+            temperature,
+            document_mask_ptr,
+            HAS_DMASK,
+            MASK_ZERO,
+            HAS_SCALE,
+            WITH_SAVED,
+            SMOOTH,
+            NO_WINNER,
+        )
         total += tl.sum(value)
         if WITH_SAVED:
             if PAIRING == INDEX:

@@ -1,4 +1,6 @@
-"""Passes over rows: inverse norms, gradients from those of unit vectors, rows in int8, the query of packed rows."""
+"""Passes over rows: inverse norms, gradients from those of unit vectors, rows in int8, the query of
+packed rows.
+"""
 
 import triton
 import triton.language as tl
@@ -11,13 +13,23 @@ MIN_SCALE, MAX_SCALE = tl.constexpr(2.0**-126), tl.constexpr(2.0**126)
 
 @triton.jit
 def inverse_power_of_two(x):
-    """The power of two that brings ``x >= 0`` to between 1 and 2, as far as there is one; the largest for 0."""
+    """The power of two that brings ``x >= 0`` to between 1 and 2, as far as there is one; the
+    largest for 0.
+    """
     exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
     return tl.maximum(0x7F000000 - exponent, 0x00800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _inverse_norms(rows_ptr, scale_ptr, block, T, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+def _inverse_norms(
+    rows_ptr,
+    scale_ptr,
+    block,
+    T,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     row = block * BLOCK_R + tl.arange(0, BLOCK_R)
     largest = tl.zeros((BLOCK_R,), tl.float32)
     power = inverse_power_of_two(largest)
@@ -33,31 +45,57 @@ def _inverse_norms(rows_ptr, scale_ptr, block, T, D: tl.constexpr, BLOCK_R: tl.c
         square += tl.sum(x * x, axis=1)
     scale = tl.div_rn(power, tl.sqrt_rn(square))
     scale = tl.where(scale < MIN_SCALE, float("nan"), scale)
-    scale = tl.where(square == float("inf"), 0.0, scale)  # an infinite entry times 0 is NaN where it is used
-    tl.store(scale_ptr + row, tl.where((square == 0.0) | (scale > MAX_SCALE), 0.0, scale), mask=row < T)
+    scale = tl.where(
+        square == float("inf"),
+        0.0,
+        scale,
+    )  # an infinite entry times 0 is NaN where it is used
+    tl.store(
+        scale_ptr + row,
+        tl.where((square == 0.0) | (scale > MAX_SCALE), 0.0, scale),
+        mask=row < T,
+    )
 
 
 @triton.jit(do_not_specialize=["Tq", "Td"])
 def inverse_norms_kernel(
-    queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, Tq, Td,
-    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """``scale = 1 / norm``: of rows brought to the order of 1 first, whose squares neither overflow nor vanish.
+    queries_ptr,
+    documents_ptr,
+    query_factors_ptr,
+    document_factors_ptr,
+    Tq,
+    Td,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """``scale = 1 / norm``: of rows brought to the order of 1 first, whose squares neither overflow
+    nor vanish.
 
-    0 for a row whose inverse is no number of fp32 (a norm below ``2**-126``), NaN where it is no normal one. The first
-    programs take the queries, the others the documents.
+    0 for a row whose inverse is no number of fp32 (a norm below ``2**-126``), NaN where it is no
+    normal one. The first programs take the queries, the others the documents.
     """
     block = tl.program_id(0)
     of_queries = (Tq + BLOCK_R - 1) // BLOCK_R
     if block < of_queries:
         _inverse_norms(queries_ptr, query_factors_ptr, block, Tq, D, BLOCK_R, BLOCK_D)
     else:
-        _inverse_norms(documents_ptr, document_factors_ptr, block - of_queries, Td, D, BLOCK_R, BLOCK_D)
+        _inverse_norms(
+            documents_ptr,
+            document_factors_ptr,
+            block - of_queries,
+            Td,
+            D,
+            BLOCK_R,
+            BLOCK_D,
+        )
 
 
 @triton.jit
 def projected(x, scale, g):
-    """``scale * (g - u (u . g))`` with ``u = scale * x``: the gradient of whole rows ``[R, D]`` from that of ``u``."""
+    """``scale * (g - u (u . g))`` with ``u = scale * x``: the gradient of whole rows ``[R, D]``
+    from that of ``u``.
+    """
     u = x * scale[:, None]
     along = tl.sum(tl.where(g == 0.0, 0.0, u * g), axis=1)[:, None]
     u = tl.where(along == 0.0, 0.0, u)
@@ -66,7 +104,14 @@ def projected(x, scale, g):
 
 @triton.jit(do_not_specialize=["T"])
 def unit_gradient_kernel(
-    rows_ptr, scale_ptr, grad_ptr, out_ptr, T, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
+    rows_ptr,
+    scale_ptr,
+    grad_ptr,
+    out_ptr,
+    T,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """``out = scale * (grad - u (u . grad))`` with ``u = scale * row``."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -92,8 +137,18 @@ def unit_gradient_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def quantize_kernel(rows_ptr, out_ptr, scale_ptr, T, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``scale = max|x| / 127`` and ``out = round(x / scale)``, in the very operations of ``quantize_tokens``."""
+def quantize_kernel(
+    rows_ptr,
+    out_ptr,
+    scale_ptr,
+    T,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """``scale = max|x| / 127`` and ``out = round(x / scale)``, in the very operations of
+    ``quantize_tokens``.
+    """
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     largest = tl.zeros((BLOCK_R,), tl.float32)
     for k0 in range(0, D, BLOCK_D):
@@ -112,7 +167,9 @@ def quantize_kernel(rows_ptr, out_ptr, scale_ptr, T, D: tl.constexpr, BLOCK_R: t
         x = tl.load(rows_ptr + offs, mask=inside, other=0.0).to(tl.float32)
         y = tl.div_rn(x, divisor[:, None] + tl.zeros(x.shape, tl.float32))
         y = tl.where(y == y, tl.minimum(tl.maximum(y, -127.0), 127.0), 0.0)
-        whole = (y + 12582912.0) - 12582912.0  # 1.5 * 2^23: what is added is rounded to a whole number, half to even
+        whole = (
+            y + 12582912.0
+        ) - 12582912.0  # 1.5 * 2^23: what is added is rounded to a whole number, half to even
         tl.store(out_ptr + offs, whole.to(tl.int8), mask=inside)
 
 

@@ -1,9 +1,10 @@
-"""Scores of short queries against int8 documents: queries lie side by side on the rows of a tile, and share each pass.
+"""Scores of short queries against int8 documents: queries lie side by side on the rows of a tile,
+and share each pass.
 
-A query has a slot of 16, 32 and so on rows, cut into strips of 16 that lie apart, so that the strips of a query are in
-one warp and its sum stays there. Document tokens are on the columns: the maximum over them is taken in a thread's own
-registers, tile by tile in groups of eight columns, and once per document over the lanes. A column's scale and whether
-it takes part are one multiply-add.
+A query has a slot of 16, 32 and so on rows, cut into strips of 16 that lie apart, so that the
+strips of a query are in one warp and its sum stays there. Document tokens are on the columns: the
+maximum over them is taken in a thread's own registers, tile by tile in groups of eight columns, and
+once per document over the lanes. A column's scale and whether it takes part are one multiply-add.
 """
 
 import triton
@@ -18,13 +19,35 @@ LANES = tl.constexpr(8)  # columns that are told apart until a document ends
 
 @triton.jit(do_not_specialize=SIZES)
 def shared_pass_kernel(
-    queries_ptr, documents_src, query_mask_ptr, document_mask_ptr, query_factors_ptr, document_factors_ptr,
-    cu_documents_ptr, scores_ptr, Td, Nq, Nd, length_q, length_d, splits, divisor,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SLOT: tl.constexpr,
-    UNIFORM_D: tl.constexpr, ONE_TILE: tl.constexpr, HAS_QMASK: tl.constexpr, HAS_DMASK: tl.constexpr,
-    MASK_ZERO: tl.constexpr, USE_TMA: tl.constexpr,
-):  # fmt: skip
-    """Scores ``[Nq, Nd]``; a program owns ``BLOCK_Q / SLOT`` queries and every ``splits``-th document.
+    queries_ptr,
+    documents_src,
+    query_mask_ptr,
+    document_mask_ptr,
+    query_factors_ptr,
+    document_factors_ptr,
+    cu_documents_ptr,
+    scores_ptr,
+    Td,
+    Nq,
+    Nd,
+    length_q,
+    length_d,
+    splits,
+    divisor,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLOT: tl.constexpr,
+    UNIFORM_D: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    HAS_QMASK: tl.constexpr,
+    HAS_DMASK: tl.constexpr,
+    MASK_ZERO: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """Scores ``[Nq, Nd]``; a program owns ``BLOCK_Q / SLOT`` queries and every ``splits``-th
+    document.
 
     With ``ONE_TILE``, no document has more than ``BLOCK_T`` tokens.
     """
@@ -38,7 +61,9 @@ def shared_pass_kernel(
     row = query * length_q + token
     k = tl.arange(0, BLOCK_K)
     q = tl.load(
-        queries_ptr + row.to(tl.int64)[:, None] * D + k[None, :], mask=kept_q[:, None] & (k < D)[None, :], other=0
+        queries_ptr + row.to(tl.int64)[:, None] * D + k[None, :],
+        mask=kept_q[:, None] & (k < D)[None, :],
+        other=0,
     )
     row_scale = tl.load(query_factors_ptr + row, mask=kept_q, other=0.0)
     if HAS_QMASK:
@@ -65,7 +90,14 @@ def shared_pass_kernel(
             done = t0 + BLOCK_T >= length
             next_t0 = tl.where(done, 0, t0 + BLOCK_T)
             next_d = tl.where(done, d + splits, d)
-        next_start, next_end, next_ok = bounds(cu_documents_ptr, next_d, Nd, Td, length_d, UNIFORM_D)
+        next_start, next_end, next_ok = bounds(
+            cu_documents_ptr,
+            next_d,
+            Nd,
+            Td,
+            length_d,
+            UNIFORM_D,
+        )
         next_t = next_t0 + place  # what is read when it is needed is waited for
         there = next_t < tl.where(next_d < Nd, next_end - next_start, 0)
         next_scale = tl.load(document_factors_ptr + next_start + next_t, mask=there, other=0.0)
@@ -82,12 +114,38 @@ def shared_pass_kernel(
         scale = next_scale
         top = tl.reduce(tl.reshape(acc, (BLOCK_Q, BLOCK_T // LANES, LANES)), 1, nan_max)
         if ONE_TILE:
-            _store(top, part, kept_q, row_scale, scores_ptr, first_query, d, ok, Nq, Nd, divisor, SLOT)
+            _store(
+                top,
+                part,
+                kept_q,
+                row_scale,
+                scores_ptr,
+                first_query,
+                d,
+                ok,
+                Nq,
+                Nd,
+                divisor,
+                SLOT,
+            )
         else:
             best = nan_max(best, top)
             parts += part
             if done:
-                _store(best, parts, kept_q, row_scale, scores_ptr, first_query, d, ok, Nq, Nd, divisor, SLOT)
+                _store(
+                    best,
+                    parts,
+                    kept_q,
+                    row_scale,
+                    scores_ptr,
+                    first_query,
+                    d,
+                    ok,
+                    Nq,
+                    Nd,
+                    divisor,
+                    SLOT,
+                )
                 best = tl.full((BLOCK_Q, LANES), float("-inf"), tl.float32)
             parts = tl.where(done, 0, parts)
         t0 = next_t0
@@ -96,7 +154,20 @@ def shared_pass_kernel(
 
 
 @triton.jit
-def _store(best, parts, kept_q, row_scale, scores_ptr, first_query, d, ok, Nq, Nd, divisor, SLOT: tl.constexpr):
+def _store(
+    best,
+    parts,
+    kept_q,
+    row_scale,
+    scores_ptr,
+    first_query,
+    d,
+    ok,
+    Nq,
+    Nd,
+    divisor,
+    SLOT: tl.constexpr,
+):
     """The scores of a document, one for each slot."""
     QUERIES: tl.constexpr = best.shape[0] // SLOT
     value = tl.where(kept_q & (parts > 0), tl.reduce(best, 1, nan_max) * row_scale, 0.0)

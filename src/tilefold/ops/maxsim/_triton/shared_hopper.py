@@ -1,14 +1,17 @@
-"""Scores of short queries against padded int8 documents for compute capability 9.0: warps with roles, in Gluon.
+"""Scores of short queries against padded int8 documents for compute capability 9.0: warps with
+roles, in Gluon.
 
-A tile is 2 tokens of each of 32 documents, so that documents of any length lie close in it: what a box of a descriptor
-reads past a document's end is zeros. Its rows are in the order in which warps hold products: 8 documents to a warp, one
-to four lanes, and both tokens in a lane. So the maximum over a document stays in registers until the document ends, and
-queries lie on the columns, one after the other. A warp loads tiles ahead, another one their scales; four groups of four
-warps multiply, each by queries of its own or, for few queries, in documents of its own.
+A tile is 2 tokens of each of 32 documents, so that documents of any length lie close in it: what a
+box of a descriptor reads past a document's end is zeros. Its rows are in the order in which warps
+hold products: 8 documents to a warp, one to four lanes, and both tokens in a lane. So the maximum
+over a document stays in registers until the document ends, and queries lie on the columns, one
+after the other. A warp loads tiles ahead, another one their scales; four groups of four warps
+multiply, each by queries of its own or, for few queries, in documents of its own.
 
-Products are not converted: ``z + n`` as bits, with ``z`` those of 64, are ``64 + n / 2^17`` for ``n >= 0``, and
-``64 + n / 2^18`` below, in the order of ``n``. One multiply-add with ``-64 s`` gives ``s n / 2^17``, rounded once. The
-sum is a product by ``one``, which the compiler does not know: maxima and sums of integers share half of the lanes.
+Products are not converted: ``z + n`` as bits, with ``z`` those of 64, are ``64 + n / 2^17`` for ``n
+>= 0``, and ``64 + n / 2^18`` below, in the order of ``n``. One multiply-add with ``-64 s`` gives
+``s n / 2^17``, rounded once. The sum is a product by ``one``, which the compiler does not know:
+maxima and sums of integers share half of the lanes.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ from tilefold.ops._shared._triton.releases import gluon_barrier, gluon_reinterpr
 from tilefold.ops.maxsim._triton.device import SIZES
 
 GROUP, AT_ONCE = gl.constexpr(32), gl.constexpr(2)  # documents of a tile, and tokens of each
-BOXES, BOX = gl.constexpr(4), gl.constexpr(8)  # of a tile, one for each warp, and the documents of one
+BOXES, BOX = (
+    gl.constexpr(4),
+    gl.constexpr(8),
+)  # of a tile, one for each warp, and the documents of one
 ROWS, RUN = gl.constexpr(64), gl.constexpr(4)  # of a tile; tiles of a part, one after the other
 DIM = gl.constexpr(128)
 ZERO, UNIT = gl.constexpr(0x42800000), gl.constexpr(131072.0)  # bits of 64; 2^17
@@ -49,7 +55,16 @@ def _place(step, length_d, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _load_documents(documents_src, ring, full, empty, length_d, steps, PARTS: gl.constexpr, STAGES: gl.constexpr):
+def _load_documents(
+    documents_src,
+    ring,
+    full,
+    empty,
+    length_d,
+    steps,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """The warp that fills the ring."""
     for step in range(steps):
         slot = step % STAGES
@@ -57,14 +72,25 @@ def _load_documents(documents_src, ring, full, empty, length_d, steps, PARTS: gl
         mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(slot), ROWS * DIM)
         for box in gl.static_range(BOXES):
-            _tma_load(documents_src, [t0, d + box * BOX, 0], full.index(slot), ring.index(slot * BOXES + box))
+            _tma_load(
+                documents_src,
+                [t0, d + box * BOX, 0],
+                full.index(slot),
+                ring.index(slot * BOXES + box),
+            )
 
 
 @gluon.jit
 def _scales(
-    scale_ptr, mask_ptr, step, Nd, length_d,
-    PARTS: gl.constexpr, HAS_DMASK: gl.constexpr, MASK_ZERO: gl.constexpr,
-):  # fmt: skip
+    scale_ptr,
+    mask_ptr,
+    step,
+    Nd,
+    length_d,
+    PARTS: gl.constexpr,
+    HAS_DMASK: gl.constexpr,
+    MASK_ZERO: gl.constexpr,
+):
     """A tile's scales ``[GROUP, AT_ONCE]``, and 0 or, for what takes no part, minus infinity."""
     layout: gl.constexpr = gl.BlockedLayout([1, AT_ONCE], [32, 1], [1, 1], [1, 0])
     d, t0 = _place(step, length_d, PARTS)
@@ -89,8 +115,15 @@ def _in_rows(x):
 
 @gluon.jit
 def _put(
-    step, scale, out, given, PARTS: gl.constexpr, STAGES: gl.constexpr, HAS_DMASK: gl.constexpr, MASK_ZERO: gl.constexpr
-):  # fmt: skip
+    step,
+    scale,
+    out,
+    given,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_DMASK: gl.constexpr,
+    MASK_ZERO: gl.constexpr,
+):
     """Put a tile's scales into the ring, and read those of the tile of the next run."""
     scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d = given
     slot = step % STAGES
@@ -104,10 +137,23 @@ def _put(
 
 @gluon.jit
 def _load_scales(
-    scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d, steps,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, HAS_DMASK: gl.constexpr, MASK_ZERO: gl.constexpr,
-):  # fmt: skip
-    """The warp of the scales: a run of tiles a round, so that what was read for the next ones is not moved."""
+    scales,
+    shifts,
+    full,
+    empty,
+    scale_ptr,
+    mask_ptr,
+    Nd,
+    length_d,
+    steps,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_DMASK: gl.constexpr,
+    MASK_ZERO: gl.constexpr,
+):
+    """The warp of the scales: a run of tiles a round, so that what was read for the next ones is
+    not moved.
+    """
     a, a_out = _scales(scale_ptr, mask_ptr, 0, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
     b, b_out = _scales(scale_ptr, mask_ptr, 1, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
     c, c_out = _scales(scale_ptr, mask_ptr, 2, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
@@ -127,7 +173,18 @@ def _by_documents(x):
 
 
 @gluon.jit
-def _tile_best(q, rows, scales, shifts, full, empty, step, one, layout: gl.constexpr, STAGES: gl.constexpr):
+def _tile_best(
+    q,
+    rows,
+    scales,
+    shifts,
+    full,
+    empty,
+    step,
+    one,
+    layout: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """A tile's products and its maximum."""
     slot = step % STAGES
     COLUMNS: gl.constexpr = q.shape[1]
@@ -140,19 +197,33 @@ def _tile_best(q, rows, scales, shifts, full, empty, step, one, layout: gl.const
     mbarrier.arrive(empty.index(slot))
     x = (acc * one + ZERO).to(gl.float32, bitcast=True)
     nothing = gl.zeros_like(x)
-    return _by_documents(gl.fma(x, gl.expand_dims(scale, 1) + nothing, gl.expand_dims(shift, 1) + nothing))
+    return _by_documents(
+        gl.fma(x, gl.expand_dims(scale, 1) + nothing, gl.expand_dims(shift, 1) + nothing),
+    )
 
 
 @gluon.jit
 def _finish(
-    best, d, weights, scores_ptr, first, Nq, Nd, divisor,
-    SLOT: gl.constexpr, HAS_QMASK: gl.constexpr, HAS_DMASK: gl.constexpr, MEAN: gl.constexpr,
-):  # fmt: skip
+    best,
+    d,
+    weights,
+    scores_ptr,
+    first,
+    Nq,
+    Nd,
+    divisor,
+    SLOT: gl.constexpr,
+    HAS_QMASK: gl.constexpr,
+    HAS_DMASK: gl.constexpr,
+    MEAN: gl.constexpr,
+):
     """The scores of the documents of a tile."""
     COLUMNS: gl.constexpr = best.shape[2]
     top = best.reshape([GROUP, COLUMNS])
     weight = gl.expand_dims(weights.load(gl.SliceLayout(0, top.type.layout)), 0)
-    value = (top + gl.minimum(top, 0.0)) * UNIT * weight  # a NaN beside the queries' tokens is one of its document
+    value = (
+        (top + gl.minimum(top, 0.0)) * UNIT * weight
+    )  # a NaN beside the queries' tokens is one of its document
     if HAS_QMASK:
         value = gl.where(weight == -1.0, 0.0, value)
     if HAS_DMASK:
@@ -160,21 +231,49 @@ def _finish(
     total = gl.sum(value.reshape([GROUP, COLUMNS // SLOT, SLOT]), axis=2)
     if MEAN:
         total = total / divisor
-    document = gl.expand_dims(d + gl.arange(0, GROUP, layout=gl.SliceLayout(1, total.type.layout)), 1)
-    query = gl.expand_dims(first + gl.arange(0, COLUMNS // SLOT, layout=gl.SliceLayout(0, total.type.layout)), 0)
-    gl.store(scores_ptr + query.to(gl.int64) * Nd + document, total, mask=(query < Nq) & (document < Nd))
+    document = gl.expand_dims(
+        d + gl.arange(0, GROUP, layout=gl.SliceLayout(1, total.type.layout)),
+        1,
+    )
+    query = gl.expand_dims(
+        first + gl.arange(0, COLUMNS // SLOT, layout=gl.SliceLayout(0, total.type.layout)),
+        0,
+    )
+    gl.store(
+        scores_ptr + query.to(gl.int64) * Nd + document,
+        total,
+        mask=(query < Nq) & (document < Nd),
+    )
 
 
 @gluon.jit
 def _score(
     given,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, SLOT: gl.constexpr, HAS_QMASK: gl.constexpr, HAS_DMASK: gl.constexpr,
-    MEAN: gl.constexpr, ROLE: gl.constexpr,
-):  # fmt: skip
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLOT: gl.constexpr,
+    HAS_QMASK: gl.constexpr,
+    HAS_DMASK: gl.constexpr,
+    MEAN: gl.constexpr,
+    ROLE: gl.constexpr,
+):
     """A group of four warps, which has its share of the queries, and its part of the documents."""
     (
-        queries, weights, ring, scales, shifts, full, empty, scores_ptr, Nq, Nd, length_d, steps, divisor, one,
-    ) = given  # fmt: skip
+        queries,
+        weights,
+        ring,
+        scales,
+        shifts,
+        full,
+        empty,
+        scores_ptr,
+        Nq,
+        Nd,
+        length_d,
+        steps,
+        divisor,
+        one,
+    ) = given
     SHARES: gl.constexpr = queries.shape[0]
     COLUMNS: gl.constexpr = queries.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
@@ -188,10 +287,26 @@ def _score(
     d = (gl.program_id(1) + ROLE // SHARES * gl.num_programs(1)) * GROUP
     for own in range(steps // PARTS):
         step = (own // RUN * PARTS + ROLE // SHARES) * RUN + own % RUN
-        best = nan_max(best, _tile_best(q, rows, scales, shifts, full, empty, step, one, layout, STAGES))
+        best = nan_max(
+            best,
+            _tile_best(q, rows, scales, shifts, full, empty, step, one, layout, STAGES),
+        )
         t0 += AT_ONCE
         if t0 >= length_d:
-            _finish(best, d, weight, scores_ptr, first, Nq, Nd, divisor, SLOT, HAS_QMASK, HAS_DMASK, MEAN)
+            _finish(
+                best,
+                d,
+                weight,
+                scores_ptr,
+                first,
+                Nq,
+                Nd,
+                divisor,
+                SLOT,
+                HAS_QMASK,
+                HAS_DMASK,
+                MEAN,
+            )
             best = lowest
             d += PARTS * gl.num_programs(1) * GROUP
             t0 = 0
@@ -199,23 +314,51 @@ def _score(
 
 @gluon.jit(do_not_specialize=SIZES)
 def shared_hopper_kernel(
-    queries_ptr, documents_src, query_mask_ptr, document_mask_ptr, query_factors_ptr, document_factors_ptr, scores_ptr,
-    Nq, Nd, length_q, length_d, divisor, one,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, SLOT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, HAS_QMASK: gl.constexpr, HAS_DMASK: gl.constexpr, MASK_ZERO: gl.constexpr,
+    queries_ptr,
+    documents_src,
+    query_mask_ptr,
+    document_mask_ptr,
+    query_factors_ptr,
+    document_factors_ptr,
+    scores_ptr,
+    Nq,
+    Nd,
+    length_q,
+    length_d,
+    divisor,
+    one,
+    D: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    SLOT: gl.constexpr,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    HAS_QMASK: gl.constexpr,
+    HAS_DMASK: gl.constexpr,
+    MASK_ZERO: gl.constexpr,
     MEAN: gl.constexpr,
-):  # fmt: skip
-    """Scores ``[Nq, Nd]``; a program owns ``BLOCK_Q`` rows of queries, of which each of four groups of warps has a
-    share, and one of ``PARTS`` of its documents.
+):
+    """Scores ``[Nq, Nd]``; a program owns ``BLOCK_Q`` rows of queries, of which each of four groups
+    of warps has a share, and one of ``PARTS`` of its documents.
     """
     SHARES: gl.constexpr = 4 // PARTS
     COLUMNS: gl.constexpr = BLOCK_Q // SHARES
-    gl.static_assert(STAGES % (RUN * PARTS) == 0)  # a place of the ring is one part's, whose waits know two phases
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    gl.static_assert(
+        STAGES % (RUN * PARTS) == 0,
+    )  # a place of the ring is one part's, whose waits know two phases
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128,
+        element_bitwidth=8,
+        rank=2,
+    )
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     queries = gl.allocate_shared_memory(gl.int8, [SHARES, COLUMNS, DIM], swizzled)
     weights = gl.allocate_shared_memory(gl.float32, [SHARES, COLUMNS], plain)
-    ring = gl.allocate_shared_memory(gl.int8, [STAGES * BOXES, AT_ONCE, BOX, DIM], documents_src.layout)
+    ring = gl.allocate_shared_memory(
+        gl.int8,
+        [STAGES * BOXES, AT_ONCE, BOX, DIM],
+        documents_src.layout,
+    )
     scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
     shifts = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -242,8 +385,21 @@ def shared_hopper_kernel(
     # whole runs of each part: tiles past the last document's are zeros, and not stored
     steps = gl.cdiv(gl.cdiv(groups, PARTS) * gl.cdiv(length_d, AT_ONCE), RUN) * RUN * PARTS
     given = (
-        queries, weights, ring, scales, shifts, full, empty, scores_ptr, Nq, Nd, length_d, steps, divisor, one,
-    )  # fmt: skip
+        queries,
+        weights,
+        ring,
+        scales,
+        shifts,
+        full,
+        empty,
+        scores_ptr,
+        Nq,
+        Nd,
+        length_d,
+        steps,
+        divisor,
+        one,
+    )
     gl.warp_specialize(
         [
             (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 0)),
@@ -251,23 +407,43 @@ def shared_hopper_kernel(
             (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 2)),
             (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 3)),
             (_load_documents, (documents_src, ring, full, empty, length_d, steps, PARTS, STAGES)),
-            (_load_scales, (
-                scales, shifts, full, empty, document_factors_ptr, document_mask_ptr, Nd, length_d, steps,
-                PARTS, STAGES, HAS_DMASK, MASK_ZERO,
-            )),
+            (
+                _load_scales,
+                (
+                    scales,
+                    shifts,
+                    full,
+                    empty,
+                    document_factors_ptr,
+                    document_mask_ptr,
+                    Nd,
+                    length_d,
+                    steps,
+                    PARTS,
+                    STAGES,
+                    HAS_DMASK,
+                    MASK_ZERO,
+                ),
+            ),
         ],
-        [4, 4, 4, 1, 1], [REGISTERS, REGISTERS, REGISTERS, 32, 32],
-    )  # fmt: skip
+        [4, 4, 4, 1, 1],
+        [REGISTERS, REGISTERS, REGISTERS, 32, 32],
+    )
 
 
 @functools.cache
 def padded_descriptor(length: int) -> Callable[..., TensorDescriptor]:
-    """TMA descriptors of tiles of padded documents of ``length`` tokens, by the shape and strides of their rows."""
+    """TMA descriptors of tiles of padded documents of ``length`` tokens, by the shape and strides
+    of their rows.
+    """
     box = [AT_ONCE.value, BOX.value, DIM.value]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.int8)
 
     def make(rows: Any, shape: list[int], strides: list[int]) -> TensorDescriptor:
-        padded = [length, shape[0] // length, shape[1]], [strides[0], length * strides[0], strides[1]]
+        padded = (
+            [length, shape[0] // length, shape[1]],
+            [strides[0], length * strides[0], strides[1]],
+        )
         return TensorDescriptor(rows, *padded, block_shape=box, layout=layout)
 
     return make

@@ -1,12 +1,20 @@
-"""Backward of the smooth maximum: each tile of similarities is computed again, its softmax weights carry the gradient.
+"""Backward of the smooth maximum: each tile of similarities is computed again, its softmax weights
+carry the gradient.
 
-Owners as in the backward of the maximum: one program for a tile of query rows, one for a tile of document rows.
+Owners as in the backward of the maximum: one program for a tile of query rows, one for a tile of
+document rows.
 """
 
 import triton
 import triton.language as tl
 
-from tilefold.ops.maxsim._triton.backward import document_list, grad_unit, query_list, query_of_entry, saved_at
+from tilefold.ops.maxsim._triton.backward import (
+    document_list,
+    grad_unit,
+    query_list,
+    query_of_entry,
+    saved_at,
+)
 from tilefold.ops.maxsim._triton.device import (
     ALL,
     SIZES,
@@ -23,11 +31,30 @@ from tilefold.ops.maxsim._triton.device import (
 
 @triton.jit
 def _weights(
-    queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, document_mask_ptr, row0, rows, row, inside_q,
-    doc_row0, doc_rows, doc_row, inside_d, top, grad, inverse_temperature,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DMASK: tl.constexpr,
-    HAS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    queries_ptr,
+    documents_ptr,
+    query_factors_ptr,
+    document_factors_ptr,
+    document_mask_ptr,
+    row0,
+    rows,
+    row,
+    inside_q,
+    doc_row0,
+    doc_rows,
+    doc_row,
+    inside_d,
+    top,
+    grad,
+    inverse_temperature,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_DMASK: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """``grad * softmax`` of a tile ``[BLOCK_Q, BLOCK_T]``; masked tokens have none."""
     acc = tl.zeros((BLOCK_Q, BLOCK_T), tl.float32)
     if HAS_SCALE:
@@ -46,24 +73,67 @@ def _weights(
     if HAS_DMASK:
         kept = inside_d & (tl.load(document_mask_ptr + doc_row, mask=inside_d, other=0) != 0)
     counts = kept[None, :] & (inside_q & (top != float("inf")))[:, None]
-    # no weight is over 1, but a product that was rounded otherwise may lie above the logarithm of their sum
+    # no weight is over 1, but a product that was rounded otherwise may lie above the logarithm of
+    # their sum
     below = tl.minimum(acc - top[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(counts, grad[:, None] * tl.exp(below * inverse_temperature), 0.0)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def smooth_dqueries_kernel(
-    dscores_ptr, saved_ptr, queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, largest_ptr,
-    document_mask_ptr, cu_queries_ptr, cu_documents_ptr, row_query_ptr, order_ptr, first_ptr, pairs_ptr, dquery_ptr, Tq,
-    Td, Nq, Nd, length_q, length_d, group, longest, stride_q, stride_d, inverse_temperature, factor,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_DMASK: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    dscores_ptr,
+    saved_ptr,
+    queries_ptr,
+    documents_ptr,
+    query_factors_ptr,
+    document_factors_ptr,
+    largest_ptr,
+    document_mask_ptr,
+    cu_queries_ptr,
+    cu_documents_ptr,
+    row_query_ptr,
+    order_ptr,
+    first_ptr,
+    pairs_ptr,
+    dquery_ptr,
+    Tq,
+    Td,
+    Nq,
+    Nd,
+    length_q,
+    length_d,
+    group,
+    longest,
+    stride_q,
+    stride_d,
+    inverse_temperature,
+    factor,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAIRING: tl.constexpr,
+    UNIFORM_Q: tl.constexpr,
+    UNIFORM_D: tl.constexpr,
+    HAS_DMASK: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_LARGEST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     first, stop, e0, e1 = query_list(
-        cu_queries_ptr, first_ptr, Tq, Nq, Nd, length_q, group, BLOCK_Q, PAIRING, UNIFORM_Q
+        cu_queries_ptr,
+        first_ptr,
+        Tq,
+        Nq,
+        Nd,
+        length_q,
+        group,
+        BLOCK_Q,
+        PAIRING,
+        UNIFORM_Q,
     )
     for r0 in range(first, stop, BLOCK_Q):
         row = r0 + tl.arange(0, BLOCK_Q)
@@ -76,7 +146,11 @@ def smooth_dqueries_kernel(
             start, end, _ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
             known = (d >= 0) & (d < Nd)
             end = tl.where(known, end, start)
-            top = tl.load(saved_ptr + saved_at(e, pair, e0, row, first, Tq, longest, PAIRING), mask=inside, other=0.0)
+            top = tl.load(
+                saved_ptr + saved_at(e, pair, e0, row, first, Tq, longest, PAIRING),
+                mask=inside,
+                other=0.0,
+            )
             if PAIRING == ALL:
                 offs = owner.to(tl.int64) * stride_q + tl.cast(d, tl.int64) * stride_d
             else:
@@ -86,16 +160,40 @@ def smooth_dqueries_kernel(
                 doc_row = start + t0 + tl.arange(0, BLOCK_T)
                 inside_d = doc_row < end
                 share = _weights(
-                    queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, document_mask_ptr, r0,
-                    stop - r0, row, inside, start + t0, end - start - t0, doc_row, inside_d, top, grad,
-                    inverse_temperature, D, BLOCK_Q, BLOCK_T, BLOCK_K, HAS_DMASK, HAS_SCALE, PRECISION,
-                )  # fmt: skip
+                    queries_ptr,
+                    documents_ptr,
+                    query_factors_ptr,
+                    document_factors_ptr,
+                    document_mask_ptr,
+                    r0,
+                    stop - r0,
+                    row,
+                    inside,
+                    start + t0,
+                    end - start - t0,
+                    doc_row,
+                    inside_d,
+                    top,
+                    grad,
+                    inverse_temperature,
+                    D,
+                    BLOCK_Q,
+                    BLOCK_T,
+                    BLOCK_K,
+                    HAS_DMASK,
+                    HAS_SCALE,
+                    PRECISION,
+                )
                 kept = inside_d
                 if HAS_DMASK:
-                    kept = inside_d & (tl.load(document_mask_ptr + doc_row, mask=inside_d, other=0) != 0)
+                    kept = inside_d & (
+                        tl.load(document_mask_ptr + doc_row, mask=inside_d, other=0) != 0
+                    )
                 x = load_rows(documents_ptr, doc_row, kept, k, D)
                 if HAS_SCALE:  # of kept tokens only: what a masked one holds may be NaN
-                    power, rest = split_scale(tl.load(document_factors_ptr + doc_row, mask=kept, other=0.0))
+                    power, rest = split_scale(
+                        tl.load(document_factors_ptr + doc_row, mask=kept, other=0.0),
+                    )
                     share *= rest[None, :]
                     x = times_power(x, power)
                 acc = tl.dot(share.to(x.dtype), x, acc, input_precision=PRECISION)
@@ -104,14 +202,49 @@ def smooth_dqueries_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def smooth_ddocuments_kernel(
-    dscores_ptr, saved_ptr, queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, largest_ptr,
-    query_mask_ptr, document_mask_ptr, cu_queries_ptr, cu_documents_ptr, row_query_ptr, order_ptr, first_ptr, pairs_ptr,
-    ddoc_ptr, Tq, Td, Nq, Nd, length_q, length_d, group, longest, tiles, stride_q, stride_d, inverse_temperature,
+    dscores_ptr,
+    saved_ptr,
+    queries_ptr,
+    documents_ptr,
+    query_factors_ptr,
+    document_factors_ptr,
+    largest_ptr,
+    query_mask_ptr,
+    document_mask_ptr,
+    cu_queries_ptr,
+    cu_documents_ptr,
+    row_query_ptr,
+    order_ptr,
+    first_ptr,
+    pairs_ptr,
+    ddoc_ptr,
+    Tq,
+    Td,
+    Nq,
+    Nd,
+    length_q,
+    length_d,
+    group,
+    longest,
+    tiles,
+    stride_q,
+    stride_d,
+    inverse_temperature,
     factor,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr,
-    HAS_DMASK: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAIRING: tl.constexpr,
+    UNIFORM_Q: tl.constexpr,
+    UNIFORM_D: tl.constexpr,
+    HAS_QMASK: tl.constexpr,
+    HAS_DMASK: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_LARGEST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
@@ -123,9 +256,21 @@ def smooth_ddocuments_kernel(
         acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for e in range(e0, e1):
             r_start, r_end, base, offs_pair = query_of_entry(
-                e, e0, d, order_ptr, pairs_ptr, cu_queries_ptr, Tq, Nq, length_q, group, longest, stride_d, PAIRING,
+                e,
+                e0,
+                d,
+                order_ptr,
+                pairs_ptr,
+                cu_queries_ptr,
+                Tq,
+                Nq,
+                length_q,
+                group,
+                longest,
+                stride_d,
+                PAIRING,
                 UNIFORM_Q,
-            )  # fmt: skip
+            )
             for r0 in range(r_start, r_end, BLOCK_Q):
                 row = r0 + tl.arange(0, BLOCK_Q)
                 inside = row < r_end
@@ -139,13 +284,35 @@ def smooth_ddocuments_kernel(
                     offs += owner.to(tl.int64) * stride_q
                 grad = tl.load(dscores_ptr + offs, mask=inside, other=0.0).to(tl.float32) / unit
                 share = _weights(
-                    queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, document_mask_ptr, r0,
-                    r_end - r0, row, kept_q, start + t0, end - start - t0, doc_row, inside_d, top, grad,
-                    inverse_temperature, D, BLOCK_Q, BLOCK_T, BLOCK_K, HAS_DMASK, HAS_SCALE, PRECISION,
-                )  # fmt: skip
+                    queries_ptr,
+                    documents_ptr,
+                    query_factors_ptr,
+                    document_factors_ptr,
+                    document_mask_ptr,
+                    r0,
+                    r_end - r0,
+                    row,
+                    kept_q,
+                    start + t0,
+                    end - start - t0,
+                    doc_row,
+                    inside_d,
+                    top,
+                    grad,
+                    inverse_temperature,
+                    D,
+                    BLOCK_Q,
+                    BLOCK_T,
+                    BLOCK_K,
+                    HAS_DMASK,
+                    HAS_SCALE,
+                    PRECISION,
+                )
                 x = load_rows(queries_ptr, row, kept_q, k, D)
                 if HAS_SCALE:
-                    power, rest = split_scale(tl.load(query_factors_ptr + row, mask=kept_q, other=0.0))
+                    power, rest = split_scale(
+                        tl.load(query_factors_ptr + row, mask=kept_q, other=0.0),
+                    )
                     share *= rest[:, None]
                     x = times_power(x, power)
                 acc = tl.dot(tl.trans(share).to(x.dtype), x, acc, input_precision=PRECISION)

@@ -1,11 +1,14 @@
-"""Scores of few query tokens against many documents: document tokens stream past, and fill the rows of the products.
+"""Scores of few query tokens against many documents: document tokens stream past, and fill the rows
+of the products.
 
-With a query of 32 tokens on the rows, half of Hopper's 64 would be idle. Here a tile of document tokens is on the rows,
-straight from registers where it must be converted first, and the query on the columns. The maximum is kept for each
-place of a tile and taken over the places once per document, so that a tile costs one comparison per element.
+With a query of 32 tokens on the rows, half of Hopper's 64 would be idle. Here a tile of document
+tokens is on the rows, straight from registers where it must be converted first, and the query on
+the columns. The maximum is kept for each place of a tile and taken over the places once per
+document, so that a tile costs one comparison per element.
 
-Where documents are in int8 every program rounds the query itself: a launch of its own would take 4 microseconds, as
-long as 17 MB of documents. Meanwhile the first document is on its way from memory to L2.
+Where documents are in int8 every program rounds the query itself: a launch of its own would take 4
+microseconds, as long as 17 MB of documents. Meanwhile the first document is on its way from memory
+to L2.
 """
 
 import triton
@@ -21,10 +24,11 @@ TINY = tl.constexpr(2.0**-100)
 
 @triton.jit
 def int8_rows(x):
-    """``[R, K]`` rows in int8 and their scales, as ``quantize_kernel`` has them; of an infinite row the scale is NaN.
+    """``[R, K]`` rows in int8 and their scales, as ``quantize_kernel`` has them; of an infinite row
+    the scale is NaN.
 
-    A row is divided by its scale without a division: the inverse and two steps of Newton give the rounded quotient.
-    The residuals of both are exact once a row with a tiny scale is enlarged.
+    A row is divided by its scale without a division: the inverse and two steps of Newton give the
+    rounded quotient. The residuals of both are exact once a row with a tiny scale is enlarged.
     """
     x = x.to(tl.float32)
     scale = tl.div_rn(tl.reduce(tl.abs(x), 1, nan_max), 127.0)
@@ -39,30 +43,66 @@ def int8_rows(x):
         y = x * inverse
         y = tl.fma(tl.fma(y, minus, x), inverse, y)
         y = tl.fma(tl.fma(y, minus, x), inverse, y)
-    whole = tl.minimum(tl.maximum(y, -127.0), 127.0) + 12582912.0  # 1.5 * 2^23: half to even, in the lowest byte
-    return whole.to(tl.int32, bitcast=True).to(tl.int8), tl.where(scale < float("inf"), scale, float("nan"))
+    whole = (
+        tl.minimum(tl.maximum(y, -127.0), 127.0) + 12582912.0
+    )  # 1.5 * 2^23: half to even, in the lowest byte
+    return whole.to(tl.int32, bitcast=True).to(tl.int8), tl.where(
+        scale < float("inf"),
+        scale,
+        float("nan"),
+    )
 
 
 @triton.jit
 def prefetch(ptr, size):
-    """Ask for ``size`` bytes, a multiple of 16, from where no address is looked at again; compute capability 9.0."""
+    """Ask for ``size`` bytes, a multiple of 16, from where no address is looked at again; compute
+    capability 9.0.
+    """
     tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, $2, 0, p;"
         " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, t; }",
-        "=r,l,r", [ptr, size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l,r",
+        [ptr, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit(do_not_specialize=SIZES)
 def stream_kernel(
-    queries_ptr, documents_src, documents_ptr, query_mask_ptr, document_mask_ptr, document_factors_ptr, cu_queries_ptr,
-    cu_documents_ptr, scores_ptr, Tq, Td, Nq, Nd, length_q, length_d,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, UNIFORM_Q: tl.constexpr,
-    UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr, HAS_DMASK: tl.constexpr, MASK_ZERO: tl.constexpr,
-    HAS_SCALE: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, INTEGER: tl.constexpr,
+    queries_ptr,
+    documents_src,
+    documents_ptr,
+    query_mask_ptr,
+    document_mask_ptr,
+    document_factors_ptr,
+    cu_queries_ptr,
+    cu_documents_ptr,
+    scores_ptr,
+    Tq,
+    Td,
+    Nq,
+    Nd,
+    length_q,
+    length_d,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UNIFORM_Q: tl.constexpr,
+    UNIFORM_D: tl.constexpr,
+    HAS_QMASK: tl.constexpr,
+    HAS_DMASK: tl.constexpr,
+    MASK_ZERO: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTEGER: tl.constexpr,
     PREFETCH: tl.constexpr,
-):  # fmt: skip
-    """Scores ``[Nq, Nd]``: all ``Tq <= BLOCK_Q`` query rows meet every tile; a program owns every so many documents.
+):
+    """Scores ``[Nq, Nd]``: all ``Tq <= BLOCK_Q`` query rows meet every tile; a program owns every
+    so many documents.
 
     ``PREFETCH`` rows of its first document are asked for at once, through ``documents_ptr``.
     """
@@ -72,7 +112,10 @@ def stream_kernel(
     d = split
     start, end, ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
     if PREFETCH > 0:
-        prefetch(documents_ptr + tl.cast(start, tl.int64) * D, tl.minimum(end - start, PREFETCH) * D)
+        prefetch(
+            documents_ptr + tl.cast(start, tl.int64) * D,
+            tl.minimum(end - start, PREFETCH) * D,
+        )
     place = tl.arange(0, BLOCK_T)
     if HAS_SCALE:
         scale = tl.load(document_factors_ptr + start + place, mask=place < end - start, other=0.0)
@@ -83,7 +126,9 @@ def stream_kernel(
     weight = tl.full((BLOCK_Q,), 1.0, tl.float32)
     if INTEGER:
         q, weight = int8_rows(q)
-    if HAS_QMASK:  # what is left out has a scale that no row has: one vector in registers instead of two
+    if (
+        HAS_QMASK
+    ):  # what is left out has a scale that no row has: one vector in registers instead of two
         kept_q = inside & (tl.load(query_mask_ptr + row, mask=inside, other=0) != 0)
         weight = tl.where(kept_q, weight, -1.0)
 
@@ -100,12 +145,21 @@ def stream_kernel(
         done = t0 + BLOCK_T >= length
         next_t0 = tl.where(done, 0, t0 + BLOCK_T)
         next_d = tl.where(done, d + splits, d)
-        next_start, next_end, next_ok = bounds(cu_documents_ptr, next_d, Nd, Td, length_d, UNIFORM_D)
+        next_start, next_end, next_ok = bounds(
+            cu_documents_ptr,
+            next_d,
+            Nd,
+            Td,
+            length_d,
+            UNIFORM_D,
+        )
         if HAS_SCALE:  # of the next tile: what is read when it is needed is waited for
             next_t = next_t0 + place
             there = next_t < tl.where(next_d < Nd, next_end - next_start, 0)
             next_scale = tl.load(document_factors_ptr + next_start + next_t, mask=there, other=0.0)
-        acc = tl.dot(rows.to(q.dtype), q.T, input_precision=PRECISION, out_dtype=kind).to(tl.float32)
+        acc = tl.dot(rows.to(q.dtype), q.T, input_precision=PRECISION, out_dtype=kind).to(
+            tl.float32,
+        )
         there = t0 + place < length
         if HAS_SCALE:
             acc *= scale[:, None]

@@ -1,8 +1,10 @@
-"""Kernels of exact search over sparse vectors: scores of a block of documents, and the best of each query.
+"""Kernels of exact search over sparse vectors: scores of a block of documents, and the best of each
+query.
 
-A program adds the postings of a query in one block of documents, in integers, in shared memory: additions of integers
-give the same sum in any order. Shared memory that Triton does not know of is declared, written and read by lines of
-PTX; where kernels are interpreted, the sums are atomic additions to the scores' own memory, which give the same bits.
+A program adds the postings of a query in one block of documents, in integers, in shared memory:
+additions of integers give the same sum in any order. Shared memory that Triton does not know of is
+declared, written and read by lines of PTX; where kernels are interpreted, the sums are atomic
+additions to the scores' own memory, which give the same bits.
 """
 
 import triton
@@ -11,17 +13,29 @@ import triton.language as tl
 
 @triton.jit
 def _tile_address(BLOCK: tl.constexpr):
-    """Address of ``BLOCK`` words of shared memory; written out, since the text of the instruction must be constant."""
+    """Address of ``BLOCK`` words of shared memory; written out, since the text of the instruction
+    must be constant.
+    """
     tl.static_assert(BLOCK == 8192)
     return tl.inline_asm_elementwise(
-        "{ .shared .align 16 .b32 sums[8192]; mov.u32 $0, sums; }", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        "{ .shared .align 16 .b32 sums[8192]; mov.u32 $0, sums; }",
+        "=r",
+        [],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
 @triton.jit
 def _set(at, value):
     tl.inline_asm_elementwise(
-        "st.shared.b32 [$1], $2; mov.u32 $0, 0;", "=r,r,r", [at, value], dtype=tl.int32, is_pure=False, pack=1
+        "st.shared.b32 [$1], $2; mov.u32 $0, 0;",
+        "=r,r,r",
+        [at, value],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -29,29 +43,46 @@ def _set(at, value):
 def _add(at, value, product):
     """Add values where products are positive."""
     tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.f32 p, $3, 0f00000000; @p red.shared.add.u32 [$1], $2; mov.u32 $0, 0; }", "=r,r,r,r",
-        [at, value, product], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "{ .reg .pred p; setp.gt.f32 p, $3, 0f00000000; @p red.shared.add.u32 [$1], $2; mov.u32 $0, 0; }",
+        "=r,r,r,r",
+        [at, value, product],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
 def _get(at):
-    return tl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [at], dtype=tl.int32, is_pure=False, pack=1)
+    return tl.inline_asm_elementwise(
+        "ld.shared.b32 $0, [$1];",
+        "=r,r",
+        [at],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
 def _bytes(at, inside):
-    """Bytes, 0 outside: Triton's own load passes them from thread to thread, by as much shared memory as sums take."""
+    """Bytes, 0 outside: Triton's own load passes them from thread to thread, by as much shared
+    memory as sums take.
+    """
     return tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.u32 $0, 0; @p ld.global.u8 $0, [$1]; }", "=r,l,r",
-        [at.to(tl.int64, bitcast=True), inside.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.u32 $0, 0; @p ld.global.u8 $0, [$1]; }",
+        "=r,l,r",
+        [at.to(tl.int64, bitcast=True), inside.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
 def _exponent(terms_ptr, weights_ptr, largest_ptr, T, V, BLOCK_T: tl.constexpr):
-    """Exponent field of the least power of two that is larger than any score of a query with these terms, and where
-    its last positive weight ends.
+    """Exponent field of the least power of two that is larger than any score of a query with these
+    terms, and where its last positive weight ends.
     """
     bound = tl.zeros((BLOCK_T,), tl.float32)
     last = tl.zeros((BLOCK_T,), tl.int32)
@@ -66,13 +97,31 @@ def _exponent(terms_ptr, weights_ptr, largest_ptr, T, V, BLOCK_T: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "V", "N", "Nq", "blocks"])
 def block_scores_kernel(
-    terms_ptr, weights_ptr, offsets_ptr, places_ptr, postings_ptr, largest_ptr, allowed_ptr, score_ptr, group_ptr,
-    high_ptr, T, V, N, Nq, blocks,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
-    HAS_ALLOWED: tl.constexpr, SHARED: tl.constexpr,
-):  # fmt: skip
-    """Bits of the scores ``[Nq, N]`` of one block for one query, and the highest of each group of documents and of each
-    group of groups. ``ROWS`` terms at a time add ``WIDE`` postings each.
+    terms_ptr,
+    weights_ptr,
+    offsets_ptr,
+    places_ptr,
+    postings_ptr,
+    largest_ptr,
+    allowed_ptr,
+    score_ptr,
+    group_ptr,
+    high_ptr,
+    T,
+    V,
+    N,
+    Nq,
+    blocks,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+    HAS_ALLOWED: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """Bits of the scores ``[Nq, N]`` of one block for one query, and the highest of each group of
+    documents and of each group of groups. ``ROWS`` terms at a time add ``WIDE`` postings each.
     """
     block = tl.program_id(0) // Nq
     query = (tl.program_id(0) % Nq).to(tl.int64)
@@ -105,13 +154,24 @@ def block_scores_kernel(
         for i0 in range(0, tl.max(end - start), WIDE):
             at = start[:, None] + (i0 + tl.arange(0, WIDE))[None, :]
             inside_list = at < end[:, None]
-            where = tl.load(places_ptr + at, mask=inside_list, other=0).to(tl.uint16, bitcast=True).to(tl.int32)
+            where = (
+                tl.load(places_ptr + at, mask=inside_list, other=0)
+                .to(tl.uint16, bitcast=True)
+                .to(tl.int32)
+            )
             product = weight[:, None] * tl.load(postings_ptr + at, mask=inside_list, other=0.0)
-            whole = tl.maximum(product * factor + 0.5, 1.0).to(tl.uint32).to(tl.int32, bitcast=True)  # cut, not rounded
+            whole = (
+                tl.maximum(product * factor + 0.5, 1.0).to(tl.uint32).to(tl.int32, bitcast=True)
+            )  # cut, not rounded
             if SHARED:
                 _add(base + 4 * where, whole, product)
             else:
-                tl.atomic_add(score_ptr + block * BLOCK + where, whole, mask=product > 0.0, sem="relaxed")
+                tl.atomic_add(
+                    score_ptr + block * BLOCK + where,
+                    whole,
+                    mask=product > 0.0,
+                    sem="relaxed",
+                )
     tl.debug_barrier()
     if SHARED:
         total = _get(base + 4 * place)
@@ -124,7 +184,10 @@ def block_scores_kernel(
             allowed = tl.load(allowed_ptr + document, mask=inside, other=0).to(tl.int32)
         total = tl.where(allowed != 0, total, 0)
     # two factors, of which neither leaves the numbers of fp32
-    score = total.to(tl.uint32, bitcast=True).to(tl.float32) * ((254 - up) << 23).to(tl.float32, bitcast=True)
+    score = total.to(tl.uint32, bitcast=True).to(tl.float32) * ((254 - up) << 23).to(
+        tl.float32,
+        bitcast=True,
+    )
     bits = score.to(tl.int32, bitcast=True)
     tl.store(score_ptr + document, bits, mask=inside)
     bits = tl.where(inside, bits, 0)
@@ -137,7 +200,9 @@ def block_scores_kernel(
 
 @triton.jit
 def _values(ptr, member_ptr, i, count, n, GROUP: tl.constexpr):
-    """Bits of entries ``i`` of ``count``, and where they come from: by place, or of the groups that are listed."""
+    """Bits of entries ``i`` of ``count``, and where they come from: by place, or of the groups that
+    are listed.
+    """
     if GROUP == 0:
         place = i
         known = i < count
@@ -153,11 +218,23 @@ NEAR = tl.constexpr(1 << 24)  # bits of numbers: a fourth of the highest is trie
 
 @triton.jit
 def _best(
-    ptr, member_ptr, out_ptr, values_ptr, count, n, k, most, bound, top,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr, ONE: tl.constexpr,
-):  # fmt: skip
-    """List the places of the ``k`` highest positive values, or of up to ``most``, rising, the first of equal ones; how
-    many, a number that ``k`` values reach (0, if there are fewer), and the highest. The last two are given where known.
+    ptr,
+    member_ptr,
+    out_ptr,
+    values_ptr,
+    count,
+    n,
+    k,
+    most,
+    bound,
+    top,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ONE: tl.constexpr,
+):
+    """List the places of the ``k`` highest positive values, or of up to ``most``, rising, the first
+    of equal ones; how many, a number that ``k`` values reach (0, if there are fewer), and the
+    highest. The last two are given where known.
     """
     size = count if GROUP == 0 else count * GROUP
     lane = tl.arange(0, CHUNK)
@@ -211,31 +288,83 @@ RANKED = tl.constexpr(64)
 
 @triton.jit(do_not_specialize=["N", "blocks", "k", "most"])
 def best_kernel(
-    score_ptr, group_ptr, high_ptr, member_ptr, listed_ptr, documents_ptr, values_ptr, N, blocks, k, most,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr, ONE_FIRST: tl.constexpr, CHUNK: tl.constexpr,
+    score_ptr,
+    group_ptr,
+    high_ptr,
+    member_ptr,
+    listed_ptr,
+    documents_ptr,
+    values_ptr,
+    N,
+    blocks,
+    k,
+    most,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FIRST: tl.constexpr,
+    ONE_FIRST: tl.constexpr,
+    CHUNK: tl.constexpr,
     ONE: tl.constexpr,
-):  # fmt: skip
-    """Documents ``[Nq, k]`` with the highest positive scores of each query and their bits, best first; -1 and 0 behind.
+):
+    """Documents ``[Nq, k]`` with the highest positive scores of each query and their bits, best
+    first; -1 and 0 behind.
 
-    They lie in the ``k`` groups with the highest best document, the first ones where those are equal; likewise groups.
-    Up to ``most`` are as good, and found with fewer steps, since all that were found are put in order.
+    They lie in the ``k`` groups with the highest best document, the first ones where those are
+    equal; likewise groups. Up to ``most`` are as good, and found with fewer steps, since all that
+    were found are put in order.
     """
     query = tl.program_id(0).to(tl.int64)
     groups = blocks * (BLOCK // GROUP)
     high_ptr += query * groups // GROUP
     member_ptr += 3 * query * most
     listed_ptr += query * most
-    count, bound, top = _best(high_ptr, None, member_ptr, None, groups // GROUP, 0, k, most, 0, 0, 0, FIRST, ONE_FIRST)
+    count, bound, top = _best(
+        high_ptr,
+        None,
+        member_ptr,
+        None,
+        groups // GROUP,
+        0,
+        k,
+        most,
+        0,
+        0,
+        0,
+        FIRST,
+        ONE_FIRST,
+    )
     tl.debug_barrier()
     count, bound, _ = _best(
-        group_ptr + query * groups, member_ptr, member_ptr + most, None, count, groups, k, most, bound, top, GROUP,
-        CHUNK, ONE,
-    )  # fmt: skip
+        group_ptr + query * groups,
+        member_ptr,
+        member_ptr + most,
+        None,
+        count,
+        groups,
+        k,
+        most,
+        bound,
+        top,
+        GROUP,
+        CHUNK,
+        ONE,
+    )
     tl.debug_barrier()
     count, _, _ = _best(
-        score_ptr + query * N, member_ptr + most, member_ptr + 2 * most, listed_ptr, count, N, k, most, bound, top,
-        GROUP, CHUNK, ONE,
-    )  # fmt: skip
+        score_ptr + query * N,
+        member_ptr + most,
+        member_ptr + 2 * most,
+        listed_ptr,
+        count,
+        N,
+        k,
+        most,
+        bound,
+        top,
+        GROUP,
+        CHUNK,
+        ONE,
+    )
     tl.debug_barrier()
     for i0 in range(0, tl.maximum(k, count), RANKED):
         i = i0 + tl.arange(0, RANKED)
@@ -244,7 +373,9 @@ def best_kernel(
         for j0 in range(0, count, RANKED):
             j = j0 + tl.arange(0, RANKED)
             other = tl.load(listed_ptr + j, mask=j < count, other=-1)
-            before = (other[None, :] == value[:, None]) & (j[None, :] < i[:, None])  # equal ones that were listed
+            before = (other[None, :] == value[:, None]) & (
+                j[None, :] < i[:, None]
+            )  # equal ones that were listed
             before |= other[None, :] > value[:, None]
             rank += tl.where(i < count, tl.sum(before.to(tl.int32), axis=1), 0)
         document = tl.load(member_ptr + 2 * most + i, mask=i < count, other=-1)

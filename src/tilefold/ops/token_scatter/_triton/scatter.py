@@ -1,11 +1,13 @@
-"""The scatter and its gradient: one program per sequence, work O(S), and no float is ever added or compared in a race.
+"""The scatter and its gradient: one program per sequence, work O(S), and no float is ever added or
+compared in a race.
 
-All tokens with the same id must meet somewhere. Each writes its position to the id's place in a table; whichever
-write lasts names the meeting point, a slot beside that token. It does not matter which it is, since all read the same,
-and a table whose places are written before they are read needs no clearing: the scores' own memory serves, and
-each place that was used is overwritten by its score in the end. At the slot, integer atomics settle the rest in
-any order: a maximum of (weight, lowest token) as int64 keys, or a sum of weights in int64 fixed point, whose unit is
-that of the largest weight that meets there.
+All tokens with the same id must meet somewhere. Each writes its position to the id's place in a
+table; whichever write lasts names the meeting point, a slot beside that token. It does not matter
+which it is, since all read the same, and a table whose places are written before they are read
+needs no clearing: the scores' own memory serves, and each place that was used is overwritten by its
+score in the end. At the slot, integer atomics settle the rest in any order: a maximum of (weight,
+lowest token) as int64 keys, or a sum of weights in int64 fixed point, whose unit is that of the
+largest weight that meets there.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ LOWEST = tl.constexpr(-(2**63))
 
 @triton.jit
 def span_of(cu_ptr, b, B, S, T, PACKED: tl.constexpr, SCAN: tl.constexpr):
-    """First token and length of sequence b; and whether the offsets of the batch make sense (length 0 if not)."""
+    """First token and length of sequence b; and whether the offsets of the batch make sense (length
+    0 if not).
+    """
     if PACKED:
         ok = (tl.load(cu_ptr) == 0) & (tl.load(cu_ptr + B) == T)
         for b0 in range(0, B, SCAN):
@@ -32,15 +36,25 @@ def span_of(cu_ptr, b, B, S, T, PACKED: tl.constexpr, SCAN: tl.constexpr):
         length = tl.load(cu_ptr + b + 1).to(tl.int64) - start
         return start, tl.where(ok, length, 0).to(tl.int32), ok
     else:
-        tl.assume(S > 0)  # the launchers see to it: the loops over tokens need no guard, whose predicate was spilled
+        tl.assume(
+            S > 0,
+        )  # the launchers see to it: the loops over tokens need no guard, whose predicate was spilled
         return b * S, S, S > 0
 
 
 @triton.jit
 def load_tokens(
-    weights_ptr, ids_ptr, mask_ptr, start, s, length, V,
-    IGNORE: tl.constexpr, IGNORED: tl.constexpr, HAS_MASK: tl.constexpr,
-):  # fmt: skip
+    weights_ptr,
+    ids_ptr,
+    mask_ptr,
+    start,
+    s,
+    length,
+    V,
+    IGNORE: tl.constexpr,
+    IGNORED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):
     """Weights (fp32), ids, valid tokens, and the valid ones whose id lies in the vocabulary."""
     inside = s < length
     weight = tl.load(weights_ptr + start + s, mask=inside, other=0.0).to(tl.float32)
@@ -65,14 +79,20 @@ def order_key(weight, s):
 
 @triton.jit
 def exponent_above(bits):
-    """The least e with ``x < 2^e``, of the bits of a finite ``x >= 0`` in fp32 (-126 for what is smaller still)."""
+    """The least e with ``x < 2^e``, of the bits of a finite ``x >= 0`` in fp32 (-126 for what is
+    smaller still).
+    """
     return (bits >> 23) - 126
 
 
 @triton.jit
 def scale_of(count, peak):
-    """The e for which ``count`` terms, none larger than the one with these bits, add up to less than ``2^(62 - e)``."""
-    return 62 - exponent_above(count.to(tl.float32).to(tl.int32, bitcast=True)) - exponent_above(peak)
+    """The e for which ``count`` terms, none larger than the one with these bits, add up to less
+    than ``2^(62 - e)``.
+    """
+    return (
+        62 - exponent_above(count.to(tl.float32).to(tl.int32, bitcast=True)) - exponent_above(peak)
+    )
 
 
 @triton.jit
@@ -108,10 +128,29 @@ def as_table(ptr):
 
 @triton.jit(do_not_specialize=["B", "S", "T"])
 def scatter_kernel(
-    weights_ptr, ids_ptr, mask_ptr, cu_ptr, out_ptr, table_ptr, slot_ptr, meet_ptr, counted_ptr, B, S, T, V,
-    SUM: tl.constexpr, ACTIVATION: tl.constexpr, IGNORE: tl.constexpr, IGNORED: tl.constexpr, HAS_MASK: tl.constexpr,
-    PACKED: tl.constexpr, WITH_COUNTED: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
-):  # fmt: skip
+    weights_ptr,
+    ids_ptr,
+    mask_ptr,
+    cu_ptr,
+    out_ptr,
+    table_ptr,
+    slot_ptr,
+    meet_ptr,
+    counted_ptr,
+    B,
+    S,
+    T,
+    V,
+    SUM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IGNORE: tl.constexpr,
+    IGNORED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    WITH_COUNTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCAN: tl.constexpr,
+):
     b = tl.program_id(0).to(tl.int64)
     start, length, ok = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
     table_ptr = as_table(table_ptr)
@@ -124,7 +163,16 @@ def scatter_kernel(
     for s0 in range(0, length, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
         weight, entry, valid, known = load_tokens(
-            weights_ptr, ids_ptr, mask_ptr, start, s, length, V, IGNORE, IGNORED, HAS_MASK
+            weights_ptr,
+            ids_ptr,
+            mask_ptr,
+            start,
+            s,
+            length,
+            V,
+            IGNORE,
+            IGNORED,
+            HAS_MASK,
         )
         broken |= (valid & (known == 0)).to(tl.int32)
         tl.store(table_ptr + row + entry, s.to(table_ptr.dtype.element_ty), mask=known)
@@ -141,9 +189,20 @@ def scatter_kernel(
     for s0 in range(0, length, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
         weight, entry, valid, known = load_tokens(
-            weights_ptr, ids_ptr, mask_ptr, start, s, length, V, IGNORE, IGNORED, HAS_MASK
+            weights_ptr,
+            ids_ptr,
+            mask_ptr,
+            start,
+            s,
+            length,
+            V,
+            IGNORE,
+            IGNORED,
+            HAS_MASK,
         )
-        meet = tl.load(table_ptr + row + entry, mask=known, other=0, cache_modifier=".cg").to(tl.int32)
+        meet = tl.load(table_ptr + row + entry, mask=known, other=0, cache_modifier=".cg").to(
+            tl.int32,
+        )
         tl.store(meet_ptr + start + s, meet, mask=known)
         if SUM:
             value = activate(weight, ACTIVATION)
@@ -160,7 +219,16 @@ def scatter_kernel(
         for s0 in range(0, length, BLOCK):
             s = s0 + tl.arange(0, BLOCK)
             weight, entry, valid, known = load_tokens(
-                weights_ptr, ids_ptr, mask_ptr, start, s, length, V, IGNORE, IGNORED, HAS_MASK
+                weights_ptr,
+                ids_ptr,
+                mask_ptr,
+                start,
+                s,
+                length,
+                V,
+                IGNORE,
+                IGNORED,
+                HAS_MASK,
             )
             meet = tl.load(meet_ptr + start + s, mask=known, other=0)
             peak = tl.load(peak_ptr + start + meet, mask=known, other=0, cache_modifier=".cg")
@@ -174,7 +242,16 @@ def scatter_kernel(
     for s0 in range(0, length, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
         weight, entry, valid, known = load_tokens(
-            weights_ptr, ids_ptr, mask_ptr, start, s, length, V, IGNORE, IGNORED, HAS_MASK
+            weights_ptr,
+            ids_ptr,
+            mask_ptr,
+            start,
+            s,
+            length,
+            V,
+            IGNORE,
+            IGNORED,
+            HAS_MASK,
         )
         meet = tl.load(meet_ptr + start + s, mask=known, other=0)
         slot = tl.load(slot_ptr + start + meet, mask=known, other=0, cache_modifier=".cg")
@@ -204,9 +281,22 @@ def scatter_kernel(
 
 @triton.jit(do_not_specialize=["B", "S", "T"])
 def gather_kernel(
-    dscores_ptr, weights_ptr, ids_ptr, counted_ptr, cu_ptr, dweights_ptr, B, S, T, stride_db, stride_dv,
-    ACTIVATION: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
-):  # fmt: skip
+    dscores_ptr,
+    weights_ptr,
+    ids_ptr,
+    counted_ptr,
+    cu_ptr,
+    dweights_ptr,
+    B,
+    S,
+    T,
+    stride_db,
+    stride_dv,
+    ACTIVATION: tl.constexpr,
+    PACKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCAN: tl.constexpr,
+):
     """``dweights[b, s] = dscores[b, id] * act'(weight)`` where token s counted, else 0."""
     b = tl.program_id(0).to(tl.int64)
     start, length, ok = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
@@ -216,7 +306,9 @@ def gather_kernel(
         counted = tl.load(counted_ptr + start + s, mask=inside, other=0) != 0
         weight = tl.load(weights_ptr + start + s, mask=inside, other=0.0).to(tl.float32)
         entry = tl.load(ids_ptr + start + s, mask=inside, other=0).to(tl.int64)
-        grad = tl.load(dscores_ptr + b * stride_db + entry * stride_dv, mask=counted, other=0.0).to(tl.float32)
+        grad = tl.load(dscores_ptr + b * stride_db + entry * stride_dv, mask=counted, other=0.0).to(
+            tl.float32,
+        )
         grad = tl.where(counted, grad * slope_from_logit(weight, ACTIVATION), 0.0)
         tl.store(dweights_ptr + start + s, grad.to(dweights_ptr.dtype.element_ty), mask=inside)
     if PACKED:  # noqa: SIM102
