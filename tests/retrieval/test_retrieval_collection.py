@@ -359,6 +359,59 @@ def test_judgements_and_topics_of_trec_are_read(beir: Path) -> None:
     refused(DataError, r"queries\.trec, topic 1: expected a <num> and a <title>", r.load_beir, beir)
 
 
+SPACED = "  two  blanks "
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        pytest.param("q.jsonl", f'{{"_id": "1", "text": "{SPACED}"}}\n', id="json lines"),
+        pytest.param("q.tsv", f"1\t{SPACED}\n", id="tsv"),
+        pytest.param("q.txt", f"{SPACED}\n", id="bare lines"),
+        pytest.param("q.txt", f"{SPACED}\r\n", id="bare lines of Windows"),
+    ],
+)
+def test_every_file_of_queries_keeps_the_blanks_of_a_query(
+    tmp_path: Path,
+    name: str,
+    content: str,
+) -> None:
+    (tmp_path / name).write_bytes(content.encode())
+    assert r.load_queries(tmp_path / name) == {"1": SPACED}
+
+
+def test_topics_keep_blanks_within_a_line_and_leave_out_those_next_to_tags(tmp_path: Path) -> None:
+    topics = "<top>\n<num> 1\n<title>  two  blanks \n  and a line\n\n<desc>\nwhy\n</top>\n"
+    escaped = '<topic number="2"><query>&#32;two  blanks&#32;</query></topic>\n'
+    (tmp_path / "q.trec").write_text(topics + escaped)
+    expected = {"1": "two  blanks and a line", "2": " two  blanks "}
+    assert r.load_queries(tmp_path / "q.trec") == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        pytest.param(f"{SPACED}\n", ("1", SPACED), id="a text keeps its blanks"),
+        pytest.param(f" q1 \t{SPACED}\n", (" q1 ", SPACED), id="so do an id and its text"),
+        pytest.param("q1\t\n", ("q1", ""), id="nothing after the tab is an empty text"),
+        pytest.param("q1\ta\tb\n", ("q1", "a\tb"), id="a text may hold tabs"),
+        pytest.param("\ufeffq1\twords\n", ("q1", "words"), id="a byte order mark is no text"),
+    ],
+)
+def test_a_line_of_standard_input_is_read_like_one_of_a_file(
+    tmp_path: Path,
+    line: str,
+    expected: tuple[str, str],
+) -> None:
+    assert r.query_of_line(line, 1) == expected
+    (tmp_path / "q.txt").write_text(line)
+    assert r.load_queries(tmp_path / "q.txt") == dict([expected])
+
+
+def test_a_line_without_an_id_before_its_tab_is_refused() -> None:
+    refused(DataError, "line 3: expected an id before the tab", r.query_of_line, "\ttext\n", 3)
+
+
 FRAMES = [
     ("id\ttext\n", "1\tcats sleep\n", {"1": ("", "cats sleep")}),
     ("docid\ttitle\ttext\n", "1\tCats\tcats sleep\n", {"1": ("Cats", "cats sleep")}),

@@ -35,6 +35,7 @@ _NUMBER = re.compile(
     re.IGNORECASE,
 )
 _TITLE = re.compile(r"<(?:title|query)>\s*(?:Topic:)?(.*?)(?=<|\Z)", re.DOTALL | re.IGNORECASE)
+_LINE_BREAK = re.compile(r"[^\S\n]*\n\s*")  # in a topic, with the blanks around it
 # What a column is -> names that BEIR, TREC, MS MARCO, datasets and data frames give it.
 _DOCUMENT = (
     "corpus-id",
@@ -147,12 +148,14 @@ def text_rows(
 ) -> Iterator[Row]:
     """Rows of lines: an id, a tab and a text; a `bare` text, by its number; or the columns that the
     first names.
+
+    Blanks belong to ids and texts: only the end of a line is left out.
     """
     columns: list[str | None] | None = None
     for place, (number, line) in enumerate(
         ((number, line) for number, line in lines if line.strip()),
     ):
-        where, fields = f"{path}:{number}", line.rstrip("\r\n").split("\t")
+        where, fields = f"{path}:{number}", _fields_of(line)
         if place == 0 and (columns := text_columns(fields, where)):
             _say_once(where, tuple(fields))
             columns = [
@@ -164,7 +167,7 @@ def text_rows(
         elif len(fields) > 1:
             yield where, {"_id": fields[0], "text": "\t".join(fields[1:])}
         elif bare:
-            yield where, {"_id": str(number), "text": line.strip()}
+            yield where, {"_id": str(number), "text": fields[0]}
         else:
             raise DataError(
                 f"{where}: expected an id, a tab and a text, got no tab. Fix that line.",
@@ -264,6 +267,8 @@ def row_of(fields: Sequence[str], columns: Sequence[str | None], where: str) -> 
 def _topic_rows(path: Path) -> Iterator[Row]:
     """Rows of ``_id`` and ``text`` for TREC topics: ``<top>`` or ``<topic>`` with a number, and a
     title or query.
+
+    Blanks next to a tag are layout, and a line break is one blank; blanks within a line are kept.
     """
     text, found = "".join(line for _, line in numbered_lines(path)), 0
     for found, match in enumerate(_TOPIC.finditer(text), start=1):
@@ -276,10 +281,8 @@ def _topic_rows(path: Path) -> Iterator[Row]:
             raise DataError(
                 f"{where}: expected a <num> and a <title> (or <query>), got one without.",
             )
-        yield (
-            where,
-            {"_id": number[1] or number[2], "text": " ".join(html.unescape(title[1]).split())},
-        )
+        on_one_line = _LINE_BREAK.sub(" ", title[1].strip())
+        yield where, {"_id": number[1] or number[2], "text": html.unescape(on_one_line)}
     if not found:
         raise DataError(
             f"{path}: expected TREC topics (<top> ... </top>), got {text[:40]!r}. Name a table .tsv.",
@@ -300,13 +303,38 @@ def query_rows(path: Path, *, bare: bool = False) -> Iterator[Row]:
 def query_of_line(line: str, number: int) -> tuple[str, str]:
     """Id and text of a query: ``id<tab>text``, or a text with its line's number; no names of
     columns.
+
+    Blanks belong to the id and the text, as in a file of queries.
+
+    Args:
+        line: the line, with or without its end.
+        number: of the line, from 1; the id of a text without one.
+
+    Returns:
+        The id and the text, which is empty where nothing follows the tab.
+
+    Raises:
+        DataError: if the first line names columns, or nothing precedes the tab.
     """
-    if number == 1 and text_columns(line.strip().split("\t"), "line 1"):
+    fields = _fields_of(line.removeprefix("\ufeff") if number == 1 else line)
+    shown = "\t".join(fields)
+    if number == 1 and text_columns(fields, "line 1"):
         raise DataError(
-            f"line 1: expected a query, got names of columns, {line.strip()!r}. Leave that line out.",
+            f"line 1: expected a query, got names of columns, {shown!r}. Leave that line out.",
         )
-    name, tab, text = line.strip().partition("\t")
-    return (name, text) if tab else (str(number), name)
+    if len(fields) == 1:
+        return str(number), fields[0]
+    if not fields[0]:
+        raise DataError(
+            f"line {number}: expected an id before the tab, got {shown!r}. "
+            "Give the query an id, or remove the tab.",
+        )
+    return fields[0], "\t".join(fields[1:])
+
+
+def _fields_of(line: str) -> list[str]:
+    """The fields between the tabs of a line, without the line's end."""
+    return line.rstrip("\r\n").split("\t")
 
 
 def read_splits(
@@ -380,7 +408,7 @@ def _judgements(path: Path) -> Iterator[Judgement]:
     for number, line in numbered_lines(path):
         if not line.strip():
             continue
-        where, fields = f"{path}:{number}", line.rstrip("\r\n").split("\t")
+        where, fields = f"{path}:{number}", _fields_of(line)
         if len(fields) == 1:
             fields = line.split()
         if columns is None:
