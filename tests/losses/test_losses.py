@@ -10,10 +10,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sentence_transformers.sparse_encoder.losses import FlopsLoss
+from sentence_transformers.sparse_encoder.losses import (
+    FlopsLoss,
+    SparseMarginMSELoss,
+    SparseMultipleNegativesRankingLoss,
+)
 from torch import Tensor, nn
 
 from tests.refusals import refused
+from tilefold._sigmoid import sigmoid
 from tilefold.losses import (
     AntiZeroLoss,
     DFFlopsLoss,
@@ -268,6 +273,77 @@ def test_the_loss_of_epic_is_the_probability_of_the_negatives() -> None:
         match=r"at least 3 columns \(a query, a relevant document and negatives\), got 2",
     ):
         PairwiseSoftmaxLoss().compute_loss_from_embeddings([QUERIES, RELEVANT])
+
+
+MARGINS = [0.0, 1.0, 5.0, 15.0, 16.5, 17.0, 30.0, 60.0, 80.0]
+BOTH_SIGNS = [*MARGINS, *(-margin for margin in MARGINS[1:])]
+
+
+def _loss_and_gradient(loss: nn.Module, margin: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Loss of one query whose negative wins by ``margin``, and its gradient by that margin."""
+    query, relevant = torch.ones(1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
+    negative = torch.full((1, 1), margin, dtype=dtype, requires_grad=True)
+    value = loss.compute_loss_from_embeddings([query, relevant, negative], torch.zeros(1))
+    value.backward()
+    return value.item(), negative.grad.item()
+
+
+@pytest.mark.parametrize("margin", BOTH_SIGNS)
+def test_the_loss_of_epic_keeps_its_gradient_where_one_side_wins_by_far(margin: float) -> None:
+    expected = _loss_and_gradient(PairwiseSoftmaxLoss(), margin, torch.float64)
+    exact_gradient = math.exp(-abs(margin)) / (1 + math.exp(-abs(margin))) ** 2
+    assert expected[1] == pytest.approx(exact_gradient, rel=1e-9, abs=0)
+    for dtype in (torch.float32, torch.bfloat16):
+        if torch.tensor(margin, dtype=dtype).item() == margin:
+            single = _loss_and_gradient(PairwiseSoftmaxLoss(), margin, dtype)
+            budget = 1e-6 if dtype == torch.float32 else 2**-8  # the gradient of a leaf in bf16
+            assert single == pytest.approx(expected, rel=budget, abs=0)
+
+
+@pytest.mark.parametrize("margin", BOTH_SIGNS)
+@pytest.mark.parametrize(
+    ("dtype", "budget"),
+    [
+        pytest.param(torch.float32, 1e-6, id="fp32"),
+        pytest.param(torch.bfloat16, 2**-6, id="bf16"),  # the output and two roundings of the slope
+    ],
+)
+def test_sigmoid_has_its_value_and_its_slope_for_every_argument(
+    margin: float,
+    dtype: torch.dtype,
+    budget: float,
+) -> None:
+    x = torch.tensor(margin, dtype=dtype, requires_grad=True)
+    exact = torch.tensor(x.item(), dtype=torch.float64)
+    value = sigmoid(x)
+    value.backward()
+    slope = torch.sigmoid(exact) * torch.sigmoid(-exact)
+    assert value.dtype == dtype
+    assert value.item() == pytest.approx(torch.sigmoid(exact).item(), rel=budget, abs=0)
+    assert x.grad.item() == pytest.approx(slope.item(), rel=budget, abs=0)
+
+
+def test_sigmoid_of_nan_is_nan() -> None:
+    assert sigmoid(torch.tensor([math.nan, math.inf, -math.inf])).tolist()[1:] == [1.0, 0.0]
+    assert sigmoid(torch.tensor(math.nan)).isnan()
+
+
+@pytest.mark.parametrize("margin", BOTH_SIGNS)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(SparseMultipleNegativesRankingLoss, id="infonce"),
+        pytest.param(SparseMarginMSELoss, id="margin_mse"),
+    ],
+)
+def test_losses_of_sentence_transformers_keep_the_gradient_of_a_negative_that_wins(
+    loss: Callable[..., nn.Module],
+    margin: float,
+) -> None:
+    """The stock losses of the recipes; what they lose at most is a gradient below fp32's unit."""
+    exact = _loss_and_gradient(loss(nn.Identity()), margin, torch.float64)
+    single = _loss_and_gradient(loss(nn.Identity()), margin, torch.float32)
+    assert single == pytest.approx(exact, rel=1e-5, abs=2**-23)
 
 
 def test_the_loss_of_deepct_is_least_at_the_recall_of_a_term() -> None:

@@ -284,6 +284,21 @@ def test_epic_is_its_formula_plain_and_fused_with_a_bias_and_without(form: str, 
     refused(ValueError, asked, module, case.features(case.logits()))
 
 
+def test_a_saturated_quality_of_epic_keeps_its_gradient() -> None:
+    torch.manual_seed(3)
+    module, case = EpicPooling(6, IGNORED), batch()
+    with torch.no_grad():
+        module.quality.weight.zero_()
+        module.quality.bias.fill_(20.0)
+    features = case.features(case.logits().float())
+    states = torch.randn(case.hidden.shape)
+    scores = module(features | {"all_layer_embeddings": (states,)})["sentence_embedding"]
+    scores.sum().backward()
+    slope = torch.sigmoid(torch.tensor(-20.0, dtype=torch.float64)).item()
+    expected = slope * scores.sum().item()  # the quality itself is 1 in fp32
+    assert module.quality.bias.grad.item() == pytest.approx(expected, rel=1e-5, abs=0)
+
+
 # TokenWeights
 
 

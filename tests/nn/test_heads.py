@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tilefold.nn import LSRHead, TokenWeightHead
+from tilefold.nn import EntmaxAlpha, LSRHead, TokenWeightHead
 from tilefold.ops import lsr_head, token_scatter
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -160,3 +160,12 @@ def test_dtype_and_device_are_those_asked_for_and_repr_shows_the_options() -> No
         "TokenWeightHead(hidden_size=16, vocab_size=20, bias=False, reduce='max', activation='relu', "
         "ignore_ids=(1,), impl='auto')"
     )
+
+
+def test_an_alpha_close_to_two_keeps_its_gradient() -> None:
+    alpha = EntmaxAlpha(1)
+    with torch.no_grad():
+        alpha.theta.fill_(20.0)
+    alpha().sum().backward()
+    slope = torch.sigmoid(torch.tensor(-20.0, dtype=torch.float64)).item()
+    assert alpha.theta.grad.item() == pytest.approx(slope, rel=1e-6, abs=0)

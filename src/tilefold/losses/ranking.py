@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilefold._process_group import ranks_of
+from tilefold._sigmoid import sigmoid
 from tilefold.losses._collectives import sum_over_rows
 
 __all__ = ["PairwiseSoftmaxLoss", "TermRecallLoss", "WeightedLosses", "WeightedTerms", "check_term"]
@@ -92,7 +93,7 @@ class PairwiseSoftmaxLoss(nn.Module):
         """The mean probability of the negatives, a scalar in [0, 1]; labels are not read."""
         queries, *documents = _columns(embeddings, 3, "a query, a relevant document and negatives")
         relevant, *negatives = ((queries * document).sum(dim=1) for document in documents)
-        return torch.sigmoid(torch.stack(negatives) - relevant).mean()
+        return sigmoid(torch.stack(negatives) - relevant).mean()
 
 
 class TermRecallLoss(nn.Module):

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from tilefold._sigmoid import sigmoid
 from tilefold.modules import fused_pooling as fused
 from tilefold.modules.fused_pooling import Features, Head, PoolingModule, Wanted
 from tilefold.modules.head_pooling import pool_places
@@ -117,11 +118,10 @@ class EpicPooling(PoolingModule):
             some, last = offsets.diff() > 0, states.size(0) - 1
             at = offsets[:-1].long().clamp(max=last)
             opening = states[at] if last >= 0 else states.new_zeros(len(some), states.size(1))
-        quality: Tensor = self.quality(opening)
-        quality = (quality.float() if fused.autocasts(states) else quality).sigmoid() * some[
-            :,
-            None,
-        ]
+        logit: Tensor = self.quality(opening)
+        if fused.autocasts(states):
+            logit = logit.float()
+        quality = sigmoid(logit) * some[:, None]
         self.embedding_dimension = best.size(1)
         return fused.activate(best.relu(), "log1p_softplus") * quality
 

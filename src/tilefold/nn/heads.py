@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tilefold._sigmoid import sigmoid
 from tilefold.ops import lsr_head, token_scatter, token_scatter_sparse
 
 _REMEDY = "pass the output embeddings of the model, for instance model.get_output_embeddings()."
@@ -307,7 +308,7 @@ class EntmaxAlpha(nn.Module):
 
     def forward(self) -> Tensor:
         """The alphas, ``[heads]`` fp32."""
-        return 1 + torch.sigmoid(self.theta.float())
+        return 1 + sigmoid(self.theta.float())
 
     def extra_repr(self) -> str:
         return f"heads={self.theta.numel()}"
