@@ -23,11 +23,14 @@ from tilefold.ops._shared.entmax_root import kind_of, solve
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
 from tilefold.ops._shared.impl import chosen_impl
 from tilefold.ops._shared.internals import (
+    has_int8_products,
     has_onednn_linear,
+    int8_products,
     onednn_linear,
     onednn_packed,
     tf32_allowed,
 )
+from tilefold.ops._shared.offsets import sequences_of_rows
 from tilefold.ops._shared.operator import Checked, Operator
 from tilefold.ops._shared.philox import philox_word
 from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, contiguous

@@ -72,6 +72,54 @@ def test_everything_else_is_left_to_torch(calls: list[int]) -> None:
     assert calls == []
 
 
+def _bias(kind: str) -> torch.Tensor:
+    match kind:
+        case "every second number":
+            return torch.arange(16.0)[::2]
+        case "one number repeated":
+            return torch.tensor([3.0]).expand(8)
+        case "one number":
+            return torch.tensor([3.0])
+        case "without a dimension":
+            return torch.tensor(3.0)
+        case "one row":
+            return torch.arange(8.0)[None]
+    raise ValueError(f"kind: expected one of the cases above, got {kind!r}.")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["every second number", "one number repeated", "one number", "without a dimension", "one row"],
+)
+def test_a_bias_that_is_no_row_of_numbers_is_added_as_torch_does(kind: str) -> None:
+    torch.manual_seed(0)
+    rows, weight, bias = torch.randn(ROWS, 16), torch.randn(8, 16), _bias(kind)
+    right = nn.functional.linear(rows, weight, bias)
+    with torch.inference_mode(), fast_linear(nn.Linear(1, 1), CPU):
+        torch.testing.assert_close(nn.functional.linear(rows, weight, bias), right)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        pytest.param(0, 8, id="no inputs"),
+        pytest.param(16, 0, id="no outputs"),
+        pytest.param(1, 8, id="one input"),
+        pytest.param(16, 1, id="one output"),
+    ],
+)
+def test_layers_of_few_or_no_features_are_those_of_torch(inputs: int, outputs: int) -> None:
+    torch.manual_seed(0)
+    rows, weight, bias = (
+        torch.randn(ROWS, inputs),
+        torch.randn(outputs, inputs),
+        torch.ones(outputs),
+    )
+    right = nn.functional.linear(rows, weight, bias)
+    with torch.inference_mode(), fast_linear(nn.Linear(1, 1), CPU):
+        torch.testing.assert_close(nn.functional.linear(rows, weight, bias), right)
+
+
 def test_a_nan_reaches_the_numbers_that_it_is_in() -> None:
     rows = torch.ones(ROWS, 16)
     rows[3, 5] = torch.nan

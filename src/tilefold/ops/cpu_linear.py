@@ -49,14 +49,12 @@ class _FastLinear(TorchFunctionMode):
 
 
 def _served(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    plain = (Tensor, nn.Parameter)
+    operands = (rows, weight) if bias is None else (rows, weight, bias)
     return (
         not torch.is_grad_enabled()
-        and all(
-            type(tensor) in plain for tensor in (rows, weight, *(() if bias is None else (bias,)))
-        )
+        and all(type(tensor) in (Tensor, nn.Parameter) for tensor in operands)
         and rows.dim() > 1
-        and serves(rows, rows.numel() // max(1, rows.size(-1)), weight)
+        and serves(rows, rows.numel() // max(1, rows.size(-1)), weight, bias)
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
     )

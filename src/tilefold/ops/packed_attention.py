@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilefold.ops._shared.internals import Heads, efficient_attention_varlen, flash_attention_varlen
+from tilefold.ops._shared.offsets import sequences_of_rows
 
 __all__ = ["packed_softmax_attention", "places_of_tokens"]
 
@@ -38,9 +39,8 @@ def packed_softmax_attention(
     function alone. No path waits for the GPU.
 
     Args:
-        query, key, value: ``[T, H, D]`` floating, of any strides whose last is 1; one number of
-            heads.
-        cu_seqlens: int32 ``[B + 1]``, from 0 to T, on the device of ``query``.
+        query, key, value: ``[T, H, D]`` floating, of any strides; one number of heads.
+        cu_seqlens: int32 ``[B + 1]``, from 0 to T, of any stride, on the device of ``query``.
         max_seqlen: at least the length of the longest sequence.
         scale: of the scores; ``D ** -0.5`` by default.
         window: keys at a distance of at most this are seen; all by default.
@@ -63,7 +63,8 @@ def packed_softmax_attention(
         )
     if window is not None and window >= max_seqlen - 1:
         window = None
-    operands = query, key, value
+    operands = _dense_heads(query), _dense_heads(key), _dense_heads(value)
+    cu_seqlens = cu_seqlens.contiguous()
     if query.is_cuda and torch.version.cuda is not None:
         if query.dtype in _HALF and query.size(2) % 8 == 0 and _flash_runs_on(query):
             return flash_attention_varlen(
@@ -86,9 +87,14 @@ def places_of_tokens(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Sequence and place of each token of a pack, int64 ``[T]`` each, without waiting for the
     device.
     """
-    every = torch.arange(tokens, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].long(), every, right=True)
-    return sequence, every - cu_seqlens.long()[sequence]
+    sequence = sequences_of_rows(cu_seqlens, tokens)
+    token_numbers = torch.arange(tokens, device=cu_seqlens.device)
+    return sequence, token_numbers - cu_seqlens.long()[sequence]
+
+
+def _dense_heads(tensor: Tensor) -> Tensor:
+    """``[T, H, D]`` whose last stride is 1, which torch's kernels demand; copied where it is not."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _flash_runs_on(query: Tensor) -> bool:

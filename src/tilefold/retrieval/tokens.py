@@ -183,7 +183,7 @@ def check_finite(
 def named(ids: Sequence[str], offsets: Tensor, numbers: Tensor, wrong: Tensor) -> str:
     """The first of the `numbers` of some tokens that is `wrong`, and the id of its text."""
     at = wrong.nonzero()[0].tolist()
-    owner = ids[int(torch.searchsorted(offsets, at[0], right=True)) - 1]
+    owner = ids[int(torch.searchsorted(offsets.contiguous(), at[0], right=True)) - 1]
     return f"{numbers[tuple(at)].item()} for {owner!r}"
 
 

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import has_int8_products, int8_products
 from tests.ops.conftest import Target
 from tests.refusals import refused
 from tilefold.ops import maxsim
@@ -232,3 +235,59 @@ def test_the_best_documents_are_those_of_the_scores(
     assert maxsim_topk(inputs.queries[:0], many, 4, impl=target.impl)[0].shape == (0, 4)
     best, which = maxsim_topk(inputs.queries, inputs.documents, 50, impl=target.impl)
     assert best.shape == (3, 11) and which.sort(dim=1).values.tolist() == [list(range(11))] * 3
+
+
+def _int8(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+
+
+STRIDES: list[Any] = [
+    pytest.param(_int8, id="contiguous"),
+    pytest.param(lambda rows, dim: _int8(1, dim).expand(rows, dim), id="one row repeated"),
+    pytest.param(lambda rows, dim: _int8(rows, 1).expand(rows, dim), id="one number repeated"),
+    pytest.param(lambda rows, dim: _int8(2 * rows, dim)[::2], id="every second row"),
+    pytest.param(lambda rows, dim: _int8(rows, 2 * dim)[:, ::2], id="every second column"),
+    pytest.param(lambda rows, dim: _int8(rows, dim + 3)[:, :dim], id="some columns"),
+    pytest.param(lambda rows, dim: _int8(dim, rows).T, id="transposed"),
+]
+
+
+@pytest.mark.skipif(not has_int8_products(), reason="no fast products of int8 on this CPU")
+@pytest.mark.parametrize("dim", [0, 1, 2, 3, 17, 128])
+@pytest.mark.parametrize("matrix", STRIDES)
+def test_integer_products_are_exact_for_any_strides(
+    matrix: Callable[[int, int], torch.Tensor],
+    dim: int,
+) -> None:
+    for n_rows, n_columns in ((1, 1), (1, 5), (5, 1), (3, 2), (17, 40), (0, 4), (4, 0)):
+        rows = matrix(n_rows, dim)
+        columns = matrix(n_columns, dim)
+        product = int8_products(rows, columns)
+        assert product.dtype == torch.int32
+        assert torch.equal(product.long(), rows.long() @ columns.long().T), (n_rows, n_columns)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 8])
+@pytest.mark.parametrize("repeated", ["documents", "tokens", "dimensions"])
+def test_int8_documents_that_repeat_their_memory_score_like_copies(
+    target: Target,
+    repeated: str,
+    dim: int,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(2, 3, dim, generator=generator).to(target.device)
+    stored_shape = {
+        "documents": (1, 4, dim),
+        "tokens": (5, 1, dim),
+        "dimensions": (5, 4, 1),
+    }[repeated]
+    documents = QuantizedTokens(
+        _int8(*stored_shape).to(target.device).expand(5, 4, dim),
+        torch.rand(5, 4, generator=generator).to(target.device),
+    )
+    copies = QuantizedTokens(documents.values.contiguous(), documents.scales)
+    assert_within_budget(
+        maxsim(queries, documents, impl=target.impl),
+        maxsim(queries, copies, impl="reference"),
+    )

@@ -244,20 +244,76 @@ def has_int8_products() -> bool:
 
 
 def int8_products(rows: Tensor, columns: Tensor) -> Tensor:
-    """``rows @ columns.T`` of int8 ``[M, K]`` and ``[N, K]``, exact, in int32."""
-    found: Tensor = torch._int_mm(rows, columns.T)
-    return found
+    """Product ``rows @ columns.T`` of int8 matrices, exact, in int32.
+
+    oneDNN takes the leading dimension of a matrix from its strides. Strides of 0, and strides of
+    dimensions of size 1, mislead it: it then reads outside the memory of the matrix. It is
+    therefore given row-major matrices only.
+
+    Args:
+        rows: int8 ``[M, K]`` of any strides.
+        columns: int8 ``[N, K]`` of any strides.
+
+    Returns:
+        int32 ``[M, N]``.
+    """
+    if rows.size(1) < 2:  # a matrix of one column and its transpose have the same strides
+        return rows.int() @ columns.int().T
+    product: Tensor = torch._int_mm(_row_major(rows), _row_major(columns).T)
+    return product
+
+
+def _row_major(matrix: Tensor) -> Tensor:
+    """Matrix ``[M, K]`` with strides ``(K, 1)``, which is copied only where it has others.
+
+    ``contiguous()`` alone keeps any stride of a dimension of size 1.
+    """
+    return matrix.contiguous().view(-1).view(matrix.shape)
+
+
+def takes_onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether :func:`onednn_linear` computes this product as ``torch.nn.functional.linear`` does.
+
+    oneDNN reads a bias as consecutive numbers whatever its strides, and has no product over an
+    empty dimension.
+
+    Args:
+        rows: ``[.., K]`` of any strides.
+        weight: ``[N, K]``.
+        bias: ``[N]``, or what else ``linear`` accepts.
+    """
+    return (
+        all(
+            tensor.device.type == "cpu"
+            and tensor.dtype == torch.float32
+            and tensor.layout == torch.strided
+            for tensor in (rows, weight, bias)
+            if tensor is not None
+        )
+        and weight.dim() == 2
+        and weight.numel() > 0
+        and weight.is_contiguous()
+        and rows.size(-1) == weight.size(1)
+        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
+    )
 
 
 def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``rows @ weight.T + bias`` in fp32 on the CPU; the weight ``[N, K]`` as it is, or as
-    :func:`onednn_packed`.
+    """Product ``rows @ weight.T + bias`` in fp32 on the CPU.
+
+    Args:
+        rows: ``[.., K]``; :func:`takes_onednn_linear` must hold.
+        weight: ``[N, K]``, or what :func:`onednn_packed` made of it.
+        bias: ``[N]`` or ``None``.
+
+    Returns:
+        ``[.., N]``.
     """
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-    return found
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return product
 
 
 def onednn_packed(weight: Tensor, rows: int) -> Tensor:
-    """The weight in the blocks that suit this number of rows."""
-    found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    return found
+    """Weight in the blocks that suit this number of rows."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return packed

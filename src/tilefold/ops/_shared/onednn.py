@@ -11,20 +11,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.internals import has_onednn_linear, onednn_linear, onednn_packed
+from tilefold.ops._shared.internals import (
+    has_onednn_linear,
+    onednn_linear,
+    onednn_packed,
+    takes_onednn_linear,
+)
 
 FEWEST_ROWS = 256
 
 
-def serves(rows: Tensor, count: int, weight: Tensor) -> bool:
-    """Whether oneDNN multiplies ``count`` rows like `rows` by `weight` ``[N, K]``, without a
-    gradient.
+def serves(rows: Tensor, count: int, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether oneDNN computes ``rows @ weight.T + bias`` faster than torch, without a gradient.
+
+    Args:
+        rows: ``[.., K]``, or a tensor of the same dtype, device and last dimension.
+        count: rows of one product.
+        weight: ``[N, K]``.
+        bias: ``[N]``, or what else ``torch.nn.functional.linear`` accepts.
     """
     return (
         count >= FEWEST_ROWS
-        and rows.device.type == "cpu"
-        and rows.dtype == weight.dtype == torch.float32
-        and weight.is_contiguous()
+        and takes_onednn_linear(rows, weight, bias)
         and bool(getattr(torch.backends.mkldnn, "enabled", True))
         and has_onednn_linear()
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tilefold.ops._shared.offsets import sequences_of_rows
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, exponents
 
 SPARSITY_BLOCK = 64
@@ -256,11 +257,10 @@ def _one_hot(index: Tensor, size: int) -> Tensor:
 
 def _places(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Sequence of every packed token, and its place there."""
-    every = torch.arange(total, device=offsets.device)
-    of_token = torch.searchsorted(offsets[1:].long(), every, right=True).clamp(
-        max=max(offsets.numel() - 2, 0),
-    )
-    return of_token, every - offsets.long()[of_token]
+    last_sequence = max(offsets.numel() - 2, 0)
+    sequence = sequences_of_rows(offsets, total).clamp(max=last_sequence)
+    token_numbers = torch.arange(total, device=offsets.device)
+    return sequence, token_numbers - offsets.long()[sequence]
 
 
 def _first_blocks(offsets: Tensor, block: int) -> Tensor:

@@ -15,6 +15,7 @@ from tilefold.ops._shared._triton.launch import rows_fit_descriptor
 from tilefold.ops._shared.calls import ALIGNMENT
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.internals import Tma
+from tilefold.ops._shared.offsets import sequences_of_rows
 from tilefold.ops._shared.plan import (
     Instead,
     Plan,
@@ -436,10 +437,8 @@ def backward(
 
 def row_queries(rows: int, offsets: Tensor) -> Tensor:
     """``[Tq]`` int32 query of each packed row, as the forward kernel finds it."""
-    every = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
-    return torch.searchsorted(offsets[1:], every, right=True, out_int32=True).clamp_(
-        max=offsets.size(0) - 2,
-    )
+    last_query = offsets.size(0) - 2
+    return sequences_of_rows(offsets, rows, int32=True).clamp_(max=last_query)
 
 
 def _first_pairs(side: int, count: int, index: Tensor, order: Tensor) -> Tensor:

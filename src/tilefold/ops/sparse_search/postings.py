@@ -102,7 +102,7 @@ def _pieces(
     """First posting, terms, blocks and terms as one number, documents and weights of pieces of the
     lists.
     """
-    ends = offsets[1:].to(device)
+    ends = offsets[1:].to(device).contiguous()
     for low in range(0, documents.numel(), PIECE):
         rows = documents[low : low + PIECE].to(device).long()
         terms = torch.searchsorted(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.checks import check_cu_seqlens
+from tilefold.ops._shared.offsets import sequences_of_rows
 from tilefold.ops._shared.plan import Buffer
 
 
@@ -88,8 +89,7 @@ def sequence_of_tokens(input_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return torch.arange(input_ids.size(0), device=input_ids.device)[:, None].expand_as(
             input_ids,
         )
-    tokens = torch.arange(input_ids.size(0), device=input_ids.device)
-    return torch.searchsorted(cu_seqlens[1:].long().contiguous(), tokens, right=True)
+    return sequences_of_rows(cu_seqlens, input_ids.size(0))
 
 
 def check_values(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:

@@ -125,7 +125,10 @@ class DeviceIndex:
             order = self.postings.counts.take(found).argsort(descending=True)
             terms, weights = (part.take(order)[None] for part in (found, values))
             return self._best(terms.int(), weights.float(), k, among)
-        starts = torch.searchsorted(owner, torch.arange(shape[0] + 1, device=owner.device))
+        starts = torch.searchsorted(
+            owner.contiguous(),
+            torch.arange(shape[0] + 1, device=owner.device),
+        )
         most = int(starts.diff().max()) if most is None and found.numel() else most or 1
         longest = -(-most // _WIDTH) * _WIDTH
         order = (

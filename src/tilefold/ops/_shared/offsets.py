@@ -1,0 +1,22 @@
+"""Sequences of a pack by their offsets."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sequences_of_rows(offsets: Tensor, rows: int, *, int32: bool = False) -> Tensor:
+    """Index of the sequence that holds each row of a pack, without waiting for the device.
+
+    Args:
+        offsets: int32 or int64 ``[B + 1]``, rising from 0, of any stride.
+        rows: rows of the pack, T.
+        int32: whether the result is int32 instead of int64.
+
+    Returns:
+        ``[T]`` on the device of ``offsets``; B for a row after the last offset.
+    """
+    ends = offsets[1:].contiguous()  # searchsorted copies strided offsets too, with a warning
+    row_numbers = torch.arange(rows, dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, row_numbers, right=True, out_int32=int32)
