@@ -59,10 +59,21 @@ def commands(path: Path) -> list[list[str]]:
     begins with one.
     """
     text = path.read_text(encoding="utf-8")
-    lines = [span.replace("\n", " ") for span in SPAN.findall(FENCE.sub("", text))]
-    for language, body in FENCE.findall(text):
+    spans = [span.replace("\n", " ") for span in SPAN.findall(FENCE.sub("", text))]
+    return [*words_of(spans), *shell_commands(path)]
+
+
+def shell_commands(path: Path) -> list[list[str]]:
+    """The commands in the shell blocks of a document, as words."""
+    lines: list[str] = []
+    for language, body in FENCE.findall(path.read_text(encoding="utf-8")):
         if language in ("sh", "bash", "console", "shell"):
             lines += body.replace("\\\n", " ").splitlines()
+    return words_of(lines)
+
+
+def words_of(lines: list[str]) -> list[list[str]]:
+    """The words of the lines that are commands, without comments and variables."""
     found: list[list[str]] = []
     for line in lines:
         words = line.removeprefix("$ ").partition(" #")[0].split()
@@ -134,6 +145,19 @@ def test_commands_in_the_documents_have_the_verbs_and_options_of_the_program(pat
             assert rest[0] in (*OPERATORS, "claims"), (
                 f"{label(path)}: there is no benchmark {rest[0]}"
             )
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_commands_in_shell_blocks_have_every_option_that_the_program_needs(path: Path) -> None:
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, typer.core.TyperGroup)
+    for words in shell_commands(path):
+        verb = words[1] if len(words) > 1 else ""
+        if words[0] != "tilefold" or verb not in group.commands or "--help" in words:
+            continue
+        options = {option.opts[0] for option in group.commands[verb].params if option.required}
+        missing = {option for option in options if option.startswith("--")} - set(words)
+        assert not missing, f"{label(path)}: tilefold {verb} needs {sorted(missing)}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)

@@ -48,6 +48,16 @@ def test_every_verb_has_help_and_the_program_a_version(verb: str, call: Call) ->
     assert (version.code, version.out) == (0, f"tilefold {__version__}\n")
 
 
+@pytest.mark.parametrize("arguments", [pytest.param((), id="none"), pytest.param(("--debug",))])
+def test_the_program_without_a_command_shows_its_commands(
+    call: Call,
+    arguments: tuple[str, ...],
+) -> None:
+    outcome = call(*arguments)
+    assert (outcome.code, outcome.err) == (2, "")
+    assert all(verb in outcome.out for verb in VERBS)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what machines without a GPU say")
 def test_warmup_says_that_nothing_is_built_without_a_gpu(call: Call, tmp_path: Path) -> None:
     fails(call("warmup", "--model", tmp_path), 1, "torch sees none here; on a CPU nothing is built")

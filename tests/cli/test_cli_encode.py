@@ -75,7 +75,8 @@ def test_numbers_of_devices_that_make_no_sense_are_refused(
     capsys: Any,
     monkeypatch: Any,
 ) -> None:
-    asked = ("encode", "--model", "minilm", "--output", tmp_path / "v", "--devices")
+    data = ("--data", tmp_path / "data")
+    asked = ("encode", *data, "--model", "minilm", "--output", tmp_path / "v", "--devices")
     for devices in ("0", "none", "1.5"):
         assert run_cli(*asked, devices) == 2
         gpus = torch.cuda.device_count()

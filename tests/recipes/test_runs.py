@@ -652,7 +652,8 @@ def test_the_program_encodes_with_the_attention_of_a_model(
         "must run entmax attention where its configuration has entmax_alpha"
         in capsys.readouterr().err
     )
-    assert run_cli("train", "--output", tmp_path / "m", "--attention", "sparse") == 2
+    places = ("--data", tmp_path / "data", "--output", tmp_path / "m")
+    assert run_cli("train", *places, "--attention", "sparse") == 2
     assert "--attention: expected one of softmax, entmax, got 'sparse'" in capsys.readouterr().err
 
 

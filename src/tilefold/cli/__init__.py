@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["app", "main"]
 
-INTERRUPTED = 130
+WRONG_USAGE, INTERRUPTED = 2, 130
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -43,13 +43,15 @@ def _run(args: list[str], debug: bool) -> int:
 
         with tallied() as cuts:
             outcome = typer.main.get_command(_app())(
-                args,
+                args or ["--help"],
                 prog_name="tilefold",
                 standalone_mode=False,
             )
         for line in cuts.lines():
             _common.note(line)
         code = outcome if isinstance(outcome, int) else 0
+        if not args:  # the help shows the commands, of which one was expected
+            code = WRONG_USAGE
     except typer.Exit as leave:
         code = leave.exit_code
     except (typer.Abort, KeyboardInterrupt):
@@ -76,6 +78,8 @@ def _report(error: Exception) -> int:
     formatted = getattr(error, "format_message", None)  # typer's own errors have it
     usage = formatted is not None
     text = " ".join((formatted() if formatted is not None else text_of(error)).split())
+    if type(error).__name__ == "MissingParameter":  # of click, or of typer's copy of it
+        text = f"{text} {error.param.help}"  # type: ignore[attr-defined]
     if not isinstance(error, CommandError):  # whose text has options already
         text = in_options(text)
     known = (
@@ -88,7 +92,7 @@ def _report(error: Exception) -> int:
         note(f"Try: {context.command_path} --help")
     elif not known:
         note("This is not expected. The same command with --debug shows where it happened.")
-    return 2 if usage or isinstance(error, UsageError) else 1
+    return WRONG_USAGE if usage or isinstance(error, UsageError) else 1
 
 
 @functools.cache
@@ -112,7 +116,6 @@ def _app() -> Any:
     app = typer.Typer(
         name="tilefold",
         help="Train, encode, index, search, evaluate, fuse and export neural retrievers.",
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",

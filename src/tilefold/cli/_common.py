@@ -27,10 +27,10 @@ Values: TypeAlias = dict[str, Any]  # what a command prints as JSON, or options 
 DEMO_DIR = Path("tilefold-demo")
 SECONDS_PER_LINE = 60.0
 FRESH = "--fresh does them again"
-DATA_HELP = "pydocs, or a folder in the BEIR layout."
+DATA_HELP = "A folder in the BEIR layout, or pydocs, the documentation of this Python."
 DOCUMENTS_HELP = (
-    "pydocs, a BEIR folder, or documents alone (.jsonl, .parquet, .tsv or .txt of id and text, "
-    "all but .parquet also .gz; or a saved dataset)."
+    "A BEIR folder, documents alone (.jsonl, .parquet, .tsv or .txt of id and text, all but .parquet "
+    "also .gz; or a saved dataset), or pydocs, the documentation of this Python."
 )
 DROP_UNKNOWN_HELP = (
     "Leave out judgements of queries and documents that the collection lacks, in a sample of one."

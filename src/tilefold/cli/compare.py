@@ -11,7 +11,7 @@ import typer
 from tilefold import retrieval
 from tilefold.cli import _common, _options, _scores
 from tilefold.cli._common import UsageError, Values
-from tilefold.cli._options import Place, Words, argument, flag, option, preset
+from tilefold.cli._options import Place, Words, argument, flag, option, preset, required
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -25,7 +25,7 @@ def compare(
         "TREC run files, two or more; the others are compared with the first.",
         default=...,
     ),
-    data: str = preset("pydocs", _common.DATA_HELP),
+    data: str = required(_common.DATA_HELP),
     split: str = preset("test", "Split of the judgements."),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
     measure: Words = option(

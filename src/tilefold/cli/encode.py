@@ -54,7 +54,7 @@ def encode(
         "Folder or name of a SparseEncoder, a MultiVectorEncoder or a dense model; or minilm.",
     ),
     output: Path = required("Folder for the vectors."),
-    data: str = preset("pydocs", _common.DOCUMENTS_HELP),
+    data: str = required(_common.DOCUMENTS_HELP),
     kind: Text = option(
         "By default that of the model, with minilm sparse.",
         metavar="sparse|tokens|dense",

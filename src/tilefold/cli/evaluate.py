@@ -37,7 +37,7 @@ DEPTH = 100
 
 @_options.with_options(_retrievers.of_index, _retrievers.of_reranking, _retrievers.of_feedback)
 def evaluate(
-    data: str = preset("pydocs", _common.DATA_HELP),
+    data: str = required(_common.DATA_HELP),
     split: Words = option(_scores.SPLIT_HELP),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
     run: Place = option("A TREC run file to score."),
@@ -187,7 +187,7 @@ def fuse(
         default=100,
     ),
     data: Text = option(
-        "The collection of the runs, to measure the fusion: pydocs, or a BEIR folder.",
+        "The collection of the runs, to measure the fusion. " + _common.DATA_HELP,
     ),
     split: Words = option(_scores.SPLIT_HELP),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),

@@ -51,7 +51,7 @@ SHARE_HELP = "Leave out negatives above this share, such as 0.95, of the score o
 @_options.with_options(_retrievers.of_index)
 def mine(
     output: Path = required("Parquet file to write; tilefold score adds teachers' scores."),
-    data: str = preset("pydocs", _common.DATA_HELP),
+    data: str = required(_common.DATA_HELP),
     split: str = preset("train", "Split whose queries get negatives."),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
     run: Place = option("A TREC run to draw from."),
@@ -231,7 +231,7 @@ def score(
     ),
     output: Path = required("Parquet file to write."),
     teacher: list[str] = required(_TEACHER_HELP),
-    data: str = preset("pydocs", _common.DATA_HELP),
+    data: str = required(_common.DATA_HELP),
     split: Text = option(
         "Split whose relevant documents are scored too; by default that of the file.",
     ),

@@ -62,7 +62,7 @@ _PARAMETERS = {
 def train(
     output: Path = required("Folder for the trained model."),
     recipe: str = preset("splade", "A name of tilefold recipes; colbert for one vector per token."),
-    data: str = preset("pydocs", _common.DATA_HELP),
+    data: str = required(_common.DATA_HELP),
     negatives: Place = option(
         "Mined negatives or teacher scores: Parquet of tilefold mine or score, or MS MARCO's triples or JSON.",
     ),
