@@ -326,7 +326,13 @@ def test_only_documents_that_match_are_found_in_any_stage(
             {"query": QUERY, "hits": 16, "where_not": {"n": {"gte": 3}}},
         )
         assert set(ranked(reply)) == set(list(metadata)[:3])
+        beyond_floats = {"n": {"lt": 2**53 + 1}}
+        for request in ({"where": beyond_floats}, {"where_not": {"n": 2**53 + 1}}):
+            reply = client.post("/v1/small/search", {"query": QUERY, "hits": 16, **request})
+            assert set(ranked(reply)) == set(metadata), reply.json
         for where, said in (
+            ({"n": 2**64}, "where: expected Unicode or an integer of 64 bits for 'n'"),
+            ({"n": {"lt": 10**400}}, "where: expected numbers under gt, gte, lt, lte for 'n'"),
             (
                 {"land": "de"},
                 "where: expected a field of the index, lang (text), n (integer); got 'land'",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
 import math
 import re
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold.retrieval._files import is_unicode, require
+from tilefold.retrieval._numbers import INT64, Number, floats_within, integers_within
 from tilefold.retrieval.errors import DataError
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Where",
     "allowed_by",
     "check_field",
+    "field_values",
     "fields_by_id",
     "kept_fields",
 ]
@@ -38,18 +40,16 @@ _KINDS = {
 }  # and their Arrow types
 _NUMBERS = ("integer", "float")
 _LONGEST_TEXT, _LONGEST_LIST = 1000, 100
-_INT64 = range(-(1 << 63), 1 << 63)
 _STEP = r'(?:[\w-]+|"[^"]+")(?:\[\d*\])*'
 _FIELD = re.compile(rf"{_STEP}(?:\.{_STEP})*")
 _CONDITION = re.compile(rf"\s*({_FIELD.pattern})\s*(!=|>=|<=|=|>|<)(.*)", re.DOTALL)
 _VALUE = re.compile(r'"(?:[^"\\]|\\.)*"|[^,]+')
 _BOUNDS = {">": "gt", ">=": "gte", "<": "lt", "<=": "lte"}
-_COMPARED = {"gt": "greater", "gte": "greater_equal", "lt": "less", "lte": "less_equal"}
 _FORMS = "lang=de, lang=de,en, lang!=de, year>=2000 or lang=null"
 
 Mask = npt.NDArray[np.bool_]
 Fields = Mapping[str, object]  # of a document
-Wanted = list[object] | dict[str, float]
+Wanted = list[object] | dict[str, Number]
 
 
 def check_field(name: object, what: str) -> None:
@@ -67,9 +67,11 @@ class Filter:
 
     Both are field -> a text, integer or boolean; a list of texts or of integers, of which one must
     be there; a range such as ``{"gte": 2000, "lt": 2010}``; or None, for documents without the
-    field. A field that is a list itself matches with any of its values. ``"by.name"`` is a field in
-    an object, and ``'"a name"'`` one that holds more than letters, digits, ``-`` and ``_``. No
-    condition, or one of another form, is a ``ValueError``.
+    field. Numbers are compared by value, whatever their type: 5 matches 5.0, and 2^53 + 1 does not
+    match 2^53. A field that is a list itself matches with any of its values. ``"by.name"`` is a
+    field in an object, and ``'"a name"'`` one that holds more than letters, digits, ``-`` and
+    ``_``. An object has no value to match, but it is a field. No condition, or one of another form,
+    is a ``ValueError``.
     """
 
     must: Fields = field(default_factory=dict)
@@ -145,25 +147,29 @@ def _typed(text: str, kinds: Sequence[str] | None) -> object:
     return value
 
 
+def _is_bound(value: object) -> bool:
+    """Whether a value is a number that float64 can hold, rounded or not."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer above the largest float64
+        return False
+
+
 def _wanted(name: str, value: object) -> Wanted:
+    """Values of a condition, one of which a field must have; or bounds; or ``[]`` for no field."""
     check_field(name, "where")
     if value is None:
         return []
     if isinstance(value, Mapping):
         bounds = _BOUNDS.values()
-        numbers = [
-            n for n in value.values() if isinstance(n, (int, float)) and not isinstance(n, bool)
-        ]
-        if (
-            not value
-            or {*value} - {*bounds}
-            or len(numbers) < len(value)
-            or not all(map(math.isfinite, numbers))
-        ):
+        if not value or {*value} - {*bounds} or not all(map(_is_bound, value.values())):
             raise ValueError(
-                f"where: expected numbers under {', '.join(bounds)} for {name!r}, got {dict(value)!r}.",
+                f"where: expected numbers under {', '.join(bounds)} for {name!r}, "
+                f"got {dict(value)!r:.200}.",
             )
-        return {bound: float(number) for bound, number in value.items()}
+        return dict(value)
     single = isinstance(value, (str, bool, int))
     several: list[Any] = [value] if single else list(value) if isinstance(value, Sequence) else []
     kinds = {type(item) for item in several}
@@ -171,7 +177,7 @@ def _wanted(name: str, value: object) -> Wanted:
         wanted = f"a text, an integer, a boolean, a list of texts or of integers, a range or None for {name!r}"
         raise ValueError(f"where: expected {wanted}, got {value!r}.")
     for item in several:
-        if not (is_unicode(item) if isinstance(item, str) else item in _INT64):
+        if not (is_unicode(item) if isinstance(item, str) else item in INT64):
             raise ValueError(
                 f"where: expected Unicode or an integer of 64 bits for {name!r}, got {item!r}.",
             )
@@ -179,36 +185,45 @@ def _wanted(name: str, value: object) -> Wanted:
 
 
 def kept_fields(fields: Fields) -> dict[str, Any]:
-    """Fields that an index keeps: texts, integers, floats and booleans, lists of them, and objects
+    """Fields that an index stores: texts, integers, floats and booleans, lists of them, and objects
     of such fields.
 
-    Dates become texts (ISO 8601). Texts that are empty or above 1,000 characters, lists of floats
-    or of more than 100 values, integers above 64 bits, numbers that are not finite, and other
-    values are left out.
+    Dates become texts (ISO 8601), tuples lists, and numpy's numbers Python's. Lists in a list
+    become part of it. Texts that are empty or above 1,000 characters, lists of floats or of more
+    than 100 values, integers above 64 bits, numbers that are not finite, and other values are left
+    out.
     """
-    return {str(name): kept for name, value in fields.items() if (kept := _kept(value)) is not None}
+    stored = {str(name): _stored_value(value) for name, value in fields.items()}
+    return {name: value for name, value in stored.items() if value is not None}
 
 
-def _kept(value: object) -> object:
+def _stored_value(value: object) -> object:
+    """A value as an index stores it; None for one that is left out."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, Mapping):
         return kept_fields(value) or None
-    if isinstance(value, list):
-        parts = [kept for each in value[: _LONGEST_LIST + 1] if (kept := _kept(each)) is not None]
-        return (
-            None
-            if len(parts) > _LONGEST_LIST or any(isinstance(each, float) for each in parts)
-            else parts or None
-        )
+    if isinstance(value, list | tuple):
+        items = list(itertools.islice(_stored_items(value), _LONGEST_LIST + 1))
+        if len(items) > _LONGEST_LIST or any(isinstance(item, float) for item in items):
+            return None
+        return items or None
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, str):
         return value if 0 < len(value) <= _LONGEST_TEXT and is_unicode(value) else None
-    fits = (
-        math.isfinite(value)
-        if isinstance(value, float)
-        else isinstance(value, int) and value in _INT64
-    )
-    return value if fits else None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, int) and value in INT64 else None
+
+
+def _stored_items(values: Iterable[object]) -> Iterator[object]:
+    """Items of a list as an index stores them, with those of the lists in it."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _stored_items(value)
+        elif (stored := _stored_value(value)) is not None:
+            yield stored
 
 
 def fields_by_id(
@@ -223,15 +238,15 @@ def fields_by_id(
     return {name: kept for name, owner in owners if (kept := kept_fields(metadata.get(owner, {})))}
 
 
-def _values(fields: object, path: str = "") -> Iterator[tuple[str, Any]]:
+def field_values(fields: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Paths and values of all that is in the fields of a document."""
     if isinstance(fields, Mapping):
         for name, value in fields.items():
             step = name if re.fullmatch(r"[\w-]+", name) else f'"{name}"'
-            yield from _values(value, f"{path}.{step}" if path else step)
+            yield from field_values(value, f"{path}.{step}" if path else step)
     elif isinstance(fields, list):
         for value in fields:
-            yield from _values(value, f"{path}[]" if isinstance(value, Mapping) else path)
+            yield from field_values(value, f"{path}[]" if isinstance(value, Mapping) else path)
     else:
         yield path, fields
 
@@ -239,6 +254,31 @@ def _values(fields: object, path: str = "") -> Iterator[tuple[str, Any]]:
 def _kind(value: object) -> str:
     kinds = ((bool, "boolean"), (str, "text"), (int, "integer"))
     return next((kind for each, kind in kinds if isinstance(value, each)), "float")
+
+
+def _matching(column: Any, kind: str, wanted: Wanted) -> Mask:
+    """Which values of a column of one kind are among some values, or within bounds, bool ``[rows]``.
+
+    Numbers are compared exactly: an integer is not rounded to a float, or the other way round.
+    """
+    if kind not in _NUMBERS:
+        among = _arrow(".compute").is_in(column, _arrow().array(wanted, column.type))
+        matching: Mask = among.to_numpy(zero_copy_only=False)
+        return matching
+    numbers = column.to_numpy()
+    if isinstance(wanted, dict):
+        if kind == "integer":
+            integers = integers_within(wanted)
+            if not integers:
+                return np.zeros(len(numbers), bool)
+            return (numbers >= integers[0]) & (numbers <= integers[-1])
+        interval = floats_within(wanted)
+        return (numbers >= interval.low) & (numbers <= interval.high)
+    if kind == "integer":
+        return np.isin(numbers, np.array(wanted, np.int64))
+    integral: list[Any] = wanted
+    exact_floats = [float(number) for number in integral if float(number) == number]
+    return np.isin(numbers, np.array(exact_floats, np.float64))
 
 
 class Metadata:
@@ -265,7 +305,7 @@ class Metadata:
             return None
         columns: dict[str, list[Any]] = {column: [] for column in _schema().names}
         for row, name in enumerate(names):
-            for path, value in _values(found.get(name, {})):
+            for path, value in field_values(found.get(name, {})):
                 entry = {"field": path, "document": row, _kind(value): value}
                 for column, values in columns.items():
                     values.append(entry.get(column))
@@ -290,48 +330,62 @@ class Metadata:
         return self._parts[name]
 
     def mask(self, where: Filter) -> Mask:
-        """Which documents match, bool ``[N]``; ``ValueError`` for a field or a kind of values that
-        none of them has.
-        """
-        found = np.ones(self.n_documents, bool)
-        for part, wanted in zip(where.conditions(), (True, False), strict=True):
-            for name, values in part:
-                matching = np.zeros(self.n_documents, bool)
-                matching[self._rows(name, values).to_numpy()] = True
-                found &= matching == (wanted if values else not wanted)
-        return found
+        """Which documents match, bool ``[N]``.
 
-    def _rows(self, name: str, wanted: Wanted) -> Any:
-        """Rows of the documents that have one of some values, or without those any."""
-        if (there := self.kinds.get(name)) is None:
-            known = ", ".join(
-                f"{path} ({' or '.join(kinds)})" for path, kinds in self.kinds.items()
-            )
-            raise ValueError(f"where: expected a field of the index, {known}; got {name!r}.")
-        part, compute = self._part(name), _arrow(".compute")
+        Raises:
+            ValueError: for a field, or a kind of values, that no document has.
+        """
+        matching = np.ones(self.n_documents, bool)
+        must, must_not = where.conditions()
+        for name, values in must:
+            matching &= self._documents_with(name, values)
+        for name, values in must_not:
+            matching &= ~self._documents_with(name, values)
+        return matching
+
+    def _documents_with(self, name: str, wanted: Wanted) -> Mask:
+        """Which documents meet one condition, bool ``[N]``: see :meth:`Filter.conditions`."""
         if not wanted:
-            return part["document"]
-        asked = "float" if isinstance(wanted, dict) else _kind(wanted[0])
-        chosen = [
-            kind for kind in there if kind == asked or (asked in _NUMBERS and kind in _NUMBERS)
-        ]
+            return ~self._mask_of(self._documents_having(name))
+        return self._mask_of(self._documents_matching(name, wanted))
+
+    def _mask_of(self, documents: npt.NDArray[np.int64]) -> Mask:
+        mask = np.zeros(self.n_documents, bool)
+        mask[documents] = True
+        return mask
+
+    def _documents_having(self, name: str) -> npt.NDArray[np.int64]:
+        """Rows of the documents with a field, which may be an object, or a list of objects."""
+        inside = (f"{name}.", f"{name}[")
+        paths = [path for path in self.kinds if path == name or path.startswith(inside)]
+        if not paths:
+            raise self._unknown_field(name)
+        return np.concatenate([self._part(path)["document"].to_numpy() for path in paths])
+
+    def _documents_matching(self, name: str, wanted: Wanted) -> npt.NDArray[np.int64]:
+        """Rows of the documents that have one of some values, or a number within bounds."""
+        kinds = self.kinds.get(name)
+        if kinds is None:
+            raise self._unknown_field(name)
+        wanted_kind = "float" if isinstance(wanted, dict) else _kind(wanted[0])
+        comparable = _NUMBERS if wanted_kind in _NUMBERS else (wanted_kind,)
+        chosen = [kind for kind in kinds if kind in comparable]
         if not chosen:
-            what = "a range" if isinstance(wanted, dict) else f"{wanted[0]!r} ({asked})"
+            what = "a range" if isinstance(wanted, dict) else f"{wanted[0]!r} ({wanted_kind})"
             raise ValueError(
-                f"where: expected a value of {name!r}, which is {' or '.join(there)}, got {what}.",
+                f"where: expected a value of {name!r}, which is {' or '.join(kinds)}, got {what}.",
             )
-        hits = False
+        part = self._part(name)
+        documents = []
         for kind in chosen:
-            if isinstance(wanted, dict):
-                tests = [
-                    getattr(compute, _COMPARED[bound])(part[kind], number)
-                    for bound, number in wanted.items()
-                ]
-                hit = functools.reduce(compute.and_, tests)
-            else:
-                hit = compute.is_in(part[kind], _arrow().array(wanted, part[kind].type))
-            hits = compute.or_(hits, compute.fill_null(hit, False))
-        return part["document"].filter(hits)
+            rows = part.filter(part[kind].is_valid())
+            hits = _matching(rows[kind], kind, wanted)
+            documents.append(rows["document"].to_numpy()[hits])
+        return np.concatenate(documents)
+
+    def _unknown_field(self, name: str) -> ValueError:
+        known = ", ".join(f"{path} ({' or '.join(kinds)})" for path, kinds in self.kinds.items())
+        return ValueError(f"where: expected a field of the index, {known}; got {name!r}.")
 
     def take(self, rows: Sequence[int]) -> Metadata:
         """Metadata of some of the documents, in the order of `rows`."""

@@ -255,12 +255,10 @@ class _SearchRoutes:
             return await self._asked(self.searchable.searcher.rank, {QUERY: text}, request, vector)
         except MissingDocumentError:
             raise
-        except (
-            ValueError
-        ) as error:  # a filter of other fields; too large weights, or terms of dense vectors
-            raise invalid(
-                str(error) if str(error).startswith("where") else f"`prf`: {error}",
-            ) from error
+        except ValueError as error:
+            message = str(error)
+            of_feedback = request.feedback is not None and not message.startswith("where")
+            raise invalid(f"`prf`: {message}" if of_feedback else message) from error
 
     async def _asked(self, work: Callable[..., T], *args: Any) -> T:
         """Ask the index, in a thread: it may be on a server, which may be away."""

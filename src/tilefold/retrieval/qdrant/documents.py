@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold.retrieval._files import Json, check_text_ids, is_unicode
+from tilefold.retrieval._numbers import canonical_number
 from tilefold.retrieval._sparse import SparseVectors, check_ids, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.metadata import field_values
 from tilefold.retrieval.qdrant.engine import DENSE, ID, SPARSE, TOKENS, Layout, Point, check_models
 from tilefold.retrieval.tokens import TokenVectors
 
@@ -137,7 +139,8 @@ class Documents(Queries):
     :class:`Queries`.
 
     Attributes:
-        payloads: id -> fields to filter by, of what JSON can hold; documents may be missing.
+        payloads: id -> fields to filter by, of what JSON can hold; documents may be missing. Floats
+            that equal a 64-bit integer are stored as that integer: Qdrant does not match 5.0 by 5.
         models: of ``"dense"`` and ``"tokens"`` -> fingerprint; that of sparse vectors is in their
             provenance.
 
@@ -156,6 +159,10 @@ class Documents(Queries):
             if name not in known:
                 raise DataError(f"payloads: expected ids of the documents, got {name!r}.")
             _check_payload(name, payload)
+        self.payloads = {
+            name: {field_name: _canonical(value) for field_name, value in payload.items()}
+            for name, payload in self.payloads.items()
+        }
         made_by = self.sparse.provenance.model_fingerprint if self.sparse is not None else None
         self.models = {**self.models, **({SPARSE: made_by} if made_by else {})}
 
@@ -171,6 +178,7 @@ class Documents(Queries):
                     f"documents: {place} keeps {kind} vectors, got only {got}. Give those of all as well.",
                 )
         check_models(layout.models, self.models, place)
+        self._check_integers(layout)
         cut = layout.passages if self.sparse is None else self.sparse.provenance.passages
         if cut != layout.passages:
             own, got = (
@@ -193,6 +201,19 @@ class Documents(Queries):
                 most = f"fewer than {_FLOATS_OF_A_POINT:,} numbers of token vectors in one"
                 got = f"{floats:,} in {self.ids[longest]!r}. Cut it, or pool its tokens"
                 raise DataError(f"documents: Qdrant takes {most}, got {got}.")
+
+    def _check_integers(self, layout: Layout) -> None:
+        """Raise ``DataError`` for a fraction in a field of integers, which its index would lose."""
+        integer_fields = {name for name, kind in layout.fields.items() if kind == "integer"}
+        if not integer_fields:
+            return
+        for document, payload in self.payloads.items():
+            for path, value in field_values(payload):
+                if path in integer_fields and isinstance(value, float):
+                    raise DataError(
+                        f"payloads: expected integers in the field {path!r}, got {value!r} for "
+                        f"{document!r}. Declare the field as float.",
+                    )
 
     def points(self, rows: Sequence[int]) -> list[Point]:
         """Some of the documents as the engine takes them; an empty vector is left out of its point."""
@@ -253,6 +274,15 @@ def _finite(dense: object, ids: list[str]) -> Dense:
             f"dense: expected finite numbers, got {array[row, column]} for {ids[row]!r}. Check the model.",
         )
     return array
+
+
+def _canonical(value: object) -> object:
+    """A value of a payload whose numbers have one form each: see :func:`canonical_number`."""
+    if isinstance(value, Mapping):
+        return {name: _canonical(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_canonical(item) for item in value]
+    return canonical_number(value) if isinstance(value, float) else value
 
 
 def _int64(digits: str) -> int:

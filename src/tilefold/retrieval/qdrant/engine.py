@@ -4,6 +4,7 @@ both clients share.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from types import ModuleType
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tilefold.retrieval._checks import check_choice, check_count
 from tilefold.retrieval._files import Json
+from tilefold.retrieval._numbers import Bounds, rounded_range
 from tilefold.retrieval._sparse import check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.metadata import Filter, Wanted, check_field
@@ -287,9 +289,41 @@ class Engine(Protocol):
         if not values:
             return self._empty(name)
         if isinstance(values, dict):
-            return self.api.FieldCondition(key=name, range=self.range(**values))
+            return self._in_range(name, values)
         match = self._match(values[0]) if len(values) == 1 else self.api.MatchAny(any=values)
         return self.api.FieldCondition(key=name, match=match)
+
+    def _in_range(self, name: str, bounds: Bounds) -> object:
+        """Condition on a field whose numbers satisfy all bounds.
+
+        Qdrant rounds integers to float64 before it compares them with a range. Those that would
+        change sides are matched, or excluded, by their exact values.
+        """
+        exact = rounded_range(bounds)
+        alternatives = []
+        if exact.interval is not None:
+            alternatives.append(self._in_interval(name, *exact.interval))
+        if exact.integers:
+            alternatives.append(self._one_of(name, exact.integers))
+        for value, excluded in exact.boundaries:
+            boundary = self.api.Filter(
+                must=[self._in_interval(name, value, value)],
+                must_not=[self._one_of(name, excluded)],
+            )
+            alternatives.append(boundary)
+        if not alternatives:
+            return self._one_of(name, [])  # matches nothing
+        return alternatives[0] if len(alternatives) == 1 else self.api.Filter(should=alternatives)
+
+    def _in_interval(self, name: str, low: float, high: float) -> object:
+        interval = self.range(
+            gte=low if math.isfinite(low) else None,  # JSON has no infinity
+            lte=high if math.isfinite(high) else None,
+        )
+        return self.api.FieldCondition(key=name, range=interval)
+
+    def _one_of(self, name: str, integers: list[int]) -> object:
+        return self.api.FieldCondition(key=name, match=self.api.MatchAny(any=integers))
 
     def _empty(self, name: str) -> object:
         return self.api.IsEmptyCondition(is_empty=self.api.PayloadField(key=name))

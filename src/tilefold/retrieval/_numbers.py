@@ -1,0 +1,118 @@
+"""Exact comparisons of integers and floats, also beyond 2^53, where float64 skips integers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+Number = int | float
+Bounds = Mapping[str, Number]  # any of gt, gte, lt and lte -> a finite number
+INT64 = range(-(1 << 63), 1 << 63)
+
+
+class FloatInterval(NamedTuple):
+    """Closed interval of float64; empty where `low` is above `high`."""
+
+    low: float
+    high: float
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, float) and self.low <= value <= self.high
+
+
+def integers_within(bounds: Bounds) -> range:
+    """64-bit integers that satisfy all bounds."""
+    low, high = INT64[0], INT64[-1]
+    for bound, number in bounds.items():
+        if bound == "gte":
+            low = max(low, math.ceil(number))
+        elif bound == "gt":
+            low = max(low, math.floor(number) + 1)
+        elif bound == "lte":
+            high = min(high, math.floor(number))
+        else:
+            high = min(high, math.ceil(number) - 1)
+    return range(low, high + 1)
+
+
+def floats_within(bounds: Bounds) -> FloatInterval:
+    """Finite float64 values that satisfy all bounds, without rounding a bound that is an integer."""
+    low, high = -math.inf, math.inf
+    for bound, number in bounds.items():
+        nearest = float(number)  # Python compares a float and an integer exactly
+        if bound in ("gt", "gte"):
+            satisfied = nearest > number or (bound == "gte" and nearest == number)
+            low = max(low, nearest if satisfied else math.nextafter(nearest, math.inf))
+        else:
+            satisfied = nearest < number or (bound == "lte" and nearest == number)
+            high = min(high, nearest if satisfied else math.nextafter(nearest, -math.inf))
+    return FloatInterval(low, high)
+
+
+def integers_rounding_to(value: float) -> list[int]:
+    """64-bit integers whose nearest float64 is `value`."""
+    if not math.isfinite(value) or abs(value) > -float(INT64[0]):
+        return []
+    spacing = math.ceil(math.ulp(value))
+    center = math.floor(value)
+    candidates = range(center - spacing, center + spacing + 1)
+    return [number for number in candidates if number in INT64 and float(number) == value]
+
+
+class RoundedRange(NamedTuple):
+    """Bounds for an engine that compares numbers as float64, and matches 64-bit integers exactly.
+
+    A stored number satisfies the original bounds where one of the following holds.
+
+    Attributes:
+        interval: its float64 is within; None where no value could be.
+        integers: it is one of these integers.
+        boundaries: its float64 equals the first of a pair, and it is none of the integers in the
+            second.
+    """
+
+    interval: FloatInterval | None
+    integers: list[int]
+    boundaries: list[tuple[float, list[int]]]
+
+
+def rounded_range(bounds: Bounds) -> RoundedRange:
+    """Bounds as an engine tests them that rounds stored integers to float64.
+
+    Rounding keeps the order, so only integers that round to a float next to an end of the range
+    can change sides. Below 2^53 there are none.
+    """
+    integers_inside = integers_within(bounds)
+    interval = floats_within(bounds)
+    low, high = interval
+    extra_integers: list[int] = []
+    boundaries: list[tuple[float, list[int]]] = []
+    nearby = {math.nextafter(low, -math.inf), low, high, math.nextafter(high, math.inf)}
+    for value in sorted(nearby):
+        rounded = integers_rounding_to(value)
+        inside = [number for number in rounded if number in integers_inside]
+        outside = [number for number in rounded if number not in integers_inside]
+        if value not in interval:
+            extra_integers += inside
+        elif outside:
+            extra_integers += inside
+            boundaries.append((value, outside))
+    excluded = {value for value, _ in boundaries}
+    if low in excluded:
+        low = math.nextafter(low, math.inf)
+    if high in excluded:
+        high = math.nextafter(high, -math.inf)
+    possible = low <= high and low != math.inf and high != -math.inf
+    return RoundedRange(
+        FloatInterval(low, high) if possible else None,
+        extra_integers,
+        boundaries,
+    )
+
+
+def canonical_number(number: Number) -> Number:
+    """The number as an integer, where it equals one of 64 bits: 5.0 as 5, and -0.0 as 0."""
+    if isinstance(number, float) and number.is_integer() and int(number) in INT64:
+        return int(number)
+    return number
