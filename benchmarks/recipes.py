@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.effectiveness_data import evaluation_split, with_splits
+from benchmarks.collection_splits import evaluation_split, with_splits
 from benchmarks.runs import run_all, take_named
 from tilefold.recipes.catalogue import RECIPES, Config, Entry, get_recipe
 from tilefold.recipes.colbert import ColbertRecipe

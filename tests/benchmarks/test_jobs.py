@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import encode, search_data, search_gpu, train, train_scale, train_size
+from benchmarks import encode, search_data, search_gpu, train, train_scale
 from benchmarks import search as job
 from benchmarks import train as train_job
 from benchmarks.job import JobOptions, main
@@ -344,20 +344,3 @@ def test_help_explains_a_script_and_draws_nothing(
         and capsys.readouterr().out.startswith("usage:")
         and not list(tmp_path.iterdir())
     )
-
-
-def test_a_training_starts_on_made_data_in_the_shape_of_ms_marco(tmp_path: Path) -> None:
-    asked = [
-        "--folder",
-        str(tmp_path),
-        "--output",
-        str(tmp_path),
-        "--device",
-        "cpu",
-        "--tiny",
-        "--steps",
-        "20",
-    ]
-    assert train_size.main([*asked, "--passages", "9000", "--queries", "100"]) == 0
-    rows = read_csv(tmp_path / "train_size.csv")
-    assert [(row["run"], row["gate"]) for row in rows] == [("first", "ok"), ("cached", "ok")]

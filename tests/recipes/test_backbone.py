@@ -19,8 +19,8 @@ import transformers
 from sentence_transformers import SparseEncoder
 from transformers import PreTrainedModel
 
-from benchmarks.fresh_lm import fresh_masked_lm
 from tests.modules.batches import QUERIES, TEXTS, tiny_masked_lm
+from tests.recipes.fresh_lm import fresh_masked_lm
 from tests.recipes.small import SUBJECTS
 from tests.refusals import refused
 from tilefold.recipes import ColbertRecipe, backbone, loading
