@@ -195,7 +195,7 @@ def encode(
                 with _options.as_options("dimension"):
                     manifest = encode_to_folder(encoding, encoder, texts or {}, where, "world")
         if jsonl is not None and rank == 0:
-            tokens = encoder.tokenizer.convert_ids_to_tokens(range(manifest.vocab_size))
+            tokens = retrieval.term_names(encoder.tokenizer, manifest.vocab_size)
             retrieval.export_jsonl(retrieval.read_vectors(output), jsonl, tokens, contents=texts)
         if rank == 0:
             _print(manifest, output, as_json)

@@ -170,8 +170,7 @@ def _tokens(
         raise CommandError(
             f"--model: expected {expected}, got that of {model} ({found[:12]}). {remedy}",
         )
-    tokens: list[str | None] = tokenizer.convert_ids_to_tokens(range(manifest.vocab_size))
-    return [token or "" for token in tokens]
+    return retrieval.term_names(tokenizer, manifest.vocab_size)
 
 
 def _texts(data: str | None, vectors: Path) -> Mapping[str, str] | None:

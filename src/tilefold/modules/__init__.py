@@ -82,7 +82,7 @@ def stock_module(module: Any) -> nn.Module | None:
     from tilefold.modules.head_pooling import HeadPooling
     from tilefold.modules.static_query import StaticQuery
 
-    if isinstance(module, StaticQuery) and len(module.tokenizer.get_vocab()) == module.vocab_size:
+    if isinstance(module, StaticQuery) and module.fits_stock():
         made: nn.Module = module.stock()
         return made
     if not isinstance(module, HeadPooling) or module.pooling not in ("max", "sum"):

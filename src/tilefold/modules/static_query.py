@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from tilefold._typing import Tokenizer
+from tilefold._vocabulary import id_bound
 from tilefold.modules.fused_pooling import (
     Features,
     FusedPooling,
@@ -49,7 +50,8 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
         tokenizer: of the texts; special tokens are not added.
         weight: ``[V]``, or ``[1]`` for one number for all terms; ones by default. ``frozen`` ones
             are not trained.
-        vocab_size: V; by default the length of ``weight``, or of the tokenizer's vocabulary.
+        vocab_size: V; by default the length of ``weight``, or the smallest number above all ids of
+            the tokenizer.
 
     Raises:
         ValueError: for a ``weight`` of another shape.
@@ -67,7 +69,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
     ) -> None:
         if vocab_size is None:
             vocab_size = (
-                len(tokenizer.get_vocab())
+                id_bound(tokenizer.get_vocab())
                 if weight is None or weight.numel() == 1
                 else weight.numel()
             )
@@ -93,6 +95,11 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
             )
         return token_scatter(weights, ids, self.vocab_size, **options, impl=wanted.impl)
 
+    def fits_stock(self) -> bool:
+        """Whether a ``SparseStaticEmbedding`` can have these weights: one for each token's id."""
+        vocabulary = self.tokenizer.get_vocab()
+        return self.vocab_size == len(vocabulary) == id_bound(vocabulary)
+
     def stock(self) -> SparseStaticEmbedding:
         """A frozen ``SparseStaticEmbedding`` with the same vectors, which loads without tilefold.
 
@@ -100,12 +107,16 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
             ValueError: if the vocabulary is not that of the tokenizer; stock cannot load such
                 weights.
         """
-        if (tokens := len(self.tokenizer.get_vocab())) != self.vocab_size:
-            got = f"{self.vocab_size}; keep the StaticQuery."
-            raise ValueError(f"vocab_size must be {tokens}, the tokens, for stock, got {got}")
+        if not self.fits_stock():
+            tokens = len(self.tokenizer.get_vocab())
+            raise ValueError(
+                f"vocab_size must be {tokens}, the tokens, whose ids must have no gaps, for stock, got "
+                f"{self.vocab_size} and ids up to {id_bound(self.tokenizer.get_vocab()) - 1}; keep the "
+                "StaticQuery.",
+            )
         made = SparseStaticEmbedding(
             self.tokenizer,
-            self.weight.detach().relu().expand(tokens).clone(),
+            self.weight.detach().relu().expand(self.vocab_size).clone(),
             frozen=True,
         )
         made.max_seq_length = self.max_seq_length

@@ -213,9 +213,9 @@ def build_static(spec: EncoderSpec, base: Base) -> list[Module]:
     else:
         weights = _counted_idf(base) if spec.idf is None else _listed_idf(spec.idf, base)
     vocab_size, weight, tokenizer = base.vocab_size, torch.tensor(weights), base.network.tokenizer
-    if spec.trainable or len(tokenizer.get_vocab()) != vocab_size:
-        module = StaticQuery(tokenizer, weight, frozen=not spec.trainable, vocab_size=vocab_size)
-    else:
+    module: SparseStaticEmbedding
+    module = StaticQuery(tokenizer, weight, frozen=not spec.trainable, vocab_size=vocab_size)
+    if not spec.trainable and module.fits_stock():
         module = SparseStaticEmbedding(tokenizer, weight.expand(vocab_size).clone(), frozen=True)
     module.max_seq_length = base.network.max_seq_length  # which a short position table may have cut
     return [module]

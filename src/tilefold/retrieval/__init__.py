@@ -11,7 +11,7 @@ _NAMES = {
     "collection": "Document Collection load_beir load_documents load_queries query_of_line",
     "datasets": "load_collection build_pydocs",
     "vectors": "SparseVectors SparseVectorWriter VectorManifest read_manifest read_rows read_vectors write_vectors "
-    "export_jsonl vocabulary_fingerprint",
+    "export_jsonl term_names vocabulary_fingerprint",
     "export": "export_opensearch export_vespa",
     "encoding": "encode_collection encode_queries",
     "tokens": "DenseManifest TokenManifest TokenStore TokenVectorWriter TokenVectors open_dense open_tokens",

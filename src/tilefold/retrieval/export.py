@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tilefold._files import atomic_directory, read_json, sha256_file, write_json
 from tilefold._version import __version__
+from tilefold._vocabulary import fill_missing_names
 from tilefold.retrieval._checks import check_choice, check_least
 from tilefold.retrieval._files import Json, is_unicode
 from tilefold.retrieval._shards import check_whole
@@ -87,7 +88,7 @@ class Exported:
 def export_opensearch(
     vectors: SparseVectors | str | Path,
     output: str | Path,
-    tokens: Sequence[str] | None = None,
+    tokens: Sequence[str | None] | None = None,
     *,
     texts: Mapping[str, str] | None = None,
     field: str = "sparse",
@@ -106,8 +107,9 @@ def export_opensearch(
         vectors: documents, in memory or as a folder that ``encode`` wrote, of which a shard at a
             time is in memory.
         output: a new folder, or an earlier export, which is replaced when all is written.
-        tokens: token of each term; terms are called by their numbers without. ``sparse_vector``
-            knows numbers alone.
+        tokens: token of each term, as :func:`tilefold.retrieval.term_names` gives them; terms are
+            called by their numbers without. A term whose token is None is named ``[term_905]``
+            after its number. ``sparse_vector`` knows numbers alone.
         texts: id -> text, for a field ``text``.
         field: name of the field of the vectors.
         field_type: ``"rank_features"`` (exact search, OpenSearch 2.11), or ``"sparse_vector"``
@@ -177,7 +179,7 @@ def export_opensearch(
 def export_vespa(
     vectors: SparseVectors | str | Path,
     output: str | Path,
-    tokens: Sequence[str] | None = None,
+    tokens: Sequence[str | None] | None = None,
     *,
     texts: Mapping[str, str] | None = None,
     document: str = "doc",
@@ -334,7 +336,7 @@ def _text_of(texts: Mapping[str, str], name: str) -> str:
 
 def _name_terms(
     documents: _Documents,
-    tokens: Sequence[str] | None,
+    tokens: Sequence[str | None] | None,
     complaint: Callable[[str], str | None],
     remedy: str,
 ) -> list[str]:
@@ -347,7 +349,7 @@ def _name_terms(
     if len(tokens) != used.size:
         said = f"expected one for each of the {used.size} terms of the vectors, got {len(tokens)}"
         raise VocabularyMismatchError(f"tokens: {said}. Pass the vocabulary of the model.")
-    names = [str(token) for token in tokens]
+    names = fill_missing_names(tokens)
     bad: dict[str, list[str]] = {}
     for term in np.flatnonzero(used).tolist():
         name = names[term]
@@ -454,7 +456,7 @@ def _export_folder(output: Path) -> AbstractContextManager[Path]:
     return atomic_directory(output, own_names=[RECORD, *(files if isinstance(files, dict) else ())])
 
 
-def _origin(documents: _Documents, tokens: Sequence[str] | None) -> Json:
+def _origin(documents: _Documents, tokens: Sequence[str | None] | None) -> Json:
     """Facts of the vectors that the engine keeps with them."""
     return {
         "schema_version": SCHEMA_VERSION,
@@ -471,7 +473,7 @@ def _record(
     folder: Path,
     documents: _Documents,
     names: list[str],
-    tokens: Sequence[str] | None,
+    tokens: Sequence[str | None] | None,
     **settings: str,
 ) -> Exported:
     """Write ``export.json``: the origin of the files, which have these `names`, and their

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tilefold._typing import Model
+from tilefold._vocabulary import term_names_of
 from tilefold.retrieval._checks import check_choice, check_k
 from tilefold.retrieval._files import Json
 from tilefold.retrieval._sparse import Row, SparseVectors
@@ -530,6 +531,7 @@ class Searcher:
         ):
             return {}
         tokenizer, asked = retriever.model.tokenizer, ranking.after.row(0)
+        term_name = term_names_of(tokenizer)
         moved = ranking.before is not ranking.after
         own = set(ranking.before.row(0)[0].tolist())
         passages = ranking.passages.get(self.stage, {}).get("query", {})
@@ -538,11 +540,10 @@ class Searcher:
         found: dict[str, list[Json]] = {}
         for row, name in enumerate(map(names.__getitem__, stored.ids)):
             matched = matched_terms(asked, stored.row(row), tokenizer.all_special_ids)
-            tokens = tokenizer.convert_ids_to_tokens([term for term, _ in matched])
             found[name] = [
-                {"term": token, "contribution": part, "share": part / scores[name]}
+                {"term": term_name[term], "contribution": part, "share": part / scores[name]}
                 | ({"feedback": term not in own} if moved else {})
-                for token, (term, part) in zip(tokens, matched, strict=True)
+                for term, part in matched
             ]
         return found
 

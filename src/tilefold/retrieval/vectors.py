@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tilefold._files import atomic_file
-from tilefold._vocabulary import vocabulary_fingerprint
+from tilefold._vocabulary import fill_missing_names, term_names, vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_least
 from tilefold.retrieval._files import Json, arrow, json_line
@@ -38,6 +38,7 @@ __all__ += [
     "read_manifest",
     "read_rows",
     "read_vectors",
+    "term_names",
     "vocabulary_fingerprint",
 ]
 __all__ += ["write_vectors"]
@@ -251,7 +252,7 @@ def write_vectors(
 def export_jsonl(
     vectors: SparseVectors,
     path: str | Path,
-    tokens: Sequence[str] | None = None,
+    tokens: Sequence[str | None] | None = None,
     *,
     contents: Mapping[str, str] | None = None,
     scale: float | None = None,
@@ -260,9 +261,10 @@ def export_jsonl(
     Pyserini read it.
 
     Args:
-        tokens: token of each index; the index itself, as text, when None.
-            ``VocabularyMismatchError`` for an index without one, ``DataError`` for two terms of a
-            vector with one text, which a JSON object cannot hold.
+        tokens: token of each index, as :func:`term_names` gives them; the index itself, as text,
+            when None. An index whose token is None is named ``[term_905]`` after its number.
+            ``VocabularyMismatchError`` for too few tokens, ``DataError`` for two terms of a vector
+            with one text, which a JSON object cannot hold.
         contents: id -> text for the ``contents`` field, which is empty otherwise.
         scale: weights become ``round(weight * scale)``, for engines of integer impacts (100 is
             usual); terms that round to 0 are dropped. Floats are written when None.
@@ -273,10 +275,11 @@ def export_jsonl(
         raise VocabularyMismatchError(
             f"tokens: expected a token for every index up to {highest}, got {got}.",
         )
+    term_name = str if tokens is None else fill_missing_names(tokens).__getitem__
     with atomic_file(Path(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for i, row_id in enumerate(vectors.ids):
             terms, weights = vectors.row(i)
-            names = [str(term) if tokens is None else tokens[term] for term in terms.tolist()]
+            names = list(map(term_name, terms.tolist()))
             if len(set(names)) != len(names):
                 raise DataError(
                     f"tokens: two terms of {row_id!r} have the same text. Pass tokens=None.",

@@ -358,11 +358,6 @@ def _sparse_row(row: Row, body: EmbedSparse, token: Callable[[int], str]) -> byt
             f'{{"index":{index},"value":{weight}{name}}}' for index, weight, name in entries
         )
         return f"[{found}]".encode()
-    if len(set(tokens or ())) < len(indices):
-        raise ServeError(
-            "Validation",
-            "`format`: two terms of a vector have the same text; take arrays",
-        )
     found = ",".join(f"{name}:{weight}" for name, weight in zip(tokens or (), weights, strict=True))
     return f"{{{found}}}".encode()
 

@@ -17,6 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from tilefold._typing import Model, Tokenizer
+from tilefold._vocabulary import TermNames
 from tilefold.integrations.sentence_transformers.encoding_graphs import graphs_of
 from tilefold.integrations.sentence_transformers.packed_inputs import (
     PackedInputs,
@@ -54,6 +55,10 @@ class TextTokens:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.special_ids = set(tokenizer.all_special_ids)
+        self.term_names = TermNames(
+            self._tokenizer.get_vocab(with_added_tokens=True),
+            self._tokenizer.id_to_token,
+        )
 
     def lengths(self, texts: Sequence[str], prompt: str = "", special: bool = True) -> list[int]:
         """Tokens of each text with the prompt before it, with special tokens or without."""
@@ -77,13 +82,18 @@ class TextTokens:
         ]
 
     def known(self, ids: Sequence[int]) -> Sequence[int]:
-        """Token ids as they are."""
-        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        if (wrong := next((id_ for id_ in ids if not 0 <= id_ < size), None)) is not None:
-            raise ServeError(
-                "Tokenizer",
-                f"token ids: expected numbers from 0 to {size - 1}, got {wrong}",
-            )
+        """Return token ids as they are.
+
+        Raises:
+            ServeError: for an id that no token has.
+        """
+        for id_ in ids:
+            if not self.term_names.has_token(id_):
+                largest = self.term_names.id_bound - 1
+                raise ServeError(
+                    "Tokenizer",
+                    f"token ids: expected numbers from 0 to {largest} that a token has, got {id_}",
+                )
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
@@ -93,9 +103,8 @@ class TextTokens:
         return str(self._tokenizer.decode(list(self.known(ids)), skip_special_tokens=skip_special))
 
     def token(self, id_: int) -> str:
-        """The token of an id; the id as text where the tokenizer has none."""
-        found = self._tokenizer.id_to_token(id_)
-        return str(id_) if found is None else str(found)
+        """Return the name of a term: its token, or a name that no other term has."""
+        return self.term_names[id_]
 
     def words(self, text: str) -> set[int]:
         """The ids of the tokens of a text, without special ones."""
