@@ -91,7 +91,9 @@ def without_a_gpu() -> None:
         ctypes.CDLL(None).sched_yield
     )  # takes whatever it is given, and returns 0
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    launching.Step.by_triton = lambda self, build: compiled(build.arguments, build.constants)
+    launching.KernelLauncher.run_with_triton = lambda self, build: compiled(
+        build.arguments, build.constants
+    )
 
 
 def compiled(arguments: tuple[Any, ...], constants: dict[str, Any]) -> SimpleNamespace:

@@ -93,7 +93,7 @@ def test_the_switch_of_the_environment_leaves_models_libraries_and_operators_to_
     library = Acceleration("json", "json", {"loads": ["json"]}).apply({"loads": print})
     accelerate(either)
     monkeypatch.setenv("TILEFOLD_DISABLE", "1")
-    impl._say_switched_off.cache_clear()
+    impl._warn_switched_off.cache_clear()
     with pytest.warns(UserWarning, match="TILEFOLD_DISABLE is set: accelerate") as warned:
         with accelerate(either) as same:
             assert (
@@ -352,13 +352,13 @@ def test_arguments_for_one_gpu(kind: Any, tmp_path: Path, monkeypatch: pytest.Mo
     reason="lists a model on the CPU, where kernels would run",
 )
 def test_the_steps_of_a_model_list_its_head(tokenizer_folder: Path) -> None:
-    from tilefold.ops._shared._triton.launch import listed
+    from tilefold.ops._shared._triton.launch import recorded_builds
 
     model = build_tiny_splade("bert", tokenizer_folder)
     accelerate(model, impl="triton", check=False)
     found = []
     for training in (False, True):
-        with listed() as launches:
+        with recorded_builds() as launches:
             for step in steps(
                 model,
                 (8,),

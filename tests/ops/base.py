@@ -33,7 +33,15 @@ from tilefold.ops._shared.internals import (
 from tilefold.ops._shared.offsets import sequences_of_rows
 from tilefold.ops._shared.operator import Checked, Operator
 from tilefold.ops._shared.philox import philox_word
-from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, contiguous
+from tilefold.ops._shared.plan import (
+    Buffer,
+    KernelFallback,
+    Launch,
+    Plan,
+    Setting,
+    TorchStep,
+    contiguous,
+)
 from tilefold.ops._shared.tuning import Between, Row, lookup
 from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors
 from tilefold.ops.entmax_attention._problem import Options as AttentionOptions

@@ -98,13 +98,13 @@ def unbound(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from tests.ops.launching import launch  # needs triton
 
     names: list[str] = []
-    honest = launch.Step.by_triton
+    honest = launch.KernelLauncher.run_with_triton
 
-    def seen(self: launch.Step, build: launch.Build) -> Any:
+    def seen(self: launch.KernelLauncher, build: launch.Build) -> Any:
         names.append(build.kernel.__name__)
         return honest(self, build)
 
-    monkeypatch.setattr(launch.Step, "by_triton", seen)
+    monkeypatch.setattr(launch.KernelLauncher, "run_with_triton", seen)
     return names
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tilefold.ops._shared._triton import cuda_driver, launch, program
 from tilefold.ops._shared._triton.cuda_driver import bind, driver_launch
-from tilefold.ops._shared._triton.launch import Build, Memory, Step, listed
+from tilefold.ops._shared._triton.launch import Build, KernelLauncher, Memory, recorded_builds
 from tilefold.ops._shared._triton.program import Program
 from tilefold.ops.entmax._triton import rows as entmax_kernels
 from tilefold.ops.entmax_attention._triton.tiles import tables_kernel

@@ -2,7 +2,7 @@
 2``.
 
 Its kernels multiply and add up in one launch, in two that share scratch, or with torch between
-them; where TF32 is allowed they round operands to 16 bits. ``reads``, ``variant``, ``Instead`` and
+them; where TF32 is allowed they round operands to 16 bits. ``reads``, ``variant``, ``KernelFallback`` and
 ``w_main_grad`` are here for their contracts: most operators have none of them.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.ops.base import (
     Buffer,
     Checked,
-    Instead,
+    KernelFallback,
     Launch,
     Operator,
     Plan,
@@ -33,7 +33,9 @@ from tests.ops.samples import ROOMS
 
 BLOCK = 32
 HALVES = "toy of halves"
-TWO_LAUNCHES = Instead("toy's kernel of one launch", "Two launches instead: the same results.")
+TWO_LAUNCHES = KernelFallback(
+    "toy's kernel of one launch", "Two launches instead: the same results."
+)
 
 
 class ToyTensors(NamedTuple):
@@ -98,7 +100,7 @@ def forward(
     numbers, grid = (*tensors.x.shape, options.scale), (tensors.x.size(0), 1, 1)
     constants = {"TF32": setting.tf32, "TRAINING": training, "BLOCK": BLOCK}
     if options.way == "one launch" and TWO_LAUNCHES.kernel not in setting.given_up:
-        steps = [Launch(dot_kernel, grid, "x w y sums", numbers, constants, instead=TWO_LAUNCHES)]
+        steps = [Launch(dot_kernel, grid, "x w y sums", numbers, constants, fallback=TWO_LAUNCHES)]
         return Plan((*contiguous(**tensors._asdict()), *steps))
     products = Launch(
         products_kernel,
@@ -135,7 +137,7 @@ def backward(
     constants: dict[str, Any] = {
         "NEED_X": needs[0],
         "NEED_W": needs[1],
-        "ADD_W": "w" in setting.added,
+        "ADD_W": "w" in setting.accumulated,
     }
     constants |= {"TF32": setting.tf32, "BLOCK": BLOCK}
     strides = like_x(saved, options).strides or saved.x.stride()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilefold.ops._shared.fallback import KernelUnavailableError, attempt
+from tilefold.ops._shared.fallback import KernelUnavailableError, try_kernels
 from tilefold.ops._shared.internals import triton_cache
 
 __all__ = ["Built", "build_kernels", "check_kernels_can_be_built"]
@@ -81,20 +81,20 @@ def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = N
         ValueError: for fewer than one worker.
     """
     check_kernels_can_be_built()
-    from tilefold.ops._shared._triton.launch import Build, listed
+    from tilefold.ops._shared._triton.launch import Build, recorded_builds
 
     workers = min(16, os.cpu_count() or 1) if workers is None else workers
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
     begin, calls, device = time.perf_counter(), list(calls), torch.cuda.current_device()
-    with listed() as launches:
+    with recorded_builds() as launches:
         for call in calls:
             call()
     torch.cuda.synchronize()
 
     def build(launch: Build) -> str | None:
         torch.cuda.set_device(device)
-        failed: Any = attempt(launch.__call__)
+        failed: Any = try_kernels(launch.__call__)
         return str(failed) if isinstance(failed, KernelUnavailableError) else None
 
     with ThreadPoolExecutor(workers) as pool:

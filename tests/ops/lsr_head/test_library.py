@@ -244,14 +244,19 @@ def test_lists_of_the_hidden_gradient_are_gone_before_that_of_the_weight_is_allo
         torch.device("cpu"),
         True,
     )
-    made = [tuple(each.shape) for turn in program.turns for each in turn.made]
+    made = [tuple(each.shape) for turn in program.steps for each in turn.templates]
     order = [shape for shape in made if len(shape) > 1]
     assert order == [(batch, 16, 8), (9000, 8)]
     if blocks == 1:  # all at once, and scratch in a block
-        assert [len(turn.made) for turn in program.turns] == [3] + [0] * (len(plan.steps) - 1)
+        assert [len(turn.templates) for turn in program.steps] == [3] + [0] * (len(plan.steps) - 1)
     else:
-        alone = [turn for turn in program.turns if turn.made and turn.made[0].shape == (9000, 8)]
+        alone = [
+            turn
+            for turn in program.steps
+            if turn.templates and turn.templates[0].shape == (9000, 8)
+        ]
         assert (
             alone
-            and sum(len(turn.ends) for turn in program.turns[: program.turns.index(alone[0])]) >= 3
+            and sum(len(turn.released) for turn in program.steps[: program.steps.index(alone[0])])
+            >= 3
         )

@@ -158,19 +158,19 @@ def test_autocast_casts_in_every_call() -> None:
 def fail(monkeypatch: pytest.MonkeyPatch, when: Any) -> list[str]:
     """Let launches fail as if their kernels could not be built; the names of those that were tried."""
     tried: list[str] = []
-    honest = shared_launch.Step.by_triton
+    honest = shared_launch.KernelLauncher.run_with_triton
 
-    def launch(self: shared_launch.Step, build: shared_launch.Build) -> Any:
+    def launch(self: shared_launch.KernelLauncher, build: shared_launch.Build) -> Any:
         tried.append(build.kernel.__name__)
         if when(build.arguments):
             raise KernelUnavailableError(
                 build.kernel.__name__,
                 "PTXASError: no such instruction",
-                build.instead,
+                build.fallback,
             )
         return honest(self, build)
 
-    monkeypatch.setattr(shared_launch.Step, "by_triton", launch)
+    monkeypatch.setattr(shared_launch.KernelLauncher, "run_with_triton", launch)
     return tried
 
 

@@ -69,7 +69,10 @@ def test_an_operator_runs_with_the_gpu_of_its_first_tensor_as_the_current_one(
         assert [*TOY.compute(gpu, call, (gpu,))] == [index]
     assert now == [1, 0]
     with torch.autocast("cpu", torch.bfloat16):
-        assert calls.run(lambda given: torch.is_autocast_enabled("cpu"), torch.ones(1)) is False
+        assert (
+            calls.call_on_device(lambda given: torch.is_autocast_enabled("cpu"), torch.ones(1))
+            is False
+        )
 
 
 def test_the_names_for_gpus_exist() -> None:
@@ -151,7 +154,7 @@ def test_gradients_are_told_apart_by_what_comes_back_of_a_call(
         call: object = call,
         *needs: bool,
     ) -> object:
-        return call_key((grad, None, saved), (call, needs or (True,)), of_call=True)
+        return call_key((grad, None, saved), (call, needs or (True,)), of_gradient=True)
 
     alike = key_of()
     assert alike == key_of() == key_of(torch.zeros(2, 4), x[4:8]) is not None

@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels import triton_interpreted
 from tests.ops.base import BUILD_OPTIONS, Launch, fallback, internals
-from tests.ops.launching import Build, Memory, Step, bind, cuda_driver, driver_launch
+from tests.ops.launching import Build, KernelLauncher, Memory, bind, cuda_driver, driver_launch
 from tests.refusals import refused
 
 compiles = pytest.mark.skipif(
@@ -268,10 +268,12 @@ def test_the_first_argument_of_a_name_is_its_descriptor_and_others_are_the_tenso
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launched: list[Build] = []
-    monkeypatch.setattr(Step, "by_triton", lambda self, build: launched.append(build))
+    monkeypatch.setattr(
+        KernelLauncher, "run_with_triton", lambda self, build: launched.append(build)
+    )
     described = internals.Tma(2, 3, lambda *given: given)
     dtypes = torch.bool, torch.float32, torch.float32, None
-    Step(Launch(_scale_kernel, (1, 1, 1), "y x x nothing", (9,), {}, {"x": described}))(
+    KernelLauncher(Launch(_scale_kernel, (1, 1, 1), "y x x nothing", (9,), {}, {"x": described}))(
         True,
         (32, 64, 64, None),
         dtypes,
@@ -301,12 +303,12 @@ def test_descriptors_of_every_release_are_told_apart_by_their_blocks(
 def test_a_step_is_bound_when_it_is_repeated_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, launched = Driver(monkeypatch), list[Any]()
 
-    def call(self: Step, build: Build) -> Any:
+    def call(self: KernelLauncher, build: Build) -> Any:
         launched.append(build.arguments)
         return unbound({"ptx": PTX})
 
-    monkeypatch.setattr(Step, "by_triton", call)
-    step, dtypes = Step(Launch(_scale_kernel, (1, 1, 1), "x", (9,), {})), (torch.float32,)
+    monkeypatch.setattr(KernelLauncher, "run_with_triton", call)
+    step, dtypes = KernelLauncher(Launch(_scale_kernel, (1, 1, 1), "x", (9,), {})), (torch.float32,)
     tensor = torch.ones(4)
     for same, bound in ((True, 0), (False, 0), (True, 0), (True, 1), (False, 0)):
         launched.clear()
@@ -405,7 +407,7 @@ def test_threads_do_not_mix_their_addresses(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def again(
-    step: Step,
+    step: KernelLauncher,
     addresses: tuple[int | None, ...],
     dtypes: tuple[torch.dtype | None, ...],
 ) -> None:
@@ -423,9 +425,11 @@ def test_the_driver_launches_what_triton_launched_before() -> None:
     if torch.cuda.get_device_capability() >= (9, 0):
         tma["x"] = internals.Tma(64, 32, partial(TensorDescriptor, block_shape=[64, 32]))
     constants, grid = {"BLOCK": 64, "num_warps": 4}, (1, 1, 1)
-    plain = Step(Launch(_scale_kernel, grid, "x out absent", (64, 1, 0.5), constants))
+    plain = KernelLauncher(Launch(_scale_kernel, grid, "x out absent", (64, 1, 0.5), constants))
     described = (
-        Step(Launch(_described_kernel, grid, "x out", (3,), constants, tma)) if tma else None
+        KernelLauncher(Launch(_described_kernel, grid, "x out", (3,), constants, tma))
+        if tma
+        else None
     )
     dtypes = torch.float32, torch.float32
     for source in (x, other, x, other):

@@ -141,9 +141,11 @@ def test_the_head_steps_down_from_kernel_to_kernel(
     monkeypatch.setattr(releases, "why_no_warp_roles", lambda: None)
     given_up: list[str] = []
     seen = []
-    while (launch := head_plan(dtype, *given_up)).instead is not None:
-        assert launch.instead.sentence.endswith("instead: the same results, a slower forward pass.")
-        given_up.append(launch.instead.kernel)
+    while (launch := head_plan(dtype, *given_up)).fallback is not None:
+        assert launch.fallback.sentence.endswith(
+            "instead: the same results, a slower forward pass."
+        )
+        given_up.append(launch.fallback.kernel)
         seen.append((launch.kernel.__name__, bool(launch.tma)))
     assert seen == [("max_forward_hopper_kernel", True), ("max_forward_kernel", True)]
     assert launch.kernel.__name__ == "max_forward_kernel" and not launch.tma
@@ -156,14 +158,14 @@ def test_the_head_gives_up_what_the_release_cannot_build_before_a_launch(
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         with pytest.raises(KernelUnavailableError, match=r"Triton 3\.4 cannot") as raised:
             head_plan(dtype)
-        assert raised.value.instead is not None
-        kernel, sentence = raised.value.instead
+        assert raised.value.fallback is not None
+        kernel, sentence = raised.value.fallback
         assert (
             kernel == "lsr_head's kernel whose warps load or compute"
             and "portable kernel with TMA" in sentence
         )
         assert head_plan(dtype, kernel).tma
-    assert head_plan(torch.float32).instead is None  # which has no such kernel
+    assert head_plan(torch.float32).fallback is None  # which has no such kernel
 
 
 def test_devices_with_little_shared_memory_get_small_tiles() -> None:

@@ -219,12 +219,16 @@ def test_a_variant_chooses_and_is_given_up_by_itself(monkeypatch: pytest.MonkeyP
     x, w = (leaf.detach() for leaf in leaves("cpu"))
     monkeypatch.setattr(implementations, "takes_kernels", lambda device: True)
     tensors, halves = ToyTensors(x, w), ToyTensors(x.half(), w.half())
-    assert TOY._named(tensors, "auto") == ("toy", "auto") and TOY._named(halves, "auto") == (
+    assert TOY._named_impl(tensors, "auto") == ("toy", "auto") and TOY._named_impl(
+        halves, "auto"
+    ) == (
         room.HALVES,
         "auto",
     )
     monkeypatch.setitem(fallback.GIVEN_UP, (room.HALVES, x.device), "no halves")
-    assert TOY._named(tensors, "auto") == ("toy", "auto") and TOY._named(halves, "auto") == (
+    assert TOY._named_impl(tensors, "auto") == ("toy", "auto") and TOY._named_impl(
+        halves, "auto"
+    ) == (
         room.HALVES,
         "tiled",
     )

@@ -55,7 +55,7 @@ class Kernel(str):
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     Recorder.made = []
-    monkeypatch.setattr(program, "Step", Recorder)
+    monkeypatch.setattr(program, "KernelLauncher", Recorder)
     monkeypatch.setattr(program, "hooked", lambda: False)
     return Recorder.made
 
@@ -143,7 +143,7 @@ def test_launches_that_cannot_be_repeated_or_of_tensors_of_another_alignment_sta
 def test_scratch_that_nothing_reads_any_more_is_gone_before_a_later_result_is_made(
     steps: list[Recorder],
 ) -> None:
-    big = (program.MAX_TOGETHER + 4) // 4
+    big = (program.MAX_SCRATCH_BLOCK + 4) // 4
     for size, made_each in ((big, [1, 1, 2]), (5, [3, 0, 0])):
         buffers = {name: Buffer((size,), torch.float32) for name in ("lists", "own")}
         plan = Plan(
@@ -158,8 +158,10 @@ def test_scratch_that_nothing_reads_any_more_is_gone_before_a_later_result_is_ma
             assert dx is not None and dw is not None and dx.shape == (3,) and dw.shape == (4,)
             assert one.calls[-1][1] == two.calls[-1][0] and three.calls[-1][1] == dw.data_ptr()
         assert [step.bound_calls for step in (one, two, three)] == [2, 2, 2]
-        assert [len(each.made) for each in made.turns] == made_each
-        allocated = sum(each.numel() * each.itemsize for turn in made.turns for each in turn.made)
+        assert [len(each.templates) for each in made.steps] == made_each
+        allocated = sum(
+            each.numel() * each.itemsize for turn in made.steps for each in turn.templates
+        )
         assert allocated >= 4 * (2 * size + 7)
 
 

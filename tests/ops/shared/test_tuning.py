@@ -105,7 +105,7 @@ def test_rows_fit_a_descriptor_as_the_release_counts_them(
     count_elements: bool,
 ) -> None:
     launch = pytest.importorskip("tilefold.ops._shared._triton.launch")
-    monkeypatch.setattr(launch, "_COUNT_ELEMENTS", count_elements)
+    monkeypatch.setattr(launch, "_DESCRIPTOR_ALIGNS_ELEMENTS", count_elements)
     for width, dtype, in_bytes, in_elements in (
         (8, torch.bfloat16, True, False),
         (24, torch.float32, True, False),

@@ -276,18 +276,18 @@ def broken(monkeypatch: pytest.MonkeyPatch, nothing_given_up: None) -> Iterator[
     forget_plans()
     if INTERPRETED:
         monkeypatch.setattr(impl, "takes_kernels", lambda device: True)
-        honest = launch.Step.by_triton
+        honest = launch.KernelLauncher.run_with_triton
 
-        def call(self: launch.Step, build: launch.Build) -> Any:
+        def call(self: launch.KernelLauncher, build: launch.Build) -> Any:
             if refuse(build.kernel):
                 raise KernelUnavailableError(
                     build.kernel.__name__,
                     "PTXASError: no such instruction",
-                    build.instead,
+                    build.fallback,
                 )
             return honest(self, build)
 
-        monkeypatch.setattr(launch.Step, "by_triton", call)
+        monkeypatch.setattr(launch.KernelLauncher, "run_with_triton", call)
     else:
         for method in ("run", "warmup"):
             build = getattr(JITFunction, method)

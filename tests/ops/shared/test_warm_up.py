@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
-from tests.ops.launching import listed
+from tests.ops.launching import recorded_builds
 from tests.refusals import refused
 from tilefold.ops import lsr_head, maxsim, quantize_tokens
 from tilefold.ops.warm_up import build_kernels
@@ -26,7 +26,7 @@ interpreted = pytest.mark.skipif(
 
 
 def listed_names(*calls: object) -> list[str]:
-    with listed() as launches:
+    with recorded_builds() as launches:
         for call in calls:
             call()  # type: ignore[operator]
     return [each.kernel.__name__ for each in launches.values()]
@@ -80,7 +80,7 @@ class Gpu:  # what Triton asks of a driver before it compiles
 driver.set_active(Gpu())
 torch.cuda.current_device = lambda: 0
 rows, out, scale = torch.zeros(4, 64), torch.zeros(4, 64, dtype=torch.int8), torch.zeros(4)
-with launch.listed() as launches:
+with launch.recorded_builds() as launches:
     for block in (16, 32):
         for count in (4, 9):  # the same kernel
             constants = {"D": 64, "BLOCK_R": block, "BLOCK_D": 64, "num_warps": 4, "num_stages": 3}

@@ -1,6 +1,4 @@
-"""Calls that are alike: their key, of layouts and options and no value, their passes, and what
-torch registers.
-"""
+"""Cache keys of calls, the passes that they find, and helpers for registration with torch."""
 
 from __future__ import annotations
 
@@ -18,97 +16,116 @@ from tilefold.ops._shared.internals import apply_of, is_eager, matmul_precision
 if TYPE_CHECKING:
     from tilefold.ops._shared._triton.program import Program
 
-ALIGNMENT = 16  # bytes
-PLAIN = (Tensor, torch.nn.Parameter)
+ALIGNMENT = 16  # bytes, at whose multiples a tensor must begin for TMA descriptors
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
-Key = tuple[
-    Any,
-    ...,
-]  # of which the first says whether all tensors are aligned, as TMA descriptors ask
+Key = tuple[Any, ...]  # its first entry says whether all tensors are aligned
 
 
 def call_key(
     tensors: Sequence[object],
     options: tuple[object, ...],
-    of_call: bool = False,
+    of_gradient: bool = False,
 ) -> Key | None:
-    """Cache key of a call, or of its gradients; ``None`` where torch has to see the registered
-    operator.
+    """Cache key of a call, or of its gradients: layouts, options and settings, but no value.
 
-    That is in a trace, under modes and transforms, with tensor subclasses and on the meta device;
-    else an ``autograd.Function`` may call the implementation: the dispatcher costs 0.1 ms of host
-    time more. The first of ``tensors`` chooses the device. Types of ``options`` are part of the
-    key: ``True`` equals 1. ``of_call`` says that these have a call, of which ``tensors`` are the
-    gradient and what was saved: hooks may bring that back elsewhere and laid out in another way,
-    but not in another shape.
+    A call that has a key can go past the dispatcher, which costs 0.1 ms of CPU time. Torch has to
+    see the registered operator in a trace, under modes and transforms, with tensor subclasses and
+    on the meta device.
+
+    Args:
+        tensors: tensors or ``None``. The first one is a tensor, and chooses the device.
+        options: hashable values. Their types are part of the key, since ``True`` equals 1.
+        of_gradient: whether ``tensors`` are the gradient and the saved tensors of a forward pass,
+            which ``options`` contain. Its key holds their shapes and the device. Hooks on saved
+            tensors may change strides, but no shape.
+
+    Returns:
+        The key, or ``None`` where torch has to see the registered operator.
     """
     first: Any
     tensor: Any
     first = tensors[0]
     if (
         torch.compiler.is_dynamo_compiling()
-        or type(first) not in PLAIN
+        or type(first) not in PLAIN_TYPES
         or first.is_meta
         or not is_eager(first)
     ):
         return None
-    facts: list[object] = []
-    together = 0
+    layouts: list[object] = []
+    address_bits = 0
     try:
         for tensor in tensors:
             if tensor is None:
-                facts.append(None)
-            elif type(tensor) in PLAIN:
-                facts += (tensor.stride(), tensor.dtype)
-                if not of_call:
-                    facts += (tensor.shape, tensor.device)
-                together |= tensor.data_ptr()
+                layouts.append(None)
+            elif type(tensor) in PLAIN_TYPES:
+                layouts += (tensor.stride(), tensor.dtype)
+                if not of_gradient:
+                    layouts += (tensor.shape, tensor.device)
+                address_bits |= tensor.data_ptr()
             else:
                 return None
     except RuntimeError:  # sparse and nested tensors have no strides: the checks report them
         return None
-    kind = (
-        "cuda" if first.is_cuda else "cpu"
-    )  # device.type makes a string, which takes as long as the rest
+    # device.type makes a string, which takes as long as the rest of this function
+    kind = "cuda" if first.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     # whatever the first tensor's dtype: a gradient in 16 bits may be of products in fp32
     settings = autocast, matmul_precision() == "tf32", *fallback.GIVEN_UP
-    return together % ALIGNMENT == 0, *facts, settings, *options, *map(type, options)
+    aligned = address_bits % ALIGNMENT == 0
+    return aligned, *layouts, settings, *options, *map(type, options)
 
 
 @dataclass(eq=False, slots=True)
 class Pass:
-    """Forward, or the gradients, of calls that are alike. Equal to itself only, so that it may be
-    part of a key.
+    """Forward or backward pass of all calls that have the same key.
+
+    A pass equals only itself, so that it can be part of a key.
+
+    Attributes:
+        name: name of the operator, or of a variant of it, under which kernels are given up.
+        options: the operator's checked options.
+        impl: implementation; ``"auto"`` stands for kernels that may fall back to the tiled path.
+        needs: of a forward pass, whether a gradient may be asked for. Of a backward pass, which
+            gradients are computed.
+        backward: whether the pass computes gradients.
+        aligned: whether all tensors begin at multiples of 16 bytes; ``False`` if unknown.
+        prepare: makes the operator's tensors from the arguments, differentiably.
+        main_grads: names of tensors whose gradients are added to buffers.
+        select_saved: selects what backward reads from the tensors, the results and ``None``.
+        program: the launches, once the kernels have run.
     """
 
-    name: str  # of the operator, or of a variant of it
+    name: str
     options: Any
-    impl: str  # "auto" for kernels with the tiled path behind them
-    wanted: Any  # whether a gradient may be asked for; of gradients, which are
+    impl: str
+    needs: Any
     backward: bool
-    aligned: bool  # as the first of its key says; False without a key
-    ready: Callable[[Any], Any] | None = None
-    into: tuple[str, ...] = ()  # tensors whose gradients are added to buffers that are given
-    take: Any = None  # selects what backward reads, of a call's tensors, its results and None
-    program: Program | None = None  # of the kernels, once they ran
+    aligned: bool
+    prepare: Callable[[Any], Any] | None = None
+    main_grads: tuple[str, ...] = ()
+    select_saved: Any = None
+    program: Program | None = None
 
 
 class _Eager(torch.autograd.Function):
-    """The operator and its gradient without the dispatcher, for calls that have a key.
+    """Autograd function of calls that have a key, which go past the dispatcher.
 
-    Autograd looks at every argument: ``request`` holds all but the leaves, and takes the results
-    but the first.
+    Autograd looks at every argument. So ``request`` is a list that holds all arguments except the
+    tensors that have a gradient, and after the call all results except the first.
     """
 
     @staticmethod
     def forward(ctx: Any, request: list[Any], *leaves: Tensor) -> Tensor:
-        operator, call, tensors, into = request
+        operator, call, tensors, main_grads = request
         results = operator.compute(tensors[0], call, tensors)
         request[:] = results[1:]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*call.take((*tensors, *results, None)))
-        ctx.operator, ctx.call, ctx.into = operator, call, into
+        ctx.save_for_backward(*call.select_saved((*tensors, *results, None)))
+        ctx.operator = operator
+        ctx.call = call
+        ctx.main_grads = main_grads
         first: Tensor = results[0]
         return first
 
@@ -117,38 +134,53 @@ class _Eager(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         if dfirst is None:
             return None, *[None] * len(needs)
-        return None, *ctx.operator.backward(ctx.call, needs, dfirst, ctx.saved_tensors, ctx.into)
+        gradients = ctx.operator.backward(
+            ctx.call,
+            needs,
+            dfirst,
+            ctx.saved_tensors,
+            ctx.main_grads,
+        )
+        return None, *gradients
 
 
 APPLY = apply_of(_Eager)  # calls under transforms take the registered operator
 
 
-def schema_of(arguments: Mapping[str, Any], results: int) -> str:
-    """The torch schema of arguments with these annotations, and so many tensors as results."""
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+def schema_of(arguments: Mapping[str, Any], n_results: int) -> str:
+    """Return the torch schema of an operator.
+
+    Args:
+        arguments: annotations of the arguments, by name.
+        n_results: number of tensors that the operator returns.
+    """
     parameters = [
-        inspect.Parameter(name, kind, annotation=each) for name, each in arguments.items()
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+        for name, annotation in arguments.items()
     ]
 
     def prototype() -> None: ...
 
     vars(prototype)["__signature__"] = inspect.Signature(parameters, return_annotation=None)
     schema: str = torch.library.infer_schema(prototype, mutates_args=())
-    return schema.replace("-> ()", f"-> ({', '.join(['Tensor'] * results)})")
+    results = ", ".join(["Tensor"] * n_results)
+    return schema.replace("-> ()", f"-> ({results})")
 
 
-def run(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function with its first argument's GPU as the current one, and outside autocast."""
+def call_on_device(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function with the GPU of its first argument as the current one, without autocast."""
+    first = arguments[0]
     with (
-        torch.cuda.device(args[0].get_device()),
-        torch.autocast(args[0].device.type, enabled=False),
+        torch.cuda.device(first.get_device()),
+        torch.autocast(first.device.type, enabled=False),
     ):
-        return function(*args)
+        return function(*arguments)
 
 
 def forbid_double_backward(name: str, operator: str) -> None:
-    """Make a derivative of ``tilefold::name``, which has a fake kernel, an error: it would silently
-    be wrong.
+    """Make differentiating the registered gradient ``tilefold::name`` an error.
+
+    Without this, its derivative would silently be wrong.
     """
 
     def backward(ctx: Any, *grads: Tensor | None) -> None:
@@ -161,10 +193,10 @@ def forbid_double_backward(name: str, operator: str) -> None:
 
 
 def as_tuple(results: Any) -> tuple[Any, ...]:
-    """Results of a registered operator as those of any number."""
+    """Return the results of a registered operator as a tuple, even a single one."""
     return (results,) if isinstance(results, Tensor) else tuple(results)
 
 
-def bare(results: Sequence[object]) -> Any:
-    """Results in a registered operator's form."""
+def as_registered(results: Sequence[object]) -> Any:
+    """Return results in the form of a registered operator: a tuple, or the single result."""
     return results[0] if len(results) == 1 else tuple(results)

@@ -1,5 +1,6 @@
-"""Argument checks of the operators: every error names the argument, what was expected, what came,
-what to do.
+"""Checks of the operators' arguments.
+
+Every error names the argument, what was expected, what was given and the remedy.
 """
 
 from __future__ import annotations
@@ -35,18 +36,25 @@ def check_tensor(name: str, value: object) -> Tensor:
 
 
 def check_shape(name: str, value: Tensor, spec: str, **sizes: int) -> None:
-    """Raise ``ValueError`` unless ``value`` has the dimensions of ``spec``, as ``"B S D"``, of
-    known ``sizes``.
+    """Raise ``ValueError`` unless ``value`` has the expected shape.
+
+    Args:
+        name: name of the argument.
+        value: the argument.
+        spec: names of the dimensions, such as ``"B S D"``.
+        **sizes: sizes of dimensions by name. A dimension that is not among them may have any size.
     """
     dims = spec.split()
-    if value.dim() != len(dims) or any(
-        dim in sizes and value.size(i) != sizes[dim] for i, dim in enumerate(dims)
-    ):
-        # only here: writing a size out makes torch.compile take it for a constant
+    has_shape = value.dim() == len(dims) and all(
+        value.size(i) == sizes[dim] for i, dim in enumerate(dims) if dim in sizes
+    )
+    if not has_shape:
+        # Only here, since formatting a size makes torch.compile take it for a constant.
         expected = f"[{', '.join(dims)}]"
-        known = ", ".join(f"{dim}={sizes[dim]}" for dim in dims if dim in sizes)
-        wanted = f"{expected} with {known}" if known else expected
-        raise ValueError(f"{name} must have shape {wanted}, got {list(value.shape)}.")
+        expected_sizes = ", ".join(f"{dim}={sizes[dim]}" for dim in dims if dim in sizes)
+        if expected_sizes:
+            expected = f"{expected} with {expected_sizes}"
+        raise ValueError(f"{name} must have shape {expected}, got {list(value.shape)}.")
 
 
 def check_dtype(name: str, value: Tensor, allowed: Sequence[torch.dtype], remedy: str) -> None:
@@ -61,7 +69,13 @@ def check_same_device(
     reference: Tensor,
     others: Mapping[str, Tensor | None],
 ) -> None:
-    """Raise ``ValueError`` unless every given tensor lies on the device of ``reference``."""
+    """Raise ``ValueError`` unless every tensor in ``others`` is on the device of ``reference``.
+
+    Args:
+        reference_name: name of the argument ``reference``.
+        reference: tensor that chooses the device.
+        others: other arguments by name; ``None`` is ignored.
+    """
     for name, value in others.items():
         if value is not None and value.device != reference.device:
             raise ValueError(
@@ -89,8 +103,17 @@ def check_tokens(
     unit: str,
     **sizes: int,
 ) -> None:
-    """Check the mask ``[B, S]`` of padded tokens, or the offsets of packed ones; ``unit`` is what
-    these tell apart.
+    """Check the mask of padded tokens, or the offsets of packed tokens.
+
+    Args:
+        attention_mask: ``[B, S]``, nonzero = keep, or ``None``.
+        cu_seqlens: offsets ``[B + 1]`` of packed sequences, or ``None``. Values are not read.
+        unit: what belongs to sequences, such as ``"tokens"``, for the error's text.
+        **sizes: sizes of ``B`` and ``S``.
+
+    Raises:
+        TypeError: for another type, or a complex mask.
+        ValueError: for both at once, or for other shapes.
     """
     if attention_mask is not None:
         check_tensor("attention_mask", attention_mask)
@@ -109,8 +132,16 @@ def check_tokens(
 
 
 def check_offsets(name: str, offsets: Tensor, shape: str) -> None:
-    """Check that packed offsets are integers in one dimension, ``shape`` for the error text; values
-    are not read.
+    """Check that packed offsets are integers in one dimension; values are not read.
+
+    Args:
+        name: name of the argument.
+        offsets: the argument.
+        shape: the expected shape, such as ``"[B + 1]"``, for the error's text.
+
+    Raises:
+        TypeError: for another type or dtype.
+        ValueError: for another shape.
     """
     check_tensor(name, offsets)
     check_dtype(name, offsets, (torch.int32, torch.int64), f"use {name}.int().")
@@ -125,15 +156,23 @@ def check_cu_seqlens(
     owner: str,
     unit: str = "rows",
 ) -> None:
-    """Raise ``ValueError`` unless offsets start with 0, never fall, and end at the ``rows`` of
-    ``owner``.
+    """Raise ``ValueError`` unless offsets start with 0, never fall, and end at ``rows``.
+
+    This reads the values, and so waits for a GPU.
+
+    Args:
+        name: name of the argument.
+        cu_seqlens: offsets ``[B + 1]``.
+        rows: number of packed rows.
+        owner: name of the packed argument, for the error's text.
+        unit: what the rows are, for the error's text.
     """
     values = cu_seqlens.tolist()
-    falls = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
+    first_fall = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
     if values[0] != 0:
         problem = f"{name}[0] = {values[0]}"
-    elif falls is not None:
-        problem = f"{name}[{falls}] = {values[falls]} after {values[falls - 1]}"
+    elif first_fall is not None:
+        problem = f"{name}[{first_fall}] = {values[first_fall]} after {values[first_fall - 1]}"
     elif values[-1] != rows:
         problem = f"{name}[-1] = {values[-1]} with {rows} {unit} in {owner}"
     else:

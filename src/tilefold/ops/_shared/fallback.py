@@ -1,5 +1,6 @@
-"""Fallback where a kernel cannot be built: another one, after one warning; at last the tiled path,
-for ``"auto"``.
+"""Fallback for kernels that cannot be built: another kernel, or the tiled path for ``"auto"``.
+
+A process warns once of each kernel that it gives up on a device.
 """
 
 from __future__ import annotations
@@ -12,37 +13,50 @@ import torch
 
 from tilefold.ops._shared._triton import releases
 
+T = TypeVar("T")
+
+# why a kernel was given up in this process, by its name and device
+GIVEN_UP: dict[tuple[str, torch.device], str] = {}
+TILED_PATH_RUNS = (
+    "The tiled torch path runs instead: the same results within rounding, several times slower."
+)
+
 
 class KernelUnavailableError(RuntimeError):
-    """Triton cannot build ``kernel`` here, or the device cannot hold it; plans may say what stands
-    ``instead``.
+    """Triton cannot build a kernel, or the device cannot load or launch it.
+
+    Args:
+        kernel: name of the kernel's function.
+        reason: what failed.
+        fallback: name of the kernel for warnings, and a sentence that says what runs in its place;
+            ``None`` if only the tiled path can.
     """
 
-    def __init__(self, kernel: str, why: str, instead: tuple[str, str] | None = None) -> None:
-        super().__init__(why)
-        self.kernel, self.instead = kernel, instead
+    def __init__(
+        self,
+        kernel: str,
+        reason: str,
+        fallback: tuple[str, str] | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.kernel = kernel
+        self.fallback = fallback
 
     def __str__(self) -> str:
         return f"{self.kernel} cannot be built ({super().__str__()})"
 
 
 class FallbackWarning(UserWarning):
-    """A slower kernel, or none, runs in the place of one that cannot be built."""
+    """A slower kernel, or the tiled path, runs in place of a kernel that cannot be built."""
 
 
-T = TypeVar("T")
-SLOWER = (
-    "The tiled torch path runs instead: the same results within rounding, several times slower."
-)
-GIVEN_UP: dict[tuple[str, torch.device], str] = {}
+def try_kernels(run: Callable[..., T], *arguments: object) -> T | KernelUnavailableError:
+    """Return ``run(*arguments)``, or the error if a kernel cannot be built.
 
-
-def attempt(run: Callable[..., T], *given: object) -> T | KernelUnavailableError:
-    """``run(*given)``, or the error where a kernel cannot be built: the one place where such errors
-    are caught.
+    No other function catches :class:`KernelUnavailableError`.
     """
     try:
-        return run(*given)
+        return run(*arguments)
     except KernelUnavailableError as error:
         return error
 
@@ -52,21 +66,31 @@ def given_up(kernel: str, device: torch.device) -> str | None:
     return GIVEN_UP.get((kernel, device))
 
 
-def give_up(kernel: str, device: torch.device, why: str, instead: str) -> None:
-    """Remember that ``kernel`` cannot run on ``device``, and warn the first time; ``instead`` is a
-    sentence.
+def give_up(kernel: str, device: torch.device, reason: str, consequence: str) -> None:
+    """Remember that ``kernel`` cannot run on ``device``, and warn the first time.
+
+    Args:
+        kernel: name of the operator and of the kernel.
+        device: where the kernel cannot run.
+        reason: what failed.
+        consequence: sentence that says what runs in its place, and what that costs.
     """
     if (kernel, device) in GIVEN_UP:
         return
-    GIVEN_UP[kernel, device] = why
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    text = f"{kernel} cannot run on {name} with Triton {releases.release_name()}: {why}. {instead}"
-    warnings.warn(text, FallbackWarning, stacklevel=2)
+    GIVEN_UP[kernel, device] = reason
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    release = releases.release_name()
+    warnings.warn(
+        f"{kernel} cannot run on {device_name} with Triton {release}: {reason}. {consequence}",
+        FallbackWarning,
+        stacklevel=2,
+    )
 
 
 def refuse_capture(operator: str, device: torch.device) -> None:
-    """Raise ``RuntimeError`` where the tiled path would take the place of kernels in a CUDA graph
-    being captured.
+    """Raise ``RuntimeError`` if the tiled path of a given-up operator would be captured.
+
+    The tiled path waits for the GPU, which a CUDA graph cannot contain.
     """
     if (operator, device) in GIVEN_UP and is_capturing(device):
         raise RuntimeError(
@@ -77,5 +101,5 @@ def refuse_capture(operator: str, device: torch.device) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on ``device`` now goes into a CUDA graph."""
+    """Whether launches on ``device`` go into a CUDA graph at the moment."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,5 +1,6 @@
-"""Choice of an operator's implementation: by device for ``"auto"``, never changed behind an
-explicit name.
+"""Choice of an operator's implementation.
+
+``"auto"`` chooses by device. An explicit name is used, or refused with an error.
 """
 
 from __future__ import annotations
@@ -35,24 +36,28 @@ def triton_interpreted() -> bool:
 
 
 def switched_off() -> bool:
-    """Whether the environment's ``TILEFOLD_DISABLE`` asks for stock libraries and plain torch;
-    warns once of it.
+    """Whether ``TILEFOLD_DISABLE`` is set in the environment; warns the first time that it is.
+
+    Models and libraries then stay stock, and ``"auto"`` runs plain torch.
     """
     if os.environ.get(SWITCH, "0") in {"", "0"}:
         return False
-    _say_switched_off()
+    _warn_switched_off()
     return True
 
 
 @functools.cache
-def _say_switched_off() -> None:
-    what = f"{SWITCH} is set: accelerate() leaves models and libraries stock, and impl='auto' runs plain torch."
-    warnings.warn(f"{what} Unset it to use tilefold again.", stacklevel=4)
+def _warn_switched_off() -> None:
+    warnings.warn(
+        f"{SWITCH} is set: accelerate() leaves models and libraries stock, and impl='auto' runs "
+        "plain torch. Unset it to use tilefold again.",
+        stacklevel=4,
+    )
 
 
 @functools.cache
-def _why_not_on(device: torch.device) -> str | None:
-    # asked at every call, and the answer of the driver takes as long as a launch
+def _why_device_is_too_old(device: torch.device) -> str | None:
+    # cached, since every call needs this, and the driver takes as long as for a launch
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     return None
@@ -61,11 +66,9 @@ def _why_not_on(device: torch.device) -> str | None:
 @functools.cache
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of ``device``; 3 where kernels are interpreted."""
-    return (
-        3
-        if device.type != "cuda"
-        else torch.cuda.get_device_properties(device).multi_processor_count
-    )
+    if device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -75,36 +78,44 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def why_not_triton(device: torch.device) -> str | None:
-    """The reason that the Triton kernels cannot run on ``device``, or ``None`` if they can."""
+    """Why the Triton kernels cannot run on ``device``, or ``None`` if they can."""
     if not triton_installed():
         return "the package triton is not installed (pip install triton)"
     if device.type == "cuda":
-        return _why_not_on(device)
+        return _why_device_is_too_old(device)
     if triton_interpreted():
         return None
     return f"tensors are on {device.type!r}, and the kernels need a CUDA device (or TRITON_INTERPRET=1)"
 
 
 def takes_kernels(device: torch.device) -> bool:
-    """Whether ``"auto"`` takes the Triton kernels for tensors on ``device``, unless they were given
-    up.
-    """
+    """Whether ``"auto"`` chooses the Triton kernels on ``device``, unless they were given up."""
     return device.type == "cuda" and not switched_off() and why_not_triton(device) is None
 
 
-def settled(asked: str, chosen: str) -> str:
-    """``chosen``, or ``"auto"`` where that chose the kernels: the tiled path then stands behind
-    them.
+def impl_with_fallback(impl: str, chosen: str) -> str:
+    """Return ``"auto"`` if the kernels may fall back to the tiled path, else ``chosen``.
+
+    Args:
+        impl: the implementation that the caller named.
+        chosen: what :func:`chosen_impl` made of it.
     """
-    return "auto" if asked == "auto" and chosen == "triton" else chosen
+    return "auto" if impl == "auto" and chosen == "triton" else chosen
 
 
 def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
-    """Turn ``impl`` into ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
+    """Turn ``impl`` into ``"reference"``, ``"tiled"`` or ``"triton"``, whatever the dtype.
 
-    ``RuntimeError`` for ``"triton"`` where it cannot run, and for any but ``"reference"`` where
-    ``torch.func`` or forward mode differentiates: a registered operator would have a tangent of
-    zeros without a word.
+    Args:
+        impl: one of :data:`IMPLS`.
+        device: device of the tensors.
+        operator: name under which kernels are given up.
+
+    Raises:
+        RuntimeError: for ``"triton"`` where it cannot run, and for any but ``"reference"`` where
+            ``torch.func`` or forward mode differentiates. A registered operator would silently
+            have a tangent of zeros there.
+        ValueError: for an unknown name.
     """
     check_choice("impl", impl, IMPLS)
     if impl != "reference" and in_forward_mode():
@@ -119,7 +130,8 @@ def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
         )
     if impl == "auto":
         return "triton" if takes_kernels(device) and given_up(operator, device) is None else "tiled"
-    if impl == "triton" and (reason := why_not_triton(device)) is not None:
+    reason = why_not_triton(device) if impl == "triton" else None
+    if reason is not None:
         raise RuntimeError(
             f"impl='triton' cannot run here: {reason}. Use impl='auto' or impl='tiled'.",
         )
@@ -127,12 +139,21 @@ def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
 
 
 def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") -> str:
-    """Implementation that ``operator`` runs on the argument ``name``: ``"reference"``, ``"tiled"``
-    or ``"triton"``.
+    """Turn ``impl`` into the implementation that runs: ``"reference"``, ``"tiled"`` or ``"triton"``.
 
-    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, unless
-    ``operator`` was given up there, else ``"tiled"``; ``TypeError`` for ``"triton"`` with another
-    dtype.
+    ``"auto"`` chooses ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that can run the
+    kernels, unless they were given up there, and else ``"tiled"``.
+
+    Args:
+        operator: name under which kernels are given up.
+        name: name of the argument ``tensor``, for the error's text.
+        tensor: the tensor whose device and dtype choose.
+        impl: one of :data:`IMPLS`.
+
+    Raises:
+        RuntimeError: if ``impl`` cannot run here; see :func:`resolve_impl`.
+        TypeError: for ``"triton"`` with another dtype.
+        ValueError: for an unknown name.
     """
     resolved = resolve_impl(impl, tensor.device, operator)
     if resolved == "triton" and tensor.dtype not in TRITON_DTYPES:
@@ -147,20 +168,27 @@ def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") ->
 
 
 def host_may_read(device: torch.device, impl: str) -> bool:
-    """Whether the host may look at values there: on the CPU, and where ``impl`` does, unless a
-    graph is captured.
+    """Whether the CPU may read values of tensors on ``device``.
+
+    On a GPU only the tiled path waits for values, and not while a CUDA graph is captured.
     """
-    return device.type != "cuda" or (
-        impl == "tiled" and not torch.cuda.is_current_stream_capturing()
-    )
+    if device.type != "cuda":
+        return True
+    return impl == "tiled" and not torch.cuda.is_current_stream_capturing()
 
 
 def check_interpreted(setting: Setting, *dtypes: torch.dtype) -> None:
-    """Raise ``RuntimeError`` for what Triton's interpreter computes wrongly without a word: bf16,
-    so far.
+    """Raise ``RuntimeError`` for dtypes that Triton's interpreter silently computes wrongly.
+
+    Args:
+        setting: says whether kernels are interpreted.
+        *dtypes: dtypes of the tensors.
     """
-    for dtype in dtypes if setting.capability == (0, 0) else ():
-        if (fault := INTERPRETER_FAULTS.get(dtype)) is not None:
+    if setting.capability != (0, 0):
+        return
+    for dtype in dtypes:
+        fault = INTERPRETER_FAULTS.get(dtype)
+        if fault is not None:
             raise RuntimeError(
                 f"dtypes must be float16 or float32 for impl='triton' under TRITON_INTERPRET=1, got "
                 f"{dtype_name(dtype)}: {fault} (Triton {release_name()}). Use those, or impl='tiled'.",

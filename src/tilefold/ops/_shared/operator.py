@@ -1,5 +1,8 @@
-"""Operators told by data: one way from a call to its launches, for eager calls, compiled ones and
-gradients.
+"""Declarative operators: dispatch, caching, registration with torch, and autograd.
+
+An :class:`Operator` is described by records of its tensors, options and results. Eager calls,
+compiled calls and gradients take one path from there: a key finds the pass that an equal call left,
+and the pass runs kernels or the tiled path.
 """
 
 from __future__ import annotations
@@ -16,68 +19,82 @@ from torch import Tensor
 
 from tilefold.ops._shared import calls, fallback
 from tilefold.ops._shared import impl as implementations
-from tilefold.ops._shared.calls import APPLY, Key, Pass, call_key, run
+from tilefold.ops._shared.calls import APPLY, Key, Pass, call_key, call_on_device
 from tilefold.ops._shared.checks import check_choice
-from tilefold.ops._shared.impl import IMPLS, capability_of, host_may_read, settled, sm_count
+from tilefold.ops._shared.impl import (
+    IMPLS,
+    capability_of,
+    host_may_read,
+    impl_with_fallback,
+    sm_count,
+)
 from tilefold.ops._shared.internals import current_gpu, tf32_allowed
-from tilefold.ops._shared.plan import Buffer, Setting, Take, Values, taker
+from tilefold.ops._shared.plan import Buffer, Selector, Setting, Values, selector
 
 if TYPE_CHECKING:
     from tilefold.ops._shared._triton.program import Program
 
-TensorsT = TypeVar(
-    "TensorsT",
-    bound=tuple[Any, ...],
-)  # a record of tensors, some of which may be None
+# a record of tensors, some of which may be None
+TensorsT = TypeVar("TensorsT", bound=tuple[Any, ...])
 OptionsT = TypeVar("OptionsT", bound=tuple[Any, ...])
 Results = Sequence["Tensor | None"]
-Needs = tuple[bool, ...]  # which gradients are wanted
-KERNELS = ("auto", "triton")
-NOTHING: Mapping[str, Tensor] = MappingProxyType({})
-MAX_CALLS = 4096  # that are remembered of an operator; what is forgotten is worked out again
+Needs = tuple[bool, ...]  # which gradients are computed
+KERNEL_IMPLS = ("auto", "triton")
+NO_BUFFERS: Mapping[str, Tensor] = MappingProxyType({})
+MAX_CALLS = 4096  # passes that an operator remembers; a forgotten one is made again
 
 
 class Checked(NamedTuple):
-    """Result of a room's checks of a call's arguments."""
+    """Result of the checks of a call's arguments.
+
+    Attributes:
+        options: the operator's options.
+        prepare: makes the operator's tensors from the arguments, differentiably; ``None`` if they
+            are equal.
+    """
 
     options: Any
-    ready: Callable[[Any], Any] | None = (
-        None  # makes the operator's tensors of those that were given, differentiably
-    )
+    prepare: Callable[[Any], Any] | None = None
 
 
 @dataclass(eq=False)
 class Operator(Generic[TensorsT, OptionsT]):
-    """``operator(tensors, asked, impl, check, into)``: the results, of which the first may be
-    differentiated, once.
+    """An operator: a function of tensors with a reference, a tiled path, kernels and gradients.
+
+    Only its first result is differentiable, and only once.
 
     Args:
-        name: of the public function, and of the registered operator ``tilefold::name``.
-        tensors, options: record types, whose annotations give the schema; the first tensor chooses
-            device and implementation.
-        saved: record type of what backward reads, each the name of a tensor or a result.
-        results: their names.
+        name: name of the public function, and of the registered operator ``tilefold::name``.
+        tensors: record type of the tensors. Its annotations give the torch schema. The first tensor
+            chooses device and implementation.
+        options: record type of the options. Its annotations give the torch schema.
+        saved: record type of what backward reads. Each field has the name of a tensor or a result.
+        results: names of the results.
         outputs: ``(tensors, options, training)`` to the results' shapes and dtypes, for plans and
-            for compilers. Where no gradient may be asked for, ``training`` is false, and a result
-            that only backward reads has no elements.
-        gradients: by the name of each tensor that has one (and may be ``None`` in a call) the saved
-            tensor whose shape and dtype the gradient has, in contiguous memory; or ``(saved,
-            options)`` to its :class:`Buffer`. The saved tensor of the first entry (by its own name,
-            if a function is given) chooses the implementation of a registered gradient. Nothing of
-            an operator without an entry can be differentiated.
-        plans: imports ``plans.py``, whose ``forward(tensors, options, training, setting)`` and
-            ``backward(d<first result>, saved, options, needs, setting)`` return plans, and ``None``
-            for what the tiled path always makes; of backward, ``d<tensor>`` are the results.
-        tiled: the tiled path: ``forward(tensors, options, training)`` returns the results, and
-            ``backward(d<first result>, saved, options, needs, *buffers to add to)`` the gradients;
-            ``None`` for what it does not make.
+            for compilers. ``training`` is false where no gradient may be asked for. A result that
+            only backward reads then has no elements.
+        gradients: shape and dtype of the gradient of each tensor that has one, by the tensor's
+            name: those of the saved tensor with the given name, or a function ``(saved, options)``
+            to its :class:`Buffer`. Gradients are contiguous. The tensor itself may be ``None`` in a
+            call. The saved tensor of the first entry (the one with its own name, if a function is
+            given) chooses the implementation of a registered gradient. An operator without entries
+            cannot be differentiated.
+        plans: imports ``plans.py``. Its ``forward(tensors, options, training, setting)`` and
+            ``backward(d<first result>, saved, options, needs, setting)`` return plans, or ``None``
+            if only the tiled path serves. The results of backward are called ``d<tensor>``.
+        tiled: the tiled path. Its ``forward(tensors, options, training)`` returns the results, and
+            ``backward(d<first result>, saved, options, needs, *main_grads)`` the gradients, with
+            ``None`` for those that it does not compute.
         reference: ``(tensors, options)`` to the first result, or to all.
-        check_values: of tensors on the CPU, before kernels; the tiled path checks those that it
-            reads.
-        reads: which of those that ``saved`` names backward reads with these options; the others are
-            ``None``.
-        choose: ``(tensors, impl)`` to the name by which the kernels of such calls are given up, and
-            the implementation.
+        check_values: checks values of tensors on the CPU before kernels run. The tiled path checks
+            the values that it reads.
+        reads: names of the fields of ``saved`` that backward reads with these options. The other
+            fields are ``None``.
+        choose: ``(tensors, impl)`` to the name under which the kernels of such calls are given up,
+            and the implementation.
+
+    Attributes:
+        calls: passes of the public function, of the registered operators and of gradients, by key.
     """
 
     name: str
@@ -95,247 +112,272 @@ class Operator(Generic[TensorsT, OptionsT]):
     choose: Callable[[TensorsT, str], tuple[str, str]] | None = None
 
     def __post_init__(self) -> None:
-        self._inputs: tuple[str, ...] = cast(Any, self.tensors)._fields
-        self._leaves = [self._inputs.index(each) for each in self.gradients]
-        self._dfirst = f"d{self.results[0]}"
-        self.calls: dict[
-            Key | None,
-            Pass,
-        ] = {}  # of the public function, the registered operators, and gradients
+        self._tensor_names: tuple[str, ...] = cast(Any, self.tensors)._fields
+        self._differentiable = [self._tensor_names.index(name) for name in self.gradients]
+        self._dfirst_name = f"d{self.results[0]}"
+        self.calls: dict[Key | None, Pass] = {}
         self._register()
 
     def chosen_impl(self, first: Tensor, impl: str) -> str:
-        """Implementation that runs for the first tensor; see
-        :func:`tilefold.ops._shared.impl.chosen_impl`.
-        """
-        return implementations.chosen_impl(self.name, self._inputs[0], first, impl)
+        """Implementation that runs for the first tensor.
 
-    def _named(self, tensors: TensorsT, impl: str) -> tuple[str, str]:
-        """The operator as people call it, and the implementation that it runs."""
-        name, chosen = (
-            self.choose(tensors, impl)
-            if self.choose
-            else (self.name, self.chosen_impl(tensors[0], impl))
-        )
-        return name, settled(impl, chosen)
+        See :func:`tilefold.ops._shared.impl.chosen_impl`.
+        """
+        return implementations.chosen_impl(self.name, self._tensor_names[0], first, impl)
 
     # A call of the public function
 
     def __call__(
         self,
         tensors: TensorsT,
-        asked: Values,
+        raw_options: Values,
         impl: str,
         check: Callable[..., Checked],
-        into: Mapping[str, Tensor] = NOTHING,
+        main_grads: Mapping[str, Tensor] = NO_BUFFERS,
     ) -> Values:
-        """The results; ``check(tensors, *asked, *into's)`` runs if no call like this one was made
-        before.
+        """Compute the results.
 
-        Backward adds the gradient of a tensor that ``into`` names to the buffer there, and returns
-        none for it. The public function's argument for such a buffer is called
-        ``<tensor>_main_grad``.
+        Args:
+            tensors: the tensors, as the caller of the public function passed them.
+            raw_options: the options, as the caller passed them.
+            impl: implementation, one of :data:`IMPLS`.
+            check: ``check(tensors, *raw_options, *main_grads.values())`` validates the arguments.
+                It runs only if no equal call was made before.
+            main_grads: buffers by the name of a tensor. Backward adds the tensor's gradient to its
+                buffer, and returns none for it. The public function's argument for such a buffer
+                has to be called ``<tensor>_main_grad``.
         """
         training = False
         if torch.is_grad_enabled():
-            for place in self._leaves:
-                training = training or bool(getattr(tensors[place], "requires_grad", False))
+            for position in self._differentiable:
+                training = training or bool(getattr(tensors[position], "requires_grad", False))
         key = call_key(
-            (*tensors, *into.values()) if into else tensors,
-            (*asked, *into, impl, training),
+            (*tensors, *main_grads.values()) if main_grads else tensors,
+            (*raw_options, *main_grads, impl, training),
         )
         try:
             call = self.calls.get(key)
         except TypeError:  # an option that cannot be hashed: the checks report it
             call = key = None
-        if call is not None:
-            if call.ready is not None:
-                tensors = call.ready(tensors)
-        else:
-            call, found = self._first(
-                key,
-                check(tensors, *asked, *into.values()),
-                tensors,
-                impl,
-                training,
-                into,
+        if call is None:
+            checked = check(tensors, *raw_options, *main_grads.values())
+            if checked.prepare is not None:
+                tensors = checked.prepare(tensors)
+            name, impl = self._choose_impl(tensors, impl)
+            if impl == "reference":
+                return self._reference_results(tensors, checked.options)
+            if key is None:
+                situation = "under torch.compile or with tensor subclasses"
+                remedy = "leave it out there, and add {}.grad to it after backward"
+                refuse_main_grads(main_grads, f"{situation}; {remedy}")
+                return calls.as_tuple(
+                    self._registered(*tensors, *checked.options, training, impl),
+                )
+            call = Pass(
+                name=name,
+                options=checked.options,
+                impl=impl,
+                needs=training,
+                backward=False,
+                aligned=key[0],
+                prepare=checked.prepare,
+                main_grads=tuple(main_grads),
+                select_saved=self._saved_selector(checked.options),
             )
-            if call is None:
-                return tuple(found)
-            tensors = found
+            self._remember(key, call)
+        elif call.prepare is not None:
+            tensors = call.prepare(tensors)
         if not training:
             return tuple(self.compute(tensors[0], call, tensors))
-        request = [self, call, tensors, tuple(into.values())]
-        first = APPLY(request, *map(tensors.__getitem__, self._leaves))
+        request = [self, call, tensors, tuple(main_grads.values())]
+        first = APPLY(request, *map(tensors.__getitem__, self._differentiable))
         return first, *request
 
-    def _first(
-        self,
-        key: Key | None,
-        checked: Checked,
-        tensors: TensorsT,
-        impl: str,
-        training: bool,
-        into: Mapping[str, Tensor],
-    ) -> tuple[Pass | None, Any]:
-        """The pass of a call that no other was like, and its tensors; ``None`` where none runs it,
-        and its results.
-        """
-        (options, ready), name = checked, self.name
-        if ready is not None:
-            tensors = ready(tensors)
-        if torch.compiler.is_compiling():
-            check_choice(
-                "impl",
-                impl,
-                IMPLS,
-            )  # the operator chooses when it runs: a device cannot be asked in a trace
-        else:
-            name, impl = self._named(tensors, impl)
-        if impl == "reference":
-            found = calls.as_tuple(self.reference(tensors, options))
-            return None, (*found, *[None] * (len(self.results) - len(found)))
-        if key is None:
-            where = "under torch.compile or with tensor subclasses; leave it out there, and add {}.grad to it"
-            refuse_buffers(into, f"{where} after backward")
-            return None, calls.as_tuple(self._by_torch(*tensors, *options, training, impl))
-        call = Pass(
-            name,
-            options,
-            impl,
-            training,
-            False,
-            key[0],
-            ready,
-            tuple(into),
-            self._taker(options),
-        )
-        return self._kept(key, call), tensors
+    def _choose_impl(self, tensors: TensorsT, impl: str) -> tuple[str, str]:
+        """Return the name under which kernels are given up, and the implementation.
 
-    def _taker(self, options: OptionsT) -> Take:
-        """Function that selects what backward reads, of a call's tensors, its results and ``None``."""
+        In a trace the implementation stays as it is: the device cannot be asked there, and the
+        registered operator chooses when it runs.
+        """
+        if torch.compiler.is_compiling():
+            check_choice("impl", impl, IMPLS)
+            return self.name, impl
+        return self._named_impl(tensors, impl)
+
+    def _named_impl(self, tensors: TensorsT, impl: str) -> tuple[str, str]:
+        """Return the name under which kernels are given up, and the implementation."""
+        if self.choose is None:
+            name = self.name
+            chosen = self.chosen_impl(tensors[0], impl)
+        else:
+            name, chosen = self.choose(tensors, impl)
+        return name, impl_with_fallback(impl, chosen)
+
+    def _reference_results(self, tensors: TensorsT, options: OptionsT) -> Values:
+        """Return the reference's results, and ``None`` for those that it does not compute."""
+        results = calls.as_tuple(self.reference(tensors, options))
+        return (*results, *[None] * (len(self.results) - len(results)))
+
+    def _saved_selector(self, options: OptionsT) -> Selector:
+        """Return a function that selects what backward reads.
+
+        It selects from the tensors, the results and ``None``.
+        """
         reads = self.saved._fields if self.reads is None else self.reads(options)
-        names = [*self._inputs, *self.results]
-        return taker(
-            [names.index(each) if each in reads else len(names) for each in self.saved._fields],
+        names = [*self._tensor_names, *self.results]
+        none_position = len(names)
+        return selector(
+            [
+                names.index(field) if field in reads else none_position
+                for field in self.saved._fields
+            ],
         )
 
     # One pass
 
-    def compute(self, first: Tensor, call: Pass, given: Values) -> Results:
-        """Results or gradients, with the GPU of ``first`` as the current one and outside autocast."""
-        kind = (
-            "cuda" if first.is_cuda else first.device.type
-        )  # which makes a string, as slowly as the rest of this
+    def compute(self, first: Tensor, call: Pass, inputs: Values) -> Results:
+        """Run a pass on the GPU of ``first``, outside autocast.
+
+        Args:
+            first: the first of the inputs.
+            call: the pass.
+            inputs: tensors of a forward pass. Of a backward pass, the gradient of the first result,
+                the saved tensors, and the buffers to add gradients to.
+
+        Returns:
+            Results of a forward pass, or gradients.
+        """
+        # device.type makes a string, which takes as long as the rest of this function
+        kind = "cuda" if first.is_cuda else first.device.type
         if torch.is_autocast_enabled(kind) or (
             first.is_cuda and first.get_device() != current_gpu()
         ):
-            elsewhere: Results = run(self.compute, first, call, given)
-            return elsewhere
+            results: Results = call_on_device(self.compute, first, call, inputs)
+            return results
         if call.program is not None and call.program.bound:
-            return call.program(*given)
-        device = first.device
-        if call.impl in KERNELS:
+            return call.program(*inputs)
+        if call.impl in KERNEL_IMPLS:
             if (
                 self.check_values is not None
                 and not call.backward
-                and host_may_read(device, "triton")
+                and host_may_read(first.device, "triton")
             ):
-                self.check_values(self.tensors(*given), call.options)
-            tried: list[tuple[str, str]] = []
-            while (
-                call.program is not None
-                or call.impl == "triton"
-                or fallback.given_up(call.name, device) is None
-            ):
-                found = fallback.attempt(self._launched, call, given)
-                if not isinstance(found, fallback.KernelUnavailableError):
-                    if found is None:
-                        break
-                    return found
-                call.program, instead = None, found.instead
-                if instead is None or instead in tried:
-                    if call.impl == "triton":
-                        raise found
-                    instead = call.name, fallback.SLOWER
-                tried.append(instead)
-                fallback.give_up(instead[0], device, str(found), instead[1])
-        fallback.refuse_capture(call.name, device)
-        return self._tiled(call, first, given)
+                self.check_values(self.tensors(*inputs), call.options)
+            kernel_results = self._run_kernels(first.device, call, inputs)
+            if kernel_results is not None:
+                return kernel_results
+        fallback.refuse_capture(call.name, first.device)
+        return self._run_tiled(call, inputs)
 
-    def _tiled(self, call: Pass, first: Tensor, given: Values) -> Results:
-        found: Results
-        if call.backward:
-            count = 1 + len(self.saved._fields)
-            saved, into = self.saved(*given[1:count]), given[count:]
-            found = self.tiled.backward(first, saved, call.options, call.wanted, *into)
-        else:
-            found = self.tiled.forward(self.tensors(*given), call.options, call.wanted)
-        return found
+    def _run_kernels(self, device: torch.device, call: Pass, inputs: Values) -> Results | None:
+        """Run the kernels, and return their results, or ``None`` if the tiled path has to run.
 
-    def _launched(self, call: Pass, given: Values) -> Results | None:
-        """Run the kernels, and return what they make; ``None`` where they have no plan."""
+        A kernel that cannot be built is given up, and the pass is planned again without it. With
+        ``impl="triton"`` the last such error is raised.
+        """
+        replaced: list[tuple[str, str]] = []
+        while (
+            call.program is not None
+            or call.impl == "triton"
+            or fallback.given_up(call.name, device) is None
+        ):
+            results = fallback.try_kernels(self._launch, call, inputs)
+            if not isinstance(results, fallback.KernelUnavailableError):
+                return results
+            call.program = None
+            unavailable = results.fallback
+            if unavailable is None or unavailable in replaced:
+                if call.impl == "triton":
+                    raise results
+                unavailable = call.name, fallback.TILED_PATH_RUNS
+            replaced.append(unavailable)
+            kernel, consequence = unavailable
+            fallback.give_up(kernel, device, str(results), consequence)
+        return None
+
+    def _launch(self, call: Pass, inputs: Values) -> Results | None:
+        """Run the kernels, and return their results, or ``None`` if they have no plan."""
         if call.program is None:
-            call.program = self._program(call, given)
-        return None if call.program is None else call.program(*given)
+            call.program = self._make_program(call, inputs)
+        return None if call.program is None else call.program(*inputs)
 
-    def _program(self, call: Pass, given: Values) -> Program | None:
-        """Program of the kernels for such a pass; ``plans.py`` sees layouts and no values."""
+    def _run_tiled(self, call: Pass, inputs: Values) -> Results:
+        """Run the tiled path."""
+        results: Results
+        if call.backward:
+            dfirst, saved, main_grads = self._split_backward_inputs(inputs)
+            results = self.tiled.backward(dfirst, saved, call.options, call.needs, *main_grads)
+        else:
+            results = self.tiled.forward(self.tensors(*inputs), call.options, call.needs)
+        return results
+
+    def _make_program(self, call: Pass, inputs: Values) -> Program | None:
+        """Plan the kernels of a pass, from layouts only, or return ``None`` if there is no plan."""
         from tilefold.ops._shared._triton.program import Program  # needs Triton
 
-        plans, setting = self.plans(), setting_of(given[0].device, call.aligned)
-        layouts: list[Any] = [
-            None
-            if x is None
-            else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            for x in given
-        ]
+        plans = self.plans()
+        device = inputs[0].device
+        setting = setting_of(device, call.aligned)
+        layouts: Values = tuple([None if x is None else _layout_of(x) for x in inputs])
+        plan_inputs: tuple[str, ...]
         if call.backward:
-            names = (self._dfirst, *self.saved._fields, *[f"d{name}" for name in call.into])
-            saved = self.saved(*layouts[1 : 1 + len(self.saved._fields)])
-            setting = setting._replace(added=frozenset(call.into))
-            plan = plans.backward(layouts[0], saved, call.options, call.wanted, setting)
+            dfirst, saved, _ = self._split_backward_inputs(layouts)
+            main_grad_names = [f"d{name}" for name in call.main_grads]
+            plan_inputs = (self._dfirst_name, *self.saved._fields, *main_grad_names)
+            setting = setting._replace(accumulated=frozenset(call.main_grads))
+            plan = plans.backward(dfirst, saved, call.options, call.needs, setting)
         else:
-            names, tensors = self._inputs, self.tensors(*layouts)
-            plan = plans.forward(tensors, call.options, call.wanted, setting)
-        results = self._made(call.backward, given, call.options, call.wanted, call.into)
-        return (
-            None if plan is None else Program(plan, names, results, given[0].device, call.aligned)
+            plan_inputs = self._tensor_names
+            plan = plans.forward(self.tensors(*layouts), call.options, call.needs, setting)
+        if plan is None:
+            return None
+        results = self._result_buffers(
+            call.backward,
+            inputs,
+            call.options,
+            call.needs,
+            call.main_grads,
         )
+        return Program(plan, plan_inputs, results, device, call.aligned)
 
-    def _made(
+    def _split_backward_inputs(self, inputs: Values) -> tuple[Any, Any, Values]:
+        """Return the gradient of the first result, the record of saved tensors, and main grads."""
+        first_main_grad = 1 + len(self.saved._fields)
+        return inputs[0], self.saved(*inputs[1:first_main_grad]), inputs[first_main_grad:]
+
+    def _result_buffers(
         self,
         backward: bool,
-        given: Sequence[Any],
+        inputs: Values,
         options: OptionsT,
-        wanted: Any,
-        into: Collection[str] = (),
+        needs: Any,
+        main_grads: Collection[str] = (),
     ) -> dict[str, Buffer | None]:
-        """Results of a pass; ``None`` for a gradient that nobody wants, or that is added to a
-        buffer.
+        """Shapes and dtypes of the results of a pass, by name.
+
+        A gradient that is not needed, or is added to a buffer, is ``None``.
         """
         if not backward:
-            return dict(
-                zip(self.results, self.outputs(self.tensors(*given), options, wanted), strict=True),
-            )
-        saved = self.saved(*given[1 : 1 + len(self.saved._fields)])
-        made: dict[str, Buffer | None] = {}
-        for (name, like), need in zip(self.gradients.items(), wanted, strict=True):
-            if not need or name in into:
-                made[f"d{name}"] = None
+            buffers = self.outputs(self.tensors(*inputs), options, needs)
+            return dict(zip(self.results, buffers, strict=True))
+        _, saved, _ = self._split_backward_inputs(inputs)
+        gradients: dict[str, Buffer | None] = {}
+        for (name, like), needed in zip(self.gradients.items(), needs, strict=True):
+            if not needed or name in main_grads:
+                gradients[f"d{name}"] = None
             elif callable(like):
-                made[f"d{name}"] = like(saved, options)
+                gradients[f"d{name}"] = like(saved, options)
             else:
                 tensor = getattr(saved, like)
-                made[f"d{name}"] = Buffer(tuple(tensor.shape), tensor.dtype)
-        return made
+                gradients[f"d{name}"] = Buffer(tuple(tensor.shape), tensor.dtype)
+        return gradients
 
-    def _kept(self, key: Key | None, call: Pass) -> Pass:
-        if key is not None and call.impl in KERNELS:
+    def _remember(self, key: Key | None, call: Pass) -> None:
+        """Cache a pass that launches kernels; the tiled path would gain nothing."""
+        if key is not None and call.impl in KERNEL_IMPLS:
             if len(self.calls) >= MAX_CALLS:
                 self.calls.clear()
             self.calls[key] = call
-        return call
 
     def backward(
         self,
@@ -343,96 +385,148 @@ class Operator(Generic[TensorsT, OptionsT]):
         needs: Needs,
         dfirst: Tensor,
         saved: tuple[Tensor | None, ...],
-        into: tuple[Tensor, ...],
+        main_grads: tuple[Tensor, ...],
     ) -> Results:
-        """Gradients of an eager call; the registered operator refuses a second derivative, and
-        takes several.
+        """Compute the gradients of an eager call.
+
+        With ``create_graph`` or ``is_grads_batched`` the registered gradient runs. It refuses
+        second derivatives, and can be batched.
         """
-        given = (dfirst, *saved, *into)
-        key = None if torch.is_grad_enabled() else call_key(given, (call, needs), of_call=True)
+        inputs = (dfirst, *saved, *main_grads)
+        key = None
+        if not torch.is_grad_enabled():
+            key = call_key(inputs, (call, needs), of_gradient=True)
         if key is None:
-            refuse_buffers(
-                call.into,
+            refuse_main_grads(
+                call.main_grads,
                 "with create_graph=True or is_grads_batched=True; leave one of them out",
             )
-            return self._by_operator(dfirst, saved, call.options, needs, call.impl)
-        known = self.calls.get(key)
-        if known is None:
-            known = self._kept(
-                key,
-                Pass(call.name, call.options, call.impl, needs, True, key[0], into=call.into),
+            return self._registered_gradients(dfirst, saved, call.options, needs, call.impl)
+        backward_pass = self.calls.get(key)
+        if backward_pass is None:
+            backward_pass = Pass(
+                name=call.name,
+                options=call.options,
+                impl=call.impl,
+                needs=needs,
+                backward=True,
+                aligned=key[0],
+                main_grads=call.main_grads,
             )
-        return self.compute(dfirst, known, given)
+            self._remember(key, backward_pass)
+        return self.compute(dfirst, backward_pass, inputs)
 
     # The registered operator
 
     def _register(self) -> None:
-        options, back = typing.get_type_hints(self.options), f"{self.name}_backward"
-        forward = typing.get_type_hints(self.tensors) | options | {"training": bool, "impl": str}
-        backward = {self._dfirst: Tensor} | typing.get_type_hints(self.saved) | options
-        backward |= {"needs": Sequence[bool], "impl": str}
-        both = (self.name, forward, self.results), (back, backward, self.gradients)
-        for name, hints, results in both[: 1 + bool(self.gradients)]:
-            is_backward = name == back
-            torch.library.define(f"tilefold::{name}", calls.schema_of(hints, len(results)))
-            torch.library.impl(
-                f"tilefold::{name}",
-                "default",
-                partial(self._registered, is_backward),
-            )
-            torch.library.register_fake(f"tilefold::{name}", partial(self._fake, is_backward))
-        self._by_torch = getattr(torch.ops.tilefold, self.name)
+        """Register ``tilefold::name``, and ``tilefold::name_backward`` if there are gradients."""
+        options = typing.get_type_hints(self.options)
+        forward_arguments = {
+            **typing.get_type_hints(self.tensors),
+            **options,
+            "training": bool,
+            "impl": str,
+        }
+        self._define(self.name, forward_arguments, len(self.results), backward=False)
+        self._registered = getattr(torch.ops.tilefold, self.name)
         if not self.gradients:
             return
-        self._gradients_by_torch = getattr(torch.ops.tilefold, back)
-        calls.forbid_double_backward(back, self.name)
+        backward_name = f"{self.name}_backward"
+        backward_arguments = {
+            self._dfirst_name: Tensor,
+            **typing.get_type_hints(self.saved),
+            **options,
+            "needs": Sequence[bool],
+            "impl": str,
+        }
+        self._define(backward_name, backward_arguments, len(self.gradients), backward=True)
+        self._registered_backward = getattr(torch.ops.tilefold, backward_name)
+        calls.forbid_double_backward(backward_name, self.name)
         torch.library.register_autograd(
             f"tilefold::{self.name}",
             self._differentiate,
             setup_context=self._setup_context,
         )
 
-    def _split(self, backward: bool, args: Values) -> tuple[Any, OptionsT, Any, str]:
-        values: list[Any] = [
-            tuple(each) if isinstance(each, list) else each for each in args
-        ]  # as keys can have them
-        *values, wanted, impl = values
-        count = 1 + len(self.saved._fields) if backward else len(self._inputs)
-        given = tuple(values[:count]) if backward else self.tensors(*values[:count])
-        return given, self.options(*values[count:]), wanted, impl
+    def _define(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        n_results: int,
+        backward: bool,
+    ) -> None:
+        """Register an operator with its schema, its implementation and its fake kernel."""
+        qualified_name = f"tilefold::{name}"
+        torch.library.define(qualified_name, calls.schema_of(arguments, n_results))
+        torch.library.impl(qualified_name, "default", partial(self._run_registered, backward))
+        torch.library.register_fake(qualified_name, partial(self._fake_results, backward))
 
-    def _registered(self, backward: bool, *args: Any) -> Any:
-        given, options, wanted, impl = self._split(backward, args)
-        name = self.name
+    def _parse_registered(
+        self,
+        backward: bool,
+        arguments: Values,
+    ) -> tuple[Any, OptionsT, Any, str]:
+        """Split the arguments of a registered operator.
+
+        Returns:
+            The tensors (a record for forward, a tuple for backward), the options, ``training`` or
+            which gradients are needed, and the implementation.
+        """
+        values: list[Any] = [  # torch passes lists, which keys cannot contain
+            tuple(value) if isinstance(value, list) else value for value in arguments
+        ]
+        *values, needs, impl = values
+        n_tensors = 1 + len(self.saved._fields) if backward else len(self._tensor_names)
+        tensors: Any = tuple(values[:n_tensors])
+        if not backward:
+            tensors = self.tensors(*tensors)
+        return tensors, self.options(*values[n_tensors:]), needs, impl
+
+    def _run_registered(self, backward: bool, *arguments: Any) -> Any:
+        """Run ``tilefold::name`` or ``tilefold::name_backward``."""
+        tensors, options, needs, impl = self._parse_registered(backward, arguments)
         if backward:
-            first, like = next(iter(self.gradients.items()))
-            chooses = given[1 + self.saved._fields.index(first if callable(like) else like)]
-            impl = settled(impl, self.chosen_impl(chooses, impl))
+            name = self.name
+            deciding = self._tensor_that_chooses(tensors)
+            impl = impl_with_fallback(impl, self.chosen_impl(deciding, impl))
         else:
-            name, impl = self._named(given, impl)
-        key = call_key(given, ("registered", backward, *options, wanted, impl))
-        aligned = key is not None and key[0]
-        call = self.calls.get(key) or self._kept(
-            key,
-            Pass(name, options, impl, wanted, backward, aligned),
-        )
-        found = self.compute(given[0], call, given)
-        if backward:  # operators return tensors only
-            found = [given[0].new_empty(0) if x is None else x for x in found]
-        elif any(result is None for result in found):
-            made = calls.as_tuple(self._fake(backward, *args))
-            found = [each.zero_() if x is None else x for x, each in zip(found, made, strict=True)]
-        return calls.bare(found)
+            name, impl = self._named_impl(tensors, impl)
+        key = call_key(tensors, ("registered", backward, *options, needs, impl))
+        call = self.calls.get(key)
+        if call is None:
+            aligned = key is not None and key[0]
+            call = Pass(name, options, impl, needs, backward, aligned)
+            self._remember(key, call)
+        results = list(self.compute(tensors[0], call, tensors))
+        # A registered operator returns tensors only.
+        if backward:
+            results = [tensors[0].new_empty(0) if x is None else x for x in results]
+        elif any(x is None for x in results):
+            empty = calls.as_tuple(self._fake_results(backward, *arguments))
+            results = [
+                like.zero_() if x is None else x for x, like in zip(results, empty, strict=True)
+            ]
+        return calls.as_registered(results)
 
-    def _fake(self, backward: bool, *args: Any) -> Any:
-        """Results without values; an empty one stands for a gradient that nobody asked for."""
-        given, options, wanted, _ = self._split(backward, args)
-        made = self._made(backward, given, options, wanted).values()
-        return calls.bare(
-            [(buffer or Buffer((0,), given[0].dtype)).on(given[0].device) for buffer in made],
-        )
+    def _tensor_that_chooses(self, backward_tensors: Values) -> Tensor:
+        """Return the saved tensor that chooses the implementation of a registered gradient."""
+        name, like = next(iter(self.gradients.items()))
+        _, saved, _ = self._split_backward_inputs(backward_tensors)
+        tensor: Tensor = getattr(saved, name if callable(like) else like)
+        return tensor
 
-    def _by_operator(
+    def _fake_results(self, backward: bool, *arguments: Any) -> Any:
+        """Return results without values; a gradient that is not needed has no elements."""
+        tensors, options, needs, _ = self._parse_registered(backward, arguments)
+        first = tensors[0]
+        no_gradient = Buffer((0,), first.dtype)
+        buffers = self._result_buffers(backward, tensors, options, needs).values()
+        results = [
+            (no_gradient if buffer is None else buffer).on(first.device) for buffer in buffers
+        ]
+        return calls.as_registered(results)
+
+    def _registered_gradients(
         self,
         dfirst: Tensor,
         saved: tuple[Tensor | None, ...],
@@ -440,15 +534,22 @@ class Operator(Generic[TensorsT, OptionsT]):
         needs: Needs,
         impl: str,
     ) -> Results:
-        found = calls.as_tuple(self._gradients_by_torch(dfirst, *saved, *options, needs, impl))
-        return [gradient if need else None for gradient, need in zip(found, needs, strict=True)]
+        """Compute gradients by ``tilefold::name_backward``; those not needed are ``None``."""
+        gradients = calls.as_tuple(
+            self._registered_backward(dfirst, *saved, *options, needs, impl),
+        )
+        return [
+            gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)
+        ]
 
     def _setup_context(self, ctx: Any, inputs: Values, output: Any) -> None:
-        tensors, ctx.options, ctx.training, ctx.impl = self._split(False, inputs)
+        """Save what the registered operator's backward reads."""
+        tensors, ctx.options, ctx.training, ctx.impl = self._parse_registered(False, inputs)
         results = calls.as_tuple(output)
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*self._taker(ctx.options)((*tensors, *results, None)))
+        select_saved = self._saved_selector(ctx.options)
+        ctx.save_for_backward(*select_saved((*tensors, *results, None)))
 
     def _differentiate(
         self,
@@ -456,29 +557,51 @@ class Operator(Generic[TensorsT, OptionsT]):
         dfirst: Tensor | None,
         *_: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
+        """Backward of the registered operator, whose first result alone is differentiable."""
         gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        if dfirst is not None:
-            if not ctx.training:
-                raise RuntimeError(
-                    f"tilefold::{self.name} needs training=True where a gradient is asked for; call {self.name}.",
-                )
-            needs = tuple(ctx.needs_input_grad[place] for place in self._leaves)
-            found = self._by_operator(dfirst, ctx.saved_tensors, ctx.options, needs, ctx.impl)
-            for place, gradient in zip(self._leaves, found, strict=True):
-                gradients[place] = gradient
+        if dfirst is None:
+            return tuple(gradients)
+        if not ctx.training:
+            raise RuntimeError(
+                f"tilefold::{self.name} needs training=True where a gradient is asked for; call {self.name}.",
+            )
+        needs = tuple(ctx.needs_input_grad[position] for position in self._differentiable)
+        computed = self._registered_gradients(
+            dfirst,
+            ctx.saved_tensors,
+            ctx.options,
+            needs,
+            ctx.impl,
+        )
+        for position, gradient in zip(self._differentiable, computed, strict=True):
+            gradients[position] = gradient
         return tuple(gradients)
 
 
-def refuse_buffers(into: Collection[str], where: str) -> None:
-    """Raise ``RuntimeError`` where a buffer is given that gradients are to be added to."""
-    for name in into:
-        raise RuntimeError(f"{name}_main_grad cannot be used {where.format(name)}.")
+def _layout_of(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same shape, strides and dtype on the meta device."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def refuse_main_grads(names: Collection[str], situation: str) -> None:
+    """Raise ``RuntimeError`` if gradients are to be added to buffers.
+
+    Args:
+        names: names of the tensors whose gradients are.
+        situation: where that is impossible, and the remedy. ``{}`` stands for the tensor's name.
+    """
+    for name in names:
+        raise RuntimeError(f"{name}_main_grad cannot be used {situation.format(name)}.")
 
 
 def setting_of(device: torch.device, aligned: bool = True) -> Setting:
-    """Current setting for plans on this device."""
-    tf32, given_up = (
-        tf32_allowed(torch.float32),
-        frozenset(name for name, on in fallback.GIVEN_UP if on == device),
+    """Return the current setting for plans on a device."""
+    return Setting(
+        capability=capability_of(device),
+        multiprocessors=sm_count(device),
+        tf32=tf32_allowed(torch.float32),
+        aligned=aligned,
+        given_up=frozenset(
+            kernel for kernel, kernel_device in fallback.GIVEN_UP if kernel_device == device
+        ),
     )
-    return Setting(capability_of(device), sm_count(device), tf32, aligned, given_up)

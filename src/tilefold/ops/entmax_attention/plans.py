@@ -67,12 +67,12 @@ def forward(tensors: AttentionTensors, options: Options, training: bool, setting
     if not training and not options.support:
         steps.buffers["stats"] = None
         if way != RESIDENT:  # one kernel writes what the next reads
-            steps.stands["stats"] = steps.buffer("rows", (4, *tensors.stats_shape))
+            steps.renamed["stats"] = steps.buffer("rows", (4, *tensors.stats_shape))
     if q.numel() == 0:
         return steps.plan()
     given = _operands(steps, tensors)
     if not training:
-        steps.stands["out2"] = "out"
+        steps.renamed["out2"] = "out"
     tiles = row_tiles(q, rows, tensors)
     # NEAR is the share of a row's weights that the last step of its root may leave out: a quarter
     # of an ulp

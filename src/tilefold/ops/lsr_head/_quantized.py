@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.calls import call_key, run
+from tilefold.ops._shared.calls import call_key, call_on_device
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
 from tilefold.ops._shared.fallback import (
-    SLOWER,
+    TILED_PATH_RUNS,
     KernelUnavailableError,
-    attempt,
     give_up,
     refuse_capture,
+    try_kernels,
 )
 from tilefold.ops._shared.impl import resolve_impl
 
@@ -107,10 +107,10 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     if call_key((weight,), ()) is not None and chosen_quantized_impl(weight) == "triton":
         from tilefold.ops.lsr_head._triton import quantize
 
-        made = attempt(run, quantize.quantize_rows, weight.detach())
+        made = try_kernels(call_on_device, quantize.quantize_rows, weight.detach())
         if not isinstance(made, KernelUnavailableError):
             return QuantizedWeight(*made)
-        give_up(QUANTIZED_HEAD, weight.device, str(made), SLOWER)
+        give_up(QUANTIZED_HEAD, weight.device, str(made), TILED_PATH_RUNS)
     refuse_capture(QUANTIZED_HEAD, weight.device)
     values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scale = torch.empty(weight.size(0), dtype=torch.float32, device=weight.device)

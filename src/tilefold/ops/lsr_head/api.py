@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared import impl as shared
-from tilefold.ops._shared.fallback import KernelUnavailableError, attempt, give_up, given_up
+from tilefold.ops._shared.fallback import KernelUnavailableError, give_up, given_up, try_kernels
 from tilefold.ops._shared.operator import Operator
 from tilefold.ops.lsr_head import _parallel, _quantized, _reference, _tiled
 from tilefold.ops.lsr_head._arguments import check_head, checked
@@ -314,7 +314,7 @@ def lsr_head_rows(
             some = bias if whole or bias is None else bias[part]
             rows = weight if whole else weight[part]
             scores = call(rows, some)
-            failed = attempt(append_rows, scores, v0, min_weight, counts, columns, values)
+            failed = try_kernels(append_rows, scores, v0, min_weight, counts, columns, values)
             if isinstance(failed, KernelUnavailableError):
                 give_up(
                     COMPACTION,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilefold.ops._shared._triton import releases
-from tilefold.ops._shared.plan import Instead, Setting, cdiv
+from tilefold.ops._shared.plan import KernelFallback, Setting, cdiv
 from tilefold.ops._shared.tuning import Between, Row, lookup
 from tilefold.ops.lsr_head._problem import HeadOptions
 
@@ -39,7 +39,7 @@ BY_SCREEN = "lsr_head's screen of scores that cannot be positive"
 BY_TMA = "lsr_head's portable kernel with TMA"
 PORTABLE = "lsr_head's portable kernel"
 INSTEAD = {
-    kernel: Instead(kernel, f"{does} instead: the same results, a slower forward pass.")
+    kernel: KernelFallback(kernel, f"{does} instead: the same results, a slower forward pass.")
     for kernel, does in (
         (BY_ROLES, f"Max pooling runs {BY_TMA}"),
         (BY_TMA, f"Max pooling runs {PORTABLE}"),

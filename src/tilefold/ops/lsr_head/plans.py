@@ -181,7 +181,7 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
         steps.buffer("row_scale", (scales,))
         own = {"N": scales, **quantize.row_constants(dim)}
         steps.launch(quantize.quantize_rows_kernel, (cdiv(scales, quantize.BLOCK_ROWS),), own)
-        steps.stands["hidden"] = steps.buffer("values", (total, dim), dtype)
+        steps.renamed["hidden"] = steps.buffer("values", (total, dim), dtype)
     # without a cut nothing is partial
     cuts = splits > 1 and (not length or multiple * block_t % length != 0)
     parts = (2 * splits * vocab if cuts else 0,)
@@ -202,7 +202,10 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
             hopper.hopper_descriptor,
         )
         config["STAGES"] = config.pop("num_stages")
-    described = {"weight": (vocab, block_v), steps.stands.get("hidden", "hidden"): (total, block_t)}
+    described = {
+        "weight": (vocab, block_v),
+        steps.renamed.get("hidden", "hidden"): (total, block_t),
+    }
     tma = (
         {}
         if name == configs.PORTABLE
@@ -215,7 +218,7 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
     steps.values |= {"SCREENED": False, "sample_limit": 0, "limit": 0}
     if config["WARP_ROLES"] and configs.may_screen(steps.options, setting, total, vocab, dim):
         _screen(steps, total, length)
-    steps.launch(kernel, (setting.multiprocessors,), config, tma=tma, instead=instead)
+    steps.launch(kernel, (setting.multiprocessors,), config, tma=tma, fallback=instead)
     if cuts:
         steps.launch(
             combine_kernel,
@@ -332,7 +335,7 @@ def _pack(steps: HeadSteps, group: int, training: bool) -> int | None:
     if training:
         steps.buffer("position", (total,), torch.int32)
     steps.launch(kernel, grid, own, {"rows_ptr": rows})
-    steps.stands["hidden"] = rows
+    steps.renamed["hidden"] = rows
     return total
 
 
@@ -381,7 +384,7 @@ def _max_backward(steps: HeadSteps, needs: Needs) -> None:
             programs * config["BLOCK_B"] * config["BLOCK_V"],
         )  # its programs list entries of their own
         steps.buffer("code64", entries, torch.int64)
-        own = config | {"ACCUMULATE": "weight" in setting.added}
+        own = config | {"ACCUMULATE": "weight" in setting.accumulated}
         named = {"grad_ptr": steps.buffer("own_grad", entries, dtype)}
         steps.launch(max_backward.dweight_kernel, (programs,), own, named)
 
@@ -468,7 +471,7 @@ def _sum_backward(steps: HeadSteps, needs: Needs) -> None:
                 "ACTIVATION": "none",
             }
             steps.values |= {"PACKED": False, "MASKED": False, "LAST": False, "NO_WINNER": -1}
-            steps.stands |= {"dscores": "dlogits", "scores": "dlogits", "hidden": rows}
+            steps.renamed |= {"dscores": "dlogits", "scores": "dlogits", "hidden": rows}
             _row_gradients(steps, needs)
             return
         if needs.hidden:
@@ -505,7 +508,7 @@ def _one_token_forward(steps: HeadSteps, training: bool) -> None:
     if masked and not finds:
         if not training:  # what no backward reads is scratch
             places = steps.buffer("places", (tokens.batch, 1), winner_dtype(tokens.length_bound))
-            steps.stands["winners"] = places
+            steps.renamed["winners"] = places
         steps.launch(one_token.find_kernel, (tokens.batch,), {"BLOCK": config["FIND_BLOCK"]})
     config |= {"FIND": config["FIND"] if finds else 0, "WITH_WINNERS": finds and training}
     grid = cdiv(vocab, config["BLOCK_V"]), cdiv(tokens.batch, block_b)

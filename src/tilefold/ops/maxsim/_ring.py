@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from tilefold._process_group import ranks_of
 from tilefold.ops._shared.checks import dtype_name
-from tilefold.ops._shared.impl import host_may_read, settled
+from tilefold.ops._shared.impl import host_may_read, impl_with_fallback
 from tilefold.ops.maxsim._arguments import check_labels, check_scale, checked, labelled_loss
 from tilefold.ops.maxsim._problem import (
     MaxSimOptions,
@@ -191,7 +191,7 @@ def loss_over_ranks(
             )
         options, ready = checked(tensors, "all", *asked)
         tensors = tensors if ready is None else ready(tensors)
-        impl = settled(impl, MAXSIM.chosen_impl(tensors.queries, impl))
+        impl = impl_with_fallback(impl, MAXSIM.chosen_impl(tensors.queries, impl))
         if host_may_read(tensors.queries.device, impl) or impl == "reference":
             check_values(tensors)
         n_queries, n_documents = Problem.of(tensors, options).score_shape

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_tensor
-from tilefold.ops._shared.fallback import SLOWER, give_up
+from tilefold.ops._shared.fallback import TILED_PATH_RUNS, give_up
 from tilefold.ops._shared.operator import Operator
 from tilefold.ops.maxsim import _reference, _tiled, tiles
 from tilefold.ops.maxsim._arguments import checked, divides_itself
@@ -69,7 +69,7 @@ def _impl_of_fp8(queries: Tensor, impl: str) -> str:
             "documents must be quantized with dtype='int8' for impl='triton' before compute capability 8.9, got "
             "fp8; use int8 or impl='tiled'.",
         )
-    give_up("maxsim with fp8 documents", queries.device, "it has no fp8 products", SLOWER)
+    give_up("maxsim with fp8 documents", queries.device, "it has no fp8 products", TILED_PATH_RUNS)
     return "tiled"
 
 

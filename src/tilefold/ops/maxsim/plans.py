@@ -17,7 +17,7 @@ from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.internals import Tma
 from tilefold.ops._shared.offsets import sequences_of_rows
 from tilefold.ops._shared.plan import (
-    Instead,
+    KernelFallback,
     Plan,
     Setting,
     Steps,
@@ -53,11 +53,11 @@ TILES_OF_PACKED = (
 MANY_ROWS = 16384
 MAX_PROGRAMS = 4096  # that keep a list of winners each; the rest of the work is dealt to them
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 128  # of kernels that go over rows once
-BY_POINTERS = Instead(
+BY_POINTERS = KernelFallback(
     configs.BY_TMA,
     "Documents are read by pointers instead: the same scores, slower.",
 )
-WITHOUT_ROLES = Instead(
+WITHOUT_ROLES = KernelFallback(
     configs.BY_ROLES,
     "Others share the pass over the documents: the same scores to fp32, slower.",
 )
@@ -102,7 +102,7 @@ class MaxSimSteps(Steps):
         super().__init__(values)
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self.known = known = {name: tensor for name, tensor in given.items() if tensor.numel()}
-        self.stands |= {
+        self.renamed |= {
             name: f"no_{name}" for name in given if name not in known
         }  # not made by the registered one
         # from a multiple of 16 bytes on: a copy costs less than another build of a kernel, and adds
@@ -139,7 +139,7 @@ class MaxSimSteps(Steps):
         """
         sides = self.problem.queries.size(0), self.problem.documents.size(0)
         if results:
-            self.stands |= SAVED_NORMS
+            self.renamed |= SAVED_NORMS
         else:
             for name, count in zip(SAVED_NORMS, sides, strict=True):
                 self.buffer(name, (count,))
@@ -229,7 +229,7 @@ def _add_scores(steps: MaxSimSteps, training: bool) -> None:
             functools.partial(TensorDescriptor, block_shape=block),
         )
     if p.document_scale is not None:
-        steps.stands["document_factors"] = "document_scale"
+        steps.renamed["document_factors"] = "document_scale"
     if p.normalize:
         steps.inverse_norms(results=training)
     elif stored == torch.int8 and (shared or not stream):  # which rounds them itself
@@ -255,13 +255,13 @@ def _add_scores(steps: MaxSimSteps, training: bool) -> None:
             (p.n_documents,),
             {"BLOCK": 256, "num_warps": 1, "num_stages": 2},
         )
-        steps.stands["cu_documents"], steps.values["UNIFORM_D"] = "ends", ENDS.value
+        steps.renamed["cu_documents"], steps.values["UNIFORM_D"] = "ends", ENDS.value
     slots = setting.multiprocessors * config["PROGRAMS"]
     if shared:
         tiles = cdiv(p.n_queries * slot, config["BLOCK_Q"])
         splits = plan_splits(tiles, p.n_documents, slots)
         own = {"splits": splits, "ONE_TILE": 0 < p.document_length <= config["BLOCK_T"]}
-        steps.launch(shared_pass_kernel, (tiles, splits), own, tma=tma, instead=BY_POINTERS)
+        steps.launch(shared_pass_kernel, (tiles, splits), own, tma=tma, fallback=BY_POINTERS)
     elif stream:
         own = {"PREFETCH": config["PREFETCH"] if tma else 0}
         steps.launch(
@@ -269,12 +269,12 @@ def _add_scores(steps: MaxSimSteps, training: bool) -> None:
             (plan_splits(1, p.n_documents, slots),),
             own,
             tma=tma,
-            instead=BY_POINTERS,
+            fallback=BY_POINTERS,
         )
     elif everything:
         _add_all_pairs(steps, config["BLOCK_Q"], slots, tma)
     else:
-        steps.launch(scores.listed_pairs_kernel, (p.n_pairs,), tma=tma, instead=BY_POINTERS)
+        steps.launch(scores.listed_pairs_kernel, (p.n_pairs,), tma=tma, fallback=BY_POINTERS)
 
 
 def _round_queries(steps: MaxSimSteps) -> None:
@@ -283,7 +283,7 @@ def _round_queries(steps: MaxSimSteps) -> None:
     steps.buffer("query_factors", p.queries.shape[:1])
     rounded = {"rows_ptr": "queries", "out_ptr": "int8_queries", "scale_ptr": "query_factors"}
     steps.over_rows(norms.quantize_kernel, p.queries.size(0), rounded)
-    steps.stands["queries"] = "int8_queries"
+    steps.renamed["queries"] = "int8_queries"
 
 
 def _add_roles_pass(steps: MaxSimSteps, slot: int) -> bool:
@@ -305,7 +305,7 @@ def _add_roles_pass(steps: MaxSimSteps, slot: int) -> bool:
         return False
     from tilefold.ops.maxsim._triton import shared_hopper as hopper  # needs Gluon
 
-    steps.stands["document_factors"] = "document_scale"
+    steps.renamed["document_factors"] = "document_scale"
     _round_queries(steps)
     tiles = cdiv(p.n_queries * slot, config["BLOCK_Q"])
     splits = max(1, min(cdiv(p.n_documents, hopper.GROUP.value), setting.multiprocessors // tiles))
@@ -317,7 +317,7 @@ def _add_roles_pass(steps: MaxSimSteps, slot: int) -> bool:
         ),
     }
     own = config | {"MASK_ZERO": p.mask_zero, "MEAN": p.divisor != 1}
-    steps.launch(hopper.shared_hopper_kernel, (tiles, splits), own, tma=tma, instead=WITHOUT_ROLES)
+    steps.launch(hopper.shared_hopper_kernel, (tiles, splits), own, tma=tma, fallback=WITHOUT_ROLES)
     return True
 
 
@@ -338,7 +338,7 @@ def _add_all_pairs(steps: MaxSimSteps, block_q: int, slots: int, tma: Mapping[st
     own["LQ"] = length if direct and length and block_q % length == 0 else 0
     if not direct:  # partial sums of queries that several tiles share
         steps.buffer("parts", (tiles + p.n_queries, p.n_documents))
-    steps.launch(scores.all_pairs_kernel, (tiles, splits), own, tma=tma, instead=BY_POINTERS)
+    steps.launch(scores.all_pairs_kernel, (tiles, splits), own, tma=tma, fallback=BY_POINTERS)
     if not direct:
         own = {"tile_rows": tile_rows, "BLOCK": COMBINED, "num_warps": 4, "num_stages": 3}
         steps.launch(scores.combine_kernel, (p.n_queries * cdiv(p.n_documents, COMBINED),), own)
@@ -420,11 +420,11 @@ def backward(
         "NO_WINNER": no_winner(saved.saved.dtype),
     }
     if p.normalize and "query_norms" in steps.known:
-        steps.stands |= SAVED_NORMS
+        steps.renamed |= SAVED_NORMS
     elif p.normalize:
         steps.inverse_norms(results=False)
     if everything and p.cu_queries is not None and "row_query" not in steps.known:
-        steps.stands["row_query"] = "owners"
+        steps.renamed["row_query"] = "owners"
         steps.torch("owners", functools.partial(row_queries, p.queries.size(0)), "cu_queries")
     for side in (
         1,

@@ -117,7 +117,7 @@ def xtr_scores(
 
 
 def _checked(tensors: MaxSimTensors, top_k: int, impute: bool, normalize: bool) -> Checked:
-    ready = checked(tensors, "all", "sum", "exclude", None, normalize).ready
+    ready = checked(tensors, "all", "sum", "exclude", None, normalize).prepare
     if (
         impute
         and torch.is_grad_enabled()

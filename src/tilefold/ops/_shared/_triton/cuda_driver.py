@@ -18,7 +18,7 @@ import torch
 from tilefold.ops._shared import internals
 from tilefold.ops._shared.fallback import give_up
 from tilefold.ops._shared.internals import TMA_MAP_BYTES, Addresses, Grid, LaunchAt, Tma
-from tilefold.ops._shared.plan import taker
+from tilefold.ops._shared.plan import selector
 
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)[^\[,\n]*(?:\[(\d+)\])?")
 INVALID_CONTEXT = 201
@@ -189,7 +189,11 @@ def driver_launch(
     except (OSError, AttributeError):
         return None
     config_at, table_at = (ctypes.c_void_p(ctypes.addressof(found)) for found in (config, table))
-    pack, pick, pointer = struct.Struct(f"{len(places)}Q").pack_into, taker(places), ctypes.c_void_p
+    pack, pick, pointer = (
+        struct.Struct(f"{len(places)}Q").pack_into,
+        selector(places),
+        ctypes.c_void_p,
+    )
     lock = (
         threading.Lock()
     )  # config, parameters and maps are one launch's until the driver has copied them

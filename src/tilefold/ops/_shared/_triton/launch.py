@@ -1,4 +1,4 @@
-"""Launching kernels: Triton builds one for each kind of arguments, and gets addresses for tensors."""
+"""Launches of kernels: Triton compiles a kernel for each kind of arguments, and gets addresses."""
 
 from __future__ import annotations
 
@@ -20,77 +20,106 @@ from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_row
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.internals import Addresses, Grid, LaunchAt, Tma, specialized
-from tilefold.ops._shared.plan import Constants, Instead, Launch, Values
+from tilefold.ops._shared.plan import Constants, KernelFallback, Launch, Values
 
 MAX_BUILT = 4096  # kinds of arguments that are remembered: constants may be as many as shapes are
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
-_COUNT_ELEMENTS = triton_interpreted() and interpreted_rows_count_elements()
-# what was compiled, by kernel and kind; or why it cannot be built: trying again takes seconds
+# An interpreted kernel's descriptor may need rows of 16 elements in place of 16 bytes.
+_DESCRIPTOR_ALIGNS_ELEMENTS = triton_interpreted() and interpreted_rows_count_elements()
+# Compiled kernels by :attr:`Build.key`, or the reason why one cannot be built, since another
+# attempt takes seconds.
 BUILT: dict[Values, Any] = {}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """A tensor to Triton, which asks for its dtype and address only."""
+    """Stand-in for a tensor: its dtype and address, which is all that Triton reads of one."""
 
     dtype: torch.dtype
     address: int
 
     def data_ptr(self) -> int:
+        """Return the address, as a tensor does."""
         return self.address
 
 
-def memory(dtype: torch.dtype, address: int) -> Any:
-    """Stand-in for the tensor there; bool is bytes, and the interpreter wants tensors, whose length
-    it ignores.
+def memory_at(dtype: torch.dtype, address: int) -> Any:
+    """Return a kernel's argument for the tensor at an address.
+
+    Entries of bool are bytes to kernels. The interpreter needs a real tensor, whose length it does
+    not read.
     """
-    dtype = torch.uint8 if dtype == torch.bool else dtype
+    if dtype == torch.bool:
+        dtype = torch.uint8
     if not triton_interpreted():
         return Memory(dtype, address)
     if not address:
         return torch.empty(0, dtype=dtype)
-    byte = (ctypes.c_uint8 * dtype.itemsize).from_address(address)
-    return torch.frombuffer(byte, dtype=torch.uint8).view(dtype)
+    first_entry = (ctypes.c_uint8 * dtype.itemsize).from_address(address)
+    return torch.frombuffer(first_entry, dtype=torch.uint8).view(dtype)
 
 
 class Build(NamedTuple):
-    """A kernel, and arguments of the kind that it is built for."""
+    """A kernel, and arguments of the kind that it is compiled for.
+
+    Attributes:
+        kernel: the ``triton.jit`` function.
+        grid: number of program instances in three dimensions.
+        arguments: stand-ins for tensors or TMA descriptors, then numbers.
+        constants: ``constexpr`` parameters and Triton's options, by name.
+        fallback: what runs if the kernel cannot be built.
+    """
 
     kernel: Any
     grid: Grid
     arguments: Values
     constants: Constants
-    instead: Instead | None = None
+    fallback: KernelFallback | None = None
 
     @property
     def key(self) -> Values:
-        """Equal for launches that Triton builds one kernel for; the device comes first of the
-        arguments.
+        """Key of the compiled kernel: equal for launches that Triton compiles one kernel for.
+
+        It holds the kernel, its constants, the current device and the kind of each argument.
         """
-        known, arguments = (self.kernel, *self.constants.items()), self.arguments
+        key: list[Any] = [self.kernel, *self.constants.items()]
         if not isinstance(self.kernel, JITFunction):
-            return known
-        kind: list[Any] = [torch.cuda.current_device()]
-        for argument, own in zip(arguments, specialized(self.kernel), strict=False):
+            return tuple(key)
+        key.append(torch.cuda.current_device())
+        for argument, is_specialized in zip(
+            self.arguments,
+            specialized(self.kernel),
+            strict=False,
+        ):
             if argument is None or isinstance(argument, (bool, float)):
-                kind.append(type(argument))
+                key.append(type(argument))
             elif isinstance(argument, int):
-                # 32 or 64 bits wide, and what Triton builds in: that it is 1, or a multiple of 16,
-                # and no other value
-                wide = argument.bit_length() > 31
-                kind.append((wide, argument == 1, argument % 16 == 0) if own else wide)
-            elif hasattr(argument, "base"):
-                padding = getattr(argument, "padding", None)  # from 3.5 on
-                kind += (type(argument), argument.base.dtype, tuple(argument.block_shape), padding)
+                is_64_bits = argument.bit_length() > 31
+                if is_specialized:
+                    # Triton compiles in that a number is 1, or that 16 divides it.
+                    key.append((is_64_bits, argument == 1, argument % 16 == 0))
+                else:
+                    key.append(is_64_bits)
+            elif hasattr(argument, "base"):  # a TMA descriptor
+                padding = getattr(argument, "padding", None)  # Triton 3.5 and newer
+                key += (type(argument), argument.base.dtype, tuple(argument.block_shape), padding)
             else:
-                kind += (argument.dtype, argument.data_ptr() % 16 == 0)
-        return *known, *kind
+                key += (argument.dtype, argument.data_ptr() % 16 == 0)
+        return tuple(key)
 
     def __call__(self, key: Values | None = None) -> Any:
-        """Return the compiled kernel, on any thread; nothing is launched, and Triton keeps it on
-        the disk.
+        """Compile the kernel and return it, without a launch.
+
+        Triton caches it on disk. Any thread may call this.
+
+        Args:
+            key: :attr:`key`, if the caller has computed it.
+
+        Raises:
+            KernelUnavailableError: if the kernel cannot be built here.
         """
-        key = self.key if key is None else key
+        if key is None:
+            key = self.key
         compiled = BUILT.get(key)
         if compiled is None or isinstance(compiled, str):
             with named_failure(key, self):
@@ -110,148 +139,180 @@ class Build(NamedTuple):
 
 @contextmanager
 def named_failure(key: Values, build: Build) -> Iterator[None]:
-    """Turn errors that say that a kernel cannot be built or loaded into
-    :class:`KernelUnavailableError`.
+    """Raise :class:`KernelUnavailableError` in place of errors of a kernel's compilation or loading.
+
+    The reason is remembered, and the next attempt fails with it at once. Other errors pass.
+
+    Args:
+        key: :attr:`Build.key`.
+        build: the kernel.
     """
     if isinstance(BUILT.get(key), str):
-        raise KernelUnavailableError(build.kernel.__name__, BUILT[key], build.instead)
+        raise KernelUnavailableError(build.kernel.__name__, BUILT[key], build.fallback)
     try:
         yield
     except Exception as error:
-        if not is_of_the_build(error):
+        if not is_build_failure(error):
             raise
-        BUILT[key] = what_failed(error)
-        raise KernelUnavailableError(build.kernel.__name__, BUILT[key], build.instead) from error
+        BUILT[key] = failure_reason(error)
+        raise KernelUnavailableError(build.kernel.__name__, BUILT[key], build.fallback) from error
 
 
-Listed = dict[Hashable, Build]  # one launch of each kind
-_LISTED: list[Listed] = []
+RecordedBuilds = dict[Hashable, Build]  # by key
+_RECORDINGS: list[RecordedBuilds] = []
 
 
 @contextmanager
-def listed() -> Iterator[Listed]:
-    """List the launches of all threads, one of each kind, and run none but those that were bound
-    before.
+def recorded_builds() -> Iterator[RecordedBuilds]:
+    """Record the kernels that are launched in any thread, by key, and do not launch them.
+
+    Launches that were bound before are not recorded, and run.
     """
-    found: Listed = {}
-    _LISTED.append(found)
+    builds: RecordedBuilds = {}
+    _RECORDINGS.append(builds)
     try:
-        yield found
+        yield builds
     finally:
-        _LISTED.pop()
+        _RECORDINGS.pop()
 
 
-class Step:
-    """A launch but for its tensors: ``step(repeats, addresses, dtypes)`` on the current device and
-    stream.
+class KernelLauncher:
+    """A planned launch, without its tensors: ``launcher(may_bind, addresses, dtypes)``.
 
-    ``repeats`` says that all begin at multiples of 16 bytes, for which kernels are compiled, and
-    that nobody listens to launches. The second of those binds ``bound``, which takes addresses
-    alone and launches from then on; shapes that never come back need not pay for that. Triton looks
-    at ``TRITON_DEBUG`` when a kernel is first launched.
+    A call launches the kernel on the current device and stream. The second call with ``may_bind``
+    also binds the launch. Shapes that occur once do not pay for that. Triton reads ``TRITON_DEBUG``
+    when a kernel is first launched.
+
+    Args:
+        planned: kernel, grid, numbers and constants.
+
+    Attributes:
+        bound: launches the kernel when called with addresses, without Triton's own call; ``None``
+            until the launch is bound.
     """
 
-    __slots__ = ("_planned", "_runs", "_tma", "bound")
+    __slots__ = ("_n_bindable_runs", "_planned", "_tma", "bound")
 
     def __init__(self, planned: Launch) -> None:
-        names = planned.tensors.split() if planned.tma else []
-        self._tma = [
-            planned.tma.get(name) if names.index(name) == place else None
-            for place, name in enumerate(names)
-        ]
-        self._planned, self._runs = planned, 0
+        self._planned = planned
+        self._n_bindable_runs = 0
+        self._tma: list[Tma | None] = []
+        if planned.tma:
+            names = planned.tensors.split()
+            for position, name in enumerate(names):
+                is_first = names.index(name) == position
+                self._tma.append(planned.tma.get(name) if is_first else None)
         self.bound: LaunchAt | None = None
 
     def __call__(
         self,
-        repeats: bool,
+        may_bind: bool,
         addresses: Addresses,
         dtypes: Sequence[torch.dtype | None],
     ) -> None:
+        """Launch the kernel, or record it within :func:`recorded_builds`.
+
+        Args:
+            may_bind: whether all tensors begin at multiples of 16 bytes, as bound launches assume,
+                and no profiler hook is installed.
+            addresses: addresses of the tensors, ``None`` for a tensor that does not exist.
+            dtypes: dtypes of the tensors.
+        """
         planned = self._planned
-        tensors = [_described(*each) for each in zip_longest(addresses, dtypes, self._tma)]
-        numbers, constants = planned.numbers, planned.constants
+        tensors = [
+            _tensor_argument(address, dtype, tma)
+            for address, dtype, tma in zip_longest(addresses, dtypes, self._tma)
+        ]
         build = Build(
             planned.kernel,
             planned.grid,
-            (*tensors, *numbers),
-            constants,
-            planned.instead,
+            (*tensors, *planned.numbers),
+            planned.constants,
+            planned.fallback,
         )
-        if _LISTED:
-            _LISTED[-1].setdefault(build.key, build)
+        if _RECORDINGS:
+            _RECORDINGS[-1].setdefault(build.key, build)
             return
-        compiled = self.by_triton(build)
-        if repeats and compiled is not None:
-            self._runs += 1
-            if self._runs == 2:
+        compiled = self.run_with_triton(build)
+        if may_bind and compiled is not None:
+            self._n_bindable_runs += 1
+            if self._n_bindable_runs == 2:
                 self.bound = bind(compiled, planned.grid, build.arguments, self._tma)
 
-    def by_triton(self, build: Build) -> Any:
-        """Launch by Triton's own call, and return what was compiled, if anything."""
+    def run_with_triton(self, build: Build) -> Any:
+        """Launch by Triton's own call, and return the compiled kernel, or ``None`` if interpreted."""
         kernel, grid, arguments, constants, _ = build
         if not isinstance(kernel, JITFunction):  # interpreted
             return kernel[grid](*arguments, **constants)
         enter_context(torch.cuda.current_device())
         key = build.key
-        compiled, last = (
-            build(key),
-            [constants[name] for name in kernel.arg_names[len(arguments) :]],
-        )
-        with named_failure(key, build):  # which may be found when it is loaded
-            compiled[grid](*[x.address if isinstance(x, Memory) else x for x in arguments], *last)
+        compiled = build(key)
+        addresses = [x.address if isinstance(x, Memory) else x for x in arguments]
+        constexpr = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+        with named_failure(key, build):  # the launch loads the kernel, which may fail too
+            compiled[grid](*addresses, *constexpr)
         return compiled
 
 
-def _described(address: int | None, dtype: torch.dtype | None, tma: Tma | None) -> Any:
-    """Argument of a kernel."""
+def _tensor_argument(address: int | None, dtype: torch.dtype | None, tma: Tma | None) -> Any:
+    """Return a kernel's argument for a tensor: a stand-in, a TMA descriptor or ``None``."""
     if address is None or dtype is None:
         return None
-    return (
-        memory(dtype, address)
-        if tma is None
-        else tma.make(memory(dtype, address), [*tma[:2]], [tma.columns, 1])
-    )
+    memory = memory_at(dtype, address)
+    if tma is None:
+        return memory
+    return tma.make(memory, [tma.rows, tma.columns], [tma.columns, 1])
 
 
 def launch(kernel: Any, grid: Grid, arguments: Values, constants: Constants) -> None:
-    """``kernel[grid](*arguments, **constants)`` of tensors, then numbers."""
+    """Run ``kernel[grid](*arguments, **constants)`` once, of tensors, then numbers."""
     tensors = [x for x in arguments if x is None or isinstance(x, Tensor)]
-    step = Step(Launch(kernel, grid, "", arguments[len(tensors) :], constants))
-    facts = [(None, None) if x is None else (x.data_ptr(), x.dtype) for x in tensors]
-    step(False, *map(tuple, zip(*facts, strict=True)))
+    numbers = arguments[len(tensors) :]
+    launcher = KernelLauncher(Launch(kernel, grid, "", numbers, constants))
+    addresses = tuple(None if x is None else x.data_ptr() for x in tensors)
+    dtypes = tuple(None if x is None else x.dtype for x in tensors)
+    launcher(False, addresses, dtypes)
 
 
 def rows_fit_descriptor(matrix: Tensor) -> bool:
-    """Whether the rows of a contiguous matrix are as long as a descriptor asks, wherever its first
-    one lies.
+    """Whether the rows of a contiguous matrix are as long as a TMA descriptor needs.
+
+    Its first address is not read.
     """
-    return (
-        matrix.size(-1) * (1 if _COUNT_ELEMENTS else matrix.element_size()) % DESCRIPTOR_ALIGNMENT
-        == 0
-    )
+    row_length = matrix.size(-1)
+    if not _DESCRIPTOR_ALIGNS_ELEMENTS:
+        row_length *= matrix.element_size()
+    return row_length % DESCRIPTOR_ALIGNMENT == 0
 
 
-def is_of_the_build(error: Exception) -> bool:
-    """Whether ``error`` says that a kernel cannot be built, loaded or launched, rather than that it
-    went wrong.
+def is_build_failure(error: Exception) -> bool:
+    """Whether ``error`` says that a kernel cannot be built, loaded or launched.
+
+    Other errors are those of a kernel that ran, such as an illegal access to memory.
     """
-    refused = "kernel image", "invalid argument", "too many resources"  # the last two: of a launch
     if isinstance(
         error,
         (TritonError, subprocess.SubprocessError, OSError, ImportError, NotImplementedError),
     ):
         return True
-    # the compiler's passes raise what the driver and torch raise too, torch as types of its own
-    return type(error) is RuntimeError and (
-        not str(error).startswith("Triton Error [CUDA]")
-        or any(each in str(error) for each in refused)
-    )
+    # The compiler's passes and the CUDA driver raise plain RuntimeError, torch its subclasses.
+    if type(error) is not RuntimeError:
+        return False
+    text = str(error)
+    if not text.startswith("Triton Error [CUDA]"):
+        return True
+    refused_to_load = "kernel image" in text
+    refused_to_launch = "invalid argument" in text or "too many resources" in text
+    return refused_to_load or refused_to_launch
 
 
-def what_failed(error: BaseException) -> str:
-    """The last line of the first cause, which names it; what is around it quotes the kernel."""
+def failure_reason(error: BaseException) -> str:
+    """Return the type and the last line of the error that caused ``error``.
+
+    The last line names what failed. The lines before it quote the kernel.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
-    return f"{type(error).__name__}: {lines[-1][:300] if lines else 'no message'}".rstrip(".")
+    message = lines[-1][:300] if lines else "no message"
+    return f"{type(error).__name__}: {message}".rstrip(".")
