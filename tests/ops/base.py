@@ -42,7 +42,7 @@ from tilefold.ops._shared.plan import (
     TorchStep,
     contiguous,
 )
-from tilefold.ops._shared.tuning import Between, Row, lookup
+from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors
 from tilefold.ops.entmax_attention._problem import Options as AttentionOptions
 from tilefold.ops.lsr_head import _problem as head_problem

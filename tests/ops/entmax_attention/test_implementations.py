@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels import triton_interpreted
-from tests.ops.base import Row
+from tests.ops.base import ConfigRow
 from tests.ops.conftest import Target
 from tests.ops.matching import assert_entmax_attention_matches
 from tests.ops.samples import same
@@ -65,7 +65,7 @@ def way(
         monkeypatch.setattr(
             configs,
             "TABLE",
-            (*configs.TABLE, Row({}, WAYS[request.param], "forced")),
+            (*configs.TABLE, ConfigRow({}, WAYS[request.param], "forced")),
         )
 
 

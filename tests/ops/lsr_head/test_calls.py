@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.base import Row, releases
+from tests.ops.base import ConfigRow, releases
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import BF16, F16, F32, INTERPRETED, POOLINGS, close, leaves_of
 from tests.ops.samples import same
@@ -302,7 +302,7 @@ def test_constants_find_winners_as_registers_do(
         hidden[0, 0, 0] = float("nan")
     results = []
     for lean in (False, True):
-        row = Row({"roles": True}, {"LEAN_PLACES": lean}, "either")
+        row = ConfigRow({"roles": True}, {"LEAN_PLACES": lean}, "either")
         monkeypatch.setattr(configs, "MAX_FORWARD", (*configs.MAX_FORWARD, row))
         HEAD.calls.clear()
         for attention_mask in (None, mask):

@@ -124,13 +124,13 @@ def test_screened_scores_and_gradients_have_the_bits_of_plain_ones(kind: str, la
 def always_screened(nothing_remembered: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the work is, and however much stays."""
     pytest.importorskip("triton", reason="configurations of kernels")
-    from tilefold.ops._shared.tuning import Row
+    from tilefold.ops._shared.tuning import ConfigRow
     from tilefold.ops.lsr_head import configs
 
     monkeypatch.setattr(
         configs,
         "WHEN_SCREENED",
-        (*configs.WHEN_SCREENED, Row({}, FORCED, "forced")),
+        (*configs.WHEN_SCREENED, ConfigRow({}, FORCED, "forced")),
     )
 
 

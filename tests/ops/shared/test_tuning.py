@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.base import Between, Row, lookup, releases
+from tests.ops.base import Between, ConfigRow, lookup, releases
 
 TABLE = (
-    Row({}, {"warps": 8, "stages": 1}, "everywhere"),
-    Row(
+    ConfigRow({}, {"warps": 8, "stages": 1}, "everywhere"),
+    ConfigRow(
         {"capability": (9, 0), "head_dim": Between(most=64)},
         {"warps": 4, "registers": 128},
         "H200, 3.6",
     ),
-    Row(
+    ConfigRow(
         {"capability": (9, 0), "release": Between(least=(3, 9))},
         {"registers": 168},
         "compiled with 3.9",
     ),
-    Row(
+    ConfigRow(
         {"dtype": frozenset({"fp16", "bf16"}), "head_dim": Between(65, 128)},
         {"stages": 2},
         "compiled",

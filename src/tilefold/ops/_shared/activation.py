@@ -1,5 +1,6 @@
-"""Activations of weights and scores, elementwise, and their slopes: all monotone, so they commute
-with a maximum.
+"""Activations of logits, and their slopes.
+
+All are elementwise and monotone, so they commute with a maximum.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "none")
-LINEAR_FROM = 40.0  # beyond it softplus(x) and x differ by e^-40 / 40 of x, less than fp64 can tell; torch takes 20
+# Beyond this softplus(x) and x differ by e^-40 / 40 of x, which is less than the precision of fp64.
+# Torch's default is 20.
+LINEAR_FROM = 40.0
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
@@ -26,7 +29,10 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 def activate_in_place(x: Tensor, activation: str) -> Tensor:
-    """:func:`activate`, in the memory of ``x`` where torch can: a tile then costs one tile."""
+    """Like :func:`activate`, in the memory of ``x`` where torch can.
+
+    A tile then needs no memory for a second one.
+    """
     if activation == "softplus":
         return activate(x, activation)
     if activation != "none":
@@ -37,16 +43,20 @@ def activate_in_place(x: Tensor, activation: str) -> Tensor:
 
 
 def differentiable_activate(x: Tensor, activation: str) -> Tensor:
-    """:func:`activate` for autograd, its slope NaN at NaN, where torch has 1 for ``relu`` and for
-    no activation.
+    """Like :func:`activate`, with a slope for autograd that is NaN at NaN.
+
+    Torch's own slope of ``relu``, and of no activation, is 1 there.
     """
     y = activate(x, activation)
-    return y * _one_but_nan(x).detach() if activation in ("relu", "none") else y
+    if activation in ("relu", "none"):
+        return y * _one_or_nan(x).detach()
+    return y
 
 
 def slope_from_score(score: Tensor, activation: str) -> Tensor:
-    """``act'(x)`` written in terms of ``score = act(x)``, so that backward needs no logits; NaN
-    stays NaN.
+    """``act'(x)`` in terms of ``score = act(x)``, so that backward needs no logits.
+
+    NaN stays NaN.
     """
     positive = score > 0
     if activation == "log1p_relu":  # y = log1p(x), y' = 1 / (1 + x)
@@ -58,8 +68,8 @@ def slope_from_score(score: Tensor, activation: str) -> Tensor:
     elif activation == "softplus":  # y = log(1 + e^x), y' = 1 - e^-y
         return -torch.expm1(-score)
     else:
-        return _one_but_nan(score)
-    # NaN is kept: where() alone would turn a NaN score into a silent zero gradient
+        return _one_or_nan(score)
+    # where() alone would silently turn a NaN score into a gradient of zero
     return torch.where(positive, slope, torch.where(score.isnan(), score, torch.zeros_like(slope)))
 
 
@@ -86,5 +96,6 @@ def slope_in_place(x: Tensor, activation: str) -> Tensor:
     return x.masked_fill_(flat, 0)
 
 
-def _one_but_nan(x: Tensor) -> Tensor:
+def _one_or_nan(x: Tensor) -> Tensor:
+    """1, but NaN where ``x`` is."""
     return torch.where(x.isnan(), x, 1)

@@ -1,5 +1,6 @@
-"""Dropout by counter-based random words, the same in every implementation: Philox 4x32-10, as in
-Triton.
+"""Dropout by counter-based random words, equal in every implementation.
+
+The words are those of Philox 4x32-10, as in Triton.
 """
 
 from __future__ import annotations
@@ -13,8 +14,13 @@ _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 
 
 def philox_word(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> Tensor:
-    """The first word of Philox with key ``seed`` (int64) and counter ``(c0, c1, c2, 0)``, int64 in
-    [0, 2^32).
+    """The first word of Philox 4x32-10, in [0, 2^32).
+
+    Args:
+        seed: the key, int64.
+        c0: first word of the counter. The three words are broadcast, and the fourth is 0.
+        c1: second word.
+        c2: third word.
     """
     x0, x1, x2 = torch.broadcast_tensors(c0.long(), c1.long(), c2.long())  # type: ignore[no-untyped-call]
     x3 = torch.zeros_like(x0)
@@ -29,8 +35,9 @@ def philox_word(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> Tensor:
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low words of ``a * b``, through halves of ``b``: int64 holds 48 bits, not 64
-    unsigned ones.
+    """High and low 32 bits of ``a * b``, for unsigned words of 32 bits.
+
+    Halves of ``b`` are multiplied, since int64 does not hold 64 unsigned bits.
     """
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     middle = high + (low >> 16)
@@ -42,8 +49,14 @@ def dropout_threshold(p: float) -> int:
     return round(p * (1 << 24))
 
 
-def kept(seed: Tensor, i: Tensor, j: Tensor, plane: Tensor, p: float) -> Tensor:
-    """Mask of pairs of query ``i`` and key ``j`` of ``plane`` (sequence times heads plus head) that
-    dropout keeps.
+def keep_mask(seed: Tensor, i: Tensor, j: Tensor, plane: Tensor, p: float) -> Tensor:
+    """Mask of the pairs of queries and keys that dropout keeps.
+
+    Args:
+        seed: the seed of a call, int64.
+        i: position of the query.
+        j: position of the key.
+        plane: number of the sequence times the number of heads, plus the head.
+        p: probability that a pair is dropped.
     """
     return (philox_word(seed, j, i, plane) >> 8) >= dropout_threshold(p)

@@ -1,5 +1,6 @@
-"""Launch configurations as tables: rows say where they hold, what they set, and where that was
-measured.
+"""Launch configurations as tables.
+
+A row says where it applies, what it sets, and where that was measured.
 """
 
 from __future__ import annotations
@@ -13,45 +14,48 @@ Facts = Mapping[str, Any]  # by name
 
 
 class Between(NamedTuple):
-    """From ``least`` to ``most``, both included; ``None`` is no bound."""
+    """Values from ``least`` to ``most``, both included; ``None`` is no bound."""
 
     least: Any = None
     most: Any = None
 
     def __contains__(self, value: Any) -> bool:
-        return (self.least is None or value >= self.least) and (
-            self.most is None or value <= self.most
-        )
+        is_too_small = self.least is not None and value < self.least
+        is_too_large = self.most is not None and value > self.most
+        return not is_too_small and not is_too_large
 
 
-class Row(NamedTuple):
-    """One row of a table.
+class ConfigRow(NamedTuple):
+    """One row of a table of launch configurations.
 
     Attributes:
-        where: by the name of a fact the value that it must have, a frozenset of such values, or
-            :class:`Between`. The fact ``release`` is the release of Triton, ``(3, 6)``.
-        source: the device and release that the fields were timed or compiled with, and what was
-            seen.
+        where: conditions, by the name of a fact: the value that it must have, a frozenset of
+            values, or :class:`Between`. The fact ``release`` is the release of Triton, such as
+            ``(3, 6)``.
+        fields: what the row sets, by name.
+        source: device and release that the fields were timed or compiled with, and the result.
     """
 
     where: Facts
     fields: Facts
     source: str
 
-    def holds(self, facts: Facts) -> bool:
-        return all(
-            facts[name] in condition
-            if isinstance(condition, (Between, frozenset))
-            else facts[name] == condition
-            for name, condition in self.where.items()
-        )
+    def applies(self, facts: Facts) -> bool:
+        """Whether all conditions are true."""
+        for name, condition in self.where.items():
+            if isinstance(condition, (Between, frozenset)):
+                if facts[name] not in condition:
+                    return False
+            elif facts[name] != condition:
+                return False
+        return True
 
 
-def lookup(table: Iterable[Row], **facts: Any) -> dict[str, Any]:
-    """The fields of all rows that hold for ``facts``; what several set is as the last of them says."""
-    known = {"release": releases.release()} | facts
-    found: dict[str, Any] = {}
+def lookup(table: Iterable[ConfigRow], **facts: Any) -> dict[str, Any]:
+    """Return the fields of all rows that apply; a later row overrides an earlier one."""
+    all_facts = {"release": releases.release(), **facts}
+    fields: dict[str, Any] = {}
     for row in table:
-        if row.holds(known):
-            found.update(row.fields)
-    return found
+        if row.applies(all_facts):
+            fields.update(row.fields)
+    return fields

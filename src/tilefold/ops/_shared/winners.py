@@ -1,19 +1,16 @@
-"""Winning token of a maximum: how it is found, and how it is stored."""
+"""Winners: the tokens that have the largest logits, as positions."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# In uint16 the largest value stands for "no winner"; int32 uses -1.
-NO_WINNER_UINT16 = 65535
-BLOCK_WINNER = 16  # tokens among which the winner is looked for, once their block is known
+NO_WINNER_UINT16 = 65535  # the largest value marks "no winner" in uint16, as -1 does in int32
+BLOCK_WINNER = 16  # tokens of a block: the winner's block is determined first, then the winner
 
 
 def winner_dtype(length_bound: int) -> torch.dtype:
-    """The smallest dtype that holds a token position below ``length_bound`` and the mark for
-    "none".
-    """
+    """The smallest dtype for positions below ``length_bound`` and the mark "no winner"."""
     return torch.uint16 if length_bound <= NO_WINNER_UINT16 else torch.int32
 
 
@@ -23,32 +20,38 @@ def no_winner(dtype: torch.dtype) -> int:
 
 
 def max_over_tokens(values: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
-    """Maximum over dim 1 of ``[n, L, C]``, and an index that holds it if asked for; NaN if there is
-    one.
+    """Maximum over the tokens, and a token that has it.
+
+    Args:
+        values: ``[n, L, C]``: sequences, tokens, columns.
+        with_winners: whether the winners are needed.
+
+    Returns:
+        ``[n, C]`` maxima, NaN where a token has NaN, and ``[n, C]`` int64 positions of winners, or
+        an empty tensor without winners.
     """
     length = values.size(1)
     if length <= BLOCK_WINNER:
-        best, winner = (
-            values.max(dim=1) if with_winners else (values.amax(dim=1), values.new_empty(0))
-        )
-        return best, winner
-    # first blocks of tokens: a maximum over all tokens at once costs several times as much, with
-    # indices or without
-    whole = length // BLOCK_WINNER
-    maxima = (
-        values[:, : whole * BLOCK_WINNER]
-        .reshape(values.size(0), whole, BLOCK_WINNER, values.size(2))
+        if not with_winners:
+            return values.amax(dim=1), values.new_empty(0)
+        maxima, winners = values.max(dim=1)
+        return maxima, winners
+    # Blocks of tokens come first: a maximum over all tokens at once takes several times as long,
+    # with indices or without.
+    n_full_blocks = length // BLOCK_WINNER
+    n_blocked = n_full_blocks * BLOCK_WINNER
+    block_maxima = (
+        values[:, :n_blocked]
+        .reshape(values.size(0), n_full_blocks, BLOCK_WINNER, values.size(2))
         .amax(dim=2)
     )
-    if whole * BLOCK_WINNER < length:
-        maxima = torch.cat(
-            [maxima, values[:, whole * BLOCK_WINNER :].amax(dim=1, keepdim=True)],
-            dim=1,
-        )
+    if n_blocked < length:
+        last_maximum = values[:, n_blocked:].amax(dim=1, keepdim=True)
+        block_maxima = torch.cat([block_maxima, last_maximum], dim=1)
     if not with_winners:
-        return maxima.amax(dim=1), values.new_empty(0)
-    block = maxima.max(dim=1).indices  # [n, C]
-    places = torch.arange(BLOCK_WINNER, device=values.device)[None, :, None]
-    tokens = (block[:, None] * BLOCK_WINNER + places).clamp_(max=length - 1)  # [n, 16, C]
-    best, place = values.gather(1, tokens).max(dim=1)
-    return best, (block * BLOCK_WINNER + place).clamp_(max=length - 1)
+        return block_maxima.amax(dim=1), values.new_empty(0)
+    winning_block = block_maxima.max(dim=1).indices  # [n, C]
+    offsets = torch.arange(BLOCK_WINNER, device=values.device)[None, :, None]
+    tokens = (winning_block[:, None] * BLOCK_WINNER + offsets).clamp_(max=length - 1)  # [n, 16, C]
+    maxima, offset = values.gather(1, tokens).max(dim=1)
+    return maxima, (winning_block * BLOCK_WINNER + offset).clamp_(max=length - 1)

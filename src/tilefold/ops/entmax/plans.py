@@ -22,20 +22,20 @@ from tilefold.ops._shared.plan import (
     contiguous,
     power_of_two,
 )
-from tilefold.ops._shared.tuning import Between, Row, lookup
+from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors
 from tilefold.ops.entmax._triton.rows import _backward_kernel, _forward_kernel
 
 # Rows in registers are held whole: several in a program of 256 entries, and 8 to 16 entries a
 # thread of 16 warps.
 CONFIGS = (
-    Row({}, {"BLOCK_R": 1, "BLOCK_N": 4096, "RESIDENT": False, "num_warps": 16}, "H200"),
-    Row(
+    ConfigRow({}, {"BLOCK_R": 1, "BLOCK_N": 4096, "RESIDENT": False, "num_warps": 16}, "H200"),
+    ConfigRow(
         {"n": Between(most=4096), "gradient": False},
         {"RESIDENT": True},
         "compiled: 8 values a thread, no spills",
     ),
-    Row(
+    ConfigRow(
         {"n": Between(most=2048), "gradient": True},
         {"RESIDENT": True},
         "compiled: twice the sums, two operands",

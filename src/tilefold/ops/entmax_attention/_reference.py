@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.philox import kept
+from tilefold.ops._shared.philox import keep_mask
 from tilefold.ops.entmax import entmax
 from tilefold.ops.entmax_attention._problem import (
     AttentionTensors,
@@ -75,7 +75,7 @@ def _kept(seed: Tensor, index: int, heads: int, nq: int, nk: int, p: float) -> T
     device = seed.device
     plane = index * heads + torch.arange(heads, device=device)[:, None, None]
     i, j = torch.arange(nq, device=device)[:, None], torch.arange(nk, device=device)
-    return kept(seed, i, j, plane, p)
+    return keep_mask(seed, i, j, plane, p)
 
 
 def _thresholds(scores: Tensor, p: Tensor, alpha: float | Tensor) -> Tensor:

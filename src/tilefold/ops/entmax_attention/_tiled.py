@@ -21,7 +21,7 @@ from tilefold.ops._shared.entmax_root import (
     row_gradients,
     row_weights,
 )
-from tilefold.ops._shared.philox import kept
+from tilefold.ops._shared.philox import keep_mask
 from tilefold.ops.entmax_attention._problem import (
     AttentionSaved,
     AttentionTensors,
@@ -188,4 +188,4 @@ def _dropout(
         1,
     )
     i, j = torch.arange(first, last, device=device)[:, None], torch.arange(nk, device=device)
-    return kept(seed, i, j, plane, options.dropout_p).double() / (1 - options.dropout_p)
+    return keep_mask(seed, i, j, plane, options.dropout_p).double() / (1 - options.dropout_p)

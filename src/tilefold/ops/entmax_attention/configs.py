@@ -17,7 +17,7 @@ from tilefold.ops._shared.entmax_root import (
     STEEP,
     kernel_kind,
 )
-from tilefold.ops._shared.tuning import Between, Facts, Row, lookup
+from tilefold.ops._shared.tuning import Between, ConfigRow, Facts, lookup
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
 
 # Ways through a row: its scores stay on chip; all its blocks are visited; its live blocks are
@@ -53,7 +53,7 @@ USUAL = {
 # wide_registers of the output with two and dq with the sums of alpha, where three do. Every tile
 # fits the 99 KB of shared memory of 8.6, 8.9 and 12.0.
 TABLE = (
-    Row(
+    ConfigRow(
         {},
         {
             "rows": 64,
@@ -75,14 +75,14 @@ TABLE = (
         },
         COMPILED,
     ),
-    Row({"head_dim": Between(most=64)}, {"resident": 128}, COMPILED),
-    Row({"capability": Between((10, 0), (10, 9))}, {"dkv_stages": 2}, COMPILED),
-    Row(
+    ConfigRow({"head_dim": Between(most=64)}, {"resident": 128}, COMPILED),
+    ConfigRow({"capability": Between((10, 0), (10, 9))}, {"dkv_stages": 2}, COMPILED),
+    ConfigRow(
         {"capability": (9, 0), "head_dim": Between(65, 128)},
         {"rows": 128, "resident": 128, "resident_warps": 4, "dkv_queries": 128, "programs": 1},
         COMPILED,
     ),
-    Row(
+    ConfigRow(
         HOPPER,
         {
             "num_warps": 4,
@@ -97,8 +97,8 @@ TABLE = (
         },
         "H200, Triton 3.6",
     ),
-    Row(HOPPER | {"simple": True}, {"resident": 256}, "H200, Triton 3.6"),
-    Row(
+    ConfigRow(HOPPER | {"simple": True}, {"resident": 256}, "H200, Triton 3.6"),
+    ConfigRow(
         HOPPER
         | {
             "way": SHORT,
@@ -112,27 +112,27 @@ TABLE = (
         "0.161 and 0.146, 1.25 0.133 and 0.121, 2 0.111 and 0.103; 3.9, alpha 1.5: 0.129 and 0.099 causal, of 512 keys "
         "0.070 and 0.064",
     ),
-    Row(
+    ConfigRow(
         HOPPER | {"kind": ANY_ALPHA, "release": frozenset({(3, 5), (3, 8)})},
         {"registers": 168, "wide_registers": ALL_REGISTERS},
         "compiled: roots and inference of these forms spill in 128, the gradient of alpha wants all",
     ),
-    Row(
+    ConfigRow(
         HOPPER | {"kind": ANY_ALPHA, "release": (3, 8)},
         {"resident_warps": 8},
         "compiled: with 4 warps it spills",
     ),
-    Row(
+    ConfigRow(
         HOPPER | {"release": Between(least=(3, 9))},
         {"ptx_options": "--regAllocOptLevel=4"},
         "H200: 3.9 asks its assembler for level 2, which puts away 50 to 100 bytes more under the same limits",
     ),
-    Row(
+    ConfigRow(
         HOPPER | {"kind": ANY_ALPHA, "release": Between(least=(3, 9))},
         {"wide_registers": ALL_REGISTERS},
         "compiled: in 168 registers the gradient of alpha puts away 224 bytes, 4% of a loop",
     ),
-    Row(
+    ConfigRow(
         {"head_dim": Between(least=129)},
         {
             "rows": 32,
@@ -145,7 +145,7 @@ TABLE = (
         },
         COMPILED,
     ),
-    Row(
+    ConfigRow(
         FP32,  # three TF32 products hold every operand twice
         {
             "rows": 32,
@@ -166,7 +166,7 @@ TABLE = (
         },
         COMPILED,
     ),
-    Row(
+    ConfigRow(
         FP32 | {"head_dim": Between(least=65)},
         {
             "rows": 16,
@@ -181,30 +181,32 @@ TABLE = (
         },
         COMPILED,
     ),
-    Row(FP32 | {"tf32": True}, {"precision": "tf32"}, "as it was asked for"),
-    Row(
+    ConfigRow(FP32 | {"tf32": True}, {"precision": "tf32"}, "as it was asked for"),
+    ConfigRow(
         FP32
         | {"head_dim": Between(least=129), "capability": Between(most=(8, 9)), "release": (3, 4)},
         {"forward_stages": 2},
         "compiled for 8.0: with one stage its assembler gives the kernel of the roots 32 registers",
     ),
-    Row({"kind": GENERIC}, NO_LIMITS, "compiled: this form does not keep to limits without spills"),
-    Row(
+    ConfigRow(
+        {"kind": GENERIC}, NO_LIMITS, "compiled: this form does not keep to limits without spills"
+    ),
+    ConfigRow(
         {"dropout": True},
         NO_LIMITS | {"resident_warps": 8},
         "compiled: random words take registers too",
     ),
-    Row(
+    ConfigRow(
         FP32 | {"head_dim": Between(least=65), "release": (3, 8)},
         {"dkv_warps": 8, "dkv_registers": ALL_REGISTERS},
         "compiled: its assembler gives the kernel of dk and dv 32 registers, and spills in its loop",
     ),
-    Row(
+    ConfigRow(
         {"capability": Between(least=(10, 0))},
         {"resident": -1},
         "Triton 3.6 fails to build that kernel there",
     ),
-    Row(
+    ConfigRow(
         {"capability": (0, 0)},
         {
             "rows": 32,

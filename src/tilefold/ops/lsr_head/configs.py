@@ -9,7 +9,7 @@ import torch
 
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.plan import KernelFallback, Setting, cdiv
-from tilefold.ops._shared.tuning import Between, Row, lookup
+from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.lsr_head._problem import HeadOptions
 
 Constants = dict[str, Any]  # of a kernel, by their names
@@ -51,7 +51,7 @@ INSTEAD = {
 # computing group. The facts tma and roles say whether kernels with descriptors, and with such
 # warps, can run: :func:`max_forward`.
 MAX_FORWARD = (
-    Row(
+    ConfigRow(
         {},
         {
             "BLOCK_V": 128,
@@ -66,25 +66,25 @@ MAX_FORWARD = (
         },
         COMPILED,
     ),
-    Row({"dtype": FP8}, {"BLOCK_K": 64}, COMPILED),
-    Row({"tma": True}, {"BLOCK_T": 256, "BLOCK_K": 64, "USE_TMA": True}, MEASURED),
-    Row({"tma": True, "dtype": FP8}, {"BLOCK_K": 128}, MEASURED),
-    Row(
+    ConfigRow({"dtype": FP8}, {"BLOCK_K": 64}, COMPILED),
+    ConfigRow({"tma": True}, {"BLOCK_T": 256, "BLOCK_K": 64, "USE_TMA": True}, MEASURED),
+    ConfigRow({"tma": True, "dtype": FP8}, {"BLOCK_K": 128}, MEASURED),
+    ConfigRow(
         {"tma": True, "dtype": SIXTEEN} | BLACKWELL,
         {"BLOCK_T": 128},
         "compiled: copies of products, which lie in a memory of their own, and places of winners spill from 3.7 on",
     ),
-    Row(
+    ConfigRow(
         {"roles": True},
         {"num_warps": 4, "num_stages": 4, "WARP_ROLES": True, "LEAN_PLACES": False},
         MEASURED,
     ),
-    Row(
+    ConfigRow(
         {"roles": True, "release": Between(least=(3, 8))},
         {"LEAN_PLACES": True},
         "compiled: winners are looked for with constants, since a register for each place of a tile spills",
     ),
-    Row(
+    ConfigRow(
         FP32,
         {
             "BLOCK_V": 64,
@@ -96,8 +96,8 @@ MAX_FORWARD = (
         },
         MEASURED,
     ),
-    Row(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, COMPILED),
-    Row(
+    ConfigRow(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, COMPILED),
+    ConfigRow(
         INTERPRETED,
         {
             "BLOCK_V": 16,
@@ -114,7 +114,9 @@ MAX_FORWARD = (
 # the sample stay (128 tokens of a text find half to two thirds of what stays of it), or MOST_KEPT
 # of all, which costs both.
 WHEN_SCREENED = (
-    Row({}, {"LEAST_WORK": 7e11, "WIDEST": 1024, "MOST_SAMPLED": 0.12, "MOST_KEPT": 0.5}, MEASURED),
+    ConfigRow(
+        {}, {"LEAST_WORK": 7e11, "WIDEST": 1024, "MOST_SAMPLED": 0.12, "MOST_KEPT": 0.5}, MEASURED
+    ),
 )
 SCREEN = {"BLOCK_T": 128, "BLOCK_K": 128, "num_warps": 4, "STAGES": 6}
 SAMPLE = {
@@ -138,22 +140,22 @@ REFINE = {
 # Backward of max pooling. BLOCK_R hidden rows own a list of entries, at most 32; a program of SCAN
 # looks at SPLIT_V.
 SCAN = (
-    Row({}, {"BLOCK_R": 32, "SPLIT_V": 8192, "BLOCK": 1024, "num_warps": 4}, MEASURED),
-    Row(INTERPRETED, {"BLOCK_R": 16, "SPLIT_V": 64, "BLOCK": 32}, SMALL),
+    ConfigRow({}, {"BLOCK_R": 32, "SPLIT_V": 8192, "BLOCK": 1024, "num_warps": 4}, MEASURED),
+    ConfigRow(INTERPRETED, {"BLOCK_R": 16, "SPLIT_V": 64, "BLOCK": 32}, SMALL),
 )
 DHIDDEN = (
-    Row(
+    ConfigRow(
         {},
         {"BLOCK_D": 128, "BLOCK_E": 128, "num_warps": 4, "num_stages": 2, "PRECISION": "ieee"},
         MEASURED,
     ),
-    Row(FP32, {"BLOCK_E": 32}, MEASURED),
-    Row(INTERPRETED, {"BLOCK_D": 16, "BLOCK_E": 16}, SMALL),
+    ConfigRow(FP32, {"BLOCK_E": 32}, MEASURED),
+    ConfigRow(INTERPRETED, {"BLOCK_D": 16, "BLOCK_E": 16}, SMALL),
 )
 # Entries of BLOCK_B sequences are listed at a time, and BLOCK_E multiplied; PROGRAMS run on a
 # multiprocessor.
 DWEIGHT = (
-    Row(
+    ConfigRow(
         {},
         {
             "BLOCK_V": 16,
@@ -167,31 +169,31 @@ DWEIGHT = (
         },
         MEASURED,
     ),
-    Row(FP32, {"BLOCK_E": 16}, MEASURED),
-    Row(
+    ConfigRow(FP32, {"BLOCK_E": 16}, MEASURED),
+    ConfigRow(
         BEFORE_HOPPER | {"release": Between(most=(3, 5))},
         {"num_stages": 1},
         "compiled: lists spill in a pipeline, in fp32 with 3.4, in 16 bits with 3.5",
     ),
-    Row(BLACKWELL | FP16, {"BLOCK_E": 16}, "compiled: with 32, scaling spills on some"),
-    Row(HOPPER, {"BLOCK_D": 256, "BLOCK_B": 16, "BLOCK_E": 16, "num_stages": 1}, MEASURED),
-    Row(LARGE_BATCH, {"BLOCK_B": 32}, MEASURED),
-    Row(
+    ConfigRow(BLACKWELL | FP16, {"BLOCK_E": 16}, "compiled: with 32, scaling spills on some"),
+    ConfigRow(HOPPER, {"BLOCK_D": 256, "BLOCK_B": 16, "BLOCK_E": 16, "num_stages": 1}, MEASURED),
+    ConfigRow(LARGE_BATCH, {"BLOCK_B": 32}, MEASURED),
+    ConfigRow(
         LARGE_BATCH | {"release": (3, 7)},
         {"num_stages": 2},
         "compiled: long lists spill without a pipeline",
     ),
-    Row(
+    ConfigRow(
         LARGE_BATCH | FP16,
         {"maxnreg": 128},
         "H200, Triton 3.6: scaling would take 152, and a multiprocessor then holds three programs where four do",
     ),
-    Row(
+    ConfigRow(
         LARGE_BATCH | FP16 | {"release": (3, 4)},
         {"maxnreg": 168},
         "compiled: scaled entries with offsets in int64 spill in 128",
     ),
-    Row(
+    ConfigRow(
         INTERPRETED,
         {"BLOCK_V": 16, "BLOCK_D": 16, "BLOCK_B": 4, "BLOCK_E": 16, "num_stages": 2, "PROGRAMS": 1},
         SMALL,
@@ -200,7 +202,7 @@ DWEIGHT = (
 # Sums. Backward holds SLAB_ELEMENTS of dlogits at a time; kernels of ours multiply FEW_ROWS rows of
 # hidden at most.
 SUM = (
-    Row(
+    ConfigRow(
         {},
         {
             "BLOCK_V": 128,
@@ -214,13 +216,13 @@ SUM = (
         },
         MEASURED,
     ),
-    Row(BEFORE_HOPPER, {"BLOCK_K": 32}, COMPILED),
-    Row(
+    ConfigRow(BEFORE_HOPPER, {"BLOCK_K": 32}, COMPILED),
+    ConfigRow(
         BLACKWELL,
         {"num_warps": 16},
         "compiled: copies of products in their memory take registers",
     ),
-    Row(
+    ConfigRow(
         FP32,
         {
             "BLOCK_V": 32,
@@ -232,13 +234,13 @@ SUM = (
         },
         MEASURED,
     ),
-    Row(
+    ConfigRow(
         BEFORE_HOPPER | FP32,
         {"BLOCK_K": 16},
         "compiled: with 32, some of Triton 3.6 to 3.8 spill at any depth",
     ),
-    Row(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, COMPILED),
-    Row(
+    ConfigRow(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, COMPILED),
+    ConfigRow(
         INTERPRETED,
         {
             "BLOCK_V": 16,
@@ -257,7 +259,7 @@ SUM = (
 # at FIND entries of a mask at a time, of MAX_MASK at most: more cost the device more than a launch,
 # whose programs look at FIND_BLOCK.
 ONE_TOKEN = (
-    Row(
+    ConfigRow(
         {},
         {
             "BLOCK_B": 64,
@@ -272,9 +274,11 @@ ONE_TOKEN = (
         },
         MEASURED,
     ),
-    Row(FP32, {"BLOCK_B": 32, "BLOCK_K": 32, "num_stages": 2, "PRECISION": "tf32x3"}, MEASURED),
-    Row(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, COMPILED),
-    Row(
+    ConfigRow(
+        FP32, {"BLOCK_B": 32, "BLOCK_K": 32, "num_stages": 2, "PRECISION": "tf32x3"}, MEASURED
+    ),
+    ConfigRow(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, COMPILED),
+    ConfigRow(
         INTERPRETED,
         {"BLOCK_B": 16, "BLOCK_V": 16, "BLOCK_K": 16, "num_stages": 1, "PRECISION": "ieee"},
         SMALL,
@@ -283,7 +287,7 @@ ONE_TOKEN = (
 # Its gradients; PROGRAMS of that of hidden run on a multiprocessor, and zero CLEAR numbers at a
 # time.
 ONE_TOKEN_GRADIENTS = (
-    Row(
+    ConfigRow(
         {},
         {
             "BLOCK_B": 32,
@@ -298,9 +302,11 @@ ONE_TOKEN_GRADIENTS = (
         },
         MEASURED,
     ),
-    Row(FP32, {"BLOCK_V": 32, "BLOCK_D": 64, "num_stages": 2, "PRECISION": "tf32x3"}, MEASURED),
-    Row(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, COMPILED),
-    Row(
+    ConfigRow(
+        FP32, {"BLOCK_V": 32, "BLOCK_D": 64, "num_stages": 2, "PRECISION": "tf32x3"}, MEASURED
+    ),
+    ConfigRow(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, COMPILED),
+    ConfigRow(
         INTERPRETED,
         {
             "BLOCK_B": 16,
@@ -316,7 +322,7 @@ ONE_TOKEN_GRADIENTS = (
 
 
 def constants_of(
-    table: Iterable[Row],
+    table: Iterable[ConfigRow],
     dtype: torch.dtype,
     setting: Setting,
     **facts: object,

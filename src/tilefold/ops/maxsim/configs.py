@@ -11,7 +11,7 @@ import torch
 
 from tilefold.ops._shared._triton.releases import ALL_REGISTERS
 from tilefold.ops._shared.plan import power_of_two
-from tilefold.ops._shared.tuning import Between, Row, lookup
+from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.maxsim._problem import QUANTIZED_DTYPES
 
 BY_TMA = "maxsim's kernels with TMA"  # where they cannot be built, others read by pointers
@@ -37,7 +37,7 @@ Constants = dict[str, Any]  # of a kernel, by their names
 # 0 is by rows.
 FEW, FP32 = {"rows": Between(most=64)}, {"dtype": torch.float32}
 FORWARD = (
-    Row(
+    ConfigRow(
         {},
         {
             "BLOCK_Q": 128,
@@ -51,19 +51,19 @@ FORWARD = (
         },
         "H200",
     ),
-    Row({"capability": Between(least=(9, 0))}, {"USE_TMA": True}, "H200"),
-    Row(
+    ConfigRow({"capability": Between(least=(9, 0))}, {"USE_TMA": True}, "H200"),
+    ConfigRow(
         {"capability": AMPERE, "dim": Between(least=MAX_BLOCK_K + 1)},
         {"BLOCK_K": 64},
         "compile gates of 8.0",
     ),
-    Row({"capability": HOPPER, "winners": True}, {"num_warps": 4}, "H200"),
-    Row(
+    ConfigRow({"capability": HOPPER, "winners": True}, {"num_warps": 4}, "H200"),
+    ConfigRow(
         {"capability": HOPPER, "winners": True, "even": True},
         {"BLOCK_Q": 64, "BLOCK_T": 128},
         "H200",
     ),
-    Row(
+    ConfigRow(
         FEW,  # Hopper's instructions take 64 rows at least; Ampere's 16. 16 KB at D = 128
         {
             "BLOCK_Q": 64,
@@ -75,19 +75,21 @@ FORWARD = (
         },
         "H200",
     ),
-    Row(FEW | {"capability": AMPERE}, {"BLOCK_Q": 0, "num_stages": 3}, "compile gates of 8.0"),
-    Row(FEW | {"dtype": torch.int8}, {"BLOCK_T": 128}, "H200"),
-    Row(
+    ConfigRow(
+        FEW | {"capability": AMPERE}, {"BLOCK_Q": 0, "num_stages": 3}, "compile gates of 8.0"
+    ),
+    ConfigRow(FEW | {"dtype": torch.int8}, {"BLOCK_T": 128}, "H200"),
+    ConfigRow(
         FEW | {"dtype": torch.int8, "capability": HOPPER},
         {"num_stages": 3, "PROGRAMS": 3, "USE_TMA": True},
         "H200: as many programs as the shared memory of a multiprocessor holds",
     ),
-    Row(
+    ConfigRow(
         FEW | {"capability": BLACKWELL},
         {"num_warps": 8},
         "compile gates of 10.0: products lie in a memory of their own, and their copies take registers",
     ),
-    Row(
+    ConfigRow(
         {
             "rows": Between(least=65),
             "dtype": torch.int8,
@@ -98,7 +100,7 @@ FORWARD = (
         "H200, Triton 3.9, 128 x 32 with 128 x 300 and 64 x 32 with 64 x 1,030 in us: 203 and 179, with 3 stages 220 "
         "and 192 (3.6: 204 and 178)",
     ),
-    Row(
+    ConfigRow(
         FP32,
         {
             "BLOCK_Q": 64,
@@ -111,10 +113,10 @@ FORWARD = (
         },
         "H200",
     ),
-    Row(FP32 | {"rows": Between(most=32)}, {"BLOCK_Q": 32}, "H200"),
-    Row(FP32 | {"capability": BLACKWELL}, {"num_warps": 8}, "compile gates of 10.0"),
-    Row(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, "as it was asked for"),
-    Row(
+    ConfigRow(FP32 | {"rows": Between(most=32)}, {"BLOCK_Q": 32}, "H200"),
+    ConfigRow(FP32 | {"capability": BLACKWELL}, {"num_warps": 8}, "compile gates of 10.0"),
+    ConfigRow(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, "as it was asked for"),
+    ConfigRow(
         INTERPRETED,
         {
             "BLOCK_Q": 32,
@@ -128,7 +130,7 @@ FORWARD = (
         },
         "small tiles",
     ),
-    Row(INTERPRETED | {"rows": Between(least=17)}, {"USE_TMA": True}, "small tiles"),
+    ConfigRow(INTERPRETED | {"rows": Between(least=17)}, {"USE_TMA": True}, "small tiles"),
 )
 # It holds all query rows and the whole dimension. Facts: capability, documents (their dtype), rows
 # (a power of two), wide (queries in fp32: with fp8 documents their shared memory decides how many
@@ -139,7 +141,7 @@ INT8, FP8 = (
 )
 SMALL = {"rows": Between(most=32), "wide": False}
 STREAM = (
-    Row(
+    ConfigRow(
         {},
         {
             "BLOCK_T": 64,
@@ -152,36 +154,36 @@ STREAM = (
         },
         "compile gates of 8.0",
     ),
-    Row({"capability": Between(least=(9, 0))}, {"USE_TMA": True}, "H200"),
-    Row({"capability": HOPPER}, {"PREFETCH": 256}, "H200"),
-    Row(INT8, {"PROGRAMS": 6}, "H200"),
-    Row(
+    ConfigRow({"capability": Between(least=(9, 0))}, {"USE_TMA": True}, "H200"),
+    ConfigRow({"capability": HOPPER}, {"PREFETCH": 256}, "H200"),
+    ConfigRow(INT8, {"PROGRAMS": 6}, "H200"),
+    ConfigRow(
         INT8 | SMALL | {"release": Between(least=(3, 9))},
         {"PROGRAMS": 5, "maxnreg": 96},
         "H200, Triton 3.9, where six programs do not fit packed documents, 32 x 10,000 x 300 in us: 82, with six 98 "
         "(3.6: 76)",
     ),
-    Row(INT8 | {"wide": True}, {"PROGRAMS": 5}, "H200"),
-    Row(INT8 | {"rows": 64}, {"PROGRAMS": 4, "maxnreg": 128}, "H200"),
-    Row(INT8 | {"rows": 64, "wide": True}, {"PROGRAMS": 3, "maxnreg": None}, "H200"),
-    Row(FP8, {"PROGRAMS": 5}, "H200"),
-    Row(
+    ConfigRow(INT8 | {"wide": True}, {"PROGRAMS": 5}, "H200"),
+    ConfigRow(INT8 | {"rows": 64}, {"PROGRAMS": 4, "maxnreg": 128}, "H200"),
+    ConfigRow(INT8 | {"rows": 64, "wide": True}, {"PROGRAMS": 3, "maxnreg": None}, "H200"),
+    ConfigRow(FP8, {"PROGRAMS": 5}, "H200"),
+    ConfigRow(
         FP8 | SMALL | {"release": Between(least=(3, 9))},
         {"PROGRAMS": 4, "maxnreg": 128},
         "H200, Triton 3.9, where five programs do not fit, 32 x 10,000 x 300 in us: 122, packed 104; with five 153 and "
         "118 (3.6: 111 and 89)",
     ),
-    Row(FP8 | {"rows": 64}, {"PROGRAMS": 3}, "H200"),
-    Row(FP8 | {"wide": True}, {"PROGRAMS": 3}, "H200"),
-    Row(FP8 | {"rows": 64, "wide": True}, {"PROGRAMS": 2}, "H200"),
-    Row(
+    ConfigRow(FP8 | {"rows": 64}, {"PROGRAMS": 3}, "H200"),
+    ConfigRow(FP8 | {"wide": True}, {"PROGRAMS": 3}, "H200"),
+    ConfigRow(FP8 | {"rows": 64, "wide": True}, {"PROGRAMS": 2}, "H200"),
+    ConfigRow(
         {"capability": BLACKWELL},
         {"num_warps": 8, "PROGRAMS": 2},
         "compile gates of 10.0: copies of products",
     ),
-    Row({"capability": BLACKWELL, "rows": 32}, {"PROGRAMS": 3}, "compile gates of 10.0"),
-    Row({"capability": BLACKWELL, "rows": 16}, {"PROGRAMS": 4}, "compile gates of 10.0"),
-    Row(
+    ConfigRow({"capability": BLACKWELL, "rows": 32}, {"PROGRAMS": 3}, "compile gates of 10.0"),
+    ConfigRow({"capability": BLACKWELL, "rows": 16}, {"PROGRAMS": 4}, "compile gates of 10.0"),
+    ConfigRow(
         INTERPRETED,
         {"BLOCK_T": 16, "USE_TMA": True},
         "small tiles, so that small inputs take several steps",
@@ -191,7 +193,7 @@ STREAM = (
 # of two), rows (of all), tokens of a document on average. A query's rows are at most PARTS quarters
 # of BLOCK_Q, whose 0 says that there are better kernels.
 SHARED_PASS = (
-    Row(
+    ConfigRow(
         {},
         {
             "BLOCK_Q": 0,
@@ -204,22 +206,24 @@ SHARED_PASS = (
         },
         "no other GPU was timed",
     ),
-    Row(
+    ConfigRow(
         {"capability": HOPPER, "slot": Between(most=32), "rows": Between(least=65)},
         {"BLOCK_Q": 128, "PROGRAMS": 4, "maxnreg": 128},
         "H200, 16 x 32 with 1,000,000 x 64 in ms: 12.4, by tiles of one document and other queries 44",
     ),
-    Row(
+    ConfigRow(
         {"capability": HOPPER, "tokens": Between(65, 96)},
         {"BLOCK_T": 32, "num_stages": 4},
         "H200, 16 x 32 with 8,800,000 x 67 in ms: 219, with tiles of 64 253",
     ),
-    Row(
+    ConfigRow(
         {"capability": HOPPER, "slot": 32, "rows": 64, "tokens": Between(most=64)},
         {"BLOCK_Q": 64, "num_stages": 4, "PROGRAMS": 4, "maxnreg": 128},
         "H200, 2 x 32 with 1,000,000 x 64 in ms: 2.5, as a stream of documents 5.6",
     ),
-    Row(INTERPRETED, {"BLOCK_Q": 64, "BLOCK_T": 16}, "small tiles, so that there are several"),
+    ConfigRow(
+        INTERPRETED, {"BLOCK_Q": 64, "BLOCK_T": 16}, "small tiles, so that there are several"
+    ),
 )
 # The same against many padded documents, by warps with roles: each of four groups has a share of
 # the rows and one of PARTS of the documents; STAGES are whole runs of all parts, of 4 tiles each.
@@ -227,28 +231,28 @@ SHARED_PASS = (
 # 512). `BLOCK_Q` of 0: as above.
 MANY = {"capability": (9, 0), "documents": Between(least=65536)}
 ROLES_PASS = (
-    Row(
+    ConfigRow(
         {},
         {"BLOCK_Q": 0, "PARTS": 4, "STAGES": 16, "REGISTERS": 112, "num_warps": 4, "num_stages": 1},
         "no other GPU, and no fewer documents, were timed",
     ),
-    Row(
+    ConfigRow(
         MANY | {"rows": Between(most=32)},
         {"BLOCK_Q": 32},
         "H200, 32 with 1,000,000 x 64 and 8,800,000 x 67 in ms: 2.0 and 19.7, as a stream of documents 2.4 and 33",
     ),
-    Row(
+    ConfigRow(
         MANY | {"rows": Between(33, 64)},
         {"BLOCK_Q": 64},
         "H200, 2 x 32: 2.1 and 21.4, by the pass above 2.5",
     ),
-    Row(MANY | {"rows": Between(65, 128)}, {"BLOCK_Q": 128}, "H200, 4 x 32: 2.4 and 26"),
-    Row(
+    ConfigRow(MANY | {"rows": Between(65, 128)}, {"BLOCK_Q": 128}, "H200, 4 x 32: 2.4 and 26"),
+    ConfigRow(
         MANY | {"rows": Between(least=129), "half": True},
         {"BLOCK_Q": 256, "PARTS": 2},
         "H200, 8 x 32: 4.0 and 41",
     ),
-    Row(
+    ConfigRow(
         MANY | {"rows": Between(least=129), "half": False},
         {"BLOCK_Q": 512, "PARTS": 1, "STAGES": 8},
         "H200, 16 x 32: 7.7 and 73, by the pass above 12.3 and 216",
@@ -261,11 +265,11 @@ ROW, ROWS, DOCUMENTS = {"kernel": "row"}, {"kernel": "rows"}, {"kernel": "docume
 LISTED, SMOOTH = {"kernel": "listed"}, {"kernel": "smooth"}
 WIDE, HALF = {"fp32": True}, {"fp32": False}
 BACKWARD = (
-    Row({}, {"PRECISION": "ieee", "num_stages": 3}, "H200"),
-    Row(ROW, {"BLOCK_N": 64, "BLOCK_D": 128, "num_warps": 8, "FEW_ROWS": 1024}, "H200"),
-    Row(ROWS, {"BLOCK_R": 8, "BLOCK_D": 128, "num_warps": 4}, "H200"),
-    Row(DOCUMENTS, {"BLOCK_T": 128, "BLOCK_E": 64, "BLOCK_D": 128, "num_warps": 8}, "H200"),
-    Row(
+    ConfigRow({}, {"PRECISION": "ieee", "num_stages": 3}, "H200"),
+    ConfigRow(ROW, {"BLOCK_N": 64, "BLOCK_D": 128, "num_warps": 8, "FEW_ROWS": 1024}, "H200"),
+    ConfigRow(ROWS, {"BLOCK_R": 8, "BLOCK_D": 128, "num_warps": 4}, "H200"),
+    ConfigRow(DOCUMENTS, {"BLOCK_T": 128, "BLOCK_E": 64, "BLOCK_D": 128, "num_warps": 8}, "H200"),
+    ConfigRow(
         LISTED,
         {
             "BLOCK_T": 64,
@@ -277,7 +281,7 @@ BACKWARD = (
         },
         "H200",
     ),
-    Row(
+    ConfigRow(
         SMOOTH,
         {
             "BLOCK_Q": 64,
@@ -289,16 +293,16 @@ BACKWARD = (
         },
         "H200",
     ),
-    Row(WIDE, {"PRECISION": "tf32x3"}, "fp32 in three TF32 parts"),
-    Row(WIDE | {"tf32": True}, {"PRECISION": "tf32"}, "as it was asked for"),
-    Row(ROW | WIDE, {"BLOCK_N": 32}, "H200"),
-    Row(
+    ConfigRow(WIDE, {"PRECISION": "tf32x3"}, "fp32 in three TF32 parts"),
+    ConfigRow(WIDE | {"tf32": True}, {"PRECISION": "tf32"}, "as it was asked for"),
+    ConfigRow(ROW | WIDE, {"BLOCK_N": 32}, "H200"),
+    ConfigRow(
         DOCUMENTS | WIDE,
         {"BLOCK_T": 32, "BLOCK_E": 32, "BLOCK_D": 64, "num_warps": 4, "num_stages": 2},
         "H200",
     ),
-    Row(LISTED | WIDE, {"BLOCK_T": 16, "BLOCK_D": 64, "num_stages": 2}, "H200"),
-    Row(
+    ConfigRow(LISTED | WIDE, {"BLOCK_T": 16, "BLOCK_D": 64, "num_stages": 2}, "H200"),
+    ConfigRow(
         SMOOTH | WIDE,
         {
             "BLOCK_Q": 32,
@@ -310,51 +314,53 @@ BACKWARD = (
         },
         "H200",
     ),
-    Row(DOCUMENTS | WIDE | {"capability": AMPERE}, {"num_stages": 1}, "compile gates of 8.0"),
-    Row(
+    ConfigRow(DOCUMENTS | WIDE | {"capability": AMPERE}, {"num_stages": 1}, "compile gates of 8.0"),
+    ConfigRow(
         LISTED | WIDE | {"capability": AMPERE},
         {"BLOCK_E": 16, "num_warps": 8, "maxnreg": ALL_REGISTERS},
         "compile gates of 8.0: assemblers hold lists to 64 to 96 registers by themselves, and these spill",
     ),
-    Row(
+    ConfigRow(
         SMOOTH | WIDE | {"capability": AMPERE, "release": Between(least=(3, 7))},
         {"maxnreg": ALL_REGISTERS},
         "compile gates of 8.0: smooth maxima of packed queries are held to 128 registers from 3.7 on, and spill",
     ),
-    Row(
+    ConfigRow(
         SMOOTH | WIDE | {"capability": AMPERE, "release": frozenset([(3, 4), (3, 9)])},
         {"num_stages": 2},
         "compile gates of 8.0: smooth maxima spill in 3.4 without a pipeline, and with ptxas 13.4, which 3.9 brings",
     ),
-    Row(SMOOTH | WIDE | {"capability": BLACKWELL}, {"num_stages": 2}, "compile gates of 10.0"),
-    Row(
+    ConfigRow(
+        SMOOTH | WIDE | {"capability": BLACKWELL}, {"num_stages": 2}, "compile gates of 10.0"
+    ),
+    ConfigRow(
         DOCUMENTS | HALF | {"capability": BLACKWELL},
         {"BLOCK_T": 64, "BLOCK_E": 32, "num_stages": 2},
         "compile gates of 10.0",
     ),
-    Row(
+    ConfigRow(
         DOCUMENTS | HALF | {"capability": AMPERE},
         {"BLOCK_T": 64, "num_stages": 2},
         "compile gates of 8.0: where tokens are scaled and masked, tiles of 128 documents' tokens spill but in 3.6",
     ),
-    Row(
+    ConfigRow(
         ROWS | HALF | {"capability": Between(least=(9, 0)), "release": (3, 4)},
         {"num_warps": 8},
         "compile gates of 9.0 and 10.0: queries of listed pairs spill in 3.4 with 4 warps",
     ),
-    Row(INTERPRETED, {"PRECISION": "ieee", "num_stages": 3, "maxnreg": None}, "small tiles"),
-    Row(
+    ConfigRow(INTERPRETED, {"PRECISION": "ieee", "num_stages": 3, "maxnreg": None}, "small tiles"),
+    ConfigRow(
         INTERPRETED | ROW,
         {"BLOCK_N": 16, "BLOCK_D": 64, "num_warps": 8, "FEW_ROWS": 16},
         "small tiles",
     ),
-    Row(INTERPRETED | ROWS, {"BLOCK_R": 32, "BLOCK_D": 64, "num_warps": 4}, "small tiles"),
-    Row(
+    ConfigRow(INTERPRETED | ROWS, {"BLOCK_R": 32, "BLOCK_D": 64, "num_warps": 4}, "small tiles"),
+    ConfigRow(
         INTERPRETED | DOCUMENTS,
         {"BLOCK_T": 16, "BLOCK_E": 32, "BLOCK_D": 64, "num_warps": 8},
         "small tiles",
     ),
-    Row(
+    ConfigRow(
         INTERPRETED | LISTED,
         {
             "BLOCK_T": 16,
@@ -366,7 +372,7 @@ BACKWARD = (
         },
         "small tiles",
     ),
-    Row(
+    ConfigRow(
         INTERPRETED | SMOOTH,
         {
             "BLOCK_Q": 16,
@@ -425,7 +431,9 @@ def stream_config(
     return found | {"BLOCK_Q": rows, "BLOCK_K": power_of_two(dim, 32)}
 
 
-def pass_config(table: Iterable[Row], dim: int, slot: int, **facts: object) -> Constants | None:
+def pass_config(
+    table: Iterable[ConfigRow], dim: int, slot: int, **facts: object
+) -> Constants | None:
     """Constants of a pass over int8 documents that queries of ``slot`` rows share, if it is better."""
     found = lookup(table, slot=slot, **facts)
     fits = dim <= MAX_BLOCK_K and 0 < slot <= found["BLOCK_Q"] * found["PARTS"] // 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilefold.ops._shared.plan import Plan, Setting, Steps, contiguous, power_of_two
-from tilefold.ops._shared.tuning import Between, Row, lookup
+from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.sparse_search._problem import SearchOptions, SearchTensors
 from tilefold.ops.sparse_search._triton.search import best_kernel, block_scores_kernel
 from tilefold.ops.sparse_search.postings import BLOCK
@@ -16,13 +16,15 @@ GROUP, CHUNK = (
 )  # documents of a group, and groups of a group of them; values that a program holds
 # Facts: capability, programs (blocks of documents times queries)
 SCORES = (
-    Row({}, {"ROWS": 4, "WIDE": 256, "num_warps": 4, "num_stages": 3, "SHARED": True}, "H200"),
-    Row(
+    ConfigRow(
+        {}, {"ROWS": 4, "WIDE": 256, "num_warps": 4, "num_stages": 3, "SHARED": True}, "H200"
+    ),
+    ConfigRow(
         {"programs": Between(most=4096)},
         {"ROWS": 8, "WIDE": 512, "num_warps": 32},
         "H200, one query",
     ),
-    Row({"capability": (0, 0)}, {"SHARED": False}, "shared memory is declared in PTX"),
+    ConfigRow({"capability": (0, 0)}, {"SHARED": False}, "shared memory is declared in PTX"),
 )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, contiguous
-from tilefold.ops._shared.tuning import Between, Row, lookup
+from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.token_scatter._problem import (
     ScatterOptions,
     ScatterSaved,
@@ -23,10 +23,10 @@ UINT16_POSITIONS = 1 << 16
 COMPILED = "at most 2 tokens a thread: compiled without spills for 8.0, 9.0 and 10.0"
 # one program walks one sequence, BLOCK tokens at a step
 CONFIGS = (
-    Row({}, {"BLOCK": 1024, "num_warps": 16}, COMPILED),
-    Row({"length": Between(most=512)}, {"BLOCK": 512, "num_warps": 8}, COMPILED),
-    Row({"length": Between(most=128)}, {"BLOCK": 128, "num_warps": 4}, COMPILED),
-    Row(
+    ConfigRow({}, {"BLOCK": 1024, "num_warps": 16}, COMPILED),
+    ConfigRow({"length": Between(most=512)}, {"BLOCK": 512, "num_warps": 8}, COMPILED),
+    ConfigRow({"length": Between(most=128)}, {"BLOCK": 128, "num_warps": 4}, COMPILED),
+    ConfigRow(
         {"capability": (0, 0)},
         {"BLOCK": 16, "num_warps": 4},
         "interpreted: small, so that few tokens take more steps",

@@ -1,4 +1,4 @@
-"""Device functions on scores: NaN-keeping maximum, activations and their slopes."""
+"""Device functions: maxima that keep NaN, activations of logits, and their slopes."""
 
 import triton
 import triton.language as tl
@@ -6,11 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def nan_max(a, b):
+    """Elementwise maximum; NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def log1p(x):
+    """``log(1 + x)``, exact for small ``x``."""
     # log(1 + x) loses small x; the quotient restores it (Kahan)
     u = 1.0 + x
     y = tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0))
@@ -19,13 +21,15 @@ def log1p(x):
 
 @triton.jit
 def expm1(x):
-    # for small x the series, elsewhere exp(x) - 1: relative error below 2e-6
+    """``exp(x) - 1``, with a relative error below 2e-6."""
+    # a series for small x, which exp(x) - 1 loses
     series = x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * (1.0 / 120.0)))))
     return tl.where(tl.abs(x) < 0.125, series, tl.exp(x) - 1.0)
 
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
+    """Apply an activation of :data:`tilefold.ops._shared.activation.ACTIVATIONS`; NaN stays NaN."""
     if ACTIVATION == "softplus":
         return nan_max(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
     elif ACTIVATION == "none":

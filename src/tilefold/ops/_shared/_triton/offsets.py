@@ -1,6 +1,4 @@
-"""Offsets and indices from outside, int32 or int64, as kernels compute with them, in int32; masks
-of a whole tile.
-"""
+"""Device functions: offsets and indices in int32, and masks of tiles under a condition."""
 
 from __future__ import annotations
 
@@ -14,10 +12,14 @@ _INTERPRETED = tl.constexpr(triton_interpreted())
 
 @triton.jit
 def mask_if(mask, condition):
-    """``mask`` where the one ``condition`` holds, else nothing.
+    """``mask`` if ``condition`` is true, else a mask of zeros.
 
-    The interpreter spreads a condition as integers, which its loads and stores refuse as a mask
+    The interpreter broadcasts a condition as integers, which its loads and stores refuse as a mask
     from Triton 3.9 on.
+
+    Args:
+        mask: booleans of a tile.
+        condition: one boolean.
     """
     if _INTERPRETED:
         return (mask & condition) != 0
@@ -27,8 +29,10 @@ def mask_if(mask, condition):
 
 @triton.jit
 def narrowed(value):
-    """``value``, int32 or int64, as int32. What int32 does not hold becomes -1, which no check of
-    offsets or indices lets pass: cut to its lower half it could be one that fits.
+    """``value``, int32 or int64, as int32.
+
+    A value that int32 does not hold, or that is negative, becomes -1, which every check of offsets
+    and indices refuses. Its lower 32 bits could be a valid index.
     """
     if value.dtype == tl.int64:
         value = tl.where((value >= 0) & (value <= 2147483647), value, -1).to(tl.int32)

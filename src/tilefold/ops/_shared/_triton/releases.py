@@ -1,5 +1,6 @@
-"""Differences between the releases of Triton, beside those of tables; no other file asks which is
-installed.
+"""Differences between the releases of Triton.
+
+Only this file, and rows of configuration tables, depend on the installed release.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch
 Release = tuple[int, int]
 
 TESTED: tuple[Release, ...] = ((3, 4), (3, 5), (3, 6), (3, 7), (3, 8), (3, 9))
-# of every build: budgets of the numerics are those of fused multiply-adds
+# Every kernel is compiled with fused multiply-adds, whose rounding the error budgets assume.
 BUILD_OPTIONS = {"enable_fp_fusion": True}
-ALL_REGISTERS = 255  # that a thread can have: no limit, but for assemblers that would give it fewer
+# registers of a thread: no limit, except for assemblers whose default is lower
+ALL_REGISTERS = 255
+# what Triton's interpreter computes wrongly, by dtype
 INTERPRETER_FAULTS = {
     torch.bfloat16: "it multiplies the bits of bf16 as integers",
     torch.float8_e4m3fn: "it rounds some numbers to fp8 wrongly, by up to half",
@@ -24,7 +27,7 @@ INTERPRETER_FAULTS = {
 
 @functools.cache
 def release() -> Release:
-    """Major and minor version of the Triton that is installed; ``(0, 0)`` where none is."""
+    """Major and minor version of the installed Triton, or ``(0, 0)`` if there is none."""
     for name in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
         try:
             major, minor = importlib.metadata.version(name).split("+")[0].split(".")[:2]
@@ -35,8 +38,9 @@ def release() -> Release:
 
 
 def why_no_warp_roles() -> str | None:
-    """Why kernels whose warps load or compute cannot be built with this release, or ``None`` if
-    they can.
+    """Why kernels with warp roles cannot be built with this release, or ``None`` if they can.
+
+    In such kernels some warps load, and others compute.
     """
     if release() >= (3, 6):
         return None
@@ -44,26 +48,28 @@ def why_no_warp_roles() -> str | None:
 
 
 def release_name() -> str:
-    """The release, as people write it."""
+    """The release as text, such as ``"3.6"``."""
     return ".".join(map(str, release()))
 
 
 def interpreted_rows_count_elements() -> bool:
-    """Whether interpreted descriptors ask that rows are multiples of 16 elements, instead of 16
-    bytes.
+    """Whether interpreted TMA descriptors need rows of a multiple of 16 elements.
+
+    Newer releases need a multiple of 16 bytes, as the hardware does.
     """
     return release() <= (3, 5)
 
 
 def gluon_barrier() -> Any:
-    """Gluon's barrier of the warps of a role."""
+    """Gluon's barrier of the warps that have the same role."""
     from triton.experimental.gluon import language
 
-    return getattr(language, "barrier" if release() >= (3, 7) else "thread_barrier")
+    name = "barrier" if release() >= (3, 7) else "thread_barrier"
+    return getattr(language, name)
 
 
 def gluon_tma_load() -> Any:
-    """Gluon's copy of a tile by TMA: ``(descriptor, place, barrier, destination)``."""
+    """Gluon's copy of a tile by TMA: ``(descriptor, coordinates, barrier, destination)``."""
     from triton.experimental.gluon.language.nvidia.hopper import tma
 
     return tma.async_load if release() >= (3, 8) else tma.async_copy_global_to_shared
@@ -73,7 +79,5 @@ def gluon_reinterpret() -> Any:
     """Gluon's view of shared memory in another form: ``(memory, dtype, shape, layout)``."""
     from triton.experimental.gluon import language
 
-    return getattr(
-        language.shared_memory_descriptor,
-        "reinterpret" if release() >= (3, 9) else "_reinterpret",
-    )
+    name = "reinterpret" if release() >= (3, 9) else "_reinterpret"
+    return getattr(language.shared_memory_descriptor, name)
