@@ -286,6 +286,10 @@ def test_limits_that_make_no_sense_are_refused() -> None:
     for name in ("max_concurrent_requests", "payload_limit", "max_connections"):
         refused(ValueError, f"{name}: expected at least 1, got 0", Limits, **{name: 0})
     refused(ValueError, "body_seconds: expected a finite number above 0", Limits, body_seconds=0)
+    assert Limits(grace_seconds=0).grace_seconds == 0
+    wrong = "grace_seconds: expected a finite number of at least 0, got"
+    for seconds in (-1, float("inf"), float("nan")):
+        refused(ValueError, wrong, Limits, grace_seconds=seconds)
     refused(
         ValueError,
         "at most max_concurrent",

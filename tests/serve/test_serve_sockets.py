@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -483,6 +484,64 @@ def digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+GRACE_SECONDS = 3.0
+
+
+def keep_alive_get(opened: socket.socket, path: str) -> tuple[int, bool]:
+    """Code of an answer on a connection that should stay open, and whether the answer closes it."""
+    opened.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+    answer = HTTPResponse(opened)
+    answer.begin()
+    answer.read()
+    return answer.status, answer.headers.get("connection") == "close"
+
+
+def test_after_sigterm_requests_are_answered_while_health_checks_fail(masked_lm: str) -> None:
+    options = ("--model", masked_lm, "--grace-seconds", str(GRACE_SECONDS))
+    with served(*options) as (process, client, _), client.connect() as kept:
+        assert client.get("/health").status == 200
+        assert keep_alive_get(kept, "/info") == (200, False)
+        process.send_signal(signal.SIGTERM)
+        signalled = time.monotonic()
+        wait_until(lambda: client.get("/health").status == 503, GRACE_SECONDS)
+        assert keep_alive_get(kept, "/info") == (200, True)
+        assert kept.recv(1) == b""
+        while time.monotonic() < signalled + GRACE_SECONDS - 1:
+            answer = client.post("/embed_sparse", {"inputs": "csv files"})
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+            assert client.get("/health").status == client.get("/").status == 503
+            time.sleep(0.02)
+        assert process.wait(SECONDS) == 0
+        assert time.monotonic() - signalled >= GRACE_SECONDS
+        refused(OSError, "refused", client.get, "/health")
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        pytest.param([signal.SIGINT], id="SIGINT"),
+        pytest.param([signal.SIGTERM, signal.SIGTERM], id="second SIGTERM"),
+    ],
+)
+def test_the_grace_period_is_skipped(masked_lm: str, signals: list[signal.Signals]) -> None:
+    with served("--model", masked_lm, "--grace-seconds", "600") as (process, client, _):
+        process.send_signal(signals[0])
+        if len(signals) > 1:
+            wait_until(lambda: client.get("/health").status == 503)
+            process.send_signal(signals[1])
+        assert process.wait(SECONDS) == 0
+
+
+def test_while_a_server_drains_requests_sent_together_are_all_answered(sparse: Any) -> None:
+    draining = service(sparse)
+    with serving(draining) as client:
+        draining.draining = True
+        one = b"GET /info HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        answers = client.raw(one * 3)  # until the server closes the connection
+        assert answers.count(b"HTTP/1.1 200") == 3
+        assert answers.count(b"connection: close") == 1
+
+
 @pytest.mark.parametrize("backend", ["qdrant", "exact"])
 def test_killed_servers_start_again(
     backend: str,
@@ -498,7 +557,14 @@ def test_killed_servers_start_again(
     before, queries = digests(index), QUERIES * 100
     for sent in (signal.SIGKILL, signal.SIGTERM):
         with (
-            served("--model", masked_lm, "--index", index) as (process, client, _),
+            served(
+                "--model",
+                masked_lm,
+                "--index",
+                index,
+                "--grace-seconds",
+                "0",
+            ) as (process, client, _),
             ThreadPoolExecutor(6) as pool,
         ):
             alone: Any = {query: ranking(ask(client, query)) for query in QUERIES}

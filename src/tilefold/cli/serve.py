@@ -78,6 +78,11 @@ def serve(
         "Cut inputs that are too long, or refuse them.",
         "--auto-truncate/--no-auto-truncate",
     ),
+    grace_seconds: float = preset(
+        Limits.grace_seconds,
+        "Seconds after SIGTERM in which requests are still taken, while /health answers 503.",
+        min=0,
+    ),
     **more: Any,
 ) -> None:
     """Serve a model and an index over HTTP, wire-compatible with text-embeddings-inference 1.9;

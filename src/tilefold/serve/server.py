@@ -10,10 +10,13 @@ import gc
 import logging
 import math
 import re
+import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -98,17 +101,27 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn without a log of requests, on our protocol and with our limits; calls `ready` once it
-    answers.
+    """uvicorn without a log of requests, on our protocol and with our limits.
+
+    On the first SIGTERM it takes requests for another ``grace_seconds``, in which health checks get
+    a 503 and every answer closes its connection: a load balancer sends requests until it has
+    noticed. SIGINT and a second signal end this time.
+
+    Args:
+        app: application that answers requests.
+        service: service of the application, whose limits are kept.
+        ready: function that is called once the server answers.
     """
 
     def __init__(self, app: Any, service: Service, ready: Callable[[], None] | None = None) -> None:
         limits = service.limits
         self._ready = ready
+        self._service = service
+        self._grace_ends = -math.inf  # time.monotonic() at which the grace period is over
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_protocol(limits),
+                http=_protocol(service),
                 ws="none",
                 log_config=None,
                 access_log=False,  # queries are nobody's business
@@ -129,6 +142,30 @@ class Server(uvicorn.Server):
         if self.started and self._ready is not None:
             self._ready()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop: after the grace period for the first signal if it is SIGTERM, else now."""
+        if sig == signal.SIGTERM and not self.should_exit:
+            self._grace_ends = time.monotonic() + self._service.limits.grace_seconds
+        else:
+            self._grace_ends = -math.inf
+        super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to stop, which uvicorn asks ten times a second."""
+        if not await super().on_tick(counter):
+            return False
+        if time.monotonic() >= self._grace_ends:
+            return True
+        if not self._service.draining:
+            self._drain()
+        return False
+
+    def _drain(self) -> None:
+        """Let health checks fail, and every answer close its connection."""
+        self._service.draining = True
+        for connection in self.server_state.connections:
+            connection.close_after_answers()  # type: ignore[union-attr]
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End after the requests in work. The signal has then been obeyed, and is not raised again."""
         await super().shutdown(sockets)
@@ -141,7 +178,9 @@ def run(
     opened: socket.socket,
     ready: Callable[[], None] | None = None,
 ) -> None:
-    """Serve on a bound socket until SIGINT or SIGTERM; requests in work then have
+    """Serve on a bound socket until SIGINT or SIGTERM.
+
+    After SIGTERM, requests are taken for another ``grace_seconds``; requests in work then have
     ``shutdown_seconds``.
     """
     service.limits = _allow_files(service.limits)
@@ -215,10 +254,11 @@ def _files_are_scarce() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]],
     return handle
 
 
-def _protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP/1.1 with our limits: of connections, of slow heads, and of clients that read
-    nothing.
+def _protocol(service: Service) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP/1.1 with the limits of a service: of connections, of slow heads, and of
+    clients that read nothing.
     """
+    limits = service.limits
     refusal = ServeError("Overloaded", "too many connections").body()
     head = f"HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\ncontent-length: {len(refusal)}\r\n"
     refused = f"{head}retry-after: 1\r\nconnection: close\r\n\r\n".encode() + refusal
@@ -283,6 +323,19 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
             if self._head is not None and not self._idle():
                 self._head.cancel()
                 self._head = None
+
+        def on_headers_complete(self) -> None:
+            before = self.cycle
+            super().on_headers_complete()
+            if service.draining:
+                if before is not None and not before.response_started:
+                    before.keep_alive = True  # this request came before the answer to that one
+                self.close_after_answers()
+
+        def close_after_answers(self) -> None:
+            """Let the answer to the last request that came say that the connection is closed."""
+            if self.cycle is not None and not self.cycle.response_started:
+                self.cycle.keep_alive = False
 
         def on_response_complete(self) -> None:
             self.transport.flush()  # type: ignore[attr-defined]

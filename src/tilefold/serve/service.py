@@ -127,6 +127,7 @@ class Service:
         )
         self.metrics, self.permits = Metrics(), Permits(self.limits.max_concurrent_requests)
         self.closing = False
+        self.draining = False  # requests are taken, and clients are asked to go elsewhere
         self.alone: Callable[[], bool] = lambda: (
             False
         )  # whether a server has one request in work, and no other
@@ -161,7 +162,7 @@ class Service:
         """Start the threads: one per device, and those that help, tokenize and search; also after
         :meth:`close`.
         """
-        self.closing = False
+        self.closing = self.draining = False
         self._pool = ThreadPoolExecutor(self.limits.tokenization_workers, "tilefold-helper")
         self._tokenizers = ThreadPoolExecutor(
             self.limits.tokenization_workers,
@@ -197,10 +198,13 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are taken and every worker is alive."""
+        """Whether clients should send requests: the service runs, is not about to end, and every
+        worker is alive.
+        """
         return (
             self._pool is not None
             and not self.closing
+            and not self.draining
             and all(lane.alive for lane in self._lanes.values())
         )
 

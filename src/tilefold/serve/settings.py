@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+_MAY_BE_ZERO = ("cached_queries", "grace_seconds")
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 
@@ -24,8 +25,8 @@ class Limits:
     """Limits of a service. The first six are those of text-embeddings-inference, with its defaults.
 
     Raises:
-        ValueError: a value below 1 (times: not above 0), or more inputs in a request than there may
-            be at once.
+        ValueError: a value below 1 (times: not above 0; ``cached_queries`` and ``grace_seconds``:
+            below 0), or more inputs in a request than there may be at once.
     """
 
     max_concurrent_requests: int = (
@@ -48,21 +49,29 @@ class Limits:
     )
     body_seconds: float = 30.0  # for its body, and to read some more of an answer
     keep_alive_seconds: float = 15.0  # that an idle connection is kept
-    shutdown_seconds: float = 30.0  # for running requests after a signal to stop
+    grace_seconds: float = (
+        5.0  # after SIGTERM, in which requests are still taken, but health checks get a 503
+    )
+    shutdown_seconds: float = 30.0  # for running requests, once no more are taken
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_seconds"):
-                if not 0 < value < math.inf:
-                    raise ValueError(
-                        f"{field.name}: expected a finite number above 0, got {value!r}.",
-                    )
-            elif field.name != "auto_truncate" and value < (
-                least := int(field.name != "cached_queries")
-            ):
-                raise ValueError(f"{field.name}: expected at least {least}, got {value!r}.")
+            if field.name != "auto_truncate":
+                _check_limit(field.name, getattr(self, field.name))
         if self.max_client_batch_size > self.max_concurrent_requests:
             most = f"max_concurrent_requests ({self.max_concurrent_requests})"
             got = f"{self.max_client_batch_size}: such a request would never be taken."
             raise ValueError(f"max_client_batch_size: expected at most {most}, got {got}")
+
+
+def _check_limit(name: str, value: float) -> None:
+    """Raise ``ValueError`` for a limit that is too low, or a time that is not finite."""
+    may_be_zero = name in _MAY_BE_ZERO
+    if name.endswith("_seconds"):
+        if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
+            expected = "of at least 0" if may_be_zero else "above 0"
+            raise ValueError(f"{name}: expected a finite number {expected}, got {value!r}.")
+        return
+    least = 0 if may_be_zero else 1
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value!r}.")
