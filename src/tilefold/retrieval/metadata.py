@@ -210,11 +210,15 @@ def _stored_value(value: object) -> object:
         return items or None
     if isinstance(value, date | time):
         return value.isoformat()
+    return value if _is_storable(value) else None
+
+
+def _is_storable(value: object) -> bool:
     if isinstance(value, str):
-        return value if 0 < len(value) <= _LONGEST_TEXT and is_unicode(value) else None
+        return 0 < len(value) <= _LONGEST_TEXT and is_unicode(value)
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, int) and value in INT64 else None
+        return math.isfinite(value)
+    return isinstance(value, int) and value in INT64
 
 
 def _stored_items(values: Iterable[object]) -> Iterator[object]:
