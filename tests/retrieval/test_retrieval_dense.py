@@ -123,7 +123,12 @@ def test_what_is_no_dense_vector_is_refused(
     tmp_path: Path,
 ) -> None:
     index = held(torch.eye(4))
-    for queries in (torch.ones(1, 3), torch.full((1, 4), torch.nan), torch.ones(4)):
+    for queries in (
+        torch.ones(1, 3),
+        torch.full((1, 4), torch.nan),
+        torch.full((1, 4), 1e300, dtype=torch.float64),
+        torch.ones(4),
+    ):
         refused(ValueError, r"queries: expected finite vectors \[Q, 4\]", index.search, queries, 1)
     assert held(torch.tensor([[3e38, -3e38], [1, 1]])).search(torch.full((1, 2), 10.0), 2) == [
         [("d1", 20.0)],

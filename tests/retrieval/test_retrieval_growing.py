@@ -249,3 +249,26 @@ def test_merged_folders_are_one_folder_and_what_differs_is_refused(
         [tmp_path / "a", tmp_path / "b"],
         tmp_path / "a",
     )
+
+
+@pytest.mark.parametrize("backend", ["exact", "seismic"])
+def test_an_index_may_lose_all_its_terms_and_grow_again(backend: str, tmp_path: Path) -> None:
+    pytest.importorskip({"seismic": "seismic"}.get(backend, "numpy"))
+    path = tmp_path / "index"
+    query = r.SparseVectors.from_rows({"q": {0: 1.0}}, 2)
+
+    def found_ids() -> list[str]:
+        (hits,) = r.load_index(path).search(query, 5)
+        return [hit.id for hit in hits]
+
+    r.build_index(r.SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: 1.0}}, 2), backend).save(path)
+    r.update_index(path, r.SparseVectors.from_rows({"a": {}, "b": {1: 0.0}}, 2))
+    assert (found_ids(), r.load_index(path).n_documents) == ([], 2)
+    assert r.merge_segments(path) == 2
+    assert (found_ids(), list(r.load_index(path).ids)) == ([], ["a", "b"])
+    r.update_index(path, r.SparseVectors.from_rows({"a": {0: 2.0}}, 2))
+    assert found_ids() == ["a"]
+    r.update_index(path, None, ["a", "b"])
+    assert (r.merge_segments(path), found_ids()) == (0, [])
+    r.update_index(path, r.SparseVectors.from_rows({"c": {0: 2.0}}, 2))
+    assert found_ids() == ["c"]

@@ -79,6 +79,42 @@ def test_a_saved_index_gives_the_same_results(
     refused(FileExistsError, "nothing was overwritten", index.save, tmp_path / "index")
 
 
+@pytest.mark.parametrize("layout", ["strided", "csr", "coo", "rows"])
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, 1e300])
+@pytest.mark.parametrize("n_queries", [1, 3])
+def test_queries_on_a_device_with_wrong_weights_are_refused(
+    layout: str,
+    weight: float,
+    n_queries: int,
+    make_vectors: Make,
+) -> None:
+    index = exact.ExactIndex.build(make_vectors(5)).on("cpu")
+    queries = torch.zeros(n_queries, 500, dtype=torch.float64)
+    queries[:, 3] = 1.0
+    queries[-1, 7] = weight
+    with warnings.catch_warnings():  # that this layout is young
+        warnings.simplefilter("ignore", UserWarning)
+        csr = queries.to_sparse_csr()
+    forms: dict[str, Any] = {
+        "strided": queries,
+        "csr": csr,
+        "coo": queries.to_sparse_coo(),
+        "rows": SparseRows(csr.crow_indices().diff(), csr.col_indices().int(), csr.values(), 500),
+    }
+    message = f"expected finite weights of at least 0, got .* for query {n_queries - 1}"
+    refused(DataError, message, index.search_tensor, forms[layout], 2)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_csc, torch.sparse_csr, torch.sparse_coo])
+def test_sparse_tensors_of_every_layout_become_vectors(layout: torch.layout) -> None:
+    matrix = torch.tensor([[0.0, 1.0, 0.0, 2.0], [3.0, 0.0, 0.0, 0.0]])
+    with warnings.catch_warnings():  # that this layout is young
+        warnings.simplefilter("ignore", UserWarning)
+        vectors = SparseVectors.from_torch(["a", "b"], matrix.to_sparse(layout=layout))
+    assert [vectors.row(row)[0].tolist() for row in (0, 1)] == [[1, 3], [0]]
+    assert vectors.data.tolist() == [1.0, 2.0, 3.0]
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_exact_index_finds_the_same_on_a_device(
     device: str,
@@ -185,10 +221,9 @@ def test_what_no_index_can_be_asked_or_made_of_is_refused(backend: str, make_vec
             {"heap_factor": float("nan")},
             r"heap_factor: expected a number in \[0, 1\], got nan",
         ),
-        ("seismic", {}, r"up to 65504, got 70000"),
     ],
 )
-def test_wrong_backends_options_and_weights_are_refused(
+def test_wrong_backends_and_options_are_refused(
     backend: str,
     options: dict[str, Any],
     message: str,

@@ -429,6 +429,29 @@ def test_a_saved_bm25_index_answers_as_before_and_says_what_it_holds(tmp_path: P
     refused(DataError, r"vocab.index.json: damaged", r.BM25Index.load, tmp_path / "bm25")
 
 
+@pytest.mark.parametrize(
+    ("texts", "delete"),
+    [
+        pytest.param({}, ["a", "b"], id="all documents deleted"),
+        pytest.param({"b": ""}, ["a"], id="all words replaced"),
+    ],
+)
+def test_a_bm25_index_may_lose_all_its_words_and_grow_again(
+    texts: dict[str, str],
+    delete: list[str],
+    tmp_path: Path,
+) -> None:
+    index = r.BM25Index.build({"a": "cat", "b": "dog cat"}, metadata={"a": {"n": 1}})
+    index.updated(texts, delete).save(tmp_path / "index")
+    emptied = r.BM25Index.load(tmp_path / "index")
+    assert list(emptied.ids) == list(texts)
+    assert emptied.search({"q": "cat"}, 3) == {"q": {}}
+    assert r.Searcher(emptied).rank({"q": "cat"}, r.SearchRequest(3, r.Feedback())).run == {"q": {}}
+    again = emptied.updated({"c": "cat sat", "d": "dog"})
+    expected = r.BM25Index.build({**texts, "c": "cat sat", "d": "dog"})
+    assert again.search({"q": "cat"}, 3) == expected.search({"q": "cat"}, 3)
+
+
 def test_importing_the_package_imports_nothing_heavy_and_a_search_of_words_needs_no_torch() -> None:
     code = (
         "import sys, tilefold.retrieval as r; r.Collection; r.evaluate; r.BM25Index; r.build_index;"

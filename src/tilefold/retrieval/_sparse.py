@@ -154,7 +154,11 @@ class SparseVectors:
             # by numpy: torch wakes all threads for a few rows, which can take ms
             rows = torch.from_numpy(np.repeat(np.arange(len(ids)), offsets.diff().numpy()))
         else:
-            sparse = matrix.coalesce() if matrix.layout == torch.sparse_coo else matrix.to_sparse()
+            sparse = (
+                matrix.coalesce()
+                if matrix.layout == torch.sparse_coo
+                else matrix.to_sparse().coalesce()
+            )
             rows, columns = sparse.indices().unbind(0)
             values = sparse.values()
         keep = (values > min_weight) | (values < 0) | values.isnan()
@@ -192,13 +196,14 @@ class SparseVectors:
         such.
         """
         keep = self.data > min_weight
-        return self if keep.all() else self._kept(keep)
+        return self if keep.all() else self.selected(keep)
 
     def without(self, terms: Sequence[int]) -> SparseVectors:
         """A copy without the weights of some terms."""
-        return self._kept(~np.isin(self.indices, terms))
+        return self.selected(~np.isin(self.indices, terms))
 
-    def _kept(self, keep: npt.NDArray[np.bool_]) -> SparseVectors:
+    def selected(self, keep: npt.NDArray[np.bool_]) -> SparseVectors:
+        """A copy with the entries of a mask, bool ``[nnz]``."""
         return replace(
             self,
             indptr=offsets_of(keep)[self.indptr],

@@ -180,6 +180,8 @@ class BM25Index(FolderIndex):
             raise ValueError("documents: expected at least one, got an empty mapping.")
         check_text_ids("documents", documents)
         corpus = {name: tokenize(text) for name, text in documents.items()}
+        if not any(corpus.values()):
+            raise ValueError("documents: expected at least one with a word, got only empty ones.")
         made = cls._of_words(corpus, options, provenance_of(documents))
         made.metadata = Metadata.of(metadata, made.ids, made.provenance.passages)
         return made
@@ -191,10 +193,11 @@ class BM25Index(FolderIndex):
         options: BM25Options,
         provenance: Provenance,
     ) -> BM25Index:
-        if not any(corpus.values()):
-            raise ValueError("documents: expected at least one with a word, got only empty ones.")
         engine = _package().BM25(k1=options.k1, b=options.b)
-        engine.index(list(corpus.values()), show_progress=False)
+        if any(corpus.values()):
+            engine.index(list(corpus.values()), show_progress=False)
+        else:
+            _make_wordless(engine, len(corpus))
         found = (
             (engine.vocab_dict[word], at)
             for at, words in enumerate(corpus.values())
@@ -215,7 +218,7 @@ class BM25Index(FolderIndex):
 
         Weights depend on all documents, so that it is made anew, of the words that are stored and
         those of the new texts: the scores are those of :meth:`build` of all. Its texts have no
-        fingerprint.
+        fingerprint. An index may end up without any document, or without a word.
         """
         check_text_ids("documents", documents)
         _, at_documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
@@ -305,6 +308,22 @@ class BM25Index(FolderIndex):
             _check_arrays(engine, len(ids))
         counts = read_array(folder / _COUNTS, np.int32, engine.scores["data"].size)
         return cls(engine, list(ids), counts, options, Provenance.from_dict(manifest))
+
+
+def _make_wordless(engine: Any, n_documents: int) -> None:
+    """Make an engine one of documents without any word, which bm25s cannot index itself.
+
+    It has one word that is in no document, and that no text has: vectors need a vocabulary.
+    """
+    engine.vocab_dict = {" ": 0, "": 1}  # the second is in every engine, and has no postings
+    engine.unique_token_ids_set = {0, 1}
+    engine.nonoccurrence_array = None
+    engine.scores = {
+        "data": np.empty(0, np.float32),
+        "indices": np.empty(0, np.int32),
+        "indptr": np.zeros(2, np.int64),
+        "num_docs": n_documents,
+    }
 
 
 def _check_arrays(engine: Any, n_documents: int) -> None:

@@ -218,6 +218,7 @@ def _segment(
         if held.backend == "late":
             options = {name: first.options[name] for name in ("storage", "pool_factor")}
             return type(first).build(vectors, folder, metadata=metadata, **options)
-    made = type(first).build(vectors, **first.settings)
+    build = type(first).of_any if isinstance(vectors, SparseVectors) else type(first).build
+    made = build(vectors, **first.settings)
     made.metadata = Metadata.of(metadata, made.ids, made_by.passages)
     return made

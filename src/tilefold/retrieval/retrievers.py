@@ -163,7 +163,7 @@ class WordsRetriever:
     def as_vectors(self) -> SparseRetriever:
         """Retriever with equal scores from vectors, which feedback can move."""
         vectors = self.index.document_vectors()
-        index = ExactIndex.build(vectors)
+        index = ExactIndex.of_any(vectors)
         index.metadata = self.index.metadata
         return SparseRetriever(index, vectors=vectors, words=self.index)
 

@@ -127,10 +127,10 @@ class DenseIndex(TorchIndex):
         queries, and for numbers that are not finite.
         """
         check_k(k)
-        if queries.dim() != 2 or queries.size(1) < self.dimension or not queries.isfinite().all():
-            got = f"{list(queries.shape)}" + (
-                "" if queries.isfinite().all() else " with NaN or infinity"
-            )
+        as_searched = queries.to(torch.float32)  # where large numbers of 64 bits become infinite
+        all_finite = bool(as_searched.isfinite().all())
+        if queries.dim() != 2 or queries.size(1) < self.dimension or not all_finite:
+            got = f"{list(queries.shape)}" + ("" if all_finite else " with NaN or infinity")
             raise ValueError(
                 f"queries: expected finite vectors [Q, {self.dimension}], got {got}. Take the same model.",
             )
@@ -138,7 +138,7 @@ class DenseIndex(TorchIndex):
         place = torch.device(
             device or self.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         )
-        asked = queries[:, : self.dimension].to(place, torch.float32)
+        asked = as_searched[:, : self.dimension].to(place)
         if self.similarity == "cosine":
             asked = torch.nn.functional.normalize(asked)
         found: list[list[Hit]] = []

@@ -309,6 +309,11 @@ class ExactIndex(FolderIndex):
                 f"options: the exact index has none, got {', '.join(sorted(options))}.",
             )
         check_buildable(vectors)
+        return cls.of_any(vectors)
+
+    @classmethod
+    def of_any(cls, vectors: SparseVectors) -> ExactIndex:
+        """The index of vectors that may all be empty, as after an update."""
         return cls(list(vectors.ids), Postings.of(vectors), vectors.fingerprint, vectors.provenance)
 
     def stored(self) -> SparseVectors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from tilefold.ops.sparse_search import BlockedPostings, sparse_topk
 from tilefold.pipeline.rows import SparseRows, repeated
 from tilefold.retrieval._checks import check_k
 from tilefold.retrieval._sparse import SparseVectors, check_search
+from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_of
 from tilefold.retrieval.metadata import Mask, Where, allowed_by
 
@@ -98,7 +100,11 @@ class DeviceIndex:
 
         `queries` are on the index's device, ``[Nq, V]`` dense, CSR or COO, as an encoder returns
         them, or rows of a stream. Nothing goes to the host but the number of terms of the longest,
-        which such rows have there.
+        which such rows have there, and whether all weights are valid.
+
+        Raises:
+            ValueError: for queries over another vocabulary, or a wrong `k`.
+            DataError: for a weight that is NaN, infinite in float32, or negative.
         """
         check_k(k)
         shape = (
@@ -121,10 +127,12 @@ class DeviceIndex:
         else:
             rows = queries.to_sparse().coalesce()
             (owner, found), values = rows.indices(), rows.values()
+        values = values.float()
+        _check_weights(values, owner)
         if shape[0] == 1:  # nothing to be padded
             order = self.postings.counts.take(found).argsort(descending=True)
             terms, weights = (part.take(order)[None] for part in (found, values))
-            return self._best(terms.int(), weights.float(), k, among)
+            return self._best(terms.int(), weights, k, among)
         starts = torch.searchsorted(
             owner.contiguous(),
             torch.arange(shape[0] + 1, device=owner.device),
@@ -138,7 +146,7 @@ class DeviceIndex:
         terms = torch.zeros(shape[0], longest, dtype=torch.int32, device=found.device)
         weights = torch.zeros(shape[0], longest, device=found.device)
         terms.view(-1)[place] = found[order].int()
-        weights.view(-1)[place] = values[order].float()
+        weights.view(-1)[place] = values[order]
         return self._best(terms, weights, k, among)
 
     def _best(
@@ -188,3 +196,15 @@ class DeviceIndex:
             non_blocking=True,
         ).unbind()  # CUDA has read it when that returns
         return terms, weights.view(torch.float32)
+
+
+def _check_weights(weights: Tensor, queries: Tensor) -> None:
+    """Raise ``DataError`` for weights ``[n]`` of `queries` ``[n]`` that sparse vectors cannot have."""
+    valid = (weights >= 0) & (weights < math.inf)  # False for NaN
+    if bool(valid.all()):
+        return
+    first = int((~valid).int().argmax())
+    raise DataError(
+        f"queries: expected finite weights of at least 0, got {weights[first].item()} for query "
+        f"{int(queries[first])}. Check the model's output and its activation.",
+    )

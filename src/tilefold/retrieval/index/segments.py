@@ -20,6 +20,7 @@ import numpy as np
 
 from tilefold._typing import Tensor
 from tilefold.retrieval._files import Json, read_json_object
+from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.index.exact import Postings
 from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit
@@ -150,7 +151,8 @@ class Segments:
             part.stored().take(rows) for part, rows in zip(self.parts, chosen, strict=True)
         ]
         first, vectors = self.parts[0], type(kept[0]).concatenate(kept)
-        built = type(first).build(vectors, **first.settings)
+        build = type(first).of_any if isinstance(vectors, SparseVectors) else type(first).build
+        built = build(vectors, **first.settings)
         built.provenance = self.provenance
         built.metadata = fields
         return built

@@ -28,6 +28,7 @@ from tilefold.retrieval._checks import check_arrays, outside
 from tilefold.retrieval._files import Json, require
 from tilefold.retrieval._sparse import SparseVectors, check_buildable, check_search
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index._half_weights import HalfWeights, SmallWeights
 from tilefold.retrieval.index.exact import ExactIndex
 from tilefold.retrieval.index.protocol import REMEDY, FolderIndex, Hit, StoredIds, naming_versions
 from tilefold.retrieval.metadata import Mask, Where, allowed_by
@@ -36,13 +37,13 @@ from tilefold.retrieval.provenance import Provenance
 __all__ = ["SeismicIndex", "SeismicOptions"]
 
 _SMALL_VOCABULARY, _MANY_DOCUMENTS = 1 << 16, 1_000_000
-_LARGEST_WEIGHT = 65504.0
 _CHOSEN = ("n_postings", "query_cut", "heap_factor")  # by the collection, where None
 _INTEGERS = {"n_postings": 1, "min_cluster_size": 1, "doc_cut": 1, "query_cut": 1, "num_threads": 0}
 _FRACTIONS = {"centroid_fraction": "(", "summary_energy": "(", "heap_factor": "["}
 _PACKAGE = "pyseismic-lsr"
 Terms = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int64]
+Scores = npt.NDArray[np.float32]
 _Origin = tuple[
     int,
     str | None,
@@ -50,6 +51,7 @@ _Origin = tuple[
 ]  # size and fingerprint of the vocabulary, model and texts
 _STEM = "seismic"
 _FILE, _TERMS, _FILLED = f"{_STEM}.index.seismic", "terms.npy", "filled.npy"
+_HALF_WEIGHTS = "half_weights.npz"  # only where weights are scaled
 _DEEPER = 4  # times as many documents are looked for as a filter is expected to let through
 
 
@@ -128,10 +130,12 @@ class SeismicIndex(FolderIndex):
     """Clustered inverted lists with summaries; documents are found approximately.
 
     Scores are inner products of all query terms with weights rounded to 16-bit floats (relative
-    error below 1e-3). Building uses random clustering, so two builds may miss different documents.
+    error below 1e-3). Where weights are too small or too large for that they are multiplied by a
+    power of two; those that are too small beside the largest are stored in 32 bits and searched
+    exactly. Building uses random clustering, so two builds may miss different documents.
     """
 
-    backend, package, own_files = "seismic", _PACKAGE, (_TERMS, _FILLED, _FILE)
+    backend, package, own_files = "seismic", _PACKAGE, (_TERMS, _FILLED, _FILE, _HALF_WEIGHTS)
 
     def __init__(
         self,
@@ -141,32 +145,46 @@ class SeismicIndex(FolderIndex):
         filled: Rows,
         options: SeismicOptions,
         made_of: _Origin,
+        half_weights: HalfWeights | None = None,
     ) -> None:
+        # None where no document has a term
         self._engine, self.ids, self._terms, self.options = engine, ids, terms, options
         self._filled = filled  # rows of documents with terms, which alone are in the engine
+        self._half_weights = half_weights or HalfWeights()
         self.vocab_size, self.fingerprint, self.provenance = made_of
         self._folder: Path | None = None  # that it was read from
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: object) -> SeismicIndex:
-        """Build the index; a ``ValueError`` for a weight above 65504 or a wrong option of
-        :class:`SeismicOptions`.
+        """Build the index.
+
+        Raises:
+            ValueError: without a positive weight, or for a wrong option of :class:`SeismicOptions`.
         """
-        chosen = SeismicOptions.parse(options)
-        seismic = _package()
+        SeismicOptions.parse(options)
+        _package()
         check_buildable(vectors)
-        keep = vectors.data > 0
-        if float(vectors.data.max()) > _LARGEST_WEIGHT:
-            got = f"{float(vectors.data.max()):g}"
-            raise ValueError(
-                f"vectors: Seismic keeps weights up to {_LARGEST_WEIGHT:.0f}, got {got}. Scale them down.",
+        return cls.of_any(vectors, **options)
+
+    @classmethod
+    def of_any(cls, vectors: SparseVectors, **options: object) -> SeismicIndex:
+        """The index of vectors that may all be empty, as after an update."""
+        chosen, seismic = SeismicOptions.parse(options), _package()
+        origin = (vectors.vocab_size, vectors.fingerprint, vectors.provenance)
+        if not (vectors.data > 0).any():
+            return cls(
+                None,
+                list(vectors.ids),
+                np.empty(0, np.int32),
+                np.empty(0, np.int64),
+                chosen.for_collection(len(vectors), 0),
+                origin,
             )
-        offsets = offsets_of(keep)[vectors.indptr]
-        kept = vectors.indices[keep]
-        terms = np.flatnonzero(np.bincount(kept, minlength=vectors.vocab_size))
+        half_weights, scaled = HalfWeights.split(vectors)
+        terms = np.flatnonzero(np.bincount(scaled.indices, minlength=vectors.vocab_size))
         numbers = np.zeros(vectors.vocab_size, np.int64)
         numbers[terms] = np.arange(terms.size)
-        chosen = chosen.for_collection(len(vectors), kept.size / terms.size)
+        chosen = chosen.for_collection(len(vectors), scaled.indices.size / terms.size)
         large = terms.size > _SMALL_VOCABULARY
         settings = {
             name: value
@@ -177,19 +195,19 @@ class SeismicIndex(FolderIndex):
             kind = seismic.SeismicDatasetLV if large else seismic.SeismicDataset
             dataset, rows = kind(dim=int(terms.size)), [str(row) for row in range(len(vectors))]
             # those without terms are left out
-            dataset.add_documents_by_id(rows, numbers[kept], vectors.data[keep], offsets)
+            dataset.add_documents_by_id(rows, numbers[scaled.indices], scaled.data, scaled.indptr)
             engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(
                 dataset,
                 **settings,
             )
-        origin = (vectors.vocab_size, vectors.fingerprint, vectors.provenance)
         return cls(
             engine,
             list(vectors.ids),
             terms.astype(np.int32),
-            np.flatnonzero(np.diff(offsets)),
+            np.flatnonzero(np.diff(scaled.indptr)),
             chosen,
             origin,
+            half_weights,
         )
 
     def search(
@@ -238,16 +256,22 @@ class SeismicIndex(FolderIndex):
         ]
         counts = np.zeros(self.n_documents, np.int64)
         counts[self._filled] = [len(terms) for terms, _ in rows]
-        terms, weights = (
-            self._terms[np.concatenate([row for row, _ in rows])],
-            np.concatenate([row for _, row in rows]),
+        terms = np.concatenate([row for row, _ in rows] or [np.empty(0, np.int32)])
+        weights = np.concatenate([row for _, row in rows] or [np.empty(0, np.float32)])
+        vectors = SparseVectors(
+            list(self.ids),
+            offsets_of(counts),
+            self._terms[terms],
+            self._half_weights.unscaled(weights),
+            self.vocab_size,
+            self.fingerprint,
+            self.provenance,
         )
-        made_of = self.vocab_size, self.fingerprint, self.provenance
-        return SparseVectors(list(self.ids), offsets_of(counts), terms, weights, *made_of)
+        return self._half_weights.joined(vectors)
 
     @cached_property
     def _exact(self) -> ExactIndex:
-        return ExactIndex.build(self.stored())
+        return ExactIndex.of_any(self.stored())
 
     def _found(
         self,
@@ -255,7 +279,85 @@ class SeismicIndex(FolderIndex):
         k: int,
         chosen: SeismicOptions,
     ) -> list[list[tuple[int, float]]]:
-        """Rows of documents and their scores, best first."""
+        """Rows of documents and their positive scores, best first, at most `k` of each query."""
+        results: list[list[tuple[int, float]]] = []
+        for number, answer in enumerate(self._engine_answers(queries, k, chosen)):
+            scores_of_rows = answer[0], self._half_weights.unscaled(answer[1])
+            if self._half_weights.small is not None:
+                scores_of_rows = self._with_small_weights(
+                    *scores_of_rows,
+                    self._half_weights.small,
+                    *queries.row(number),
+                    k,
+                )
+            rows, scores = scores_of_rows
+            best = np.lexsort((rows, -scores))[:k]
+            best = best[scores[best] > 0]
+            results.append(list(zip(rows[best].tolist(), scores[best].tolist(), strict=True)))
+        return results
+
+    def _with_small_weights(
+        self,
+        rows: Rows,
+        scores: Scores,
+        small: SmallWeights,
+        terms: Terms,
+        weights: Scores,
+        k: int,
+    ) -> tuple[Rows, Scores]:
+        """Add the entries outside of the engine to a query's scores.
+
+        The best `k` documents by these entries join those that the engine found.
+
+        Args:
+            rows: documents that the engine found.
+            scores: their scores, without the scale.
+            small: the entries outside of the engine.
+            terms: of the query, ascending.
+            weights: of these terms.
+            k: how many documents may join.
+
+        Returns:
+            Documents in any order, and their scores.
+        """
+        products = small.scores(terms, weights)
+        position = np.minimum(np.searchsorted(small.rows, rows), len(small.rows) - 1)
+        has_small = small.rows[position] == rows
+        scores = scores + np.where(has_small, products[position], np.float32(0))
+        joining = np.flatnonzero((products > 0) & ~np.isin(small.rows, rows))
+        joining = joining[np.argsort(-products[joining], kind="stable")[:k]]
+        joining_rows = small.rows[joining]
+        engine_parts = [self._engine_score(row, terms, weights) for row in joining_rows.tolist()]
+        joining_scores = products[joining] + np.array(engine_parts, np.float32)
+        return np.concatenate([rows, joining_rows]), np.concatenate([scores, joining_scores])
+
+    def _engine_score(self, row: int, terms: Terms, weights: Scores) -> float:
+        """Inner product of a query with the weights of one document in the engine."""
+        position = int(np.searchsorted(self._filled, row))
+        if position == len(self._filled) or self._filled[position] != row:
+            return 0.0
+        numbers, stored = self._engine.get(position)
+        document_terms = self._terms[np.asarray(numbers, np.int64)]
+        document_weights = self._half_weights.unscaled(np.asarray(stored, np.float32))
+        _, in_query, in_document = np.intersect1d(
+            terms,
+            document_terms,
+            assume_unique=True,
+            return_indices=True,
+        )
+        return float(weights[in_query] @ document_weights[in_document])
+
+    def _engine_answers(
+        self,
+        queries: SparseVectors,
+        k: int,
+        chosen: SeismicOptions,
+    ) -> list[tuple[Rows, Scores]]:
+        """Rows of documents and their scaled scores for each query, in any order."""
+        nothing = (np.empty(0, np.int64), np.empty(0, np.float32))
+        results = [nothing for _ in range(len(queries))]
+        if self._engine is None:
+            return results
         string_type = _package().get_seismic_string()
         asked = []
         for i in range(len(queries)):
@@ -266,7 +368,6 @@ class SeismicIndex(FolderIndex):
                 asked.append(
                     (str(i), at[known].astype(string_type), np.ascontiguousarray(weights[known])),
                 )
-        results: list[list[tuple[int, float]]] = [[] for _ in range(len(queries))]
         if not asked:
             return results
         heap = float(cast("float", chosen.heap_factor))
@@ -287,14 +388,11 @@ class SeismicIndex(FolderIndex):
                     num_threads=chosen.num_threads,
                 )
             for answer in answers:
-                found = sorted((-float(score), int(row)) for _, score, row in answer)
-                rows = np.array([row for _, row in found], np.int64)
-                check_arrays(
-                    ("documents", rows, self.n_documents),
-                    ("scores", -np.array([s for s, _ in found])),
-                )
-                if found:
-                    results[int(answer[0][0])] = [(row, -score) for score, row in found]
+                rows = np.array([int(row) for _, _, row in answer], np.int64)
+                scores = np.array([score for _, score, _ in answer], np.float32)
+                check_arrays(("documents", rows, self.n_documents), ("scores", scores))
+                if answer:
+                    results[int(answer[0][0])] = (rows, scores)
         return results
 
     @contextmanager
@@ -311,14 +409,18 @@ class SeismicIndex(FolderIndex):
             raise DataError(f"{self._folder}: could not be searched ({error}). {REMEDY}") from error
 
     def _write(self, folder: Path) -> None:
-        with _quiet():
-            self._engine.save(str(folder / _STEM))
+        if self._engine is not None:
+            with _quiet():
+                self._engine.save(str(folder / _STEM))
         np.save(folder / _TERMS, self._terms)
         np.save(folder / _FILLED, self._filled)
+        if not self._half_weights.is_default:
+            self._half_weights.save(folder / _HALF_WEIGHTS)
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> SeismicIndex:
-        seismic = _package()
+        _package()
+        engine = None
         with naming_versions(folder, manifest, _PACKAGE):
             options = SeismicOptions.parse(manifest["options"])
             if None in (getattr(options, name) for name in _CHOSEN):
@@ -336,26 +438,41 @@ class SeismicIndex(FolderIndex):
                 raise DataError(
                     f"{_TERMS}: expected terms in [0, {manifest['vocab_size']}), got {terms[at]}.",
                 )
-            kind = (
-                seismic.SeismicIndexLV if terms.size > _SMALL_VOCABULARY else seismic.SeismicIndex
-            )
-            with _quiet():
-                engine = kind.load(str(folder / _FILE))
-            if (
-                engine.dim != terms.size
-                or engine.len != filled.size
-                or outside(filled, len(ids)) is not None
-            ):
-                wanted = f"{filled.size} of {len(ids)} texts, of {terms.size} terms"
-                raise DataError(f"{_FILE}: expected {wanted}, got {engine.len}, {engine.dim}.")
+            if terms.size:
+                engine = _load_engine(folder / _FILE, terms, filled, len(ids))
+            elif filled.size:
+                raise DataError(f"{_FILLED}: expected no rows without a term, got {filled.size}.")
+            half_weights = None
+            if _HALF_WEIGHTS in manifest["files"]:
+                half_weights = HalfWeights.load(
+                    folder / _HALF_WEIGHTS,
+                    len(ids),
+                    manifest["vocab_size"],
+                )
         origin = (
             manifest["vocab_size"],
             manifest.get("fingerprint"),
             Provenance.from_dict(manifest),
         )
-        index = cls(engine, list(ids), terms, filled, options, origin)
+        index = cls(engine, list(ids), terms, filled, options, origin, half_weights)
         index._folder = folder
         return index
+
+
+def _load_engine(file: Path, terms: Terms, filled: Rows, n_documents: int) -> Any:
+    """The engine in `file`; ``DataError`` for one of other terms or documents."""
+    seismic = _package()
+    kind = seismic.SeismicIndexLV if terms.size > _SMALL_VOCABULARY else seismic.SeismicIndex
+    with _quiet():
+        engine = kind.load(str(file))
+    if (
+        engine.dim != terms.size
+        or engine.len != filled.size
+        or outside(filled, n_documents) is not None
+    ):
+        expected = f"{filled.size} of {n_documents} texts, of {terms.size} terms"
+        raise DataError(f"{_FILE}: expected {expected}, got {engine.len}, {engine.dim}.")
+    return engine
 
 
 def _package() -> ModuleType:
