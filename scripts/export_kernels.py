@@ -34,11 +34,11 @@ backends = ["cuda"]
 """
 FRONT = '''"""Fused operators for neural retrieval: SPLADE heads, ColBERT's MaxSim, entmax attention, token scatter."""
 
-from ._public import ROOM_OF as _ROOM_OF
+from ._public import PACKAGE_OF as _PACKAGE_OF
 from ._version import __version__ as __version__
 from .ops import *
 
-__all__ = list(_ROOM_OF)
+__all__ = list(_PACKAGE_OF)
 '''
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tilefold._lazy import lazy_exports
-from tilefold._public import ROOM_OF
+from tilefold._public import PACKAGE_OF
 from tilefold._version import __version__ as __version__
 
 if TYPE_CHECKING:  # what type checkers read; a test compares it with the table
@@ -32,5 +32,5 @@ if TYPE_CHECKING:  # what type checkers read; a test compares it with the table
     from tilefold.ops import token_scatter_sparse as token_scatter_sparse
     from tilefold.ops import xtr_scores as xtr_scores
 
-_NAMES = {"_version": "__version__", "nn": "nn", "ops": " ".join(ROOM_OF)}
+_NAMES = {"_version": "__version__", "nn": "nn", "ops": " ".join(PACKAGE_OF)}
 __all__, __getattr__, __dir__ = lazy_exports(globals(), _NAMES)

@@ -1,6 +1,6 @@
-"""The public names of the operators, each with its room under ``tilefold.ops``."""
+"""The public names of the operators, each with its package under ``tilefold.ops``."""
 
-ROOM_OF = {
+PACKAGE_OF = {
     "QuantizedTokens": "maxsim",
     "QuantizedWeight": "lsr_head",
     "entmax": "entmax",

@@ -1,6 +1,6 @@
-"""The operators: one room each, the public functions re-exported here."""
+"""The operators: one package for each, whose public functions are exported here."""
 
-from tilefold._public import ROOM_OF as _ROOM_OF
+from tilefold._public import PACKAGE_OF as _PACKAGE_OF
 from tilefold.ops.entmax import entmax as entmax
 from tilefold.ops.entmax import sparsemax as sparsemax
 from tilefold.ops.entmax_attention import entmax_attention as entmax_attention
@@ -17,4 +17,4 @@ from tilefold.ops.maxsim import xtr_scores as xtr_scores
 from tilefold.ops.token_scatter import token_scatter as token_scatter
 from tilefold.ops.token_scatter import token_scatter_sparse as token_scatter_sparse
 
-__all__ = list(_ROOM_OF)
+__all__ = list(_PACKAGE_OF)

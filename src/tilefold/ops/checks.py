@@ -1,6 +1,4 @@
-"""Checks of tensors and shapes in the words of the operators, for functions that hand their
-arguments on to them.
-"""
+"""The operators' checks of tensors and shapes, for functions that pass arguments to them."""
 
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_shape, check_tensor, dtype_name
 

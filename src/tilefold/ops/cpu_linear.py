@@ -1,4 +1,4 @@
-"""Linear layers of any encoder by oneDNN, for as long as a context lasts."""
+"""Linear layers of any encoder by oneDNN, within a context."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ __all__ = ["fast_linear"]
 
 
 def fast_linear(model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which linear layers of fp32 on the CPU are multiplied by oneDNN, up to the order
-    of sums.
+    """Return a context in which oneDNN computes linear layers of fp32 on the CPU.
 
-    It changes nothing of the model, keeps no copy of a weight, and leaves alone gradients,
-    autocast, other dtypes and devices, few rows, and models that ``torch.compile`` was asked to
-    compile.
+    The results are equal up to the order of sums. The model is not changed, and no copy of a weight
+    is made. Torch computes as before with gradients, autocast, other dtypes and devices, and few
+    rows. Models that ``torch.compile`` was asked to compile get a context without effect.
 
     Args:
-        model: what runs within.
-        device: of the model.
+        model: the model that runs within the context.
+        device: device of the model.
     """
-    compiled = any(
+    is_compiled = any(
         getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()
     )
-    return nullcontext() if device.type != "cpu" or compiled else _FastLinear()
+    if device.type != "cpu" or is_compiled:
+        return nullcontext()
+    return _FastLinear()
 
 
 class _FastLinear(TorchFunctionMode):
+    """Mode that sends ``torch.nn.functional.linear`` to oneDNN where it is faster."""
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -43,12 +46,18 @@ class _FastLinear(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is linear and not kwargs and _served(*args):
-            return onednn_linear(args[0], args[1], args[2] if len(args) > 2 else None)
+        if func is linear and not kwargs and _is_faster_by_onednn(*args):
+            rows, weight, *rest = args
+            bias = rest[0] if rest else None
+            return onednn_linear(rows, weight, bias)
         return func(*args, **kwargs or {})
 
 
-def _served(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+def _is_faster_by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether oneDNN computes ``linear(rows, weight, bias)`` faster than torch, and exactly so.
+
+    Subclasses of tensors, gradients, autocast and traces need torch's own function.
+    """
     operands = (rows, weight) if bias is None else (rows, weight, bias)
     return (
         not torch.is_grad_enabled()

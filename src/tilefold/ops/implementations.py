@@ -1,4 +1,4 @@
-"""Implementations that operators run, with which kernels, and why no faster ones do."""
+"""Which implementation and which kernels an operator runs on a device, and why no faster ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import torch
 
 from tilefold import ops
-from tilefold._public import ROOM_OF
+from tilefold._public import PACKAGE_OF
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.fallback import given_up
@@ -34,15 +34,18 @@ __all__ = [
 
 
 def check_impl(impl: str) -> None:
-    """Raise ``ValueError`` unless the operators take this ``impl``."""
+    """Raise ``ValueError`` unless ``impl`` is one of :data:`IMPLS`."""
     check_choice("impl", impl, IMPLS)
 
 
 def operators() -> dict[str, str]:
-    """The public functions that take ``impl``, each with the operator whose kernels it runs."""
+    """Return the operator whose kernels a public function runs, by the function's name.
+
+    Only functions with an argument ``impl`` are listed.
+    """
     return {
-        name: room
-        for name, room in ROOM_OF.items()
+        name: package
+        for name, package in PACKAGE_OF.items()
         if "impl" in inspect.signature(getattr(ops, name)).parameters
     }
 
@@ -52,31 +55,62 @@ def kernel_of(
     capability: tuple[int, int],
     device: torch.device | None = None,
 ) -> tuple[str, str | None]:
-    """Kernels that ``operator`` runs in bf16 on a compute capability, and why no faster ones do."""
+    """Describe the kernels of an operator in bf16, and say why no faster ones run.
+
+    Args:
+        operator: name of the operator.
+        capability: compute capability of the device.
+        device: the device, whose given-up kernels are considered; ``None`` considers none.
+
+    Returns:
+        Name of the kernels, and the reason why no faster ones run, or ``None``.
+    """
     if operator == "lsr_head":
-        failed = (
-            {}
-            if device is None
-            else {kernel: given_up(kernel, device) for kernel in (head.BY_ROLES, head.BY_TMA)}
-        )
-        setting = Setting(
-            capability,
-            1,
-            tf32=False,
-            aligned=True,
-            given_up=frozenset(filter(failed.get, failed)),
-        )
-        name = head.kernel_name(head.max_forward(torch.bfloat16, setting)).removeprefix(
-            "lsr_head's ",
-        )
-        why = releases.why_no_warp_roles() if capability == (9, 0) else None
-        why = failed.get(head.BY_TMA) or failed.get(head.BY_ROLES) or why
-    elif operator == "maxsim":
-        tma = maxsim.forward_config(capability, torch.bfloat16, 128, 4096, tf32=False)["USE_TMA"]
-        why = given_up(maxsim.BY_TMA, device) if device is not None and tma else None
-        name = "kernels with TMA" if tma and why is None else "kernels without TMA"
-    else:
-        return "portable kernels", None
-    if why is None and "TMA" not in name and "load or compute" not in name:
-        why = f"compute capability {'.'.join(map(str, capability))} has no TMA or little shared memory"
-    return name, why
+        return _head_kernel(capability, device)
+    if operator == "maxsim":
+        return _maxsim_kernel(capability, device)
+    return "portable kernels", None
+
+
+def _head_kernel(
+    capability: tuple[int, int],
+    device: torch.device | None,
+) -> tuple[str, str | None]:
+    """Describe the kernels of ``lsr_head``; see :func:`kernel_of`."""
+    no_tma_reason = no_roles_reason = None
+    if device is not None:
+        no_tma_reason = given_up(head.BY_TMA, device)
+        no_roles_reason = given_up(head.BY_ROLES, device)
+    given_up_kernels = set()
+    if no_tma_reason:
+        given_up_kernels.add(head.BY_TMA)
+    if no_roles_reason:
+        given_up_kernels.add(head.BY_ROLES)
+    setting = Setting(
+        capability,
+        multiprocessors=1,
+        tf32=False,
+        aligned=True,
+        given_up=frozenset(given_up_kernels),
+    )
+    config = head.max_forward(torch.bfloat16, setting)
+    name = head.kernel_name(config).removeprefix("lsr_head's ")
+    reason = no_tma_reason or no_roles_reason
+    if not reason and capability == (9, 0):
+        reason = releases.why_no_warp_roles()
+    if reason is None and "TMA" not in name and "load or compute" not in name:
+        version = ".".join(map(str, capability))
+        reason = f"compute capability {version} has no TMA or little shared memory"
+    return name, reason
+
+
+def _maxsim_kernel(
+    capability: tuple[int, int],
+    device: torch.device | None,
+) -> tuple[str, str | None]:
+    """Describe the kernels of ``maxsim``; see :func:`kernel_of`."""
+    config = maxsim.forward_config(capability, torch.bfloat16, 128, 4096, tf32=False)
+    if not config["USE_TMA"]:
+        return "kernels without TMA", None
+    reason = None if device is None else given_up(maxsim.BY_TMA, device)
+    return ("kernels with TMA" if reason is None else "kernels without TMA"), reason

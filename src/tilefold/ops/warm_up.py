@@ -1,9 +1,10 @@
-"""Kernels built ahead of their first call, several at a time."""
+"""Compilation of kernels before their first call, in several threads."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,12 +24,12 @@ class Built:
     """Result of :func:`build_kernels`.
 
     Attributes:
-        kernels: the kernels that the calls launch, by name, and how many builds of each: one per
-            kind of arguments.
-        failed: what could not be built, and why.
-        seconds: for listing, building and one run of each call.
-        first_calls: seconds of that run of each call alone.
-        cache: the folder where Triton keeps them for later processes.
+        kernels: number of builds of each kernel that the calls launch, by its name. There is one
+            build per kind of arguments.
+        failed: errors of kernels that could not be built.
+        seconds: time to record, build and run all calls.
+        first_calls: seconds of the run of each call.
+        cache: folder in which Triton stores the kernels for later processes.
     """
 
     kernels: dict[str, int]
@@ -39,15 +40,15 @@ class Built:
 
     @property
     def count(self) -> int:
-        """Builds of all kernels."""
+        """Number of builds of all kernels."""
         return sum(self.kernels.values())
 
 
 def check_kernels_can_be_built() -> None:
-    """Refuse a machine on which Triton builds no kernels.
+    """Raise an error on a machine on which Triton builds no kernels.
 
     Raises:
-        RuntimeError: there is no CUDA device, no Triton, or kernels are interpreted.
+        RuntimeError: if there is no CUDA device or no Triton, or kernels are interpreted.
     """
     from tilefold.ops._shared.impl import triton_installed, triton_interpreted
 
@@ -66,44 +67,43 @@ def check_kernels_can_be_built() -> None:
 
 
 def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = None) -> Built:
-    """Build what the calls launch, in ``workers`` threads, then run each call once.
+    """Build the kernels that calls launch, in several threads, then run each call once.
 
-    Every call first runs without launching anything, so nothing on the host may depend on what
-    kernels write. Triton keeps what it builds on the disk, so that later processes on this machine
-    load it.
+    Every call first runs without launching anything, so nothing on the CPU may depend on what
+    kernels write. Triton stores the kernels on disk, and later processes on this machine load them.
 
     Args:
-        calls: functions of no argument on the current CUDA device; what they return is dropped.
-        workers: threads; by default one per core, at most 16.
+        calls: functions without arguments, for the current CUDA device. Their results are dropped.
+        workers: number of threads; by default one per core, at most 16.
 
     Raises:
-        RuntimeError: nothing can be built here.
+        RuntimeError: if nothing can be built here.
         ValueError: for fewer than one worker.
     """
     check_kernels_can_be_built()
     from tilefold.ops._shared._triton.launch import Build, recorded_builds
 
-    workers = min(16, os.cpu_count() or 1) if workers is None else workers
+    if workers is None:
+        workers = min(16, os.cpu_count() or 1)
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
-    begin, calls, device = time.perf_counter(), list(calls), torch.cuda.current_device()
-    with recorded_builds() as launches:
+    begin = time.perf_counter()
+    calls = list(calls)
+    device = torch.cuda.current_device()
+    with recorded_builds() as builds:
         for call in calls:
             call()
     torch.cuda.synchronize()
 
-    def build(launch: Build) -> str | None:
+    def failure_of(build: Build) -> str | None:
+        """Build a kernel, and return the error's text if that fails."""
         torch.cuda.set_device(device)
-        failed: Any = try_kernels(launch.__call__)
-        return str(failed) if isinstance(failed, KernelUnavailableError) else None
+        result: Any = try_kernels(build.__call__)
+        return str(result) if isinstance(result, KernelUnavailableError) else None
 
     with ThreadPoolExecutor(workers) as pool:
-        failed = tuple(
-            message for message in pool.map(build, launches.values()) if message is not None
-        )
-    kernels: dict[str, int] = {}
-    for launch in launches.values():
-        kernels[launch.kernel.__name__] = kernels.get(launch.kernel.__name__, 0) + 1
+        failures = list(pool.map(failure_of, builds.values()))
+    kernels = Counter(build.kernel.__name__ for build in builds.values())
     first_calls = []
     for call in calls:
         start = time.perf_counter()
@@ -111,9 +111,9 @@ def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = N
         torch.cuda.synchronize()
         first_calls.append(time.perf_counter() - start)
     return Built(
-        kernels,
-        failed,
-        time.perf_counter() - begin,
-        tuple(first_calls),
-        Path(triton_cache()),
+        kernels=dict(kernels),
+        failed=tuple(failure for failure in failures if failure is not None),
+        seconds=time.perf_counter() - begin,
+        first_calls=tuple(first_calls),
+        cache=Path(triton_cache()),
     )

@@ -1,4 +1,4 @@
-"""The threshold of alpha-entmax, in torch: used by ``entmax`` and ``entmax_attention``.
+"""The threshold of alpha-entmax, in torch, for ``entmax`` and ``entmax_attention``.
 
 With ``e = alpha - 1`` and distances ``d_i = max s - s_i >= 0`` of a row, alpha-entmax is ``p_i = [c
 - e d_i]_+^(1/e)``, where ``c = p_max^e`` in ``[n^-e, 1]`` makes the row sum to 1 (the usual
@@ -28,61 +28,84 @@ import math
 import torch
 from torch import Tensor
 
-EVALUATIONS = (
-    100  # bound of the loop; rows of any shape take 3 to 6, a bracket of 2^-24 at most 24 more
-)
+# Bound of the loop. Rows of any shape take 3 to 6 evaluations, a bracket of 2^-24 at most 24 more.
+EVALUATIONS = 100
 
-SOFTMAX, ENTMAX15, SPARSEMAX, GENERIC = "softmax", "entmax15", "sparsemax", "generic"
-GENERIC16, GENTLE, STEEP = "generic16", "gentle", "steep"  # of kernels
+# Kinds of alpha: 1, 1.5, 2 and any other.
+SOFTMAX = "softmax"
+ENTMAX15 = "entmax15"
+SPARSEMAX = "sparsemax"
+GENERIC = "generic"
+# Kinds that only kernels distinguish: any alpha with results of 16 bits, and an alpha that is a
+# number, below 1.5 or above.
+GENERIC16 = "generic16"
+GENTLE = "gentle"
+STEEP = "steep"
 # Kernels raise x = p^e to the power 1/e by a logarithm that is off by 2^-22 near x = 1; x itself is
 # rounded by 2^-25. Below these alpha - 1 a series takes over: weights of fp32 are within 2.4e-6 of
 # themselves, of 16 bits within 2e-5.
-NEAR_SOFTMAX, NEAR_SOFTMAX16 = 1 / 8, 1 / 64
+NEAR_SOFTMAX = 1 / 8
+NEAR_SOFTMAX16 = 1 / 64
 
 
 def check_alphas(alpha: Tensor | None) -> None:
     """Raise ``ValueError`` for a tensor on the CPU with an alpha outside [1, 2]."""
     if alpha is None or alpha.device.type != "cpu":
         return
-    for bad in alpha[~((alpha >= 1) & (alpha <= 2))][:1].tolist():
+    invalid = alpha[~((alpha >= 1) & (alpha <= 2))]
+    if invalid.numel():
         raise ValueError(
-            f"alpha must lie in [1, 2], got {bad}; parametrise it, for instance as 1 + sigmoid(theta).",
+            f"alpha must lie in [1, 2], got {invalid[0].item()}; parametrise it, for instance as "
+            "1 + sigmoid(theta).",
         )
 
 
 def alpha_number(alpha: object) -> float:
-    """An alpha that is no tensor, ``ValueError`` unless it is a number in [1, 2]."""
+    """Return an alpha that is not a tensor; raise ``ValueError`` unless it is in [1, 2]."""
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2:
         raise ValueError(f"alpha must be a number in [1, 2] or a tensor of them, got {alpha!r}.")
     return float(alpha)
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Tolerance of row masses in kernels, which divide out what is left: 16 bits round the weights
-    by far more.
+    """Tolerance of the rows' masses in kernels.
+
+    Kernels divide the weights by the mass, and results of 16 bits are rounded by far more.
     """
     return 1e-6 if dtype == torch.float32 else 1e-5
 
 
 def kind_of(alpha: Tensor | None, alpha_value: float) -> str:
-    """The closed form that an alpha has, if it is a number: 1 softmax, 1.5 entmax15, 2 sparsemax."""
-    return (
-        GENERIC
-        if alpha is not None
-        else {1.0: SOFTMAX, 1.5: ENTMAX15, 2.0: SPARSEMAX}.get(alpha_value, GENERIC)
-    )
+    """Return the kind of an alpha: a closed form for 1, 1.5 and 2, else :data:`GENERIC`.
+
+    Args:
+        alpha: a tensor, which is generic, or ``None``.
+        alpha_value: the alpha if it is a number.
+    """
+    if alpha is not None:
+        return GENERIC
+    closed_forms = {1.0: SOFTMAX, 1.5: ENTMAX15, 2.0: SPARSEMAX}
+    return closed_forms.get(alpha_value, GENERIC)
 
 
 def kernel_kind(dtype: torch.dtype, alpha: Tensor | None, alpha_value: float) -> str:
-    """:func:`kind_of` as kernels know it: less exact about any alpha where results are rounded to
-    16 bits.
+    """Return the kind of an alpha in kernels.
+
+    Like :func:`kind_of`, with more kinds. Kernels are less exact for any alpha if results are
+    rounded to 16 bits, and faster for a number that is not close to 1.
+
+    Args:
+        dtype: dtype of the results.
+        alpha: a tensor, or ``None``.
+        alpha_value: the alpha if it is a number.
     """
     kind = kind_of(alpha, alpha_value)
     if kind != GENERIC:
         return kind
-    narrow = dtype in (torch.float16, torch.bfloat16)
-    if alpha is not None or alpha_value - 1 < (NEAR_SOFTMAX16 if narrow else NEAR_SOFTMAX):
-        return GENERIC16 if narrow else GENERIC
+    is_16_bit = dtype in (torch.float16, torch.bfloat16)
+    near_softmax = NEAR_SOFTMAX16 if is_16_bit else NEAR_SOFTMAX
+    if alpha is not None or alpha_value - 1 < near_softmax:
+        return GENERIC16 if is_16_bit else GENERIC
     return GENTLE if alpha_value < 1.5 else STEEP
 
 
@@ -101,40 +124,45 @@ def log_weights(d: Tensor, log_peak: Tensor, e: Tensor) -> Tensor:
 
 
 def _evaluate(d: Tensor, y: Tensor, e: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """F, U and Q of every row at ``y``: ``c`` of the closed forms, whose ``d`` holds ``e d``, else
-    ``log p_max``.
+    """Return F, U and Q of every row at ``y``, ``[R, 1]`` each.
+
+    Args:
+        d: ``[R, n]`` distances, of closed forms times ``e``.
+        y: ``[R, 1]`` the unknown: ``c`` of closed forms, else ``log p_max``.
+        e: ``[R, 1]`` ``alpha - 1``.
+        kind: :func:`kind_of` alpha.
     """
     if kind == GENERIC:
         log_p = log_weights(d, y, e)
-        support = log_p > -math.inf
-        log_p = log_p.masked_fill(~support, 0)
-        f, u, q = (
-            (torch.exp(power * log_p) * support).sum(dim=-1, keepdim=True)
-            for power in (1, 1 - e, (1 - 2 * e).clamp(0))
-        )
-        return f, u, q
+        is_support = log_p > -math.inf
+        log_p = log_p.masked_fill(~is_support, 0)
+
+        def sum_of_powers(power: Tensor | int) -> Tensor:
+            return (torch.exp(power * log_p) * is_support).sum(dim=-1, keepdim=True)
+
+        return sum_of_powers(1), sum_of_powers(1 - e), sum_of_powers((1 - 2 * e).clamp(0))
     x = (y - d).clamp_min(0)
+    support_size = (x > 0).to(x.dtype).sum(dim=-1, keepdim=True)
     if kind == ENTMAX15:
-        f, u = (x * x).sum(dim=-1, keepdim=True), x.sum(dim=-1, keepdim=True)
-        return f, u, (x > 0).to(x.dtype).sum(dim=-1, keepdim=True)
-    f, u = x.sum(dim=-1, keepdim=True), (x > 0).to(x.dtype).sum(dim=-1, keepdim=True)
-    return f, u, u
+        return (x * x).sum(dim=-1, keepdim=True), x.sum(dim=-1, keepdim=True), support_size
+    return x.sum(dim=-1, keepdim=True), support_size, support_size
 
 
-def _step(y: Tensor, f: Tensor, u: Tensor, q: Tensor, e: Tensor, kind: str) -> Tensor:
+def _halley_step(y: Tensor, f: Tensor, u: Tensor, q: Tensor, e: Tensor, kind: str) -> Tensor:
+    """Return the next ``y`` after Halley's step on ``G(c) = 1``; Newton's above alpha = 1.5.
+
+    Args are those of :func:`_evaluate`, and its results ``f``, ``u`` and ``q``.
+    """
     log_f = torch.log(f)
-    s = -torch.expm1(-e * log_f)
+    s = -torch.expm1(-e * log_f)  # 1 - F^-e
     damping = s * (1 - e) / (2 * e.clamp_min(1e-30)) * (f * q / (u * u) - 1)
-    damping = torch.where(
-        (e <= 0.5) & (damping < 0.75),
-        damping,
-        0.0,
-    )  # beyond, Q is a sum of negative powers
-    r = s * f / u / (1 - damping)
+    # Above alpha = 1.5, Q is a sum of negative powers.
+    damping = torch.where((e <= 0.5) & (damping < 0.75), damping, 0.0)
+    decrease = s * f / u / (1 - damping)  # of c
     if kind != GENERIC:
-        return y - r
-    moved = torch.log1p(-r * torch.exp(-e * y)) / e.clamp_min(1e-30)
-    return y + torch.where(e > 0, moved, -log_f)
+        return y - decrease
+    change = torch.log1p(-decrease * torch.exp(-e * y)) / e.clamp_min(1e-30)
+    return y + torch.where(e > 0, change, -log_f)
 
 
 def solve(
@@ -144,18 +172,18 @@ def solve(
     *,
     method: str = "halley",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The root of every row.
+    """Find the root of every row.
 
     Args:
-        d: ``[R, n]`` distances from the row's maximum, at least 0 and with a 0 in every row; inf is
-            never chosen.
+        d: ``[R, n]`` distances from the row's maximum, at least 0, and with a 0 in every row. An
+            entry with distance inf has weight 0.
         e: ``alpha - 1``, broadcastable to ``[R, 1]``.
         kind: :func:`kind_of` alpha.
-        method: ``"halley"``, or ``"bisection"``, which is here to be compared with.
+        method: ``"halley"``, or ``"bisection"`` for comparisons.
 
     Returns:
-        ``[R, 1]`` root (``c`` of the closed forms, ``log p_max`` of the others), ``[R, 1]`` mass at the root and
-        ``[R]`` number of evaluations.
+        ``[R, 1]`` root (``c`` of closed forms, ``log p_max`` of others), ``[R, 1]`` mass at the
+        root, and ``[R]`` number of evaluations.
     """
     eps = torch.finfo(d.dtype).eps
     tolerance = 1e-6 if d.dtype == torch.float32 else 1e-13
@@ -163,36 +191,41 @@ def solve(
     one = torch.ones_like(d[:, :1])
     e = e.to(d.dtype) * one
     if kind == GENERIC:
-        low, high = -math.log(n) * one, 0 * one
+        low = -math.log(n) * one
+        high = 0 * one
+        # Halfway in c, and not in its logarithm: fewer evaluations follow.
+        halfway = torch.log((1 + torch.exp(e * low)) / 2) / e.clamp_min(1e-3)
+        y = torch.where(e > 1e-3, halfway.clamp(low, high), (low + high) / 2)
     else:
         d = d * e
-        low, high = n**-e, one
-    y = (low + high) / 2
-    if kind == GENERIC:  # halfway in c and not in its logarithm: fewer evaluations follow
-        halfway = torch.log((1 + torch.exp(e * low)) / 2) / e.clamp_min(1e-3)
-        y = torch.where(e > 1e-3, halfway.clamp(low, high), y)
-    mass, before = one, math.inf * one
-    found = torch.zeros_like(one, dtype=torch.bool)
-    evaluations = torch.zeros_like(found, dtype=torch.int32)
+        low = n**-e
+        high = one
+        y = (low + high) / 2
+    mass = one
+    previous_residual = math.inf * one
+    is_solved = torch.zeros_like(one, dtype=torch.bool)
+    evaluations = torch.zeros_like(is_solved, dtype=torch.int32)
     for _ in range(EVALUATIONS):
         f, u, q = _evaluate(d, y, e, kind)
-        evaluations += ~found
-        mass = torch.where(found, mass, f)
-        low, high = torch.where(f <= 1, y, low), torch.where(f >= 1, y, high)
+        evaluations += ~is_solved
+        mass = torch.where(is_solved, mass, f)
+        low = torch.where(f <= 1, y, low)
+        high = torch.where(f >= 1, y, high)
         residual = (f - 1).abs()
-        middle = (low + high) / 2
-        new = middle
+        next_y = (low + high) / 2
         if method == "halley":
-            step = _step(y, f, u, q, e, kind)
-            inside = (step >= low - 99 * eps) & (
-                step <= high + 99 * eps
-            )  # one winner's root lies on the border
-            new = torch.where(inside & (residual <= before / 2), step.clamp(low, high), middle)
-        still = (new - y).abs() <= eps * (y.abs() if kind != GENERIC else y.abs().clamp_min(1))
-        found |= (residual <= tolerance) | still
-        if bool(found.all()):
+            step = _halley_step(y, f, u, q, e, kind)
+            # The root of a row with one winner is on the border of the bracket.
+            is_inside = (step >= low - 99 * eps) & (step <= high + 99 * eps)
+            is_good = is_inside & (residual <= previous_residual / 2)
+            next_y = torch.where(is_good, step.clamp(low, high), next_y)
+        scale = y.abs() if kind != GENERIC else y.abs().clamp_min(1)
+        has_stopped = (next_y - y).abs() <= eps * scale
+        is_solved |= (residual <= tolerance) | has_stopped
+        if bool(is_solved.all()):
             break
-        y, before = torch.where(found, y, new), residual
+        y = torch.where(is_solved, y, next_y)
+        previous_residual = residual
     return y, mass, evaluations.squeeze(-1)
 
 
@@ -205,23 +238,38 @@ def probabilities(d: Tensor, y: Tensor, e: Tensor, kind: str) -> Tensor:
 
 
 def row_weights(s: Tensor, e: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Probabilities of scores ``[R, n]``, and the root, mass and peak of every row, ``[R, 1]``.
+    """Return the probabilities of scores, and root, mass and peak of every row.
 
-    A row of nothing but ``-inf`` is 0; one with NaN, ``+inf`` or an alpha out of range, and its
-    root, are NaN.
+    The probabilities of a row whose scores are all ``-inf`` are 0. In a row with NaN, ``+inf`` or
+    an alpha outside [1, 2], they and the root are NaN.
+
+    Args:
+        s: ``[R, n]`` scores.
+        e: ``[R, 1]`` ``alpha - 1``.
+        kind: :func:`kind_of` alpha.
+
+    Returns:
+        ``[R, n]`` probabilities, ``[R, 1]`` root, ``[R, 1]`` mass and ``[R, 1]`` largest score.
     """
     peak = s.amax(dim=-1, keepdim=True)
-    proper, empty = peak.isfinite() & (e >= 0) & (e <= 1), peak == -math.inf
-    d = torch.where(proper, peak - s, 0.0)
+    is_valid = peak.isfinite() & (e >= 0) & (e <= 1)
+    is_empty = peak == -math.inf
+    d = torch.where(is_valid, peak - s, 0.0)
     if kind == SOFTMAX:
         p = torch.softmax(-d, dim=-1)
-        root, mass = torch.log(p.amax(dim=-1, keepdim=True)), torch.ones_like(peak)
+        root = torch.log(p.amax(dim=-1, keepdim=True))
+        mass = torch.ones_like(peak)
     else:
-        e = torch.where(proper, e, 1.0)
+        e = torch.where(is_valid, e, 1.0)
         root, mass, _ = solve(d, e, kind)
         p = probabilities(d, root, e, kind) / mass
-    nothing = torch.where(empty, 0.0, math.nan).to(p.dtype)
-    return torch.where(proper, p, nothing), torch.where(proper | empty, root, math.nan), mass, peak
+    invalid_p = torch.where(is_empty, 0.0, math.nan).to(p.dtype)
+    return (
+        torch.where(is_valid, p, invalid_p),
+        torch.where(is_valid | is_empty, root, math.nan),
+        mass,
+        peak,
+    )
 
 
 def row_gradients(
@@ -231,8 +279,17 @@ def row_gradients(
     kind: str,
     need_alpha: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of scores ``[.., n]``, and of the alpha of each row ``[..]``, from those of the
-    probabilities.
+    """Return the gradients of scores and alphas.
+
+    Args:
+        p: ``[.., n]`` probabilities.
+        dp: ``[.., n]`` gradient of the probabilities.
+        e: ``[.., 1]`` ``alpha - 1``.
+        kind: :func:`kind_of` alpha.
+        need_alpha: whether the gradient of alpha is needed.
+
+    Returns:
+        ``[.., n]`` gradient of the scores, and ``[..]`` gradient of each row's alpha, or ``None``.
     """
     u = slopes(p, e, kind)
     total = u.sum(dim=-1, keepdim=True)
@@ -246,8 +303,9 @@ def row_gradients(
 
 
 def slopes(p: Tensor, e: Tensor, kind: str) -> Tensor:
-    """``u = p^(1-e)`` on the support and 0 elsewhere: the Jacobian of a row is ``diag(u) - u u^T /
-    sum u``.
+    """Return ``u = p^(1-e)`` on the support, and 0 elsewhere.
+
+    The Jacobian of a row is ``diag(u) - u u^T / sum u``.
     """
     if kind == SOFTMAX:
         return p
@@ -259,10 +317,10 @@ def slopes(p: Tensor, e: Tensor, kind: str) -> Tensor:
 
 
 def alpha_terms(p: Tensor, u: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-    """Elementwise A and B of ``dp/dalpha = (B sum A - A sum B) / sum u``, finite down to alpha = 1.
+    """Return the elementwise A and B of ``dp/dalpha = (B sum A - A sum B) / sum u``.
 
-    With ``y = log p`` and ``w = -e y``: ``A = p (exp(w) - 1 - w) / e^2`` (limit ``p y^2 / 2``), ``B
-    = p (1 + w)``.
+    With ``y = log p`` and ``w = -e y``, ``A = p (exp(w) - 1 - w) / e^2`` and ``B = p (1 + w)``. A
+    is finite down to alpha = 1, where it is ``p y^2 / 2``.
     """
     y = torch.log(torch.where(p > 0, p, 1.0))
     w = -e * y
@@ -270,8 +328,6 @@ def alpha_terms(p: Tensor, u: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
         1 / 6 + w * (1 / 24 + w * (1 / 120 + w * (1 / 720 + w * (1 / 5040 + w / 40320))))
     )
     direct = (u - p - p * w) / (e * e).clamp_min(1e-30)
-    return torch.where(
-        w < (0.3 if p.dtype == torch.float32 else 0.03),
-        p * y * y * series,
-        direct,
-    ), p * (1 + w)
+    series_below = 0.3 if p.dtype == torch.float32 else 0.03
+    a = torch.where(w < series_below, p * y * y * series, direct)
+    return a, p * (1 + w)

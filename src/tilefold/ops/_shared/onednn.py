@@ -1,5 +1,6 @@
-"""fp32 products on the CPU by oneDNN, which makes a kernel for each number of rows; times:
-docs/performance.md.
+"""Products of fp32 on the CPU by oneDNN, which compiles a kernel for each number of rows.
+
+Times are in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tilefold.ops._shared.internals import (
     takes_onednn_linear,
 )
 
-FEWEST_ROWS = 256
+FEWEST_ROWS = 256  # of a product that oneDNN computes faster than torch
 
 
 def serves(rows: Tensor, count: int, weight: Tensor, bias: Tensor | None = None) -> bool:
@@ -39,22 +40,30 @@ def serves(rows: Tensor, count: int, weight: Tensor, bias: Tensor | None = None)
 
 
 def tile_product(like: Tensor, count: int, weight: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """Function for repeated products of at most ``count`` rows and ``weight.T``, or None where
-    torch does as well.
+    """Return a function that computes products of rows and one weight faster than torch.
+
+    Args:
+        like: tensor with the dtype, device and last dimension of the rows.
+        count: largest number of rows of a product.
+        weight: ``[N, K]``, which is packed once.
+
+    Returns:
+        ``rows -> rows @ weight.T``, or ``None`` where torch is as fast.
     """
-    if _mkl_is_at_home() or not serves(like, count, weight):
+    if _mkl_is_fast() or not serves(like, count, weight):
         return None
     packed = onednn_packed(weight, count)
     return lambda rows: onednn_linear(rows, packed, None)
 
 
 @functools.cache
-def _mkl_is_at_home() -> bool:
-    """Whether this is a CPU of Intel, where MKL into memory that was written before is an eighth
-    faster.
+def _mkl_is_fast() -> bool:
+    """Whether this is a CPU of Intel and torch has MKL.
+
+    MKL is an eighth faster there if it writes to memory that was written before.
     """
     try:
-        intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        is_intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return False
-    return intel and bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
+    return is_intel and bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]

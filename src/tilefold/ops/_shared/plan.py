@@ -24,7 +24,7 @@ TRITON_OPTIONS = ("num_warps", "num_stages", "maxnreg", "ptx_options")
 
 
 class Setting(NamedTuple):
-    """What a plan depends on, apart from the layouts of tensors and the options.
+    """Facts that plans depend on, apart from the layouts of tensors and the options.
 
     Attributes:
         capability: compute capability of the device, ``(0, 0)`` where kernels are interpreted.
@@ -65,7 +65,7 @@ class Buffer(NamedTuple):
 
 
 class KernelFallback(NamedTuple):
-    """What runs in place of a kernel that cannot be built.
+    """Replacement of a kernel that cannot be built.
 
     The pass is then planned again, with the kernel in :attr:`Setting.given_up`.
 

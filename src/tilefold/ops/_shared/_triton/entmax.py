@@ -1,14 +1,16 @@
-"""Alpha-entmax inside kernels: weights, row sums and steps of the root; the maths heads
-``_shared/entmax_root.py``.
+"""Device functions of alpha-entmax: weights, row sums and steps of the root.
 
-``KIND`` is ``"softmax"``, ``"entmax15"`` (alpha = 1.5), ``"sparsemax"`` (alpha = 2) or a general
-form. The unknown ``y`` of a row is ``c`` for entmax15 and sparsemax, whose distances are multiplied
-by ``e = alpha - 1``, and ``log p_max`` for the others. Those two need no transcendental function
-for an entry; the general forms one logarithm and one exponential of the hardware, which make a
-power of ``x = [c - e d]_+ = p^e``, ``p^a = 2^(a / e log2 x)``, and multiplying with ``x`` makes the
-next ones. For a number that is not too close to 1 they are ``"gentle"`` to alpha = 1.5 and
-``"steep"`` beyond; ``"generic"``, of fp32, and ``"generic16"``, of 16 bits, look at alpha as they
-run.
+The derivation is in ``_shared/entmax_root.py``. ``KIND`` is one of:
+
+- ``"softmax"``, ``"entmax15"`` (alpha = 1.5) and ``"sparsemax"`` (alpha = 2), the closed forms;
+- ``"gentle"`` and ``"steep"``, for a number up to 1.5 or above that is not too close to 1;
+- ``"generic"`` for fp32 and ``"generic16"`` for 16 bits, which branch on alpha at run time.
+
+The unknown ``y`` of a row is ``c`` for entmax15 and sparsemax, whose distances are multiplied by
+``e = alpha - 1``, and ``log p_max`` for the others. Entmax15 and sparsemax need no transcendental
+function for an entry. The general kinds need one logarithm and one exponential of the hardware, for
+a power of ``x = [c - e d]_+ = p^e``: ``p^a = 2^(a / e log2 x)``. Products with ``x`` give the next
+powers.
 """
 
 import torch
@@ -19,7 +21,7 @@ from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared.entmax_root import NEAR_SOFTMAX, NEAR_SOFTMAX16
 from tilefold.ops._shared.impl import triton_interpreted
 
-# the interpreter calls a reducing function of ours once an entry, but knows sums and maxima
+# The interpreter calls a reducing function of ours once per entry. Sums and maxima are built in.
 INTERPRETED = tl.constexpr(triton_interpreted())
 PLAIN = tl.constexpr(triton_interpreted() or torch.version.hip is not None)  # no PTX
 MAX_EVALUATIONS = tl.constexpr(100)
@@ -33,9 +35,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def saturated(a, b, c):
-    """``a b + c``, held between 0 and 1: one instruction of the multipliers, which a maximum is
-    not.
-    """
+    """``a b + c``, clamped to [0, 1] by a single multiply-add instruction; NaN becomes 0."""
     if PLAIN:
         x = a * b + c
         return tl.where(x > 0, tl.minimum(x, 1.0), 0.0)  # 0 for NaN, as the instruction has it
@@ -52,7 +52,7 @@ def saturated(a, b, c):
 
 @triton.jit
 def log2_of(x):
-    """One instruction, ``-inf`` at 0, which any number below :data:`SMALLEST` counts as."""
+    """``log2(x)`` in one instruction; ``-inf`` below :data:`SMALLEST`."""
     if PLAIN:
         return tl.where(x >= SMALLEST, tl.log2(tl.maximum(x, SMALLEST)), float("-inf"))
     else:
@@ -68,7 +68,7 @@ def log2_of(x):
 
 @triton.jit
 def power_of_2(x):
-    """One instruction, 0 at ``-inf``."""
+    """``2^x`` in one instruction; 0 at ``-inf``."""
     if PLAIN:
         return tl.exp2(x)
     else:
@@ -84,8 +84,9 @@ def power_of_2(x):
 
 @triton.jit
 def needs_care(e, KIND: tl.constexpr):
-    """Whether an alpha is so close to 1 that a series must hold what a logarithm of x loses; a
-    scalar.
+    """Whether alpha is so close to 1 that the logarithm of ``x`` needs a series.
+
+    ``e`` and the result are scalars.
     """
     if (KIND == "gentle") | (KIND == "steep"):
         return False
@@ -97,7 +98,7 @@ def needs_care(e, KIND: tl.constexpr):
 
 @triton.jit
 def is_steep(e, KIND: tl.constexpr):
-    """Whether alpha is beyond 1.5, where ``p^(1 - 2 e)`` would be a negative power."""
+    """Whether alpha is above 1.5, where ``p^(1 - 2 e)`` would be a negative power."""
     if KIND == "gentle":
         return False
     elif KIND == "steep":
@@ -108,15 +109,23 @@ def is_steep(e, KIND: tl.constexpr):
 
 @triton.jit
 def root_power(d, c, e):
-    """``x = [c - e d]_+``, positive on the support alone."""
+    """``x = [c - e d]_+``, positive on the support only."""
     zero = tl.zeros_like(d)
     return saturated(d, zero - e, zero + c)
 
 
 @triton.jit
 def log2_weight(d, x, y, e, careful):
-    """``log2 p`` of distances ``d`` and their ``x``; what is off the support has anything at or
-    below its border.
+    """``log2 p`` of distances ``d`` on the support.
+
+    Off the support the result is any number up to its value on the border.
+
+    Args:
+        d: distances.
+        x: :func:`root_power` of the distances.
+        y: unknown of each row.
+        e: ``alpha - 1``.
+        careful: :func:`needs_care` of alpha.
     """
     rate = 1 / tl.maximum(e, 1e-30)
     if careful:
@@ -134,7 +143,10 @@ def log2_weight(d, x, y, e, careful):
 
 @triton.jit
 def weight_power(d, x, y, a, e, careful):
-    """``p^a`` on the support and 0 elsewhere, for ``0 <= a <= 1``."""
+    """``p^a`` on the support, and 0 elsewhere, for ``0 <= a <= 1``.
+
+    Args are those of :func:`log2_weight`.
+    """
     if careful:
         power = tl.where(
             x > 0,
@@ -151,14 +163,23 @@ def weight_power(d, x, y, a, e, careful):
 
 @triton.jit
 def weight(d, y, c, e, careful, KIND: tl.constexpr):
-    """``p`` of distances ``d`` (times e for the closed forms); ``c`` is that of :func:`peak_power`."""
+    """``p`` of distances; see :func:`weight_and_slope`."""
     p, _u = weight_and_slope(d, y, c, e, careful, KIND)
     return p
 
 
 @triton.jit
 def weight_and_slope(d, y, c, e, careful, KIND: tl.constexpr):
-    """``p`` and ``u = p^(1-e)`` on the support."""
+    """``p``, and ``u = p^(1-e)`` on the support.
+
+    Args:
+        d: distances, times ``e`` for entmax15 and sparsemax.
+        y: unknown of each row.
+        c: :func:`peak_power` of ``y``.
+        e: ``alpha - 1``.
+        careful: :func:`needs_care` of alpha.
+        KIND: kind of alpha.
+    """
     if KIND == "entmax15":
         u = tl.maximum(y - d, 0.0)
         p = u * u
@@ -177,7 +198,11 @@ def weight_and_slope(d, y, c, e, careful, KIND: tl.constexpr):
 
 @triton.jit
 def row_terms(d, y, c, e, careful, KIND: tl.constexpr):
-    """The terms of F, U and Q for every distance; from alpha = 1.5 on those of Q count the support."""
+    """Terms of F, U and Q for every distance.
+
+    From alpha = 1.5 on, the terms of Q are 1 on the support. Args are those of
+    :func:`weight_and_slope`.
+    """
     if KIND == "entmax15":
         u = tl.maximum(y - d, 0.0)
         f = u * u
@@ -226,8 +251,9 @@ def _add2(f, u, other_f, other_u):
 
 @triton.jit
 def sum_terms(f, u, q, KIND: tl.constexpr):
-    """F, U and Q of rows from their terms: in one reduction, so that terms need not exist at the
-    same time.
+    """F, U and Q of rows from their terms ``[rows, columns]``.
+
+    They are summed in one reduction, so that not all terms need registers at the same time.
     """
     if KIND == "softmax":
         f = tl.sum(f, axis=1)
@@ -247,14 +273,14 @@ def sum_terms(f, u, q, KIND: tl.constexpr):
 
 @triton.jit
 def row_sums(d, y, c, e, careful, KIND: tl.constexpr):
-    """F, U and Q of the last axis of a tile of distances."""
+    """F, U and Q of the rows of a tile of distances ``[rows, columns]``."""
     f, u, q = row_terms(d, y, c, e, careful, KIND)
     return sum_terms(f, u, q, KIND)
 
 
 @triton.jit
 def row_peak(s):
-    """Maxima along axis 1; NaN where there is one."""
+    """Maximum of each row of ``[rows, columns]``; NaN if the row has one."""
     if INTERPRETED:
         broken = s != s
         return tl.where(
@@ -268,7 +294,7 @@ def row_peak(s):
 
 @triton.jit
 def bracket(n, e, KIND: tl.constexpr):
-    """Bounds of the root of a row of ``n`` entries (at least 1)."""
+    """Lower and upper bound of the root of a row of ``n >= 1`` entries."""
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         low = tl.exp(-e * tl.log(n)) * (1 - 1e-6)
         high = tl.zeros_like(low) + 1.0
@@ -280,8 +306,9 @@ def bracket(n, e, KIND: tl.constexpr):
 
 @triton.jit
 def middle(low, high, e, KIND: tl.constexpr):
-    """Starting point between bounds: halfway in c, from where fewer steps follow than from halfway
-    in its logarithm.
+    """Starting point between the bounds of the root, halfway in ``c``.
+
+    From halfway in the logarithm of ``c`` more steps would follow.
     """
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         return 0.5 * (low + high)
@@ -294,7 +321,7 @@ def middle(low, high, e, KIND: tl.constexpr):
 
 @triton.jit
 def peak_power(y, e, KIND: tl.constexpr):
-    """``c = p_max^e`` of the general forms, the unknown itself of others."""
+    """``c = p_max^e`` for the general kinds, and ``y`` itself for the closed forms."""
     if (KIND == "softmax") | (KIND == "entmax15") | (KIND == "sparsemax"):
         return y
     else:
@@ -303,8 +330,23 @@ def peak_power(y, e, KIND: tl.constexpr):
 
 @triton.jit
 def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr):
-    """One safeguarded step: the new ``(y, low, high, residual, found)`` of every row after an
-    evaluation at ``y``.
+    """One safeguarded step of the root, after an evaluation at ``y``.
+
+    Args:
+        y: unknown of each row.
+        f: F at ``y``.
+        u: U at ``y``.
+        q: Q at ``y``.
+        low: lower bound of the root.
+        high: upper bound of the root.
+        before: residual ``|F - 1|`` of the previous evaluation.
+        found: whether the row's root is found. ``y`` then stays.
+        e: ``alpha - 1``.
+        KIND: kind of alpha.
+        TOLERANCE: residual at which the root counts as found.
+
+    Returns:
+        The new ``y``, ``low``, ``high``, the residual, and ``found``.
     """
     residual = tl.abs(f - 1)
     low = tl.where(f <= 1, y, low)
@@ -352,9 +394,7 @@ def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr, TOLER
 
 @triton.jit
 def alpha_terms(p, u, e):
-    """The A and B of the derivative by alpha for an entry: ``dp/dalpha = (B sum A - A sum B) / sum
-    u``.
-    """
+    """Elementwise A and B of ``dp/dalpha = (B sum A - A sum B) / sum u``."""
     log_p = log2_of(tl.maximum(p, SMALLEST)) * LN2  # finite where a weight is 0
     w = -e * log_p
     series = 1 / 2 + w * (1 / 6 + w * (1 / 24 + w * (1 / 120 + w * (1 / 720 + w / 5040))))
