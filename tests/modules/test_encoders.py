@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sentence_transformers
 import torch
-from packaging.version import Version
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
@@ -89,12 +87,23 @@ def test_a_shared_network_is_built_and_saved_once(tiny_lm: str, tmp_path: Path) 
     routes = model[0].sub_modules
     assert routes["query"][0] is routes["document"][0]
     loaded = reloaded(model, tmp_path)
-    if Version(sentence_transformers.__version__) >= Version(
-        "6.2",
-    ):  # before, a Router saves it for each route
-        assert len(list(tmp_path.rglob("model.safetensors"))) == 1
-        assert loaded[0].sub_modules["query"][0] is loaded[0].sub_modules["document"][0]
+    assert len(list(tmp_path.rglob("model.safetensors"))) == 1
+    assert loaded[0].sub_modules["query"][0] is loaded[0].sub_modules["document"][0]
     torch.testing.assert_close(vectors(loaded)[0].norm(dim=1), torch.ones(2))
+
+
+def test_the_limit_of_epic_is_saved_and_its_loss_is_told(tiny_lm: str, tmp_path: Path) -> None:
+    model = built(tiny_lm, EncoderSpec("mlm"), EncoderSpec("epic", top_k=7))
+    loaded = reloaded(model, tmp_path)
+    assert loaded.max_active_dims == 7
+    assert (vectors(loaded)[1] > 0).sum(dim=1).tolist() == [7] * 4
+
+    config = tmp_path / "config_sentence_transformers.json"
+    saved = json.loads(config.read_text())
+    del saved["max_active_dims"]  # as sentence-transformers before 6.2 saved a model
+    config.write_text(json.dumps(saved))
+    with pytest.warns(UserWarning, match="expected max_active_dims of a model with EpicPooling"):
+        load_encoder(str(tmp_path), device="cpu")
 
 
 def test_binary_queries_weigh_each_distinct_token_once(tiny_lm: str) -> None:

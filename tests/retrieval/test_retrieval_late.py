@@ -180,13 +180,43 @@ def test_metadata_choose_documents_also_of_an_index_that_grew(
         r.LateIndex.load(place).search(queries, 3, where={"odd": True})
 
 
-def test_pooled_documents_are_those_of_sentence_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("default", [True, False])
+def test_pooled_documents_do_not_depend_on_the_default_of_sentence_transformers(
+    default: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pooling = pytest.importorskip("sentence_transformers.multi_vector_encoder.modules")
+    stock = pooling.HierarchicalTokenPooling
     documents = made(names(range(20)))
+    expected = stock(3, num_protected_tokens=1, normalize_embeddings=True).pool(
+        [documents.rows(row) for row in range(20)],
+    )
+    defaults = {"num_protected_tokens": 1, "normalize_embeddings": default, "tasks": None}
+    monkeypatch.setattr(stock.__init__, "__kwdefaults__", defaults)
     index = r.LateIndex.build(documents, tmp_path / "index", storage="fp16", pool_factor=3)
-    expected = pooling.HierarchicalTokenPooling(3).pool([documents.rows(row) for row in range(20)])
     assert stored(index).values.tolist() == torch.cat(expected).half().float().tolist()
     assert index.files.n_tokens < 0.6 * documents.values.size(0)
+    assert index.options["pooling"] == token_blocks.POOLING
+
+
+def test_an_index_that_does_not_tell_how_it_was_pooled_is_not_updated(tmp_path: Path) -> None:
+    place, documents = tmp_path / "index", made(names(range(20)))
+    r.LateIndex.build(documents, place, pool_factor=3)
+    r.update_index(place, made(names(range(20, 25)), 2))
+    assert r.merge_segments(place) == 25
+    assert r.LateIndex.load(place).options["pooling"] == token_blocks.POOLING
+
+    written = json.loads((place / "index.json").read_text())
+    del written["options"]["pooling"], written["checksum"]
+    (place / "index.json").write_text(json.dumps(written))
+    more = made(names(range(25, 30)), 3)
+    with pytest.raises(DataError, match="one that does not tell how"):
+        r.update_index(place, more)
+    assert r.update_index(place, delete=names(range(2)))["n_documents"] == 23
+    assert r.merge_segments(place) == 23
+    with pytest.raises(DataError, match="Build the index again"):
+        r.update_index(place, more)
 
 
 @pytest.mark.parametrize("storage", token_blocks.STORAGES)

@@ -256,9 +256,9 @@ def _accelerate(model: Model) -> None:
 
 def check_sentence_transformers() -> None:
     """Import sentence-transformers, or say what to install."""
+    from tilefold import _sentence_transformers
+
     try:
-        from sentence_transformers import MultiVectorEncoder, SparseEncoder  # noqa: F401 - 6 or later has both
+        _sentence_transformers.check_sentence_transformers()
     except ImportError as error:
-        raise CommandError(
-            'this needs sentence-transformers 6 or later: pip install "tilefold[sentence-transformers]"',
-        ) from error
+        raise CommandError(str(error)) from error

@@ -11,6 +11,10 @@ import torch
 from sentence_transformers.sparse_encoder.losses import CachedSpladeLoss, SpladeLoss
 from torch import Tensor
 
+from tilefold._sentence_transformers import check_sentence_transformers
+
+check_sentence_transformers()
+
 __all__ = ["JOINED", "BaseSpladeLoss", "JoinedSpladeLoss"]
 
 JOINED = "joined_columns"  # key of a packed column's place among those of its batch

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from tilefold._lazy import lazy_exports
@@ -42,11 +43,23 @@ def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:
 
     sentence-transformers 6 imports a class of another package only with ``trust_remote_code=True``,
     which also lets a repository run code of its own; here, any other class than those needs the
-    flag.
+    flag. A ``UserWarning`` for a model of :class:`EpicPooling` without ``max_active_dims``, whose
+    vectors have all V terms.
     """
     from sentence_transformers import SparseEncoder
 
-    return SparseEncoder._load_with_module_classes(name_or_path, module_classes(), **kwargs)
+    from tilefold.modules.epic_pooling import EpicPooling
+
+    model = SparseEncoder._load_with_module_classes(name_or_path, module_classes(), **kwargs)
+    is_epic = any(isinstance(module, EpicPooling) for module in model.modules())
+    if is_epic and model.max_active_dims is None:
+        warnings.warn(
+            f"{name_or_path}: expected max_active_dims of a model with EpicPooling, got none, so that "
+            "each vector has a weight for every term. Releases of sentence-transformers before 6.2 did "
+            "not save it: set it (1,000 in the paper) and save the model again.",
+            stacklevel=2,
+        )
+    return model
 
 
 def to_stock(model: nn.Module) -> int:

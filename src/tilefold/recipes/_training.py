@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from tilefold._files import naming_full_disk
 from tilefold._ranks import each_for_itself, first_rank_first, joined, several
+from tilefold._sentence_transformers import check_sentence_transformers
 from tilefold._typing import Model
 from tilefold.recipes import _run
 from tilefold.recipes._card import describe
@@ -179,7 +180,8 @@ def train(
             no split to evaluate, checkpoints of another recipe or data, `negatives` for a recipe
             that reads none, graphs without a GPU, or a batch that the ranks cannot share.
         FileExistsError: `output_dir` holds something other than a model of this recipe and data.
-        MissingPackageError: sentence-transformers or the packaged model is not installed.
+        ImportError: sentence-transformers is not installed, or older than 6.2; or the packaged
+            model is not installed.
         OutOfTimeError: `hours` are over; the same call goes on.
         RankError: another rank failed or ended; its checkpoints are kept.
         RuntimeError: the environment names several processes, and no launcher that is known started
@@ -205,6 +207,7 @@ def train(
         raise RuntimeError(
             f"several processes must come from a known launcher, got WORLD_SIZE={processes}. {remedy}",
         )
+    check_sentence_transformers()
     with joined(training=True):
         world = World()
         try:

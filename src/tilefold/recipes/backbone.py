@@ -129,7 +129,7 @@ def minilm_splade(
                 **local_only(),
             )
         transformer.model.config._name_or_path = MINILM_NAME
-        encoder = SparseEncoder(modules=[transformer, SpladePooling("max")], device=device)
+        encoder = SparseEncoder(modules=[transformer, SpladePooling("max", "relu")], device=device)
     encoder.model_card_data.base_model = MINILM_NAME
     return stay_offline(encoder)
 

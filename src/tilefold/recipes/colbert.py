@@ -115,7 +115,13 @@ class ColbertRecipe(Recipe):
                 scores=scores,
                 length=model[0].document_length,
             )
-        loss = made(model, scale=self.similarity_scale, similarity_fct=scores, **cached)
+        loss = made(
+            model,
+            scale=self.similarity_scale,
+            similarity_fct=scores,
+            gather_across_devices=False,
+            **cached,
+        )
         with accelerate(model) if self.fused else nullcontext():
             last = run_trainer(
                 job,
@@ -198,16 +204,21 @@ def _with_own_modules(
     ]  # only those can be skipped
     skipped = single if recipe.skip_punctuation else None
     modules += [
-        MultiVectorMask(skiplist_words=skipped),
+        MultiVectorMask(skiplist_words=skipped, skiplist_tasks="document"),
         Normalize(module_input_name="token_embeddings"),
     ]
     transformer.query_length = min(recipe.query_length, _positions(model))
     if recipe.expand_queries:
-        transformer.query_expansion = {"strategy": "fixed", "length": transformer.query_length}
+        transformer.query_expansion = {
+            "strategy": "fixed",
+            "length": transformer.query_length,
+            "attend": False,
+        }
     return MultiVectorEncoder(
         modules=modules,
         prompts=dict(model.prompts),
         device=str(model.device),
+        similarity_fn_name=model.similarity_fn_name,
     )
 
 

@@ -77,17 +77,7 @@ def causal_transformer(
 
 
 def _check_causal_lm(name_or_path: str) -> None:
-    """Refuse a model whose configuration names no ``...ForCausalLM``, and a release that keeps one
-    token's logits.
-    """
-    import sentence_transformers
-    from packaging.version import Version
-
-    found = sentence_transformers.__version__
-    if Version(found) < Version("6.2"):
-        got = f"{found}; pip install -U 'sentence-transformers>=6.2'."
-        why = "sentence-transformers 6.2 or later, which keeps the logits of all tokens"
-        raise RuntimeError(f"causal language models need {why}, got {got}")
+    """Refuse a model whose configuration names no ``...ForCausalLM``."""
     packaged = name_or_path == "minilm"
     named = [] if packaged else saved_architectures(name_or_path) or []
     if packaged or (

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tilefold._sentence_transformers import check_sentence_transformers
 from tilefold._typing import Model
 from tilefold.recipes._run import LOG, PLOT, newest_step
 
@@ -98,10 +99,12 @@ def load_saved(name_or_path: str, kind: str) -> Model:
     No remote code runs, and a folder is read without a look at the network.
 
     Raises:
+        ImportError: sentence-transformers is not installed, or older than 6.2.
         OSError: no such model, here or on the Hugging Face hub.
         ValueError: a model that was trained with entmax attention and would run softmax; one whose
             weights are not all in its files, or whose tokenizer is another's.
     """
+    check_sentence_transformers()
     import sentence_transformers
 
     from tilefold.integrations import transformers as entmax

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 LOSSES = ("infonce", "kl", "margin_mse", "pairwise_softmax", "term_recall")
+KL_TEMPERATURE = 2.0  # of student and teacher, that of sentence-transformers
 MASKED_LM, FLOPS = EncoderSpec(), RegularizerSpec()
 MAX_TEXTS = 1 << 24  # of the documents of all rows, where there are several draws of negatives
 POOL = 8  # batches whose texts are sorted by length together
@@ -283,18 +284,31 @@ def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: in
     takes this rank's.
     """
     from sentence_transformers.sparse_encoder import losses
+    from sentence_transformers.util import dot_score, pairwise_dot_score
 
     from tilefold.losses import PairwiseSoftmaxLoss, TermRecallLoss, WeightedLosses
     from tilefold.losses.base_splade import BaseSpladeLoss, JoinedSpladeLoss
 
+    # every option that changes a value is passed, so that no release changes what a recipe trains
     made_by: dict[str, Callable[[], Module]] = {
         "infonce": lambda: losses.SparseMultipleNegativesRankingLoss(
             model,
             scale=recipe.similarity_scale,
-            **({"similarity_fct": dot_of_all_ranks} if ranks > 1 else {}),
+            similarity_fct=dot_of_all_ranks if ranks > 1 else dot_score,
+            gather_across_devices=False,
+            directions=("query_to_doc",),
+            partition_mode="joint",
+            hardness_mode=None,
         ),
-        "kl": lambda: losses.SparseDistillKLDivLoss(model),
-        "margin_mse": lambda: losses.SparseMarginMSELoss(model),
+        "kl": lambda: losses.SparseDistillKLDivLoss(
+            model,
+            similarity_fct=pairwise_dot_score,
+            temperature=KL_TEMPERATURE,
+        ),
+        "margin_mse": lambda: losses.SparseMarginMSELoss(
+            model,
+            similarity_fct=pairwise_dot_score,
+        ),
         "pairwise_softmax": PairwiseSoftmaxLoss,
         "term_recall": TermRecallLoss,
     }

@@ -193,9 +193,17 @@ class BM25Index(FolderIndex):
         options: BM25Options,
         provenance: Provenance,
     ) -> BM25Index:
-        engine = _package().BM25(k1=options.k1, b=options.b)
+        engine = _package().BM25(
+            k1=options.k1,
+            b=options.b,
+            method="lucene",
+            idf_method="lucene",
+            dtype="float32",
+            int_dtype="int32",
+            backend="numpy",
+        )
         if any(corpus.values()):
-            engine.index(list(corpus.values()), show_progress=False)
+            engine.index(list(corpus.values()), create_empty_token=True, show_progress=False)
         else:
             _make_wordless(engine, len(corpus))
         found = (

@@ -216,8 +216,7 @@ def _segment(
                 f"vectors: expected (dimension, similarity) {ours} as in the index, got {there}.",
             )
         if held.backend == "late":
-            options = {name: first.options[name] for name in ("storage", "pool_factor")}
-            return type(first).build(vectors, folder, metadata=metadata, **options)
+            return first.build_segment(vectors, folder, metadata)
     build = type(first).of_any if isinstance(vectors, SparseVectors) else type(first).build
     made = build(vectors, **first.settings)
     made.metadata = Metadata.of(metadata, made.ids, made_by.passages)

@@ -9,11 +9,12 @@ builds the kernels of a model ahead; the module ``multi_vector`` has the scores 
 evaluators of a ``MultiVectorEncoder``.
 """
 
-try:
-    import sentence_transformers.sparse_encoder.modules  # noqa: F401
+try:  # before the modules below, which import what older releases lack
+    from tilefold._sentence_transformers import check_sentence_transformers
+
+    check_sentence_transformers()
 except ImportError as error:
-    remedy = 'pip install "tilefold[sentence-transformers]".'
-    raise ImportError(f"{__name__} needs sentence-transformers 6.0 or later; {remedy}") from error
+    raise ImportError(f"{__name__}: {error}") from error
 
 from tilefold.integrations.sentence_transformers._accelerate import (
     Acceleration,

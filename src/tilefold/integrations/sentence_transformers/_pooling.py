@@ -308,7 +308,7 @@ def _check_logits_untouched(
     if logits.shape[:-1] != tokens:
         got = f"{list(logits.shape[:-1])} in {name}"
         how = 'Transformer(..., processing_kwargs={"text": {"logits_to_keep": 0}})'
-        remedy = f"load it with {how}, which needs sentence-transformers 6.2 or later."
+        remedy = f"load it with {how}."
         raise ValueError(f"the LM head must see every token {list(tokens)}, got {got}; {remedy}")
     if output.shape == logits.shape and torch.equal(output.to(logits.dtype), logits):
         return

@@ -104,7 +104,8 @@ class LateIndex(TorchIndex):
                 ``packed``).
             pool_factor: keep one vector for so many tokens of a document, the mean of a cluster of
                 them (Ward's method, as ``HierarchicalTokenPooling`` of sentence-transformers, arXiv
-                2409.14683).
+                2409.14683). All vectors are then brought to length 1; the first one of a document
+                is in no cluster.
             queries: on which candidates are chosen and recall is measured; by default pieces of the
                 documents, which do not count as found themselves.
             metadata: as in :func:`tilefold.retrieval.build_index`.
@@ -130,8 +131,44 @@ class LateIndex(TorchIndex):
             "pool_factor": pool_factor,
             "dimension": vectors.dimension,
         }
+        if pool_factor > 1:
+            options["pooling"] = token_blocks.POOLING
         chunks = token_blocks.chunks_of(shards, storage, pool_factor)
         return cls._made(Path(folder), chunks, options, made_by, metadata, queries)
+
+    def build_segment(
+        self,
+        vectors: TokenStore | TokenVectors,
+        folder: Path,
+        metadata: Mapping[str, Fields] | None,
+    ) -> LateIndex:
+        """Write an index of further documents, stored and pooled as those of this one.
+
+        Args:
+            vectors: token vectors of the documents.
+            folder: where the index is written.
+            metadata: as in :meth:`build`.
+
+        Raises:
+            DataError: the vectors of this index were pooled in another way, or in one that it does
+                not tell.
+        """
+        pool_factor = self.options["pool_factor"]
+        pooling = self.options.get("pooling")
+        if pool_factor > 1 and pooling != token_blocks.POOLING:
+            expected = f"an index of documents that were pooled as {token_blocks.POOLING}"
+            got = "one that does not tell how" if pooling is None else f"{pooling}"
+            raise DataError(
+                f"{self.files.folder}: expected {expected}, got {got}; new documents would have other "
+                "scores. Build the index again, from the token vectors of all documents.",
+            )
+        return self.build(
+            vectors,
+            folder,
+            storage=self.options["storage"],
+            pool_factor=pool_factor,
+            metadata=metadata,
+        )
 
     @classmethod
     def _made(
@@ -238,6 +275,8 @@ class LateIndex(TorchIndex):
                     )
 
         options = {name: parts[0].options[name] for name in ("storage", "pool_factor", "dimension")}
+        if all(part.options.get("pooling") == token_blocks.POOLING for part in parts):
+            options["pooling"] = token_blocks.POOLING
         return cls._made(folder, chunks(), options, made_by, metadata)
 
     @property

@@ -37,6 +37,7 @@ from tilefold.retrieval.provenance import Provenance
 __all__ = ["SeismicIndex", "SeismicOptions"]
 
 _SMALL_VOCABULARY, _MANY_DOCUMENTS = 1 << 16, 1_000_000
+_LONGEST_LIST = 1.5  # times n_postings, the most postings that are kept of one term
 _CHOSEN = ("n_postings", "query_cut", "heap_factor")  # by the collection, where None
 _INTEGERS = {"n_postings": 1, "min_cluster_size": 1, "doc_cut": 1, "query_cut": 1, "num_threads": 0}
 _FRACTIONS = {"centroid_fraction": "(", "summary_energy": "(", "heap_factor": "["}
@@ -199,6 +200,8 @@ class SeismicIndex(FolderIndex):
             engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(
                 dataset,
                 **settings,
+                max_fraction=_LONGEST_LIST,
+                nknn=0,
             )
         return cls(
             engine,

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from tilefold._memory import memory_left
+from tilefold._sentence_transformers import check_sentence_transformers
 from tilefold.ops import QuantizedTokens, maxsim, quantize_tokens
 from tilefold.pipeline.ragged import offsets_of, spans
+from tilefold.retrieval._files import Json
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, read_array, read_offsets
 from tilefold.retrieval.tokens import TokenVectors
@@ -413,17 +415,44 @@ def scores_of(asked: Asked, vectors: Packed, offsets: Tensor | None, reduction: 
         )
 
 
+# How the vectors of a document are pooled; stored with the index, because vectors that were pooled
+# in another way do not belong into it.
+POOLING: Json = {"clusters": "ward", "protected_tokens": 1, "normalized": True}
+
+
+def pool_documents(documents: list[Tensor], pool_factor: int) -> list[Tensor]:
+    """Replace clusters of a document's token vectors by their means, as :data:`POOLING` says.
+
+    Args:
+        documents: token vectors ``[n_i, D]`` fp32 of each document.
+        pool_factor: number of token vectors per cluster, on average.
+
+    Returns:
+        The pooled vectors of each document, of length 1.
+
+    Raises:
+        ImportError: sentence-transformers is not installed, or older than 6.2.
+    """
+    check_sentence_transformers()
+    from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+
+    pooling = HierarchicalTokenPooling(
+        pool_factor,
+        num_protected_tokens=POOLING["protected_tokens"],
+        normalize_embeddings=POOLING["normalized"],
+        tasks="document",
+    )
+    pooled: list[Tensor] = pooling.pool(documents, task="document")
+    return pooled
+
+
 def chunks_of(shards: Iterable[TokenVectors], storage: str, pool_factor: int) -> Iterator[Chunk]:
     """The vectors of all shards, pooled and as they are stored."""
     for shard in shards:
         vectors = shard.packed()
         lengths = shard.offsets.diff().numpy()
         if pool_factor > 1:
-            from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
-
-            pooled = HierarchicalTokenPooling(pool_factor).pool(
-                [shard.rows(row) for row in range(len(shard))],
-            )
+            pooled = pool_documents([shard.rows(row) for row in range(len(shard))], pool_factor)
             lengths = np.array([len(rows) for rows in pooled], np.int64)
             vectors = torch.cat(pooled) if pooled else torch.zeros(0, shard.dimension)
         yield shard.ids, lengths, packed(vectors, storage)

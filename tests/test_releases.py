@@ -1,0 +1,51 @@
+"""Releases of dependencies that are refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import sentence_transformers
+
+from tests.refusals import refused
+from tilefold._sentence_transformers import check_sentence_transformers
+
+
+@pytest.mark.parametrize("release", ["5.1.0", "6.0.0", "6.1.0", "6.2.0rc1"])
+def test_an_older_sentence_transformers_is_refused(
+    release: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sentence_transformers, "__version__", release)
+    message = f"needs sentence-transformers 6.2 or later, got {release}.*pip install -U"
+    refused(ImportError, message, check_sentence_transformers)
+
+
+@pytest.mark.parametrize("release", ["6.2.0", "6.2.1", "6.10.0", "7.0.0"])
+def test_a_newer_sentence_transformers_is_accepted(
+    release: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sentence_transformers, "__version__", release)
+    check_sentence_transformers()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "tilefold.integrations.sentence_transformers",
+        "tilefold.losses.base_splade",
+        "tilefold.modules.fused_pooling",
+    ],
+)
+def test_modules_that_need_sentence_transformers_refuse_an_older_one_at_import(module: str) -> None:
+    program = (
+        "import importlib, sentence_transformers; sentence_transformers.__version__ = '6.1.0'\n"
+        f"try: importlib.import_module({module!r})\n"
+        "except ImportError as error: print(error)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "needs sentence-transformers 6.2 or later, got 6.1.0" in ran.stdout
