@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tilefold import _ranks as ranks
+from tilefold._arguments import list_of_ids, list_of_texts
 from tilefold._files import (
     LOCK,
     DiskFullError,
@@ -31,6 +32,8 @@ __all__ = [
     "demo_steps",
     "fallback",
     "hold_path",
+    "list_of_ids",
+    "list_of_texts",
     "load_encoder",
     "load_model",
     "ranks",

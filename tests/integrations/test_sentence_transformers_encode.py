@@ -20,6 +20,7 @@ from tests.kernels import NEEDS_INTERPRETER
 from tests.processes import ROOT, environment
 from tests.recipes.small import VOCABULARY, small_masked_lm
 from tests.refusals import refused
+from tests.sequences import LabelledSeries
 from tilefold.integrations.sentence_transformers import (
     accelerate,
     encode_sparse,
@@ -139,12 +140,43 @@ def test_prompts_are_those_of_encode(model: SparseEncoder) -> None:
     assert_close(encode_sparse(model, TEXTS, prompt="other: ").to_dense(), other, 1e-5)
 
 
+@pytest.mark.parametrize("count", [6, 48], ids=["one batch", "a stream of batches"])
+@pytest.mark.parametrize("accelerated", [False, True], ids=["stock", "accelerated"])
+@pytest.mark.parametrize(
+    "given_as",
+    [
+        pytest.param(lambda t: LabelledSeries(t, range(len(t))[::-1]), id="permuted labels"),
+        pytest.param(lambda t: LabelledSeries(t, range(5, 5 + len(t))), id="labels with gaps"),
+        pytest.param(np.array, id="array"),
+        pytest.param(tuple, id="tuple"),
+        pytest.param(iter, id="generator"),
+        pytest.param(lambda t: dict(enumerate(t)).values(), id="values of a dictionary"),
+    ],
+)
+def test_rows_follow_the_positions_of_any_sequence(
+    model: SparseEncoder,
+    given_as: Any,
+    accelerated: bool,
+    count: int,
+) -> None:
+    texts = MANY[:count]
+    expected = encode_sparse(model, texts).to_dense()
+    if accelerated:
+        accelerate(model)
+        assert_close(model.encode(given_as(texts)).to_dense(), expected, FP32_BUDGET)
+        of_batch = model.encode_sparse_batch(given_as(texts)).to_dense()
+        assert_close(of_batch, expected, FP32_BUDGET)
+    assert_close(encode_sparse(model, given_as(texts)).to_dense(), expected, FP32_BUDGET)
+
+
 def test_wrong_arguments_name_themselves(model: SparseEncoder) -> None:
-    with pytest.raises(
-        TypeError,
-        match=r"texts must be a sequence of strings, got one string; pass \[text\]",
-    ):
-        encode_sparse(model, "one text")
+    refused(
+        TypeError, r"texts: .*got one string; pass \['one text'\]", encode_sparse, model, "one text"
+    )
+    refused(TypeError, "texts: .*got None .*position 1", encode_sparse, model, ["a", None])
+    refused(
+        TypeError, "model: expected SparseEncoder, got 'minilm'", encode_sparse, "minilm", TEXTS
+    )
     refused(
         ValueError,
         "batch_size must be a positive integer, got 0",

@@ -17,6 +17,7 @@ import pytest
 
 from tests.inside import ServerError, SparseSource
 from tests.refusals import refused
+from tests.sequences import LabelledSeries
 from tests.serve.running import Client, serving
 from tilefold.integrations.sentence_transformers import encode_sparse
 from tilefold.retrieval.collection import Collection
@@ -62,7 +63,11 @@ def test_model_and_server_give_the_vectors_of_the_side(
     cut = SparseSource(url=url(server), api_key="sesam", top_k=3).encode(TEXTS[:1], side)
     assert len(cut[0][0]) == 3
     assert SparseSource(two_sided).encode([], side) == []
-    refused(TypeError, r"pass \[text\]", SparseSource(two_sided).encode, "a", side)
+    refused(TypeError, r"pass \['a'\]", SparseSource(two_sided).encode, "a", side)
+    labelled = LabelledSeries(TEXTS, range(len(TEXTS))[::-1])
+    assert SparseSource(two_sided).encode(labelled, side) == SparseSource(two_sided).encode(
+        TEXTS, side
+    )
 
 
 def test_a_model_is_loaded_from_its_folder_at_first_use(

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from tilefold._arguments import check_encoder, list_of_texts
 from tilefold._typing import Model
 
 Side = Literal["query", "document"]
@@ -42,6 +43,7 @@ class SparseSource:
             documents.
 
     Raises:
+        TypeError: a model that is neither a name nor a loaded ``SparseEncoder``.
         ValueError: not one of `model` and `url`, or a value out of range.
     """
 
@@ -61,6 +63,8 @@ class SparseSource:
                 "model, url: expected one of them, got "
                 + ("neither." if model is None else "both."),
             )
+        if model is not None and not isinstance(model, str):
+            check_encoder("model", model)
         if url is not None:
             _check_url(url)
         if api_key is not None and not _KEY.fullmatch(api_key):
@@ -76,16 +80,19 @@ class SparseSource:
         self.batch_size, self.timeout, self.sides = batch_size, timeout, sides
 
     def encode(self, texts: Sequence[str], side: Side) -> list[Vector]:
-        """Indices, ascending, and weights of each text."""
-        if isinstance(texts, str):
-            raise TypeError("texts: expected a sequence of strings, got one string; pass [text].")
+        """Indices, ascending, and weights of each text, by position.
+
+        Raises:
+            TypeError: `texts` is one string, no sequence, or holds what is no string.
+        """
+        texts = list_of_texts("texts", texts)
         if not texts:
             return []
         if self.url is None:
             return self._encode(texts, side)
         found: list[Vector] = []
         for start in range(0, len(texts), self.batch_size):
-            batch = list(texts[start : start + self.batch_size])
+            batch = texts[start : start + self.batch_size]
             answer = self._ask({"inputs": batch, "format": "arrays", "top_k": self.top_k}, side)
             found += [_strongest(*row, self.top_k) for row in _vectors(answer, len(batch))]
         return found

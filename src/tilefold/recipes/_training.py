@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tilefold._arguments import check_instance
 from tilefold._files import naming_full_disk
 from tilefold._ranks import each_for_itself, first_rank_first, joined, several
 from tilefold._sentence_transformers import check_sentence_transformers
@@ -176,6 +177,7 @@ def train(
         command: for the card of the model, ``README.md``, that made it.
 
     Raises:
+        TypeError: `recipe` is no recipe, such as its name, or `collection` no collection.
         ValueError: no training pairs, missing data (the message has the command that makes them),
             no split to evaluate, checkpoints of another recipe or data, `negatives` for a recipe
             that reads none, graphs without a GPU, or a batch that the ranks cannot share.
@@ -189,6 +191,12 @@ def train(
     """
     import torch.distributed as dist
 
+    if not hasattr(recipe, "fit") or isinstance(recipe, type):
+        remedy = f"get_recipe({recipe!r})" if isinstance(recipe, str) else "get_recipe(name)"
+        raise TypeError(
+            f"recipe: expected a recipe, got {type(recipe).__name__}; pass {remedy}.",
+        )
+    check_instance("collection", collection, Collection, "load_collection(path)")
     if negatives is not None and not recipe.reads_negatives:
         raise ValueError(
             f"negatives must be left out for a {type(recipe).__name__}, which reads none.",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tilefold._arguments import list_of_texts
 from tilefold._files import sha256_file
 from tilefold._typing import Model, SentenceTransformer, SparseEncoder, Tokenizer
 from tilefold.recipes._settings import number, whole
@@ -81,7 +82,7 @@ def minilm_splade(
 
     Its modules are ``[Transformer(fill-mask, BertForMaskedLM), SpladePooling("max")]``: saved, it
     loads with plain sentence-transformers. A ``ValueError`` for no sample texts, or a number out of
-    range; see :func:`minilm_path` too.
+    range, and a ``TypeError`` for what is no sequence of strings; see :func:`minilm_path` too.
 
     Args:
         sample_texts: documents like those to be encoded; up to 128 of them set the decoder bias.
@@ -94,10 +95,10 @@ def minilm_splade(
         seed: picks the sample; equal seeds give equal models.
         device: as in sentence-transformers, which chooses by default.
     """
-    if isinstance(sample_texts, str) or not sample_texts:
-        got = "a text" if sample_texts else "an empty list"
+    sample_texts = list_of_texts("sample_texts", sample_texts)
+    if not sample_texts:
         raise ValueError(
-            f"sample_texts must hold at least one text, got {got}: they set the decoder bias.",
+            "sample_texts must hold at least one text, got an empty list: they set the decoder bias.",
         )
     number(lambda value: 0 < value < 100, "in (0, 100)")("percentile", percentile)
     whole()("layers", layers, True)
@@ -115,7 +116,7 @@ def minilm_splade(
         model = _masked_lm(path)
         if layers is not None:
             keep_lowest_layers(model, layers)
-        sample = list(sample_texts) if len(sample_texts) <= PROBE_TEXTS else []
+        sample = sample_texts if len(sample_texts) <= PROBE_TEXTS else []
         sample = sample or random.Random(seed).sample(sample_texts, PROBE_TEXTS)  # noqa: S311 - reproducible, no secret
         states = _scaled_states(model, tokenizer, sample, max_length)
         _set_bias(model, states, None if first_token else percentile)

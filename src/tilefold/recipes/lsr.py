@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tilefold._arguments import list_of_texts
 from tilefold._typing import Model, Module, SparseEncoder, Tensor
 from tilefold.recipes import _settings as rules
 from tilefold.recipes._rows import Examples, Mined, examples_of, pair_examples, training_pairs
@@ -167,7 +168,13 @@ class LsrRecipe(SparseRecipe):
 
     def start(self, texts: Sequence[str]) -> SparseEncoder:
         """The untrained model; `texts` are the documents of the collection."""
-        base = Base(self.base_model, self.max_length, texts, self.seed, self.start_percentile)
+        base = Base(
+            self.base_model,
+            self.max_length,
+            list_of_texts("texts", texts),
+            self.seed,
+            self.start_percentile,
+        )
         return build_encoder(self.query, self.document, base)
 
     def examples(

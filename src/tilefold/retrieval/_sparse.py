@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tilefold._arguments import check_instance, check_mapping, list_of
 from tilefold._typing import Tensor
 from tilefold.pipeline.ragged import gathered, offsets_of
 from tilefold.retrieval._checks import check_k, check_offsets, no_weight, outside
@@ -39,7 +40,8 @@ class SparseVectors:
             known.
 
     Shapes that do not fit, an index out of range or twice in a row, a weight that is NaN, infinite
-    or negative, or an empty or repeated id is a ``DataError``, which names the row.
+    or negative, or an empty or repeated id is a ``DataError``, which names the row. `ids` may be any
+    sequence, such as a pandas Series, and are read by position.
     """
 
     ids: list[str]
@@ -51,7 +53,7 @@ class SparseVectors:
     provenance: Provenance = field(default_factory=Provenance)
 
     def __post_init__(self) -> None:
-        self.ids = list(self.ids)
+        self.ids = list(list_of("ids", self.ids))
         self.indptr = np.ascontiguousarray(self.indptr, dtype=np.int64)
         self.indices = _as_int32(self.indices)
         self.data = np.ascontiguousarray(self.data, dtype=np.float32)
@@ -110,6 +112,7 @@ class SparseVectors:
         fingerprint: str | None = None,
     ) -> SparseVectors:
         """From ``{id: {term index: weight}}``."""
+        check_mapping("rows", rows, "id -> weights by term")
         lengths = np.array([len(row) for row in rows.values()], np.int64)
         indices = np.fromiter((term for row in rows.values() for term in row), dtype=np.int64)
         data = np.fromiter(
@@ -141,6 +144,7 @@ class SparseVectors:
         """
         import torch
 
+        ids = list_of("ids", ids)
         if not isinstance(matrix, torch.Tensor) or matrix.ndim != 2 or matrix.shape[0] != len(ids):
             got = tuple(matrix.shape) if isinstance(matrix, torch.Tensor) else type(matrix).__name__
             raise DataError(
@@ -165,11 +169,12 @@ class SparseVectors:
         rows, columns, values = (part[keep].cpu() for part in (rows, columns, values))
         arrays = columns.to(torch.int32).numpy(), values.float().numpy()
         indptr = offsets_of(np.bincount(rows.numpy(), minlength=len(ids)))
-        return cls(list(ids), indptr, *arrays, int(matrix.shape[1]), fingerprint)
+        return cls(ids, indptr, *arrays, int(matrix.shape[1]), fingerprint)
 
     @classmethod
     def concatenate(cls, parts: Sequence[SparseVectors]) -> SparseVectors:
         """All rows of `parts`, at least one of them and all of one vocabulary, in order."""
+        parts = list_of("parts", parts)
         if not parts:
             raise ValueError("parts: expected at least one set of vectors, got an empty list.")
         for number, part in enumerate(parts[1:], start=1):
@@ -198,9 +203,10 @@ class SparseVectors:
         keep = self.data > min_weight
         return self if keep.all() else self.selected(keep)
 
-    def without(self, terms: Sequence[int]) -> SparseVectors:
-        """A copy without the weights of some terms."""
-        return self.selected(~np.isin(self.indices, terms))
+    def without(self, terms: Collection[int]) -> SparseVectors:
+        """A copy without the weights of some terms, given in any order, also as a set."""
+        unwanted = np.asarray(list_of("terms", terms, ordered=False), np.int64)
+        return self.selected(~np.isin(self.indices, unwanted))
 
     def selected(self, keep: npt.NDArray[np.bool_]) -> SparseVectors:
         """A copy with the entries of a mask, bool ``[nnz]``."""
@@ -254,8 +260,18 @@ def check_same_vocabulary(
     raise VocabularyMismatchError(f"{right_name}: {wanted}. Encode both with the same model.")
 
 
+def check_vectors(
+    name: str,
+    vectors: object,
+    remedy: str = "read_vectors(folder) or SparseVectors.from_rows(rows, vocab_size)",
+) -> None:
+    """Raise ``TypeError`` unless an argument is :class:`SparseVectors`; `remedy` makes such."""
+    check_instance(name, vectors, SparseVectors, remedy)
+
+
 def check_buildable(vectors: SparseVectors) -> None:
-    """Raise ``ValueError`` unless some vector holds a positive weight."""
+    """Raise ``ValueError`` unless some vector holds a positive weight; ``TypeError`` for others."""
+    check_vectors("vectors", vectors)
     if not len(vectors) or not bool((vectors.data > 0).any()):
         got = f"{len(vectors)} vector(s) without"
         raise ValueError(
@@ -265,8 +281,9 @@ def check_buildable(vectors: SparseVectors) -> None:
 
 def check_search(index: HasVocabulary, queries: SparseVectors, k: int) -> None:
     """Raise ``ValueError`` or ``VocabularyMismatchError`` unless ``queries`` and ``k`` suit the
-    index.
+    index; ``TypeError`` for queries that are no vectors.
     """
+    check_vectors("queries", queries, "encode_queries(model, {id: text})")
     check_k(k)
     check_same_vocabulary(index, queries, "the index", "queries")
 

@@ -77,6 +77,8 @@ class Encoding(ABC):
     :func:`tilefold.retrieval.encode_collection`.
     """
 
+    MODEL: ClassVar[str] = "SparseEncoder"  # class of sentence-transformers that it is for
+
     kind: Kind = "document"
     batch_size: int | None = None
     batch_tokens: int | None = None

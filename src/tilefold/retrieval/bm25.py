@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tilefold._arguments import check_texts_by_id, list_of_ids
 from tilefold.retrieval._checks import check_arrays, check_k, check_offsets, check_share, outside
 from tilefold.retrieval._files import Json, check_text_ids, require
 from tilefold.retrieval._sparse import SparseVectors
@@ -174,6 +175,7 @@ class BM25Index(FolderIndex):
 
         `metadata` is as in :func:`tilefold.retrieval.build_index`.
         """
+        check_texts_by_id("documents", documents)
         options = BM25Options(language, k1, b, identifiers)
         tokenize = Tokenizer(options)
         if not documents:
@@ -228,6 +230,8 @@ class BM25Index(FolderIndex):
         those of the new texts: the scores are those of :meth:`build` of all. Its texts have no
         fingerprint. An index may end up without any document, or without a word.
         """
+        check_texts_by_id("documents", documents)
+        delete = set(list_of_ids("delete", delete))
         check_text_ids("documents", documents)
         _, at_documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
         words = {place: word for word, place in self._engine.vocab_dict.items()}
@@ -264,6 +268,7 @@ class BM25Index(FolderIndex):
         """At most `k` best documents per query, of those that match `where`, which share a word
         with it.
         """
+        check_texts_by_id("queries", queries)
         check_k(k)
         allowed = allowed_by(self.metadata, where)
         run: Run = {}
@@ -289,6 +294,7 @@ class BM25Index(FolderIndex):
 
     def query_vectors(self, queries: Mapping[str, str]) -> SparseVectors:
         """Term frequencies of each query; words that the index lacks are left out."""
+        check_texts_by_id("queries", queries)
         words = self._engine.vocab_dict
         counts = {
             name: Counter(words[token] for token in self._known(text))

@@ -4,7 +4,7 @@ in other files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from tilefold._arguments import check_mapping, check_texts_by_id, list_of
 from tilefold._files import atomic_directory
 from tilefold.retrieval import _tables
 from tilefold.retrieval._checks import check_choice
@@ -61,13 +62,76 @@ class Document:
         return f"{self.title}\n{self.text}" if self.title and self.text else self.title or self.text
 
 
+def documents_by_id(
+    name: str,
+    documents: Mapping[str, Document] | Mapping[str, str],
+) -> Mapping[str, Document]:
+    """Return documents by id, of which each may be given as its text.
+
+    Args:
+        name: the argument, for the error.
+        documents: document id -> :class:`Document` or text. Documents that stay in their file are
+            not read.
+
+    Raises:
+        TypeError: `documents` is no mapping, or a value is neither a :class:`Document` nor a
+            string.
+    """
+    check_mapping(name, documents, "id -> Document or text")
+    if not isinstance(documents, dict):
+        return _DocumentsOfTexts(documents) if _has_texts(documents) else documents
+    if all(isinstance(document, Document) for document in documents.values()):
+        return documents
+    return {
+        identifier: _as_document(name, identifier, document)
+        for identifier, document in documents.items()
+    }
+
+
+def _has_texts(documents: Mapping[str, object]) -> bool:
+    """Whether the first value of a mapping is a string."""
+    return isinstance(next(iter(documents.values()), None), str)
+
+
+def _as_document(name: str, identifier: str, document: object) -> Document:
+    """Return a document, which may be given as its text."""
+    if isinstance(document, Document):
+        return document
+    if not isinstance(document, str):
+        raise TypeError(
+            f"{name}: expected a Document or a text for {identifier!r}, got "
+            f"{type(document).__name__}; pass Document({identifier!r}, title, text).",
+        )
+    return Document(identifier, "", document)
+
+
+class _DocumentsOfTexts(Mapping[str, Document]):
+    """Documents without titles, made of texts that stay in their file until they are read."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+
+    def __getitem__(self, identifier: str) -> Document:
+        return Document(identifier, "", self._texts[identifier])
+
+    def __contains__(self, identifier: object) -> bool:
+        return identifier in self._texts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+
 @dataclass
 class Collection:
     """Documents, queries and judgements.
 
     Attributes:
         name: a short name for reports.
-        documents: document id -> :class:`Document`, in corpus order.
+        documents: document id -> :class:`Document`, in corpus order; one without a title may be
+            given as its text.
         queries: query id -> text, of all splits.
         qrels: split -> query id -> document id -> grade (0 is judged and not relevant).
     """
@@ -78,12 +142,17 @@ class Collection:
     qrels: dict[str, dict[str, dict[str, int]]]
 
     def __post_init__(self) -> None:
+        self.documents = documents_by_id("documents", self.documents)
+        check_texts_by_id("queries", self.queries)
+        check_mapping("qrels", self.qrels, "split -> query id -> grades by document")
         if isinstance(self.documents, dict):  # others read them from files
             check_text_ids("documents", self.documents)
         check_text_ids("queries", self.queries)
-        for judged in self.qrels.values():
+        for split, judged in self.qrels.items():
+            check_mapping(f"qrels[{split!r}]", judged, "query id -> grades by document")
             check_text_ids("qrels", judged)
-            for grades in judged.values():
+            for query, grades in judged.items():
+                check_mapping(f"qrels[{split!r}][{query!r}]", grades, "document id -> grade")
                 check_text_ids("qrels", grades)
 
     def contents(self) -> Mapping[str, str]:
@@ -203,6 +272,7 @@ def load_beir(
     that names file and line.
     """
     check_choice("unknown", unknown, ("error", "drop"))
+    splits = None if splits is None else list_of("splits", splits, ordered=False)
     folder = Path(path)
     if not folder.exists():
         raise FileNotFoundError(f"{folder}: no such folder. {BEIR_LAYOUT}")

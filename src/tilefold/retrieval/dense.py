@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from tilefold._arguments import check_encoder, check_mapping
 from tilefold._typing import Model, Tensor
 from tilefold.pipeline.truncated import Truncation, tell, watching
 from tilefold.retrieval._checks import check_choice
@@ -37,6 +38,7 @@ def encoded_index(
 
     from tilefold.retrieval.index.dense import DenseIndex
 
+    check_mapping("texts", texts, "id -> text")
     check_text_ids("texts", texts)
     rows = encode_dense(
         model,
@@ -67,6 +69,8 @@ def encode_dense(
     """The vectors ``[N, D]`` of id -> text with the model's prompt and route for `kind`, on its
     device.
     """
+    check_encoder("model", model, "SentenceTransformer")
+    check_mapping("texts", texts, "id -> text")
     check_choice("kind", kind, ("document", "query"))
     if not texts:
         raise ValueError("texts: expected at least one, got an empty mapping.")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold._arguments import check_encoder, check_mapping
 from tilefold._process_group import ranks_of
 from tilefold._typing import Model
 from tilefold._vocabulary import vocabulary_fingerprint
@@ -94,6 +95,7 @@ def encode_collection(
         The complete manifest.
 
     Raises:
+        TypeError: `model` is no loaded model, or `texts` is no mapping.
         ValueError: a wrong argument, or no text.
         DataError: ``resume=True`` and the folder holds vectors with other settings; or every text
             failed, or every one of a shard of at least 16, which points at the model and not at the
@@ -127,6 +129,8 @@ def encode_to_folder(
     """The complete manifest of texts that were encoded as :func:`encode_collection` says, with its
     errors.
     """
+    check_encoder("model", model, encoding.MODEL)
+    check_mapping("texts", texts, "id -> text")
     if not texts:
         raise ValueError("texts: expected at least one, got an empty mapping.")
     job = encoding.job(model, texts, output, lambda: provenance_of(texts))
@@ -229,6 +233,8 @@ def encode_queries(
     No query or a wrong argument is a ``ValueError``, a query that cannot be encoded a ``DataError``
     that names it.
     """
+    check_encoder("model", model)
+    check_mapping("queries", queries, "id -> text")
     encoding = SparseEncoding(
         kind="query",
         batch_size=batch_size,

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from tilefold._arguments import check_mapping, list_of
 from tilefold._files import atomic_file
 from tilefold.retrieval._files import check_text_ids, require
+from tilefold.retrieval._sparse import check_vectors
 from tilefold.retrieval._tables import numbered_lines
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Normalization, Run, check_scores, interpolate
@@ -84,6 +86,9 @@ def evaluate_per_query(
     measures: Sequence[str] = DEFAULT_MEASURES,
 ) -> dict[str, dict[str, float]]:
     """``{query id: {measure: value}}`` for every judged query; see :func:`evaluate`."""
+    check_mapping("run", run, "query id -> scores by document")
+    check_mapping("qrels", qrels, "query id -> grades by document")
+    measures = list_of("measures", measures)
     judged = {
         query_id: _checked_grades(query_id, grades) for query_id, grades in qrels.items() if grades
     }
@@ -269,6 +274,7 @@ def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> No
     An id or tag that is empty or has white space, or a score that is not finite, is a
     ``ValueError``.
     """
+    check_mapping("run", run, "query id -> scores by document")
     check_word("tag", tag)
     with atomic_file(Path(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for query_id, scores in run.items():
@@ -337,6 +343,7 @@ def _existing(path: str | Path) -> Path:
 
 def active_terms(vectors: SparseVectors) -> float:
     """Mean number of non-zero terms per vector; 0 when there is no vector."""
+    check_vectors("vectors", vectors)
     return float(np.count_nonzero(vectors.data)) / len(vectors) if len(vectors) else 0.0
 
 
@@ -347,6 +354,8 @@ def flops(queries: SparseVectors, documents: SparseVectors) -> float:
     ``sum over terms v of P(query has v) * P(document has v)``: the multiplications of a score in an
     inverted index.
     """
+    check_vectors("queries", queries)
+    check_vectors("documents", documents)
     check_same_vocabulary(queries, documents, "queries", "documents")
     if not len(queries) or not len(documents):
         return 0.0

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tilefold._arguments import check_instance, list_of
 from tilefold._files import atomic_directory, read_json, sha256_file, write_json
 from tilefold._version import __version__
 from tilefold._vocabulary import fill_missing_names
@@ -273,6 +274,7 @@ def _survey(
     complaint: Callable[[str], str | None],
 ) -> _Documents:
     """Read `vectors` once, and refuse ids that the engine does not take."""
+    check_instance("vectors", vectors, (SparseVectors, str, Path), "the folder of vectors")
     source = vectors if isinstance(vectors, SparseVectors) else Path(vectors)
     about = source if isinstance(source, SparseVectors) else read_manifest(source)
     if isinstance(source, Path) and isinstance(about, VectorManifest):
@@ -346,6 +348,7 @@ def _name_terms(
     used = documents.used
     if tokens is None:
         return [str(term) for term in range(used.size)]
+    tokens = list_of("tokens", tokens)
     if len(tokens) != used.size:
         said = f"expected one for each of the {used.size} terms of the vectors, got {len(tokens)}"
         raise VocabularyMismatchError(f"tokens: {said}. Pass the vocabulary of the model.")

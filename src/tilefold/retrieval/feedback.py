@@ -12,10 +12,11 @@ from typing import Literal
 
 import numpy as np
 
+from tilefold._arguments import list_of
 from tilefold._typing import Tensor
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_choice, check_count, check_share
-from tilefold.retrieval._sparse import Row, SparseVectors, check_same_vocabulary
+from tilefold.retrieval._sparse import Row, SparseVectors, check_same_vocabulary, check_vectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Fusion, Normalization, Run
 
@@ -196,6 +197,8 @@ def expand_sparse(
     Documents of another vocabulary are a ``VocabularyMismatchError``, a missing one or weights so
     large that the query's overflows a ``DataError``.
     """
+    check_vectors("queries", queries)
+    check_vectors("documents", documents)
     check_same_vocabulary(queries, documents, "queries", "documents")
     rows = [(np.zeros(0, np.int32), np.zeros(0, np.float32))]
     for i, name in enumerate(queries.ids):
@@ -226,6 +229,8 @@ def expand_dense(
     With a model that compares by cosine, give normalised vectors or ask for ``equal_lengths``.
     Shapes that do not fit are a ``ValueError``, and so is `top_terms`, which is for sparse queries.
     """
+    query_ids = list_of("query_ids", query_ids)
+    document_ids = list_of("document_ids", document_ids)
     for name, vectors, ids in (
         ("queries", queries, query_ids),
         ("documents", documents, document_ids),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tilefold._arguments import check_mapping, list_of
 from tilefold.retrieval._checks import check_choice, check_least, check_share
 from tilefold.retrieval._files import check_text_ids
 
@@ -49,6 +50,7 @@ def interpolate(
     No run, an unknown normalisation, or a score, weight or sum that is not finite is a
     ``ValueError``.
     """
+    runs = list_of("runs", runs)
     weights = _check(runs, weights, k)
     check_choice("normalization", normalization, _NORMALIZERS)
     normalize = _NORMALIZERS[normalization]
@@ -79,6 +81,7 @@ def reciprocal_rank_fusion(runs: Sequence[Run], k: int = 60) -> Run:
     A run without a document adds nothing. Equal scores within a run are ranked in the order in
     which the run holds them.
     """
+    runs = list_of("runs", runs)
     _check(runs, None, k)
     fused: Run = {}
     for query_id in _queries(runs):
@@ -150,18 +153,20 @@ def _check(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequ
     if not runs:
         raise ValueError("runs: expected at least one run, got an empty list.")
     check_least("k", k)
-    for run in runs:
+    for number, run in enumerate(runs):
+        check_mapping(f"runs[{number}]", run, "query id -> scores by document")
         check_text_ids("runs", run)
         for query_id, scores in run.items():
             check_scores("runs", query_id, scores)
     if weights is None:
         return [1.0 / len(runs)] * len(runs)
+    weights = list_of("weights", weights)
     if len(weights) != len(runs):
         raise ValueError(
             f"weights: expected one number for each of {len(runs)} runs, got {len(weights)}.",
         )
     if not all(math.isfinite(weight) for weight in weights):
-        raise ValueError(f"weights: expected finite numbers, got {list(weights)}.")
+        raise ValueError(f"weights: expected finite numbers, got {weights}.")
     return weights
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold._arguments import check_mapping, list_of, list_of_ids
 from tilefold._files import hold_path
 from tilefold.retrieval._files import write_json_object
 from tilefold.retrieval._shards import Manifest, ShardWriter, check_whole, differences
@@ -41,7 +42,7 @@ def merge_vectors(folders: Sequence[str | Path], output_dir: str | Path) -> Mani
     folder is refused as incomplete. Other models or settings, an id that two folders have, or an
     output that is one of them are a ``DataError``.
     """
-    places = [Path(folder) for folder in folders]
+    places = [Path(folder) for folder in list_of("folders", folders)]
     if len(places) < 2:
         raise ValueError(f"folders: expected two or more, got {len(places)}.")
     if Path(output_dir).resolve() in {place.resolve() for place in places}:
@@ -130,6 +131,9 @@ def update_index(
     ``VocabularyMismatchError``, a backend that has no segments a ``ValueError``; an error or a kill
     leaves the index as it was.
     """
+    deleted_ids = set(list_of_ids("delete", delete))
+    if metadata is not None:
+        check_mapping("metadata", metadata, "document id -> fields")
     folder = Path(path)
     if (backend := read_description(folder)["backend"]) not in GROWING:
         raise ValueError(
@@ -149,7 +153,7 @@ def update_index(
         added = (
             None if vectors is None else _segment(held, vectors, metadata, inside / f"{number:05d}")
         )
-        asked, new = set(delete), set() if added is None else set(added.ids)
+        asked, new = deleted_ids, set() if added is None else set(added.ids)
         deleted = 0
         for part, gone in held.pairs():
             there = owned(part.ids, asked, new, held.provenance.passages) - gone

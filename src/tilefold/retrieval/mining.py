@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tilefold._arguments import check_instance, list_of
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._files import check_text_ids
 from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.training_rows import TrainingRows
+from tilefold.retrieval.training_rows import TrainingRows, check_rows
 
 __all__ = ["FalseNegatives", "Window", "drop_false_negatives", "mine_negatives"]
 
@@ -140,6 +141,8 @@ def mine_negatives(
     skipped. No window, an unknown split, or a share of a score that is not positive is a
     ``ValueError``; a document that is not in the collection a ``DataError``.
     """
+    check_instance("collection", collection, Collection, "load_collection(path)")
+    windows = list_of("windows", windows)
     if not windows:
         raise ValueError("windows: expected at least one, got an empty list.")
     judged, mined, false_negatives = (
@@ -221,6 +224,7 @@ def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) ->
 
     Queries that lose all their negatives are left out; ``ValueError`` where no row is left.
     """
+    check_rows("rows", rows)
     keep = rows.relevant.copy()
     for group, low in zip(rows.groups(), rows.offsets[:-1].tolist(), strict=True):
         scores = group.retrieved if group.target is None else group.target

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tilefold._arguments import check_instance
 from tilefold._typing import Model
 from tilefold.pipeline.ahead import Behind
 from tilefold.retrieval._checks import check_least
@@ -129,6 +130,7 @@ def encode_on_ray(
         DataError: as there; bad or repeated rows; a machine does not see the same folder, texts or
             model.
     """
+    check_instance("texts", texts, (Mapping, str, Path, Texts), "the path of the documents")
     output = Output(Path(output_dir).resolve(), shard_size, 0.0, None, resume)
     if not isinstance(texts, Texts):
         texts = HeldTexts(texts) if isinstance(texts, Mapping) else StoredTexts(Path(texts))

@@ -13,10 +13,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from tilefold._arguments import check_mapping
 from tilefold.retrieval._checks import check_choice, check_count
 from tilefold.retrieval._files import Json
 from tilefold.retrieval.bm25 import UNSPACED, BM25Index
-from tilefold.retrieval.collection import Collection, Document
+from tilefold.retrieval.collection import Collection, Document, documents_by_id
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.provenance import Provenance, texts_digest
@@ -170,6 +171,7 @@ class Passages:
 
     def of(self, documents: Mapping[str, Document]) -> PassageTexts:
         """Passage id -> title and passage, of all documents."""
+        documents = documents_by_id("documents", documents)
         texts: dict[str, str] = {}
         for name, document in documents.items():
             for number, (start, stop) in enumerate(self.ranges(document.text), start=1):
@@ -226,6 +228,7 @@ def best_passages(run: Mapping[str, Mapping[str, float]]) -> tuple[Run, Found]:
     """Documents of a run of passages by their best one (MaxP), best first, and which passage that
     is.
     """
+    check_mapping("run", run, "query id -> scores by passage")
     documents, found = Run(), Found()
     for query, scores in run.items():
         documents[query], found[query] = {}, {}

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tilefold._arguments import check_instance, check_mapping
 from tilefold._typing import Model
 from tilefold.ops import QuantizedTokens, maxsim
 from tilefold.retrieval._checks import check_choice, check_least, check_share
@@ -67,6 +68,9 @@ def rerank(
     queries are a ``ValueError``; a query or a candidate without vectors is a ``DataError`` that
     names the first and says how many.
     """
+    check_mapping("run", run, "query id -> scores by document")
+    check_instance("queries", queries, TokenVectors, "encode_texts(model, queries, kind='query')")
+    check_instance("documents", documents, (TokenStore, TokenVectors), "open_tokens(folder)")
     check_least("depth", depth)
     check_choice("tail", tail, TAILS)
     if queries.values.dtype == torch.int8:

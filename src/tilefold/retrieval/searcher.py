@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tilefold._arguments import check_encoder, check_instance, check_mapping
 from tilefold._typing import Model
 from tilefold._vocabulary import term_names_of
 from tilefold.retrieval._checks import check_choice, check_k
 from tilefold.retrieval._files import Json
 from tilefold.retrieval._sparse import Row, SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
-from tilefold.retrieval.collection import Document
+from tilefold.retrieval.collection import Document, documents_by_id
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.feedback import Feedback, Interpolation, with_feedback
 from tilefold.retrieval.fusion import Fusion, Run
@@ -181,7 +182,7 @@ class Searcher:
         model: that made the vectors of the index; None for words, or where vectors of queries are
             given.
         documents: id -> document, whose titles are shown, and whose texts are encoded to be
-            reranked without `tokens`.
+            reranked without `tokens`; one without a title may be given as its text.
         vectors: of the documents, or their folder, which is read row by row: for feedback and
             matched terms.
         second: a BM25 index or a run of the same collection, for an interpolation around feedback,
@@ -206,7 +207,7 @@ class Searcher:
         index: SparseIndex | BM25Index | DenseIndex | LateIndex,
         model: Model | None = None,
         *,
-        documents: Mapping[str, Document] | None = None,
+        documents: Mapping[str, Document] | Mapping[str, str] | None = None,
         vectors: SparseVectors | str | Path | None = None,
         second: BM25Index | Run | None = None,
         late: Model | None = None,
@@ -215,14 +216,8 @@ class Searcher:
         options: Mapping[str, object] | None = None,
         other_model: bool = False,
     ) -> None:
-        if not hasattr(index, "search"):
-            expected = "what build_index or load_index gives, or a BM25Index"
-            raise TypeError(f"index: expected {expected}, got {type(index).__name__}.")
-        if model is not None and not hasattr(model, "encode_query"):
-            raise TypeError(
-                f"model: expected the encoder of the index, got {type(model).__name__}; load it first.",
-            )
-        self.documents: Mapping[str, Document] = {} if documents is None else documents
+        _check_parts(index, model, second, late)
+        self.documents = documents_by_id("documents", {} if documents is None else documents)
         self.second = second
         self.retriever: SparseRetriever | WordsRetriever | DenseRetriever | LateRetriever
         backend = index.backend
@@ -336,6 +331,8 @@ class Searcher:
         """The candidates of each query (id -> text; or `vectors`): of the index, after feedback,
         fused.
         """
+        check_mapping("queries", queries, "id -> text")
+        check_instance("request", request, SearchRequest, "SearchRequest(k=10)")
         feedback, mix, depth, names = (
             request.feedback,
             request.interpolation,
@@ -546,6 +543,24 @@ class Searcher:
                 for term, part in matched
             ]
         return found
+
+
+def _check_parts(index: object, model: object, second: object, late: object) -> None:
+    """Raise ``TypeError`` for a part of a searcher that is of another type, such as a path."""
+    if not hasattr(index, "search"):
+        expected = "what build_index or load_index gives, or a BM25Index"
+        raise TypeError(f"index: expected {expected}, got {type(index).__name__}.")
+    if model is not None and not hasattr(model, "encode_query"):
+        raise TypeError(
+            f"model: expected the encoder of the index, got {type(model).__name__}; load it first.",
+        )
+    if second is not None and not isinstance(second, (BM25Index, Mapping)):
+        raise TypeError(
+            f"second: expected a BM25Index or a run, got {type(second).__name__}; pass "
+            "BM25Index.load(folder) or read_trec_run(path).",
+        )
+    if late is not None:
+        check_encoder("late", late, "MultiVectorEncoder")
 
 
 def matched_terms(

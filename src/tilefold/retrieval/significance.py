@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tilefold._arguments import check_mapping, list_of
 from tilefold.retrieval._checks import check_count, check_least
 from tilefold.retrieval._files import Json, require
 
@@ -86,7 +87,7 @@ def mean_of(values: Iterable[float], *, resamples: int = RESAMPLES, seed: int = 
     """The mean of values of queries, with its standard error and bootstrap interval; none is a
     ``ValueError``.
     """
-    found = np.fromiter(values, np.float64)
+    found = np.asarray(list_of("values", values, ordered=False), np.float64)
     if not found.size:
         raise ValueError("values: expected one query at least, got none.")
     if found.size < 2:
@@ -142,6 +143,10 @@ def compare(
         ValueError: fewer than two runs or queries, tables of different queries, a measure that one
             lacks.
     """
+    check_mapping("tables", tables, "name of a run -> values by query")
+    for name, table in tables.items():
+        check_mapping(f"tables[{name!r}]", table, "query id -> value by measure")
+    measures = None if measures is None else list_of("measures", measures)
     check_count("resamples", resamples, 99)
     if not 0 < alpha < 1:
         raise ValueError(f"alpha: expected a number between 0 and 1, got {alpha!r}.")
@@ -155,7 +160,7 @@ def compare(
                 f"tables: expected the same queries in all, but {strange!r} is not both in {names[0]!r} "
                 f"and in {name!r}. Evaluate them with the same judgements.",
             )
-    chosen = list(tables[names[0]][queries[0]] if measures is None else measures)
+    chosen = list(tables[names[0]][queries[0]]) if measures is None else measures
     pairs = (
         list(itertools.combinations(names, 2))
         if all_pairs

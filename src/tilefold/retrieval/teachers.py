@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tilefold._arguments import check_encoder, check_instance, check_mapping
 from tilefold._files import atomic_file
 from tilefold._typing import Model
 from tilefold.pipeline.ragged import offsets_of
@@ -27,7 +28,7 @@ from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.encoding import encode_collection, encode_queries
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import model_fingerprint, texts_digest
-from tilefold.retrieval.training_rows import Floats, TrainingRows
+from tilefold.retrieval.training_rows import Floats, TrainingRows, check_rows
 from tilefold.retrieval.truncation import tell_truncated
 from tilefold.retrieval.vectors import read_vectors
 
@@ -53,6 +54,7 @@ class Teacher:
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
+        self._check_model()
         if self.kind == "cross-encoder" and self.model.num_labels != 1:
             wanted = "a cross-encoder with one output, a relevance score"
             got = f"one with {self.model.num_labels} classes. Take a reranker"
@@ -61,6 +63,19 @@ class Teacher:
             raise ValueError(
                 f"teacher {self.name}: expected a BM25 index of whole documents, got one of passages.",
             )
+
+    def _check_model(self) -> None:
+        """Raise ``TypeError`` unless the model has the methods that a teacher of its kind needs."""
+        if self.kind == "bm25":
+            check_instance("model", self.model, BM25Index, "BM25Index.load(folder)")
+        elif self.kind == "cross-encoder":
+            if not hasattr(self.model, "num_labels"):
+                raise TypeError(
+                    f"model: expected a CrossEncoder, got {type(self.model).__name__}; pass a loaded model.",
+                )
+        else:
+            classes = {"dense": "SentenceTransformer", "sparse": "SparseEncoder"}
+            check_encoder("model", self.model, classes.get(self.kind, "MultiVectorEncoder"))
 
     @property
     def fingerprint(self) -> str:
@@ -129,6 +144,9 @@ def score_rows(
     ``progress(done, total)`` counts pairs or documents, first what was done before. A text that
     cannot be encoded, or a score that is not finite, is a ``DataError`` that names it.
     """
+    check_instance("teacher", teacher, Teacher, "Teacher(name, kind, model)")
+    check_rows("rows", rows)
+    check_instance("collection", collection, Collection, "load_collection(path)")
     rows.check_collection(collection)
     task = _Task(
         teacher,
@@ -321,6 +339,8 @@ def ensemble(
     `like`, a teacher to whose mean and deviation over all rows their mean is mapped instead, as for
     SPLADE-v3 (arXiv 2403.06789).
     """
+    check_rows("rows", rows)
+    check_mapping("teachers", teachers, "name -> scores")
     if not teachers:
         raise ValueError("teachers: expected at least one, got an empty mapping.")
     check_choice("normalization", normalization, NORMALIZATIONS)
@@ -330,7 +350,7 @@ def ensemble(
         raise ValueError(f"like: expected one of the teachers {', '.join(teachers)}, got {like!r}.")
     if scale is not None and not 0 < scale < np.inf:
         raise ValueError(f"scale: expected a finite number above 0, got {scale!r}.")
-    columns = [np.asarray(scores, np.float64) for scores in teachers.values()]
+    columns = [_scores_of_rows(name, scores, len(rows)) for name, scores in teachers.items()]
     if normalization == "min_max":
         columns = [_min_max(rows, scores) for scores in columns]
     mean = np.mean(columns, axis=0)
@@ -341,8 +361,19 @@ def ensemble(
         raise ValueError(
             "like: expected scores that differ, got equal ones, which have no deviation to map.",
         )
-    model = np.asarray(teachers[like], np.float64)
+    model = _scores_of_rows(like, teachers[like], len(rows))
     return np.asarray((mean - mean.mean()) / mean.std() * model.std() + model.mean(), np.float32)
+
+
+def _scores_of_rows(teacher: str, scores: object, n_rows: int) -> npt.NDArray[np.float64]:
+    """Return the scores of a teacher, by position, as float64 ``[n_rows]``."""
+    values = np.asarray(scores, np.float64)
+    if values.shape != (n_rows,):
+        raise ValueError(
+            f"teachers: expected {n_rows} scores of {teacher!r}, one per row, got shape "
+            f"{list(values.shape)}.",
+        )
+    return values
 
 
 def _min_max(rows: TrainingRows, scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from tilefold._arguments import check_encoder, check_mapping
 from tilefold._typing import Model
 from tilefold.pipeline.rows import TokenRows
 from tilefold.retrieval import tokens as stored
@@ -72,6 +73,7 @@ def encode_tokens(
 class TokenEncoding(Encoding):
     """Token vectors of a ``MultiVectorEncoder``; the fields are those of :func:`encode_tokens`."""
 
+    MODEL: ClassVar[str] = "MultiVectorEncoder"
     STORAGES: ClassVar[tuple[str, ...]] = stored.STORAGES
 
     storage: str = "fp16"
@@ -173,6 +175,7 @@ class DenseEncoding(TokenEncoding):
     :func:`encode_dense_collection`.
     """
 
+    MODEL = "SentenceTransformer"
     STORAGES = stored.DENSE_STORAGES
 
     storage: str = "fp32"
@@ -244,6 +247,8 @@ def encode_texts(
     """Encode id -> text into memory, queries or few texts; errors as of
     :func:`tilefold.retrieval.encode_queries`.
     """
+    check_encoder("model", model, TokenEncoding.MODEL)
+    check_mapping("texts", texts, "id -> text")
     encoding = TokenEncoding(kind=kind, batch_size=batch_size, storage=storage)
     return TokenJob(encoding, model, token_dimension(model, kind), texts).in_memory("texts")
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilefold._arguments import list_of, list_of_ids
 from tilefold.ops import QuantizedTokens, quantize_tokens
 from tilefold.pipeline.ragged import gathered, offsets_of
 from tilefold.retrieval._checks import check_choice, check_offsets
@@ -61,6 +62,7 @@ class TokenVectors:
     scales: Tensor | None = None
 
     def __post_init__(self) -> None:
+        self.ids = list_of("ids", self.ids)
         check_ids(self.ids)
         n, offsets, values = len(self.ids), self.offsets, self.values
         check_values(values, self.scales)
@@ -83,6 +85,7 @@ class TokenVectors:
         ``DataError`` names the id of a tensor of another shape, or of an entry that is not finite
         in `storage`.
         """
+        ids, vectors = list_of("ids", ids), list_of("vectors", vectors)
         check_choice("storage", storage, DENSE_STORAGES)
         for name, rows in zip(ids, vectors, strict=True):
             if rows.dim() != 2 or rows.size(1) != dimension:
@@ -100,9 +103,9 @@ class TokenVectors:
         kept = packed.half() if storage == "fp16" else packed
         check_finite(ids, offsets, kept.isfinite().all(dim=1).cpu(), storage, packed)
         if storage != "int8":
-            return cls(list(ids), offsets, kept.cpu())
+            return cls(ids, offsets, kept.cpu())
         quantized = quantize_tokens(packed, "int8")
-        return cls(list(ids), offsets, quantized.values.cpu(), quantized.scales.cpu())
+        return cls(ids, offsets, quantized.values.cpu(), quantized.scales.cpu())
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -354,7 +357,7 @@ class TokenStore:
         """The vectors of some texts, copied into memory, in the given order; KeyError for one that
         is not there.
         """
-        wanted = list(names)
+        wanted = list_of_ids("names", names)
         rows: dict[int, list[int]] = {}
         for number, row in (self.ids[name] for name in wanted):
             rows.setdefault(number, []).append(row)

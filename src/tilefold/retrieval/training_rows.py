@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tilefold._arguments import check_instance, list_of
 from tilefold._files import atomic_file
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._files import Json, arrow
@@ -112,6 +113,7 @@ class TrainingRows:
     made_by: Json = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._convert()
         n, needed = len(self), len(self.queries) + 1
         if (
             len(self.offsets) != needed
@@ -138,6 +140,17 @@ class TrainingRows:
                 row = self._row(int(np.flatnonzero(~np.isfinite(values))[0]))
                 raise DataError(f"{name}: {row} has no finite score.")
         self._check_once()
+
+    def _convert(self) -> None:
+        """Convert ids to lists and columns to arrays, by position."""
+        self.queries = list_of("queries", self.queries)
+        self.documents = list_of("documents", self.documents)
+        self.offsets = np.asarray(self.offsets)
+        for name in _COLUMNS:
+            setattr(self, name, np.asarray(getattr(self, name)))
+        self.teachers = {name: np.asarray(scores) for name, scores in self.teachers.items()}
+        if self.target is not None:
+            self.target = np.asarray(self.target)
 
     def _scores(self) -> dict[str, Floats]:
         return self.teachers if self.target is None else {**self.teachers, "target": self.target}
@@ -249,8 +262,14 @@ def queries_of(rows: TrainingRows, collection: Collection) -> dict[str, str]:
     return {query: collection.queries[query] for query in rows.queries}
 
 
+def check_rows(name: str, rows: object) -> None:
+    """Raise ``TypeError`` unless an argument is :class:`TrainingRows`."""
+    check_instance(name, rows, TrainingRows, "read_training_rows(path)")
+
+
 def write_training_rows(rows: TrainingRows, path: str | Path) -> None:
     """Write the Parquet file of this module's table, atomically; ValueError where there is no row."""
+    check_rows("rows", rows)
     pa, pq = arrow("Storing training rows")
     if not len(rows):
         raise ValueError("rows: expected at least one row, got an empty table.")

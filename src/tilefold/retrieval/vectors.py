@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tilefold._arguments import check_mapping, list_of, list_of_ids
 from tilefold._files import atomic_file
 from tilefold._vocabulary import fill_missing_names, term_names, vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
@@ -22,7 +23,14 @@ from tilefold.retrieval._shards import (
     layout_of,
     shard_file,
 )
-from tilefold.retrieval._sparse import Floats, Ints, Longs, SparseVectors, check_same_vocabulary
+from tilefold.retrieval._sparse import (
+    Floats,
+    Ints,
+    Longs,
+    SparseVectors,
+    check_same_vocabulary,
+    check_vectors,
+)
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 
 __all__ = [
@@ -183,7 +191,7 @@ def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
     """The vectors of those `names` that a folder holds, in its order; only ids are read of shards
     without one.
     """
-    folder, wanted = Path(path), set(names)
+    folder, wanted = Path(path), set(list_of_ids("names", names))
     manifest = read_manifest(folder)
     check_whole(folder, manifest)
     parts = [manifest.no_vectors()]
@@ -231,6 +239,7 @@ def write_vectors(
     shard_size: int = 65536,
 ) -> VectorManifest:
     """Write vectors in memory to the folder `path`, replacing vectors that were there."""
+    check_vectors("vectors", vectors)
     check_least("shard_size", shard_size)
     settings = {name: value for name, value in vectors.provenance.to_dict().items() if value}
     manifest = VectorManifest(
@@ -269,6 +278,10 @@ def export_jsonl(
         scale: weights become ``round(weight * scale)``, for engines of integer impacts (100 is
             usual); terms that round to 0 are dropped. Floats are written when None.
     """
+    check_vectors("vectors", vectors)
+    tokens = None if tokens is None else list_of("tokens", tokens)
+    if contents is not None:
+        check_mapping("contents", contents, "id -> text")
     highest = int(vectors.indices.max()) if vectors.indices.size else -1
     if tokens is not None and highest >= len(tokens):
         got = f"{len(tokens)} tokens. Pass the vocabulary of the model that made the vectors"

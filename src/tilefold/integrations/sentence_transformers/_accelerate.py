@@ -13,6 +13,7 @@ import torch
 from sentence_transformers import SparseEncoder
 from torch import Tensor, nn
 
+from tilefold._arguments import check_instance, list_of_texts
 from tilefold._typing import Model, Transformer
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.integrations._patches import Replacement, replacements
@@ -378,7 +379,8 @@ def encode_sparse(
 
     Args:
         model: a ``sentence_transformers.SparseEncoder``.
-        texts: any number of texts.
+        texts: any number of texts, in a list or any other sequence: rows follow positions, also
+            those of a pandas Series, whatever its index.
         task: ``"query"``, ``"document"`` or ``None``: the route of a Router, and the name of the
             default prompt.
         prompt_name: name of a prompt of the model; by default that of the task, if the model has
@@ -390,12 +392,13 @@ def encode_sparse(
         min_weight: keep entries strictly greater than this.
 
     Raises:
-        TypeError: if ``texts`` is one string, or ``model`` is not a SparseEncoder.
+        TypeError: if ``texts`` is one string, a mapping or a set, or holds what is no string, or
+            ``model`` is not a SparseEncoder.
         ValueError: if ``batch_size`` or ``batch_tokens`` is not positive, or the model has no
             prompt of that name.
     """
-    if isinstance(texts, str):
-        raise TypeError("texts must be a sequence of strings, got one string; pass [text].")
+    check_instance("model", model, SparseEncoder, "a loaded model")
+    texts = list_of_texts("texts", texts)
     for name, value in (("batch_size", batch_size), ("batch_tokens", batch_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value}.")
@@ -436,14 +439,14 @@ def encode_sparse(
 
 def _stock_rows(
     model: Model,
-    texts: Sequence[str],
+    texts: list[str],
     options: SparseOptions,
     **how: object,
 ) -> Tensor:
     """Rows of the model's own ``encode``, as :func:`encode_sparse` returns them."""
     made = {"convert_to_tensor": True, "convert_to_sparse_tensor": True, "save_to_cpu": True}
     found = model.encode(
-        list(texts),
+        texts,
         max_active_dims=options.top_k,
         show_progress_bar=False,
         **made,

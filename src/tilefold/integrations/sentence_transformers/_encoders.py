@@ -8,13 +8,23 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    MappingView,
+    Sequence,
+)
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tilefold._arguments import list_of
 from tilefold._csr import coo_tensor
 from tilefold._typing import Model
 from tilefold.integrations._patches import Replacement
@@ -108,6 +118,7 @@ class SparseBatchEncoder(Replacement):
         """``[len(texts), V]`` CSR on the CPU, in one forward pass; arguments as in
         ``encode_sparse``.
         """
+        texts = list_of("texts", texts)
         return streams.as_csr(
             [self.batch(texts, task=task, top_k=top_k, min_weight=min_weight)],
             len(texts),
@@ -127,7 +138,7 @@ class SparseBatchEncoder(Replacement):
         options = sparse_options(self.owner, top_k, min_weight)
         return streams.encode_batch(
             self.owner,
-            texts,
+            list_of("texts", texts),
             task,
             prompt_of(self.owner, task, prompt_name),
             options,
@@ -194,6 +205,10 @@ class FusedEncode(Replacement):
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Arguments and result of the stock ``encode``."""
         model, stock = self.owner, type(self.owner).encode
+        if args:
+            args = (_listed_inputs(model, args[0]), *args[1:])
+        elif "inputs" in kwargs:
+            kwargs["inputs"] = _listed_inputs(model, kwargs["inputs"])
         if (asked := _served(stock, model, args, kwargs)) is None:
             with packed_inputs():
                 return stock(model, *args, **kwargs)
@@ -217,6 +232,21 @@ class FusedEncode(Replacement):
             with packed_inputs():
                 return stock(model, *args, **kwargs)
         return found[0] if single else found
+
+
+def _listed_inputs(model: Model, inputs: object) -> object:
+    """Return the inputs of ``encode`` by position: one input as it is, several as a list.
+
+    sentence-transformers takes a Series, a generator or a view of a dictionary for one input, and
+    refuses it.
+    """
+    if isinstance(inputs, (str, list)):
+        return inputs
+    is_array = isinstance(inputs, (np.ndarray, Tensor))  # one image, or one recording
+    is_series = not is_array and getattr(inputs, "ndim", None) == 1
+    if is_series or isinstance(inputs, (Iterator, MappingView)):
+        return list_of("inputs", inputs)
+    return inputs if model.is_singular_input(inputs) else list_of("inputs", inputs)
 
 
 def _served(stock: Any, model: Model, args: tuple[object, ...], kwargs: Options) -> Options | None:

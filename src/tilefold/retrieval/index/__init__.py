@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tilefold.retrieval._checks import check_choice
+from tilefold.retrieval._sparse import check_vectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_to_run, read_description
 from tilefold.retrieval.index.segments import open_segments
@@ -49,8 +50,10 @@ def build_index(
     :class:`tilefold.retrieval.index.seismic.SeismicOptions`, and ``"qdrant"`` those of
     :meth:`tilefold.retrieval.index.qdrant.QdrantIndex.build`. An unknown backend or option, or no
     vector with a positive weight, is a ``ValueError``; a package that is not installed a
-    ``MissingPackageError``.
+    ``MissingPackageError``, other vectors than :class:`tilefold.retrieval.SparseVectors` a
+    ``TypeError``.
     """
+    check_vectors("vectors", vectors)
     check_choice("backend", backend, BACKENDS)
     kind = _backend(backend)
     if backend == "qdrant":

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tilefold._arguments import check_instance, list_of
 from tilefold.retrieval._checks import check_choice, check_k
 from tilefold.retrieval._files import Json
 from tilefold.retrieval.errors import DataError, MissingDocumentError
@@ -69,6 +70,7 @@ class DenseIndex(TorchIndex):
         similarity: str,
         provenance: Provenance,
     ) -> None:
+        ids = ids if isinstance(ids, StoredIds) else list_of("ids", ids)
         check_choice("similarity", similarity, SIMILARITIES)
         check_values(values, scales)
         if not values.numel() or len(values) != len(ids):
@@ -93,6 +95,7 @@ class DenseIndex(TorchIndex):
 
         `metadata` is as in :func:`tilefold.retrieval.build_index`.
         """
+        check_instance("vectors", vectors, (TokenStore, TokenVectors), "open_dense(folder)")
         made_by = Provenance()
         if isinstance(vectors, TokenStore):
             manifest = vectors.manifest
@@ -126,6 +129,7 @@ class DenseIndex(TorchIndex):
         leaves documents out, and so does `where`, by their metadata. A ``ValueError`` for shorter
         queries, and for numbers that are not finite.
         """
+        check_instance("queries", queries, Tensor, "encode_dense(model, {id: text}, kind='query')")
         check_k(k)
         as_searched = queries.to(torch.float32)  # where large numbers of 64 bits become infinite
         all_finite = bool(as_searched.isfinite().all())

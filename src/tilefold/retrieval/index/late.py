@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tilefold._arguments import check_instance
 from tilefold.retrieval._checks import check_choice, check_count, check_k
 from tilefold.retrieval._files import Json
 from tilefold.retrieval._sparse import check_ids
@@ -113,6 +114,7 @@ class LateIndex(TorchIndex):
         ``ValueError`` for vectors of queries, none at all, another storage or factor; ``DataError``
         for damaged ones.
         """
+        check_instance("vectors", vectors, (TokenStore, TokenVectors), "open_tokens(folder)")
         check_choice("storage", storage, STORAGES)
         check_count("pool_factor", pool_factor)
         made_by, shards = Provenance(), iter([vectors] if isinstance(vectors, TokenVectors) else [])

@@ -22,7 +22,7 @@ from tilefold._version import __version__
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_offsets
 from tilefold.retrieval._files import Json, listed_file, read_json_object, write_json_object
-from tilefold.retrieval._sparse import SparseVectors
+from tilefold.retrieval._sparse import SparseVectors, check_vectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.metadata import FILE, Metadata, Where
@@ -91,6 +91,7 @@ class SparseIndex(Protocol):
 
 def hits_to_run(queries: SparseVectors, hits: Sequence[Sequence[Hit]]) -> Run:
     """``{query id: {document id: score}}`` of the result of ``index.search(queries, k)``."""
+    check_vectors("queries", queries, "those that were searched")
     return {
         qid: {hit.id: hit.score for hit in row} for qid, row in zip(queries.ids, hits, strict=True)
     }

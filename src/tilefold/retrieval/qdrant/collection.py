@@ -16,7 +16,7 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, Hit
 from tilefold.retrieval.metadata import Filter, Where
 from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.qdrant.documents import Documents, Queries, key_of, list_of_ids
+from tilefold.retrieval.qdrant.documents import Documents, Queries, checked_ids, key_of
 from tilefold.retrieval.qdrant.engine import (
     ID,
     SPARSE,
@@ -276,6 +276,7 @@ class QdrantCollection:
         """The sparse vectors of those of the `ids` that are there, in their order, as they are
         stored.
         """
+        ids = checked_ids(ids)
         rows = {
             point.payload[ID]: dict(zip(*point.vectors.get(SPARSE, ([], [])), strict=True))
             for point in self._points(ids, vectors=True)
@@ -286,7 +287,7 @@ class QdrantCollection:
         return found
 
     def _points(self, ids: Sequence[str], vectors: bool = False) -> Iterator[Point]:
-        keys = [key_of(name) for name in list_of_ids(ids)]
+        keys = [key_of(name) for name in checked_ids(ids)]
         for start in range(0, len(keys), _LOOKED_UP):
             yield from self._engine.fetch(keys[start : start + _LOOKED_UP], vectors)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from tilefold._arguments import list_of_ids
 from tilefold.retrieval._files import Json, check_text_ids, is_unicode
 from tilefold.retrieval._numbers import canonical_number
 from tilefold.retrieval._sparse import SparseVectors, check_ids, check_same_vocabulary
@@ -32,15 +33,11 @@ def key_of(name: str) -> str:
     return str(uuid.uuid5(_SPACE, name))
 
 
-def list_of_ids(ids: Iterable[str]) -> list[str]:
+def checked_ids(ids: Iterable[str]) -> list[str]:
     """List of the ids that somebody asks for: a ``TypeError`` for one text, whose letters may be
     ids too.
     """
-    if isinstance(ids, str):
-        raise TypeError(
-            f"ids: expected a list of texts, got {ids!r:.80}. Pass [id] for one document.",
-        )
-    names = list(ids)
+    names = list_of_ids("ids", ids)
     check_text_ids("ids", names)
     return names
 

@@ -1,0 +1,169 @@
+"""Checks of arguments that public functions share: sequences as lists, mappings, models, records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MappingView, Set
+from typing import Any
+
+__all__ = [
+    "check_encoder",
+    "check_instance",
+    "check_mapping",
+    "check_texts_by_id",
+    "list_of",
+    "list_of_ids",
+    "list_of_texts",
+]
+
+
+def list_of(name: str, values: object, *, ordered: bool = True) -> list[Any]:
+    """Return the values of a sequence by position, as a list.
+
+    Takes what users hold their data in: lists, tuples, generators, views of dictionaries, numpy
+    and Arrow arrays, pandas and polars Series, columns of ``datasets``. A Series is indexed by
+    label and has no truth value, so no other code of ours sees one.
+
+    Args:
+        name: the argument, for the error.
+        values: a sequence; a list is returned as it is.
+        ordered: whether the order matters, which refuses sets.
+
+    Raises:
+        TypeError: for one string, a mapping, an array or a table of several dimensions, what is
+            no sequence, and for a set where the order matters.
+    """
+    if isinstance(values, list):
+        return values
+    if isinstance(values, (str, bytes)):
+        raise TypeError(f"{name}: expected a list, got one string; pass [{values!r:.40}].")
+    if isinstance(values, Mapping):
+        raise TypeError(
+            f"{name}: expected a list, got a mapping ({type(values).__name__}); pass its values() or "
+            "its keys().",
+        )
+    if ordered and isinstance(values, Set) and not isinstance(values, MappingView):
+        raise TypeError(
+            f"{name}: expected a list, got a {type(values).__name__}, which has no order; pass "
+            "sorted(...).",
+        )
+    dimensions = getattr(values, "ndim", None)
+    if isinstance(dimensions, int) and dimensions != 1:
+        raise TypeError(
+            f"{name}: expected a list, got a {type(values).__name__} of {dimensions} dimensions; pass "
+            "one column or row of it.",
+        )
+    for method in ("to_pylist", "tolist"):  # of Arrow; of numpy, pandas and torch
+        if callable(convert := getattr(values, method, None)):
+            return list(convert())
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name}: expected a list, got {type(values).__name__}.")
+    return list(values)
+
+
+def list_of_ids(name: str, ids: object) -> list[Any]:
+    """Return ids whose order does not matter, as a list: also those of a set or a mapping's keys.
+
+    Raises:
+        TypeError: for one string, whose letters may be ids too, and as in :func:`list_of`.
+    """
+    return list_of(name, ids.keys() if isinstance(ids, Mapping) else ids, ordered=False)
+
+
+def list_of_texts(name: str, texts: object) -> list[str]:
+    """Return texts by position, as a list; the arguments and errors are those of :func:`list_of`.
+
+    Raises:
+        TypeError: also for a text that is no string, such as a missing value of a data frame.
+    """
+    listed = list_of(name, texts)
+    for position, text in enumerate(listed):
+        if not isinstance(text, str):
+            raise TypeError(
+                f"{name}: expected strings, got {text!r:.60} ({type(text).__name__}) at position "
+                f"{position}; leave it out or give ''.",
+            )
+    return listed
+
+
+def check_mapping(name: str, value: object, contents: str) -> None:
+    """Raise ``TypeError`` unless an argument is a mapping.
+
+    Args:
+        name: the argument, for the error.
+        value: what was passed.
+        contents: keys and values of the mapping, such as ``"id -> text"``.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name}: expected a mapping {contents}, got {_described(value)}; pass "
+            "dict(zip(ids, values)).",
+        )
+
+
+def check_texts_by_id(name: str, texts: object) -> None:
+    """Raise ``TypeError`` unless an argument is a mapping id -> text, whose texts are strings.
+
+    Args:
+        name: the argument, for the error.
+        texts: what was passed; it is read once.
+    """
+    check_mapping(name, texts, "id -> text")
+    for identifier, text in texts.items():  # type: ignore[attr-defined]
+        if not isinstance(text, str):
+            raise TypeError(
+                f"{name}: expected strings as texts, got {_described(text)} for {identifier!r}; pass "
+                "its text, of a Document its contents.",
+            )
+
+
+def check_instance(
+    name: str,
+    value: object,
+    expected: type | tuple[type, ...],
+    remedy: str,
+) -> None:
+    """Raise ``TypeError`` unless an argument is an instance of a class.
+
+    Args:
+        name: the argument, for the error.
+        value: what was passed.
+        expected: a class, or several of which one is enough.
+        remedy: how to make such an object, after "pass".
+    """
+    if not isinstance(value, expected):
+        kinds = expected if isinstance(expected, tuple) else (expected,)
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{name}: expected {names}, got {_described(value)}; pass {remedy}.")
+
+
+def check_encoder(name: str, model: object, expected: str = "SparseEncoder") -> None:
+    """Raise ``TypeError`` unless a model has the encoding methods of sentence-transformers.
+
+    Args:
+        name: the argument, for the error.
+        model: what was passed; a name or a path of a model is refused, since a function that
+            encodes loads nothing.
+        expected: the class of sentence-transformers, or several, that the function works with.
+    """
+    methods = ("encode_query", "encode_document")
+    if isinstance(model, type) or not all(
+        callable(getattr(model, method, None)) for method in methods
+    ):
+        remedy = "pass a loaded model"
+        if isinstance(model, str):
+            loader = (
+                "load_encoder" if "SparseEncoder" in expected else expected.split(maxsplit=1)[0]
+            )
+            remedy = f"pass a loaded model, such as {loader}({model!r})"
+        raise TypeError(f"{name}: expected a {expected}, got {_described(model)}; {remedy}.")
+
+
+def _described(value: object) -> str:
+    """Return the kind of a value for an error, with the value where it is short text or a number."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, (str, int, float)):
+        return f"{value!r:.60} ({type(value).__name__})"
+    return type(value).__name__

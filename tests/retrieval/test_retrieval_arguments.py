@@ -1,0 +1,391 @@
+"""Arguments of another type: taken by position, or refused by name at every public function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.retrieval.conftest import random_vectors
+from tests.sequences import LabelledSeries
+from tilefold import recipes
+from tilefold import retrieval as r
+
+TEXTS = {"a": "cats sleep all day", "b": "dogs chase cats", "c": "trees grow slowly"}
+RUN = {"q": {"a": 2.0, "b": 1.0}}
+TABLE = {"q": {"nDCG@10": 0.5}}
+
+
+def series(*values: Any) -> LabelledSeries:
+    """Values with labels in the opposite order."""
+    return LabelledSeries(values, range(len(values) - 1, -1, -1))
+
+
+def collection() -> r.Collection:
+    return r.Collection("tiny", {"a": "cats sleep"}, {"q": "cats"}, {"train": {"q": {"a": 1}}})
+
+
+def rows() -> r.TrainingRows:
+    return r.TrainingRows(
+        queries=["q"],
+        documents=["a", "b"],
+        offsets=np.array([0, 2]),
+        document=np.array([0, 1], np.int32),
+        relevant=np.array([True, False]),
+        rank=np.array([1, 2], np.int32),
+        retrieved=np.array([2.0, 1.0], np.float32),
+    )
+
+
+def tokens() -> r.TokenVectors:
+    return r.TokenVectors.pack(["a"], [torch.ones(2, 8)], 8, "fp16")
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        pytest.param(
+            lambda path: r.encode_collection("minilm", TEXTS, path),
+            "model",
+            id="encode_collection: name of a model",
+        ),
+        pytest.param(
+            lambda path: r.encode_tokens("minilm", TEXTS, path),
+            "model",
+            id="encode_tokens: name of a model",
+        ),
+        pytest.param(
+            lambda path: r.encode_tokens(object(), TEXTS, path),
+            "model",
+            id="encode_tokens: no model",
+        ),
+        pytest.param(
+            lambda path: r.encode_dense_collection("minilm", TEXTS, path),
+            "model",
+            id="encode_dense_collection: name of a model",
+        ),
+        pytest.param(
+            lambda _: r.encode_queries("minilm", TEXTS),
+            "model",
+            id="encode_queries: name of a model",
+        ),
+        pytest.param(
+            lambda _: r.encode_texts("minilm", TEXTS, kind="query"),
+            "model",
+            id="encode_texts: name of a model",
+        ),
+        pytest.param(
+            lambda _: r.encode_dense("minilm", TEXTS, kind="query"),
+            "model",
+            id="encode_dense: name of a model",
+        ),
+        pytest.param(
+            lambda _: r.encoded_index("minilm", TEXTS),
+            "model",
+            id="encoded_index: name of a model",
+        ),
+        pytest.param(
+            lambda _: r.Teacher("t", "sparse", "minilm"),
+            "model",
+            id="Teacher: name of a model",
+        ),
+        pytest.param(
+            lambda _: r.Teacher("t", "cross-encoder", "minilm"),
+            "model",
+            id="Teacher: name of a cross-encoder",
+        ),
+        pytest.param(
+            lambda _: r.Teacher("t", "bm25", "index"),
+            "model",
+            id="Teacher: path of an index",
+        ),
+        pytest.param(lambda _: r.build_index({"a": {1: 1.0}}), "vectors", id="build_index: dict"),
+        pytest.param(lambda _: r.build_index("vectors"), "vectors", id="build_index: path"),
+        pytest.param(lambda _: r.DenseIndex.build("vectors"), "vectors", id="DenseIndex: path"),
+        pytest.param(
+            lambda path: r.LateIndex.build({"a": 1}, path),
+            "vectors",
+            id="LateIndex: dict",
+        ),
+        pytest.param(
+            lambda path: r.write_vectors({"a": {1: 1.0}}, path),
+            "vectors",
+            id="write_vectors: dict",
+        ),
+        pytest.param(
+            lambda path: r.export_jsonl("vectors", path),
+            "vectors",
+            id="export_jsonl: path",
+        ),
+        pytest.param(
+            lambda path: r.export_opensearch({}, path),
+            "vectors",
+            id="export_opensearch: dict",
+        ),
+        pytest.param(lambda _: r.active_terms({"a": 1}), "vectors", id="active_terms: dict"),
+        pytest.param(
+            lambda _: r.flops(random_vectors(2), {"a": 1}),
+            "documents",
+            id="flops: dict of documents",
+        ),
+        pytest.param(lambda _: r.hits_to_run(TEXTS, []), "queries", id="hits_to_run: texts"),
+        pytest.param(
+            lambda _: r.build_index(random_vectors(3)).search(TEXTS, 3),
+            "queries",
+            id="SparseIndex.search: texts",
+        ),
+        pytest.param(
+            lambda _: r.DenseIndex.build(tokens_of_one()).search(TEXTS, 3),
+            "queries",
+            id="DenseIndex.search: texts",
+        ),
+        pytest.param(lambda _: r.BM25Index.build(["cats"]), "documents", id="BM25Index: list"),
+        pytest.param(
+            lambda _: r.BM25Index.build(collection().documents),
+            "documents",
+            id="BM25Index: documents instead of texts",
+        ),
+        pytest.param(
+            lambda _: r.BM25Index.build(TEXTS).search("cats", 3),
+            "queries",
+            id="BM25Index.search: one string",
+        ),
+        pytest.param(
+            lambda _: r.BM25Index.build(TEXTS).query_vectors("cats"),
+            "queries",
+            id="BM25Index.query_vectors: one string",
+        ),
+        pytest.param(
+            lambda _: r.BM25Index.build(TEXTS).updated({}, delete="ab"),
+            "delete",
+            id="BM25Index.updated: one id, whose letters are ids",
+        ),
+        pytest.param(lambda _: r.Searcher("index"), "index", id="Searcher: path"),
+        pytest.param(
+            lambda _: r.Searcher(r.BM25Index.build(TEXTS), documents=["cats"]),
+            "documents",
+            id="Searcher: list of documents",
+        ),
+        pytest.param(
+            lambda _: r.Searcher(r.BM25Index.build(TEXTS), documents={"a": 3}),
+            "documents",
+            id="Searcher: number as a document",
+        ),
+        pytest.param(
+            lambda _: r.Searcher(r.BM25Index.build(TEXTS), second="run.trec"),
+            "second",
+            id="Searcher: path of a run",
+        ),
+        pytest.param(
+            lambda _: r.Searcher(r.BM25Index.build(TEXTS), late="colbert"),
+            "late",
+            id="Searcher: name of a model that reranks",
+        ),
+        pytest.param(
+            lambda _: r.Searcher(r.BM25Index.build(TEXTS)).rank("cats", r.SearchRequest()),
+            "queries",
+            id="Searcher.rank: one string",
+        ),
+        pytest.param(
+            lambda _: r.Searcher(r.BM25Index.build(TEXTS)).rank({"q": "cats"}, 5),
+            "request",
+            id="Searcher.rank: number",
+        ),
+        pytest.param(
+            lambda _: r.Collection("c", ["cats"], {}, {}),
+            "documents",
+            id="Collection: list of documents",
+        ),
+        pytest.param(
+            lambda _: r.Collection("c", {}, ["cats"], {}),
+            "queries",
+            id="Collection: list of queries",
+        ),
+        pytest.param(
+            lambda _: r.Collection("c", {}, {}, {"test": [("q", "d", 1)]}),
+            "qrels",
+            id="Collection: list of judgements",
+        ),
+        pytest.param(lambda _: r.Passages(8).of(["cats"]), "documents", id="Passages: list"),
+        pytest.param(lambda _: r.best_passages([]), "run", id="best_passages: list"),
+        pytest.param(lambda path: r.merge_vectors(str(path), path), "folders", id="merge_vectors"),
+        pytest.param(
+            lambda path: r.update_index(path, delete="ab"),
+            "delete",
+            id="update_index: one id, whose letters are ids",
+        ),
+        pytest.param(lambda path: r.read_rows(path, "ab"), "names", id="read_rows: one id"),
+        pytest.param(
+            lambda _: r.rerank(RUN, TEXTS, tokens()),
+            "queries",
+            id="rerank: texts as queries",
+        ),
+        pytest.param(
+            lambda _: r.rerank(RUN, tokens(), "tokens"),
+            "documents",
+            id="rerank: path of documents",
+        ),
+        pytest.param(lambda _: r.evaluate([], {"q": {"a": 1}}), "run", id="evaluate: list"),
+        pytest.param(lambda _: r.evaluate(RUN, "qrels.tsv"), "qrels", id="evaluate: path"),
+        pytest.param(
+            lambda _: r.evaluate(RUN, {"q": {"a": 1}}, "nDCG@10"),
+            "measures",
+            id="evaluate: one measure",
+        ),
+        pytest.param(
+            lambda path: r.write_trec_run([("q", "a", 1.0)], path),
+            "run",
+            id="write_trec_run: list",
+        ),
+        pytest.param(lambda _: r.interpolate(RUN), "runs", id="interpolate: one run"),
+        pytest.param(
+            lambda _: r.reciprocal_rank_fusion(["a.trec", "b.trec"]),
+            "runs",
+            id="reciprocal_rank_fusion: paths",
+        ),
+        pytest.param(lambda _: r.compare([TABLE, TABLE]), "tables", id="compare: list"),
+        pytest.param(
+            lambda _: r.mean_of({1: 0.5, 2: 0.75}),
+            "values",
+            id="mean_of: mapping, whose keys are numbers",
+        ),
+        pytest.param(
+            lambda _: r.expand_sparse(TEXTS, random_vectors(2), RUN, r.Feedback()),
+            "queries",
+            id="expand_sparse: texts",
+        ),
+        pytest.param(
+            lambda _: r.mine_negatives([], "pydocs", "train", [r.Window(1, 9, 1)]),
+            "collection",
+            id="mine_negatives: name of a collection",
+        ),
+        pytest.param(
+            lambda _: r.drop_false_negatives("rows.parquet", r.FalseNegatives(0.1)),
+            "rows",
+            id="drop_false_negatives: path",
+        ),
+        pytest.param(
+            lambda path: r.score_rows("teacher", rows(), collection(), path),
+            "teacher",
+            id="score_rows: name of a teacher",
+        ),
+        pytest.param(
+            lambda _: r.ensemble("rows.parquet", {}),
+            "rows",
+            id="ensemble: path",
+        ),
+        pytest.param(
+            lambda _: r.ensemble(rows(), [[1.0, 2.0]]),
+            "teachers",
+            id="ensemble: list of scores",
+        ),
+        pytest.param(
+            lambda path: r.write_training_rows([("q", "a")], path),
+            "rows",
+            id="write_training_rows: list",
+        ),
+        pytest.param(
+            lambda path: r.load_beir(path, splits="test"),
+            "splits",
+            id="load_beir: one split",
+        ),
+        pytest.param(
+            lambda path: recipes.train("splade", collection(), path),
+            "recipe",
+            id="train: name of a recipe",
+        ),
+        pytest.param(
+            lambda path: recipes.train(recipes.get_recipe("splade"), "pydocs", path),
+            "collection",
+            id="train: name of a collection",
+        ),
+        pytest.param(
+            lambda _: recipes.minilm_splade("cats"),
+            "sample_texts",
+            id="minilm_splade: one text",
+        ),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_by_name(
+    call: Callable[[Path], Any],
+    argument: str,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"^{argument}\b.*(expected|must)"):
+        call(tmp_path)
+    assert not any(tmp_path.iterdir()), "something was written"
+
+
+def tokens_of_one() -> r.TokenVectors:
+    return r.TokenVectors.pack(["a"], [torch.ones(1, 8)], 8, "fp32")
+
+
+def test_a_searcher_takes_texts_as_documents() -> None:
+    searcher = r.Searcher(r.BM25Index.build(TEXTS), documents=TEXTS)
+    (first, *_) = searcher.search("trees")
+    assert (first["id"], first["title"]) == ("c", "trees grow slowly")
+
+
+def test_a_collection_takes_texts_as_documents() -> None:
+    assert collection().documents == {"a": r.Document("a", "", "cats sleep")}
+
+
+def test_ids_of_vectors_are_read_by_position() -> None:
+    vectors = r.SparseVectors.from_torch(series("a", "b"), torch.eye(2))
+    assert vectors.ids == ["a", "b"]
+    packed = r.TokenVectors.pack(series("a", "b"), [torch.ones(1, 8), torch.ones(2, 8)], 8, "fp16")
+    assert packed.ids == ["a", "b"]
+
+
+def test_scores_and_ids_of_training_rows_are_read_by_position() -> None:
+    plain = rows()
+    labelled = r.TrainingRows(
+        queries=series("q"),
+        documents=series("a", "b"),
+        offsets=series(0, 2),
+        document=series(0, 1),
+        relevant=series(True, False),
+        rank=series(1, 2),
+        retrieved=series(2.0, 1.0),
+    )
+    (expected,), (found,) = plain.groups(), labelled.groups()
+    assert found.documents == expected.documents
+    assert found.retrieved.tolist() == expected.retrieved.tolist()
+
+
+def test_scores_of_teachers_are_read_by_position() -> None:
+    of_list = r.ensemble(rows(), {"t": [0.25, 1.0]}, normalization="none")
+    of_series = r.ensemble(rows(), {"t": series(0.25, 1.0)}, normalization="none")
+    assert of_list.tolist() == of_series.tolist() == [0.25, 1.0]
+
+
+def test_scores_of_a_teacher_for_other_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"teachers: expected 2 scores of 't'.*shape \[3\]"):
+        r.ensemble(rows(), {"t": [1.0, 2.0, 3.0]})
+
+
+def test_weights_of_an_interpolation_are_read_by_position() -> None:
+    runs = [{"q": {"a": 2.0, "b": 0.0}}, {"q": {"a": 0.0, "b": 2.0}}]
+    for weights in (series(0.25, 0.75), np.array([0.25, 0.75]), iter([0.25, 0.75])):
+        fused = r.interpolate(iter(runs), weights, normalization="none")
+        assert fused == {"q": {"b": 1.5, "a": 0.5}}
+
+
+def test_tokens_of_an_export_are_read_by_position(tmp_path: Path) -> None:
+    vectors = r.SparseVectors.from_rows({"a": {0: 1.0}}, 2)
+    r.export_jsonl(vectors, tmp_path / "v.jsonl", series("zero", "one"))
+    assert '"zero"' in (tmp_path / "v.jsonl").read_text(encoding="utf-8")
+
+
+def test_terms_to_leave_out_may_be_a_set() -> None:
+    vectors = r.SparseVectors.from_rows({"a": {0: 1.0, 1: 2.0}}, 2)
+    assert vectors.without({0}).indices.tolist() == [1]
+
+
+def test_ids_to_delete_may_be_a_series_whose_labels_are_others() -> None:
+    index = r.BM25Index.build(TEXTS).updated({}, delete=LabelledSeries(["a"], [7]))
+    assert index.ids == ["b", "c"]
