@@ -266,7 +266,7 @@ def test_one_id_instead_of_a_list_deletes_nothing(place: Open) -> None:
     rows = SparseVectors.from_rows({name: {1: 1.0} for name in ("a", "7", "a7")}, 500, "f" * 64)
     collection.upsert(Documents(rows.ids, rows))
     for wrong, said in (
-        ("a7", r"ids: expected a list of texts, .* Pass \[id\]"),
+        ("a7", r"ids: expected a list, .*; pass \['a7'\]"),
         ([7], "ids: expected strings as ids"),
     ):
         for call in (

@@ -7,6 +7,7 @@ A large file is read by several processes, which run :func:`main`.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import struct
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -22,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._ranks import share_of_cores
+from tilefold.retrieval._fields import DocumentFields
 from tilefold.retrieval._files import check_text_ids
-from tilefold.retrieval._tables import json_object
+from tilefold.retrieval._tables import USUAL_FIELDS, json_object
 from tilefold.retrieval.collection import Document, document_of_row
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import encoded_texts
@@ -47,8 +50,12 @@ class Lines(NamedTuple):
     encoded: bytes  # ids and contents as a digest takes them
 
 
-def all_lines(file: Path, size: int) -> Iterator[Lines]:
-    """The lines of a file of so many bytes, in order."""
+def all_lines(
+    file: Path,
+    size: int,
+    fields: DocumentFields = USUAL_FIELDS,
+) -> Iterator[Lines]:
+    """The lines of a file of so many bytes, in order; `fields` as in ``load_documents``."""
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     alone = size < ALONE or not sys.executable or getattr(sys, "frozen", False)
     count = 1 if alone else min(MOST, share_of_cores(ranks))
@@ -56,7 +63,7 @@ def all_lines(file: Path, size: int) -> Iterator[Lines]:
     try:
         with suppress(OSError, ValueError):  # no process more, or broken pipes
             workers.extend(
-                _start(file, size, number, count) for number in range(count) if count > 1
+                _start(file, size, number, count, fields) for number in range(count) if count > 1
             )
             while (
                 workers
@@ -70,7 +77,9 @@ def all_lines(file: Path, size: int) -> Iterator[Lines]:
             worker.kill()
             worker.communicate()
     with file.open("rb") as stream:
-        yield from (_lines(stream, str(file), begin, begin + RANGE) for begin in begins[place:])
+        yield from (
+            _lines(stream, str(file), begin, begin + RANGE, fields) for begin in begins[place:]
+        )
     if count > 1 and place < len(begins):  # else an error said which line is broken
         _logger.warning(
             "%s: a process that read its lines ended early; this one has read the rest.",
@@ -78,7 +87,13 @@ def all_lines(file: Path, size: int) -> Iterator[Lines]:
         )
 
 
-def _start(file: Path, size: int, number: int, count: int) -> subprocess.Popen[bytes]:
+def _start(
+    file: Path,
+    size: int,
+    number: int,
+    count: int,
+    fields: DocumentFields,
+) -> subprocess.Popen[bytes]:
     path = [entry for entry in sys.path if isinstance(entry, str)]
     code = (
         f"import sys; sys.path[:] = {path!r}; from {__spec__.name} import main; main(sys.argv[1:])"
@@ -89,6 +104,7 @@ def _start(file: Path, size: int, number: int, count: int) -> subprocess.Popen[b
         code,
         str(file.absolute()),
         *map(str, (size, number, count, RANGE)),
+        json.dumps(asdict(fields)),
     ]
     worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # noqa: S603 - this program
     if sys.platform == "linux" and worker.stdout:
@@ -114,16 +130,24 @@ def _received(stream: IO[bytes] | None) -> Lines | None:
 
 def main(arguments: Sequence[str]) -> None:
     """Write every n-th range of a file to stdout."""
-    path, (size, number, count, length) = arguments[0], map(int, arguments[1:])
+    path, *numbers_of_ranges, named_fields = arguments
+    size, number, count, length = map(int, numbers_of_ranges)
+    fields = DocumentFields(**json.loads(named_fields))
     with Path(path).open("rb") as stream:
         for begin in range(number * length, size, count * length):
-            numbers, encoded = _lines(stream, path, begin, begin + length)
+            numbers, encoded = _lines(stream, path, begin, begin + length, fields)
             header = _HEADER.pack(_MARK, numbers.shape[1], len(encoded))
             sys.stdout.buffer.write(header + numbers.tobytes() + encoded)
     sys.stdout.buffer.flush()
 
 
-def _lines(stream: IO[bytes], path: str, begin: int, end: int) -> Lines:
+def _lines(
+    stream: IO[bytes],
+    path: str,
+    begin: int,
+    end: int,
+    fields: DocumentFields,
+) -> Lines:
     """The lines that begin in a range of bytes."""
     if begin:
         stream.seek(begin - 1)
@@ -135,7 +159,7 @@ def _lines(stream: IO[bytes], path: str, begin: int, end: int) -> Lines:
     found = None if path.endswith(".jsonl") else _plain(lines)
     if found is None:
         texts = [(at, line.decode(encoding(at))) for at, line in zip(starts, lines, strict=True)]
-        kept = [(at, *contents_of_line(text, path)) for at, text in texts if text.strip()]
+        kept = [(at, *contents_of_line(text, path, fields)) for at, text in texts if text.strip()]
         if any("\0" in name for _, name, _ in kept):
             check_text_ids("documents", [name for _, name, _ in kept])
         starts = [at for at, _, _ in kept]
@@ -168,22 +192,30 @@ def encoding(start: int) -> str:
     return "utf-8" if start else "utf-8-sig"
 
 
-def document_of_line(text: str, file: str) -> tuple[str, Document]:
+def document_of_line(
+    text: str,
+    file: str,
+    fields: DocumentFields = USUAL_FIELDS,
+) -> tuple[str, Document]:
     """Id and document of a line."""
     row = (
         json_object(text, file)
         if file.endswith(".jsonl")
         else dict(zip(("_id", "text"), _pair(text), strict=True))
     )
-    document = document_of_row(row, file, ())
+    document = document_of_row(row, file, (), fields)
     return document.id, document
 
 
-def contents_of_line(text: str, file: str) -> tuple[str, str]:
+def contents_of_line(
+    text: str,
+    file: str,
+    fields: DocumentFields = USUAL_FIELDS,
+) -> tuple[str, str]:
     """Id and contents of the document of a line."""
     if not file.endswith(".jsonl"):
         return _pair(text)
-    name, document = document_of_line(text, file)
+    name, document = document_of_line(text, file, fields)
     return name, document.contents
 
 

@@ -17,7 +17,8 @@ from tilefold.retrieval._tables import numbered_lines
 from tilefold.retrieval.errors import DataError
 
 TEACHER = "published"
-_Row = tuple[str, bool, float | None]  # document, whether it is relevant, score
+_Row = tuple[str, float | None, bool]  # document, score, whether it is relevant
+_LARGEST_SCORE = float(np.finfo(np.float32).max)
 _KINDS = (
     "a line of three ids with tabs between them, or JSON: [query, relevant, negative, ...], [query, [document, score], "
     '...], the relevant one first, or {"qid": .., "pos": [..], "neg": {retriever: [..]}}'
@@ -37,16 +38,15 @@ def read_published(path: Path) -> dict[str, Any]:
         if not line.strip():
             continue
         try:
-            is_json = line[0] in "[{"
-            fields = json.loads(line) if is_json else line.rstrip("\r\n").split("\t")
-            if not is_json and len(fields) != 3:
-                raise ValueError(f"{len(fields)} fields")
-            name, found = _group(fields)
-            for other, is_relevant, score in found:
-                document.append(documents.setdefault(other, len(documents)))
-                query.append(queries.setdefault(name, len(queries)))
+            query_id, judged = _group(_fields_of(line))
+            for document_id, score, is_relevant in judged:
+                if query and (score is None) != (not scores):
+                    raise ValueError(_unlike_before(document_id, score))
+                document.append(documents.setdefault(document_id, len(documents)))
+                query.append(queries.setdefault(query_id, len(queries)))
                 relevant.append(is_relevant)
-                scores.extend(() if score is None else (score,))
+                if score is not None:
+                    scores.append(score)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             got = f"{line.strip():.60} ({error})"
             raise DataError(
@@ -54,11 +54,6 @@ def read_published(path: Path) -> dict[str, Any]:
             ) from error
     if not query:
         raise DataError("expected a line at least, got an empty file. Fetch it again.")
-    if len(scores) not in (0, len(query)):
-        got = f"{len(scores)} for {len(query)} documents"
-        raise DataError(
-            f"expected a score for every document, or none, got {got}. Give all of them one, or none.",
-        )
     of, at = np.frombuffer(query, np.int32), np.frombuffer(document, np.int32)
     _, first, same = np.unique(
         of.astype(np.int64) * len(documents) + at,
@@ -82,6 +77,25 @@ def read_published(path: Path) -> dict[str, Any]:
     }
 
 
+def _fields_of(line: str) -> Any:
+    """The JSON value of a line, or the three ids between its tabs."""
+    if line[0] in "[{":
+        return json.loads(line)
+    fields = line.rstrip("\r\n").split("\t")
+    if len(fields) != 3:
+        raise ValueError(f"{len(fields)} fields")
+    return fields
+
+
+def _unlike_before(document_id: str, score: float | None) -> str:
+    """Why a document is refused that has a score where those before it have none, or lacks one."""
+    if score is None:
+        return (
+            f"{document_id!r} has no score, those before it have one; give all of them one, or none"
+        )
+    return f"{document_id!r} has a score, those before it have none; give all of them one, or none"
+
+
 def _group(value: Any) -> tuple[str, Iterator[_Row]]:
     """The query of a line, and its documents."""
     if isinstance(value, dict):
@@ -92,12 +106,26 @@ def _group(value: Any) -> tuple[str, Iterator[_Row]]:
         listed = [(name, True) for name in value["pos"]] + [
             (name, False) for names in others for name in names
         ]
-        return _id(value["qid"]), ((_id(name), is_relevant, None) for name, is_relevant in listed)
-    name, *found = value
-    if len(found) < 2:
+        return _id(value["qid"]), ((_id(name), None, is_relevant) for name, is_relevant in listed)
+    query, *documents = value
+    if len(documents) < 2:
         raise ValueError("fewer than two documents")
-    pairs = (each if isinstance(each, list) else (each, None) for each in found)
-    return _id(name), ((_id(each), place == 0, score) for place, (each, score) in enumerate(pairs))
+    return _id(query), (
+        (*_scored(document), position == 0) for position, document in enumerate(documents)
+    )
+
+
+def _scored(value: Any) -> tuple[str, float | None]:
+    """The id of a document, and its score where it is given as ``[document, score]``."""
+    if not isinstance(value, list):
+        return _id(value), None
+    document, score = value
+    if isinstance(score, bool) or not isinstance(score, (int, float)):
+        shown = json.dumps(score)
+        raise ValueError(f"the score of {document!r} is {shown:.40} and no number")
+    if not abs(score) <= _LARGEST_SCORE:
+        raise ValueError(f"the score of {document!r} is {score!r:.40} and no finite float32")
+    return _id(document), float(score)
 
 
 def _id(value: object) -> str:

@@ -1,9 +1,10 @@
-"""Rows of the files of collections: JSON lines, TSV, Parquet, saved datasets, TREC topics;
+"""Rows of the files of collections: JSON lines, CSV, TSV, Parquet, saved datasets, TREC topics;
 judgements by split.
 """
 
 from __future__ import annotations
 
+import csv
 import functools
 import gzip
 import html
@@ -15,6 +16,14 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
+from tilefold.retrieval._fields import (
+    JUDGEMENTS,
+    TEXTS,
+    DocumentFields,
+    FieldError,
+    judgement_columns,
+    text_columns_of,
+)
 from tilefold.retrieval._files import Json, arrow, require
 from tilefold.retrieval.errors import DataError
 
@@ -25,7 +34,9 @@ Qrels = dict[str, dict[str, int]]
 Judgement = tuple[str, str, str, int]  # where, query, document, grade
 
 TEXT = (".tsv", ".tsv.gz", ".txt", ".txt.gz")
-ROWS = (".jsonl", ".jsonl.gz", ".parquet")
+CSV = (".csv", ".csv.gz")
+ROWS = (".jsonl", ".jsonl.gz", ".parquet", *CSV)
+USUAL_FIELDS = DocumentFields()
 TOPICS = ".trec"
 _SAVED = ("dataset_dict.json", "state.json")  # of a DatasetDict, of a Dataset
 _ROWS_PER_BATCH = 1024
@@ -36,32 +47,12 @@ _NUMBER = re.compile(
 )
 _TITLE = re.compile(r"<(?:title|query)>\s*(?:Topic:)?(.*?)(?=<|\Z)", re.DOTALL | re.IGNORECASE)
 _LINE_BREAK = re.compile(r"[^\S\n]*\n\s*")  # in a topic, with the blanks around it
-# What a column is -> names that BEIR, TREC, MS MARCO, datasets and data frames give it.
-_DOCUMENT = (
-    "corpus-id",
-    "corpus_id",
-    "docid",
-    "doc_id",
-    "doc-id",
-    "docno",
-    "document_id",
-    "pid",
-    "passage_id",
-)
-_QUERY = ("query-id", "query_id", "qid", "queryid", "topic_id", "topic-id")
-TEXTS = {
-    "_id": ("_id", "id", *_DOCUMENT, *_QUERY),
-    "title": ("title",),
-    "text": ("text", "contents", "content", "body", "passage", "document", "query", "question"),
-}
-JUDGEMENTS = {
-    "query-id": (*_QUERY, "query", "topic"),
-    "corpus-id": (*_DOCUMENT, "document", "passage", "id"),
-    "score": ("score", "grade", "relevance", "rel", "label", "judgment", "judgement"),
-}
 _SUFFIXES = (*TEXT, ".qrels", TOPICS, *ROWS)
 _COLUMNS = tuple(JUDGEMENTS)
 _NAMED = f"Fix that line; names of columns are {', '.join(_COLUMNS)}."
+_GRADE = re.compile(r"[+-]?[0-9]{1,18}(?:\.0*)?")
+_LONGEST_CELL = (1 << 31) - 1  # characters of a field of CSV, where the csv module allows 131,072
+_SHOWN_PAIRS = 10  # of those with contradictory judgements
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -116,24 +107,34 @@ def table_files(path: Path) -> list[Path]:
     return files
 
 
-def table_rows(path: Path, skip: int = 0) -> Iterator[Row]:
-    """``(where, row)`` of each row, but the first `skip` of each file, of a file, folder of files
-    or saved dataset.
+def table_rows(
+    path: Path,
+    skip: int = 0,
+    fields: DocumentFields = USUAL_FIELDS,
+) -> Iterator[Row]:
+    """Yield ``(where, row)`` of each row of a file, a folder of files or a saved dataset.
+
+    Args:
+        path: the file or folder; its name says what it is.
+        skip: rows at the beginning of each file that are left out.
+        fields: names of fields that the first line of a table with tabs may have.
     """
     if path.is_dir():
         if is_saved_dataset(path):
             yield from _dataset_rows(path, skip)
             return
         for file in table_files(path):
-            yield from table_rows(file, skip)
+            yield from table_rows(file, skip, fields)
     elif path.name.endswith(".parquet"):
         yield from _parquet_rows(path, skip)
+    elif path.name.endswith(CSV):
+        yield from islice(_csv_rows(path), skip, None)
     elif path.name.endswith(ROWS):
         filled = ((number, line) for number, line in numbered_lines(path) if line.strip())
         for number, line in islice(filled, skip, None):
             yield f"{path}:{number}", json_object(line, f"{path}:{number}")
     elif path.name.endswith(TEXT):
-        yield from islice(text_rows(numbered_lines(path), path), skip, None)
+        yield from islice(text_rows(numbered_lines(path), path, fields=fields), skip, None)
     else:
         raise DataError(
             f"{path}: expected a file that ends in {', '.join((*ROWS, *TEXT))}, got {path.name!r}.",
@@ -145,33 +146,65 @@ def text_rows(
     path: object,
     *,
     bare: bool = False,
+    fields: DocumentFields = USUAL_FIELDS,
 ) -> Iterator[Row]:
     """Rows of lines: an id, a tab and a text; a `bare` text, by its number; or the columns that the
     first names.
 
     Blanks belong to ids and texts: only the end of a line is left out.
     """
-    columns: list[str | None] | None = None
+    names: list[str] | None = None
     for place, (number, line) in enumerate(
         ((number, line) for number, line in lines if line.strip()),
     ):
-        where, fields = f"{path}:{number}", _fields_of(line)
-        if place == 0 and (columns := text_columns(fields, where)):
-            _say_once(where, tuple(fields))
-            columns = [
-                kind or name.strip().strip('"') for kind, name in zip(columns, fields, strict=True)
-            ]
+        where, values = f"{path}:{number}", _fields_of(line)
+        if place == 0 and (columns := text_columns(values, where, fields)):
+            _say_once(where, tuple(values), tuple(columns))
+            names = [name.strip().strip('"') for name in values]
+            if fields == USUAL_FIELDS:  # usual names of any case become _id, title and text
+                names = [column or name for column, name in zip(columns, names, strict=True)]
             continue
-        if columns:
-            yield where, row_of(fields, columns, where)
-        elif len(fields) > 1:
-            yield where, {"_id": fields[0], "text": "\t".join(fields[1:])}
+        if names:
+            yield where, row_of(values, names, where)
+        elif len(values) > 1:
+            yield where, {"_id": values[0], "text": "\t".join(values[1:])}
         elif bare:
-            yield where, {"_id": str(number), "text": fields[0]}
+            yield where, {"_id": str(number), "text": values[0]}
         else:
             raise DataError(
                 f"{where}: expected an id, a tab and a text, got no tab. Fix that line.",
             )
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    """Yield the records of a CSV file (RFC 4180) by the names in its first one, all as strings."""
+    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
+    records = csv.reader((line for _, line in numbered_lines(path)), strict=True)
+    names: list[str] = []
+    end = 0  # line at which the record before ended
+    while True:
+        where = f"{path}:{end + 1}"
+        try:
+            record = next(records, None)
+        except csv.Error as error:
+            raise DataError(
+                f"{where}: expected comma-separated values (RFC 4180), got ({error}). Put a field with "
+                'a comma, a quote or a line break in quotes, and write a quote in it as "".',
+            ) from error
+        if record is None:
+            return
+        end = records.line_num
+        if not record:  # a blank line
+            continue
+        if not names:
+            names = [name.strip() for name in record]
+            if len(set(names)) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise DataError(
+                    f"{where}: expected names of columns that differ, got {twice!r} twice. Rename one.",
+                )
+            continue
+        yield where, row_of(record, names, where)
 
 
 def json_object(line: str, where: str) -> Json:
@@ -230,10 +263,27 @@ def named_columns(fields: Sequence[str], known: Mapping[str, Sequence[str]]) -> 
     return [kind_of.get(field.strip().strip('"').lower()) for field in fields]
 
 
-def text_columns(fields: Sequence[str], where: str) -> list[str | None] | None:
-    """The columns that a first line names, None where it is a row, and a ``DataError`` where it may
-    be either.
+def text_columns(
+    fields: Sequence[str],
+    where: str,
+    named: DocumentFields = USUAL_FIELDS,
+) -> list[str | None] | None:
+    """Find the columns that a first line names.
+
+    Args:
+        fields: the fields of the line.
+        where: file and line, for the error.
+        named: names of columns that are not the usual ones; with any, the line must have them.
+
+    Returns:
+        For each field ``"_id"``, ``"title"``, ``"text"`` or None for another column; None in all
+        where the line is a row and names nothing.
+
+    Raises:
+        DataError: for a line that may be either, or without a column that is `named`.
     """
+    if named != USUAL_FIELDS:
+        return _named_text_columns(fields, where, named)
     kinds = named_columns(fields, TEXTS)
     if kinds.count("_id") == kinds.count("text") == 1 and kinds.count("title") <= 1:
         return kinds
@@ -244,10 +294,26 @@ def text_columns(fields: Sequence[str], where: str) -> list[str | None] | None:
     return None
 
 
+def _named_text_columns(
+    fields: Sequence[str],
+    where: str,
+    named: DocumentFields,
+) -> list[str | None]:
+    """The columns of a first line that must name columns, as of :func:`text_columns`."""
+    names = tuple(field.strip().strip('"') for field in fields)
+    try:
+        chosen = text_columns_of(names, named)
+    except FieldError as error:
+        raise DataError(f"{where}: {error}") from error
+    kinds = {chosen.id: "_id", chosen.text: "text"}
+    if chosen.title is not None:
+        kinds[chosen.title] = "title"
+    return [kinds.get(name) for name in names]
+
+
 @functools.cache
-def _say_once(where: str, fields: tuple[str, ...]) -> None:
-    """Say which line is no row; files are read several times."""
-    kinds = named_columns(fields, TEXTS)
+def _say_once(where: str, fields: tuple[str, ...], kinds: tuple[str | None, ...]) -> None:
+    """Log which line is no row, once, although files are read several times."""
     used = ", ".join(name.strip() for name, kind in zip(fields, kinds, strict=True) if kind)
     left = ", ".join(
         repr(name.strip()) for name, kind in zip(fields, kinds, strict=True) if not kind
@@ -369,18 +435,17 @@ def _read_split(
 ) -> Qrels:
     qrels: Qrels = {}
     strays: list[str] = []
+    contradictory: dict[tuple[str, str], None] = {}
     for where, query, document, grade in (row for file in files for row in _judgements(file)):
         if query not in queries or document not in documents:
             strange = f"document {document!r}" if query in queries else f"query {query!r}"
             strays.append(f"{where}: unknown {strange}")
             continue
         judged = qrels.setdefault(query, {})
-        if judged.get(document, grade) != grade:
-            before = (
-                f"were judged {judged[document]} before, got {grade}. Keep one of the two lines."
-            )
-            raise DataError(f"{where}: query {query!r} and document {document!r} {before}")
-        judged[document] = grade
+        if judged.setdefault(document, grade) != grade:
+            contradictory[query, document] = None
+    if contradictory:
+        raise _contradiction(files, list(contradictory))
     if strays and drop:
         _logger.warning(
             "%s; %d judgement(s) of what the collection lacks are left out",
@@ -399,16 +464,41 @@ def _read_split(
     return qrels
 
 
+def _contradiction(files: list[Path], pairs: list[tuple[str, str]]) -> DataError:
+    """Error that names all lines of pairs that are judged with several grades.
+
+    Args:
+        files: the files of the split, which are read again.
+        pairs: queries and documents, in the order of their first contradictory line.
+    """
+    shown = pairs[:_SHOWN_PAIRS]
+    lines: dict[tuple[str, str], list[str]] = {pair: [] for pair in shown}
+    for file in files:
+        for where, query, document, grade in _judgements(file):
+            if (query, document) in lines:
+                lines[query, document].append(f"{grade} in {where}")
+    described = [
+        f"query {query!r} and document {document!r}: {', '.join(judged)}"
+        for (query, document), judged in lines.items()
+    ]
+    others = len(pairs) - len(shown)
+    more = f"; and {others} more pairs" if others else ""
+    return DataError(
+        f"{files[0]}: expected one grade of a query and a document, got several of {len(pairs)} "
+        f"pair(s): {'; '.join(described)}{more}. Keep one line of each.",
+    )
+
+
 def _judgements(path: Path) -> Iterator[Judgement]:
     if path.name.endswith(ROWS):
         for where, row in table_rows(path):
-            yield _judgement([_field(row, name, where) for name in _COLUMNS], where)
+            yield _judgement_of_row(row, where)
         return
     columns: list[str | None] | None = None
     for number, line in numbered_lines(path):
         if not line.strip():
             continue
-        where, fields = f"{path}:{number}", _fields_of(line)
+        where, fields = f"{path}:{number}", line.rstrip("\r\n").split("\t")
         if len(fields) == 1:
             fields = line.split()
         if columns is None:
@@ -424,24 +514,54 @@ def _judgements(path: Path) -> Iterator[Judgement]:
         if len(fields) != 3:
             wanted = "3 tab-separated fields (query-id, corpus-id, score), or the 4 fields of TREC (with an iteration)"
             raise DataError(f"{where}: expected {wanted}, got {len(fields)}. Fix that line.")
-        yield _judgement(fields, where)
+        yield where, fields[0], fields[1], _grade(fields[2], "score", where)
 
 
-def _field(row: Json, name: str, where: str) -> str:
-    value = row.get(name)
+def _judgement_of_row(row: Json, where: str) -> Judgement:
+    """The judgement in a row of JSON, CSV, Parquet or a saved dataset."""
+    try:
+        columns = judgement_columns(tuple(row))
+    except FieldError as error:
+        raise DataError(f"{where}: {error}") from error
+    query, document, score = (columns[name] for name in _COLUMNS)
+    return (
+        where,
+        _judged_id(row[query], query, where),
+        _judged_id(row[document], document, where),
+        _grade(row[score], score, where),
+    )
+
+
+def _judged_id(value: object, field: str, where: str) -> str:
+    """The id in a field of a judgement: text, or a whole number, also one as data frames store it."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if value is None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
         raise DataError(
-            f"{where}: expected the fields {', '.join(_COLUMNS)}, got {', '.join(row)}. Rename them.",
+            f"{where}: expected an id in {field!r}, text or a whole number, got {_shown(value)}. Fix "
+            "that row.",
         )
-    return str(value)
+    return value
 
 
-def _judgement(fields: list[str], where: str) -> Judgement:
-    try:
-        return where, fields[0], fields[1], int(fields[2])
-    except ValueError:
-        raise DataError(
-            f"{where}: expected an integer grade, got {fields[2]!r}. {_NAMED}",
-        ) from None
+def _grade(value: object, field: str, where: str) -> int:
+    """The grade in a field of a judgement, by one rule for all formats.
+
+    A whole number, or its decimal digits, also as ``1.0``, which data frames write. Everything
+    else that Python's ``int()`` would read, such as ``1_0`` or True, is refused.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and _GRADE.fullmatch(value.strip(" ")):
+        return int(value.strip(" ").partition(".")[0])
+    raise DataError(
+        f"{where}: expected an integer grade, got {_shown(value)} in {field!r}. {_NAMED}",
+    )
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else repr(value)

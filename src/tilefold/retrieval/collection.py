@@ -16,19 +16,39 @@ from tilefold._arguments import check_mapping, check_texts_by_id, list_of
 from tilefold._files import atomic_directory
 from tilefold.retrieval import _tables
 from tilefold.retrieval._checks import check_choice
+from tilefold.retrieval._fields import DocumentFields, FieldError, TextColumns, text_columns_of
 from tilefold.retrieval._files import Json, check_text_ids, is_unicode, json_line
-from tilefold.retrieval._tables import find_table, query_of_line, query_rows, table_rows
+from tilefold.retrieval._tables import (
+    USUAL_FIELDS,
+    find_table,
+    query_of_line,
+    query_rows,
+    table_rows,
+)
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.metadata import kept_fields
 
-__all__ = ["Collection", "Document", "load_beir", "load_documents", "load_queries", "query_of_line"]
+__all__ = [
+    "Collection",
+    "Document",
+    "DocumentFields",
+    "load_beir",
+    "load_documents",
+    "load_queries",
+    "query_of_line",
+]
 
 T = TypeVar("T")
-_OWN = ("_id", "id", "title", "text")  # columns that are no metadata
+_IDS = ("_id", "id")  # of which neither is metadata where the other one is the id
+_ANSERINI = {
+    "id",
+    "contents",
+    "vector",
+}  # fields of a line for Anserini, whose vector is no metadata
 _BEIR_NAMES = ("corpus.jsonl", "queries.jsonl", "qrels")
 BEIR_LAYOUT = (
     "A BEIR folder has corpus.jsonl, and for training and evaluation queries.jsonl and qrels/<split>.tsv; .jsonl.gz, "
-    ".parquet, saved datasets and MS MARCO's collection.tsv, queries.<split>.tsv and qrels.<split>.tsv are read, too."
+    ".csv, .parquet, saved datasets and MS MARCO's collection.tsv, queries.<split>.tsv and qrels.<split>.tsv are read, too."
 )
 
 
@@ -148,7 +168,8 @@ class Collection:
         if isinstance(self.documents, dict):  # others read them from files
             check_text_ids("documents", self.documents)
         check_text_ids("queries", self.queries)
-        for split, judged in self.qrels.items():
+        for split in self.qrels:
+            judged = self.qrels[split]
             check_mapping(f"qrels[{split!r}]", judged, "query id -> grades by document")
             check_text_ids("qrels", judged)
             for query, grades in judged.items():
@@ -254,21 +275,23 @@ def load_beir(
     documents_only: bool = False,
     splits: Sequence[str] | None = None,
     documents: Mapping[str, Document] | None = None,
+    fields: DocumentFields = USUAL_FIELDS,
 ) -> Collection:
     """Read a BEIR folder, or the documents alone: a file or a saved dataset; queries and judgements
     may be missing.
 
-    The rows of ``corpus`` and ``queries`` are in ``<name>.jsonl``, ``.jsonl.gz`` or ``.parquet``,
-    or in a folder ``<name>/`` of such files or written by ``Dataset.save_to_disk``; queries also in
+    The rows of ``corpus`` and ``queries`` are in ``<name>.jsonl``, ``.jsonl.gz``, ``.csv`` or
+    ``.parquet``, or in a folder ``<name>/`` of such files or written by ``Dataset.save_to_disk``; queries also in
     ``queries.tsv`` (id, tab, text) or ``queries.trec`` (TREC topics). Judgements are in
-    ``qrels/<split>.tsv`` (three columns, or the four of TREC), ``.jsonl`` or ``.parquet``. MS
+    ``qrels/<split>.tsv`` (three columns, or the four of TREC), ``.jsonl``, ``.csv`` or
+    ``.parquet``; a grade is a whole number, and pairs with several grades are refused. MS
     MARCO's own files are read as they are: ``collection.tsv``, ``queries.<split>.tsv`` and
     ``qrels.<split>.tsv``; all documents are held in memory, but for `documents` that were read
     before.
 
     `unknown` is ``"error"``, or ``"drop"`` to leave out judgements of what the collection, such as
     a sample, lacks; `documents_only` leaves queries and judgements unread, and `splits` those of
-    other splits. Malformed rows, missing, repeated or unknown ids, or no row are a ``DataError``
+    other splits; `fields` names the fields of documents, where they are not the usual ones. Malformed rows, missing, repeated or unknown ids, or no row are a ``DataError``
     that names file and line.
     """
     check_choice("unknown", unknown, ("error", "drop"))
@@ -280,7 +303,7 @@ def load_beir(
     alone = corpus == folder
     collection = Collection(
         name.partition(".")[0] if alone else name,
-        documents or load_documents(corpus),
+        documents or load_documents(corpus, fields),
         {},
         {},
     )
@@ -315,35 +338,67 @@ def documents_table(folder: Path) -> Path:
     return corpus
 
 
-def load_documents(path: str | Path) -> dict[str, Document]:
-    """Document id -> :class:`Document`, from JSON lines, Parquet, a folder of those, a saved
+def load_documents(
+    path: str | Path,
+    fields: DocumentFields = USUAL_FIELDS,
+) -> dict[str, Document]:
+    """Document id -> :class:`Document`, from JSON lines, CSV, Parquet, a folder of those, a saved
     dataset, or text.
 
-    Rows have ``_id`` (or ``id``), ``text`` and optionally ``title``; other columns, and the fields
-    of an object ``metadata``, are metadata. A ``.tsv`` or ``.txt`` file has lines of an id, a tab
+    Rows have ``_id``, ``text`` and optionally ``title``, under these names, other usual ones
+    (``id``, ``docid``, ``doc_id``; ``contents``, ``body``) or those that `fields` gives. Other
+    columns, and the fields of an object ``metadata``, are metadata; the ``vector`` of a line for
+    Anserini is left out. A ``.tsv`` or ``.txt`` file has lines of an id, a tab
     and a text, or of the columns that its first line names (``id``, ``docid`` or another usual
     name, and ``text``), which is logged. A first line that may be either is a ``DataError`` with
     file and line, as are malformed rows, missing or repeated ids, or no row.
     """
     documents: dict[str, Document] = {}
-    for where, row in table_rows(Path(path)):
-        document = document_of_row(row, where, documents)
+    for where, row in table_rows(Path(path), fields=fields):
+        document = document_of_row(row, where, documents, fields)
         documents[document.id] = document
     return _some(documents, Path(path))
 
 
-def document_of_row(row: Json, where: str, seen: Container[str]) -> Document:
-    """The document in a row, checked; its id is none of those `seen`."""
-    name = _id(row, where, seen)
-    fields = {key: value for key, value in row.items() if key not in _OWN}
-    own = fields.pop("metadata", None)  # BEIR's place for them
-    fields |= own if isinstance(own, dict) else {"metadata": own}
-    return Document(
-        name,
-        _string(row, "title", where, ""),
-        _string(row, "text", where),
-        kept_fields(fields),
-    )
+def document_of_row(
+    row: Json,
+    where: str,
+    seen: Container[str],
+    fields: DocumentFields = USUAL_FIELDS,
+) -> Document:
+    """Return the document in a row, checked.
+
+    Args:
+        row: field -> value.
+        where: file and line, for the error.
+        seen: ids of the documents before it.
+        fields: names of fields that are not the usual ones.
+
+    Raises:
+        DataError: missing fields, all of them in one error; an id or a text that is none, or an
+            id that is among those `seen`.
+    """
+    columns = _columns(row, where, fields)
+    identifier = _id(row, columns.id, where, seen)
+    text = _string(row, columns.text, where)
+    title = "" if columns.title is None else _string(row, columns.title, where, missing="")
+    no_metadata = {*columns}
+    if columns.id in _IDS:
+        no_metadata.update(_IDS)
+    if row.keys() == _ANSERINI and isinstance(row["vector"], dict):
+        no_metadata.add("vector")
+    metadata = {name: value for name, value in row.items() if name not in no_metadata}
+    nested = metadata.pop("metadata", None)  # where BEIR has it
+    metadata |= nested if isinstance(nested, dict) else {"metadata": nested}
+    return Document(identifier, title, text, kept_fields(metadata))
+
+
+def _columns(row: Json, where: str, fields: DocumentFields) -> TextColumns:
+    """Which fields of a row are the id, the title and the text."""
+    try:
+        return text_columns_of(tuple(row), fields)
+    except FieldError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def load_queries(path: str | Path) -> dict[str, str]:
@@ -361,7 +416,8 @@ def load_queries(path: str | Path) -> dict[str, str]:
 def _texts(rows: Iterable[_tables.Row], path: Path) -> dict[str, str]:
     texts: dict[str, str] = {}
     for where, row in rows:
-        texts[_id(row, where, texts)] = _string(row, "text", where)
+        columns = _columns(row, where, USUAL_FIELDS)
+        texts[_id(row, columns.id, where, texts)] = _string(row, columns.text, where)
     return _some(texts, path)
 
 
@@ -385,37 +441,28 @@ def _some(found: dict[str, T], path: Path) -> dict[str, T]:
     return found
 
 
-def _id(row: Json, where: str, seen: Container[str]) -> str:
-    key = "id" if "_id" not in row and "id" in row else "_id"
-    value = _field(row, key, where)
+def _id(row: Json, field: str, where: str, seen: Container[str]) -> str:
+    """The id in a field of a row, text or a whole number, that is not among those `seen`."""
+    value = row[field]
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str) or not value:
         raise DataError(
-            f"{where}: {key!r} must be a non-empty string, got {value!r}. Give the line an '_id'.",
+            f"{where}: {field!r} must be a non-empty string, got {value!r}. Give the line an id.",
         )
     if not is_unicode(value):
         raise DataError(
-            f"{where}: {key!r} must be text that UTF-8 can hold, got {value!r}. Fix that line.",
+            f"{where}: {field!r} must be text that UTF-8 can hold, got {value!r}. Fix that line.",
         )
     if value in seen:
-        raise DataError(f"{where}: {key!r} {value!r} was given before. Ids must be unique.")
+        raise DataError(f"{where}: {field!r} {value!r} was given before. Ids must be unique.")
     return value
 
 
-def _string(row: Json, key: str, where: str, missing: str | None = None) -> str:
-    value = _field(row, key, where) if missing is None else row.get(key)
+def _string(row: Json, field: str, where: str, missing: str | None = None) -> str:
+    """The text in a field of a row; `missing` where it is null, if that is allowed."""
+    value = row[field]
     value = missing if value is None else value
     if not isinstance(value, str):
-        raise DataError(f"{where}: {key!r} must be a string, got {value!r}. Fix that line.")
+        raise DataError(f"{where}: {field!r} must be a string, got {value!r}. Fix that line.")
     return value
-
-
-def _field(row: Json, key: str, where: str) -> object:
-    if key not in row:
-        got = ", ".join(map(repr, row)) or "none"
-        wanted = "'_id' (or 'id')" if key == "_id" else repr(key)
-        raise DataError(
-            f"{where}: expected a column or field {wanted}, got {got}. Rename one of them, or add it.",
-        )
-    return row[key]

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 from tilefold._files import InUseError
+from tilefold.retrieval._fields import DocumentFields
+from tilefold.retrieval._tables import USUAL_FIELDS
 from tilefold.retrieval.collection import (
     BEIR_LAYOUT,
     Collection,
@@ -73,6 +75,7 @@ def load_collection(
     documents_only: bool = False,
     splits: Sequence[str] | None = None,
     stored: int | None = None,
+    fields: DocumentFields = USUAL_FIELDS,
 ) -> Collection:
     """The built-in collection ``"pydocs"``, or what :func:`tilefold.retrieval.load_beir` reads at a
     path.
@@ -84,22 +87,28 @@ def load_collection(
     Documents in a file of at least `stored` bytes, of JSON lines or lines of an id, a tab and a
     text, stay there and are read one by one: ``documents`` is a mapping that cannot be changed, and
     raises a ``DataError`` once the file has changed. Where their lines begin is kept in the cache.
+    `fields` names the fields of documents, where they are not the usual ones.
     """
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
 
     def load(path: Path) -> Collection:
         file, documents = documents_table(path), None
         if stored is not None and file.is_file() and file.stat().st_size >= stored:
-            documents = stored_documents(file, cache)
+            documents = stored_documents(file, cache, fields)
         return load_beir(
             path,
             unknown,
             documents_only=documents_only,
             splits=splits,
             documents=documents,
+            fields=fields,
         )
 
     if str(name_or_path) == "pydocs":
+        if fields != USUAL_FIELDS:
+            raise ValueError(
+                f"fields: expected none with the built-in collection pydocs, got {fields.names}.",
+            )
         return _cached_pydocs(cache / "pydocs" / cache_key(), load)
     path = Path(name_or_path)
     if not path.exists():

@@ -7,7 +7,9 @@ mapped into memory.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import logging
 import os
 import time
@@ -28,7 +30,8 @@ from tilefold.retrieval._document_lines import (
     encoding,
     id_key,
 )
-from tilefold.retrieval._tables import numbered_lines, text_columns
+from tilefold.retrieval._fields import DocumentFields
+from tilefold.retrieval._tables import USUAL_FIELDS, numbered_lines, text_columns
 from tilefold.retrieval.collection import Document, load_documents
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import TextsDigest
@@ -42,7 +45,7 @@ _ARRAYS, _FACTS = ("keys.npy", "order.npy", "starts.npy", "texts.npy"), "facts.j
 _KEYS = 2  # which :func:`id_key` the arrays are of
 
 V = TypeVar("V")
-Parse = Callable[[str, str], tuple[str, V]]  # a line, and the file that it is of -> id and value
+Parse = Callable[..., tuple[str, V]]  # a line, its file, and names of fields -> id and value
 _logger = logging.getLogger(__name__)
 
 
@@ -63,15 +66,24 @@ class Stored(Mapping[str, V]):
         sha256: str,
         arrays: Sequence[npt.NDArray[Any]],
         parse: Parse[V],
+        fields: DocumentFields = USUAL_FIELDS,
     ) -> None:
         self.path, self.state, self.sha256, self.arrays = path, state, sha256, arrays
         # sorted [N]; the place of each [N]; where each line begins, and the end of the file [N + 1]
         self._keys, self._order, self._starts, self.text_keys = arrays
-        self._parse = parse
+        self._fields = fields
+        self._parse: Callable[[str, str], tuple[str, V]] = functools.partial(parse, fields=fields)
 
     def contents(self) -> Stored[str]:
         """Document id -> contents."""
-        return Stored(self.path, self.state, self.sha256, self.arrays, contents_of_line)
+        return Stored(
+            self.path,
+            self.state,
+            self.sha256,
+            self.arrays,
+            contents_of_line,
+            self._fields,
+        )
 
     def at(self, places: Sequence[int]) -> list[V]:
         """The values of places in the file, from 0."""
@@ -182,40 +194,47 @@ class _Values(ValuesView[V]):
         return (value for _, value in self._mapping.pairs())
 
 
-def stored_documents(file: Path, cache: Path) -> Stored[Document] | None:
+def stored_documents(
+    file: Path,
+    cache: Path,
+    fields: DocumentFields = USUAL_FIELDS,
+) -> Stored[Document] | None:
     """The documents of JSON lines or of lines of an id, a tab and a text; None for a file of
     another kind.
 
     What reading it once finds out is kept in `cache` with the size, times and inode of the file,
-    and is used until one of those changes. Errors are those of
+    and is used until one of those changes, for the same names of `fields`. Errors are those of
     :func:`tilefold.retrieval.load_documents`.
     """
-    if not _is_stored(file):
+    if not _is_stored(file, fields):
         return None
     state = _state(file)
-    folder = cache / "stored" / hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]
-    if (found := _cached(folder, file, state)) is None:
-        found = _indexed(file, state)
+    key = os.fsencode(file.resolve())
+    if fields != USUAL_FIELDS:
+        key += b"\0" + json.dumps(fields.names).encode()
+    folder = cache / "stored" / hashlib.sha256(key).hexdigest()[:32]
+    if (found := _cached(folder, file, state, fields)) is None:
+        found = _indexed(file, state, fields)
         _keep(folder, found)
     return found
 
 
-def _is_stored(file: Path) -> bool:
+def _is_stored(file: Path, fields: DocumentFields) -> bool:
     if file.name.endswith(".jsonl"):
         return True
-    if not file.name.endswith((".tsv", ".txt")):
+    if not file.name.endswith((".tsv", ".txt")) or fields != USUAL_FIELDS:
         return False
     first = next((text for _, text in numbered_lines(file) if text.strip()), "")
     return not text_columns(first.rstrip("\r\n").split("\t"), f"{file}:1")
 
 
-def _indexed(file: Path, state: list[int]) -> Stored[Document]:
+def _indexed(file: Path, state: list[int], fields: DocumentFields) -> Stored[Document]:
     found, digest, told = [np.empty((3, 0), np.uint64)], TextsDigest(), None
     try:
         with ThreadPoolExecutor(
             1,
         ) as beside:  # a digest of many bytes leaves the interpreter to others
-            for numbers, encoded in all_lines(file, state[0]):
+            for numbers, encoded in all_lines(file, state[0], fields):
                 found.append(numbers)
                 if told:
                     told.result()
@@ -223,19 +242,19 @@ def _indexed(file: Path, state: list[int]) -> Stored[Document]:
             if told:
                 told.result()
     except (ValueError, RecursionError, UnicodeError):
-        load_documents(file)  # says which line it is
+        load_documents(file, fields)  # says which line it is
         raise
     starts, keys, texts = np.concatenate(found, axis=1)
     order = np.argsort(keys, kind="stable")
     if not len(keys) or bool((np.diff(keys[order]) == 0).any()):
-        load_documents(file)  # raises an error, but for two ids of one key
+        load_documents(file, fields)  # raises an error, but for two ids of one key
     arrays = (
         keys[order],
         order.astype(np.int32),
         np.append(starts.astype(np.int64), state[0]),
         texts,
     )
-    return Stored(file, state, digest.hexdigest(), arrays, document_of_line)
+    return Stored(file, state, digest.hexdigest(), arrays, document_of_line, fields)
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
@@ -254,7 +273,12 @@ def _state(file: Path) -> list[int]:
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
-def _cached(folder: Path, file: Path, state: list[int]) -> Stored[Document] | None:
+def _cached(
+    folder: Path,
+    file: Path,
+    state: list[int],
+    fields: DocumentFields,
+) -> Stored[Document] | None:
     facts = read_json(folder / _FACTS) or {}
     if (
         facts.get("keys") != _KEYS
@@ -277,7 +301,7 @@ def _cached(folder: Path, file: Path, state: list[int]) -> Stored[Document] | No
         (count,),
     ]:
         return None
-    return Stored(file, state, facts["texts_sha256"], arrays, document_of_line)
+    return Stored(file, state, facts["texts_sha256"], arrays, document_of_line, fields)
 
 
 def _keep(folder: Path, found: Stored[Document]) -> None:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilefold.retrieval._tables import table_files, table_rows
+from tilefold.retrieval._fields import DocumentFields
+from tilefold.retrieval._tables import USUAL_FIELDS, table_files, table_rows
 from tilefold.retrieval.collection import document_of_row
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import TextsDigest, texts_digest
@@ -43,6 +44,7 @@ class Range:
     sha256: str  # texts_digest
     rows: tuple[Rows, ...] = ()
     held: Mapping[str, str] | None = None
+    fields: DocumentFields = USUAL_FIELDS  # names of the fields of the rows
 
     def read(self) -> dict[str, str]:
         """Id -> text; ``DataError`` where they are not those of the digest."""
@@ -50,8 +52,9 @@ class Range:
             return dict(self.held)
         texts: dict[str, str] = {}
         for file, start, stop in self.rows:
-            for where, row in islice(table_rows(file, start), stop - start):
-                document = document_of_row(row, where, texts)
+            rows = table_rows(file, start, self.fields)
+            for where, row in islice(rows, stop - start):
+                document = document_of_row(row, where, texts, self.fields)
                 texts[document.id] = document.contents
         if texts_digest(texts) != self.sha256:
             file, start, _ = self.rows[0]
@@ -94,29 +97,34 @@ class HeldTexts:
 class StoredTexts:
     """Documents as :func:`tilefold.retrieval.load_documents` reads them, which others read for
     themselves.
+
+    Args:
+        path: file, folder or saved dataset.
+        fields: names of the fields of documents that are not the usual ones.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, fields: DocumentFields = USUAL_FIELDS) -> None:
         self.path = path.resolve()
+        self.fields = fields
 
     def survey(self, shard_size: int, sample: int = 0) -> Survey:
         """See :class:`HeldTexts`; ``DataError`` names the line of a malformed row, or of a missing
         or repeated id.
         """
         keys = array("Q")  # of ids: the texts are not kept
-        found = _survey(self._rows(keys), shard_size, sample)
+        found = _survey(self._rows(keys), shard_size, sample, self.fields)
         if len(np.unique(np.frombuffer(keys, np.uint64))) < len(
             keys,
         ):  # an id twice, or two ids of one key
             seen: set[str] = set()
-            for where, row in table_rows(self.path):
-                seen.add(document_of_row(row, where, seen).id)
+            for where, row in table_rows(self.path, fields=self.fields):
+                seen.add(document_of_row(row, where, seen, self.fields).id)
         return found
 
     def _rows(self, keys: array[int]) -> Iterator[_Row]:
         for file in table_files(self.path):
-            for at, (where, row) in enumerate(table_rows(file)):
-                document = document_of_row(row, where, {})
+            for at, (where, row) in enumerate(table_rows(file, fields=self.fields)):
+                document = document_of_row(row, where, {}, self.fields)
                 keys.append(id_key(document.id))
                 yield (file, at), document.id, document.contents
 
@@ -124,7 +132,12 @@ class StoredTexts:
 Texts = HeldTexts | StoredTexts  # that can be given to other processes
 
 
-def _survey(given: Iterator[_Row], shard_size: int, wanted: int) -> Survey:
+def _survey(
+    given: Iterator[_Row],
+    shard_size: int,
+    wanted: int,
+    fields: DocumentFields = USUAL_FIELDS,
+) -> Survey:
     """Ranges of texts; every n-th text is kept, n doubling when there are more than twice as many
     as wanted.
     """
@@ -148,7 +161,7 @@ def _survey(given: Iterator[_Row], shard_size: int, wanted: int) -> Survey:
             Rows(file, rows[0], rows[-1] + 1) for file, rows in grouped
         )  # consecutive rows of each file
         found.ranges.append(
-            Range(len(found.ranges), len(part), own.hexdigest(), spans, held or None),
+            Range(len(found.ranges), len(part), own.hexdigest(), spans, held or None, fields),
         )
     found.sha256 = digest.hexdigest()
     if not found.count:
