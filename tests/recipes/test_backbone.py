@@ -121,7 +121,7 @@ def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone(
 def test_wrong_arguments_are_named(tokenizer: Any, tmp_path: Path) -> None:
     build = partial(backbone.minilm_splade, MODULES)
     refused(ValueError, "at least one text, got an empty list", backbone.minilm_splade, [])
-    refused(ValueError, "at least one text, got a text", backbone.minilm_splade, "one text")
+    refused(TypeError, "sample_texts: .*got one string", backbone.minilm_splade, "one text")
     refused(ValueError, "percentile must be a number in", build, percentile=100)
     refused(ValueError, "max_length must be", build, max_length=2)
     refused(ValueError, "max_length must be", build, max_length=1024)

@@ -200,7 +200,7 @@ def test_what_would_end_or_mislead_the_evaluating_library_is_refused() -> None:
     cases += [({"q": {"a": score}}, GOOD, unlike) for score in (math.nan, "high", None, [1.0])]
     for run, qrels, message in cases:
         refused(ValueError, message, r.evaluate, run, qrels)
-    refused(ValueError, "measures: expected a list", r.evaluate, FOUND, GOOD, "nDCG@10")
+    refused(TypeError, "measures: expected a list", r.evaluate, FOUND, GOOD, "nDCG@10")
     refused(
         TypeError,
         r"qrels: expected integer grades for query 'q', got 1\.5",

@@ -99,7 +99,7 @@ def _report(error: Exception) -> int:
 def _app() -> Any:
     import typer
 
-    from tilefold.cli._options import Command, root
+    from tilefold.cli._options import Command, root, with_document_fields
     from tilefold.cli.bench import bench, warmup
     from tilefold.cli.compare import compare
     from tilefold.cli.demo import demo
@@ -124,7 +124,7 @@ def _app() -> Any:
     making = (demo, train, recipes, encode, merge, index)
     asking = (search, evaluate, compare, export, fuse, mine, score, serve)
     for verb in (*making, *asking, bench, warmup, info):
-        app.command(cls=Command)(verb)
+        app.command(cls=Command)(with_document_fields(verb))
     return app
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import typer
 
+from tilefold.retrieval.fields import DocumentFields
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -29,8 +31,8 @@ SECONDS_PER_LINE = 60.0
 FRESH = "--fresh does them again"
 DATA_HELP = "A folder in the BEIR layout, or pydocs, the documentation of this Python."
 DOCUMENTS_HELP = (
-    "A BEIR folder, documents alone (.jsonl, .parquet, .tsv or .txt of id and text, all but .parquet "
-    "also .gz; or a saved dataset), or pydocs, the documentation of this Python."
+    "A BEIR folder, documents alone (.jsonl, .csv, .parquet, .tsv or .txt of id and text, all but "
+    ".parquet also .gz; or a saved dataset), or pydocs, the documentation of this Python."
 )
 DROP_UNKNOWN_HELP = (
     "Leave out judgements of queries and documents that the collection lacks, in a sample of one."
@@ -105,7 +107,13 @@ def print_table(
 
 
 def next_command(*words: object) -> str:
-    """A line that says how to go on, to be pasted into a shell."""
+    """A line that says how to go on, to be pasted into a shell; --data with the fields named now."""
+    if "--data" in words:
+        named = fields_of_documents()
+        options = {"--id-field": named.id, "--title-field": named.title, "--text-field": named.text}
+        extra = [word for option, name in options.items() if name for word in (option, name)]
+        at = words.index("--data") + 2
+        words = (*words[:at], *extra, *words[at:])
     return f"next: tilefold {shlex.join(map(str, words))}"
 
 
@@ -209,6 +217,24 @@ def heartbeat(text: str) -> Iterator[None]:
 kept: list[Callable[[], bool]] = []
 
 
+_fields: list[DocumentFields] = []  # of the command that runs
+
+
+@contextmanager
+def document_fields(fields: DocumentFields) -> Iterator[None]:
+    """Read the documents of --data by these names of fields."""
+    _fields.append(fields)
+    try:
+        yield
+    finally:
+        _fields.pop()
+
+
+def fields_of_documents() -> DocumentFields:
+    """Names of the fields of the documents of --data, where they are not the usual ones."""
+    return _fields[-1] if _fields else DocumentFields()
+
+
 def load_data(
     name_or_path: str,
     cache_dir: Path | None = None,
@@ -223,6 +249,7 @@ def load_data(
         name_or_path,
         cache_dir,
         unknown="drop" if drop_unknown else "error",
+        fields=fields_of_documents(),
         **parts,
     )
 

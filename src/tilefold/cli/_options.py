@@ -19,8 +19,9 @@ from typer.core import TyperCommand
 
 from tilefold._ranks import MEET, run_ranks, started
 from tilefold._version import __version__
-from tilefold.cli._common import CommandError, UsageError, first_line, note
+from tilefold.cli._common import CommandError, UsageError, document_fields, first_line, note
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.fields import DocumentFields
 
 # types of options that may be left out
 Text: TypeAlias = str | None
@@ -28,6 +29,8 @@ Count: TypeAlias = int | None
 Number: TypeAlias = float | None
 Place: TypeAlias = Path | None
 Words: TypeAlias = list[str] | None
+FIELDS_PANEL = "Fields of --data"  # of --help
+_FIELD_OPTIONS = ("id_field", "title_field", "text_field")
 # options of what a command works on: of two, one would be left out
 INPUTS = frozenset(
     {
@@ -269,6 +272,63 @@ def with_options(
         return command
 
     return extended
+
+
+def _document_fields(
+    id_field: Text = option(
+        "Field of documents that is the id, where it has no usual name.",
+        rich_help_panel=FIELDS_PANEL,
+    ),
+    title_field: Text = option(
+        "Field of documents that is the title.",
+        rich_help_panel=FIELDS_PANEL,
+    ),
+    text_field: Text = option(
+        "Field of documents that is the text.",
+        rich_help_panel=FIELDS_PANEL,
+    ),
+) -> None:
+    """Declare the options that name the fields of documents."""
+
+
+def with_document_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command with --data the options that name the fields of its documents.
+
+    Every collection that the command loads is read by these names. A command without --data is
+    returned as it is.
+    """
+    parameters = dict(inspect.signature(command).parameters)
+    if "data" not in parameters:
+        return command
+
+    @functools.wraps(command)
+    def run(
+        *,
+        id_field: str | None,
+        title_field: str | None,
+        text_field: str | None,
+        **values: Any,
+    ) -> None:
+        fields = DocumentFields(id_field, title_field, text_field)
+        if fields.names and values["data"] is None:
+            refuse(_FIELD_OPTIONS, "goes together with --data")
+        if fields.names and values["data"] == "pydocs":
+            refuse(_FIELD_OPTIONS, "goes without --data pydocs, which has no files")
+        with document_fields(fields):
+            command(**values)
+
+    hints = get_type_hints(command)
+    typed = [
+        parameter.replace(annotation=hints.get(name, parameter.annotation))
+        for name, parameter in parameters.items()
+    ]
+    field_hints = get_type_hints(_document_fields)
+    named = [
+        parameter.replace(annotation=field_hints[name])
+        for name, parameter in inspect.signature(_document_fields).parameters.items()
+    ]
+    run.__signature__ = inspect.Signature([*typed, *named])  # type: ignore[attr-defined]
+    return run
 
 
 def read_text(path: Path, option: str, encoding: str = "utf-8") -> str:

@@ -309,7 +309,9 @@ def _source(data: str, texts: Mapping[str, str] | None) -> Texts:
     from tilefold.retrieval.collection import documents_table
     from tilefold.retrieval.text_ranges import HeldTexts, StoredTexts
 
-    return HeldTexts(texts) if texts is not None else StoredTexts(documents_table(Path(data)))
+    if texts is not None:
+        return HeldTexts(texts)
+    return StoredTexts(documents_table(Path(data)), _common.fields_of_documents())
 
 
 def _dry_run(

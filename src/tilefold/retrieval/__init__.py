@@ -8,7 +8,8 @@ from __future__ import annotations
 from tilefold._lazy import lazy_exports
 
 _NAMES = {
-    "collection": "Document DocumentFields Collection load_beir load_documents load_queries query_of_line",
+    "fields": "DocumentFields",
+    "collection": "Document Collection load_beir load_documents load_queries query_of_line",
     "datasets": "load_collection build_pydocs",
     "vectors": "SparseVectors SparseVectorWriter VectorManifest read_manifest read_rows read_vectors write_vectors "
     "export_jsonl term_names vocabulary_fingerprint",

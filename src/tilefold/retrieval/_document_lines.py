@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._ranks import share_of_cores
-from tilefold.retrieval._fields import DocumentFields
 from tilefold.retrieval._files import check_text_ids
 from tilefold.retrieval._tables import USUAL_FIELDS, json_object
 from tilefold.retrieval.collection import Document, document_of_row
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.fields import DocumentFields
 from tilefold.retrieval.provenance import encoded_texts
 
 RANGE, ALONE, MOST = (

@@ -16,7 +16,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
-from tilefold.retrieval._fields import (
+from tilefold.retrieval._files import Json, arrow, require
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.fields import (
     JUDGEMENTS,
     TEXTS,
     DocumentFields,
@@ -24,8 +26,6 @@ from tilefold.retrieval._fields import (
     judgement_columns,
     text_columns_of,
 )
-from tilefold.retrieval._files import Json, arrow, require
-from tilefold.retrieval.errors import DataError
 
 _logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,6 @@ from tilefold._arguments import check_mapping, check_texts_by_id, list_of
 from tilefold._files import atomic_directory
 from tilefold.retrieval import _tables
 from tilefold.retrieval._checks import check_choice
-from tilefold.retrieval._fields import DocumentFields, FieldError, TextColumns, text_columns_of
 from tilefold.retrieval._files import Json, check_text_ids, is_unicode, json_line
 from tilefold.retrieval._tables import (
     USUAL_FIELDS,
@@ -26,12 +25,12 @@ from tilefold.retrieval._tables import (
     table_rows,
 )
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.fields import DocumentFields, FieldError, TextColumns, text_columns_of
 from tilefold.retrieval.metadata import kept_fields
 
 __all__ = [
     "Collection",
     "Document",
-    "DocumentFields",
     "load_beir",
     "load_documents",
     "load_queries",
@@ -98,19 +97,17 @@ def documents_by_id(
             string.
     """
     check_mapping(name, documents, "id -> Document or text")
-    if not isinstance(documents, dict):
-        return _DocumentsOfTexts(documents) if _has_texts(documents) else documents
+    if not isinstance(documents, dict):  # in a file, where reading all would take long
+        first = next(iter(documents.values()), None)
+        if isinstance(first, str):
+            return _DocumentsOfTexts(cast("Mapping[str, str]", documents))
+        return cast("Mapping[str, Document]", documents)
     if all(isinstance(document, Document) for document in documents.values()):
         return documents
     return {
         identifier: _as_document(name, identifier, document)
         for identifier, document in documents.items()
     }
-
-
-def _has_texts(documents: Mapping[str, object]) -> bool:
-    """Whether the first value of a mapping is a string."""
-    return isinstance(next(iter(documents.values()), None), str)
 
 
 def _as_document(name: str, identifier: str, document: object) -> Document:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Literal
 
 from tilefold._files import InUseError
-from tilefold.retrieval._fields import DocumentFields
 from tilefold.retrieval._tables import USUAL_FIELDS
 from tilefold.retrieval.collection import (
     BEIR_LAYOUT,
@@ -32,6 +31,7 @@ from tilefold.retrieval.collection import (
     load_beir,
 )
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.fields import DocumentFields
 from tilefold.retrieval.stored import stored_documents
 
 __all__ = ["BUILDER_VERSION", "build_pydocs", "cache_key", "default_cache_dir", "load_collection"]

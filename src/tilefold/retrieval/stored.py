@@ -30,10 +30,10 @@ from tilefold.retrieval._document_lines import (
     encoding,
     id_key,
 )
-from tilefold.retrieval._fields import DocumentFields
 from tilefold.retrieval._tables import USUAL_FIELDS, numbered_lines, text_columns
 from tilefold.retrieval.collection import Document, load_documents
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.fields import DocumentFields
 from tilefold.retrieval.provenance import TextsDigest
 
 __all__ = ["Stored", "id_key", "stored_documents"]

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilefold.retrieval._fields import DocumentFields
 from tilefold.retrieval._tables import USUAL_FIELDS, table_files, table_rows
 from tilefold.retrieval.collection import document_of_row
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.fields import DocumentFields
 from tilefold.retrieval.provenance import TextsDigest, texts_digest
 from tilefold.retrieval.stored import id_key
 

@@ -7,25 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = [
-    "JUDGEMENTS",
-    "TEXTS",
-    "DocumentFields",
-    "FieldError",
-    "TextColumns",
-    "judgement_columns",
-    "text_columns_of",
-]
+__all__ = ["DocumentFields"]
 
 # Names that BEIR, TREC, MS MARCO, Anserini, datasets and data frames give a field.
 _DOCUMENT_IDS = (
-    "corpus-id",
-    "corpus_id",
     "docid",
     "doc_id",
     "doc-id",
     "docno",
     "document_id",
+    "corpus-id",
+    "corpus_id",
     "pid",
     "passage_id",
 )
@@ -161,7 +153,8 @@ def judgement_columns(names: tuple[str, ...]) -> Mapping[str, str]:
         if candidates:
             chosen[field] = candidates[0]
         else:
-            missing.append(f"{field} (or {_quoted(aliases[1:4])})")
+            others = [alias for alias in aliases if alias != field]
+            missing.append(f"{field} (or {_quoted(others[:3])})")
     if missing:
         raise FieldError(
             f"expected the fields {', '.join(missing)}, got {_quoted(names)}. Rename those that are "
