@@ -133,7 +133,7 @@ def built(engine: str, documents: SparseVectors, folder: Path) -> dict[str, floa
     """Build and save; the seconds of both and the MiB on disk."""
     wall, cpu = time.perf_counter(), time.process_time()
     index: Any = build_index(documents, engine)
-    index.save(folder)
+    index.save(folder, overwrite=True)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     facts = {"build_s": wall, "build_cpu_s": cpu, "disk_mib": size / 2**20}

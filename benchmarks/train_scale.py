@@ -423,7 +423,7 @@ def killed(options: argparse.Namespace) -> int:
     from tilefold.recipes.loading import newest_step
 
     work = options.output / "work"
-    collection(2048).save_beir(work / "data")
+    collection(2048).save_beir(work / "data", overwrite=True)
     base, output, errors = (
         make_base(work / "base", "splade", options.tiny),
         work / "m",

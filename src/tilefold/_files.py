@@ -175,14 +175,27 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def atomic_directory(path: Path, *, own_names: Collection[str]) -> Iterator[Path]:
-    """Yield a temporary directory beside `path`, which replaces `path` if the block ends without an
+def atomic_directory(
+    path: Path,
+    *,
+    own_names: Collection[str],
+    overwrite: bool,
+) -> Iterator[Path]:
+    """Yield a temporary directory beside `path`, which becomes `path` if the block ends without an
     error.
 
-    A directory that already holds anything but `own_names` is never replaced: FileExistsError.
+    Args:
+        path: the directory to write.
+        own_names: names of all files and folders that such a directory holds.
+        overwrite: replace an earlier directory of these names.
+
+    Raises:
+        FileExistsError: before the block, if `path` is a file, a directory with other names, or
+            without `overwrite` a directory that is not empty.
     """
-    check_replaceable(path, own_names)
+    check_replaceable(path, own_names, overwrite=overwrite)
     with hold_path(path), scratch_folder(path) as temporary:
+        check_replaceable(path, own_names, overwrite=overwrite)  # another process may be done
         made = temporary / "made"
         made.mkdir()
         with naming_full_disk(path):
@@ -190,9 +203,17 @@ def atomic_directory(path: Path, *, own_names: Collection[str]) -> Iterator[Path
         swap_directory(made, path)
 
 
-def check_replaceable(path: Path, own_names: Collection[str]) -> None:
-    """Raise FileExistsError when `path` is a file, or a directory with names other than
-    `own_names`.
+def check_replaceable(path: Path, own_names: Collection[str], *, overwrite: bool) -> None:
+    """Check that a directory can be written to `path` without a loss.
+
+    Args:
+        path: the directory to write.
+        own_names: names of all files and folders that such a directory holds.
+        overwrite: replace an earlier directory of these names.
+
+    Raises:
+        FileExistsError: if `path` is a file, a directory with other names, or without `overwrite`
+            a directory that is not empty.
     """
     if not path.exists():
         return
@@ -203,6 +224,11 @@ def check_replaceable(path: Path, own_names: Collection[str]) -> None:
     if strange := sorted(entry.name for entry in path.iterdir() if entry.name not in own_names):
         raise FileExistsError(
             f"{expected} one with other files ({', '.join(strange[:3])}). Choose another path; nothing was overwritten.",
+        )
+    if not overwrite and any(path.iterdir()):
+        raise FileExistsError(
+            f"{path}: expected a new or empty directory, got one that was written before. Choose "
+            "another path, or replace it (overwrite=True); nothing was overwritten.",
         )
 
 

@@ -127,6 +127,7 @@ def test_search_agrees_with_evaluate(
                 *places,
                 "--k",
                 "3",
+                "--overwrite",
                 "--save-run",
                 run,
             ).code

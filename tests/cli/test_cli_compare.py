@@ -147,7 +147,7 @@ def test_search_writes_a_run_without_judgements(
     good = r.read_trec_run(work / "good.trec")
     assert r.read_trec_run(file) == good and file.read_bytes() == (work / "good.trec").read_bytes()
     monkeypatch.setattr("sys.stdin", io.StringIO("a\tcsv files\nb\tzebras\n"))
-    told = call("search", "-", *place, file, "--json")
+    told = call("search", "-", *place, file, "--overwrite", "--json")
     assert measured(told) == {
         "output": str(file),
         "queries": 2,
@@ -156,7 +156,7 @@ def test_search_writes_a_run_without_judgements(
     }
     assert "1 of 2 queries found no document, and have no line in the run" in told.err
     monkeypatch.setattr("sys.stdin", io.StringIO("a\tcsv files\na\tzebras\n"))
-    fails(call("search", "-", *place, file), 1, "the id 'a' was given before")
+    fails(call("search", "-", *place, file, "--overwrite"), 1, "the id 'a' was given before")
     fails(call("search", "words", *place, tmp_path / "r"), 2, "--save-run: goes with --queries")
 
 

@@ -186,8 +186,7 @@ def test_what_is_in_the_way_is_named_with_its_option(
         tmp_path / "v",
     )
     assert call(*asked, "--top-k", "8").code == 0
-    anew = "resume=False (with --fresh on the command line)"
-    fails(call(*asked, "--top-k", "9"), 1, "--top-k: 8 before, 9 now", anew)
+    fails(call(*asked, "--top-k", "9"), 1, "--top-k: 8 before, 9 now", "or take --fresh.")
     assert call(*asked, "--top-k", "9", "--fresh").code == 0
     start = (
         "train",
@@ -200,7 +199,7 @@ def test_what_is_in_the_way_is_named_with_its_option(
         "--steps",
         "0",
     )
-    fails(call(*start, "--seed", "1"), 1, "replace it with --overwrite")
+    fails(call(*start, "--seed", "1"), 1, "replace it (--overwrite)")
     other = done(call(*start[:-1], "1", "--lr", "1", "--output", tmp_path / "batch_size"))
     other = call(*start[:-1], "2", "--lr", "2", "--output", tmp_path / "batch_size")
     assert f"{tmp_path}/batch_size holds" in other.err and "differs in --lr, --steps" in other.err

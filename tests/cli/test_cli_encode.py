@@ -425,7 +425,7 @@ def test_a_run_a_bm25_index_and_a_dense_model_are_mined(
         ("index", shared / "bm25"),
         ("model", "minilm"),
     ):
-        outcome = call("mine", *data, f"--{name}", source)
+        outcome = call("mine", *data, "--overwrite", f"--{name}", source)
         if (
             name == "model"
         ):  # the words of two documents are in no other: nothing to draw for most queries
@@ -462,7 +462,8 @@ def test_possible_false_negatives_are_left_out_by_option(
     assert found["left_out_by_score"] > 0 and rows.made_by["max_score_share"] == 0.6
     for group in rows.groups():
         assert group.retrieved[~group.relevant].max() <= 0.6 * group.retrieved[group.relevant].max()
-    fails(call(*command, "--margin", "5"), 1, "no negative was found for any query")
+    again = (*command, "--overwrite")
+    fails(call(*again, "--margin", "5"), 1, "no negative was found for any query")
 
 
 @pytest.fixture(scope="module")
@@ -572,7 +573,7 @@ def test_an_interrupted_command_goes_on(
     assert call(*command).code == 0 and calls == [16, 16, 16, 16, 12], (
         "two of the four parts were kept"
     )
-    assert call(*command, "--fresh").code == 0 and calls[5:] == [16, 16, 16, 12]
+    assert call(*command, "--fresh", "--overwrite").code == 0 and calls[5:] == [16, 16, 16, 12]
 
 
 def test_a_length_limit_is_that_of_the_models(call: Call, work: Path, tmp_path: Path) -> None:
@@ -583,6 +584,7 @@ def test_a_length_limit_is_that_of_the_models(call: Call, work: Path, tmp_path: 
         work / "data",
         "--output",
         tmp_path / "scored.parquet",
+        "--overwrite",
     )
     found = []
     for length in ("6", "64"):
@@ -648,14 +650,14 @@ def test_what_needs_no_download_is_suggested(
     done(
         call(
             *(
-                str(tmp_path / "s.parquet") if word == "SCORED" else word
+                str(tmp_path / "s.parquet") if word == "scored.parquet" else word
                 for word in following.split()
             ),
         ),
     )
     assert r.read_training_rows(tmp_path / "s.parquet").teachers.keys() == {"minilm", "bm25"}
     fails(
-        call("mine", "--data", shared / "data", "--output", tmp_path / "n"),
+        call("mine", "--data", shared / "data", "--output", tmp_path / "n.parquet"),
         2,
         "--model such as minilm, which needs",
     )

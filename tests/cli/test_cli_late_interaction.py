@@ -170,7 +170,8 @@ def test_a_collection_is_searched_by_late_interaction(
         0,
         None,
     )
-    assert " MiB of int8" in done(call(*index, "--tokens", shared / "tokens")).out
+    again = done(call(*index, "--tokens", shared / "tokens", "--overwrite"))
+    assert " MiB of int8" in again.out
     asked = (
         "how do I work with csv files",
         "--index",
@@ -241,6 +242,7 @@ def test_a_collection_is_searched_by_late_interaction(
         "give them with --tokens",
     )
     fails(call(*index, "--vectors", shared / "vectors"), 2, "late reads --tokens")
+    index = (*index[:-1], tmp_path / "other")
     fails(
         call(*index, "--tokens", shared / "asked"),
         2,
@@ -336,7 +338,7 @@ def test_index_says_that_it_resumes(
         patch.setattr("tilefold.retrieval.qdrant.edge.EdgeEngine.optimize", interrupt)
         assert call(*index).code == 130
     fails(call(*index), 0, f"indexing resumes: {documents} of {documents} were done before")
-    assert "resumes" not in call(*index).err
+    assert "resumes" not in done(call(*index, "--overwrite")).err
 
 
 def test_an_index_is_added_to_and_deleted_from(

@@ -20,8 +20,8 @@ RUNS = "fuse --run RUN --run RUN --data DATA --method interpolation"
 MIXED = f"{FUSED} --data d --method interpolation"
 BM25 = "index --output i --backend bm25"
 MINILM = "serve --model minilm"
-MINED = "mine --output n --data DATA --run RUN"
-SCORED = "score MINED --output o --data DATA --teacher bm25"
+MINED = "mine --output n.parquet --data DATA --run RUN"
+SCORED = "score MINED --output o.parquet --data DATA --teacher bm25"
 SERVED = "serve --port 0 --model SPARSE --index INDEX"
 LATE = "train --output m --recipe colbert --data DATA"
 # command, of which words in capitals stand for places -> a part of the message
@@ -195,7 +195,19 @@ USAGE = [
         "--url goes with --backend qdrant",
     ),
     (f"{QDRANT} --collection a", "--collection goes with --url"),
-    (f"{QDRANT} --overwrite", "--overwrite goes with --url"),
+    ("search x --index WORDS --overwrite", "--overwrite goes with --save-run"),
+    (
+        "evaluate --run r --data DATA --overwrite",
+        "--overwrite goes with --save-run and --per-query",
+    ),
+    (f"{FUSED} --data d --overwrite", "--overwrite goes with --save-run"),
+    ("compare a b --data DATA --overwrite", "--overwrite goes with --plot"),
+    (
+        "encode --model m --output o --data DATA --overwrite",
+        "--overwrite goes with --jsonl, which it replaces; to encode again there is --fresh",
+    ),
+    ("export --to onnx --model m --output o --overwrite", "a graph needs a new folder"),
+    ("index --output INDEX --merge --overwrite", "--overwrite is for a new index"),
     (f"{QDRANT} --weights int8", "--weights: expected one of float32, float16, got 'int8'"),
     (f"{QDRANT} --url http://localhost --collection 'a b'", "--collection: expected letters"),
     (f"{QDRANT} --k1 2", "--k1 goes with --backend bm25"),
@@ -295,7 +307,7 @@ USAGE = [
     (f"{FUSED} --data d --in-sample", "--in-sample goes with --tune"),
     (f"{FUSED} --data d --method best", "expected one of rrf, interpolation"),
     (f"{FUSED} --data d", "there is no file a"),
-    ("mine --output n --data DATA", "give one of --run FILE, --index FOLDER"),
+    ("mine --output n.parquet --data DATA", "give one of --run FILE, --index FOLDER"),
     (f"{MINED} --model minilm", "give one of --run FILE"),
     (f"{MINED} --ranks 5", "--ranks: expected FIRST-LAST such as 1-50, got '5'"),
     (f"{MINED} --ranks 5-2", "--ranks: expected FIRST-LAST with 1 <= FIRST <= LAST"),
@@ -305,7 +317,7 @@ USAGE = [
     (f"{MINED} --heap-factor 1", "--heap-factor goes with --index or --vectors"),
     (f"{MINED} --split dev", "'dev' is not a split"),
     (f"{MINED} --max-length 3", "--max-length goes with a dense --model alone"),
-    ("mine --output n --data DATA --vectors VECTORS", "name the model that made"),
+    ("mine --output n.parquet --data DATA --vectors VECTORS", "name the model that made"),
     (f"{SCORED} --batch-size 2", "--batch-size does nothing with teachers that read words"),
     (f"{SCORED} --teacher bm25", "--teacher: expected teachers of different names"),
     (f"{SCORED} --teacher ./nowhere", "--teacher: there is no folder ./nowhere"),
@@ -404,7 +416,7 @@ USAGE = [
     (f"{RUNS} --weight 1 --weight nan", "--weight: expected finite numbers"),
     ("mine --output RUN --data DATA --run RUN", "--output: expected a file of its own"),
     (
-        "score MINED --output o --data DATA --teacher minilm --max-length 1000",
+        "score MINED --output o.parquet --data DATA --teacher minilm --max-length 1000",
         "--max-length: expected at most 256",
     ),
     ("serve --index i --max-length 5", "--max-length does nothing for an index of words alone"),

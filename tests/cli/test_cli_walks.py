@@ -41,10 +41,10 @@ def walk(call: Call, heading: str) -> None:
 def test_three_kinds_of_search(call: Call, here: Path) -> None:
     walk(call, "Three kinds of search")
     collection, model = small_collection(), load_dense_minilm()
-    assert {len(scores) for scores in r.read_trec_run("fused.trec").values()} == {16}
+    assert {len(scores) for scores in r.read_trec_run("my-fused.trec").values()} == {16}
     queries = collection.split_queries("test")
     exact = ranked_by_itself(model, collection.contents(), queries)
-    for query, scores in r.read_trec_run("dense.trec").items():
+    for query, scores in r.read_trec_run("my-dense.trec").items():
         assert scores == pytest.approx(exact[query], abs=2**-6), "int8, of a model in 16 bits"
     manifest = r.open_dense("dense-vectors").manifest
     assert (manifest.storage, manifest.dimension, manifest.similarity) == ("int8", 384, "cosine")
@@ -70,7 +70,7 @@ def test_three_kinds_of_search(call: Call, here: Path) -> None:
     cut = ranked_by_itself(model, collection.contents(), queries, 3)["q13"]
     assert {hit["id"]: hit["score"] for hit in hits} == pytest.approx(cut, abs=2**-6)
     measured(
-        call("evaluate", *data, *made, "--prf", "rocchio", "--prf-with", "bm25-index", "--json"),
+        call("evaluate", *data, *made, "--prf", "rocchio", "--prf-with", "my-bm25-index", "--json"),
     )
     for words, said in (
         (
@@ -261,7 +261,11 @@ def test_only_some_documents(call: Call, here: Path) -> None:
             2,
             "--where: expected a condition such as lang=de",
         ),
-        ("evaluate --model minilm --where lang=de", 2, "--where goes with --index"),
+        (
+            "evaluate --data articles.jsonl --model minilm --where lang=de",
+            2,
+            "--where goes with --index",
+        ),
         (
             "index --vectors article-vectors --data new-articles.jsonl --output never",
             1,

@@ -50,12 +50,20 @@ def test_a_collection_survives_saving_and_loading(beir: Path, tmp_path: Path) ->
     )
     collection = r.load_beir(beir)
     assert collection.queries == {"q1": "\ud800 cat", "q2": "b"}
-    for _ in range(2):  # an own folder may be replaced
-        collection.save_beir(tmp_path / "copy")
-        assert replace(r.load_beir(tmp_path / "copy"), name="tiny") == collection
+    collection.save_beir(tmp_path / "copy")
+    assert replace(r.load_beir(tmp_path / "copy"), name="tiny") == collection
+    refused(FileExistsError, "overwrite=True", collection.save_beir, tmp_path / "copy")
+    collection.save_beir(tmp_path / "copy", overwrite=True)
+    assert replace(r.load_beir(tmp_path / "copy"), name="tiny") == collection
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "tiny"]
     (tmp_path / "copy" / "thesis.txt").write_text("years of work")
-    refused(FileExistsError, "nothing was overwritten", collection.save_beir, tmp_path / "copy")
+    refused(
+        FileExistsError,
+        r"other files \(thesis.txt\).*nothing was overwritten",
+        collection.save_beir,
+        tmp_path / "copy",
+        overwrite=True,
+    )
 
 
 def test_an_interrupted_save_leaves_no_trace(beir: Path, tmp_path: Path) -> None:

@@ -91,7 +91,10 @@ def test_a_folder_gives_the_models_own_scores_in_every_storage_and_is_found_dama
             shard_size=5,
         )
         assert (made.n_documents, len(made.shards), made.similarity) == (16, 4, "cosine")
-        r.DenseIndex.build(r.open_dense(tmp_path / storage)).save(tmp_path / "index")
+        r.DenseIndex.build(r.open_dense(tmp_path / storage)).save(
+            tmp_path / "index",
+            overwrite=True,
+        )
         index = r.DenseIndex.load(tmp_path / "index")
         for query, hits in zip(queries, index.search(asked, 16), strict=True):
             assert dict(hits) == pytest.approx(exact[query], abs=close)

@@ -137,10 +137,19 @@ def test_an_earlier_export_is_replaced_and_no_other_file(
     tmp_path: Path,
 ) -> None:
     export(make_vectors(5), tmp_path / "out")
-    export(make_vectors(3), tmp_path / "out")
+    refused(FileExistsError, "overwrite=True", export, make_vectors(3), tmp_path / "out")
+    assert len(read_back(tmp_path / "out")) == 5
+    export(make_vectors(3), tmp_path / "out", overwrite=True)
     assert len(read_back(tmp_path / "out")) == 3
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    refused(FileExistsError, "nothing was overwritten", export, make_vectors(5), tmp_path / "out")
+    refused(
+        FileExistsError,
+        "nothing was overwritten",
+        export,
+        make_vectors(5),
+        tmp_path / "out",
+        overwrite=True,
+    )
     none, folder = SparseVectors.from_rows({}, 5), tmp_path / "queries"
     refused(
         DataError,
@@ -265,7 +274,7 @@ def test_wrong_options_are_named_and_a_dot_is_kept_on_request_or_where_it_is_not
     refused(ValueError, said, export_opensearch, ONE, tmp_path / "out", ["a", "b"], field_type=kind)
     export_opensearch(ONE, tmp_path / "out", ["3.5", "."], dots="keep")
     assert read_back(tmp_path / "out") == {"a": {"3.5": 1.0}}
-    export_opensearch(ONE, tmp_path / "out", ["three", "."])
+    export_opensearch(ONE, tmp_path / "out", ["three", "."], overwrite=True)
 
 
 def test_opensearch_files_are_no_longer_than_asked_and_begin_with_an_action(
@@ -292,6 +301,7 @@ def test_the_ceiling_of_sparse_vector_cuts_nothing_off_and_is_above_0_without_a_
             ROWS({"a": weights}, 30_522),
             tmp_path / "out",
             field_type="sparse_vector",
+            overwrite=True,
         )
         mapping = json.loads((tmp_path / "out" / "mapping.json").read_text())
         assert mapping["settings"] == {"index": {"sparse": True}}

@@ -104,7 +104,7 @@ def test_an_updated_index_answers_as_one_of_all_documents(
     merged = open_index(place)
     assert type(merged) is type(first)
     assert answers(merged, queries) == [pytest.approx(each, rel=close) for each in before]
-    first.save(place)
+    first.save(place, overwrite=True)
     assert open_index(place).n_documents == 200, "an index in the place of one that grew"
 
 
@@ -272,3 +272,37 @@ def test_an_index_may_lose_all_its_terms_and_grow_again(backend: str, tmp_path: 
     assert (r.merge_segments(path), found_ids()) == (0, [])
     r.update_index(path, r.SparseVectors.from_rows({"c": {0: 2.0}}, 2))
     assert found_ids() == ["c"]
+
+
+@pytest.mark.parametrize("backend", ["exact", "dense", "late", "bm25"])
+def test_new_documents_without_metadata_are_refused_by_an_index_that_keeps_some(
+    backend: str,
+    make_vectors: Make,
+    tmp_path: Path,
+) -> None:
+    fields, place = {"d0": {"lang": "de"}}, tmp_path / "index"
+    message = (
+        r"metadata: expected the fields of the new documents.*keeps metadata \(lang\), got none"
+    )
+    if backend == "bm25":
+        words = r.BM25Index.build({"d0": "tea", "d1": "cup"}, metadata=fields)
+        refused(ValueError, message, words.updated, {"d0": "kettle"})
+        assert words.updated({"d2": "kettle"}, metadata={}).n_documents == 3
+        assert words.updated({}, ["d1"]).n_documents == 1
+        return
+    if backend == "exact":
+        vectors: Any = make_vectors(4)
+        r.build_index(vectors, metadata=fields).save(place)
+    elif backend == "dense":
+        vectors = dense_folder(tmp_path / "vectors", ["d0", "d1"], seed=0)
+        r.DenseIndex.build(vectors, metadata=fields).save(place)
+    else:
+        vectors = r.TokenVectors(["d0", "d1"], torch.arange(3), torch.ones(2, 8))
+        r.LateIndex.build(vectors, place, metadata=fields)
+    count = open_index(place).n_documents
+    refused(ValueError, message, r.update_index, place, vectors)
+    queries = torch.ones(1, 8) if backend == "dense" else vectors
+    assert open_index(place).search(queries, 9, where={"lang": "de"})[0][0].id == "d0"
+    assert r.update_index(place, delete=["d1"])["n_documents"] == count - 1
+    assert r.update_index(place, vectors, metadata={})["n_documents"] == count
+    assert r.update_index(place, vectors, metadata=fields)["n_documents"] == count

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from tests.manifests import edit, sum_files, sum_terms
 from tests.refusals import refused
+from tilefold import retrieval as r
 from tilefold.pipeline.rows import SparseRows
 from tilefold.retrieval import SparseIndex, SparseVectors, build_index, load_index
 from tilefold.retrieval.errors import DataError, MissingPackageError, VocabularyMismatchError
@@ -28,6 +30,7 @@ from tilefold.retrieval.index import exact
 from tilefold.retrieval.index.exact import Postings, fastest, portable, top_positive
 from tilefold.retrieval.index.protocol import StoredIds, save_ids
 from tilefold.retrieval.index.seismic import SeismicIndex, SeismicOptions
+from tilefold.retrieval.searcher import open_index
 
 Make = Callable[..., SparseVectors]
 BACKENDS = ["exact", "seismic"]
@@ -62,7 +65,6 @@ def test_a_saved_index_gives_the_same_results(
     index = build_index(documents, backend)
     assert isinstance(index, SparseIndex)
     index.save(tmp_path / "index")
-    index.save(tmp_path / "index")  # an own index may be replaced
     again = load_index(tmp_path / "index")
     assert (again.backend, again.n_documents, again.vocab_size, again.fingerprint) == (
         backend,
@@ -531,6 +533,59 @@ def test_the_best_are_found_in_blocks_as_in_a_sort(seed: int, n: int, k: int, le
         top_positive(scores, k)
         == sorted(np.flatnonzero(scores > 0).tolist(), key=lambda at: (-scores[at], at))[:k]
     )
+
+
+INDEXES = ("exact", "seismic", "qdrant", "bm25", "dense", "late")
+
+
+def index_of(backend: str, names: list[str]) -> Any:
+    """An index of documents of these names, with :meth:`save`."""
+    if backend == "bm25":
+        return r.BM25Index.build({name: f"tea for {name}" for name in names})
+    if backend in ("dense", "late"):
+        values = torch.randn(len(names), 8, generator=torch.Generator().manual_seed(0))
+        vectors = r.TokenVectors(names, torch.arange(len(names) + 1), values)
+        if backend == "dense":
+            return r.DenseIndex.build(vectors, "dot")
+        return r.LateIndex.build(vectors, Path(tempfile.mkdtemp()) / "late")
+    rows = {name: {at: 1.0} for at, name in enumerate(names)}
+    return build_index(r.SparseVectors.from_rows(rows, 50), backend)
+
+
+@pytest.mark.parametrize("backend", INDEXES)
+def test_saving_over_an_index_is_refused_unless_it_is_to_be_replaced(
+    backend: str,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("seismic" if backend == "seismic" else "numpy")
+    pytest.importorskip("qdrant_edge" if backend == "qdrant" else "numpy")
+    large = index_of(backend, [f"d{at}" for at in range(6)])
+    small = index_of(backend, ["d0", "d1"])
+    large.save(tmp_path / "index")
+    refused(
+        FileExistsError,
+        r"index: expected a new or empty directory.*overwrite=True.*nothing was overwritten",
+        small.save,
+        tmp_path / "index",
+    )
+    assert open_index(tmp_path / "index").n_documents == 6
+    small.save(tmp_path / "index", overwrite=True)
+    assert open_index(tmp_path / "index").n_documents == 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
+
+
+def test_token_vectors_are_indexed_over_an_index_only_to_replace_it(tmp_path: Path) -> None:
+    vectors = r.TokenVectors(["a", "b"], torch.arange(3), torch.ones(2, 8))
+    r.LateIndex.build(vectors, tmp_path / "index")
+    more = r.TokenVectors(["a", "b", "c"], torch.arange(4), torch.ones(3, 8))
+    refused(FileExistsError, "nothing was over", r.LateIndex.build, more, tmp_path / "index")
+    assert r.LateIndex.load(tmp_path / "index").n_documents == 2
+    assert r.LateIndex.build(more, tmp_path / "index", overwrite=True).n_documents == 3
+
+
+def test_an_empty_folder_takes_an_index(tmp_path: Path) -> None:
+    index_of("exact", ["a", "b"]).save(tmp_path)
+    assert load_index(tmp_path).n_documents == 2
 
 
 def test_opening_reads_no_postings_and_a_query_only_its_own(

@@ -36,7 +36,7 @@ import os, signal, sys
 from pathlib import Path
 from tilefold._files import atomic_directory, atomic_file
 path = Path(sys.argv[1])
-with atomic_file(path) if path.suffix else atomic_directory(path, own_names=()) as written:
+with atomic_file(path) if path.suffix else atomic_directory(path, own_names=(), overwrite=False) as written:
     (written if path.suffix else written / "half").write_text("half a run")
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -109,7 +109,7 @@ def test_a_saved_index_is_whole_after_a_kill_at_any_moment(
         if child == 0:
             while True:
                 for index in built:
-                    index.save(tmp_path / "index")
+                    index.save(tmp_path / "index", overwrite=True)
         time.sleep(random.uniform(0.0, 0.15))  # noqa: S311
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -194,7 +194,7 @@ def test_an_index_that_another_process_writes_is_refused(tmp_path: Path, make_ve
         built.save(tmp_path / "other")
     built.save(tmp_path / "index")
     with hold_path(tmp_path / "index"):
-        built.save(tmp_path / "index")
+        built.save(tmp_path / "index", overwrite=True)
         assert len(list(tmp_path.iterdir())) == 3, "it is held until the outer block ends"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["index", "other"]
 

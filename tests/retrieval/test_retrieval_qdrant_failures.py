@@ -265,4 +265,4 @@ index.save({str(folder)!r}) if {at!r} == "index.json" else index.collection.dele
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
     with load_index(folder).collection as left:
         assert len(left) == 5
-    build_index(make_vectors(6), "qdrant", folder=folder).close()
+    build_index(make_vectors(6), "qdrant", folder=folder, overwrite=True).close()

@@ -423,7 +423,7 @@ def test_a_saved_bm25_index_answers_as_before_and_says_what_it_holds(tmp_path: P
     assert again.provenance == index.provenance == Provenance(texts_sha256=texts_digest(texts))
     queries = {"q": "json parser", "p": "lists"}
     assert again.search(queries, 5) == index.search(queries, 5)
-    index.save(tmp_path / "bm25")  # an earlier one is replaced
+    index.save(tmp_path / "bm25", overwrite=True)
     refused(DataError, "got one of BM25", r.load_index, tmp_path / "bm25")
     (tmp_path / "bm25" / "vocab.index.json").write_text("{}")
     refused(DataError, r"vocab.index.json: damaged", r.BM25Index.load, tmp_path / "bm25")

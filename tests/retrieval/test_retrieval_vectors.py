@@ -36,15 +36,25 @@ def same(left: r.SparseVectors, right: r.SparseVectors) -> bool:
 
 
 def test_vectors_survive_shards_on_disk_bit_for_bit(make_vectors: Make, tmp_path: Path) -> None:
-    r.write_vectors(
-        make_vectors(30),
-        tmp_path / "v",
-        shard_size=10,
-    )  # is replaced, with all its shards
+    r.write_vectors(make_vectors(30), tmp_path / "v", shard_size=10)
     vectors = r.SparseVectors.concatenate(
         [make_vectors(24), r.SparseVectors.from_rows({"empty": {}}, 500, "f" * 64)],
     )
-    manifest = r.write_vectors(vectors, tmp_path / "v", model_name="tiny", shard_size=24)
+    refused(
+        FileExistsError,
+        r"v: expected a new or empty folder, got one with 30 vectors\. .*overwrite=True",
+        r.write_vectors,
+        vectors,
+        tmp_path / "v",
+    )
+    assert len(r.read_vectors(tmp_path / "v")) == 30
+    manifest = r.write_vectors(
+        vectors,
+        tmp_path / "v",
+        model_name="tiny",
+        shard_size=24,
+        overwrite=True,
+    )
     assert [shard["rows"] for shard in manifest.shards] == [24, 1]
     assert (
         manifest.complete
@@ -211,7 +221,7 @@ def test_a_shard_that_is_damaged_or_written_by_another_program_is_named(
             r"indices: expected terms in \[0, 500\), got 500",
         ),
     ):
-        r.write_vectors(make_vectors(1), tmp_path)
+        r.write_vectors(make_vectors(1), tmp_path, overwrite=True)
         pq.write_table(pa.table({"id": ["d0"], **columns}), tmp_path / "part-00000.parquet")
         sum_shards(tmp_path)
         refused(DataError, f"part-00000.parquet: {message}", r.read_vectors, tmp_path)

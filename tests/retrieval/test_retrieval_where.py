@@ -136,7 +136,7 @@ def test_every_index_finds_what_matches_before_and_after_it_grew(
     check(loaded, queries, metadata)
     gone = [f"d{at}" for at in range(5)]
     if backend == "bm25":
-        loaded.updated(second, gone, changed).save(place)
+        loaded.updated(second, gone, changed).save(place, overwrite=True)
     else:
         assert r.update_index(place, second, gone, metadata=changed)["n_documents"] == 215
         grown: Any = open_index(place)
@@ -155,7 +155,7 @@ def test_every_index_finds_what_matches_before_and_after_it_grew(
     without = build(backend, second, None)
     with pytest.raises(ValueError, match="where: expected an index that keeps metadata"):
         without.search(queries, 3, where={"lang": "de"})
-    without.save(place)
+    without.save(place, overwrite=True)
     assert open_index(place).metadata is None, "nothing is left of the index that was there"
 
 
@@ -167,7 +167,7 @@ def test_an_index_that_grew_finds_on_a_device_what_is_there(
 ) -> None:
     (first, second), queries = parts_of("exact", make_vectors, tmp_path)
     r.build_index(first, metadata={"d9": {"n": 9}, "d170": {"n": 9}}).save(tmp_path / "index")
-    r.update_index(tmp_path / "index", second, ["d3"])
+    r.update_index(tmp_path / "index", second, ["d3"], metadata={})
     fast: Any = open_index(tmp_path / "index")
     fast = fast.on(device)
     assert fast.metadata.mask(Filter({"n": 9})).sum() == 2, (

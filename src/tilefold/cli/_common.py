@@ -34,6 +34,7 @@ DOCUMENTS_HELP = (
     "A BEIR folder, documents alone (.jsonl, .csv, .parquet, .tsv or .txt of id and text, all but "
     ".parquet also .gz; or a saved dataset), or pydocs, the documentation of this Python."
 )
+OVERWRITE_HELP = "Replace files that exist; without, they are refused before any work."
 DROP_UNKNOWN_HELP = (
     "Leave out judgements of queries and documents that the collection lacks, in a sample of one."
 )

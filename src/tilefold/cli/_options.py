@@ -82,10 +82,10 @@ _TRAINING = (
 OF_BACKEND = {
     "bm25": "language k1 b identifiers",
     "seismic": "n_postings centroid_fraction min_cluster_size summary_energy doc_cut query_cut heap_factor num_threads",
-    "qdrant": "url collection weights overwrite",
+    "qdrant": "url collection weights",
     "late": "storage pool_factor queries",
 }
-_BUILDS = " ".join((*OF_BACKEND.values(), "passages stride cut"))
+_BUILDS = " ".join((*OF_BACKEND.values(), "passages stride cut overwrite"))
 _USELESS = "does nothing {}: leave it out"
 _CUTS: _Rules = (("stride cut", "!passages", "goes together with --passages"),)
 
@@ -109,6 +109,11 @@ RULES: dict[str, _Rules] = {
             "engine=ray",
             "is written from all vectors in memory: leave it out with --engine ray",
         ),
+        (
+            "overwrite",
+            "!jsonl",
+            "goes with --jsonl, which it replaces; to encode again there is --fresh",
+        ),
         ("address worker_cpus", "engine=local", "is for --engine ray"),
         ("workers", "engine=local !dry_run", "is for --engine ray and --dry-run"),
         (
@@ -120,6 +125,7 @@ RULES: dict[str, _Rules] = {
     "search": (
         ("queries", "query", "goes without a query"),
         ("model data vectors", "!index", "goes with --index"),
+        ("overwrite", "!save_run", "goes with --save-run"),
         ("demo", "index", _USELESS.format("with --index")),
         *_RERANK[:1],
         *_PRF,
@@ -129,6 +135,7 @@ RULES: dict[str, _Rules] = {
         ("max_length", "index|run", "goes with a dense --model, without --index"),
         ("k", "run", "goes with --index or a dense --model; for --rerank there is --rerank-depth"),
         ("vectors", "!prf", "goes together with --prf"),
+        ("overwrite", "!save_run !per_query", "goes with --save-run and --per-query"),
         ("prf", "run", "goes with --index or a dense --model: a run has no vectors"),
         *_RERANK,
         *_PRF,
@@ -139,11 +146,13 @@ RULES: dict[str, _Rules] = {
         ("tune", "weight", "chooses the weights, and goes without --weight"),
         ("in_sample", "!tune", "goes with --tune"),
         ("split drop_unknown measure tune", "!data", "goes with --data"),
+        ("overwrite", "!save_run", "goes with --save-run"),
     ),
     "mine": (
         (_INDEX, "!index !vectors", "goes with --index or --vectors"),
         ("max_length", "run|index|vectors", "goes with a dense --model alone"),
     ),
+    "compare": (("overwrite", "!plot", "goes with --plot"),),
     "score": (("scale", "like", "goes without --like, which sets mean and deviation"),),
     "serve": (
         (f"data vectors bm25 name {_INDEX}", "!index", "goes with --index"),
@@ -176,6 +185,7 @@ RULES: dict[str, _Rules] = {
         ("field_type dots", "to!=opensearch", "goes with --to opensearch"),
         ("document namespace", "to!=vespa", "goes with --to vespa"),
         ("quantize top_k", "to!=onnx", "goes with --to onnx"),
+        ("overwrite", "to=onnx", "goes with --to opensearch and vespa; a graph needs a new folder"),
         (
             "vectors names data",
             "to=onnx",
@@ -188,7 +198,7 @@ RULES: dict[str, _Rules] = {
             (options, f"backend!={name}", f"goes with --backend {name}")
             for name, options in OF_BACKEND.items()
         ),
-        ("collection overwrite", "!url", "goes with --url, the address of a server"),
+        ("collection", "!url", "goes with --url, the address of a server"),
         (
             "data vectors tokens",
             "delete|merge !update",
@@ -340,7 +350,8 @@ def read_text(path: Path, option: str, encoding: str = "utf-8") -> str:
 
 
 arguments: list[str] = []  # of the command that runs
-options: dict[str, str] = {}  # parameter -> option of the command that runs
+# Parameter -> option of the command that runs, also by value: "resume=False" -> "--fresh".
+options: dict[str, str] = {}
 given: dict[str, str] = {}  # those of them that are on the command line
 
 
@@ -359,8 +370,8 @@ def refuse_useless(names: Iterable[str], where: str) -> None:
 
 
 def in_options(message: str) -> str:
-    """`message` with options of this command for arguments of Python: at its start, or spelled with
-    an underscore.
+    """`message` with options of this command for arguments of Python: at its start, spelled with an
+    underscore, or with a truth value such as ``overwrite=True``.
     """
     values = {
         argument.rpartition("=")[2] for argument in arguments
@@ -369,6 +380,7 @@ def in_options(message: str) -> str:
     def option(match: re.Match[str]) -> str:
         return match[0] if match[0] in values else options.get(match[0], match[0])
 
+    message = re.sub(r"(?<![\w/.-])[a-z]\w*=(?:True|False)\b", option, message)
     message = re.sub(r"^\w+(?=:| must)", option, message)
     return re.sub(r"(?<![\w/.-])[a-z]+_\w+(?![\w/-])", option, message)
 
@@ -442,9 +454,12 @@ class Command(TyperCommand):
         options.clear()
         _, _, found = self.make_parser(ctx).parse_args(args=list(args))
         spelled = {each.name: "/".join((*each.opts, *each.secondary_opts)) for each in self.params}
-        options.update(
-            {name: text.partition("/")[0] for name, text in spelled.items() if text[:2] == "--"},
-        )
+        for parameter in self.params:
+            if parameter.opts[0].startswith("--"):
+                options[str(parameter.name)] = parameter.opts[0]
+                options[f"{parameter.name}=True"] = parameter.opts[0]
+            if parameter.secondary_opts:
+                options[f"{parameter.name}=False"] = parameter.secondary_opts[0]
         for parameter in (each for each in found if each.name in spelled):  # --help is click's own
             option = spelled[parameter.name]
             if parameter.name in given and not getattr(parameter, "multiple", False):

@@ -33,6 +33,58 @@ SMALLEST = 1 << 20  # bytes of a file of which single documents are read
 
 
 @dataclass(frozen=True)
+class FileFormat:
+    """A format that commands write.
+
+    Attributes:
+        name: the format in an error, with its article.
+        endings: endings of names for it, the usual one first.
+        required: whether the name must have one of the endings, because readers look at it.
+    """
+
+    name: str
+    endings: tuple[str, ...]
+    required: bool = False
+
+    def check_name(self, path: Path, option: str) -> None:
+        """Raise UsageError for a name that ends like a file of another format."""
+        ending = path.suffix.lower()
+        if ending in self.endings or (not self.required and ending not in _ENDINGS):
+            return
+        raise UsageError(
+            f"{option}: {self.name} is written, whose name ends in {' or '.join(self.endings)}, "
+            f"got {path}.",
+        )
+
+
+RUN = FileFormat("a TREC run", (".trec", ".run", ".txt"))
+TRAINING_ROWS = FileFormat("a Parquet file", (".parquet",), required=True)
+MEASURES = FileFormat("a table of tab-separated columns", (".tsv", ".txt"))
+VECTOR_LINES = FileFormat("a file of JSON lines", (".jsonl", ".json"))
+PICTURE = FileFormat("a PNG picture", (".png",), required=True)
+# endings that say what a file holds
+_ENDINGS = frozenset(
+    {
+        ".csv",
+        ".gz",
+        ".jpeg",
+        ".jpg",
+        ".json",
+        ".jsonl",
+        ".npz",
+        ".parquet",
+        ".pdf",
+        ".png",
+        ".safetensors",
+        ".svg",
+        ".trec",
+        ".tsv",
+        ".zip",
+    },
+)
+
+
+@dataclass(frozen=True)
 class NamedRun:
     """A run, what it is called in messages, and what made it."""
 
@@ -62,14 +114,36 @@ def say_depth(k: int | None, deepest: int, used: object) -> None:
         )
 
 
-def check_writable(path: Path | None, option: str, *others: Path | None) -> None:
-    """Refuse, before any work, a file that could not be written after it, or is one of the other
-    files of a command.
+def check_output_file(
+    path: Path | None,
+    option: str,
+    file_format: FileFormat,
+    *inputs: Path | None,
+    overwrite: bool,
+) -> None:
+    """Refuse, before any work, a file that could not be written after it without a loss.
+
+    Args:
+        path: the file to write; ``None`` if there is none.
+        option: the option that names it.
+        file_format: what is written into it.
+        inputs: other files of the command, which it must not replace even with `overwrite`.
+        overwrite: replace a file that exists.
+
+    Raises:
+        UsageError: if `path` is a folder, one of the inputs, cannot be written, or has the ending
+            of another format.
+        CommandError: if the file exists, without `overwrite`.
     """
     if path is None:
         return
     if path.is_dir():
         raise UsageError(f"{option}: expected a file, got the folder {path}.")
+    if path.resolve() in [each.resolve() for each in inputs if each is not None]:
+        raise UsageError(
+            f"{option}: expected a file of its own, got {path}, which the command reads or writes too.",
+        )
+    file_format.check_name(path, option)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
@@ -78,10 +152,17 @@ def check_writable(path: Path | None, option: str, *others: Path | None) -> None
         raise UsageError(
             f"{option}: {path} cannot be written ({error.strerror or error}).",
         ) from error
-    if path.resolve() in [each.resolve() for each in others if each is not None]:
-        raise UsageError(
-            f"{option}: expected a file of its own, got {path}, which another option names too.",
+    if path.exists() and not overwrite:
+        raise CommandError(
+            f"{option}: {path} exists. Give --overwrite to replace it, or another name; "
+            "nothing was overwritten.",
         )
+
+
+def files_of_collection(data: str) -> list[Path]:
+    """The files that --data names, which no command may replace."""
+    folder = Path(data)
+    return [folder, *folder.rglob("*")] if folder.is_dir() else [folder]
 
 
 def read_run(path: Path, option: str) -> NamedRun:

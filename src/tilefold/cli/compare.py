@@ -43,6 +43,7 @@ def compare(
     worst: int = preset(10, "Queries to show that lose most, with their texts.", min=0),
     seed: int = preset(0, "Equal seeds give equal numbers.", min=0),
     plot: Place = option("PNG to draw: the first measure of each query, run against run."),
+    overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
     as_json: bool = flag("Everything as JSON on stdout.", "--json"),
 ) -> None:
     """Compare runs over the same queries: differences, paired tests, wins and losses, and the
@@ -52,7 +53,14 @@ def compare(
     comparisons of the table, calls it significant.
     """
     measures, deepest = _scores.check_measures(measure or ["nDCG@10"])
-    _scores.check_writable(plot, "--plot")
+    _scores.check_output_file(
+        plot,
+        "--plot",
+        _scores.PICTURE,
+        *run,
+        *_scores.files_of_collection(data),
+        overwrite=overwrite,
+    )
     if plot is not None:
         from tilefold._figures import new_figure
 

@@ -133,7 +133,7 @@ def _run(size: Size, seed: int, output: Path, stages: Values) -> Values:
     )
     if (folder / "data").is_dir():
         note(f"resuming an earlier run in {folder} (delete that folder to start over)")
-    part.save_beir(folder / "data")
+    part.save_beir(folder / "data", overwrite=True)
     queries = part.split_queries("test") | part.split_queries("dev") | {steps.EXAMPLE_ID: EXAMPLE}
     with _step(stages, "bm25", "searching: BM25"):
         bm25: Run = retrieval.BM25Index.build(part.contents(), identifiers=True).search(
@@ -203,7 +203,7 @@ def _evaluate(
         for backend, name in (("exact", "index"), ("seismic", "index-seismic")):
             try:
                 indexes[backend] = retrieval.build_index(vectors, backend)
-                indexes[backend].save(folder / name)
+                indexes[backend].save(folder / name, overwrite=True)
             except MissingPackageError as error:
                 note(f"  {backend} index left out: {_common.first_line(error)}")
         told["found"] = " and ".join(indexes)

@@ -94,6 +94,7 @@ def encode(
         "GPUs to use, a number or all: a process for each. Without GPUs, processes.",
     ),
     jsonl: Place = option("Sparse: also write the vectors as JSON lines (Anserini form)."),
+    overwrite: bool = flag("Replace the file of --jsonl if it exists.", "--overwrite"),
     resume: bool = preset(True, "Keep what an interrupted run has encoded.", "--resume/--fresh"),
     engine: str = preset(
         "local",
@@ -132,7 +133,13 @@ def encode(
     cuts = _retrievers.passages(asked)
     if rate is not None and not (dry_run and rate > 0):
         raise UsageError("--rate: expected a number above 0 together with --dry-run.")
-    _scores.check_writable(jsonl, "--jsonl", Path(data), *Path(data).glob("*"))
+    _scores.check_output_file(
+        jsonl,
+        "--jsonl",
+        _scores.VECTOR_LINES,
+        *_scores.files_of_collection(data),
+        overwrite=overwrite,
+    )
     _models.find_model(model, "--model")
     if (code := _options.on_devices(devices)) is not None:
         raise typer.Exit(code)

@@ -60,6 +60,7 @@ def evaluate(
     per_query: Place = option(
         "Write the measures of each query: tab-separated columns, named in the first line.",
     ),
+    overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
     as_json: bool = flag("The measures as JSON on stdout.", "--json"),
     **more: Any,
 ) -> None:
@@ -82,8 +83,16 @@ def evaluate(
     )
     measures, deepest = _scores.check_measures(measure)
     _scores.say_depth(k, deepest, save_run or rerank)
-    _scores.check_writable(save_run, "--save-run", run, asked["prf_with"])
-    _scores.check_writable(per_query, "--per-query", run, asked["prf_with"], save_run)
+    inputs = (run, asked["prf_with"], *_scores.files_of_collection(data))
+    _scores.check_output_file(save_run, "--save-run", _scores.RUN, *inputs, overwrite=overwrite)
+    _scores.check_output_file(
+        per_query,
+        "--per-query",
+        _scores.MEASURES,
+        *inputs,
+        save_run,
+        overwrite=overwrite,
+    )
     _models.find_models({"--model": model, "--rerank": rerank})
     collection, splits = _scores.load_splits(data, split, drop_unknown, also=())
     queries = {
@@ -193,6 +202,7 @@ def fuse(
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
     measure: Words = option(_scores.MEASURE_HELP),
     save_run: Place = option(_scores.SAVE_RUN_HELP),
+    overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
     as_json: bool = flag("Weights and measures as JSON on stdout.", "--json"),
 ) -> None:
     """Fuse runs: measure the fusion with --data, write it with --save-run.
@@ -210,7 +220,14 @@ def fuse(
         raise UsageError("give --data to measure the fusion, or --save-run to write it.")
     measures, deepest = _scores.check_measures(measure)
     _scores.say_depth(k if "k" in _options.given else None, deepest, save_run)
-    _scores.check_writable(save_run, "--save-run", *run)
+    _scores.check_output_file(
+        save_run,
+        "--save-run",
+        _scores.RUN,
+        *run,
+        *([] if data is None else _scores.files_of_collection(data)),
+        overwrite=overwrite,
+    )
     named = [_scores.read_run(path, "--run") for path in run]
     also = [] if tune is None else [tune]
     collection, splits = (

@@ -46,6 +46,10 @@ def export(
         metavar="int8",
     ),
     top_k: Count = option("onnx: entries that the graph gives of a text; by default all."),
+    overwrite: bool = flag(
+        "opensearch, vespa: replace an earlier export in --output.",
+        "--overwrite",
+    ),
     as_json: bool = flag("The result as JSON on stdout.", "--json"),
 ) -> None:
     """Write encoded documents as another engine reads them, or a model as an ONNX graph.
@@ -61,7 +65,7 @@ def export(
         raise UsageError("--vectors: give the folder of documents that tilefold encode wrote.")
     # of one of the engines
     own = {"field_type": field_type, "dots": dots, "document": document, "namespace": namespace}
-    options = {"field": field, **_common.known(own)}
+    options = {"field": field, "overwrite": overwrite, **_common.known(own)}
     if (tokens := _tokens(vectors, model, names, field_type)) is None:
         _options.refuse_useless(["dots"], "where terms are called by their numbers")
     started = time.monotonic()

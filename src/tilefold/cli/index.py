@@ -24,6 +24,7 @@ from tilefold.cli._options import (
     required,
 )
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.protocol import MANIFEST_NAME, read_description
 from tilefold.retrieval.passages import Passages, document_of
 from tilefold.retrieval.provenance import owned
 
@@ -103,7 +104,7 @@ def index(
         metavar="float32|float16",
     ),
     overwrite: bool = flag(
-        "qdrant: replace other vectors in the collection of the server.",
+        "Replace the index at --output; qdrant: also other vectors in the collection of the server.",
         "--overwrite",
     ),
     update: bool = flag(
@@ -136,21 +137,24 @@ def index(
         changed["seconds"] = round(time.monotonic() - started, 3)
         _common.print_result(changed, as_json, f"{told} in {changed['seconds']:.1f} s: {output}")
         return
+    if not overwrite:
+        _check_new(output)
     if backend == QDRANT:  # on the server, or in the folder
         options = (
             {"collection": output.resolve().name} if "url" in options else {"folder": output}
         ) | options
+        options["overwrite"] = overwrite
     with hold_path(output), _common.heartbeat(f"indexing ({backend})"):
         words, of_words = backend == BM25, _retrievers.passages(asked)
         if backend == LATE:
-            built: Any = _late(tokens, data, output, options)
+            built: Any = _late(tokens, data, output, options | {"overwrite": overwrite})
         else:
             built = (
                 _words(data, options, of_words)
                 if words
                 else _vectors(vectors, data, backend, options)
             )
-        built.save(output)
+        built.save(output, overwrite=overwrite)
         documents = built.n_documents
         if backend == QDRANT:
             built.close()
@@ -178,6 +182,23 @@ def index(
         )
         said += f"; metadata: {kept}"
     _common.print_result(result, as_json, said)
+
+
+def _check_new(output: Path) -> None:
+    """Raise CommandError if there is an index at --output, which a new one would replace."""
+    if not (output / MANIFEST_NAME).exists():
+        return  # whoever writes the index refuses other files
+    try:
+        described = read_description(output)
+    except (DataError, OSError) as error:
+        raise CommandError(
+            f"--output: {output} holds an index that cannot be read, and was not overwritten: {error}",
+        ) from error
+    raise CommandError(
+        f"--output: {output} holds an index already ({described['backend']}, "
+        f"{described['n_documents']:,} documents). Give --update to put documents into it, "
+        "--overwrite to replace it, or another folder; nothing was overwritten.",
+    )
 
 
 def _words(data: str | None, options: Values, cuts: Passages | None) -> Any:
@@ -301,7 +322,6 @@ def _change(asked: Asked) -> Values:
     """Remove the documents of --delete, then put those of --vectors or --data in; how many, and
     what there is now.
     """
-    from tilefold.retrieval.index.protocol import read_description
     from tilefold.retrieval.merging import merge_segments, update_index
 
     output, update = asked["output"], asked["update"]
@@ -345,8 +365,9 @@ def _change(asked: Asked) -> Values:
         read = _retrievers.read_tokens(where) if late else _read(where, there)
     metadata = _metadata(asked["data"], where, read)
     if there == QDRANT:
-        return _change_qdrant(output, read, names, metadata or {})
+        return _change_qdrant(output, read, names, metadata)
     with _options.as_options(
+        metadata="--data",
         vectors="--tokens" if late else "--vectors",
         index="--output",
         path="--output",
@@ -374,7 +395,7 @@ def _change_words(output: Path, names: Sequence[str], data: str | None) -> Value
             )
         deleted = len(owned(index.ids, set(names), (), cut))
         changed = index.updated(texts, names, {} if collection is None else collection.metadata())
-        changed.save(output)
+        changed.save(output, overwrite=True)
     return {"n_documents": changed.n_documents, "written": len(texts), "deleted": deleted}
 
 
@@ -382,7 +403,7 @@ def _change_qdrant(
     output: Path,
     read: Any,
     names: list[str],
-    metadata: Mapping[str, Mapping[str, object]],
+    metadata: Mapping[str, Mapping[str, object]] | None,
 ) -> Values:
     from tilefold.retrieval.index.qdrant import QdrantIndex
     from tilefold.retrieval.metadata import fields_by_id
@@ -393,13 +414,18 @@ def _change_qdrant(
         documents = Documents(
             read.ids,
             read,
-            payloads=fields_by_id(metadata, read.ids, read.provenance.passages),
+            payloads=fields_by_id(metadata or {}, read.ids, read.provenance.passages),
         )
     try:
         index = QdrantIndex.load(output)
         with index.collection as collection:
             if documents is not None:
                 documents.check(collection.layout, collection.place)  # before anything is removed
+                if metadata is None and collection.has_metadata():
+                    raise UsageError(
+                        "--data: expected the fields of the new documents, because the index keeps "
+                        "metadata, got none. Without them, filters would not find the documents.",
+                    )
             if (
                 collection.layout.passages is not None
             ):  # all those of a document, of which new ones may have others
@@ -409,7 +435,7 @@ def _change_qdrant(
             if documents is not None:
                 with _common.progress_bar("writing") as update:
                     collection.upsert(documents, progress=update)
-            index.save(output)
+            index.save(output, overwrite=True)
             now = len(collection)
     except DataError as error:
         raise CommandError(f"--output: {error}") from error
@@ -427,6 +453,7 @@ def merge(
         ...,
     ),
     output: Path = required("Folder for all of them."),
+    overwrite: bool = flag("Replace the vectors at --output.", "--overwrite"),
     as_json: bool = flag("The result as JSON on stdout.", "--json"),
 ) -> None:
     """Write several folders of vectors as one: sparse, token or dense ones, whose texts differ."""
@@ -436,7 +463,7 @@ def merge(
         _options.as_options(folders="FOLDERS:", output_dir="--output"),
         _common.heartbeat("merging"),
     ):
-        made = merge_vectors(folders, output)
+        made = merge_vectors(folders, output, overwrite=overwrite)
     result = {
         "output": str(output),
         "n": made.n_documents,

@@ -50,7 +50,9 @@ SHARE_HELP = "Leave out negatives above this share, such as 0.95, of the score o
 
 @_options.with_options(_retrievers.of_index)
 def mine(
-    output: Path = required("Parquet file to write; tilefold score adds teachers' scores."),
+    output: Path = required(
+        "File to write, NAME.parquet; tilefold score adds teachers' scores.",
+    ),
     data: str = required(_common.DATA_HELP),
     split: str = preset("train", "Split whose queries get negatives."),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
@@ -72,6 +74,7 @@ def mine(
     max_score_share: Number = option(SHARE_HELP),
     seed: int = preset(0, "Of the draws where ranks hold more than --per-query.", min=0),
     max_length: Count = _retrievers.DENSE_LENGTH,
+    overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
     as_json: bool = flag("What was mined as JSON on stdout.", "--json"),
     **more: Any,
 ) -> None:
@@ -93,7 +96,14 @@ def mine(
         raise UsageError(
             f"give one of {ways}, or a dense --model such as {_models.PACKAGED}, which needs no download.",
         )
-    _scores.check_writable(output, "--output", run)
+    _scores.check_output_file(
+        output,
+        "--output",
+        _scores.TRAINING_ROWS,
+        run,
+        *_scores.files_of_collection(data),
+        overwrite=overwrite,
+    )
     _models.find_models({"--model": model})
     collection, _ = _scores.load_splits(data, [split], drop_unknown)
     depth = max(window.last for window in windows)
@@ -208,7 +218,7 @@ def _write(mined: Mined, made_by: Values, collection: Collection, asked: Asked) 
         "--data",
         asked["data"],
         "--output",
-        "SCORED",
+        "scored.parquet",
     )
     stronger = (
         f"a cross-encoder is a stronger teacher: a folder, or a Hugging Face name{_models.cached()}"
@@ -229,7 +239,7 @@ def score(
         "Parquet file of tilefold mine, or one that was scored before.",
         default=...,
     ),
-    output: Path = required("Parquet file to write."),
+    output: Path = required("File to write, NAME.parquet."),
     teacher: list[str] = required(_TEACHER_HELP),
     data: str = required(_common.DATA_HELP),
     split: Text = option(
@@ -252,6 +262,7 @@ def score(
         "Tokens that a model reads of a text or pair; by default its own limit.",
     ),
     resume: bool = preset(True, "Keep what an interrupted run has scored.", "--resume/--fresh"),
+    overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
     as_json: bool = flag("What was scored as JSON on stdout.", "--json"),
 ) -> None:
     """Score mined negatives and relevant documents with one teacher or several; training reads the
@@ -266,7 +277,14 @@ def score(
         raise UsageError(f"--scale: expected a finite number above 0, got {scale:g}.")
     false_negatives = check_filter(margin, max_score_share)
     names = _names(teacher)
-    _scores.check_writable(output, "--output")
+    _scores.check_output_file(
+        output,
+        "--output",
+        _scores.TRAINING_ROWS,
+        mined,
+        *_scores.files_of_collection(data),
+        overwrite=overwrite,
+    )
     if not (models := [name for name in teacher if name != BM25 and not _is_index(name)]):
         _options.refuse_useless(
             ("batch_size", "max_length"),

@@ -47,6 +47,7 @@ def search(
     save_run: Place = option(
         "With several queries: write their documents as a TREC run, and print none.",
     ),
+    overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
     as_json: bool = flag("The hits as JSON on stdout.", "--json"),
     **more: Any,
 ) -> None:
@@ -76,7 +77,14 @@ def search(
             raise UsageError(
                 "--save-run: goes with --queries, or with queries on standard input (-), which have ids.",
             )
-        _scores.check_writable(save_run, "--save-run", queries)
+        _scores.check_output_file(
+            save_run,
+            "--save-run",
+            _scores.RUN,
+            queries,
+            *([] if data is None else _scores.files_of_collection(data)),
+            overwrite=overwrite,
+        )
     searcher = _open(asked)
     request = retrieval.SearchRequest(
         k,

@@ -77,7 +77,7 @@ class TrainingRun:
             return result if isinstance(result, dict) else None
         if overwrite:
             return None
-        remedy = "choose another one, or replace it with --overwrite (overwrite=True)."
+        remedy = "choose another one, or replace it (overwrite=True)."
         got = f"a model of other settings ({self._difference(record)})"
         raise FileExistsError(f"output_dir {self.output_dir} holds {got}; {remedy}")
 
@@ -94,7 +94,7 @@ class TrainingRun:
         if found and left is not None:
             if self._difference(left):
                 got = f"an interrupted run with other settings ({self._difference(left)})"
-                remedy = "or discard it with resume=False (with --fresh on the command line)."
+                remedy = "or discard it with resume=False."
                 raise ValueError(
                     f"{self.work_dir} holds {got}; go on with the same settings, {remedy}",
                 )

@@ -79,9 +79,7 @@ class Watcher(TrainerCallback):
         if logs and "loss" in logs:
             loss = float(logs["loss"])
             if not math.isfinite(loss):
-                remedy = (
-                    "Train with a smaller learning_rate, from the start (resume=False, --fresh)."
-                )
+                remedy = "Train with a smaller learning_rate, from the start (resume=False)."
                 after = f"after {state.global_step} steps: the training has diverged"
                 raise TrainingError(f"the loss is {loss} {after}. {remedy}")
             self.ranking_loss = float(logs.get("base_loss", loss))

@@ -120,7 +120,7 @@ def export_onnx(
         exported.float().max_active_dims = (
             model.max_active_dims
         )  # whose other modules are those that were compared
-        with atomic_directory(Path(output), own_names=()) as folder:
+        with atomic_directory(Path(output), own_names=(), overwrite=False) as folder:
             exported.save_pretrained(str(folder), create_model_card=False)
     size = sum(file.stat().st_size for file in Path(output).rglob("*") if file.is_file())
     return ExportedGraph(str(output), len(maker.made), size, quantize, errors)

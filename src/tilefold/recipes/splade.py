@@ -144,7 +144,7 @@ def untrained_splade(
             recipe.start(list(found.values())).save_pretrained(made)
             try:
                 names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-                with atomic_directory(folder, own_names=names) as cached:
+                with atomic_directory(folder, own_names=names, overwrite=True) as cached:
                     shutil.copytree(made, cached, copy_function=shutil.copyfile, dirs_exist_ok=True)
             except (OSError, InUseError) as error:
                 _logger.warning("the untrained start could not be cached: %s", error)

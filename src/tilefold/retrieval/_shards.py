@@ -35,7 +35,7 @@ MANIFEST_NAME = "manifest.json"
 REMEDY = "Write the vectors again (tilefold encode)."
 SCHEMA_VERSION = 1
 RECEIPTS = "part-*.receipt.json"
-_ANEW = "resume=False (with --fresh on the command line)"
+_ANEW = "resume=False"
 TOO_MANY = 16  # when every text of a shard of at least this size fails, the model is at fault, not the texts
 _OF_CUTS = {"count": int, "max_length": int | None}
 
@@ -208,12 +208,36 @@ def check_some(number: int, rows: int, failed: Mapping[str, str], *, nothing_yet
         raise DataError(f"{said}. Check the model; earlier shards are kept.")
 
 
+def _check_unfinished(folder: Path, earlier: Manifest, manifest: Manifest) -> None:
+    """Raise FileExistsError unless `earlier` is of an interrupted run that `manifest` repeats."""
+    if not earlier.complete and earlier.identity == manifest.identity:
+        return
+    state = "" if earlier.complete else "an unfinished run of "
+    raise FileExistsError(
+        f"{folder}: expected a new or empty folder, got one with {state}{earlier.n_documents} "
+        "vectors. Choose another folder, or replace them (overwrite=True); nothing was overwritten.",
+    )
+
+
 class ShardWriter(ABC, Generic[M, V]):
     """Writer of a folder as :class:`tilefold.retrieval.SparseVectorWriter`, for one process at a
     time.
 
     Others (`lists` is False) may leave shards (:meth:`leave_shard`) for the one that lists them
     (:meth:`receive`): they neither check nor change anything until a shard is stored.
+
+    Args:
+        path: the folder.
+        manifest: that of a new folder, without shards.
+        resume: keep the shards of an earlier run with the same settings.
+        lists: whether this writer lists the shards in the manifest.
+        overwrite: without `resume`, replace any vectors in the folder. By default only the shards
+            of an interrupted run with the same settings are removed.
+
+    Raises:
+        DataError: with `resume`, if the folder holds vectors with other settings.
+        FileExistsError: if the folder holds other files, or without `resume` and `overwrite` other
+            or finished vectors.
     """
 
     suffix: ClassVar[str]
@@ -227,6 +251,7 @@ class ShardWriter(ABC, Generic[M, V]):
         *,
         resume: bool = False,
         lists: bool = True,
+        overwrite: bool = False,
     ) -> None:
         require(*self.package)
         if not isinstance(manifest, self.made_with):
@@ -246,9 +271,21 @@ class ShardWriter(ABC, Generic[M, V]):
             )
         self._earlier()  # refuses a foreign folder before anything is written there
         self._lock = hold_folder(self.path)
+        try:
+            self._open(manifest, resume=resume, overwrite=overwrite)
+        except BaseException:
+            if self._lock.lock_counter == 1:
+                release_folder(self._lock)
+            else:  # another writer of this process goes on
+                self._lock.release()
+            raise
+
+    def _open(self, manifest: M, *, resume: bool, overwrite: bool) -> None:
+        """Go on with what the folder holds, or remove it, as far as that is allowed."""
         earlier = self._earlier()
         receipts = list(self.path.glob(RECEIPTS))
-        if earlier is None or not (earlier.shards or earlier.partial or receipts):
+        begun = earlier is not None and (earlier.shards or earlier.partial or receipts)
+        if not begun:
             resume = False  # any settings do
         if earlier is not None and resume:
             if changed := differences(earlier.identity, manifest.identity, "before", "now"):
@@ -257,6 +294,8 @@ class ShardWriter(ABC, Generic[M, V]):
                     f"{self.path}: holds vectors with other settings ({changed}). {remedy}",
                 )
             manifest = earlier
+        if earlier is not None and begun and not (resume or overwrite):
+            _check_unfinished(self.path, earlier, manifest)
         self.manifest = manifest
         if not resume:
             self.path.mkdir(parents=True, exist_ok=True)

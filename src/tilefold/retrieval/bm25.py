@@ -22,7 +22,7 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.index.exact import Postings, top_positive
 from tilefold.retrieval.index.protocol import FolderIndex, StoredIds, naming_versions, read_array
-from tilefold.retrieval.metadata import Fields, Metadata, Where, allowed_by
+from tilefold.retrieval.metadata import Fields, Metadata, Where, allowed_by, check_metadata
 from tilefold.retrieval.provenance import Provenance, owned, provenance_of
 
 __all__ = ["LANGUAGES", "BM25Index", "BM25Options", "Tokenizer"]
@@ -228,11 +228,14 @@ class BM25Index(FolderIndex):
 
         Weights depend on all documents, so that it is made anew, of the words that are stored and
         those of the new texts: the scores are those of :meth:`build` of all. Its texts have no
-        fingerprint. An index may end up without any document, or without a word.
+        fingerprint. An index may end up without any document, or without a word. One that keeps
+        metadata needs those of new documents, if only an empty mapping; none is a ``ValueError``.
         """
         check_texts_by_id("documents", documents)
         delete = set(list_of_ids("delete", delete))
         check_text_ids("documents", documents)
+        if documents:
+            check_metadata(self.metadata, metadata)
         _, at_documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
         words = {place: word for word, place in self._engine.vocab_dict.items()}
         corpus: dict[str, list[str]] = {name: [] for name in self.ids}

@@ -226,9 +226,17 @@ class Collection:
             if grade > 0
         ]
 
-    def save_beir(self, path: str | Path) -> None:
-        """Write a BEIR folder atomically, over an earlier one only; ``DataError`` for an id that it
-        cannot hold.
+    def save_beir(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Write a BEIR folder, atomically.
+
+        Args:
+            path: the folder, new or empty.
+            overwrite: replace an earlier BEIR folder.
+
+        Raises:
+            DataError: for an id that such a folder cannot hold.
+            FileExistsError: if there is something else at `path`, or a BEIR folder without
+                `overwrite`.
         """
         self.__post_init__()  # ids may have come since
         named = {
@@ -245,7 +253,7 @@ class Collection:
             ):
                 held = "no empty id, and in judgements none with a tab or a line break"
                 raise DataError(f"ids: the BEIR layout holds {held}, got {name!r}. Rename it.")
-        with atomic_directory(Path(path), own_names=_BEIR_NAMES) as folder:
+        with atomic_directory(Path(path), own_names=_BEIR_NAMES, overwrite=overwrite) as folder:
             documents = (
                 {"_id": one.id, "title": one.title, "text": one.text}
                 | ({"metadata": dict(one.metadata)} if one.metadata else {})

@@ -125,7 +125,7 @@ def _cached_pydocs(folder: Path, load: Callable[[Path], Collection]) -> Collecti
             _logger.warning("cached pydocs is damaged and is built again: %s", error)
     collection = build_pydocs()
     try:
-        collection.save_beir(folder)
+        collection.save_beir(folder, overwrite=True)  # what is there is damaged
     except (OSError, InUseError) as error:
         _logger.warning("pydocs could not be cached: %s", error)
     return collection

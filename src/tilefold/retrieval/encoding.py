@@ -217,7 +217,13 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
             how.kind,
             settings=settings,
         )
-        return SparseVectorWriter(output.folder, manifest, resume=output.resume, lists=lists)
+        return SparseVectorWriter(
+            output.folder,
+            manifest,
+            resume=output.resume,
+            lists=lists,
+            overwrite=not output.resume,
+        )
 
 
 def encode_queries(

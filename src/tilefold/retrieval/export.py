@@ -96,6 +96,7 @@ def export_opensearch(
     field_type: str = "rank_features",
     dots: str = "refuse",
     part_bytes: int = 50_000_000,
+    overwrite: bool = False,
 ) -> Exported:
     """Write ``mapping.json`` and ``bulk-00000.ndjson``, ... for ``PUT /INDEX`` and ``POST
     /INDEX/_bulk``.
@@ -107,7 +108,7 @@ def export_opensearch(
     Args:
         vectors: documents, in memory or as a folder that ``encode`` wrote, of which a shard at a
             time is in memory.
-        output: a new folder, or an earlier export, which is replaced when all is written.
+        output: a new or empty folder.
         tokens: token of each term, as :func:`tilefold.retrieval.term_names` gives them; terms are
             called by their numbers without. A term whose token is None is named ``[term_905]``
             after its number. ``sparse_vector`` knows numbers alone.
@@ -120,6 +121,8 @@ def export_opensearch(
             on OpenSearch.
         part_bytes: size of a bulk file, below the ``http.max_content_length`` of the cluster (100
             MB).
+        overwrite: replace an earlier export in `output` when all is written; without, that is a
+            ``FileExistsError``.
 
     Another number of tokens than the vectors have terms is a ``VocabularyMismatchError``; two terms
     with one name, a name, id or weight that the engine does not take, a vocabulary that
@@ -159,7 +162,7 @@ def export_opensearch(
         for name, fields, weights in documents.fields(names, texts)
     )
     actions = (_line({"index": {"_id": name}}) + _line(source) for name, source in sources)
-    with _export_folder(Path(output)) as folder:
+    with _export_folder(Path(output), overwrite=overwrite) as folder:
         origin = _origin(documents, tokens)
         write_json(
             folder / MAPPING,
@@ -186,6 +189,7 @@ def export_vespa(
     document: str = "doc",
     namespace: str = "tilefold",
     field: str = "sparse",
+    overwrite: bool = False,
 ) -> Exported:
     """Write ``DOCUMENT.sd``, the schema, and ``feed.jsonl`` with a ``put`` per document for ``vespa
     feed``.
@@ -208,7 +212,7 @@ def export_vespa(
 
     names = _name_terms(documents, tokens, bad_name, _REMEDY)
     schema, prefix = f"{document}.sd", f"id:{namespace}:{document}::"
-    with _export_folder(Path(output)) as folder:
+    with _export_folder(Path(output), overwrite=overwrite) as folder:
         text = "" if texts is None else _TEXT
         (folder / schema).write_text(
             _SCHEMA.format(document=document, field=field, text=text),
@@ -453,10 +457,13 @@ def _write_parts(folder: Path, actions: Iterator[bytes], part_bytes: int) -> lis
     return names
 
 
-def _export_folder(output: Path) -> AbstractContextManager[Path]:
-    """An empty folder that replaces `output`, which may be new, empty or an earlier export."""
+def _export_folder(output: Path, *, overwrite: bool) -> AbstractContextManager[Path]:
+    """An empty folder that becomes `output`, which may be new, empty or with `overwrite` an earlier
+    export.
+    """
     files = (read_json(output / RECORD) or {}).get("files")
-    return atomic_directory(output, own_names=[RECORD, *(files if isinstance(files, dict) else ())])
+    listed = files if isinstance(files, dict) else ()
+    return atomic_directory(output, own_names=[RECORD, *listed], overwrite=overwrite)
 
 
 def _origin(documents: _Documents, tokens: Sequence[str | None] | None) -> Json:

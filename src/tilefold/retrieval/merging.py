@@ -16,7 +16,7 @@ from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import SEGMENTS, read_description
 from tilefold.retrieval.index.segments import Segments, listed_parts
-from tilefold.retrieval.metadata import Fields, Metadata
+from tilefold.retrieval.metadata import Fields, Metadata, check_metadata
 from tilefold.retrieval.provenance import Provenance, owned
 from tilefold.retrieval.searcher import open_index
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest, iter_shards, layout_of
@@ -33,14 +33,31 @@ GROWING = ("exact", "seismic", "dense", "late")
 _OF_TEXTS = {"texts_sha256", "shard_size"}  # settings in which folders may differ
 
 
-def merge_vectors(folders: Sequence[str | Path], output_dir: str | Path) -> Manifest:
+def merge_vectors(
+    folders: Sequence[str | Path],
+    output_dir: str | Path,
+    *,
+    overwrite: bool = False,
+) -> Manifest:
     """Write the vectors of several folders, of any one kind, as those of one folder; they are
     copied shard by shard.
 
     The folders must be complete and differ in their texts alone. The texts of the new one have no
     fingerprint. After an interrupt, the same call begins again; until it is finished, the new
-    folder is refused as incomplete. Other models or settings, an id that two folders have, or an
-    output that is one of them are a ``DataError``.
+    folder is refused as incomplete.
+
+    Args:
+        folders: two or more folders of vectors.
+        output_dir: the folder to write, new or empty.
+        overwrite: replace vectors that are in `output_dir`.
+
+    Returns:
+        The manifest of the new folder.
+
+    Raises:
+        DataError: for other models or settings, an id that two folders have, or an output that is
+            one of the folders.
+        FileExistsError: if `output_dir` holds other files, or without `overwrite` other vectors.
     """
     places = [Path(folder) for folder in list_of("folders", folders)]
     if len(places) < 2:
@@ -69,7 +86,7 @@ def merge_vectors(folders: Sequence[str | Path], output_dir: str | Path) -> Mani
                 raise DataError(
                     f"folders: {name!r} is in {where}. Leave one out, or add to an index: index --update",
                 )
-    writer = first.writer(Path(output_dir))
+    writer = first.writer(Path(output_dir), overwrite=overwrite)
     for source in sources:
         for vectors in source.shards():
             writer.write_shard(len(writer.manifest.shards), vectors)
@@ -104,15 +121,15 @@ class _Source:
         of_shards = (name for vectors in self.shards() for name in vectors.ids)
         return of_shards if self.store is None else iter(self.store.ids)
 
-    def writer(self, output: Path) -> ShardWriter[Any, Any]:
+    def writer(self, output: Path, *, overwrite: bool) -> ShardWriter[Any, Any]:
         own = {name: getattr(self.manifest, name) for name in self.manifest.IDENTITY}
         made = type(self.manifest)(**own, settings=self.manifest.settings)
         if self.store is None:
-            return SparseVectorWriter(output, made)
+            return SparseVectorWriter(output, made, overwrite=overwrite)
         from tilefold.retrieval.tokens import TokenVectorWriter
 
         made.model_source = self.manifest.model_source
-        return TokenVectorWriter(output, made)
+        return TokenVectorWriter(output, made, overwrite=overwrite)
 
 
 def update_index(
@@ -125,11 +142,24 @@ def update_index(
     """Remove documents from a saved index, then add `vectors` with `metadata`, which replace those
     of the same ids.
 
-    Only the new documents are indexed, as a segment with the options of the index. Returns how many
-    documents there are now, and how many were ``written`` and ``deleted`` (of those to `delete`
-    that were there). Vectors of another kind, model or vocabulary are a ``DataError`` or a
-    ``VocabularyMismatchError``, a backend that has no segments a ``ValueError``; an error or a kill
-    leaves the index as it was.
+    Only the new documents are indexed, as a segment with the options of the index. An error or a
+    kill leaves the index as it was.
+
+    Args:
+        path: the folder of the index.
+        vectors: the new documents; ``None`` to remove some only.
+        delete: ids of documents to remove; those that are not there are ignored.
+        metadata: document id -> fields of the new documents. An index that keeps metadata needs it,
+            if only an empty mapping.
+
+    Returns:
+        How many documents there are now (``n_documents``), and how many were ``written`` and
+        ``deleted`` (of those to `delete` that were there).
+
+    Raises:
+        DataError: for vectors of another kind or model.
+        ValueError: for a backend that has no segments, or no `metadata` where the index keeps some.
+        VocabularyMismatchError: for vectors over another vocabulary.
     """
     deleted_ids = set(list_of_ids("delete", delete))
     if metadata is not None:
@@ -142,6 +172,9 @@ def update_index(
     with hold_path(folder):
         index: Any = open_index(folder)
         held = index if isinstance(index, Segments) else Segments([index], [()])
+        if vectors is not None:
+            for part in held.parts:
+                check_metadata(part.metadata, metadata)
         listed, inside = listed_parts(folder), folder / SEGMENTS
         number = int(listed["written"]) + (vectors is not None)
         names = [str(part["folder"]) for part in listed["parts"]] or [""]
@@ -185,7 +218,7 @@ def merge_segments(path: str | Path) -> int:
         index: Any = open_index(folder)
         if isinstance(index, Segments):
             index = index.merged(folder)
-            index.save(folder)
+            index.save(folder, overwrite=True)
     return int(index.n_documents)
 
 

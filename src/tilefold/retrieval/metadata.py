@@ -453,6 +453,21 @@ def allowed_by(metadata: Metadata | None, where: Where, allowed: Mask | None = N
     return found if allowed is None else found & allowed
 
 
+def check_metadata(stored: Metadata | None, new: Mapping[str, Fields] | None) -> None:
+    """Raise ValueError where new documents come without metadata into an index that keeps some.
+
+    Args:
+        stored: metadata of the documents of the index.
+        new: document id -> fields of the new documents; an empty mapping says that they have none.
+    """
+    if stored is None or new is not None:
+        return
+    raise ValueError(
+        f"metadata: expected the fields of the new documents, because the index keeps metadata "
+        f"({', '.join(stored.kinds)}), got none. Without them, filters would not find the documents.",
+    )
+
+
 def _arrow(module: str = "") -> Any:
     return require(f"pyarrow{module}", "pyarrow", "Metadata of documents")
 

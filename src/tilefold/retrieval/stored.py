@@ -310,7 +310,7 @@ def _keep(folder: Path, found: Stored[Document]) -> None:
     if _state(found.path) != found.state or time.time() - written < SETTLED_SECONDS:
         return
     try:
-        with atomic_directory(folder, own_names=(*_ARRAYS, _FACTS)) as made:
+        with atomic_directory(folder, own_names=(*_ARRAYS, _FACTS), overwrite=True) as made:
             for name, values in zip(_ARRAYS, found.arrays, strict=True):
                 np.save(made / name, values, allow_pickle=False)
             facts = {

@@ -130,7 +130,13 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
         how, output = self.how, self.output
         made_by = (model_name(self.model), self.fingerprint, how.source, how.kind)
         manifest = self.manifest(self.size, how.storage, *made_by, settings=self.settings)
-        return TokenVectorWriter(output.folder, manifest, resume=output.resume, lists=lists)
+        return TokenVectorWriter(
+            output.folder,
+            manifest,
+            resume=output.resume,
+            lists=lists,
+            overwrite=not output.resume,
+        )
 
 
 def encode_dense_collection(

@@ -122,10 +122,11 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
     """Write vectors shard by shard into the folder `path`; one process at a time may use it.
 
     `manifest` is that of a new folder. Shards and manifest are replaced atomically and a shard
-    counts only once the manifest lists it: `resume` keeps those of an earlier writer, else they are
-    discarded. With ``lists=False``, shards are made for a writer in another process.
-    ``FileExistsError`` for a folder with other files, ``DataError`` where it goes on with other
-    settings.
+    counts only once the manifest lists it: `resume` keeps those of an earlier writer. Without, those
+    of an interrupted writer with the same settings are discarded, and all others only with
+    `overwrite`. With ``lists=False``, shards are made for a writer in another process.
+    ``FileExistsError`` for a folder with other files or vectors, ``DataError`` where it goes on with
+    other settings.
     """
 
     suffix, package = "parquet", ("pyarrow.parquet", "pyarrow", "Storing vectors")
@@ -237,8 +238,21 @@ def write_vectors(
     model_name: str | None = None,
     kind: str = "document",
     shard_size: int = 65536,
+    overwrite: bool = False,
 ) -> VectorManifest:
-    """Write vectors in memory to the folder `path`, replacing vectors that were there."""
+    """Write vectors in memory to a folder.
+
+    Args:
+        vectors: what to write.
+        path: the folder, new or empty.
+        model_name: name of the model that made the vectors.
+        kind: what the vectors are of, ``"document"`` or ``"query"``.
+        shard_size: vectors of a file.
+        overwrite: replace vectors that are in the folder; without, that is a ``FileExistsError``.
+
+    Returns:
+        The manifest of the folder.
+    """
     check_vectors("vectors", vectors)
     check_least("shard_size", shard_size)
     settings = {name: value for name, value in vectors.provenance.to_dict().items() if value}
@@ -249,7 +263,7 @@ def write_vectors(
         kind,
         settings=settings,
     )
-    writer = SparseVectorWriter(path, manifest)
+    writer = SparseVectorWriter(path, manifest, overwrite=overwrite)
     for number, start in enumerate(range(0, len(vectors), shard_size)):
         writer.write_shard(
             number,

@@ -96,6 +96,7 @@ class LateIndex(TorchIndex):
         pool_factor: int = 1,
         queries: TokenVectors | None = None,
         metadata: Mapping[str, Fields] | None = None,
+        overwrite: bool = False,
     ) -> LateIndex:
         """Write an index of token vectors into `folder`, shard by shard, and open it.
 
@@ -110,6 +111,8 @@ class LateIndex(TorchIndex):
             queries: on which candidates are chosen and recall is measured; by default pieces of the
                 documents, which do not count as found themselves.
             metadata: as in :func:`tilefold.retrieval.build_index`.
+            overwrite: replace an earlier index of this backend in `folder`; without, that is a
+                ``FileExistsError``.
 
         ``ValueError`` for vectors of queries, none at all, another storage or factor; ``DataError``
         for damaged ones.
@@ -136,7 +139,15 @@ class LateIndex(TorchIndex):
         if pool_factor > 1:
             options["pooling"] = token_blocks.POOLING
         chunks = token_blocks.chunks_of(shards, storage, pool_factor)
-        return cls._made(Path(folder), chunks, options, made_by, metadata, queries)
+        return cls._made(
+            Path(folder),
+            chunks,
+            options,
+            made_by,
+            metadata,
+            queries,
+            overwrite=overwrite,
+        )
 
     def build_segment(
         self,
@@ -181,8 +192,10 @@ class LateIndex(TorchIndex):
         made_by: Provenance,
         metadata: Mapping[str, Fields] | Metadata | None,
         queries: TokenVectors | None = None,
+        *,
+        overwrite: bool,
     ) -> LateIndex:
-        with cls._replaced(folder) as made:
+        with cls._new_folder(folder, overwrite=overwrite) as made:
             ids, lengths, sums = (
                 list[str](),
                 list[npt.NDArray[np.int64]](),
@@ -249,10 +262,10 @@ class LateIndex(TorchIndex):
             ignore=shutil.ignore_patterns(SEGMENTS, ".*"),
         )
 
-    def save(self, path: str | Path) -> None:
-        """Copy the index to another folder; only an earlier index of its kind is replaced."""
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Copy the index to another folder; its own needs no copy. See :meth:`FolderIndex.save`."""
         if Path(path).resolve() != self.files.folder.resolve():
-            with self._replaced(path) as folder:
+            with self._new_folder(path, overwrite=overwrite) as folder:
                 self._write(folder)
 
     @classmethod
@@ -264,7 +277,7 @@ class LateIndex(TorchIndex):
         made_by: Provenance,
         metadata: Metadata | None,
     ) -> LateIndex:
-        """One index, in `folder`, of the chosen documents of several."""
+        """One index of the chosen documents of several, which replaces the one in `folder`."""
 
         def chunks() -> Iterator[Chunk]:
             for part, rows in zip(parts, chosen, strict=True):
@@ -279,7 +292,7 @@ class LateIndex(TorchIndex):
         options = {name: parts[0].options[name] for name in ("storage", "pool_factor", "dimension")}
         if all(part.options.get("pooling") == token_blocks.POOLING for part in parts):
             options["pooling"] = token_blocks.POOLING
-        return cls._made(folder, chunks(), options, made_by, metadata)
+        return cls._made(folder, chunks(), options, made_by, metadata, overwrite=True)
 
     @property
     def n_candidates(self) -> int:

@@ -40,7 +40,7 @@ _TYPES: dict[str, type | UnionType] = {
     "versions": dict | None,
     **dict.fromkeys(("fingerprint", "model_fingerprint", "texts_sha256", "passages"), str | None),
 }
-REMEDY = "Build the index again (tilefold index)."
+REMEDY = "Build the index again (tilefold index --overwrite)."
 _IDS, _OFFSETS = ID_FILES = "ids.npy", "id_offsets.npy"
 _ERRORS = "surrogatepass"  # an id may hold half a surrogate pair
 
@@ -65,8 +65,8 @@ class SparseIndex(Protocol):
     that share no term with the query are not returned, and an empty query finds nothing; with
     `where` (:class:`Filter`), the best of those whose metadata match. It raises ``ValueError`` for
     ``k < 1``, and ``VocabularyMismatchError`` for queries over another vocabulary. ``save`` writes
-    a directory atomically, and replaces only an earlier index of the backend; ``load`` (or
-    :func:`tilefold.retrieval.load_index`) reads it.
+    a new directory atomically, or with `overwrite` replaces an earlier index of the backend;
+    ``load`` (or :func:`tilefold.retrieval.load_index`) reads it.
     """
 
     backend: ClassVar[str]
@@ -84,7 +84,7 @@ class SparseIndex(Protocol):
     @classmethod
     def build(cls, vectors: SparseVectors, **options: object) -> SparseIndex: ...
     def search(self, queries: SparseVectors, k: int, *, where: Where = None) -> list[list[Hit]]: ...
-    def save(self, path: str | Path) -> None: ...
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None: ...
     @classmethod
     def load(cls, path: str | Path) -> SparseIndex: ...
 
@@ -304,11 +304,15 @@ class FolderIndex(ABC):
     def _read(cls: type[F], folder: Path, manifest: Json, ids: StoredIds) -> F: ...
 
     @classmethod
-    def _replaced(cls, path: str | Path) -> AbstractContextManager[Path]:
-        """A new folder, which then replaces an earlier index of this kind at `path`."""
+    def _new_folder(cls, path: str | Path, *, overwrite: bool) -> AbstractContextManager[Path]:
+        """A folder to write an index into, which then becomes `path`.
+
+        See :func:`tilefold._files.atomic_directory`.
+        """
         return atomic_directory(
             Path(path),
             own_names=[MANIFEST_NAME, SEGMENTS, FILE, *ID_FILES, *cls.own_files],
+            overwrite=overwrite,
         )
 
     def _finish(self, folder: Path) -> None:
@@ -318,9 +322,17 @@ class FolderIndex(ABC):
             self.metadata.save(folder)
         write_manifest(folder, self, self.package, self.settings)
 
-    def save(self, path: str | Path) -> None:
-        """Write the index as a directory; only an earlier one of its kind is replaced."""
-        with self._replaced(path) as folder:
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Write the index as a directory, atomically.
+
+        Args:
+            path: the directory, new or empty.
+            overwrite: replace an earlier index of this backend.
+
+        Raises:
+            FileExistsError: if there is something else at `path`, or an index without `overwrite`.
+        """
+        with self._new_folder(path, overwrite=overwrite) as folder:
             self._write(folder)
             self._finish(folder)
 

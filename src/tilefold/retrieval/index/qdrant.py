@@ -39,8 +39,17 @@ from tilefold.retrieval.qdrant.server import ServerEngine
 __all__ = ["QdrantIndex"]
 
 _NAMES = (MANIFEST_NAME, *OWN_NAMES)
-_OF_SERVERS = ("collection", "api_key", "timeout", "patience", "overwrite")
-_OPTIONS = ("folder", "url", *_OF_SERVERS, "weights", "metadata", "progress", "resumes")
+_OF_SERVERS = ("collection", "api_key", "timeout", "patience")
+_OPTIONS = (
+    "folder",
+    "url",
+    *_OF_SERVERS,
+    "overwrite",
+    "weights",
+    "metadata",
+    "progress",
+    "resumes",
+)
 _BLOCK = 1 << 20
 
 
@@ -98,7 +107,8 @@ class QdrantIndex:
                 the name there.
             weights: ``"float32"``, or ``"float16"`` in what is searched (relative error 2^-11).
             metadata: document id -> fields, kept as payload.
-            overwrite: replace other vectors in the collection of the server.
+            overwrite: replace other vectors in the collection of the server, or an earlier index in
+                `folder`.
             progress, resumes: as in :meth:`QdrantCollection.build`.
 
         No positive weight or a wrong option is a ``ValueError``, a place that holds something else
@@ -125,10 +135,17 @@ class QdrantIndex:
             if options.get(name) not in (None, False):
                 raise ValueError(f"{name}: goes with url, the address of a server. Leave it out.")
         if folder is not None:
-            return cls._in_folder(Path(folder), documents, layout, report)
+            overwrite = bool(options.get("overwrite"))
+            return cls._in_folder(Path(folder), documents, layout, report, overwrite=overwrite)
         temporary = tempfile.mkdtemp(prefix="tilefold-qdrant-")
         try:
-            index = cls._in_folder(Path(temporary) / "index", documents, layout, report)
+            index = cls._in_folder(
+                Path(temporary) / "index",
+                documents,
+                layout,
+                report,
+                overwrite=False,
+            )
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -170,11 +187,14 @@ class QdrantIndex:
         documents: Documents,
         layout: Layout,
         report: Json,
+        *,
+        overwrite: bool,
     ) -> QdrantIndex:
-        check_replaceable(folder, _NAMES)
+        check_replaceable(folder, _NAMES, overwrite=overwrite)
         documents.check(layout, str(folder))
         unfinished = folder.parent / f".{folder.name}.building"
         with hold_path(folder):
+            check_replaceable(folder, _NAMES, overwrite=overwrite)  # another process may be done
             try:
                 with QdrantCollection.of(
                     _unfinished(unfinished, documents.digest(layout)),
@@ -196,14 +216,22 @@ class QdrantIndex:
         check_search(self, queries, k)
         return self.collection.search(queries, int(k), where=where)
 
-    def save(self, path: str | Path) -> None:
-        """Write a copy of an embedded index, or the address of one on a server; only an earlier one
-        is replaced.
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Write a copy of an embedded index, or the address of one on a server.
+
+        The folder of an embedded index itself is brought up to date without a copy.
+
+        Args:
+            path: the directory, new or empty.
+            overwrite: replace an earlier index of this backend.
+
+        Raises:
+            FileExistsError: if there is something else at `path`, or an index without `overwrite`.
         """
         if self._folder is not None and Path(path).resolve() == self._folder.resolve():
             self._describe(self._folder)
             return
-        with atomic_directory(Path(path), own_names=_NAMES) as folder:
+        with atomic_directory(Path(path), own_names=_NAMES, overwrite=overwrite) as folder:
             if self._folder is not None:  # every change was flushed
                 need_space(folder, allocated(self._folder / SHARD), of=Path(path))
                 shutil.copytree(self._folder / SHARD, folder / SHARD, copy_function=_copy_sparse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -227,7 +228,7 @@ class QdrantCollection:
                 if self.complete
                 else "an unfinished build of other documents"
             )
-            remedy = "Choose another place, or drop it (overwrite=True), on the command line with --overwrite."
+            remedy = "Choose another place, or drop it (overwrite=True)."
             expected = "an empty collection, or an unfinished build of the same vectors"
             raise DataError(f"{self.place}: expected {expected}, got {what}. {remedy}")
         if texts_sha256 is None and documents.sparse is not None:
@@ -285,6 +286,14 @@ class QdrantCollection:
         found = SparseVectors.from_rows(rows, self.layout.vocab_size or 1, self.layout.fingerprint)
         found.provenance = Provenance(self.layout.models.get(SPARSE), passages=self.layout.passages)
         return found
+
+    def has_metadata(self) -> bool:
+        """Whether any document has a field beside its id; reads until the first that has one."""
+        ids = self.ids()
+        while names := list(itertools.islice(ids, _LOOKED_UP)):
+            if any(self.payloads(names).values()):
+                return True
+        return False
 
     def _points(self, ids: Sequence[str], vectors: bool = False) -> Iterator[Point]:
         keys = [key_of(name) for name in checked_ids(ids)]
