@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -525,3 +526,35 @@ def test_a_plan_says_what_fits_and_what_encoding_takes(call: Call, tmp_path: Pat
         and "encoding 1,000,000,000 documents" in printed
         and "not measured" in printed
     )
+
+
+END_OF_A_COMMAND = """
+import atexit, gc, sys
+from tilefold import cli
+
+{before}
+atexit.register(lambda: print("frozen" if gc.get_freeze_count() else "not frozen"))
+sys.argv = ["tilefold", "--version"]
+cli.main()
+"""
+NANOBIND_METACLASS = 'metaclass = type("nb_type_0", (type,), {"__module__": "nanobind"})'
+
+
+@pytest.mark.parametrize(
+    ("before", "state"),
+    [
+        pytest.param("", "frozen", id="without nanobind, for a quick end"),
+        pytest.param(NANOBIND_METACLASS, "not frozen", id="with nanobind, which reports leaks"),
+    ],
+)
+def test_garbage_is_collected_at_the_end_where_nanobind_looks_for_leaks(
+    before: str,
+    state: str,
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", END_OF_A_COMMAND.format(before=before)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.splitlines()[-1] == state
