@@ -269,7 +269,7 @@ def test_what_ranks_cannot_share_is_refused_on_all_of_them(
             and "batch_size must be a multiple of the 2 ranks, got 7; take 6" in told
         )
     for _, told in two_ranks.run(run_of, replace(recipe, batch_size=14), tmp_path / "m"):
-        assert "batch_size must be at most the 12 rows of the data" in told
+        assert "batch_size must be at most the 12 rows of the data, because several ranks" in told
     for _, told in two_ranks.run(other_runs, recipe, tmp_path / "m"):
         assert "recipe and data must be the same on all ranks" in told
     (tmp_path / "mine").mkdir()

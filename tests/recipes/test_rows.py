@@ -153,9 +153,9 @@ def test_documents_that_stay_in_their_file_train_the_same_model(tmp_path: Path) 
         Reader(make_examples(recipe, part, triples).columns, None, "")
         for part in (small_collection(), data)
     )
-    assert held.rows([3, 0]) == kept.rows([3, 0]) and all(
-        held[row] == kept[row] for row in range(12)
-    )
+    assert held.rows([3, 0]) == kept.rows([3, 0])
+    assert np.array_equal(held.text_keys(np.arange(12)), kept.text_keys(np.arange(12)))
+    assert np.array_equal(held.document_lengths(), kept.document_lengths())
     assert (
         np.corrcoef(held.sizes(range(12)), kept.sizes(range(12)))[0, 1] > 0.9
     )  # of texts, and of their lines

@@ -345,7 +345,7 @@ def test_a_run_stops_when_its_hours_are_over_and_its_card_has_the_command(
     for row in (
         r"command | `tilefold train\|x` |",
         "data | small, 12 pairs |",
-        "4 steps of 4 pairs |",
+        "4 steps of 4 pairs, 16 in all |",
         "a query | 3 |",
     ):
         assert f"{row}\n" in card.replace("negatives of a query", "a query")

@@ -76,7 +76,7 @@ _PRF: _Rules = (
     (_MIX, "!prf_with", "goes together with --prf-with"),
 )
 _TRAINING = (
-    "epochs negatives batch_size mini_batch_size learning_rate regularizer group_by_length train_max_length "
+    "epochs negatives batch_size fill_batches mini_batch_size learning_rate regularizer group_by_length train_max_length "
     "anneal_alpha bf16 fused graphs save_steps save_minutes devices hours report_to evaluate_steps"
 )
 OF_BACKEND = {

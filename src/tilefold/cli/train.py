@@ -74,6 +74,10 @@ def train(
     ),
     epochs: Number = option(f"Passes over the training pairs; {_OWN}."),
     batch_size: Count = option(f"Pairs per step; {_OWN}."),
+    fill_batches: bool = flag(
+        "Fill short batches with pairs that an epoch has had already, as several GPUs always do.",
+        "--fill-batches",
+    ),
     mini_batch_size: Count = option(
         "Texts of each forward, for batches that do not fit: they are encoded twice.",
     ),
@@ -276,6 +280,7 @@ def _configure(name: str, asked: Asked) -> Any:
         "base_model": asked["model"],
         "max_steps": asked["steps"],
         "graphs": asked["graphs"] or None,
+        "fill_batches": asked["fill_batches"] or None,
     }
     _options.options.update(
         {field: _options.options[option] for field, option in _PARAMETERS.items() if option},

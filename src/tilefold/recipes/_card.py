@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tilefold._version import __version__
+from tilefold.recipes._steps import describe_negatives, describe_steps
 
 _BEFORE = "## Training Details"  # of the card that sentence-transformers writes
 _LOAD = """\
@@ -48,9 +49,8 @@ def describe(
         "recipe": f"`{getattr(recipe, 'name', type(recipe).__name__)}` of tilefold {__version__}",
         "data": f"{data}, {pairs:,} pairs",
         "command": f"`{command}`" if command else "",
-        "training": f"{result.steps:,} steps"
-        + (f" of {result.pairs:,} pairs" if result.pairs else ""),
-        "negatives of a query": "" if result.negatives is None else f"{result.negatives:,}",
+        "training": describe_steps(result),
+        "negatives of a query": describe_negatives(result),
         "processes": str(result.ranks),
         "last losses": ", ".join(
             f"{name.replace('_', ' ')} {value:.4g}"

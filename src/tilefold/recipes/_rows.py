@@ -27,6 +27,8 @@ _CHARACTERS, _NO_LIMIT = (
     10**6,
 )  # of a token, at most about; tokens of a model that names none, or 10^30
 
+_TEXTS_AT_ONCE = 4096  # that are measured together
+
 
 class Held(list[str]):
     """Texts in memory, with what :class:`Stored` has."""
@@ -67,7 +69,7 @@ class Examples:
         Any,
     ]  # in the order that the loss reads them: texts, and teacher scores as "label", float32
     pairs: int  # of one epoch; there may be several rows, with other negatives, for each
-    note: str = ""  # what the user should know of them
+    notes: tuple[str, ...] = ()  # what the user should know of them
     texts: str = ""  # digest of all queries and documents
 
     def digest(self) -> str:
@@ -145,7 +147,7 @@ def examples_of(
     collection: Collection,
     pairs: int,
     columns: dict[str, Any],
-    note: str = "",
+    notes: tuple[str, ...] = (),
 ) -> Examples:
     """Examples with texts for places: those of queries in the column ``"query"``, else those of
     documents.
@@ -160,7 +162,7 @@ def examples_of(
     return Examples(
         texts,
         pairs,
-        note,
+        notes,
         texts_digest(collection.queries) + texts_digest(collection.contents()),
     )
 
@@ -263,9 +265,6 @@ def _draw(sizes: Places, count: int, seed: int) -> Places:
 class Reader:
     """Turns places in a batch into texts, without ends that `model` would not read; `digest` tells
     readers apart.
-
-    For a sampler, a data set of numbers, equal ones for equal texts, so that no text is read for
-    being compared.
     """
 
     def __init__(self, columns: dict[str, Any], model: Model, digest: str) -> None:
@@ -283,11 +282,27 @@ class Reader:
     def __len__(self) -> int:
         return len(self._columns["query"])
 
-    def __getitem__(self, row: int) -> dict[str, int]:
-        texts = (
-            (name, column) for name, column in self._columns.items() if isinstance(column, Column)
+    def text_keys(self, rows: Places) -> npt.NDArray[np.uint64]:
+        """Keys ``[n, C]`` of the texts of `n` rows, equal for equal texts; no text is read."""
+        columns = [column for column in self._columns.values() if isinstance(column, Column)]
+        return np.column_stack([column.texts.text_keys[column.places[rows]] for column in columns])
+
+    def document_lengths(self) -> Places:
+        """Characters of the relevant document of each row, as far as the model reads it.
+
+        Texts in memory and in a file have the same lengths, unlike :meth:`sizes`.
+        """
+        name, column = next(
+            (name, column)
+            for name, column in self._columns.items()
+            if name != "query" and isinstance(column, Column)
         )
-        return {name: column.texts.text_keys.item(column.places[row]) for name, column in texts}
+        lengths = np.empty(len(column), np.int64)
+        for start in range(0, len(column), _TEXTS_AT_ONCE):
+            part = slice(start, start + _TEXTS_AT_ONCE)
+            texts = self._read(name, column.places[part].tolist())
+            lengths[part] = [len(text) for text in texts]
+        return lengths
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         return {name: self._read(name, values) for name, values in batch.items()}

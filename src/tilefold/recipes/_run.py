@@ -55,7 +55,7 @@ class TrainingRun:
         self.settings: dict[str, Any] = {"recipe": recipe, "data": data}
         self.checkpoint: Path | None = None
         self.resumed_from = 0
-        self.whole_batches = False  # whether short ones at the end of an epoch are left out, as several ranks need it
+        self.full_batches = False  # whether short ones are filled, as several ranks need it
         self.history: list[dict[str, float]] = []  # what was logged, a row for each time
 
     def finished(self, *, overwrite: bool, resume: bool) -> dict[str, Any] | None:
@@ -81,12 +81,19 @@ class TrainingRun:
         got = f"a model of other settings ({self._difference(record)})"
         raise FileExistsError(f"output_dir {self.output_dir} holds {got}; {remedy}")
 
-    def open(self, *, resume: bool, ranks: int = 1) -> tuple[Path | None, int, bool]:
-        """Prepare the work folder; its newest complete checkpoint, the step of that, and whether
-        batches are whole.
+    def open(self, *, resume: bool, full_batches: bool) -> tuple[Path | None, int, bool]:
+        """Prepare the work folder.
 
         A run goes on with the batches that it began with, whatever the number of ranks; only from
-        one to several may the last batches of epochs change.
+        one to several ranks may short batches become full. The number of steps of an epoch is the
+        same for both.
+
+        Args:
+            resume: whether to go on from a checkpoint.
+            full_batches: whether this call needs full batches.
+
+        Returns:
+            The newest complete checkpoint, its step, and whether short batches are filled.
         """
         self._lock = hold_folder(self.work_dir)
         left = read_json(self.work_dir / RECORD)
@@ -99,8 +106,8 @@ class TrainingRun:
                     f"{self.work_dir} holds {got}; go on with the same settings, {remedy}",
                 )
             self.resumed_from, self.checkpoint = max(found.items())
-        self.whole_batches = ranks > 1 or bool(
-            self.checkpoint and left and left.get("whole_batches"),
+        self.full_batches = full_batches or bool(
+            self.checkpoint and left and left.get("full_batches"),
         )
         for entry in self.work_dir.iterdir():
             if entry.is_dir() and entry not in found.values():
@@ -110,9 +117,9 @@ class TrainingRun:
         if not found:
             write_json(
                 self.work_dir / RECORD,
-                {"settings": self.settings, "whole_batches": self.whole_batches},
+                {"settings": self.settings, "full_batches": self.full_batches},
             )
-        return self.checkpoint, self.resumed_from, self.whole_batches
+        return self.checkpoint, self.resumed_from, self.full_batches
 
     def finish(self, model: Model, result: Record, told: str = "") -> None:
         """Save `model`, a card with what is `told`, log and plot in a temporary folder, and move

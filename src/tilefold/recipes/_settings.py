@@ -130,6 +130,9 @@ class TrainingSettings(Settings):
         max_steps: optimiser steps; 0 leaves the untrained start, which needs no pairs.
         epochs: passes over the training pairs where ``max_steps`` is ``None``.
         batch_size: pairs per step, at least 2; every other document of a batch is a negative.
+        fill_batches: fill the short batches of an epoch with pairs that it has already had, so that
+            every query has as many negatives; several ranks always do. ``False`` leaves the last
+            batch of an epoch short, and others where queries or documents occur in very many pairs.
         mini_batch_size: texts of each forward and backward, for batches that do not fit: all
             vectors are made first, and once more for their gradients (GradCache, arXiv 2101.06983).
             ``None`` takes each batch at once.
@@ -168,6 +171,7 @@ class TrainingSettings(Settings):
     max_steps: int | None = checked(None, whole(0))
     epochs: float = checked(4.0, POSITIVE)
     batch_size: int = checked(64, whole(2))
+    fill_batches: bool = checked(False, flag)
     mini_batch_size: int | None = checked(None, whole())
     learning_rate: float = checked(1e-4, POSITIVE)
     warmup_ratio: float = checked(0.1, number(lambda value: 0 <= value < 1, "in [0, 1)"))

@@ -17,13 +17,17 @@ from tilefold._files import read_json
 from tilefold._ranks import several
 from tilefold._typing import Module
 from tilefold.recipes._rows import Column, Dealt, Reader
-from tilefold.recipes._run import NDCG, WHOLE, TrainingRun
+from tilefold.recipes._run import NDCG, WHOLE, TrainingError, TrainingRun
+from tilefold.recipes._steps import PairCounts, announced_pairs, step_warnings
 from tilefold.recipes._training import TrainingJob, TrainResult
 from tilefold.recipes._world import World
 from tilefold.retrieval.truncation import Tally
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from tilefold.recipes._batches import TrainingBatches
+    from tilefold.recipes._watch import Watcher
 
 BUCKETS = 16  # in which several ranks add up gradients, where graphs hand out many at once
 _logger = logging.getLogger(__name__)
@@ -93,7 +97,7 @@ def run_trainer(
 
     from tilefold.integrations.sentence_transformers import collate_ahead
     from tilefold.integrations.transformers import AlphaSchedule, one_gpu
-    from tilefold.recipes._watch import NAMES, Watcher
+    from tilefold.recipes._watch import Watcher
 
     say_unused_gpus()
     recipe, read, world = job.recipe, job.examples.columns, job.world
@@ -105,7 +109,9 @@ def run_trainer(
         "TENSORBOARD_LOGGING_DIR",
         f"{job.run.output_dir}.logs",
     )  # outlives the checkpoints
-    watcher = Watcher(job)
+    reader = Reader(read, job.model, job.examples.digest())
+    batches = _training_batches(job, reader)
+    watcher = Watcher(job, batches)
     annealed = (
         [AlphaSchedule(recipe.alpha or 1.5, until=float(recipe.anneal_alpha))]
         if recipe.anneal_alpha
@@ -120,7 +126,7 @@ def run_trainer(
         for name, column in read.items()
     }
     dataset = Dataset.from_dict(places)
-    dataset.set_transform(reader := Reader(read, job.model, job.examples.digest()))
+    dataset.set_transform(reader)
     trainer = trainer_class(
         model=job.model,
         args=one_gpu(arguments_class)(
@@ -132,6 +138,7 @@ def run_trainer(
         loss=loss,
         callbacks=[*callbacks, *annealed, *patient, watcher],
     )
+    trainer.get_batch_sampler = lambda *_, **__: batches
     trainer._load_best_model = functools.partial(
         _load,
         trainer,
@@ -152,9 +159,10 @@ def run_trainer(
     if not job.call.verbose:
         trainer.remove_callback(PrinterCallback)
     checkpoint = job.run.checkpoint
-    if checkpoint and (read_json(checkpoint / WHOLE) or {}).get(
-        "ended",
-    ):  # the stock trainer would go on
+    record = (read_json(checkpoint / WHOLE) if checkpoint else None) or {}
+    watcher.counts = PairCounts.from_json(record.get("pairs"))
+    ended = bool(record.get("ended"))
+    if ended:  # the stock trainer would go on
         trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         _load(trainer, job.run)
     else:
@@ -164,8 +172,41 @@ def run_trainer(
         finally:
             if graphs is not None:
                 graphs.write_to({})  # the model outlives DDP
-    state, kept = trainer.state, trainer.state.best_global_step
-    for row in state.log_history:
+    waited = any(  # a checkpoint puts another object in the place of the callback
+        callback.early_stopping_patience_counter >= callback.early_stopping_patience
+        for callback in trainer.callback_handler.callbacks
+        if isinstance(callback, EarlyStoppingCallback)
+    )
+    _check_all_steps(
+        trainer.state.global_step,
+        job.result.steps,
+        stopped_early=waited or (ended and recipe.patience is not None),
+    )
+    _keep_history(trainer, job, metric)
+    return _with_outcome(trainer, job, watcher)
+
+
+def _check_all_steps(done: int, announced: int, *, stopped_early: bool) -> None:
+    """Raise a ``TrainingError`` unless all steps were done, or patience stopped the training."""
+    if done < announced and not stopped_early:
+        raise TrainingError(
+            f"the training ended after {done:,} of {announced:,} steps, because the batches of the "
+            "data ran out; no model was saved. Train with a smaller batch_size.",
+        )
+
+
+def _keep_history(trainer: Trainer, job: TrainingJob, metric: str) -> None:
+    """Keep what the trainer logged for the run's own log, and the kept evaluation for the card.
+
+    Args:
+        trainer: the trainer, whose training is over.
+        job: its job.
+        metric: the trainer's name of nDCG@10.
+    """
+    from tilefold.recipes._watch import NAMES
+
+    kept = trainer.state.best_global_step
+    for row in trainer.state.log_history:
         if "loss" in row:
             job.run.history.append({NAMES.get(name, name): value for name, value in row.items()})
         elif metric in row:
@@ -173,24 +214,41 @@ def run_trainer(
                 {"step": row["step"], NDCG: row[metric], "kept": row["step"] == kept},
             )
             if row["step"] == kept:  # the stock card has the last one
-                card.eval_results_dict[job.evaluator] = {
+                job.model.model_card_data.eval_results_dict[job.evaluator] = {
                     name[5:]: row[name] for name in row if "@" in name
                 }
+
+
+def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> TrainResult:
+    """The result of a job with the steps, pairs, losses and warnings of its training."""
+    recipe, counts = job.recipe, watcher.counts
     warnings = job.result.warnings
-    cuts = Tally()  # of all ranks, for each length
-    for found in itertools.chain(
-        *world.all(list(getattr(trainer.data_collator, "cut", cuts).seen.values())),
-    ):
-        cuts.add("text", found.texts, found.count, found.max_length)
     if getattr(getattr(trainer.model[0].forward, "graphs", None), "failed", False):
         warnings += (
             "the training ran without CUDA graphs, which could not be captured; leave --graphs out.",
         )
+    n_rows = len(job.examples.columns["query"])
+    warnings += step_warnings(
+        counts,
+        announced=announced_pairs(counts.steps, n_rows, recipe.batch_size),
+        n_pairs=job.examples.pairs,
+        batch_size=recipe.batch_size,
+        negatives_among=recipe.negatives_among,
+    )
+    cuts = Tally()  # of all ranks, for each length
+    own_cuts = getattr(trainer.data_collator, "cut", cuts).seen.values()
+    for truncation in itertools.chain(*job.world.all(list(own_cuts))):
+        cuts.add("text", truncation.texts, truncation.count, truncation.max_length)
     return replace(
         job.result,
-        steps=state.global_step,
+        steps=trainer.state.global_step,
+        pairs=counts.most,
+        fewest_pairs=counts.fewest,
+        trained_pairs=counts.total,
+        negatives=recipe.negatives_among(counts.most),
+        fewest_negatives=recipe.negatives_among(counts.fewest),
         evaluations=tuple(row for row in job.run.history if NDCG in row),
-        kept_step=kept,
+        kept_step=trainer.state.best_global_step,
         loss=None if watcher.losses is None else watcher.losses.loss,
         first_ranking_loss=watcher.first_ranking_loss,
         ranking_loss=watcher.ranking_loss,
@@ -212,6 +270,21 @@ def _load(trainer: Trainer, run: TrainingRun) -> None:
     trainer._load_from_checkpoint(str(run.work_dir / f"checkpoint-{step}"))
 
 
+def _training_batches(job: TrainingJob, reader: Reader) -> TrainingBatches:
+    """The batches of a job, which all ranks draw alike."""
+    from tilefold.recipes._batches import TrainingBatches
+
+    recipe = job.recipe
+    return TrainingBatches(
+        reader.text_keys if recipe.distinct_texts else None,
+        len(reader),
+        recipe.batch_size,
+        drop_last=job.run.full_batches,
+        seed=recipe.seed,
+        lengths=reader.document_lengths() if getattr(recipe, "group_by_length", False) else None,
+    )
+
+
 def _batches_by_epoch(make: Callable[[], Any], reader: Reader, world: World) -> Any:
     """A loader of a trainer, whose sampler hears of every epoch, where a rank takes a part of each
     batch, too.
@@ -220,8 +293,6 @@ def _batches_by_epoch(make: Callable[[], Any], reader: Reader, world: World) -> 
     inner: Any = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
     if hasattr(inner, "set_epoch") and not hasattr(loader.batch_sampler, "set_epoch"):
         loader.batch_sampler.set_epoch = inner.set_epoch
-    if hasattr(inner, "dataset"):  # whose rows it compares one by one
-        inner.dataset = reader
     if world.size > 1:
         loader.batch_sampler.batch_sampler = Dealt(inner, reader, world.size)
     if hasattr(loader.collate_fn, "read"):  # rows by their numbers, in its thread
@@ -240,8 +311,8 @@ def _settings(job: TrainingJob) -> dict[str, object]:
     }
     return {
         **(shared if job.world.size > 1 else {}),
-        "batch_sampler": "no_duplicates",
-        "dataloader_drop_last": job.run.whole_batches,
+        "batch_sampler": "no_duplicates" if recipe.distinct_texts else "batch_sampler",
+        "dataloader_drop_last": job.run.full_batches,
         "output_dir": str(job.run.work_dir),
         "max_steps": steps,
         "per_device_train_batch_size": recipe.batch_size,  # of all ranks, if there are several

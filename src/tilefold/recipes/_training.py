@@ -4,7 +4,7 @@ several.
 
 from __future__ import annotations
 
-import math
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -22,6 +22,7 @@ from tilefold.recipes._card import describe
 from tilefold.recipes._evaluation import choose
 from tilefold.recipes._rows import Examples, document_texts, pair_examples
 from tilefold.recipes._settings import TrainingSettings
+from tilefold.recipes._steps import check_batches, total_steps
 from tilefold.recipes._world import World
 from tilefold.recipes.loading import quiet_libraries, supports_bf16
 from tilefold.retrieval.collection import Collection
@@ -29,6 +30,7 @@ from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.training_rows import RowsAhead
 
 EXPLODED = 4.0
+_logger = logging.getLogger(__name__)
 Losses = _run.Losses
 Progress = _run.Progress
 
@@ -53,10 +55,12 @@ class TrainResult:
     # repeated ones too, and : how many of them were cut there
     truncated: tuple[dict[str, int | None], ...] = ()
     ranks: int = 1  # processes that the last call trained with, each with its share of every step
-    pairs: int | None = None  # of a step, on all ranks together
-    negatives: int | None = (
-        None  # documents that a step compares each query with, beside its own; on all ranks too
-    )
+    pairs: int | None = None  # of the largest step that was done, on all ranks together
+    fewest_pairs: int | None = None  # of the smallest one
+    trained_pairs: int | None = None  # of all steps together; a pair counts in each of its steps
+    # documents that the largest step compared each query with, beside its own; on all ranks too
+    negatives: int | None = None
+    fewest_negatives: int | None = None  # and the smallest step
     evaluated: str = ""  # what nDCG@10 is of; empty without evaluations
     evaluations: tuple[dict[str, Any], ...] = ()  # ``{"step", "nDCG@10", "kept"}`` of each
     kept_step: int | None = None  # whose model this is: the best evaluation
@@ -114,9 +118,13 @@ class Recipe(TrainingSettings):
         return []
 
     @property
-    def step_negatives(self) -> int:
-        """Documents that a step compares each query with, beside its own."""
-        return self.batch_size - 1
+    def distinct_texts(self) -> bool:
+        """Whether no text may occur twice in a batch, whose documents are negatives of each other."""
+        return True
+
+    def negatives_among(self, pairs: int) -> int:
+        """Documents that a step of so many pairs compares each query with, beside its own."""
+        return pairs - 1
 
     def start(self, texts: Sequence[str]) -> Model:
         """The untrained model; `texts` are the documents of the collection."""
@@ -159,8 +167,8 @@ def train(
 
     Under ``torchrun`` or ``accelerate launch``, every rank makes this call. The ranks share the
     pairs of each step: batches, negatives and penalties are those of one process with the same
-    recipe, but for the short last batch of an epoch, which several ranks leave out. The first rank
-    writes; another number of ranks may resume.
+    recipe, but for the short last batch of an epoch, which several ranks fill with pairs that the
+    epoch has already had. The first rank writes; another number of ranks may resume.
 
     Args:
         negatives: of the training queries, mined or with teacher scores
@@ -180,11 +188,13 @@ def train(
         TypeError: `recipe` is no recipe, such as its name, or `collection` no collection.
         ValueError: no training pairs, missing data (the message has the command that makes them),
             no split to evaluate, checkpoints of another recipe or data, `negatives` for a recipe
-            that reads none, graphs without a GPU, or a batch that the ranks cannot share.
+            that reads none, graphs without a GPU, a batch that the ranks cannot share, or that must
+            be full and cannot be.
         FileExistsError: `output_dir` holds something other than a model of this recipe and data.
         ImportError: sentence-transformers is not installed, or older than 6.2; or the packaged
             model is not installed.
         OutOfTimeError: `hours` are over; the same call goes on.
+        TrainingError: the loss is not finite, or fewer steps were done than the recipe has.
         RankError: another rank failed or ended; its checkpoints are kept.
         RuntimeError: the environment names several processes, and no launcher that is known started
             them.
@@ -240,8 +250,16 @@ def _train(
     started = time.monotonic()
     untrained = recipe.max_steps == 0
     made = Examples({}, 0) if untrained else recipe.examples(collection, negatives)
+    short_batches = ""
     if not untrained:
-        _check_share(recipe, made, world.size)
+        short_batches = check_batches(
+            recipe,
+            made,
+            ranks=world.size,
+            distinct_texts=recipe.distinct_texts,
+        )
+        if short_batches and world.rank == 0:
+            _logger.warning("%s", short_batches)  # before hours of training
     evaluator, evaluated, texts = choose(recipe, collection)
     data = texts_digest(collection.contents()) if untrained else made.digest() + texts
     bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
@@ -258,8 +276,9 @@ def _train(
         }
         return TrainResult(**finished | now | lists)
     check_graphs(recipe.graphs)
-    opened = world.first(lambda: run.open(resume=call.resume, ranks=world.size))
-    run.checkpoint, run.resumed_from, run.whole_batches = opened
+    full_batches = world.size > 1 or recipe.fill_batches
+    opened = world.first(lambda: run.open(resume=call.resume, full_batches=full_batches))
+    run.checkpoint, run.resumed_from, run.full_batches = opened
     with quiet_libraries(call.verbose):
         from tilefold.integrations.transformers import register
 
@@ -281,10 +300,17 @@ def _train(
             reused=False,
             bf16=bf16,
             fused=recipe.fused,
-            warnings=tuple(filter(None, (made.note, _lowered(recipe, model)))),
+            warnings=tuple(
+                filter(
+                    None,
+                    (
+                        *made.notes,
+                        short_batches if run.full_batches else "",  # else the steps tell of it
+                        _lowered(recipe, model),
+                    ),
+                ),
+            ),
             ranks=world.size,
-            pairs=None if untrained else recipe.batch_size,
-            negatives=None if untrained else recipe.step_negatives,
             evaluated=evaluated,
         )
         with naming_full_disk(run.work_dir), world.telling():
@@ -296,21 +322,6 @@ def _train(
             told = describe(recipe, result, collection.name, made.pairs, run.history, call.command)
             world.first(lambda: run.finish(model, asdict(result), told))
     return result
-
-
-def _check_share(recipe: TrainingSettings, examples: Examples, ranks: int) -> None:
-    """Raise a ``ValueError`` for steps that so many ranks cannot share evenly."""
-    if recipe.batch_size % ranks:
-        remedy = f"take {ranks * max(1, recipe.batch_size // ranks)}, or another number of ranks."
-        raise ValueError(
-            f"batch_size must be a multiple of the {ranks} ranks, got {recipe.batch_size}; {remedy}",
-        )
-    rows = len(next(iter(examples.columns.values()), ()))
-    if ranks > 1 and rows and rows < recipe.batch_size:
-        why = "and several ranks train on whole batches alone"
-        raise ValueError(
-            f"batch_size must be at most the {rows} rows of the data, {why}, got {recipe.batch_size}.",
-        )
 
 
 def _use_attention(model: Model, recipe: TrainingSettings) -> None:
@@ -333,13 +344,6 @@ def _lowered(recipe: TrainingSettings, model: Model) -> str:
     if not isinstance(limit, int) or limit >= recipe.max_length:
         return ""
     return f"the model reads at most {limit} tokens of a text, fewer than max_length ({recipe.max_length})."
-
-
-def total_steps(recipe: TrainingSettings, n_pairs: int) -> int:
-    """Optimiser steps of a recipe over `n_pairs` pairs."""
-    if recipe.max_steps is not None:
-        return recipe.max_steps
-    return max(1, math.ceil(recipe.epochs * math.ceil(n_pairs / recipe.batch_size)))
 
 
 def check_graphs(graphs: bool) -> None:

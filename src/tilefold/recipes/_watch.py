@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -24,7 +25,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tilefold._files import write_json
 from tilefold._typing import Module
+from tilefold.recipes._batches import TrainingBatches
 from tilefold.recipes._run import WHOLE, Losses, OutOfTimeError, TrainingError, complete_checkpoints
+from tilefold.recipes._steps import PairCounts
 from tilefold.recipes._training import TrainingJob
 from tilefold.recipes._world import World
 
@@ -48,7 +51,9 @@ class Watcher(TrainerCallback):
     checkpoints by time.
     """
 
-    def __init__(self, job: TrainingJob) -> None:
+    def __init__(self, job: TrainingJob, batches: TrainingBatches) -> None:
+        self.batches = batches
+        self.counts = PairCounts()  # of all steps, those before an interruption too
         self.progress, self.run, self.recipe, self.world = (
             job.progress,
             job.run,
@@ -100,6 +105,7 @@ class Watcher(TrainerCallback):
     ) -> None:
         if self.interrupted:
             raise KeyboardInterrupt
+        self.counts = self.counts.add_step(self.batches.pairs_of_step(state.global_step))
         if self.losses is not None and self.ndcg is not None:
             self.losses = self.losses._replace(
                 ndcg=self.ndcg,
@@ -140,7 +146,11 @@ class Watcher(TrainerCallback):
         if folder.is_dir() and self.world.rank == 0:
             write_json(
                 folder / WHOLE,
-                {"step": state.global_step, "ended": control.should_training_stop},
+                {
+                    "step": state.global_step,
+                    "ended": control.should_training_stop,
+                    "pairs": asdict(self.counts),
+                },
             )
             for step, old in complete_checkpoints(
                 self.run.work_dir,

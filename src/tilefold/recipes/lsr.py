@@ -5,12 +5,11 @@ stock parts.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilefold._arguments import list_of_texts
 from tilefold._typing import Model, Module, SparseEncoder, Tensor
@@ -23,12 +22,19 @@ from tilefold.recipes.encoders import Base, build_encoder
 from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.training_rows import RowsAhead, read_training_rows
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from tilefold.recipes._batches import TrainingBatches
+
 __all__ = [
     "LOSSES",
     "REGULARIZERS",
     "LsrRecipe",
     "RegularizerSpec",
     "TrainResult",
+    "filled_batches",
     "fused_head",
     "length_grouped_batches",
     "make_examples",
@@ -39,8 +45,9 @@ __all__ = [
 LOSSES = ("infonce", "kl", "margin_mse", "pairwise_softmax", "term_recall")
 KL_TEMPERATURE = 2.0  # of student and teacher, that of sentence-transformers
 MASKED_LM, FLOPS = EncoderSpec(), RegularizerSpec()
+NARROW_MARGIN = 1e-4  # of teachers' scores, below which no model follows it
+NARROW_SHARE = 0.5  # of the margins that are so narrow, from which a warning is due
 MAX_TEXTS = 1 << 24  # of the documents of all rows, where there are several draws of negatives
-POOL = 8  # batches whose texts are sorted by length together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,11 +156,13 @@ class LsrRecipe(SparseRecipe):
         return ("pairs",) + ("negatives",) * bool(self.negatives) + ("scores",) * self.needs_scores
 
     @property
-    def step_negatives(self) -> int:
-        """Documents that a step compares each query with, beside its own."""
-        return (
-            (1 + self.negatives) * self.batch_size - 1 if "infonce" in self.loss else self.negatives
-        )
+    def distinct_texts(self) -> bool:
+        """Whether no text may occur twice in a batch, whose documents are negatives of each other."""
+        return "infonce" in self.loss
+
+    def negatives_among(self, pairs: int) -> int:
+        """Documents that a step of so many pairs compares each query with, beside its own."""
+        return (1 + self.negatives) * pairs - 1 if self.distinct_texts else self.negatives
 
     def preparation(self, data: str) -> list[str]:
         """Commands that make the negatives and scores that training needs, offline; the last writes
@@ -221,7 +230,6 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
         bounded=not splade and model.max_active_dims is not None,
         world=job.world,
     )
-    sampler = "no_duplicates" if "infonce" in recipe.loss else "batch_sampler"
     with fused_head(model, recipe.fused, needed=splade):
         last = run_trainer(
             job,
@@ -229,7 +237,6 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
             SparseEncoderTrainingArguments,
             loss,
             callbacks=[watcher],
-            batch_sampler=length_grouped_batches if recipe.group_by_length else sampler,
             eval_delay=math.ceil(max([recipe.anneal_alpha, *warmups.values()]) * job.result.steps),
             **_routes(recipe, job),
         )
@@ -402,18 +409,37 @@ def make_examples(
         raise ValueError(
             f"negatives: {file} has no {what} of {of}; {_how_to_make(recipe, collection)}",
         )
-    note = (
-        f"{in_all - kept} of {in_all} training pairs were left out: {file} has no {what} for them."
-    )
+    notes = []
+    if kept < in_all:
+        notes.append(
+            f"{in_all - kept} of {in_all} training pairs were left out: {file} has no {what} for "
+            "them.",
+        )
     passes = (
         recipe.epochs if recipe.max_steps is None else recipe.max_steps * recipe.batch_size / kept
     )
     draws = max(1, min(math.ceil(passes), MAX_TEXTS // (kept * (1 + count))))
-    return examples_of(
-        collection,
-        kept,
-        mined.columns(count, draws, recipe.seed),
-        note if kept < in_all else "",
+    columns = mined.columns(count, draws, recipe.seed)
+    if recipe.needs_scores and (narrow := _narrow_margins(columns["label"])):
+        notes.append(f"{file}: {narrow}")
+    return examples_of(collection, kept, columns, tuple(notes))
+
+
+def _narrow_margins(scores: npt.NDArray[np.float32]) -> str:
+    """A warning about teachers that hardly tell documents apart; empty for others.
+
+    Args:
+        scores: ``[N, 1 + negatives]``, of the relevant document and the negatives of each row.
+    """
+    margins = abs(scores[:, :1].astype("float64") - scores[:, 1:])
+    narrow = float((margins < NARROW_MARGIN).mean())
+    if narrow < NARROW_SHARE:
+        return ""
+    return (
+        f"{narrow:.0%} of the teachers' margins between a relevant document and a negative are "
+        f"below {NARROW_MARGIN:g} (the largest is {margins.max():.2g}): there is nothing to learn "
+        "from them. A sigmoid at the end of a teacher does this: score again with its raw logits "
+        "(tilefold score), or with another teacher."
     )
 
 
@@ -427,42 +453,57 @@ def _how_to_make(recipe: LsrRecipe, collection: Collection) -> str:
     )
 
 
-def length_grouped_batches(dataset: Any, batch_size: int, **settings: Any) -> Any:
-    """A sampler for sentence-transformers: batches without duplicates, of documents of similar
-    length.
-    """
-    from sentence_transformers.base.sampler import DefaultBatchSampler, NoDuplicatesBatchSampler
+def length_grouped_batches(dataset: Any, batch_size: int, **settings: Any) -> TrainingBatches:
+    """A ``batch_sampler`` for trainers of sentence-transformers: documents of similar length.
 
+    No text occurs twice in a batch, and an epoch has ``ceil(rows / batch_size)`` batches.
+    """
     name = "document" if "document" in dataset.column_names else "positive"
     lengths = [len(text) for text in dataset.select_columns([name])[name]]
-    # pools without a text twice: sorted by the length of documents, cut into batches, and these are
-    # shuffled
-    pools = NoDuplicatesBatchSampler(
-        dataset,
-        batch_size=POOL * batch_size,
-        **settings | {"drop_last": False},
+    return _batches_of_texts(dataset, batch_size, lengths=lengths, **settings)
+
+
+def filled_batches(dataset: Any, batch_size: int, **settings: Any) -> TrainingBatches:
+    """A ``batch_sampler`` for trainers of sentence-transformers: full batches of distinct texts.
+
+    The stock sampler makes short batches, down to a single pair, where a query or a document
+    occurs in many rows. Here an epoch has ``ceil(rows / batch_size)`` batches, and rows that the
+    epoch has already had fill those that would be short.
+    """
+    return _batches_of_texts(dataset, batch_size, **settings | {"drop_last": True})
+
+
+def _batches_of_texts(
+    dataset: Any,
+    batch_size: int,
+    *,
+    drop_last: bool = False,
+    seed: int = 0,
+    valid_label_columns: Sequence[str] | None = None,
+    generator: object = None,
+    lengths: Sequence[int] | None = None,
+) -> TrainingBatches:
+    """The batches of a data set whose columns, but for labels, are texts.
+
+    `generator` is accepted for the trainer's sake: `seed` and epoch alone determine the order.
+    """
+    import numpy as np
+
+    from tilefold.recipes._batches import TrainingBatches
+    from tilefold.retrieval.stored import id_key
+
+    excluded = {"dataset_name", *(valid_label_columns or ())}
+    columns = [
+        np.fromiter(map(id_key, dataset[name]), np.uint64, len(dataset))
+        for name in dataset.column_names
+        if name not in excluded
+    ]
+    keys = np.column_stack(columns)
+    return TrainingBatches(
+        lambda rows: keys[rows],
+        len(dataset),
+        batch_size,
+        drop_last=drop_last,
+        seed=seed,
+        lengths=None if lengths is None else np.asarray(lengths, np.int64),
     )
-
-    class LengthGrouped(DefaultBatchSampler):
-        def __iter__(self) -> Iterator[list[int]]:
-            pools.set_epoch(self.epoch)
-            shuffle = random.Random(self.seed + self.epoch).shuffle  # noqa: S311 - a reproducible order, no secret
-            for pool in pools:
-                ordered = sorted(pool, key=lambda row: lengths[row])
-                batches = [
-                    ordered[start : start + batch_size]
-                    for start in range(0, len(ordered), batch_size)
-                ]
-                shuffle(batches)
-                yield from (
-                    batch for batch in batches if not self.drop_last or len(batch) == batch_size
-                )
-
-        def __len__(self) -> int:
-            return (
-                len(lengths) // batch_size
-                if self.drop_last
-                else math.ceil(len(lengths) / batch_size)
-            )
-
-    return LengthGrouped(dataset, batch_size=batch_size, **settings)

@@ -1,0 +1,242 @@
+"""What the steps of a training were announced to do, and what they did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tilefold.recipes._rows import Column, Examples
+from tilefold.recipes._settings import TrainingSettings
+
+FEW_STEPS = 20  # below which a training hardly changes a model
+
+
+@dataclass(frozen=True)
+class PairCounts:
+    """The pairs that steps trained with, on all ranks together.
+
+    Attributes:
+        steps: number of steps.
+        total: pairs of all steps.
+        fewest: pairs of the smallest step, 0 without a step.
+        most: pairs of the largest step, 0 without a step.
+        single: number of steps of a single pair.
+    """
+
+    steps: int = 0
+    total: int = 0
+    fewest: int = 0
+    most: int = 0
+    single: int = 0
+
+    def add_step(self, pairs: int) -> PairCounts:
+        """The counts with one more step."""
+        return PairCounts(
+            steps=self.steps + 1,
+            total=self.total + pairs,
+            fewest=min(self.fewest or pairs, pairs),
+            most=max(self.most, pairs),
+            single=self.single + (pairs == 1),
+        )
+
+    @classmethod
+    def from_json(cls, values: object) -> PairCounts:
+        """The inverse of ``dataclasses.asdict``; no steps for a missing record."""
+        return cls(**values) if isinstance(values, dict) else cls()
+
+
+def total_steps(recipe: TrainingSettings, n_pairs: int) -> int:
+    """Optimiser steps of a recipe over `n_pairs` pairs."""
+    if recipe.max_steps is not None:
+        return recipe.max_steps
+    return max(1, math.ceil(recipe.epochs * math.ceil(n_pairs / recipe.batch_size)))
+
+
+def announced_pairs(steps: int, n_rows: int, batch_size: int) -> int:
+    """Pairs that `steps` steps train with if only the last batch of an epoch is short."""
+    epochs, steps_of_last_epoch = divmod(steps, math.ceil(n_rows / batch_size))
+    return epochs * n_rows + min(n_rows, steps_of_last_epoch * batch_size)
+
+
+class TextCounts:
+    """How often each text occurs in the rows of a training, by column.
+
+    It bounds the batches in which no text occurs twice.
+    """
+
+    def __init__(self, examples: Examples) -> None:
+        self._columns: dict[str, Any] = {}
+        for name, column in examples.columns.items():
+            if isinstance(column, Column):
+                keys = column.texts.text_keys[column.places]
+                self._columns[name] = np.unique(keys, return_counts=True)[1]
+        self._n_rows = len(next(iter(examples.columns.values()), ()))
+
+    def fewest_distinct(self) -> tuple[str, int]:
+        """The column with the fewest distinct texts, and their number.
+
+        No batch of distinct texts has more rows.
+        """
+        sizes = {name: len(counts) for name, counts in self._columns.items()}
+        name = min(sizes, key=lambda column: sizes[column])
+        return name, sizes[name]
+
+    def most_full_batches(self, batch_size: int) -> int:
+        """An upper bound on the full batches of one epoch."""
+        return min(
+            _most_batches(counts, self._n_rows, batch_size) for counts in self._columns.values()
+        )
+
+    def most_distinct_rows(self, batches: int) -> int:
+        """An upper bound on the different rows that so many batches have."""
+        return min(int(np.minimum(counts, batches).sum()) for counts in self._columns.values())
+
+
+def _most_batches(counts: Any, n_rows: int, batch_size: int) -> int:
+    """The largest number ``k`` of batches for which ``sum(min(counts, k)) >= k * batch_size``."""
+    least, most = 0, n_rows // batch_size
+    while least < most:
+        middle = (least + most + 1) // 2
+        if np.minimum(counts, middle).sum() >= middle * batch_size:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def check_batches(
+    recipe: TrainingSettings,
+    examples: Examples,
+    *,
+    ranks: int,
+    distinct_texts: bool,
+) -> str:
+    """Check before a training that its batches can be made; return a warning, or an empty text.
+
+    Args:
+        recipe: the settings.
+        examples: the rows.
+        ranks: number of processes that share each batch.
+        distinct_texts: whether no text may occur twice in a batch.
+
+    Raises:
+        ValueError: for batches that the ranks cannot share evenly, or that must be full and cannot
+            be.
+    """
+    batch_size = recipe.batch_size
+    if batch_size % ranks:
+        remedy = f"take {ranks * max(1, batch_size // ranks)}, or another number of ranks."
+        raise ValueError(
+            f"batch_size must be a multiple of the {ranks} ranks, got {batch_size}; {remedy}",
+        )
+    n_rows = len(next(iter(examples.columns.values()), ()))
+    if not n_rows:
+        return ""
+    full = ranks > 1 or recipe.fill_batches
+    reason = "several ranks" if ranks > 1 else "fill_batches"
+    if full and n_rows < batch_size:
+        raise ValueError(
+            f"batch_size must be at most the {n_rows} rows of the data, because {reason} need "
+            f"full batches, got {batch_size}.",
+        )
+    if not distinct_texts:
+        return ""
+    counts = TextCounts(examples)
+    column, distinct = counts.fewest_distinct()
+    texts = "queries" if column == "query" else "documents"
+    if full and distinct < batch_size:
+        raise ValueError(
+            f"batch_size must be at most the {distinct} different {texts} of the training pairs, "
+            f"because {reason} need full batches in which none occurs twice, got {batch_size}.",
+        )
+    if distinct < batch_size:
+        return (
+            f"no batch can be full: the training pairs have {distinct:,} different {texts}, fewer "
+            f"than batch_size ({batch_size:,}), and none occurs twice in a batch. Set batch_size to "
+            f"at most {distinct:,}."
+        )
+    full_batches, possible = n_rows // batch_size, counts.most_full_batches(batch_size)
+    if possible >= full_batches:
+        return ""
+    if full:
+        epoch = math.ceil(n_rows / batch_size)
+        return (
+            f"an epoch of {epoch:,} full batches has at most {counts.most_distinct_rows(epoch):,} "
+            f"of the {n_rows:,} pairs, and others more than once: some queries or documents occur "
+            "in very many pairs, and in a batch only once."
+        )
+    return (
+        f"at most {possible:,} of {full_batches:,} batches can be full: some queries or documents "
+        "occur in very many pairs, and in a batch only once. Set fill_batches to fill the others "
+        "with pairs that an epoch has already had."
+    )
+
+
+def step_warnings(
+    counts: PairCounts,
+    *,
+    announced: int,
+    n_pairs: int,
+    batch_size: int,
+    negatives_among: Callable[[int], int],
+) -> tuple[str, ...]:
+    """Warnings about the steps of a training that is over.
+
+    Args:
+        counts: what the steps trained with.
+        announced: pairs that so many steps were announced to train with.
+        n_pairs: pairs of the data.
+        batch_size: pairs of a full step.
+        negatives_among: returns the negatives of each query in a step of so many pairs.
+    """
+    warnings = []
+    if counts.steps < FEW_STEPS:
+        warnings.append(
+            f"the training had {_plural(counts.steps, 'step')}, which hardly change a model: train "
+            "with a larger epochs or max_steps, a smaller batch_size, or more pairs.",
+        )
+    if n_pairs < batch_size:
+        warnings.append(
+            f"the data have {n_pairs:,} pairs, fewer than batch_size ({batch_size:,}): no step was "
+            f"full, and a query had at most {negatives_among(counts.most):,} negatives.",
+        )
+    if counts.total < announced:
+        warnings.append(
+            f"{_plural(counts.steps, 'step')} trained with {counts.total:,} pairs instead of "
+            f"{announced:,}: texts that occur in many pairs, and in a batch only once, left batches "
+            "short. Set fill_batches to fill them, or take a smaller batch_size.",
+        )
+    if counts.single and not negatives_among(1):
+        warnings.append(
+            f"{_plural(counts.single, 'step')} of {counts.steps:,} had a single pair and no "
+            "negative: their ranking loss is 0, and nothing was learnt from them. Set fill_batches "
+            "to fill them.",
+        )
+    return tuple(warnings)
+
+
+def describe_steps(result: Any) -> str:
+    """The steps of a :class:`TrainResult` in words, with the pairs that they trained with."""
+    steps = _plural(result.steps, "step")
+    if not result.pairs:
+        return steps
+    return f"{steps} of {_range(result.fewest_pairs, result.pairs)} pairs, {result.trained_pairs:,} in all"
+
+
+def describe_negatives(result: Any) -> str:
+    """The negatives of a query in the steps of a :class:`TrainResult`."""
+    if result.negatives is None:
+        return ""
+    return _range(result.fewest_negatives, result.negatives)
+
+
+def _range(fewest: int | None, most: int) -> str:
+    return f"{most:,}" if fewest in (None, most) else f"{fewest:,} to {most:,}"
+
+
+def _plural(count: int, name: str) -> str:
+    return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"
