@@ -257,6 +257,38 @@ def test_two_ranks_go_on_where_one_process_stopped(
     assert_near(tmp_path / "m", tmp_path / "one")
 
 
+def test_an_epoch_has_as_many_steps_on_two_ranks_as_in_one_process(
+    two_ranks: Ranks,
+    base: str,
+    tmp_path: Path,
+) -> None:
+    def stop(step: int, *_: object) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+
+    recipe = replace(
+        recipe_of("splade", base),
+        batch_size=8,
+        max_steps=None,
+        epochs=3,
+        save_steps=3,
+    )
+    refused(
+        KeyboardInterrupt,
+        "^$",
+        train,
+        recipe,
+        small_collection(),
+        tmp_path / "m",
+        progress=stop,
+    )
+    (tmp_path / "m.training" / LOCK).unlink()  # which ends with its process
+    for result in two_ranks.run(run_of, recipe, tmp_path / "m"):
+        assert (result["resumed_from"], result["steps"]) == (3, 6)
+        # 8 + 4 + 8 pairs in one process, then full batches of the 12 pairs
+        assert (result["trained_pairs"], result["fewest_pairs"]) == (44, 4)
+
+
 def test_what_ranks_cannot_share_is_refused_on_all_of_them(
     two_ranks: Ranks,
     base: str,
@@ -270,6 +302,13 @@ def test_what_ranks_cannot_share_is_refused_on_all_of_them(
         )
     for _, told in two_ranks.run(run_of, replace(recipe, batch_size=14), tmp_path / "m"):
         assert "batch_size must be at most the 12 rows of the data, because several ranks" in told
+    repeated = small_collection()
+    for number in range(12):  # 12 pairs of 4 query texts
+        name = f"q{number}"
+        repeated.queries[name] = repeated.queries[f"q{number % 4}"]
+    for kind, told in two_ranks.run(run_of, recipe, tmp_path / "m", repeated):
+        assert kind == "ValueError"
+        assert "batch_size must be at most the 4 different queries of the training pairs" in told
     for _, told in two_ranks.run(other_runs, recipe, tmp_path / "m"):
         assert "recipe and data must be the same on all ranks" in told
     (tmp_path / "mine").mkdir()

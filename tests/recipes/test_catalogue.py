@@ -515,6 +515,34 @@ def test_labels_are_the_teachers_scores_of_the_positive_and_the_negatives(
     ]
 
 
+@pytest.mark.parametrize(
+    ("scores", "warned"),
+    [
+        pytest.param((0.99999, 0.99998, 0.99997), True, id="behind-a-sigmoid"),
+        pytest.param((1.0, 1.0, 1.0), True, id="constant"),
+        pytest.param((0.9, 0.5, 0.1), False, id="probabilities"),
+        pytest.param((11.5, 3.0, -2.0), False, id="logits"),
+    ],
+)
+def test_teachers_that_hardly_tell_documents_apart_are_warned_of(
+    scores: tuple[float, ...],
+    warned: bool,
+    collection: Collection,
+    tmp_path: Path,
+) -> None:
+    rows = [
+        (f"q{query}", f"d{query + rank}", rank + 1, score, rank == 0)
+        for query in range(12)
+        for rank, score in enumerate(scores)
+    ]
+    given = [row[3] for row in rows]
+    file = write_rows(tmp_path / "scored.parquet", rows, teacher=given)
+    recipe = LsrRecipe(negatives=2, loss={"margin_mse": 1.0}, max_steps=1)
+    notes = make_examples(recipe, collection, file).notes
+    assert len(notes) == warned
+    assert not warned or "of the teachers' margins between a relevant document" in notes[0]
+
+
 def test_missing_data_are_named_with_their_commands(
     collection: Collection,
     mined: Path,

@@ -32,7 +32,8 @@ from tilefold.modules import (
 )
 from tilefold.recipes import LsrRecipe, train
 from tilefold.recipes.adaptation import AdaptationRecipe, adapt, pack_texts
-from tilefold.recipes.decoders import VARIANTS, add_lora, check_bidirectional, merge_adapters
+from tilefold.recipes.adapters import merge_adapters
+from tilefold.recipes.decoders import VARIANTS, add_lora, check_bidirectional
 from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder, load_sparse_linear
 from tilefold.retrieval.collection import Collection
 

@@ -51,6 +51,7 @@ def describe(
         "command": f"`{command}`" if command else "",
         "training": describe_steps(result),
         "negatives of a query": describe_negatives(result),
+        "trained weights": _trained_weights(result),
         "processes": str(result.ranks),
         "last losses": ", ".join(
             f"{name.replace('_', ' ')} {value:.4g}"
@@ -88,6 +89,14 @@ def describe(
         + "; this card says nothing of search quality (`tilefold evaluate` measures it).\n",
     ]
     return "\n".join(filter(None, parts))
+
+
+def _trained_weights(result: Any) -> str:
+    if result.trained_weights is None:
+        return ""
+    if result.trained_weights == result.weights:
+        return f"all {result.weights:,}"
+    return f"{result.trained_weights:,} of {result.weights:,}, the others were frozen"
 
 
 def extend_card(card: Path, section: str) -> None:

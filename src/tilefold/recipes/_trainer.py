@@ -21,6 +21,7 @@ from tilefold.recipes._run import NDCG, WHOLE, TrainingError, TrainingRun
 from tilefold.recipes._steps import PairCounts, announced_pairs, step_warnings
 from tilefold.recipes._training import TrainingJob, TrainResult
 from tilefold.recipes._world import World
+from tilefold.recipes.adapters import count_weights
 from tilefold.retrieval.truncation import Tally
 
 if TYPE_CHECKING:
@@ -222,6 +223,7 @@ def _keep_history(trainer: Trainer, job: TrainingJob, metric: str) -> None:
 def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> TrainResult:
     """The result of a job with the steps, pairs, losses and warnings of its training."""
     recipe, counts = job.recipe, watcher.counts
+    trained_weights, weights = count_weights(job.model)
     warnings = job.result.warnings
     if getattr(getattr(trainer.model[0].forward, "graphs", None), "failed", False):
         warnings += (
@@ -242,6 +244,8 @@ def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> Train
     return replace(
         job.result,
         steps=trainer.state.global_step,
+        trained_weights=trained_weights,
+        weights=weights,
         pairs=counts.most,
         fewest_pairs=counts.fewest,
         trained_pairs=counts.total,

@@ -24,6 +24,7 @@ from tilefold.recipes._rows import Examples, document_texts, pair_examples
 from tilefold.recipes._settings import TrainingSettings
 from tilefold.recipes._steps import check_batches, total_steps
 from tilefold.recipes._world import World
+from tilefold.recipes.adapters import check_trainable, train_adapters
 from tilefold.recipes.loading import quiet_libraries, supports_bf16
 from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.provenance import texts_digest
@@ -61,6 +62,8 @@ class TrainResult:
     # documents that the largest step compared each query with, beside its own; on all ranks too
     negatives: int | None = None
     fewest_negatives: int | None = None  # and the smallest step
+    trained_weights: int | None = None  # numbers in all parameters that were trained
+    weights: int | None = None  # and in all parameters
     evaluated: str = ""  # what nDCG@10 is of; empty without evaluations
     evaluations: tuple[dict[str, Any], ...] = ()  # ``{"step", "nDCG@10", "kept"}`` of each
     kept_step: int | None = None  # whose model this is: the best evaluation
@@ -125,6 +128,11 @@ class Recipe(TrainingSettings):
     def negatives_among(self, pairs: int) -> int:
         """Documents that a step of so many pairs compares each query with, beside its own."""
         return pairs - 1
+
+    @property
+    def adds_adapters(self) -> bool:
+        """Whether training puts adapters into the base model, which are merged at the end."""
+        return False
 
     def start(self, texts: Sequence[str]) -> Model:
         """The untrained model; `texts` are the documents of the collection."""
@@ -287,6 +295,9 @@ def _train(
             with first_rank_first(), each_for_itself():  # what it fetches, the others find
                 model = recipe.start(document_texts(collection))
             _use_attention(model, recipe)
+            adapters = () if untrained else train_adapters(model)
+            if not untrained:
+                check_trainable(model)
         except Exception:
             if world.rank == 0:
                 run.close()
@@ -307,6 +318,7 @@ def _train(
                         *made.notes,
                         short_batches if run.full_batches else "",  # else the steps tell of it
                         _lowered(recipe, model),
+                        _adapters_note(recipe, adapters),
                     ),
                 ),
             ),
@@ -336,6 +348,17 @@ def _use_attention(model: Model, recipe: TrainingSettings) -> None:
         use_entmax(model, 1.5 if recipe.alpha is None else recipe.alpha)
     elif runs_entmax(model):
         use_softmax(model)
+
+
+def _adapters_note(recipe: Recipe, adapters: Sequence[str]) -> str:
+    """A note on adapters that came with the base model; empty without any."""
+    if not adapters or recipe.adds_adapters:
+        return ""
+    return (
+        f"base_model has adapters ({', '.join(adapters)}): they are trained on and saved as "
+        "adapters, and the weights below them stay as they are. Merge them first to train all "
+        "weights (tilefold.recipes.adapters.merge_adapters)."
+    )
 
 
 def _lowered(recipe: TrainingSettings, model: Model) -> str:

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tilefold._typing import Module, Network, SparseEncoder, Tokenizer, Transformer
+from tilefold._typing import Module, Network, Tokenizer, Transformer
 from tilefold.recipes._builders import (
     Base,
     head_pooling,
@@ -135,31 +135,6 @@ def add_lora(
     )
     transformer.model.add_adapter(config)
     return targets
-
-
-def merge_adapters(model: SparseEncoder) -> int:
-    """Add every LoRA update to its weight and drop the adapters, which alone would be saved;
-    returns their number.
-    """
-    from sentence_transformers.base.modules import Transformer
-
-    merged = 0
-    for network in [module.model for module in model.modules() if isinstance(module, Transformer)]:
-        kinds = {
-            name: {base.__name__ for base in type(each).__mro__}
-            for name, each in network.named_modules()
-        }
-        layers = [name for name, bases in kinds.items() if "LoraLayer" in bases]
-        for name in layers:
-            layer = network.get_submodule(name)
-            layer.merge(safe_merge=True)
-            network.set_submodule(name, layer.get_base_layer())
-        if layers:
-            network._hf_peft_config_loaded = False
-            vars(network).pop("peft_config", None)
-            network.requires_grad_(True)
-        merged += len(layers)
-    return merged
 
 
 def build_causal(spec: EncoderSpec, base: Base) -> list[Module]:

@@ -164,6 +164,12 @@ class LsrRecipe(SparseRecipe):
         """Documents that a step of so many pairs compares each query with, beside its own."""
         return (1 + self.negatives) * pairs - 1 if self.distinct_texts else self.negatives
 
+    @property
+    def adds_adapters(self) -> bool:
+        """Whether training puts adapters into the base model, which are merged at the end."""
+        sides = (self.query, self.document)
+        return any(side is not None and side.lora is not None for side in sides)
+
     def preparation(self, data: str) -> list[str]:
         """Commands that make the negatives and scores that training needs, offline; the last writes
         the file.
@@ -211,7 +217,7 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
     )
 
     from tilefold.recipes._watch import SparseWatch
-    from tilefold.recipes.decoders import merge_adapters
+    from tilefold.recipes.adapters import merge_adapters
 
     model, length = job.model, job.model.max_seq_length
     model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
@@ -241,7 +247,7 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
             **_routes(recipe, job),
         )
     model.max_seq_length = length
-    if any(side is not None and side.lora is not None for side in (recipe.query, recipe.document)):
+    if recipe.adds_adapters:
         merge_adapters(model)
     return replace(last, warnings=last.warnings + watcher.warnings())
 

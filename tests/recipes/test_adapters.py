@@ -1,0 +1,211 @@
+"""Adapters of PEFT: models that were saved with theirs are trained on, and merging is exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+from tests.recipes.small import (
+    TEXTS,
+    causal_splade,
+    dense,
+    small_collection,
+    tiny_causal_lm,
+    tiny_masked_lm,
+)
+from tilefold.recipes import SpladeRecipe, train
+from tilefold.recipes.adapters import check_trainable, count_weights, merge_adapters
+
+peft = pytest.importorskip("peft")
+
+BERT_ATTENTION = ["query", "value"]
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("masked")
+    return str(tiny_masked_lm(folder, small_collection(), layers=2, bias=0.1))
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("causal")
+    return str(tiny_causal_lm(folder, "qwen2", tie_word_embeddings=True))
+
+
+def masked_splade(base: str) -> SparseEncoder:
+    modules = [Transformer(base, transformer_task="fill-mask"), SpladePooling()]
+    return SparseEncoder(modules=modules, device="cpu")
+
+
+def add_random_adapter(model: SparseEncoder, config: Any) -> None:
+    """Add an adapter, and give all that it trains random values."""
+    network: Any = model[0].model
+    network.add_adapter(config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.eval()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"target_modules": BERT_ATTENTION}, id="attention"),
+        pytest.param({"target_modules": [*BERT_ATTENTION, "decoder"]}, id="tied-head"),
+        pytest.param({"target_modules": ["word_embeddings"]}, id="embeddings"),
+        pytest.param({"target_modules": ["word_embeddings", "decoder"]}, id="both-tied"),
+        pytest.param(
+            {"target_modules": BERT_ATTENTION, "modules_to_save": ["decoder"]},
+            id="head-copy",
+        ),
+        pytest.param({"target_modules": BERT_ATTENTION, "use_dora": True}, id="dora"),
+        pytest.param({"target_modules": BERT_ATTENTION, "bias": "all"}, id="biases"),
+    ],
+)
+def test_merged_adapters_of_a_masked_model_give_the_same_rows(
+    options: dict[str, Any],
+    masked: str,
+    tmp_path: Path,
+) -> None:
+    model = masked_splade(masked)
+    add_random_adapter(model, peft.LoraConfig(r=4, **options))
+    expected = dense(model, TEXTS)
+    assert merge_adapters(model) > 0
+    torch.testing.assert_close(dense(model, TEXTS), expected, rtol=1e-4, atol=1e-4)
+    model.save_pretrained(str(tmp_path / "m"))
+    again = SparseEncoder(str(tmp_path / "m"), device="cpu")
+    torch.testing.assert_close(dense(again, TEXTS), expected, rtol=1e-4, atol=1e-4)
+    names = load_file(tmp_path / "m/model.safetensors").keys()
+    assert not [name for name in names if "lora" in name or "modules_to_save" in name]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"target_modules": ["q_proj", "lm_head"]}, id="tied-head"),
+        pytest.param(
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+            id="head-copy",
+        ),
+        pytest.param(
+            {
+                "target_modules": ["q_proj"],
+                "modules_to_save": ["lm_head"],
+                "ensure_weight_tying": True,
+            },
+            id="tied-copies",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_merged_adapters_of_a_causal_model_give_the_same_rows(
+    options: dict[str, Any],
+    causal: str,
+    tmp_path: Path,
+) -> None:
+    model = causal_splade(causal, device="cpu")
+    add_random_adapter(model, peft.LoraConfig(r=4, **options))
+    expected = dense(model, TEXTS)
+    assert merge_adapters(model) > 0
+    torch.testing.assert_close(dense(model, TEXTS), expected, rtol=1e-4, atol=1e-4)
+    model.save_pretrained(str(tmp_path / "m"))
+    again = SparseEncoder(str(tmp_path / "m"), device="cpu")
+    torch.testing.assert_close(dense(again, TEXTS), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        pytest.param(
+            peft.IA3Config(target_modules=BERT_ATTENTION, feedforward_modules=[]),
+            "must be LoRA or modules_to_save to be merged exactly, got Linear at",
+            id="another-kind",
+        ),
+        pytest.param(
+            peft.LoraConfig(target_modules=BERT_ATTENTION, trainable_token_indices=[3]),
+            "must be LoRA or modules_to_save to be merged exactly, got TrainableTokens",
+            id="tokens",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_merged_exactly_are_refused_unchanged(
+    config: Any,
+    message: str,
+    masked: str,
+) -> None:
+    model = masked_splade(masked)
+    model[0].model.add_adapter(config)
+    model.eval()
+    expected = dense(model, TEXTS)
+    with pytest.raises(ValueError, match=message):
+        merge_adapters(model)
+    assert torch.equal(dense(model, TEXTS), expected)
+
+
+def test_disabled_adapters_are_not_merged(masked: str) -> None:
+    model = masked_splade(masked)
+    add_random_adapter(model, peft.LoraConfig(target_modules=BERT_ATTENTION))
+    model[0].model.disable_adapters()
+    with pytest.raises(ValueError, match="must be active to be merged"):
+        merge_adapters(model)
+
+
+@pytest.mark.parametrize("modules_to_save", [None, ["decoder"]], ids=["lora", "lora-and-head"])
+def test_a_model_that_was_saved_with_its_adapter_is_trained_on(
+    modules_to_save: list[str] | None,
+    masked: str,
+    tmp_path: Path,
+) -> None:
+    model = masked_splade(masked)
+    config = peft.LoraConfig(r=4, target_modules=BERT_ATTENTION, modules_to_save=modules_to_save)
+    model[0].model.add_adapter(config)
+    model.save_pretrained(str(tmp_path / "base"))
+    trained_weights, _ = count_weights(model)
+    recipe = SpladeRecipe(
+        str(tmp_path / "base"),
+        max_steps=4,
+        batch_size=4,
+        learning_rate=1e-2,
+        warmup_ratio=0.0,
+        bf16=False,
+        save_steps=2,
+    )
+    result = train(recipe, small_collection(), tmp_path / "m")
+    before, after = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("base", "m")
+    )
+    assert before.keys() == after.keys()
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+    assert result.trained_weights == trained_weights
+    assert any("base_model has adapters (default)" in text for text in result.warnings)
+    card = (tmp_path / "m/README.md").read_text()
+    assert f"| trained weights | {trained_weights:,} of " in card
+
+    def stop(step: int, *_: object) -> None:
+        if step == 3:
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(recipe, small_collection(), tmp_path / "parts", progress=stop)
+    assert train(recipe, small_collection(), tmp_path / "parts").resumed_from == 2
+    resumed = load_file(tmp_path / "parts/adapter_model.safetensors")
+    for name, expected in after.items():
+        torch.testing.assert_close(resumed[name], expected, rtol=0, atol=1e-5)
+
+
+def test_a_model_of_which_nothing_would_be_trained_is_refused(masked: str) -> None:
+    model = masked_splade(masked)
+    check_trainable(model)
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="must have weights to train, got a model whose"):
+        check_trainable(model)
