@@ -535,12 +535,18 @@ def test_teachers_that_hardly_tell_documents_apart_are_warned_of(
         for query in range(12)
         for rank, score in enumerate(scores)
     ]
-    given = [row[3] for row in rows]
-    file = write_rows(tmp_path / "scored.parquet", rows, teacher=given)
+    normalized = [
+        (query, document, rank, 3.0 * rank, flag) for query, document, rank, _, flag in rows
+    ]
+    raw = [score for _, _, _, score, _ in rows]
+    file = write_rows(tmp_path / "scored.parquet", normalized, cross=raw)
     recipe = LsrRecipe(negatives=2, loss={"margin_mse": 1.0}, max_steps=1)
     notes = make_examples(recipe, collection, file).notes
     assert len(notes) == warned
-    assert not warned or "of the teachers' margins between a relevant document" in notes[0]
+    assert (
+        not warned
+        or "the teacher 'cross' scores all documents of a query within 0.0001" in notes[0]
+    )
 
 
 def test_missing_data_are_named_with_their_commands(

@@ -338,6 +338,8 @@ def score(
     _stamp(rows, collection)
     retrieval.write_training_rows(rows, output)
     shutil.rmtree(work, ignore_errors=True)
+    for warning in rows.narrow_teacher_warnings():
+        note(f"warning: {warning}")
     _report(rows, output, before - len(rows), as_json)
 
 

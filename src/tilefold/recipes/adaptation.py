@@ -132,19 +132,25 @@ def adapt(
             use_cpu=next(network.parameters()).device.type == "cpu",
         )
         rows = [{"input_ids": block} for block in blocks]
-        made = _trainer_class(recipe, seen, progress)
-        made(
+        trainer = _trainer_class(recipe, seen, progress)(
             model=network,
             args=arguments,
             train_dataset=rows,
             data_collator=default_data_collator,
-        ).train()
+        )
+        trainer.train()
+    steps = trainer.state.global_step
+    if steps < recipe.steps:
+        raise RuntimeError(
+            f"the adaptation ended after {steps:,} of {recipe.steps:,} steps; give more text, or "
+            "fewer steps.",
+        )
     told = (
         getattr(step, name)
         for name in ("plain", "activated", "alive")
         for step in (seen[0], seen[-1])
     )
-    return AdaptationResult(recipe.steps, *map(float, told))
+    return AdaptationResult(steps, *map(float, told))
 
 
 def _trainer_class(recipe: AdaptationRecipe, seen: list[Any], progress: Progress | None) -> Any:

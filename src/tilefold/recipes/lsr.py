@@ -23,9 +23,6 @@ from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.training_rows import RowsAhead, read_training_rows
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from tilefold.recipes._batches import TrainingBatches
 
 __all__ = [
@@ -45,8 +42,6 @@ __all__ = [
 LOSSES = ("infonce", "kl", "margin_mse", "pairwise_softmax", "term_recall")
 KL_TEMPERATURE = 2.0  # of student and teacher, that of sentence-transformers
 MASKED_LM, FLOPS = EncoderSpec(), RegularizerSpec()
-NARROW_MARGIN = 1e-4  # of teachers' scores, below which no model follows it
-NARROW_SHARE = 0.5  # of the margins that are so narrow, from which a warning is due
 MAX_TEXTS = 1 << 24  # of the documents of all rows, where there are several draws of negatives
 
 
@@ -425,27 +420,13 @@ def make_examples(
         recipe.epochs if recipe.max_steps is None else recipe.max_steps * recipe.batch_size / kept
     )
     draws = max(1, min(math.ceil(passes), MAX_TEXTS // (kept * (1 + count))))
-    columns = mined.columns(count, draws, recipe.seed)
-    if recipe.needs_scores and (narrow := _narrow_margins(columns["label"])):
-        notes.append(f"{file}: {narrow}")
-    return examples_of(collection, kept, columns, tuple(notes))
-
-
-def _narrow_margins(scores: npt.NDArray[np.float32]) -> str:
-    """A warning about teachers that hardly tell documents apart; empty for others.
-
-    Args:
-        scores: ``[N, 1 + negatives]``, of the relevant document and the negatives of each row.
-    """
-    margins = abs(scores[:, :1].astype("float64") - scores[:, 1:])
-    narrow = float((margins < NARROW_MARGIN).mean())
-    if narrow < NARROW_SHARE:
-        return ""
-    return (
-        f"{narrow:.0%} of the teachers' margins between a relevant document and a negative are "
-        f"below {NARROW_MARGIN:g} (the largest is {margins.max():.2g}): there is nothing to learn "
-        "from them. A sigmoid at the end of a teacher does this: score again with its raw logits "
-        "(tilefold score), or with another teacher."
+    if recipe.needs_scores:
+        notes += rows.narrow_teacher_warnings()
+    return examples_of(
+        collection,
+        kept,
+        mined.columns(count, draws, recipe.seed),
+        tuple(notes),
     )
 
 

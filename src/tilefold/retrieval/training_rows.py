@@ -54,6 +54,8 @@ PUBLISHED = (
     ".jsonl",
     ".jsonl.gz",
 )  # ends of the names of MS MARCO's files
+NARROW_RANGE = 1e-4  # of the scores of a query's documents, in which a teacher prefers none
+NARROW_SHARE = 0.5  # of the queries, from which a teacher counts as narrow
 _ROWS_PER_GROUP = 1 << 20
 _COLUMNS_AT_ONCE = 2  # read by two cores; more of them would need more memory
 _THREADS = 8  # that read ids, a group of rows each
@@ -186,6 +188,37 @@ class TrainingRows:
     def provenance(self) -> Provenance:
         """Fingerprints of the retriever's model and of the documents, where known."""
         return Provenance.from_dict(self.made_by)
+
+    def narrow_teachers(self) -> dict[str, float]:
+        """Teachers that hardly tell documents apart, by their scores before normalisation.
+
+        A sigmoid at the end of a cross-encoder does this. Normalisation per query then stretches
+        rounding errors to the range of real differences.
+
+        Returns:
+            Name of a teacher -> share of the queries, at least :data:`NARROW_SHARE`, whose scores
+            are all within :data:`NARROW_RANGE`. Queries of a single document do not count.
+        """
+        counts = np.diff(self.offsets)
+        starts = self.offsets[:-1][counts > 0]
+        compared = counts[counts > 0] > 1
+        shares: dict[str, float] = {}
+        for name, scores in self.teachers.items() if compared.any() else ():
+            highest = np.maximum.reduceat(scores, starts)[compared]
+            lowest = np.minimum.reduceat(scores, starts)[compared]
+            share = float((highest.astype(np.float64) - lowest < NARROW_RANGE).mean())
+            if share >= NARROW_SHARE:
+                shares[name] = share
+        return shares
+
+    def narrow_teacher_warnings(self) -> list[str]:
+        """A warning about each of the :meth:`narrow_teachers`."""
+        return [
+            f"the teacher {name!r} scores all documents of a query within {NARROW_RANGE:g} for "
+            f"{share:.0%} of the queries: there is nothing to learn from them. A sigmoid at the end "
+            "of a teacher does this: take its raw logits, or another teacher."
+            for name, share in self.narrow_teachers().items()
+        ]
 
     def query_of_row(self) -> npt.NDArray[np.int64]:
         """int64 ``[N]``: the position of each row's query."""
