@@ -46,6 +46,7 @@ from tilefold.recipes import (
     get_recipe,
     train,
 )
+from tilefold.recipes._steps import total_steps
 from tilefold.recipes._watch import SparseWatch
 from tilefold.recipes.loading import load_saved, newest_step
 from tilefold.retrieval.collection import Collection
@@ -563,8 +564,8 @@ def test_what_cannot_be_trained_is_refused(
 
 
 def test_steps_follow_epochs_unless_they_are_given() -> None:
-    assert _training.total_steps(SpladeRecipe(epochs=2, batch_size=4), 10) == 6
-    assert _training.total_steps(SpladeRecipe(max_steps=7), 10) == 7
+    assert total_steps(SpladeRecipe(epochs=2, batch_size=4), 10) == 6
+    assert total_steps(SpladeRecipe(max_steps=7), 10) == 7
 
 
 def splade_loss(**options: Any) -> SpladeLoss:

@@ -163,7 +163,7 @@ def run_trainer(
     record = (read_json(checkpoint / WHOLE) if checkpoint else None) or {}
     watcher.counts = PairCounts.from_json(record.get("pairs"))
     ended = bool(record.get("ended"))
-    if ended:  # the stock trainer would go on
+    if checkpoint and ended:  # the stock trainer would go on
         trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         _load(trainer, job.run)
     else:
