@@ -38,7 +38,7 @@ def narrow_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 vocabulary entries, so that small problems cross their borders."""
     monkeypatch.setattr(api, "SPARSE_BLOCK_V", 16)
     monkeypatch.setattr(api, "ROWS_BLOCK_SCORES", 16)
-    monkeypatch.setattr(api, "ALIGNMENT", 16)
+    monkeypatch.setattr(api, "ROWS_BLOCK_ALIGNMENT", 16)
 
 
 def run(inputs: LSRHeadInputs, **options: Any) -> Tensor:
@@ -215,7 +215,7 @@ def test_rows_of_a_capacity_hold_the_kept(
     found, expected = rows(inputs, 80, **options), run(inputs, **options).cpu()
     assert found.vocab_size == 70 and bool((found.counts <= 80).all())
     counts = expected.crow_indices().diff()
-    assert found.kept.tolist() == counts.tolist()
+    assert found.n_stored.tolist() == counts.tolist()
     inside = torch.arange(found.columns.size(1)) < counts[:, None]
     assert found.columns.cpu()[inside].tolist() == expected.col_indices().tolist()
     torch.testing.assert_close(found.values.cpu()[inside], expected.values(), rtol=1e-6, atol=1e-6)
@@ -228,10 +228,10 @@ def test_a_row_that_does_not_fit_says_how_many_there_were_and_nan_is_kept(kernel
         entries(run(inputs, impl=kernels.impl).cpu()),
     )
     counts = [len(row) for row in expected]
-    assert found.counts.tolist() == counts and found.kept.tolist() == [
+    assert found.counts.tolist() == counts and found.n_stored.tolist() == [
         min(count, 3) for count in counts
     ]
-    for columns, kept, row in zip(found.columns, found.kept, expected, strict=True):
+    for columns, kept, row in zip(found.columns, found.n_stored, expected, strict=True):
         assert columns[:kept].tolist() == row[:3]
     inputs.hidden[0, :] = math.nan
     first = next(b for b, count in enumerate(counts) if count)

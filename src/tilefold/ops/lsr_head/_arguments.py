@@ -1,4 +1,4 @@
-"""Checks that arguments of the public functions fit together, before a value is read."""
+"""Checks of the arguments of the head's public functions, which read no value of a tensor."""
 
 from __future__ import annotations
 
@@ -31,11 +31,16 @@ def checked(
     out_dtype: torch.dtype | None,
     screen: bool = False,
     impl: str = "auto",
-    wanted: tuple[bool, ...] = (),
+    require_grad: tuple[bool, ...] = (),
     main_grad: Tensor | None = None,
 ) -> Checked:
-    """Check everything that can be checked without reading a value; after ``screen``, for
-    ``main_grad`` alone.
+    """Check the arguments of a call; those that are not here are as in :func:`lsr_head`.
+
+    Args:
+        impl: implementation, for the check of ``main_grad``.
+        require_grad: whether the weight and ``main_grad`` need a gradient. It is part of the key of
+            calls, and not read here.
+        main_grad: buffer for the weight's gradient, or ``None``.
     """
     compute_dtype, out_dtype = check_head(tensors, pooling, activation, logit_scale, out_dtype)
     if not isinstance(screen, bool):
@@ -47,13 +52,13 @@ def checked(
     bias_dtype = None if tensors.bias is None else tensors.bias.dtype
     return Checked(
         HeadOptions(
-            pooling,
-            activation,
-            float(logit_scale),
-            out_dtype,
-            compute_dtype,
-            bias_dtype,
-            screen,
+            pooling=pooling,
+            activation=activation,
+            logit_scale=float(logit_scale),
+            out_dtype=out_dtype,
+            compute_dtype=compute_dtype,
+            bias_dtype=bias_dtype,
+            screen=screen,
         ),
     )
 
@@ -65,16 +70,16 @@ def check_head(
     logit_scale: float,
     out_dtype: torch.dtype | None,
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Check what a head of any kind asks of its arguments; return the dtypes of the products and of
-    the scores.
+    """Check the arguments that all heads have.
+
+    Returns:
+        Dtype of the products, and dtype of the scores.
     """
     hidden, attention_mask, cu_seqlens, weight, weight_scale, bias = tensors
-    if weight_scale is not None:  # a weight of the shape, that has the dtype of hidden
-        weight = torch.empty(
-            (),
-            dtype=check_tensor("hidden", hidden).dtype,
-            device=weight.device,
-        ).expand(weight.shape)
+    if weight_scale is not None:
+        # A quantised weight is checked as one of its shape in the dtype of hidden.
+        hidden_dtype = check_tensor("hidden", hidden).dtype
+        weight = torch.empty((), dtype=hidden_dtype, device=weight.device).expand(weight.shape)
     check_choice("pooling", pooling, tuple(POOLINGS))
     check_choice("activation", activation, ACTIVATIONS)
     if not isinstance(logit_scale, (int, float)) or not -math.inf < logit_scale < math.inf:
@@ -125,11 +130,14 @@ def check_head(
 
 
 def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Dtype of the products: autocast's, or else the one that hidden and weight must share."""
-    # the meta device has no autocast state to ask for
+    """Return the dtype of the products: autocast's, or the common one of hidden and weight.
+
+    Raises:
+        TypeError: if the two differ without autocast.
+    """
     if (
         hidden.dtype != torch.float64
-        and not hidden.is_meta
+        and not hidden.is_meta  # the meta device has no autocast state
         and torch.is_autocast_enabled(hidden.device.type)
     ):
         return torch.get_autocast_dtype(hidden.device.type)
@@ -142,6 +150,7 @@ def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _check_inference(tensors: HeadTensors, main_grad: Tensor | None) -> None:
+    """Raise ``ValueError`` if a gradient is asked for with a quantised weight."""
     leaves = [tensors.hidden] if tensors.bias is None else [tensors.hidden, tensors.bias]
     if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
         raise ValueError(
@@ -155,6 +164,12 @@ def _check_inference(tensors: HeadTensors, main_grad: Tensor | None) -> None:
 
 
 def _check_main_grad(main_grad: Tensor, weight: Tensor, pooling: str, impl: str) -> None:
+    """Raise an error if the weight's gradient cannot be added to ``main_grad``.
+
+    Raises:
+        TypeError: for another dtype than fp32.
+        ValueError: for a shape, layout, pooling or implementation that cannot accumulate.
+    """
     if pooling != "max" or impl == "reference":
         raise ValueError(
             f"weight_main_grad must be None with pooling={pooling!r} and impl={impl!r}, got a tensor; only "

@@ -1,5 +1,6 @@
-"""The LSR head over a vocabulary that is sharded across ranks: only ``dhidden`` is summed over
-them, in backward.
+"""The LSR head over a vocabulary that is sharded across ranks.
+
+Forward communicates nothing. Backward sums ``dhidden`` over the ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.distributed
 from torch import Tensor
 
 from tilefold.ops._shared.checks import check_shape, check_tensor
+from tilefold.ops._shared.plan import cdiv
 from tilefold.ops.lsr_head._arguments import product_dtype
 from tilefold.ops.lsr_head._problem import Tokens
 from tilefold.ops.lsr_head._sparse import csr_from_entries
@@ -21,41 +23,53 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-Options = dict[str, Any]  # of the head, by name
-# told apart without an import, in every call
+# Types of arguments that are no DTensor, which every call checks without an import.
 PLAIN_TYPES = (Tensor, torch.nn.Parameter, type(None))
 
 
 class VocabularySharding(NamedTuple):
-    """Sharding of the vocabulary: dimension ``dim`` of ``mesh`` shards it, ``None`` if every rank
-    holds all of it.
+    """Sharding of the vocabulary over a mesh.
+
+    Attributes:
+        mesh: the mesh of ranks.
+        dim: dimension of the mesh that shards the vocabulary, or ``None`` if every rank has all
+            columns.
+        vocab: V.
     """
 
     mesh: DeviceMesh
     dim: int | None
     vocab: int
 
-    def placements(self, at_dim: Placement | None) -> tuple[Placement, ...]:
-        """``Replicate()`` everywhere, but ``at_dim`` on the dimension that shards the vocabulary."""
+    def placements(self, vocabulary_placement: Placement | None) -> tuple[Placement, ...]:
+        """Return placements of a DTensor on the mesh.
+
+        Args:
+            vocabulary_placement: placement on the dimension that shards the vocabulary; ``None``
+                replicates there too. All other dimensions replicate.
+        """
         from torch.distributed.tensor import Replicate
 
-        return tuple(
-            at_dim if i == self.dim and at_dim else Replicate() for i in range(self.mesh.ndim)
-        )
+        placements: list[Placement] = [Replicate() for _ in range(self.mesh.ndim)]
+        if self.dim is not None and vocabulary_placement is not None:
+            placements[self.dim] = vocabulary_placement
+        return tuple(placements)
 
     @property
-    def shards(self) -> int:
+    def n_shards(self) -> int:
+        """Number of ranks that the vocabulary is divided among."""
         return 1 if self.dim is None else self.mesh.size(self.dim)
 
     def first_column(self) -> int:
-        """The column of the whole scores at which this rank's begin (``torch.chunk``'s division)."""
+        """First column of the vocabulary on this rank, as ``torch.chunk`` divides it."""
         if self.dim is None:
             return 0
-        return min(self.mesh.get_local_rank(self.dim) * -(-self.vocab // self.shards), self.vocab)
+        columns_per_shard = cdiv(self.vocab, self.n_shards)
+        return min(self.mesh.get_local_rank(self.dim) * columns_per_shard, self.vocab)
 
 
 def is_distributed(*tensors: object) -> bool:
-    """Whether one of ``tensors``, not all of which are :data:`PLAIN_TYPES`, is a DTensor."""
+    """Whether one of ``tensors`` is a DTensor. It imports DTensor, so check the types before."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -68,45 +82,56 @@ def parallel_head(
     tokens: Tokens,
     weight: Tensor,
     bias: Tensor | None,
-    options: Options,
+    weight_main_grad: Tensor | None,
+    out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Run ``head`` on this rank's rows of ``weight``; ``[B, V]`` as a DTensor, ``Shard(1)`` where
-    the vocabulary is.
+    """Run the head on this rank's columns of the vocabulary.
 
-    Partial ``dhidden`` come out of the head in fp32 (fp64), are summed over the ranks in fp32, and
-    are rounded to the dtype of ``hidden`` once, as on one device.
+    Partial gradients of ``hidden`` leave the head in fp32 (fp64), are summed over the ranks in
+    fp32, and are rounded to the dtype of ``hidden`` once, as on one device.
+
+    Args:
+        head: :func:`lsr_head` with its options, for plain tensors.
+        tokens: token states, equal on every rank.
+        weight: ``[V, D]`` DTensor.
+        bias: ``[V]`` DTensor, or ``None``.
+        weight_main_grad: buffer for the weight's gradient, a DTensor, a plain tensor or ``None``.
+        out_dtype: dtype of the scores; ``None`` is that of the products.
+
+    Returns:
+        ``[B, V]`` scores as a DTensor, ``Shard(1)`` where the vocabulary is sharded.
     """
     from torch.distributed.tensor import DTensor, Partial, Shard
 
-    sharding, local, dtype = _check(tokens, weight, bias)
-    whole, local_weight, local_bias = local.hidden, _local(weight), _local(bias)
-    if options.get("weight_main_grad") is not None:
-        options["weight_main_grad"] = _local(options["weight_main_grad"])
+    sharding, local_tokens, compute_dtype = _check(tokens, weight, bias)
+    hidden = local_tokens.hidden
+    local_weight = _local(weight)
+    local_bias = _local(bias)
     autocast: AbstractContextManager[object] = nullcontext()
-    if sharding.shards > 1 and whole.requires_grad and torch.is_grad_enabled():
-        if whole.dtype in (torch.float16, torch.bfloat16):
-            if not torch.is_autocast_enabled(whole.device.type):
-                autocast = torch.autocast(whole.device.type, dtype=whole.dtype)
-            whole = (
-                whole.float()
-            )  # so that the partial gradients are handed out before they are rounded
+    if sharding.n_shards > 1 and hidden.requires_grad and torch.is_grad_enabled():
+        if hidden.dtype in (torch.float16, torch.bfloat16):
+            if not torch.is_autocast_enabled(hidden.device.type):
+                autocast = torch.autocast(hidden.device.type, dtype=hidden.dtype)
+            hidden = hidden.float()  # so that partial gradients are not rounded before the sum
         replica = DTensor.from_local(
-            whole,
+            hidden,
             sharding.mesh,
             sharding.placements(None),
             run_check=False,
         )
-        whole = replica.to_local(grad_placements=sharding.placements(Partial()))
+        hidden = replica.to_local(grad_placements=sharding.placements(Partial()))
     with autocast:
-        if local_weight.size(0) == 0:  # fewer rows than ranks
-            scores = _no_columns(local._replace(hidden=whole), local_weight, local_bias)
-            scores = scores.to(options["out_dtype"] or dtype)
+        if local_weight.size(0) == 0:  # fewer columns than ranks
+            scores = _no_columns(local_tokens._replace(hidden=hidden), local_weight, local_bias)
+            scores = scores.to(out_dtype or compute_dtype)
         else:
             scores = head(
-                weight=local_weight,
-                bias=local_bias,
-                **local._replace(hidden=whole)._asdict(),
-                **options,
+                hidden,
+                local_weight,
+                local_bias,
+                attention_mask=local_tokens.attention_mask,
+                cu_seqlens=local_tokens.cu_seqlens,
+                weight_main_grad=_local(weight_main_grad),
             )
     shape = torch.Size((scores.size(0), sharding.vocab))
     return DTensor.from_local(
@@ -124,33 +149,49 @@ def parallel_head_sparse(
     tokens: Tokens,
     weight: Tensor,
     bias: Tensor | None,
-    options: Options,
+    out_dtype: torch.dtype | None,
+    top_k: int | None,
 ) -> Tensor:
-    """Plain CSR ``[B, V]``, equal on every rank: kept entries are gathered, ``top_k`` chooses among
-    all of them.
+    """Select scores on each rank, gather them, and select the largest among all.
+
+    Args:
+        head: :func:`lsr_head_sparse` with its options, for plain tensors.
+        tokens: token states, equal on every rank.
+        weight: ``[V, D]`` DTensor.
+        bias: ``[V]`` DTensor, or ``None``.
+        out_dtype: dtype of the scores; ``None`` is that of the products.
+        top_k: largest number of entries per row; ``None`` selects all.
+
+    Returns:
+        ``[B, V]`` plain CSR tensor, equal on every rank.
     """
-    sharding, local, dtype = _check(tokens, weight, bias)
-    whole, local_weight = local.hidden, _local(weight)
-    wide = torch.promote_types(whole.dtype, torch.float32)
-    out_dtype = options.pop("out_dtype") or dtype
+    sharding, local_tokens, compute_dtype = _check(tokens, weight, bias)
+    hidden = local_tokens.hidden
+    local_weight = _local(weight)
+    accumulator_dtype = torch.promote_types(hidden.dtype, torch.float32)
     with torch.no_grad():
-        if local_weight.size(0) == 0:  # fewer rows than ranks
-            counts = torch.zeros(local.batch, dtype=torch.int64, device=whole.device)
-            columns, values = counts.new_zeros(0), whole.new_zeros(0, dtype=wide)
+        if local_weight.size(0) == 0:  # fewer columns than ranks
+            counts = torch.zeros(local_tokens.batch, dtype=torch.int64, device=hidden.device)
+            columns = counts.new_zeros(0)
+            values = hidden.new_zeros(0, dtype=accumulator_dtype)
         else:
-            mine = head(
-                weight=local_weight,
-                bias=_local(bias),
-                **local._asdict(),
-                **options,
-                out_dtype=wide,
+            local_scores = head(
+                hidden,
+                local_weight,
+                _local(bias),
+                attention_mask=local_tokens.attention_mask,
+                cu_seqlens=local_tokens.cu_seqlens,
+                out_dtype=accumulator_dtype,
             )
-            counts, columns, values = mine.crow_indices().diff(), mine.col_indices(), mine.values()
+            counts = local_scores.crow_indices().diff()
+            columns = local_scores.col_indices()
+            values = local_scores.values()
         rows = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
         entries = _gather_entries(rows, columns + sharding.first_column(), values, sharding)
-        if options["top_k"] is not None:
-            entries = _best_entries(*entries, options["top_k"])
-        return csr_from_entries(*entries, (counts.numel(), sharding.vocab), out_dtype)
+        if top_k is not None:
+            entries = _largest_entries(*entries, top_k)
+        shape = (counts.numel(), sharding.vocab)
+        return csr_from_entries(*entries, shape, out_dtype or compute_dtype)
 
 
 def _check(
@@ -158,8 +199,14 @@ def _check(
     weight: Tensor,
     bias: Tensor | None,
 ) -> tuple[VocabularySharding, Tokens, torch.dtype]:
-    """The sharding of the vocabulary, ``tokens`` as the plain tensors that every rank holds, dtype
-    of the products.
+    """Check DTensor arguments.
+
+    Returns:
+        The sharding of the vocabulary, the tokens as plain tensors, and the dtype of the products.
+
+    Raises:
+        TypeError: for arguments that are no tensors, or of dtypes that do not fit together.
+        ValueError: for placements that the head does not support.
     """
     from torch.distributed.tensor import DTensor
 
@@ -171,7 +218,8 @@ def _check(
             "weight must be a DTensor where hidden or bias is one, got a plain tensor; distribute it with "
             "distribute_tensor(weight, mesh, [Shard(0)]), or pass plain tensors only.",
         )
-    mesh, places = weight.device_mesh, weight.placements
+    mesh = weight.device_mesh
+    placements = weight.placements
     sharding = VocabularySharding(mesh, _vocabulary_dim(weight), weight.size(0))
     if bias is not None and not isinstance(check_tensor("bias", bias), DTensor):
         raise ValueError(
@@ -179,9 +227,9 @@ def _check(
             "distribute_tensor(bias, weight.device_mesh, weight.placements).",
         )
     if isinstance(bias, DTensor):
-        if bias.device_mesh != mesh or bias.placements != places:
+        if bias.device_mesh != mesh or bias.placements != placements:
             raise ValueError(
-                f"bias must lie like weight ({places} on {mesh}), got {bias.placements} on {bias.device_mesh}; "
+                f"bias must lie like weight ({placements} on {mesh}), got {bias.placements} on {bias.device_mesh}; "
                 "redistribute it with bias.redistribute(weight.device_mesh, weight.placements).",
             )
         check_shape("bias", bias, "V", V=weight.size(0))
@@ -208,6 +256,12 @@ def _check(
 
 
 def _vocabulary_dim(weight: DTensor) -> int | None:
+    """Return the dimension of the mesh that shards the weight's rows, or ``None``.
+
+    Raises:
+        ValueError: for other placements than ``Shard(0)`` on at most one dimension, or a mesh
+            without this rank.
+    """
     from torch.distributed.tensor import Shard
 
     placements = weight.placements
@@ -228,35 +282,50 @@ def _vocabulary_dim(weight: DTensor) -> int | None:
 
 
 def _local(value: Any) -> Any:
+    """Return the local tensor of a DTensor, and any other value as it is."""
     from torch.distributed.tensor import DTensor
 
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _no_columns(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Scores ``[B, 0]`` with a graph: this rank has no rows, but takes part in the sum of the
-    gradients.
+    """Return scores ``[B, 0]`` that depend on all arguments.
+
+    A rank without columns takes part in the sum of the gradients over the ranks.
     """
     hidden = tokens.hidden
-    nothing = hidden.sum(dim=tuple(range(hidden.dim() - 1))).to(weight.dtype)
-    scores = nothing.expand(tokens.batch, -1) @ weight.T
+    sum_of_tokens = hidden.sum(dim=tuple(range(hidden.dim() - 1))).to(weight.dtype)
+    scores = sum_of_tokens.expand(tokens.batch, -1) @ weight.T
     return scores if bias is None else scores + bias
 
 
-def _best_entries(
+def _largest_entries(
     rows: Tensor,
     columns: Tensor,
     values: Tensor,
     top_k: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The ``top_k`` largest of each row; among equal ones the lowest columns, which come first."""
-    order = values.sort(descending=True, stable=True).indices
-    order = order[rows[order].sort(stable=True).indices]
-    ordered = rows[order]
+    """Select the ``top_k`` largest entries of each row.
+
+    Among equal values the lowest columns are selected, which come first.
+
+    Args:
+        rows: ``[n]`` rows of the entries.
+        columns: ``[n]`` columns, which rise within a row.
+        values: ``[n]`` values.
+        top_k: number of entries per row.
+
+    Returns:
+        Rows, columns and values of the selected entries, in their order.
+    """
+    by_value = values.sort(descending=True, stable=True).indices
+    by_row_and_value = by_value[rows[by_value].sort(stable=True).indices]
+    sorted_rows = rows[by_row_and_value]
     counts = torch.bincount(rows)
-    place = torch.arange(ordered.numel(), device=rows.device) - (counts.cumsum(0) - counts)[ordered]
-    kept = order[place < top_k].sort().values  # back in the order of columns
-    return rows[kept], columns[kept], values[kept]
+    row_starts = counts.cumsum(0) - counts
+    ranks = torch.arange(sorted_rows.numel(), device=rows.device) - row_starts[sorted_rows]
+    selected = by_row_and_value[ranks < top_k].sort().values
+    return rows[selected], columns[selected], values[selected]
 
 
 def _gather_entries(
@@ -265,23 +334,31 @@ def _gather_entries(
     values: Tensor,
     sharding: VocabularySharding,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The entries of all shards, in the order of their ranks: columns rise within each row of the
-    concatenation.
+    """Gather the entries of all shards, in the order of the ranks.
+
+    The columns of a row then rise, as the ranks' columns do.
+
+    Args:
+        rows: ``[n]`` rows of this rank's entries.
+        columns: ``[n]`` columns in the whole vocabulary.
+        values: ``[n]`` values.
+        sharding: the sharding of the vocabulary.
     """
     if sharding.dim is None:
         return rows, columns, values
     group = sharding.mesh.get_group(sharding.dim)
-    mine = torch.tensor([rows.numel()], device=rows.device)
-    sizes = [torch.empty_like(mine) for _ in range(sharding.shards)]
-    torch.distributed.all_gather(sizes, mine, group=group)
-    counts = [int(size) for size in sizes]
-    gathered = []
-    for part in (rows, columns, values):
-        padded = part.new_zeros(max(counts))
-        padded[: part.numel()] = part
-        buffers = [torch.empty_like(padded) for _ in counts]
-        torch.distributed.all_gather(buffers, padded, group=group)
-        gathered.append(
-            torch.cat([buffer[:count] for buffer, count in zip(buffers, counts, strict=True)]),
+    local_count = torch.tensor([rows.numel()], device=rows.device)
+    gathered_counts = [torch.empty_like(local_count) for _ in range(sharding.n_shards)]
+    torch.distributed.all_gather(gathered_counts, local_count, group=group)
+    counts = [int(count) for count in gathered_counts]
+
+    def gather(local: Tensor) -> Tensor:
+        padded = local.new_zeros(max(counts))
+        padded[: local.numel()] = local
+        gathered = [torch.empty_like(padded) for _ in counts]
+        torch.distributed.all_gather(gathered, padded, group=group)
+        return torch.cat(
+            [shard[:count] for shard, count in zip(gathered, counts, strict=True)],
         )
-    return gathered[0], gathered[1], gathered[2]
+
+    return gather(rows), gather(columns), gather(values)

@@ -1,4 +1,4 @@
-"""Records of a call, which travel from the public function to the kernels."""
+"""Records of a call's tensors, options and gradients, from the public function to the kernels."""
 
 from __future__ import annotations
 
@@ -13,29 +13,42 @@ from tilefold.ops._shared.winners import winner_dtype
 
 
 class Pooling(NamedTuple):
-    """Data that a pooling keeps for its backward pass."""
+    """Tensors that the backward pass of a pooling reads.
+
+    Attributes:
+        reads: names of the tensors.
+        winners: ``"entry"`` if every score has a winner, ``"sequence"`` if a sequence has one
+            winner (which is stored only if a mask hides it), or ``"none"`` if all tokens take part.
+    """
 
     reads: frozenset[str]
-    winners: str  # of an "entry", of a "sequence" (only where a mask hides which), or "none": all tokens take part
+    winners: str
 
 
-_ALWAYS = frozenset({"hidden", "cu_seqlens", "weight"})
-_BY_WINNERS, _BY_ALL = _ALWAYS | {"scores", "winners"}, _ALWAYS | {"bias", "attention_mask"}
+_ALWAYS_READ = frozenset({"hidden", "cu_seqlens", "weight"})
+_READ_WITH_WINNERS = _ALWAYS_READ | {"scores", "winners"}
+_READ_WITHOUT_WINNERS = _ALWAYS_READ | {"bias", "attention_mask"}
 POOLINGS = {
-    "max": Pooling(_BY_WINNERS, "entry"),
-    "sum": Pooling(_BY_ALL, "none"),
-    "mean": Pooling(_BY_ALL, "none"),
-    "cls": Pooling(_BY_WINNERS, "sequence"),
-    "last": Pooling(_BY_WINNERS, "sequence"),
+    "max": Pooling(_READ_WITH_WINNERS, "entry"),
+    "sum": Pooling(_READ_WITHOUT_WINNERS, "none"),
+    "mean": Pooling(_READ_WITHOUT_WINNERS, "none"),
+    "cls": Pooling(_READ_WITH_WINNERS, "sequence"),
+    "last": Pooling(_READ_WITH_WINNERS, "sequence"),
 }
 
 
 class Tokens(NamedTuple):
-    """Token states, and which of them belong to which sequence."""
+    """Token states, padded or packed, and their division into sequences.
 
-    hidden: Tensor  # padded [B, S, D], or packed [T, D]
-    attention_mask: Tensor | None  # [B, S], nonzero = valid
-    cu_seqlens: Tensor | None  # [B + 1] of packed input
+    Attributes:
+        hidden: padded ``[B, S, D]`` or packed ``[T, D]`` token states.
+        attention_mask: ``[B, S]``, nonzero = valid, of padded input; ``None`` if all are valid.
+        cu_seqlens: ``[B + 1]`` offsets of packed input.
+    """
+
+    hidden: Tensor
+    attention_mask: Tensor | None
+    cu_seqlens: Tensor | None
 
     @property
     def batch(self) -> int:
@@ -44,39 +57,57 @@ class Tokens(NamedTuple):
 
     @property
     def length(self) -> int:
-        """S of padded input, 0 of packed."""
+        """S of padded input, 0 of packed input."""
         return self.hidden.size(1) if self.cu_seqlens is None else 0
 
     @property
     def length_bound(self) -> int:
-        """An upper bound of the sequence length that needs no look at the device: S padded, T
-        packed.
-        """
+        """Upper bound of the sequences' lengths, without reading values: S padded, T packed."""
         return self.hidden.size(1) if self.hidden.dim() == 3 else self.hidden.size(0)
 
     @property
     def n_rows(self) -> int:
-        """Rows of hidden, padding counted."""
+        """Number of token states, padding included."""
         return self.hidden.numel() // self.hidden.size(-1)
 
 
 class HeadTensors(NamedTuple):
-    """The tensors of a call."""
+    """The tensors of a call.
+
+    Attributes:
+        hidden: token states; see :class:`Tokens`.
+        attention_mask: mask of padded input; see :class:`Tokens`.
+        cu_seqlens: offsets of packed input; see :class:`Tokens`.
+        weight: ``[V, D]``, in fp8 if quantised.
+        weight_scale: ``[V]`` fp32 scales of a quantised weight, or ``None``.
+        bias: ``[V]``, or ``None``.
+    """
 
     hidden: Tensor
     attention_mask: Tensor | None
     cu_seqlens: Tensor | None
-    weight: Tensor  # [V, D], of a quantised head in fp8
-    weight_scale: Tensor | None  # [V] fp32 of a quantised head
-    bias: Tensor | None  # [V]
+    weight: Tensor
+    weight_scale: Tensor | None
+    bias: Tensor | None
 
     @property
     def tokens(self) -> Tokens:
-        return Tokens(*self[:3])
+        """The token states and their division into sequences."""
+        return Tokens(self.hidden, self.attention_mask, self.cu_seqlens)
 
 
 class HeadOptions(NamedTuple):
-    """Options that passed the checks; products take operands of ``compute_dtype``."""
+    """Options that passed the checks.
+
+    Attributes:
+        pooling: reduction over the tokens of a sequence, a key of :data:`POOLINGS`.
+        activation: function applied to logits.
+        logit_scale: factor of the products, before the bias is added.
+        out_dtype: dtype of the scores.
+        compute_dtype: dtype of the operands of products.
+        bias_dtype: dtype of the bias, or ``None`` without one.
+        screen: whether an 8-bit product first excludes scores that cannot be positive.
+    """
 
     pooling: str
     activation: str
@@ -84,15 +115,15 @@ class HeadOptions(NamedTuple):
     out_dtype: torch.dtype
     compute_dtype: torch.dtype
     bias_dtype: torch.dtype | None
-    screen: bool = False  # scores that an 8-bit product shows not to be positive need no other
+    screen: bool = False
 
 
 class HeadSaved(NamedTuple):
-    """Tensors saved for backward: those that :data:`POOLINGS` names, and always token states,
-    offsets and weight.
+    """Tensors that are saved for backward.
 
-    A winner is the position of its token in its own sequence, padding counted: the column of a
-    padded input, the distance to ``cu_seqlens[b]`` of a packed one.
+    Token states, offsets and weight always are, the others if :data:`POOLINGS` names them. A winner
+    is a token's position in its sequence, padding included. In packed input that is the distance
+    from ``cu_seqlens[b]``.
     """
 
     hidden: Tensor
@@ -105,47 +136,53 @@ class HeadSaved(NamedTuple):
 
     @property
     def tokens(self) -> Tokens:
-        return Tokens(*self[:3])
+        """The token states and their division into sequences."""
+        return Tokens(self.hidden, self.attention_mask, self.cu_seqlens)
 
 
 class Needs(NamedTuple):
-    """Gradients that are asked for."""
+    """Which gradients are computed."""
 
     hidden: bool
     weight: bool
     bias: bool
 
 
-Gradients = tuple[
-    Tensor | None,
-    Tensor | None,
-    Tensor | None,
-]  # of hidden, weight and bias, where asked for
+# of hidden, weight and bias; None for a gradient that is not needed
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def outputs(tensors: HeadTensors, options: HeadOptions, training: bool) -> tuple[Buffer, Buffer]:
-    """Scores ``[B, V]``, and winners where backward reads them, else none."""
-    tokens, vocab, kind = tensors.tokens, tensors.weight.size(0), POOLINGS[options.pooling].winners
-    shape = (tokens.batch if training else 0), vocab if kind == "entry" else 1
-    if kind == "none" or (kind == "sequence" and tokens.attention_mask is None):
-        shape = 0, 1
-    return Buffer((tokens.batch, vocab), options.out_dtype), Buffer(
-        shape,
-        winner_dtype(tokens.length_bound),
-    )
+    """Return shapes and dtypes of the results: scores ``[B, V]`` and winners.
+
+    Winners are ``[B, V]``, or ``[B, 1]`` for a pooling with one winner per sequence. They have no
+    elements if backward does not read them.
+    """
+    tokens = tensors.tokens
+    vocab = tensors.weight.size(0)
+    kind = POOLINGS[options.pooling].winners
+    has_winners = kind == "entry" or (kind == "sequence" and tokens.attention_mask is not None)
+    n_rows = tokens.batch if training and has_winners else 0
+    n_columns = vocab if kind == "entry" else 1
+    scores = Buffer((tokens.batch, vocab), options.out_dtype)
+    winners = Buffer((n_rows, n_columns), winner_dtype(tokens.length_bound))
+    return scores, winners
 
 
 def reads(options: HeadOptions) -> frozenset[str]:
-    """Names of saved tensors."""
+    """Return the names of the tensors that backward reads."""
     return POOLINGS[options.pooling].reads
 
 
 def bias_gradient(saved: HeadSaved, options: HeadOptions) -> Buffer:
-    """The bias's gradient, which max pooling and poolings of one token make without the bias."""
+    """Return shape and dtype of the bias's gradient.
+
+    The bias itself is not saved by max pooling and by poolings of one token.
+    """
     return Buffer((saved.weight.size(0),), options.bias_dtype or options.compute_dtype)
 
 
 def check_values(tensors: HeadTensors, options: HeadOptions) -> None:
-    """Raise ``ValueError`` for broken ``cu_seqlens``."""
+    """Raise ``ValueError`` for invalid ``cu_seqlens``, whose values are read."""
     if tensors.cu_seqlens is not None:
         check_cu_seqlens("cu_seqlens", tensors.cu_seqlens, tensors.hidden.size(0), "hidden")

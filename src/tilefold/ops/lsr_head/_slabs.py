@@ -1,5 +1,6 @@
-"""Torch's share of the gradient of sums: products of a slab of the vocabulary, and the unit of
-fp16.
+"""Torch's part of the gradient of sum pooling: products of vocabulary slabs, and the unit of fp16.
+
+The gradients of logits in fp16 are divided by a unit, a power of two, so that the largest fits.
 """
 
 from __future__ import annotations
@@ -7,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# A row of zeros divides by nothing smaller. Times these and their inverses, numbers stay within
-# fp32.
-MIN_POWER, MAX_POWER = 2.0**-100, 2.0**100
-HEADROOM = 2.0**14  # the largest number becomes less than twice that, below fp16's 65504
-EXPONENT = 0x7F800000  # the bits of fp32 that say which power of two
+# Bounds of the unit. Numbers that are multiplied or divided by them stay within fp32.
+MIN_POWER = 2.0**-100
+MAX_POWER = 2.0**100
+HEADROOM = 2.0**14  # the largest number becomes less than twice this, below fp16's 65504
+EXPONENT_BITS = 0x7F800000  # of fp32
 
 
 def unit_of_dlogits(
@@ -22,41 +23,63 @@ def unit_of_dlogits(
     length: int,
     scale: float,
 ) -> Tensor:
-    """Power of two by which fp16 divides the gradients of all logits, none steeper than 1; fp32, on
-    the device.
+    """Return the power of two that fp16 gradients of logits are divided by.
+
+    It follows from a bound of these gradients, since no activation has a slope above 1.
+
+    Args:
+        dscores: ``[B, V]`` gradient of the scores. Values that are not finite are ignored.
+        attention_mask: ``[B, S]``, nonzero = valid, or ``None``.
+        cu_seqlens: ``[B + 1]`` offsets of packed input, or ``None``.
+        mean: whether scores are means, not sums, over the tokens.
+        length: S.
+        scale: factor of the gradients.
+
+    Returns:
+        The unit as a fp32 scalar on the device.
     """
-    largest = (
-        dscores.nan_to_num(0.0, 0.0, 0.0).abs_().amax(1, keepdim=True)
-    )  # [B, 1], of what is finite
+    largest = dscores.nan_to_num(0.0, 0.0, 0.0).abs_().amax(1, keepdim=True)  # [B, 1]
     if mean and cu_seqlens is not None:
         largest /= cu_seqlens.diff().clamp(min=1)[:, None]
     elif mean and attention_mask is not None:
         largest /= (attention_mask != 0).sum(dim=1, keepdim=True).clamp(min=1)
     elif mean:
         largest /= max(length, 1)
-    power = (largest.amax().mul_(abs(scale)).view(torch.int32) & EXPONENT).view(torch.float32)
+    bits = largest.amax().mul_(abs(scale)).view(torch.int32)
+    power = (bits & EXPONENT_BITS).view(torch.float32)
     return power.clamp_(MIN_POWER, MAX_POWER).div_(HEADROOM)
 
 
-def add_rows(slab: slice, drows: Tensor | None, dlogits: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of rows by a slab of the vocabulary, added to that of those before; fp32."""
-    found = wide_product(dlogits[:, : slab.stop - slab.start], weight[slab])
-    return found if drows is None else drows.add_(found)
+def add_dhidden(slab: slice, dhidden: Tensor | None, dlogits: Tensor, weight: Tensor) -> Tensor:
+    """Add one vocabulary slab's part of the gradient of the token states, in fp32.
+
+    Args:
+        slab: columns of the vocabulary.
+        dhidden: ``[T, D]`` sum over the slabs before, or ``None`` for the first slab.
+        dlogits: ``[T, C]`` gradient of the slab's logits; the last slab uses fewer columns.
+        weight: ``[V, D]``.
+    """
+    n_columns = slab.stop - slab.start
+    product = product_in_fp32(dlogits[:, :n_columns], weight[slab])
+    return product if dhidden is None else dhidden.add_(product)
 
 
-def fill(slab: slice, result: Tensor, found: Tensor, unit: Tensor | None) -> Tensor:
-    """The gradient of the weight or the bias, a slab of which was found, in this unit."""
-    result[slab] = times(found[: slab.stop - slab.start], unit)
+def write_slab(slab: slice, result: Tensor, gradient: Tensor, unit: Tensor | None) -> Tensor:
+    """Write one vocabulary slab of the gradient of the weight or the bias, rescaled by ``unit``."""
+    n_columns = slab.stop - slab.start
+    result[slab] = rescale(gradient[:n_columns], unit)
     return result
 
 
-def times(found: Tensor, unit: Tensor | None) -> Tensor:
-    """Gradients that were found in this unit."""
-    return found if unit is None else found.mul_(unit)
+def rescale(gradient: Tensor, unit: Tensor | None) -> Tensor:
+    """Multiply a gradient by the unit that it was divided by, in place; ``None`` is 1."""
+    return gradient if unit is None else gradient.mul_(unit)
 
 
-def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` handed out in fp32."""
+def product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` with a result in fp32."""
     if a.dtype == torch.float32:
         return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()

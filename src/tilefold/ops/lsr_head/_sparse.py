@@ -1,4 +1,4 @@
-"""Selection of kept scores, block of vocabulary by block, and their CSR tensor."""
+"""Selection of scores above a minimum, in blocks of the vocabulary, and sparse rows of them."""
 
 from __future__ import annotations
 
@@ -13,58 +13,87 @@ from tilefold._csr import csr_tensor
 
 
 class CapacityRows(NamedTuple):
-    """Sparse rows of which the host need not know the sizes."""
+    """Sparse rows of a fixed capacity, whose sizes the CPU does not need to know.
 
-    counts: (
-        Tensor  # int32 [B], entries that each row has; more than the capacity if some did not fit
-    )
-    kept: Tensor  # int32 [B], entries that are stored: at most the capacity, or top_k
-    columns: Tensor  # int32 [B, capacity] ([B, top_k]), rising; undefined behind kept[b]
-    values: Tensor  # as columns
+    Attributes:
+        counts: ``[B]`` int32 entries of each row. A count above the capacity says that some did not
+            fit.
+        n_stored: ``[B]`` int32 entries that are stored: at most the capacity, or ``top_k``.
+        columns: ``[B, capacity]`` (or ``[B, top_k]``) int32 columns in rising order; undefined from
+            ``n_stored[b]`` on.
+        values: scores of the columns.
+        vocab_size: V.
+    """
+
+    counts: Tensor
+    n_stored: Tensor
+    columns: Tensor
+    values: Tensor
     vocab_size: int
 
 
-def kept_rows(
+def select_rows(
     blocks: Iterable[tuple[int, Tensor]],
     shape: tuple[int, int],
     top_k: int | None,
     min_weight: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Entries above ``min_weight`` of scores ``[B, C]`` that come in rising order of their first
-    columns, as CSR.
+    """Select scores block by block, and return them as a CSR tensor.
 
-    With ``top_k`` only the best of each row so far are held; without it, the entries of each block.
+    Memory holds the selected entries of all blocks, or with ``top_k`` the largest of each row so
+    far.
+
+    Args:
+        blocks: first column and scores ``[B, C]`` of each block, in rising order of columns.
+        shape: ``(B, V)``.
+        top_k: largest number of entries per row; ``None`` selects all.
+        min_weight: entries have to be greater. NaN is always selected.
+        dtype: dtype of the result.
     """
-    best: tuple[Tensor, Tensor] | None = None
-    entries = []
-    for first, scores in blocks:
-        if top_k is None:
-            rows, places = (~(scores <= min_weight)).nonzero(as_tuple=True)
-            entries.append((rows, places + first, scores[rows, places]))
-            continue
-        columns = torch.arange(first, first + scores.size(1), device=scores.device).expand(
-            scores.size(0),
-            -1,
-        )
-        if best is None:
-            best = largest(scores, columns, top_k)
+    if top_k is None:
+        entries = []
+        for first_column, scores in blocks:
+            rows, positions = (~(scores <= min_weight)).nonzero(as_tuple=True)
+            entries.append((rows, positions + first_column, scores[rows, positions]))
+        rows, columns, values = (torch.cat(parts) for parts in zip(*entries, strict=True))
+        return csr_from_entries(rows, columns, values, shape, dtype)
+
+    top_scores: Tensor | None = None
+    top_columns: Tensor | None = None
+    for first_column, scores in blocks:
+        columns = torch.arange(
+            first_column,
+            first_column + scores.size(1),
+            device=scores.device,
+        ).expand(scores.size(0), -1)
+        if top_scores is None or top_columns is None:
+            top_scores, top_columns = largest(scores, columns, top_k)
         else:
-            best = largest(
-                torch.cat([best[0], scores], dim=1),
-                torch.cat([best[1], columns], dim=1),
-                top_k,
-            )
-    if best is not None:
-        rows, places = (~(best[0] <= min_weight)).nonzero(as_tuple=True)
-        entries = [(rows, best[1][rows, places], best[0][rows, places])]
-    rows, columns, scores = (torch.cat(parts) for parts in zip(*entries, strict=True))
-    return csr_from_entries(rows, columns, scores, shape, dtype)
+            candidates = torch.cat([top_scores, scores], dim=1)
+            candidate_columns = torch.cat([top_columns, columns], dim=1)
+            top_scores, top_columns = largest(candidates, candidate_columns, top_k)
+    if top_scores is None or top_columns is None:
+        raise ValueError("blocks must not be empty, got none; V must be at least 1.")
+    rows, positions = (~(top_scores <= min_weight)).nonzero(as_tuple=True)
+    return csr_from_entries(
+        rows,
+        top_columns[rows, positions],
+        top_scores[rows, positions],
+        shape,
+        dtype,
+    )
 
 
 def largest(scores: Tensor, columns: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` largest of each row and their columns, in the order of these; of equal scores
-    the lowest stay.
+    """Return the ``top_k`` largest scores of each row and their columns, in the order of columns.
+
+    Among equal scores the first ones are selected.
+
+    Args:
+        scores: ``[B, C]``.
+        columns: ``[B, C]`` in rising order.
+        top_k: number of entries. If rows have no more, all are returned.
     """
     if scores.size(1) <= top_k:
         return scores, columns
@@ -79,8 +108,14 @@ def csr_from_entries(
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Entries as a ``torch.sparse_csr`` tensor of ``dtype``; within a row they come in the order of
-    their columns.
+    """Return entries as a ``torch.sparse_csr`` tensor of ``dtype``.
+
+    Args:
+        rows: ``[n]`` rows of the entries, in any order.
+        columns: ``[n]`` columns of the entries, which rise within a row.
+        scores: ``[n]`` values of the entries.
+        shape: ``(B, V)``.
+        dtype: dtype of the result.
     """
     order = rows.sort(stable=True).indices
     counts = torch.bincount(rows, minlength=shape[0])
@@ -94,31 +129,34 @@ def rows_of_scores(
     top_k: int | None,
     min_weight: float,
 ) -> CapacityRows:
-    """Entries of scores ``[B, V]`` above ``min_weight`` in rows with room for ``capacity``; waits
-    for no device.
+    """Return the scores ``[B, V]`` above ``min_weight`` as rows of a fixed capacity.
+
+    This does not wait for the device. NaN is always selected, so that it is noticed.
     """
-    keep = ~(scores <= min_weight)  # NaN is kept, so that it is seen
-    counts = keep.sum(1, dtype=torch.int32)
-    at = torch.where(keep, keep.cumsum(1) - 1, capacity).clamp(max=capacity)
-    every = torch.arange(scores.size(1), dtype=torch.int32, device=scores.device).expand(
+    selected = ~(scores <= min_weight)
+    counts = selected.sum(1, dtype=torch.int32)
+    # An additional last position takes the entries that are not selected, or do not fit.
+    positions = torch.where(selected, selected.cumsum(1) - 1, capacity).clamp(max=capacity)
+    shape = scores.size(0), capacity + 1
+    all_columns = torch.arange(scores.size(1), dtype=torch.int32, device=scores.device).expand(
         scores.shape,
     )
-    shape = scores.size(0), capacity + 1  # the last place takes what is not kept
-    columns = every.new_zeros(shape).scatter_(1, at, every)[:, :capacity]
-    values = scores.new_zeros(shape).scatter_(1, at, scores)[:, :capacity]
-    return best_of(
-        CapacityRows(counts, counts.clamp(max=capacity), columns, values, scores.size(1)),
-        top_k,
-    )
+    columns = all_columns.new_zeros(shape).scatter_(1, positions, all_columns)[:, :capacity]
+    values = scores.new_zeros(shape).scatter_(1, positions, scores)[:, :capacity]
+    rows = CapacityRows(counts, counts.clamp(max=capacity), columns, values, scores.size(1))
+    return largest_entries(rows, top_k)
 
 
-def best_of(rows: CapacityRows, top_k: int | None) -> CapacityRows:
-    """At most the ``top_k`` largest entries of each row."""
-    counts, kept, columns, values, vocab_size = rows
-    capacity = columns.size(1)
+def largest_entries(rows: CapacityRows, top_k: int | None) -> CapacityRows:
+    """Return rows with at most the ``top_k`` largest entries of each row."""
+    capacity = rows.columns.size(1)
     if top_k is None or top_k >= capacity:
         return rows
-    # NaN comes before all, and what lies behind the last entry last
-    free = torch.arange(capacity, device=columns.device) >= kept[:, None]
-    values, columns = largest(values.masked_fill(free, -math.inf), columns, top_k)
-    return CapacityRows(counts, kept.clamp(max=top_k), columns, values, vocab_size)
+    # Descending order begins with NaN, and ends with positions that hold no entry.
+    is_unused = torch.arange(capacity, device=rows.columns.device) >= rows.n_stored[:, None]
+    values, columns = largest(rows.values.masked_fill(is_unused, -math.inf), rows.columns, top_k)
+    return rows._replace(
+        n_stored=rows.n_stored.clamp(max=top_k),
+        columns=columns,
+        values=values,
+    )

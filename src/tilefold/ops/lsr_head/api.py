@@ -1,6 +1,4 @@
-"""The fused language-model head of learned sparse retrieval, public functions: arguments, checks
-and dispatch.
-"""
+"""Public functions of the fused head of learned sparse retrieval: checks and dispatch."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from tilefold.ops._shared.fallback import KernelUnavailableError, give_up, given
 from tilefold.ops._shared.operator import Operator
 from tilefold.ops.lsr_head import _parallel, _quantized, _reference, _tiled
 from tilefold.ops.lsr_head._arguments import check_head, checked
-from tilefold.ops.lsr_head._parallel import PLAIN_TYPES, Options
+from tilefold.ops.lsr_head._parallel import PLAIN_TYPES
 from tilefold.ops.lsr_head._problem import (
     HeadOptions,
     HeadSaved,
@@ -28,16 +26,15 @@ from tilefold.ops.lsr_head._problem import (
     reads,
 )
 from tilefold.ops.lsr_head._quantized import QuantizedWeight
-from tilefold.ops.lsr_head._sparse import CapacityRows, best_of, kept_rows
+from tilefold.ops.lsr_head._sparse import CapacityRows, largest_entries, select_rows
 
-# Vocabulary columns that lsr_head_sparse holds in dense form at a time, for the whole batch.
+# Vocabulary columns of a block, whose scores lsr_head_sparse has in dense form for all sequences.
 SPARSE_BLOCK_V = 16384
-COMPACTION = "lsr_head's compaction of rows"
-ROWS_BLOCK_SCORES = (
-    1 << 25
-)  # scores of a block of the vocabulary that lsr_head_rows holds, for the whole batch
-ALIGNMENT = 1024  # columns, so that blocks of the weight begin at multiples of its tiles
-OPTIONS = ("pooling", "activation", "logit_scale", "out_dtype", "screen")
+# Scores of a block of the vocabulary, for all sequences, that lsr_head_rows has at a time.
+ROWS_BLOCK_SCORES = 1 << 25
+# Columns of which a block of lsr_head_rows is a multiple, so that blocks begin with a tile.
+ROWS_BLOCK_ALIGNMENT = 1024
+COMPACTION = "lsr_head's compaction of rows"  # name under which its kernel is given up
 
 
 def _plans() -> ModuleType:
@@ -47,6 +44,7 @@ def _plans() -> ModuleType:
 
 
 def _choose(tensors: HeadTensors, impl: str) -> tuple[str, str]:
+    """Return the name under which kernels are given up, and the implementation."""
     if tensors.weight_scale is None:
         return HEAD.name, HEAD.chosen_impl(tensors.hidden, impl)
     return _quantized.QUANTIZED_HEAD, _quantized.chosen_quantized_impl(tensors.hidden, impl)
@@ -70,16 +68,18 @@ HEAD = Operator(
 
 
 def chosen_impl(hidden: Tensor, impl: str = "auto") -> str:
-    """Implementation of ``lsr_head(hidden, ..., impl=impl)``: ``"reference"``, ``"tiled"`` or
-    ``"triton"``.
+    """Return the implementation that ``lsr_head(hidden, ..., impl=impl)`` runs.
 
-    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else
-    ``"tiled"``.
+    ``"auto"`` chooses ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that can run the
+    kernels, and else ``"tiled"``.
+
+    Returns:
+        ``"reference"``, ``"tiled"`` or ``"triton"``.
 
     Raises:
         ValueError: for an unknown name.
-        RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not
-            support.
+        RuntimeError: for ``"triton"`` on a device that it does not support.
+        TypeError: for ``"triton"`` with a dtype that it does not support.
     """
     return HEAD.chosen_impl(hidden, impl)
 
@@ -99,32 +99,31 @@ def lsr_head(
     screen: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """Score every vocabulary entry for every sequence, without the ``[B, S, V]`` logits (Sparton,
-    arXiv 2603.25011).
+    """Score every vocabulary entry for every sequence, without the ``[B, S, V]`` logits.
 
-    With ``logit[b, s, v] = logit_scale * hidden[b, s] . weight[v] + bias[v]`` over the valid tokens
+    This is the head of Sparton (arXiv 2603.25011). With ``logit[b, s, v] = logit_scale * hidden[b, s] . weight[v] + bias[v]`` over the valid tokens
     s of sequence b::
 
         max:       out[b, v] = act(max_s logit[b, s, v])
         sum, mean: out[b, v] = sum_s or mean_s act(logit[b, s, v])
         cls, last: out[b, v] = act(logit[b, s*, v]), s* the first or the last valid token
 
-    Products accumulate in fp32 (fp64 for fp64 input) and the maximum is taken on those values;
-    among equal logits the lowest token wins and takes the whole gradient. A sequence without a
-    valid token scores 0, with no gradient. A NaN in a valid token gives NaN; whatever a masked
-    token holds is never read into a result. Backward is bitwise deterministic. Under
-    ``torch.autocast`` products take autocast's dtype and gradients keep their parameter's.
+    Products accumulate in fp32 (fp64 for fp64 input), and the maximum is taken over these values.
+    Among equal logits the lowest token wins and gets the gradient. A sequence without a valid token
+    scores 0, with no gradient. A NaN in a valid token gives NaN. A masked token has no influence on
+    a result, whatever it contains. Backward is bitwise deterministic. Under ``torch.autocast``
+    products are computed in autocast's dtype, and gradients have the dtype of their parameter.
 
     A DTensor ``weight`` (and ``bias``) that is ``Shard(0)`` over one mesh dimension makes the head
-    vocabulary-parallel: ``hidden`` is then a ``Replicate()`` DTensor, the scores are a ``Shard(1)``
-    one, and only ``dhidden`` is summed over the ranks, in fp32.
+    vocabulary-parallel. ``hidden`` is then a ``Replicate()`` DTensor, the scores are a ``Shard(1)``
+    DTensor, and only ``dhidden`` is summed over the ranks, in fp32.
 
     Args:
-        hidden: ``[B, S, D]`` token states, or ``[T, D]`` packed ones with ``cu_seqlens``; fp16,
-            bf16, fp32 or fp64.
-        weight: ``[V, D]`` decoder weight, dtype of ``hidden`` (any floating dtype under autocast);
-            or, for max pooling without gradients, a :class:`QuantizedWeight`: token states are then
-            rounded to fp8 too.
+        hidden: ``[B, S, D]`` token states, or packed ``[T, D]`` with ``cu_seqlens``; fp16, bf16,
+            fp32 or fp64.
+        weight: ``[V, D]`` decoder weight in the dtype of ``hidden`` (any floating dtype under
+            autocast). For max pooling without gradients, also a :class:`QuantizedWeight`, with
+            which token states are rounded to fp8 too.
         bias: ``[V]`` decoder bias, or ``None``.
         attention_mask: ``[B, S]``, nonzero = valid, in any pattern (padding on either side, holes).
             Values are not weights: any nonzero value means "valid".
@@ -136,14 +135,14 @@ def lsr_head(
             ``"softplus"`` or ``"none"``.
         logit_scale: a number that multiplies the products before the bias is added.
         out_dtype: dtype of the scores; by default that of ``hidden``, or autocast's.
-        weight_main_grad: ``[V, D]`` fp32, contiguous: backward adds the weight's gradient to it, in
-            fp32, and leaves ``weight.grad`` alone (Megatron's ``main_grad``). For max pooling in
+        weight_main_grad: ``[V, D]`` fp32, contiguous. Backward adds the weight's gradient to it, in
+            fp32, and does not touch ``weight.grad`` (Megatron's ``main_grad``). For max pooling in
             eager mode.
-        screen: whether an 8-bit product with a proven bound first finds the scores that can be
-            positive, so that only their logits are computed: the same scores and winners. On
-            compute capability 9.0, of fp16 and bf16, for max pooling with an activation of the relu
-            family; elsewhere, for little work, and where much is positive (a model that is not
-            trained) all logits are computed. It takes ``V D + 5 B V + T D`` bytes.
+        screen: whether an 8-bit product with a proven error bound first determines which scores can
+            be positive. Only their logits are then computed, with the same scores and winners. This
+            works on compute capability 9.0, in fp16 and bf16, for max pooling with an activation of
+            the relu family. Otherwise, for small inputs, and if many scores are positive (a model
+            that is not trained), all logits are computed. It needs ``V D + 5 B V + T D`` bytes.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
 
     Returns:
@@ -154,30 +153,49 @@ def lsr_head(
         ValueError: for shapes, devices, masks, ``cu_seqlens`` or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    asked = (pooling, activation, logit_scale, out_dtype, screen)
+    options = (pooling, activation, logit_scale, out_dtype, screen)
     if isinstance(weight, QuantizedWeight):
         tensors = HeadTensors(hidden, attention_mask, cu_seqlens, weight.values, weight.scale, bias)
     else:
         tensors = HeadTensors(hidden, attention_mask, cu_seqlens, weight, None, bias)
-        plain = (
+        is_plain = (
             type(hidden) in PLAIN_TYPES
             and type(weight) in PLAIN_TYPES
             and type(bias) in PLAIN_TYPES
         )
-        if not plain and _parallel.is_distributed(hidden, weight, bias):
-            named = {
-                **dict(zip(OPTIONS, asked, strict=True)),
-                "impl": impl,
-                "weight_main_grad": weight_main_grad,
-            }
-            return _parallel.parallel_head(lsr_head, tensors.tokens, weight, bias, named)
+        if not is_plain and _parallel.is_distributed(hidden, weight, bias):
+            head = functools.partial(
+                lsr_head,
+                pooling=pooling,
+                activation=activation,
+                logit_scale=logit_scale,
+                out_dtype=out_dtype,
+                screen=screen,
+                impl=impl,
+            )
+            return _parallel.parallel_head(
+                head,
+                tensors.tokens,
+                weight,
+                bias,
+                weight_main_grad,
+                out_dtype,
+            )
     if weight_main_grad is None:
-        return HEAD(tensors, asked, impl, checked)[0]  # type: ignore[no-any-return]
-    into = {"weight": weight_main_grad}
-    # what may be added to depends on what needs a gradient, of which a key knows only that
-    # something does
-    wanted = tuple([getattr(each, "requires_grad", False) for each in (weight, weight_main_grad)])
-    return HEAD(tensors, (*asked, impl, wanted), impl, checked, into)[0]  # type: ignore[no-any-return]
+        return HEAD(tensors, options, impl, checked)[0]  # type: ignore[no-any-return]
+    # The checks of the buffer depend on which of the two tensors needs a gradient. The key of a
+    # call only holds whether any tensor does.
+    require_grad = (
+        getattr(weight, "requires_grad", False),
+        getattr(weight_main_grad, "requires_grad", False),
+    )
+    return HEAD(  # type: ignore[no-any-return]
+        tensors,
+        (*options, impl, require_grad),
+        impl,
+        checked,
+        {"weight": weight_main_grad},
+    )[0]
 
 
 def lsr_head_sparse(
@@ -195,59 +213,78 @@ def lsr_head_sparse(
     min_weight: float = 0.0,
     impl: str = "auto",
 ) -> Tensor:
-    """:func:`lsr_head` for encoding: scores above ``min_weight`` as a sparse CSR tensor; ``[B, V]``
-    never exists.
+    """Compute the scores above ``min_weight`` as a sparse CSR tensor, without a dense ``[B, V]``.
 
-    The vocabulary is walked in blocks; of each, only what is kept survives. Selection is made on
-    fp32 scores (fp64 for fp64 input). Not differentiable: the result carries no graph.
+    Like :func:`lsr_head`, for encoding. Scores are computed in blocks of the vocabulary, and only
+    the selected ones are retained. They are selected in fp32 (fp64 for fp64 input). The result is
+    not differentiable.
 
     Args:
-        top_k: keep at most this many entries per row, the largest; among equal ones the lowest
-            vocabulary index. ``None`` keeps all.
-        min_weight: keep entries strictly greater than this; NaN is always kept, so that it is seen.
+        top_k: largest number of entries per row. The largest scores are selected, and among equal
+            ones the lowest vocabulary index. ``None`` selects all.
+        min_weight: only entries strictly greater than this are selected. NaN always is, so that it
+            is noticed.
 
     The other arguments and errors are those of :func:`lsr_head`.
 
     Returns:
-        ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row; with DTensor arguments the
-        plain, whole tensor on every rank.
+        ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row. With
+        DTensor arguments it is a plain tensor with all columns, equal on every rank.
     """
-    tokens, asked = (
-        Tokens(hidden, attention_mask, cu_seqlens),
-        (pooling, activation, logit_scale, out_dtype),
-    )
-    named: Options = {
-        **dict(zip(OPTIONS, asked, strict=False)),
-        "impl": impl,
-    }  # a block is too small for a screen
-    values, scale = (
-        (weight.values, weight.scale) if isinstance(weight, QuantizedWeight) else (weight, None)
-    )
-    if scale is None and _parallel.is_distributed(hidden, weight, bias):
-        named |= {"top_k": top_k, "min_weight": min_weight}
-        return _parallel.parallel_head_sparse(lsr_head_sparse, tokens, values, bias, named)
-    _, out_dtype = check_head(HeadTensors(*tokens, values, scale, bias), *asked)
+    tokens = Tokens(hidden, attention_mask, cu_seqlens)
+    if isinstance(weight, QuantizedWeight):
+        tensors = HeadTensors(*tokens, weight.values, weight.scale, bias)
+    else:
+        if _parallel.is_distributed(hidden, weight, bias):
+            sparse_head = functools.partial(
+                lsr_head_sparse,
+                pooling=pooling,
+                activation=activation,
+                logit_scale=logit_scale,
+                top_k=top_k,
+                min_weight=min_weight,
+                impl=impl,
+            )
+            return _parallel.parallel_head_sparse(
+                sparse_head,
+                tokens,
+                weight,
+                bias,
+                out_dtype,
+                top_k,
+            )
+        tensors = HeadTensors(*tokens, weight, None, bias)
+    _, out_dtype = check_head(tensors, pooling, activation, logit_scale, out_dtype)
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}.")
     if not isinstance(min_weight, (int, float)) or math.isnan(min_weight):
         raise ValueError(
             f"min_weight must be a Python number, got {min_weight!r}; -inf keeps every entry.",
         )
-    named["out_dtype"] = torch.promote_types(hidden.dtype, torch.float32)
+    vocab = weight.size(0)
 
-    def scores_from(v0: int) -> Tensor:
-        part = slice(v0, v0 + SPARSE_BLOCK_V)
+    def block_scores(first_column: int) -> Tensor:
+        """Score a block of the vocabulary, which is too small for a screen."""
+        block = slice(first_column, first_column + SPARSE_BLOCK_V)
         return lsr_head(
-            weight=weight[part],
-            bias=None if bias is None else bias[part],
-            **tokens._asdict(),
-            **named,
+            hidden,
+            weight[block],
+            None if bias is None else bias[block],
+            attention_mask=attention_mask,
+            cu_seqlens=cu_seqlens,
+            pooling=pooling,
+            activation=activation,
+            logit_scale=logit_scale,
+            out_dtype=torch.promote_types(hidden.dtype, torch.float32),
+            impl=impl,
         )
 
-    shape = tokens.batch, weight.size(0)
     with torch.no_grad():
-        blocks = ((v0, scores_from(v0)) for v0 in range(0, shape[1], SPARSE_BLOCK_V))
-        return kept_rows(blocks, shape, top_k, min_weight, out_dtype)
+        blocks = (
+            (first_column, block_scores(first_column))
+            for first_column in range(0, vocab, SPARSE_BLOCK_V)
+        )
+        return select_rows(blocks, (tokens.batch, vocab), top_k, min_weight, out_dtype)
 
 
 def lsr_head_rows(
@@ -266,65 +303,80 @@ def lsr_head_rows(
     screen: bool = False,
     impl: str = "auto",
 ) -> CapacityRows | None:
-    """:func:`lsr_head_sparse` whose rows have room for ``capacity`` entries each, made without
-    waiting for the GPU.
+    """Compute sparse rows with memory for ``capacity`` entries each, without waiting for the GPU.
 
-    A row with more entries is incomplete, which its count says; who reads it must encode it again
-    with more room. ``top_k`` chooses among the entries that fit, so it too holds only for rows
-    whose count is at most ``capacity``.
+    Like :func:`lsr_head_sparse`, which explains the other arguments.
 
-    None where Triton's kernels do not run: :func:`lsr_head_sparse` serves there, which explains the
-    other arguments.
+    Args:
+        capacity: entries that a row can hold. A row with more is incomplete, which its count shows,
+            and the caller must encode it again with a larger capacity.
+        top_k: largest number of entries per row. It chooses among the entries that fit, so it too
+            is only right for rows whose count is at most ``capacity``.
+
+    Returns:
+        The rows, or ``None`` where Triton's kernels do not run.
+
+    Raises:
+        ValueError: for a capacity or ``top_k`` below 1, or ``min_weight`` NaN.
     """
     if capacity < 1 or math.isnan(min_weight) or (top_k is not None and top_k < 1):
         raise ValueError(
-            f"capacity and top_k must be at least 1 and min_weight a number, got capacity={capacity}, top_k={top_k}, "
-            f"min_weight={min_weight}.",
+            "capacity and top_k must be at least 1 and min_weight a number, got "
+            f"capacity={capacity}, top_k={top_k}, min_weight={min_weight}.",
         )
-    if shared.chosen_impl("lsr_head", "hidden", hidden, impl) != "triton" or given_up(
-        COMPACTION,
-        hidden.device,
-    ):
+    device = hidden.device
+    if shared.chosen_impl("lsr_head", "hidden", hidden, impl) != "triton":
+        return None
+    if given_up(COMPACTION, device):
         return None
     from tilefold.ops.lsr_head._triton.compact import append_rows  # triton may be missing
 
     batch = hidden.size(0) if cu_seqlens is None else cu_seqlens.numel() - 1
-    vocab, device = weight.size(0), hidden.device
-    block = max(ALIGNMENT, ROWS_BLOCK_SCORES // max(1, batch) // ALIGNMENT * ALIGNMENT)
+    vocab = weight.size(0)
+    block_size = ROWS_BLOCK_SCORES // max(1, batch) // ROWS_BLOCK_ALIGNMENT * ROWS_BLOCK_ALIGNMENT
+    block_size = max(ROWS_BLOCK_ALIGNMENT, block_size)
     counts = torch.zeros(batch, dtype=torch.int32, device=device)
     columns = torch.empty(batch, capacity, dtype=torch.int32, device=device)
     values = torch.empty(batch, capacity, dtype=torch.float32, device=device)
-    call = functools.partial(
-        lsr_head,
-        hidden,
-        attention_mask=attention_mask,
-        cu_seqlens=cu_seqlens,
-        pooling=pooling,
-    )
-    call = functools.partial(
-        call,
-        activation=activation,
-        out_dtype=torch.float32,
-        screen=screen,
-        impl=impl,
-    )
     with torch.no_grad():
-        for v0 in range(0, vocab, block):
-            whole, part = v0 == 0 and block >= vocab, slice(v0, v0 + block)
-            some = bias if whole or bias is None else bias[part]
-            rows = weight if whole else weight[part]
-            scores = call(rows, some)
-            failed = try_kernels(append_rows, scores, v0, min_weight, counts, columns, values)
-            if isinstance(failed, KernelUnavailableError):
+        for first_column in range(0, vocab, block_size):
+            block_weight = weight
+            block_bias = bias
+            if vocab > block_size:
+                block = slice(first_column, first_column + block_size)
+                block_weight = weight[block]
+                block_bias = None if bias is None else bias[block]
+            scores = lsr_head(
+                hidden,
+                block_weight,
+                block_bias,
+                attention_mask=attention_mask,
+                cu_seqlens=cu_seqlens,
+                pooling=pooling,
+                activation=activation,
+                out_dtype=torch.float32,
+                screen=screen,
+                impl=impl,
+            )
+            result = try_kernels(
+                append_rows,
+                scores,
+                first_column,
+                min_weight,
+                counts,
+                columns,
+                values,
+            )
+            if isinstance(result, KernelUnavailableError):
                 give_up(
                     COMPACTION,
                     device,
-                    str(failed),
+                    str(result),
                     "lsr_head_sparse runs instead, which waits for the GPU.",
                 )
                 return None
-        found = best_of(
-            CapacityRows(counts, counts.clamp(max=capacity), columns, values, vocab),
-            top_k,
-        )
-    return found._replace(values=found.values.to(hidden.dtype if out_dtype is None else out_dtype))
+        rows = CapacityRows(counts, counts.clamp(max=capacity), columns, values, vocab)
+        rows = largest_entries(rows, top_k)
+    if out_dtype is None:
+        out_dtype = hidden.dtype
+    return rows._replace(values=rows.values.to(out_dtype))

@@ -1,55 +1,52 @@
-"""Launch configurations of the LSR head: kernels' constants by architecture and dtype, as tables."""
+"""Launch configurations of the LSR head, as tables by architecture and dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from tilefold.ops._shared._triton import releases
-from tilefold.ops._shared.plan import KernelFallback, Setting, cdiv
+from tilefold.ops._shared.plan import Constants, KernelFallback, Setting, cdiv
 from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.lsr_head._problem import HeadOptions
 
-Constants = dict[str, Any]  # of a kernel, by their names
 FP8 = torch.float8_e4m3fn
-INTERPRETED, FP32, FP16 = {"capability": (0, 0)}, {"dtype": torch.float32}, {"dtype": torch.float16}
-SIXTEEN = frozenset({torch.bfloat16, torch.float16})
-HOPPER = {"capability": (9, 0), "dtype": SIXTEEN}
+SIXTEEN_BITS = frozenset({torch.bfloat16, torch.float16})
+# conditions of rows
+INTERPRETED = {"capability": (0, 0)}
+FP32 = {"dtype": torch.float32}
+FP16 = {"dtype": torch.float16}
+HOPPER = {"capability": (9, 0), "dtype": SIXTEEN_BITS}
 LARGE_BATCH = HOPPER | {"batch": Between(least=33)}  # sequences
-BEFORE_HOPPER, BLACKWELL = (
-    {"capability": Between(most=(8, 9))},
-    {"capability": Between(least=(9, 1))},
-)
-MEASURED, COMPILED = "H200, Triton 3.6", "compiled without spills with Triton 3.4 to 3.9, not timed"
+BEFORE_HOPPER = {"capability": Between(most=(8, 9))}
+BLACKWELL = {"capability": Between(least=(9, 1))}
+# sources of rows
+MEASURED = "H200, Triton 3.6"
+COMPILED = "compiled without spills with Triton 3.4 to 3.9, not timed"
 SMALL = "small, for tests"
-MAX_SPLITS = 32
-MAX_RAGGED_SPLITS = 8  # where sequences differ, each split looks for its first one
-RAGGED_SHARES = (
-    0.25,
-    0.33,
-    0.5,
-    0.75,
-    1.0,
-)  # of valid rows, that a split of ragged rows is chosen for
-LONG_SEQUENCE_TILES = 16  # longer sequences are rather cut than kept in one split
+
+MAX_SPLITS = 32  # of the token tiles, if sequences have one length
+MAX_RAGGED_SPLITS = 8  # if lengths differ, and each split has to search for its first sequence
+# Shares of rows that are valid, over which the splits of sequences of different lengths are chosen.
+RAGGED_SHARES = (0.25, 0.33, 0.5, 0.75, 1.0)
+LONG_SEQUENCE_TILES = 16  # a longer sequence may be divided among splits
+
+# names of kernels, for warnings and Setting.given_up
 BY_ROLES = "lsr_head's kernel whose warps load or compute"
 BY_SCREEN = "lsr_head's screen of scores that cannot be positive"
 BY_TMA = "lsr_head's portable kernel with TMA"
 PORTABLE = "lsr_head's portable kernel"
-INSTEAD = {
-    kernel: KernelFallback(kernel, f"{does} instead: the same results, a slower forward pass.")
-    for kernel, does in (
-        (BY_ROLES, f"Max pooling runs {BY_TMA}"),
-        (BY_TMA, f"Max pooling runs {PORTABLE}"),
-        (BY_SCREEN, "Every logit is computed"),
-    )
+_SAME_RESULTS = "instead: the same results, a slower forward pass."
+FALLBACKS = {
+    BY_ROLES: KernelFallback(BY_ROLES, f"Max pooling runs {BY_TMA} {_SAME_RESULTS}"),
+    BY_TMA: KernelFallback(BY_TMA, f"Max pooling runs {PORTABLE} {_SAME_RESULTS}"),
+    BY_SCREEN: KernelFallback(BY_SCREEN, f"Every logit is computed {_SAME_RESULTS}"),
 }
 
-# Forward of max pooling; sequences begin at multiples of GROUP rows. With WARP_ROLES warps are of a
-# computing group. The facts tma and roles say whether kernels with descriptors, and with such
-# warps, can run: :func:`max_forward`.
+# Forward of max pooling. Sequences begin at multiples of GROUP rows. With WARP_ROLES, num_warps
+# counts the warps of a computing group. The facts "tma" and "roles" say whether kernels with TMA
+# descriptors, and kernels with warp roles, can run: see :func:`max_forward`.
 MAX_FORWARD = (
     ConfigRow(
         {},
@@ -70,7 +67,7 @@ MAX_FORWARD = (
     ConfigRow({"tma": True}, {"BLOCK_T": 256, "BLOCK_K": 64, "USE_TMA": True}, MEASURED),
     ConfigRow({"tma": True, "dtype": FP8}, {"BLOCK_K": 128}, MEASURED),
     ConfigRow(
-        {"tma": True, "dtype": SIXTEEN} | BLACKWELL,
+        {"tma": True, "dtype": SIXTEEN_BITS} | BLACKWELL,
         {"BLOCK_T": 128},
         "compiled: copies of products, which lie in a memory of their own, and places of winners spill from 3.7 on",
     ),
@@ -110,9 +107,10 @@ MAX_FORWARD = (
         SMALL,
     ),
 )
-# The screen, on 9.0, of work that takes long enough for a sample; unless more than MOST_SAMPLED of
-# the sample stay (128 tokens of a text find half to two thirds of what stays of it), or MOST_KEPT
-# of all, which costs both.
+# The screen, on 9.0. It runs for at least LEAST_WORK operations, which take long enough for a
+# sample, and up to WIDEST dimensions. If more than MOST_SAMPLED of the sampled scores may be
+# positive (128 tokens of a text determine half to two thirds of those that may), or more than
+# MOST_KEPT of all scores, all logits are computed.
 WHEN_SCREENED = (
     ConfigRow(
         {}, {"LEAST_WORK": 7e11, "WIDEST": 1024, "MOST_SAMPLED": 0.12, "MOST_KEPT": 0.5}, MEASURED
@@ -127,7 +125,7 @@ SAMPLE = {
     "num_warps": 4,
     "num_stages": 6,
 }
-SAMPLED = 12  # sequences of a sample, at most
+SAMPLED = 12  # largest number of sequences in a sample
 ROUND = {"num_warps": 8, "PROGRAMS": 2}
 REFINE = {
     "BLOCK_V": 128,
@@ -137,8 +135,8 @@ REFINE = {
     "num_stages": 3,
     "PROGRAMS": 1,
 }
-# Backward of max pooling. BLOCK_R hidden rows own a list of entries, at most 32; a program of SCAN
-# looks at SPLIT_V.
+# Backward of max pooling. BLOCK_R rows of hidden (at most 32) have a common list of entries. A
+# program instance of SCAN reads SPLIT_V columns.
 SCAN = (
     ConfigRow({}, {"BLOCK_R": 32, "SPLIT_V": 8192, "BLOCK": 1024, "num_warps": 4}, MEASURED),
     ConfigRow(INTERPRETED, {"BLOCK_R": 16, "SPLIT_V": 64, "BLOCK": 32}, SMALL),
@@ -152,8 +150,8 @@ DHIDDEN = (
     ConfigRow(FP32, {"BLOCK_E": 32}, MEASURED),
     ConfigRow(INTERPRETED, {"BLOCK_D": 16, "BLOCK_E": 16}, SMALL),
 )
-# Entries of BLOCK_B sequences are listed at a time, and BLOCK_E multiplied; PROGRAMS run on a
-# multiprocessor.
+# Entries of BLOCK_B sequences are listed at a time, and BLOCK_E of them multiplied at a time.
+# PROGRAMS instances run on a multiprocessor.
 DWEIGHT = (
     ConfigRow(
         {},
@@ -199,8 +197,8 @@ DWEIGHT = (
         SMALL,
     ),
 )
-# Sums. Backward holds SLAB_ELEMENTS of dlogits at a time; kernels of ours multiply FEW_ROWS rows of
-# hidden at most.
+# Sum and mean pooling. Backward has SLAB_ELEMENTS of dlogits in memory at a time. Up to FEW_ROWS
+# rows of hidden are multiplied by our kernels.
 SUM = (
     ConfigRow(
         {},
@@ -255,9 +253,9 @@ SUM = (
         SMALL,
     ),
 )
-# One token per sequence: a tile has BLOCK_B sequences, in forward at most. Programs of forward look
-# at FIND entries of a mask at a time, of MAX_MASK at most: more cost the device more than a launch,
-# whose programs look at FIND_BLOCK.
+# Poolings of one token per sequence. A tile has BLOCK_B sequences (in forward at most). Forward
+# searches masks of up to MAX_MASK entries itself, FIND at a time. Larger masks are searched by a
+# launch before it, FIND_BLOCK entries at a time, which is then faster.
 ONE_TOKEN = (
     ConfigRow(
         {},
@@ -284,8 +282,8 @@ ONE_TOKEN = (
         SMALL,
     ),
 )
-# Its gradients; PROGRAMS of that of hidden run on a multiprocessor, and zero CLEAR numbers at a
-# time.
+# Gradients of one token per sequence. PROGRAMS instances for that of hidden run on a
+# multiprocessor, and clear CLEAR numbers at a time.
 ONE_TOKEN_GRADIENTS = (
     ConfigRow(
         {},
@@ -327,38 +325,52 @@ def constants_of(
     setting: Setting,
     **facts: object,
 ) -> Constants:
-    """Constants by a table, for products in ``dtype``."""
+    """Return a table's constants for products in ``dtype``."""
     return lookup(table, capability=setting.capability, dtype=dtype, tf32=setting.tf32, **facts)
 
 
 def max_forward(dtype: torch.dtype, setting: Setting, descriptors: bool = True) -> Constants:
-    """Constants of the best forward kernel of max pooling that was not given up; pointers are taken
-    by all.
+    """Return the constants of the fastest forward kernel of max pooling that can run.
+
+    Args:
+        dtype: dtype of the operands.
+        setting: the device, and the kernels that are given up there.
+        descriptors: whether the tensors can be described to TMA.
     """
-    capability, given_up = setting.capability, setting.given_up
+    capability = setting.capability
     # 12.0 has TMA, but no more shared memory than 8.9
-    tma = descriptors and (9, 0) <= capability < (12, 0) and dtype != torch.float32
+    has_tma = descriptors and (9, 0) <= capability < (12, 0) and dtype != torch.float32
     roles = (
-        tma
+        has_tma
         and capability == (9, 0)
         and releases.why_no_warp_roles() is None
-        and BY_ROLES not in given_up
+        and BY_ROLES not in setting.given_up
     )
-    tma = roles or (tma and BY_TMA not in given_up) or (descriptors and capability == (0, 0))
+    is_interpreted_with_tma = descriptors and capability == (0, 0)
+    portable_with_tma = has_tma and BY_TMA not in setting.given_up
+    tma = roles or portable_with_tma or is_interpreted_with_tma
     return constants_of(MAX_FORWARD, dtype, setting, tma=tma, roles=roles)
 
 
 def may_screen(options: HeadOptions, setting: Setting, rows: int, vocab: int, dim: int) -> bool:
-    """Whether an 8-bit product first looks which scores can be positive."""
-    when = lookup(WHEN_SCREENED)
-    fits = (
+    """Whether an 8-bit product first determines which scores can be positive.
+
+    Args:
+        options: options of the call.
+        setting: the kernels that are given up.
+        rows: number of rows of hidden.
+        vocab: V.
+        dim: D.
+    """
+    limits = lookup(WHEN_SCREENED)
+    is_supported = (
         dim % 16 == 0
-        and dim <= when["WIDEST"]
+        and dim <= limits["WIDEST"]
         and options.logit_scale > 0
         and "relu" in options.activation
     )
-    worth = 2.0 * rows * vocab * dim >= when["LEAST_WORK"]
-    return options.screen and fits and worth and BY_SCREEN not in setting.given_up
+    is_large = 2.0 * rows * vocab * dim >= limits["LEAST_WORK"]
+    return options.screen and is_supported and is_large and BY_SCREEN not in setting.given_up
 
 
 def plan_splits(
@@ -369,32 +381,54 @@ def plan_splits(
     block_t: int,
     programs: int,
 ) -> tuple[int, int]:
-    """Number of splits of the token tiles, and the number of tiles that a split's size is a
-    multiple of.
+    """Choose how the token tiles are divided into splits.
 
-    The choice that leaves the fewest tiles to the busiest program, at a price per item: 0.1 tile
-    where all sequences have one length (``uniform_length``, else 0), 0.15 where the first one has
-    to be looked for. Splits end with sequences if that length is a multiple of ``block_t``. How
-    many of ragged ``rows`` are valid only the device knows: the choice is then the best on average
-    over several shares.
+    A program instance takes items: a tile of the vocabulary, and a split of the token tiles. The
+    choice gives the fewest tiles to the busiest instance, if an item costs 0.1 tile more with
+    sequences of one length, and 0.15 where its first sequence has to be searched. How many rows of
+    ragged sequences are valid is known on the device only, so the choice is then the best on
+    average over several shares.
+
+    Args:
+        rows: rows of hidden, valid or not.
+        vocab: V.
+        uniform_length: length of all sequences, or 0 if lengths differ.
+        block_v: vocabulary columns of a tile.
+        block_t: rows of a tile.
+        programs: number of program instances.
+
+    Returns:
+        The number of splits, and the number of tiles that a split's size is a multiple of: those of
+        a sequence if sequences consist of whole tiles, else 1.
     """
     tiles_per_sequence = uniform_length // block_t if uniform_length % block_t == 0 else 0
     multiple = tiles_per_sequence if 1 <= tiles_per_sequence <= LONG_SEQUENCE_TILES else 1
-    shares, price = ((1.0,), 0.1) if uniform_length else (RAGGED_SHARES, 0.15)
-    counts = [max(1, cdiv(int(rows * share), block_t)) for share in shares]
-    n_vocab = cdiv(vocab, block_v)
+    if uniform_length:
+        shares: tuple[float, ...] = (1.0,)
+        item_cost = 0.1
+        limit = MAX_SPLITS
+    else:
+        shares = RAGGED_SHARES
+        item_cost = 0.15
+        limit = MAX_RAGGED_SPLITS
+    tile_counts = [max(1, cdiv(int(rows * share), block_t)) for share in shares]
+    n_vocabulary_tiles = cdiv(vocab, block_v)
 
-    def busiest(splits: int) -> float:
+    def busiest_instance(splits: int) -> float:
+        """Cost of the busiest instance, summed over the shares, relative to all tiles."""
         total = 0.0
-        for n_tiles in counts:
-            tiles = cdiv(cdiv(n_tiles, splits), multiple) * multiple
-            total += cdiv(n_vocab * cdiv(n_tiles, tiles), programs) * (tiles + price) / n_tiles
+        for n_tiles in tile_counts:
+            split_size = cdiv(cdiv(n_tiles, splits), multiple) * multiple
+            n_items = n_vocabulary_tiles * cdiv(n_tiles, split_size)
+            total += cdiv(n_items, programs) * (split_size + item_cost) / n_tiles
         return total
 
-    limit = MAX_SPLITS if uniform_length else MAX_RAGGED_SPLITS
-    return min(range(1, min(counts[-1], limit) + 1), key=busiest), multiple
+    splits = min(range(1, min(tile_counts[-1], limit) + 1), key=busiest_instance)
+    return splits, multiple
 
 
 def kernel_name(constants: Constants) -> str:
-    """The family of forward kernels that has these constants."""
-    return BY_ROLES if constants["WARP_ROLES"] else BY_TMA if constants["USE_TMA"] else PORTABLE
+    """Return the name of the forward kernel that has these constants."""
+    if constants["WARP_ROLES"]:
+        return BY_ROLES
+    return BY_TMA if constants["USE_TMA"] else PORTABLE

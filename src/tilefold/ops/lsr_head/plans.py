@@ -1,9 +1,10 @@
-"""Launch plans of the LSR head and its gradients, for tensors of these layouts."""
+"""Launch plans of the LSR head and its gradients, from the layouts of tensors."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +15,26 @@ from tilefold.ops._shared._triton.launch import rows_fit_descriptor
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.internals import Tma
-from tilefold.ops._shared.plan import Plan, Setting, Steps, cdiv, contiguous, power_of_two
+from tilefold.ops._shared.plan import (
+    Constants,
+    Plan,
+    Setting,
+    Steps,
+    cdiv,
+    contiguous,
+    power_of_two,
+)
 from tilefold.ops._shared.tuning import lookup
 from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._problem import HeadOptions, HeadSaved, HeadTensors, Needs
-from tilefold.ops.lsr_head._slabs import add_rows, fill, times, unit_of_dlogits, wide_product
+from tilefold.ops.lsr_head._slabs import (
+    add_dhidden,
+    product_in_fp32,
+    rescale,
+    unit_of_dlogits,
+    write_slab,
+)
 from tilefold.ops.lsr_head._triton import (
     max_backward,
     one_token,
@@ -30,9 +45,11 @@ from tilefold.ops.lsr_head._triton import (
 )
 from tilefold.ops.lsr_head._triton.max_forward import combine_kernel, max_forward_kernel
 
-COMBINE_BLOCK = 1024
-MAX_ADDED = 8192  # counts that every program adds up itself: more launches take the host longer
-PLACES = {  # of tensors, by their kernels' names
+STORE_BLOCK_B = 4  # rows that an instance of the kernel that stores gradients takes
+COMBINE_BLOCK = 1024  # columns that an instance of the combining kernel takes
+# Counts up to which every program instance adds them up itself, which saves launches.
+MAX_COUNTS_ADDED_IN_KERNEL = 8192
+PARAMETER_TENSORS = {  # tensors by the names of kernels' parameters
     "rows_ptr": "hidden",
     "rows_src": "hidden",
     "rows_desc": "hidden",
@@ -44,7 +61,18 @@ PLACES = {  # of tensors, by their kernels' names
 
 
 class HeadSteps(Steps):
-    """The steps of a plan in the making."""
+    """Builder of a plan of the head, with the values that its kernels share.
+
+    Args:
+        tensors: layouts of the tensors, of a forward or a backward pass.
+        options: the checked options.
+        setting: the device, and what is given up there.
+
+    Attributes:
+        tokens: the token states and their division into sequences.
+        quantized: whether the weight is a quantised one.
+        dtype: dtype of the operands of products. With a quantised weight it is that of ``hidden``.
+    """
 
     def __init__(
         self,
@@ -52,52 +80,57 @@ class HeadSteps(Steps):
         options: HeadOptions,
         setting: Setting,
     ) -> None:
-        self.tensors, self.options, self.setting, self.tokens = (
-            tensors,
-            options,
-            setting,
-            tensors.tokens,
-        )
+        self.tensors = tensors
+        self.options = options
+        self.setting = setting
+        self.tokens = tensors.tokens
         self.quantized = isinstance(tensors, HeadTensors) and tensors.weight_scale is not None
-        # of the rows: products of quantised ones take that of the weight
         self.dtype = self.tokens.hidden.dtype if self.quantized else options.compute_dtype
-        masked, packed = tensors.attention_mask is not None, tensors.cu_seqlens is not None
-        winners = getattr(
-            tensors,
-            "winners",
-            None,
-        )  # where a mask hid all tokens but one, its place; else nothing
-        values = dict.fromkeys(("length", "uniform_length", "S"), self.tokens.length) | {
+        has_mask = tensors.attention_mask is not None
+        is_packed = tensors.cu_seqlens is not None
+        # Backward of one-token poolings reads winners, which exist where a mask selected the token.
+        winners = tensors.winners if isinstance(tensors, HeadSaved) else None
+        vocab, dim = tensors.weight.shape
+        values = {
+            "length": self.tokens.length,
+            "uniform_length": self.tokens.length,
+            "S": self.tokens.length,
             "B": self.tokens.batch,
-            "V": tensors.weight.size(0),
-            "D": tensors.weight.size(1),
+            "V": vocab,
+            "D": dim,
             "N": self.tokens.n_rows,
             "T": self.tokens.n_rows,
             "logit_scale": options.logit_scale,
             "ACTIVATION": options.activation,
             "NO_WINNER": no_winner(winner_dtype(self.tokens.length_bound)),
             "HAS_BIAS": tensors.bias is not None,
-            "HAS_MASK": masked,
-            "PACKED": packed,
-            "MASKED": masked if winners is None else winners.size(0) > 0,
-            "UNIFORM": not packed,
+            "HAS_MASK": has_mask,
+            "PACKED": is_packed,
+            "MASKED": has_mask if winners is None else winners.size(0) > 0,
+            "UNIFORM": not is_packed,
             "LAST": options.pooling == "last",
             "MEAN": options.pooling == "mean",
             "SCALED": self.dtype == torch.float16,
         }
-        super().__init__(values, PLACES)
+        super().__init__(values, PARAMETER_TENSORS)
 
 
 def forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting: Setting) -> Plan:
-    """Scores, and winners where a gradient may be asked for."""
-    tokens, steps = tensors.tokens, HeadSteps(tensors, options, setting)
+    """Plan the scores, and winners if a gradient may be asked for."""
+    tokens = tensors.tokens
+    steps = HeadSteps(tensors, options, setting)
     check_interpreted(setting, steps.dtype, options.out_dtype)
     if tokens.batch == 0 or (tokens.cu_seqlens is None and tokens.length == 0):
         return Plan(fills={"scores": 0, "winners": no_winner(winner_dtype(tokens.length_bound))})
     steps.steps += contiguous(steps.dtype, hidden=tensors.hidden)
     steps.steps += contiguous(None if steps.quantized else steps.dtype, weight=tensors.weight)
-    steps.steps += contiguous(**(tensors._asdict() | {"hidden": None, "weight": None}))
-    POOLINGS[options.pooling][0](steps, training)
+    steps.steps += contiguous(
+        attention_mask=tensors.attention_mask,
+        cu_seqlens=tensors.cu_seqlens,
+        weight_scale=tensors.weight_scale,
+        bias=tensors.bias,
+    )
+    PASSES[options.pooling].forward(steps, training)
     return steps.plan()
 
 
@@ -108,22 +141,27 @@ def backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """Gradients of hidden, weight and bias, where they are needed."""
-    wanted, steps, sums = (
-        Needs(*needs),
-        HeadSteps(saved, options, setting),
-        options.pooling in ("sum", "mean"),
-    )
+    """Plan the gradients of hidden, weight and bias that are needed."""
+    needed = Needs(*needs)
+    steps = HeadSteps(saved, options, setting)
     if saved.tokens.batch == 0 or saved.tokens.n_rows == 0:
         return Plan(fills={"dhidden": 0, "dweight": 0, "dbias": 0})
     steps.values["stride_db"], steps.values["stride_dv"] = dscores.stride()
-    steps.values |= {"NEED_WEIGHT": wanted.weight, "NEED_BIAS": wanted.bias}
-    steps.steps += contiguous(**(saved._asdict() | {"hidden": None, "weight": None}))
-    if wanted.hidden or sums:
+    steps.values["NEED_WEIGHT"] = needed.weight
+    steps.values["NEED_BIAS"] = needed.bias
+    steps.steps += contiguous(
+        attention_mask=saved.attention_mask,
+        cu_seqlens=saved.cu_seqlens,
+        bias=saved.bias,
+        scores=saved.scores,
+        winners=saved.winners,
+    )
+    computes_logits = options.pooling in ("sum", "mean")
+    if needed.hidden or computes_logits:
         steps.steps += contiguous(steps.dtype, weight=saved.weight)
-    if wanted.weight or wanted.bias or sums:
+    if needed.weight or needed.bias or computes_logits:
         steps.steps += contiguous(steps.dtype, hidden=saved.hidden)
-    POOLINGS[options.pooling][1](steps, wanted)
+    PASSES[options.pooling].backward(steps, needed)
     return steps.plan()
 
 
@@ -131,32 +169,29 @@ def backward(
 
 
 def _max_forward(steps: HeadSteps, training: bool) -> None:
-    """The persistent kernel, of packed rows where sequences are no whole groups of rows, and what
-    finishes its cuts.
+    """Plan the persistent kernel of max pooling, and the kernel that combines its splits.
+
+    Rows are packed first, unless every sequence consists of whole groups of rows.
     """
-    tensors, setting, (vocab, dim) = steps.tensors, steps.setting, steps.tensors.weight.shape
+    tensors = steps.tensors
+    setting = steps.setting
+    vocab, dim = tensors.weight.shape
     dtype = tensors.weight.dtype if steps.quantized else steps.dtype
-    on_hopper, why = (
-        setting.capability == (9, 0) and dtype != torch.float32,
-        releases.why_no_warp_roles(),
-    )
-    if on_hopper and why is not None and configs.BY_ROLES not in setting.given_up:
-        raise KernelUnavailableError(
-            "max_forward_hopper_kernel",
-            why,
-            configs.INSTEAD[configs.BY_ROLES],
-        )
-    config = configs.max_forward(
-        dtype,
-        setting,
-        setting.aligned and rows_fit_descriptor(tensors.weight.to(dtype)),
-    )
-    block_t, block_k = config["BLOCK_T"], config["BLOCK_K"]
-    steps.values |= {"WITH_WINNERS": training, "GROUP": config["GROUP"]}
-    packed, length = _pack(steps, config["GROUP"], training), steps.tokens.length
-    total, length = (steps.tokens.n_rows, length) if packed is None else (packed, 0)
+    _check_warp_roles(dtype, setting)
+    can_use_tma = setting.aligned and rows_fit_descriptor(tensors.weight.to(dtype))
+    config = configs.max_forward(dtype, setting, can_use_tma)
+    block_t = config["BLOCK_T"]
+    steps.values["WITH_WINNERS"] = training
+    steps.values["GROUP"] = config["GROUP"]
+    n_packed_rows = _pack(steps, config["GROUP"], training)
+    if n_packed_rows is None:
+        n_rows = steps.tokens.n_rows
+        length = steps.tokens.length
+    else:
+        n_rows = n_packed_rows
+        length = 0
     splits, multiple = configs.plan_splits(
-        total,
+        n_rows,
         vocab,
         length,
         config["BLOCK_V"],
@@ -164,12 +199,12 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
         setting.multiprocessors,
     )
     steps.values |= {
-        "T": total,
+        "T": n_rows,
         "uniform_length": length,
         "splits": splits,
         "multiple": multiple,
-        "UNIFORM": packed is None,
-        "HAS_POSITIONS": packed is not None and training,
+        "UNIFORM": n_packed_rows is None,
+        "HAS_POSITIONS": n_packed_rows is not None and training,
         "QUANTIZED": steps.quantized,
         "BLOCK_T": block_t,
         "HAS_SCALE": steps.options.logit_scale != 1.0,
@@ -177,49 +212,15 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
     if not training:
         steps.buffers["winners"] = None
     if steps.quantized:
-        scales = cdiv(total, block_t) * block_t  # whole tiles, as the kernel reads them
-        steps.buffer("row_scale", (scales,))
-        own = {"N": scales, **quantize.row_constants(dim)}
-        steps.launch(quantize.quantize_rows_kernel, (cdiv(scales, quantize.BLOCK_ROWS),), own)
-        steps.renamed["hidden"] = steps.buffer("values", (total, dim), dtype)
-    # without a cut nothing is partial
-    cuts = splits > 1 and (not length or multiple * block_t % length != 0)
-    parts = (2 * splits * vocab if cuts else 0,)
-    steps.buffer("part", parts)
-    steps.buffer("part_winner", parts if training else (0,), torch.int32)
-    name, kernel, block_v, make = (
-        configs.kernel_name(config),
-        max_forward_kernel,
-        config["BLOCK_V"],
-        _descriptor,
-    )
-    if config["WARP_ROLES"]:
-        from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # needs Gluon
+        _quantize_rows(steps, n_rows, dim, block_t, dtype)
 
-        kernel, block_v, make = (
-            hopper.max_forward_hopper_kernel,
-            hopper.HALF_V.value,
-            hopper.hopper_descriptor,
-        )
-        config["STAGES"] = config.pop("num_stages")
-    described = {
-        "weight": (vocab, block_v),
-        steps.renamed.get("hidden", "hidden"): (total, block_t),
-    }
-    tma = (
-        {}
-        if name == configs.PORTABLE
-        else {
-            given: Tma(rows, dim, make(block, block_k, dtype))
-            for given, (rows, block) in described.items()
-        }
-    )
-    instead = None if setting.capability == (0, 0) else configs.INSTEAD.get(name)
-    steps.values |= {"SCREENED": False, "sample_limit": 0, "limit": 0}
-    if config["WARP_ROLES"] and configs.may_screen(steps.options, setting, total, vocab, dim):
-        _screen(steps, total, length)
-    steps.launch(kernel, (setting.multiprocessors,), config, tma=tma, fallback=instead)
-    if cuts:
+    # A sequence that is split over program instances has partial maxima.
+    has_partial_maxima = splits > 1 and (not length or multiple * block_t % length != 0)
+    part_size = 2 * splits * vocab if has_partial_maxima else 0
+    steps.buffer("part", (part_size,))
+    steps.buffer("part_winner", (part_size if training else 0,), torch.int32)
+    _launch_max_forward(steps, config, n_rows, length, dtype)
+    if has_partial_maxima:
         steps.launch(
             combine_kernel,
             (steps.tokens.batch, cdiv(vocab, COMBINE_BLOCK)),
@@ -227,173 +228,302 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
         )
 
 
-def _screen(steps: HeadSteps, total: int, length: int) -> None:
-    """Launches that leave out scores which cannot be positive; the kernel after them runs where too
-    many can.
+def _check_warp_roles(dtype: torch.dtype, setting: Setting) -> None:
+    """Raise :class:`KernelUnavailableError` if Triton is too old for the kernel of Hopper GPUs.
+
+    The pass is then planned again, with that kernel given up.
+    """
+    is_for_hopper = setting.capability == (9, 0) and dtype != torch.float32
+    reason = releases.why_no_warp_roles()
+    if is_for_hopper and reason is not None and configs.BY_ROLES not in setting.given_up:
+        raise KernelUnavailableError(
+            "max_forward_hopper_kernel",
+            reason,
+            configs.FALLBACKS[configs.BY_ROLES],
+        )
+
+
+def _quantize_rows(
+    steps: HeadSteps,
+    n_rows: int,
+    dim: int,
+    block_t: int,
+    dtype: torch.dtype,
+) -> None:
+    """Plan the quantisation of token states, for products with a quantised weight."""
+    n_scales = cdiv(n_rows, block_t) * block_t  # whole tiles, as the kernel reads them
+    steps.buffer("row_scale", (n_scales,))
+    steps.launch(
+        quantize.quantize_rows_kernel,
+        (cdiv(n_scales, quantize.BLOCK_ROWS),),
+        {"N": n_scales, **quantize.row_constants(dim)},
+    )
+    steps.renamed["hidden"] = steps.buffer("values", (n_rows, dim), dtype)
+
+
+def _launch_max_forward(
+    steps: HeadSteps,
+    config: Constants,
+    n_rows: int,
+    length: int,
+    dtype: torch.dtype,
+) -> None:
+    """Plan the launch of the persistent kernel, after a screen where that may save work.
+
+    Args:
+        steps: the plan.
+        config: constants of the kernel, which this changes.
+        n_rows: rows of ``hidden``, packed if they have to be.
+        length: S if rows are not packed, else 0.
+        dtype: dtype of the operands.
+    """
+    setting = steps.setting
+    vocab, dim = steps.tensors.weight.shape
+    kernel_name = configs.kernel_name(config)
+    kernel: Any = max_forward_kernel
+    weight_block = config["BLOCK_V"]
+    make_descriptor: Callable[[int, int, torch.dtype], Callable[..., Any]] = _descriptor
+    if config["WARP_ROLES"]:
+        from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # needs Gluon
+
+        kernel = hopper.max_forward_hopper_kernel
+        weight_block = hopper.HALF_V.value
+        make_descriptor = hopper.hopper_descriptor
+        config["STAGES"] = config.pop("num_stages")
+    tma: dict[str, Tma] = {}
+    if kernel_name != configs.PORTABLE:
+        block_t = config["BLOCK_T"]
+        block_k = config["BLOCK_K"]
+        hidden_name = steps.renamed.get("hidden", "hidden")
+        tma["weight"] = Tma(vocab, dim, make_descriptor(weight_block, block_k, dtype))
+        tma[hidden_name] = Tma(n_rows, dim, make_descriptor(block_t, block_k, dtype))
+    is_interpreted = setting.capability == (0, 0)
+    steps.values |= {"SCREENED": False, "sample_limit": 0, "limit": 0}
+    if config["WARP_ROLES"] and configs.may_screen(steps.options, setting, n_rows, vocab, dim):
+        _screen(steps, n_rows, length)
+    steps.launch(
+        kernel,
+        (setting.multiprocessors,),
+        config,
+        tma=tma,
+        fallback=None if is_interpreted else configs.FALLBACKS.get(kernel_name),
+    )
+
+
+def _screen(steps: HeadSteps, n_rows: int, length: int) -> None:
+    """Plan the launches that compute only the scores which can be positive.
+
+    The kernel after them computes all scores, and returns at once unless too many can be positive.
+
+    Args:
+        steps: the plan.
+        n_rows: rows of ``hidden``, packed if they have to be.
+        length: S if rows are not packed, else 0.
     """
     from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper
     from tilefold.ops.lsr_head._triton import screen_hopper
 
-    batch, (vocab, dim), group = (
-        steps.tokens.batch,
-        steps.tensors.weight.shape,
-        steps.values["GROUP"],
-    )
-    block_v, block_t, block_k = (
-        2 * hopper.HALF_V.value,
-        configs.SCREEN["BLOCK_T"],
-        configs.SCREEN["BLOCK_K"],
-    )
-    programs, sampled = steps.setting.multiprocessors, min(batch, configs.SAMPLED)
-    sample, groups, when = (
-        (sampled, max(1, programs // sampled)),
-        cdiv(total, group),
-        lookup(configs.WHEN_SCREENED),
-    )
+    batch = steps.tokens.batch
+    vocab, dim = steps.tensors.weight.shape
+    group = steps.values["GROUP"]
+    n_groups = cdiv(n_rows, group)
+    n_programs = steps.setting.multiprocessors
+    limits = lookup(configs.WHEN_SCREENED)
+    # Samples of some sequences, in some blocks of the vocabulary, are counted first.
+    n_sampled_sequences = min(batch, configs.SAMPLED)
+    n_sampled_blocks = max(1, n_programs // n_sampled_sequences)
+    n_samples = n_sampled_sequences * n_sampled_blocks
+    n_sampled_scores = n_samples * configs.SAMPLE["BLOCK_V"]
     steps.values |= {
         "SCREENED": True,
-        "limit": int(when["MOST_KEPT"] * batch * vocab),
+        "limit": int(limits["MOST_KEPT"] * batch * vocab),
         "BLOCK_D": power_of_two(dim),
-        "sample_limit": int(
-            when["MOST_SAMPLED"] * sample[0] * sample[1] * configs.SAMPLE["BLOCK_V"],
-        ),
+        "sample_limit": int(limits["MOST_SAMPLED"] * n_sampled_scores),
     }
-    steps.buffer("rows8", (total, dim), torch.int8)
+    steps.buffer("rows8", (n_rows, dim), torch.int8)
     steps.buffer("weight8", (vocab, dim), torch.int8)
     steps.buffer("terms", (3, vocab))
     steps.buffer("list", (batch, vocab), torch.int32)
     steps.buffer("state", (screen.STATE.value + screen.PER_SEQUENCE.value * batch,), torch.int32)
     steps.buffer("kept", (batch, vocab), torch.int8)
-    steps.buffer("counts", sample, torch.int32)
-    steps.launch(screen.sample_kernel, sample, configs.SAMPLE)
-    own = {"samples": sample[0] * sample[1], "BLOCK_SAMPLES": power_of_two(sample[0] * sample[1])}
-    steps.launch(screen.largest_kernel, (groups,), configs.ROUND | own)
-    named = {"values_ptr": "rows8", "weight_values_ptr": "weight8"}
-    grid = (min(cdiv(vocab, group) + groups, programs * configs.ROUND["PROGRAMS"]),)
-    steps.launch(screen.round_kernel, grid, configs.ROUND, named)
-    tma = {
-        name: Tma(rows, dim, hopper.hopper_descriptor(block, block_k, torch.int8))
-        for name, rows, block in (
-            ("weight8", vocab, hopper.HALF_V.value),
-            ("rows8", total, block_t),
-        )
-    }
-    splits, multiple = configs.plan_splits(total, vocab, length, block_v, block_t, programs)
-    own = {**configs.SCREEN, "splits": splits, "multiple": multiple}
-    places = {"weight_desc": "weight8", "rows_desc": "rows8"}
-    instead = configs.INSTEAD[configs.BY_SCREEN]
-    steps.launch(screen_hopper.screen_hopper_kernel, (programs,), own, places, tma, instead)
+    steps.buffer("counts", (n_sampled_sequences, n_sampled_blocks), torch.int32)
+    steps.launch(
+        screen.sample_kernel,
+        (n_sampled_sequences, n_sampled_blocks),
+        configs.SAMPLE,
+    )
+    steps.launch(
+        screen.largest_kernel,
+        (n_groups,),
+        {**configs.ROUND, "samples": n_samples, "BLOCK_SAMPLES": power_of_two(n_samples)},
+    )
+    steps.launch(
+        screen.round_kernel,
+        (min(cdiv(vocab, group) + n_groups, n_programs * configs.ROUND["PROGRAMS"]),),
+        configs.ROUND,
+        {"values_ptr": "rows8", "weight_values_ptr": "weight8"},
+    )
+
+    block_t = configs.SCREEN["BLOCK_T"]
+    block_k = configs.SCREEN["BLOCK_K"]
+    half_v = hopper.HALF_V.value
+    splits, multiple = configs.plan_splits(n_rows, vocab, length, 2 * half_v, block_t, n_programs)
+    steps.launch(
+        screen_hopper.screen_hopper_kernel,
+        (n_programs,),
+        {**configs.SCREEN, "splits": splits, "multiple": multiple},
+        {"weight_desc": "weight8", "rows_desc": "rows8"},
+        tma={
+            "weight8": Tma(vocab, dim, hopper.hopper_descriptor(half_v, block_k, torch.int8)),
+            "rows8": Tma(n_rows, dim, hopper.hopper_descriptor(block_t, block_k, torch.int8)),
+        },
+        fallback=configs.FALLBACKS[configs.BY_SCREEN],
+    )
     steps.launch(
         screen.list_kernel,
         (batch, cdiv(vocab, screen.BLOCK_LIST)),
         {"BLOCK": screen.BLOCK_LIST},
     )
-    own = dict(configs.REFINE) | {"BLOCK_B": min(1024, power_of_two(batch))}
-    steps.launch(screen.refine_kernel, (programs * own.pop("PROGRAMS"),), own)
+    steps.launch(
+        screen.refine_kernel,
+        (n_programs * configs.REFINE["PROGRAMS"],),
+        {**configs.REFINE, "BLOCK_B": min(1024, power_of_two(batch))},
+    )
 
 
 def _descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[..., TensorDescriptor]:
+    """Return a function that makes TMA descriptors with tiles ``[rows, columns]``."""
     return functools.partial(TensorDescriptor, block_shape=[rows, columns])
 
 
 def _pack(steps: HeadSteps, group: int, training: bool) -> int | None:
-    """Pack the valid tokens, score empty sequences, and return the room for rows; ``None`` if all
-    are whole groups.
+    """Plan the packing of valid tokens, and the scores of empty sequences.
 
-    Of ``rows`` the first ``offset[B]`` are meant; ``position`` is theirs in their sequences, where
-    winners are kept.
+    The packed rows are ``rows``, of which the first ``offset[B]`` are used. Each sequence has whole
+    groups of rows. With winners, ``position`` has the position of each row in its sequence.
+
+    Args:
+        steps: the plan, in which ``rows`` replaces ``hidden``.
+        group: rows of a group.
+        training: whether winners are needed.
+
+    Returns:
+        Number of rows that ``rows`` has memory for, or ``None`` if nothing needs to be packed.
     """
-    tokens, mask, batch, length = (
-        steps.tokens,
-        steps.tokens.attention_mask,
-        steps.tokens.batch,
-        steps.tokens.length,
-    )
+    tokens = steps.tokens
+    mask = tokens.attention_mask
+    batch = tokens.batch
+    length = tokens.length
     if tokens.cu_seqlens is None and mask is None and length % group == 0:
         return None
-    own = {
+    values = {
         "BLOCK_ROWS": pack.BLOCK_ROWS,
         "BLOCK_D": pack.BLOCK_D,
         "BLOCK_EMPTY": pack.BLOCK_EMPTY,
         "SCAN_B": 64,
     }
-    total = max(1, tokens.n_rows + batch * (group - 1))
-    kernel, grid = pack.copy_packed_kernel, (max(1, cdiv(tokens.n_rows, pack.BLOCK_ROWS)), 1)
-    if tokens.cu_seqlens is None:
-        total = batch * cdiv(length, group) * group
-        kernel, grid = pack.copy_padded_kernel, (batch, cdiv(length, pack.BLOCK_ROWS))
-        blocks = power_of_two(batch, 1), power_of_two(length)
-        if mask is None or blocks[0] * blocks[1] > pack.MAX_MASK:
-            blocks = 0, 0
-        if mask is not None and blocks[0] == 0:
-            for name in ("count", "first"):
-                steps.buffer(name, (batch,), torch.int32)
+    kernel: Any
+    if tokens.cu_seqlens is not None:
+        n_rows = max(1, tokens.n_rows + batch * (group - 1))
+        kernel = pack.copy_packed_kernel
+        grid = (max(1, cdiv(tokens.n_rows, pack.BLOCK_ROWS)), 1)
+    else:
+        n_rows = batch * cdiv(length, group) * group
+        kernel = pack.copy_padded_kernel
+        grid = (batch, cdiv(length, pack.BLOCK_ROWS))
+        # A small mask is read by every program instance. A large one is counted before.
+        block_b = power_of_two(batch, 1)
+        block_s = power_of_two(length)
+        reads_mask = mask is not None and block_b * block_s <= pack.MAX_MASK
+        if mask is not None and not reads_mask:
+            steps.buffer("count", (batch,), torch.int32)
+            steps.buffer("first", (batch,), torch.int32)
             steps.launch(pack.count_kernel, (batch,), {"SCAN": pack.SCAN})
-        own |= {"SCAN": pack.SCAN, "BLOCK_B": blocks[0], "BLOCK_S": blocks[1]}
-    rows = steps.buffer("rows", (total, tokens.hidden.size(-1)), steps.dtype)
+        values["SCAN"] = pack.SCAN
+        values["BLOCK_B"] = block_b if reads_mask else 0
+        values["BLOCK_S"] = block_s if reads_mask else 0
+    rows = steps.buffer("rows", (n_rows, tokens.hidden.size(-1)), steps.dtype)
     steps.buffer("offset", (batch + 1,), torch.int32)
     if training:
-        steps.buffer("position", (total,), torch.int32)
-    steps.launch(kernel, grid, own, {"rows_ptr": rows})
+        steps.buffer("position", (n_rows,), torch.int32)
+    steps.launch(kernel, grid, values, {"rows_ptr": rows})
     steps.renamed["hidden"] = rows
-    return total
+    return n_rows
 
 
 def _max_backward(steps: HeadSteps, needs: Needs) -> None:
-    """Lists of what the rows of hidden won, and their products with the weight; what the rows of
-    the weight won.
+    """Plan the gradients of max pooling.
+
+    For ``dhidden``, the scores that each row of hidden won are listed, and multiplied with the
+    weight. For ``dweight``, programs list the rows that each row of the weight won for themselves.
     """
-    dtype, setting, tokens, (vocab, dim) = (
-        steps.dtype,
-        steps.setting,
-        steps.tokens,
-        steps.tensors.weight.shape,
-    )
+    vocab = steps.tensors.weight.size(0)
     if vocab > max_backward.MAX_VOCAB:
         raise ValueError(
             f"weight must have at most {max_backward.MAX_VOCAB} rows for the Triton backward, got {vocab}.",
         )
     steps.values["ALWAYS_ACTIVE"] = steps.options.activation in {"softplus", "none"}
     if needs.hidden:
-        scan = configs.constants_of(configs.SCAN, dtype, setting)
-        product = configs.constants_of(configs.DHIDDEN, dtype, setting) | {
-            "BLOCK_R": scan["BLOCK_R"],
-        }
-        splits, tiles = cdiv(vocab, scan["SPLIT_V"]), cdiv(tokens.n_rows, scan["BLOCK_R"])
-        added_up = tiles * splits > MAX_ADDED  # by torch
-        steps.values |= {"SPLITS": splits, "split_v": scan["SPLIT_V"], "ADDED_UP": added_up}
-        steps.launch(max_backward.count_kernel, (tiles, splits), scan)
-        if added_up:
-            steps.torch("place", lambda counts: counts.cumsum(0), "count")
-        steps.launch(max_backward.list_kernel, (tiles, splits), scan)
-        steps.launch(max_backward.dhidden_kernel, (tiles, cdiv(dim, product["BLOCK_D"])), product)
-        steps.buffer("count", (tiles * splits,), torch.int32)
-        steps.buffer("code", (tokens.batch * vocab,), torch.int32)
-        steps.buffer(
-            "grad",
-            (tokens.batch * vocab,),
-            torch.float32 if dtype == torch.float16 else dtype,
-        )
+        _max_dhidden(steps)
     if needs.weight or needs.bias:
-        config = configs.constants_of(configs.DWEIGHT, dtype, setting, batch=tokens.batch)
-        items = cdiv(vocab, config["BLOCK_V"]) * (
-            cdiv(dim, config["BLOCK_D"]) if needs.weight else 1
-        )
-        programs = min(items, setting.multiprocessors * config["PROGRAMS"])
-        entries = (
-            programs * config["BLOCK_B"] * config["BLOCK_V"],
-        )  # its programs list entries of their own
-        steps.buffer("code64", entries, torch.int64)
-        own = config | {"ACCUMULATE": "weight" in setting.accumulated}
-        named = {"grad_ptr": steps.buffer("own_grad", entries, dtype)}
-        steps.launch(max_backward.dweight_kernel, (programs,), own, named)
+        _max_dweight(steps, needs)
+
+
+def _max_dhidden(steps: HeadSteps) -> None:
+    """Plan ``dhidden`` of max pooling: count, list and multiply what each tile of rows won."""
+    dtype = steps.dtype
+    tokens = steps.tokens
+    vocab, dim = steps.tensors.weight.shape
+    scan = configs.constants_of(configs.SCAN, dtype, steps.setting)
+    product = configs.constants_of(configs.DHIDDEN, dtype, steps.setting)
+    product["BLOCK_R"] = scan["BLOCK_R"]
+    splits = cdiv(vocab, scan["SPLIT_V"])
+    tiles = cdiv(tokens.n_rows, scan["BLOCK_R"])
+    torch_adds_counts = tiles * splits > MAX_COUNTS_ADDED_IN_KERNEL
+    steps.values["SPLITS"] = splits
+    steps.values["split_v"] = scan["SPLIT_V"]
+    steps.values["ADDED_UP"] = torch_adds_counts
+    steps.launch(max_backward.count_kernel, (tiles, splits), scan)
+    if torch_adds_counts:
+        steps.torch("place", lambda counts: counts.cumsum(0), "count")
+    steps.launch(max_backward.list_kernel, (tiles, splits), scan)
+    steps.launch(max_backward.dhidden_kernel, (tiles, cdiv(dim, product["BLOCK_D"])), product)
+    steps.buffer("count", (tiles * splits,), torch.int32)
+    steps.buffer("code", (tokens.batch * vocab,), torch.int32)
+    grad_dtype = torch.float32 if dtype == torch.float16 else dtype
+    steps.buffer("grad", (tokens.batch * vocab,), grad_dtype)
+
+
+def _max_dweight(steps: HeadSteps, needs: Needs) -> None:
+    """Plan ``dweight`` and ``dbias`` of max pooling."""
+    vocab, dim = steps.tensors.weight.shape
+    setting = steps.setting
+    config = configs.constants_of(
+        configs.DWEIGHT,
+        steps.dtype,
+        setting,
+        batch=steps.tokens.batch,
+    )
+    n_tiles = cdiv(vocab, config["BLOCK_V"])
+    if needs.weight:
+        n_tiles *= cdiv(dim, config["BLOCK_D"])
+    n_programs = min(n_tiles, setting.multiprocessors * config["PROGRAMS"])
+    n_entries = n_programs * config["BLOCK_B"] * config["BLOCK_V"]
+    steps.buffer("code64", (n_entries,), torch.int64)
+    gradients = steps.buffer("own_grad", (n_entries,), steps.dtype)
+    steps.launch(
+        max_backward.dweight_kernel,
+        (n_programs,),
+        {**config, "ACCUMULATE": "weight" in setting.accumulated},
+        {"grad_ptr": gradients},
+    )
 
 
 # ---- sums and means
 
 
 def _sum_forward(steps: HeadSteps, training: bool) -> None:
-    """Scores; NaN where ``cu_seqlens`` is broken."""
+    """Plan the scores of sum and mean pooling; they are NaN if ``cu_seqlens`` is invalid."""
     config = configs.constants_of(configs.SUM, steps.dtype, steps.setting)
     steps.buffers["winners"] = None
     if steps.tokens.cu_seqlens is not None:
@@ -404,153 +534,208 @@ def _sum_forward(steps: HeadSteps, training: bool) -> None:
 
 
 def _sum_backward(steps: HeadSteps, needs: Needs) -> None:
-    """A slab of the vocabulary at a time: its logits are computed again, and their gradients
-    multiplied by torch.
+    """Plan the gradients of sum and mean pooling.
 
-    Of few rows, the kernels of one token per sequence multiply those of all logits: a library's
-    products of few rows are bound by the weight's gradient, stored in fp32 and then in its dtype,
-    and the host.
+    The logits of one vocabulary slab at a time are computed again, and their gradients are
+    multiplied by torch. For few rows, the kernels of one-token pooling multiply the gradients of
+    all logits: torch's products of few rows are limited by the weight's gradient, which is stored
+    in fp32 and then in its dtype, and by the CPU.
     """
-    tokens, options, dtype, (vocab, dim) = (
-        steps.tokens,
-        steps.options,
-        steps.dtype,
-        steps.tensors.weight.shape,
-    )
-    batch, n_rows, given = (
-        tokens.batch,
-        tokens.n_rows,
-        (tokens.hidden.dtype, steps.tensors.weight.dtype),
-    )
+    tokens = steps.tokens
+    dtype = steps.dtype
+    n_rows = tokens.n_rows
+    vocab, dim = steps.tensors.weight.shape
     config = configs.constants_of(configs.SUM, dtype, steps.setting)
-    scaled, block_v = dtype == torch.float16, config["BLOCK_V"]
-    few = n_rows <= config["FEW_ROWS"] and not scaled and given == (dtype, dtype)
-    slab = max(block_v, config["SLAB_ELEMENTS"] // max(n_rows, 1) // block_v * block_v)
-    width = vocab if few else min(slab, cdiv(vocab, 8) * 8)
+    block_v = config["BLOCK_V"]
+    is_scaled = dtype == torch.float16
+    has_equal_dtypes = tokens.hidden.dtype == steps.tensors.weight.dtype == dtype
+    has_few_rows = n_rows <= config["FEW_ROWS"] and not is_scaled and has_equal_dtypes
+    if has_few_rows:
+        width = vocab
+    else:
+        slab_width = config["SLAB_ELEMENTS"] // max(n_rows, 1) // block_v * block_v
+        width = min(max(block_v, slab_width), cdiv(vocab, 8) * 8)
+    torch_sums_bias = needs.bias and not has_few_rows
     steps.buffer("dlogits", (n_rows, width), dtype)
-    clean = (
-        tokens.attention_mask is not None and needs.weight
-    )  # a copy of rows without what is masked
-    if clean:
-        steps.buffer("clean", (n_rows, dim), dtype)
-    steps.buffer(
-        "sum",
-        (batch if needs.bias and not few else 0, width),
-    )  # of each sequence's dlogits
-    if scaled:
-        # dlogits in units that fp16 holds; whatever is made of them is fp32 until it is taken back
-        # in fp16 those of a mean, not yet divided by the length, would not fit
-        unit = functools.partial(
-            unit_of_dlogits,
-            mean=options.pooling == "mean",
-            length=tokens.length,
-            scale=options.logit_scale,
+    # The weight's gradient reads a copy of the rows, in which masked tokens are zero.
+    copies_rows = tokens.attention_mask is not None and needs.weight
+    rows = "hidden"
+    if copies_rows:
+        rows = steps.buffer("clean", (n_rows, dim), dtype)
+    steps.buffer("sum", (tokens.batch if torch_sums_bias else 0, width))  # of dlogits, by sequence
+    if is_scaled:
+        _scale_dscores(steps, vocab)
+    steps.values["stride_out"] = width
+    steps.values["scale"] = 1.0 if has_few_rows else steps.options.logit_scale
+    if needs.weight and not has_few_rows:  # torch writes slabs of these
+        steps.buffer("dweight", (vocab, dim), steps.tensors.weight.dtype)
+    if torch_sums_bias:
+        steps.buffer("dbias", (vocab,), steps.options.bias_dtype or dtype)
+    for v_start in range(0, vocab, width):
+        slab = slice(v_start, min(v_start + width, vocab))
+        steps.launch(
+            sum_pooling.dlogits_kernel,
+            (tokens.batch, cdiv(slab.stop - v_start, block_v)),
+            {
+                **config,
+                "v_start": v_start,
+                "v_end": slab.stop,
+                "CLEAN": copies_rows and v_start == 0,
+                "NEED_BIAS": torch_sums_bias,
+            },
         )
-        steps.torch("dscores", lambda dscores: dscores.float().contiguous(), "dscores")
-        steps.torch("unit", unit, "dscores attention_mask cu_seqlens")
-        steps.torch("dscores", torch.div, "dscores unit")
-        steps.values |= {"stride_db": vocab, "stride_dv": 1}
-    steps.values |= {"stride_out": width, "scale": 1.0 if few else options.logit_scale}
-    rows, shape = "clean" if clean else "hidden", tuple(tokens.hidden.shape)
-    if needs.weight and not few:  # torch fills slabs of these
-        steps.buffer("dweight", (vocab, dim), given[1])
-    if needs.bias and not few:
-        steps.buffer("dbias", (vocab,), options.bias_dtype or dtype)
-    for v0 in range(0, vocab, width):
-        slab = slice(v0, min(v0 + width, vocab))
-        own = config | {"v_start": v0, "v_end": slab.stop, "CLEAN": clean and v0 == 0}
-        grid = batch, cdiv(slab.stop - v0, block_v)
-        steps.launch(sum_pooling.dlogits_kernel, grid, own | {"NEED_BIAS": needs.bias and not few})
-        if few:
-            # each row stands for a sequence, and slopes are in the gradients already
-            steps.values |= {
-                "B": n_rows,
-                "length": 1,
-                "stride_db": vocab,
-                "stride_dv": 1,
-                "ACTIVATION": "none",
-            }
-            steps.values |= {"PACKED": False, "MASKED": False, "LAST": False, "NO_WINNER": -1}
-            steps.renamed |= {"dscores": "dlogits", "scores": "dlogits", "hidden": rows}
-            _row_gradients(steps, needs)
+        if has_few_rows:
+            _gradients_of_few_rows(steps, needs, rows)
             return
-        if needs.hidden:
-            steps.torch("drows", functools.partial(add_rows, slab), "drows dlogits weight")
-        if needs.weight:
-            steps.torch(
-                "product",
-                lambda dlogits, rows: wide_product(dlogits.t(), rows.view(-1, dim)),
-                f"dlogits {rows}",
-            )
-            steps.torch("dweight", functools.partial(fill, slab), "dweight product unit")
-        if needs.bias:
-            steps.torch("total", functools.partial(torch.sum, dim=0), "sum")
-            steps.torch("dbias", functools.partial(fill, slab), "dbias total unit")
+        _multiply_slab(steps, needs, slab, rows)
     if needs.hidden:
+        hidden_shape = tuple(tokens.hidden.shape)
+        hidden_dtype = tokens.hidden.dtype
         steps.torch(
             "dhidden",
-            lambda drows, unit: times(drows, unit).to(given[0]).view(shape),
+            lambda drows, unit: rescale(drows, unit).to(hidden_dtype).view(hidden_shape),
             "drows unit",
         )
+
+
+def _scale_dscores(steps: HeadSteps, vocab: int) -> None:
+    """Divide the gradients of the scores by a unit, so that fp16 holds the gradients of logits.
+
+    Results are fp32 until they are multiplied by the unit. Sums, which are not yet divided by the
+    sequence's length, would not fit into fp16 for a mean.
+    """
+    unit = functools.partial(
+        unit_of_dlogits,
+        mean=steps.options.pooling == "mean",
+        length=steps.tokens.length,
+        scale=steps.options.logit_scale,
+    )
+    steps.torch("dscores", lambda dscores: dscores.float().contiguous(), "dscores")
+    steps.torch("unit", unit, "dscores attention_mask cu_seqlens")
+    steps.torch("dscores", torch.div, "dscores unit")
+    steps.values["stride_db"] = vocab
+    steps.values["stride_dv"] = 1
+
+
+def _gradients_of_few_rows(steps: HeadSteps, needs: Needs, rows: str) -> None:
+    """Plan the products of all logits' gradients by the kernels of one-token pooling.
+
+    Each row is a sequence of one token, and the slopes are in the gradients already.
+    """
+    steps.values |= {
+        "B": steps.tokens.n_rows,
+        "length": 1,
+        "stride_db": steps.values["V"],
+        "stride_dv": 1,
+        "ACTIVATION": "none",
+        "PACKED": False,
+        "MASKED": False,
+        "LAST": False,
+        "NO_WINNER": -1,
+    }
+    steps.renamed |= {"dscores": "dlogits", "scores": "dlogits", "hidden": rows}
+    _row_gradients(steps, needs)
+
+
+def _multiply_slab(steps: HeadSteps, needs: Needs, slab: slice, rows: str) -> None:
+    """Plan torch's products of the logits' gradients of one vocabulary slab.
+
+    Args:
+        steps: the plan.
+        needs: which gradients are computed.
+        slab: columns of the vocabulary.
+        rows: name of the rows of hidden, without masked tokens.
+    """
+    dim = steps.tensors.weight.size(1)
+    if needs.hidden:
+        steps.torch("drows", functools.partial(add_dhidden, slab), "drows dlogits weight")
+    if needs.weight:
+        steps.torch(
+            "product",
+            lambda dlogits, rows: product_in_fp32(dlogits.t(), rows.view(-1, dim)),
+            f"dlogits {rows}",
+        )
+        steps.torch("dweight", functools.partial(write_slab, slab), "dweight product unit")
+    if needs.bias:
+        steps.torch("total", functools.partial(torch.sum, dim=0), "sum")
+        steps.torch("dbias", functools.partial(write_slab, slab), "dbias total unit")
 
 
 # ---- one token per sequence
 
 
 def _one_token_forward(steps: HeadSteps, training: bool) -> None:
-    """Winners are the places of the tokens, kept where a mask hides them."""
-    tokens, masked, vocab = steps.tokens, steps.values["MASKED"], steps.values["V"]
+    """Plan the scores of the first or the last valid tokens.
+
+    Winners are the positions of these tokens. They are stored only if a mask determines them.
+    """
+    tokens = steps.tokens
+    has_mask = steps.values["MASKED"]
     config = configs.constants_of(configs.ONE_TOKEN, steps.dtype, steps.setting)
-    block_b = config["BLOCK_B"] = min(config["BLOCK_B"], power_of_two(tokens.batch))
-    finds = masked and block_b * tokens.length <= config["MAX_MASK"]
-    if not (masked and training):
+    block_b = min(config["BLOCK_B"], power_of_two(tokens.batch))
+    config["BLOCK_B"] = block_b
+    # A small mask is searched by the product's kernel, a large one by a kernel before it.
+    product_searches_mask = has_mask and block_b * tokens.length <= config["MAX_MASK"]
+    if not (has_mask and training):
         steps.buffers["winners"] = None
-    if masked and not finds:
-        if not training:  # what no backward reads is scratch
-            places = steps.buffer("places", (tokens.batch, 1), winner_dtype(tokens.length_bound))
-            steps.renamed["winners"] = places
+    if has_mask and not product_searches_mask:
+        if not training:  # winners that no backward reads are scratch
+            dtype = winner_dtype(tokens.length_bound)
+            steps.renamed["winners"] = steps.buffer("places", (tokens.batch, 1), dtype)
         steps.launch(one_token.find_kernel, (tokens.batch,), {"BLOCK": config["FIND_BLOCK"]})
-    config |= {"FIND": config["FIND"] if finds else 0, "WITH_WINNERS": finds and training}
-    grid = cdiv(vocab, config["BLOCK_V"]), cdiv(tokens.batch, block_b)
+    if not product_searches_mask:
+        config["FIND"] = 0
+    config["WITH_WINNERS"] = product_searches_mask and training
+    grid = cdiv(steps.values["V"], config["BLOCK_V"]), cdiv(tokens.batch, block_b)
     steps.launch(one_token.forward_kernel, grid, config)
 
 
 def _row_gradients(steps: HeadSteps, needs: Needs) -> None:
-    """Gradients of rows of hidden, one a sequence: ``dhidden`` is zero where none was taken."""
-    batch, vocab, dim = (steps.values[name] for name in "BVD")
+    """Plan the gradients of one row of hidden per sequence; ``dhidden`` of other rows is zero."""
+    batch = steps.values["B"]
+    vocab = steps.values["V"]
+    dim = steps.values["D"]
     config = configs.constants_of(configs.ONE_TOKEN_GRADIENTS, steps.dtype, steps.setting)
-    tiles, width, blocks = (
-        cdiv(vocab, config["BLOCK_V"]),
-        cdiv(dim, config["BLOCK_D"]),
-        cdiv(batch, config["BLOCK_B"]),
-    )
-    # splits of the vocabulary that keep the device busy, whole tiles long
-    wanted = cdiv(config["PROGRAMS"] * steps.setting.multiprocessors, width * blocks)
-    split_v = cdiv(tiles, max(1, min(tiles, wanted))) * config["BLOCK_V"]
-    splits = cdiv(vocab, split_v)
+    n_tiles_v = cdiv(vocab, config["BLOCK_V"])
+    n_tiles_d = cdiv(dim, config["BLOCK_D"])
+    n_tiles_b = cdiv(batch, config["BLOCK_B"])
     if needs.hidden:
+        # The vocabulary is split, in whole tiles, to occupy all multiprocessors.
+        n_programs = config["PROGRAMS"] * steps.setting.multiprocessors
+        target_splits = min(n_tiles_v, cdiv(n_programs, n_tiles_d * n_tiles_b))
+        split_v = cdiv(n_tiles_v, max(1, target_splits)) * config["BLOCK_V"]
+        splits = cdiv(vocab, split_v)
         steps.buffer("part", (splits, batch, dim))
-        own = config | {"num_warps": config["HIDDEN_WARPS"], "split_v": split_v}
-        steps.launch(one_token.split_gradient_kernel, (width, splits, blocks), own)
-        own = {"BLOCK_B": 4, "BLOCK_D": min(256, power_of_two(dim)), "splits": splits}
-        steps.launch(one_token.store_rows_kernel, (cdiv(batch, 4), cdiv(dim, own["BLOCK_D"])), own)
+        steps.launch(
+            one_token.split_gradient_kernel,
+            (n_tiles_d, splits, n_tiles_b),
+            {**config, "num_warps": config["HIDDEN_WARPS"], "split_v": split_v},
+        )
+        store_block_d = min(256, power_of_two(dim))
+        steps.launch(
+            one_token.store_rows_kernel,
+            (cdiv(batch, STORE_BLOCK_B), cdiv(dim, store_block_d)),
+            {"BLOCK_B": STORE_BLOCK_B, "BLOCK_D": store_block_d, "splits": splits},
+        )
     if needs.weight or needs.bias:
-        grid = (tiles * (width if needs.weight else 1),)
         steps.launch(
             one_token.weight_gradient_kernel,
-            grid,
-            config | {"num_warps": config["WEIGHT_WARPS"]},
+            (n_tiles_v * n_tiles_d if needs.weight else n_tiles_v,),
+            {**config, "num_warps": config["WEIGHT_WARPS"]},
         )
 
 
-_SUMS, _ONE_TOKEN = (_sum_forward, _sum_backward), (_one_token_forward, _row_gradients)
-POOLINGS: dict[
-    str,
-    tuple[Callable[[HeadSteps, bool], None], Callable[[HeadSteps, Needs], None]],
-] = {
-    "max": (_max_forward, _max_backward),
-    "sum": _SUMS,
-    "mean": _SUMS,
-    "cls": _ONE_TOKEN,
-    "last": _ONE_TOKEN,
+class Passes(NamedTuple):
+    """Functions that plan the forward and the backward pass of a pooling."""
+
+    forward: Callable[[HeadSteps, bool], None]
+    backward: Callable[[HeadSteps, Needs], None]
+
+
+PASSES = {
+    "max": Passes(_max_forward, _max_backward),
+    "sum": Passes(_sum_forward, _sum_backward),
+    "mean": Passes(_sum_forward, _sum_backward),
+    "cls": Passes(_one_token_forward, _row_gradients),
+    "last": Passes(_one_token_forward, _row_gradients),
 }
