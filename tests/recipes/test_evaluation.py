@@ -20,6 +20,8 @@ from tilefold._files import LOCK
 from tilefold.recipes import ColbertRecipe, OutOfTimeError, SpladeRecipe, train
 from tilefold.recipes._evaluation import choose
 from tilefold.recipes.loading import newest_step
+from tilefold.retrieval import SparseVectors, build_index, evaluate, hits_to_run
+from tilefold.retrieval.collection import Collection
 
 # the learning rate rises to the end, and destroys the model late
 DESTROYED: dict[str, Any] = {
@@ -212,3 +214,31 @@ def test_a_split_that_is_missing_is_refused_before_a_model_is_loaded(
     best = next(row for row in json.loads(capsys.readouterr().out)["evaluations"] if row["kept"])
     told = f"nDCG@10 {best['nDCG@10']:.3f} of dev (4 queries, 16 documents) at step {best['step']}, which was kept"
     assert run_cli(*command, "--evaluate-steps", "1") == 0 and told in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_the_evaluator_ignores_hits_with_the_id_of_the_query_as_beir_does(base: str) -> None:
+    collection = with_dev()
+    ids = [f"d{number}" for number in range(12)]
+    queries = {name: collection.documents[name].contents for name in ids}
+    judged = {name: {other: 1} for name, other in zip(ids, ids[::-1], strict=True)}
+    documents = Collection("arguments", collection.documents, queries, {"dev": judged})
+    recipe = replace(SpladeRecipe(base, **DESTROYED), evaluate_documents=len(ids))
+    evaluator, told, _ = choose(recipe, documents)
+    assert "hits with the query's own id ignored for 12 queries" in told
+    model = SparseEncoder(base, device="cpu", local_files_only=True)
+    value = evaluator(model)[evaluator.primary_metric]
+    names = evaluator.corpus_ids
+    encoded = SparseVectors.from_torch(
+        names,
+        model.encode_document([queries[name] for name in names]),
+    )
+    run = hits_to_run(encoded, build_index(encoded).search(encoded, len(names)))
+    expected, counted = (
+        evaluate(run, judged, ["nDCG@10"], ignore_identical_ids=ignore)["nDCG@10"]
+        for ignore in (True, False)
+    )
+    assert value == pytest.approx(expected, abs=1e-5)
+    assert counted != pytest.approx(expected, abs=1e-3)
+    judged["d0"]["d0"] = 1
+    assert "ignored" not in choose(recipe, documents)[1], "ids that are numbered independently"

@@ -165,5 +165,7 @@ def test_conventions_count_unjudged_documents_negative_grades_and_ties() -> None
         "judged@10": pytest.approx((2 / 3 + 1 / 3) / 3),
         "negative": 2,
         "tied": 2,
+        "ignored_identical_ids": 0,
+        "counted_identical_ids": 0,
     }
     assert conventions(run, qrels, depth=1)["tied"] == 0

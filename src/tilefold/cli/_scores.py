@@ -7,7 +7,7 @@ from __future__ import annotations
 import csv
 import itertools
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 MEASURE_HELP = "Measure in the notation of ir-measures, such as nDCG@10; may be repeated."
 SPLIT_HELP = "Split of the judgements, by default test; may be repeated."
 SAVE_RUN_HELP = "Write the run as a TREC file."
+IDENTICAL_IDS_HELP = (
+    "Hits with the id of the query: ignore them, as BEIR does where queries are documents, or count "
+    "them; by default ignore, unless judgements call one relevant."
+)
+IDENTICAL_IDS = "ignore|count"
 SMALLEST = 1 << 20  # bytes of a file of which single documents are read
 
 
@@ -207,6 +212,27 @@ def load_splits(
     return collection, splits
 
 
+def ignores_identical_ids(
+    choice: str | None,
+    collection: Collection,
+    splits: Sequence[str],
+) -> bool:
+    """Whether hits with the query's own id are left out, the same for all splits."""
+    from tilefold.retrieval import identical_ids
+
+    if choice is not None:
+        return choice == "ignore"
+    return all(identical_ids.ignores_identical_ids(collection.qrels[name]) for name in splits)
+
+
+def without_identical_ids(named: NamedRun) -> tuple[NamedRun, set[str]]:
+    """The run without hits that have the query's own id, and the queries that had one."""
+    from tilefold.retrieval import identical_ids
+
+    ignored = identical_ids.queries_with_identical_ids(named.run)
+    return replace(named, run=identical_ids.without_identical_ids(named.run)), ignored
+
+
 def save(named: NamedRun, texts: Provenance, path: Path | None, k: int | None = None) -> None:
     """Write the `k` best of a run, if --save-run is given; its tag says which texts, and which
     model, made it.
@@ -351,25 +377,44 @@ def score(
     splits: Sequence[str],
     measures: Sequence[str],
     deepest: int,
+    ignore_identical_ids: bool,
+    ignored: Set[str] = frozenset(),
 ) -> Scores:
-    """The measures of a run on the splits."""
+    """The measures of a run on the splits.
+
+    Args:
+        named: the run.
+        collection: its documents and judgements.
+        splits: of the judgements.
+        measures: names as of ir-measures.
+        deepest: documents per query that the measures see.
+        ignore_identical_ids: leave out hits with the query's own id.
+        ignored: queries whose such hit was left out of the run before.
+    """
     from tilefold.retrieval import evaluation
 
     if (longest := max(map(len, named.run.values()))) < min(deepest, len(collection.documents)):
         note(
             f"{named.name}: at most {longest} documents per query, so that a cut-off of {deepest} sees no more",
         )
-    judged = {split: collection.qrels[split] for split in splits}
-    return Scores(
-        {
-            split: evaluation.evaluate_per_query(named.run, qrels, measures)
-            for split, qrels in judged.items()
-        },
-        {
-            split: evaluation.conventions(named.run, qrels, deepest)
-            for split, qrels in judged.items()
-        },
-    )
+    tables: dict[str, Table] = {}
+    conventions: dict[str, dict[str, float]] = {}
+    for split in splits:
+        qrels = collection.qrels[split]
+        tables[split] = evaluation.evaluate_per_query(
+            named.run,
+            qrels,
+            measures,
+            ignore_identical_ids=ignore_identical_ids,
+        )
+        conventions[split] = evaluation.conventions(
+            named.run,
+            qrels,
+            deepest,
+            ignore_identical_ids=ignore_identical_ids,
+        )
+        conventions[split]["ignored_identical_ids"] += len(ignored & qrels.keys())
+    return Scores(tables, conventions)
 
 
 def changed_by_feedback(
@@ -388,7 +433,12 @@ def changed_by_feedback(
         if len(table) < 2:
             continue
         measure = next(iter(next(iter(table.values()))))
-        without = retrieval.evaluate_per_query(plain, collection.qrels[split], [measure])
+        without = retrieval.evaluate_per_query(
+            plain,
+            collection.qrels[split],
+            [measure],
+            ignore_identical_ids=request.ignore_identical_ids,
+        )
         (change,) = retrieval.compare({"without": without, "feedback": table}, [measure])
         mean, verdict = change.difference.mean, "no more than chance"
         if change.different:
@@ -465,4 +515,10 @@ def said_of(found: Mapping[str, float]) -> str:
         parts.append(f"grades below 0 count as not relevant: {found['negative']:.0f}")
     if found["tied"]:
         parts.append(f"queries with equal scores, ranked by document id: {found['tied']:.0f}")
+    if found["ignored_identical_ids"]:
+        count = found["ignored_identical_ids"]
+        parts.append(f"hits with the query's own id, ignored as by BEIR: {count:.0f}")
+    if found["counted_identical_ids"]:
+        count = found["counted_identical_ids"]
+        parts.append(f"hits with the query's own id, which count as any other: {count:.0f}")
     return "; ".join(parts)

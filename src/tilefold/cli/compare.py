@@ -11,7 +11,7 @@ import typer
 from tilefold import retrieval
 from tilefold.cli import _common, _options, _scores
 from tilefold.cli._common import UsageError, Values
-from tilefold.cli._options import Place, Words, argument, flag, option, preset, required
+from tilefold.cli._options import Place, Text, Words, argument, flag, option, preset, required
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -42,6 +42,10 @@ def compare(
     ),
     worst: int = preset(10, "Queries to show that lose most, with their texts.", min=0),
     seed: int = preset(0, "Equal seeds give equal numbers.", min=0),
+    identical_ids: Text = option(
+        _scores.IDENTICAL_IDS_HELP,
+        metavar=_scores.IDENTICAL_IDS,
+    ),
     plot: Place = option("PNG to draw: the first measure of each query, run against run."),
     overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
     as_json: bool = flag("Everything as JSON on stdout.", "--json"),
@@ -68,8 +72,9 @@ def compare(
     named = dict(zip(_labels(run), (_scores.read_run(path, "run") for path in run), strict=True))
     collection, _ = _scores.load_splits(data, [split], drop_unknown, also=())
     _scores.check_runs(list(named.values()), collection, [split])
+    ignores_identical_ids = _scores.ignores_identical_ids(identical_ids, collection, [split])
     scores = {
-        name: _scores.score(each, collection, [split], measures, deepest)
+        name: _scores.score(each, collection, [split], measures, deepest, ignores_identical_ids)
         for name, each in named.items()
     }
     tables = {name: each.tables[split] for name, each in scores.items()}

@@ -4,7 +4,7 @@ fuse``, several runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -61,6 +61,10 @@ def evaluate(
         "Write the measures of each query: tab-separated columns, named in the first line.",
     ),
     overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
+    identical_ids: Text = option(
+        _scores.IDENTICAL_IDS_HELP,
+        metavar=_scores.IDENTICAL_IDS,
+    ),
     as_json: bool = flag("The measures as JSON on stdout.", "--json"),
     **more: Any,
 ) -> None:
@@ -95,6 +99,7 @@ def evaluate(
     )
     _models.find_models({"--model": model, "--rerank": rerank})
     collection, splits = _scores.load_splits(data, split, drop_unknown, also=())
+    ignores_identical_ids = _scores.ignores_identical_ids(identical_ids, collection, splits)
     queries = {
         query: text for name in splits for query, text in collection.split_queries(name).items()
     }
@@ -105,26 +110,39 @@ def evaluate(
         None if rerank is None else _retrievers.load_reranker(asked, collection.documents, texts)
     )
     passages, changed = None, None
+    ignored: set[str] = set()
     if run is not None:
         found = _scores.read_run(run, "--run")
+        if ignores_identical_ids:
+            found, ignored = _scores.without_identical_ids(found)
         _scores.check_texts(found.name, found.provenance, collection, texts)
     else:
         request = retrieval.SearchRequest(
             max(k or DEPTH, deepest, asked["rerank_depth"] or 0),
             feedback,
             mix,
+            ignore_identical_ids=ignores_identical_ids and _share_ids(queries, collection),
         )
         searcher, request, ranking = _searched(asked, collection, queries, texts, request)
         name = f"--model {model}" if index is None else f"--index {index}"
         found = _scores.NamedRun(name, ranking.run, searcher.provenance)
         passages = ranking.found if searcher.passages else None
+        ignored = ranking.ignored_identical_ids
     _scores.check_answers(found, collection, splits)
     if reranker is not None and reranking is not None:
         answers = {query: scores for query, scores in found.run.items() if query in queries}
         with _options.as_options(documents="--rerank", tokens="--rerank"):
             reranked = reranker(queries, answers, reranking, passages=passages)[1]
         found = _scores.NamedRun(found.name, reranked, texts)
-    scores = _scores.score(found, collection, splits, measures, deepest)
+    scores = _scores.score(
+        found,
+        collection,
+        splits,
+        measures,
+        deepest,
+        ignores_identical_ids,
+        ignored,
+    )
     _scores.save(found, texts, save_run, depth)
     scores.write(per_query)
     if feedback is not None and reranking is None:
@@ -143,6 +161,11 @@ def evaluate(
         )
     else:
         _scores.print_scores(collection, scores)
+
+
+def _share_ids(queries: dict[str, str], collection: Collection) -> bool:
+    """Whether a query has the id of a document."""
+    return any(query in collection.documents for query in queries)
 
 
 def _searched(
@@ -203,6 +226,10 @@ def fuse(
     measure: Words = option(_scores.MEASURE_HELP),
     save_run: Place = option(_scores.SAVE_RUN_HELP),
     overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
+    identical_ids: Text = option(
+        _scores.IDENTICAL_IDS_HELP,
+        metavar=_scores.IDENTICAL_IDS,
+    ),
     as_json: bool = flag("Weights and measures as JSON on stdout.", "--json"),
 ) -> None:
     """Fuse runs: measure the fusion with --data, write it with --save-run.
@@ -234,6 +261,12 @@ def fuse(
         (None, []) if data is None else _scores.load_splits(data, split, drop_unknown, also)
     )
     _scores.check_runs(named, collection, [*splits, *also])
+    named, ignores_identical_ids, ignored = _without_identical_ids(
+        named,
+        identical_ids,
+        collection,
+        [*splits, *also],
+    )
     weights, runs, depth = weight, [each.run for each in named], max(k, deepest)
     chosen = cast("Normalization", normalization or "min_max")
     result: Values = {"method": method, "runs": [str(path) for path in run], "weights": weights}
@@ -241,7 +274,14 @@ def fuse(
     if tune is not None and collection is not None:
         shared = _in_sample(collection, tune, splits, in_sample)
         result |= {"tuned_on": tune, "in_sample": shared}
-        weights = _tuned(runs, collection.qrels[tune], measures[0], chosen, depth)
+        weights = _tuned(
+            runs,
+            collection.qrels[tune],
+            measures[0],
+            chosen,
+            depth,
+            ignores_identical_ids,
+        )
     if method == "rrf":
         whole = retrieval.reciprocal_rank_fusion(runs, rrf_k or 60)
         found = {query: dict(list(scores.items())[:depth]) for query, scores in whole.items()}
@@ -255,7 +295,17 @@ def fuse(
     _scores.save(fused, made_of, save_run)
     result["weights"] = weights
     scores = (
-        None if collection is None else _scores.score(fused, collection, splits, measures, deepest)
+        None
+        if collection is None
+        else _scores.score(
+            fused,
+            collection,
+            splits,
+            measures,
+            deepest,
+            ignores_identical_ids,
+            ignored,
+        )
     )
     if as_json:
         _common.print_json(
@@ -276,19 +326,53 @@ def fuse(
         typer.echo(f"{len(fused.run)} queries: {save_run}")
 
 
+def _without_identical_ids(
+    named: list[_scores.NamedRun],
+    choice: str | None,
+    collection: Collection | None,
+    splits: Sequence[str],
+) -> tuple[list[_scores.NamedRun], bool, set[str]]:
+    """Leave hits with the query's own id out of runs, before their scores are normalised.
+
+    Args:
+        named: the runs.
+        choice: of --identical-ids; without a collection, None counts these hits.
+        collection: whose judgements decide by default.
+        splits: of these judgements.
+
+    Returns:
+        The runs, whether such hits are left out, and the queries that had one.
+    """
+    ignores = choice == "ignore"
+    if collection is not None:
+        ignores = _scores.ignores_identical_ids(choice, collection, splits)
+    if not ignores:
+        return named, False, set()
+    pairs = [_scores.without_identical_ids(each) for each in named]
+    ignored = {query for _, queries in pairs for query in queries}
+    return [each for each, _ in pairs], True, ignored
+
+
 def _tuned(
     runs: list[Run],
     judged: Mapping[str, Mapping[str, int]],
     measure: str,
     normalization: Normalization,
     k: int,
+    ignore_identical_ids: bool,
 ) -> list[float]:
     from tilefold.retrieval.evaluation import choose_weights
 
     try:
-        return list(
-            choose_weights(runs, judged, measure=measure, normalization=normalization, k=k)[0],
+        weights, _ = choose_weights(
+            runs,
+            judged,
+            measure=measure,
+            normalization=normalization,
+            k=k,
+            ignore_identical_ids=ignore_identical_ids,
         )
+        return list(weights)
     except ValueError as error:
         raise UsageError(f"--tune: {error}") from error
 

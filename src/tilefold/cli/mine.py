@@ -43,6 +43,7 @@ _LEFT_OUT = {
     "queries_without": "queries have no negative and are left out",
     "queries_short": "queries have fewer negatives than asked for",
     "left_out_by_score": "candidates were left out as possible false negatives",
+    "left_out_by_id": "candidates were left out because they have the query's id",
     "left_out_by_text": "candidates were left out because their text is the query's or a relevant document's",
 }
 SHARE_HELP = "Leave out negatives above this share, such as 0.95, of the score of the query's best relevant document."
@@ -206,7 +207,11 @@ def _write(mined: Mined, made_by: Values, collection: Collection, asked: Asked) 
         "queries_without": mined.without,
         "queries_short": mined.short,
     }
-    result |= {"left_out_by_score": mined.filtered, "left_out_by_text": mined.same_text}
+    result |= {
+        "left_out_by_score": mined.filtered,
+        "left_out_by_id": mined.same_id,
+        "left_out_by_text": mined.same_text,
+    }
     for name, what in _LEFT_OUT.items():
         if result[name] and not asked["as_json"]:
             note(f"{result[name]} {what}")

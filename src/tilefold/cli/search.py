@@ -48,6 +48,10 @@ def search(
         "With several queries: write their documents as a TREC run, and print none.",
     ),
     overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
+    ignore_identical_ids: bool = flag(
+        "With --save-run: leave out documents that have the query's id, also of feedback.",
+        "--ignore-identical-ids",
+    ),
     as_json: bool = flag("The hits as JSON on stdout.", "--json"),
     **more: Any,
 ) -> None:
@@ -72,19 +76,7 @@ def search(
         asked |= _demo_paths(demo)
     _models.find_models({"--model": model, "--rerank": asked["rerank"]})
     single = query is not None and query != "-"
-    if save_run is not None:
-        if single:
-            raise UsageError(
-                "--save-run: goes with --queries, or with queries on standard input (-), which have ids.",
-            )
-        _scores.check_output_file(
-            save_run,
-            "--save-run",
-            _scores.RUN,
-            queries,
-            *([] if data is None else _scores.files_of_collection(data)),
-            overwrite=overwrite,
-        )
+    _check_save_run(asked, single)
     searcher = _open(asked)
     request = retrieval.SearchRequest(
         k,
@@ -94,6 +86,7 @@ def search(
         reranking,
         by,
         _retrievers.where_of(asked, searcher),
+        ignore_identical_ids,
     )
     if save_run is not None:
         found = _save(searcher, _many(query, queries), request, save_run)
@@ -116,6 +109,29 @@ def search(
             typer.echo(
                 "no document shares a term with this query" + ("" if single else f": {text}"),
             )
+
+
+def _check_save_run(asked: Asked, single: bool) -> None:
+    """Refuse, before any work, a run that cannot be written, and an option that goes with one."""
+    save_run, data = asked["save_run"], asked["data"]
+    if save_run is None:
+        if asked["ignore_identical_ids"]:
+            raise UsageError(
+                "--ignore-identical-ids: goes with --save-run, whose queries have ids."
+            )
+        return
+    if single:
+        raise UsageError(
+            "--save-run: goes with --queries, or with queries on standard input (-), which have ids.",
+        )
+    _scores.check_output_file(
+        save_run,
+        "--save-run",
+        _scores.RUN,
+        asked["queries"],
+        *([] if data is None else _scores.files_of_collection(data)),
+        overwrite=asked["overwrite"],
+    )
 
 
 def _open(asked: Asked) -> Searcher:

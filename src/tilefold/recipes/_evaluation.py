@@ -10,6 +10,7 @@ from typing import Any
 
 from tilefold.recipes._settings import TrainingSettings
 from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.identical_ids import ignores_identical_ids
 from tilefold.retrieval.provenance import texts_digest
 
 
@@ -45,11 +46,16 @@ def choose(recipe: TrainingSettings, collection: Collection) -> tuple[Any, str, 
     rest = [(name, text) for name, text in drawn if name not in judged]
     queries = {query: collection.queries[query] for query in relevant}
     documents = {name: contents[name] for name in judged} | dict(rest[:count])
-    evaluator = (
+    evaluator_class: Any = (
         MultiVectorInformationRetrievalEvaluator
         if recipe.late
         else SparseInformationRetrievalEvaluator
-    )(
+    )
+    shared_ids = queries.keys() & documents.keys()
+    ignoring = bool(shared_ids) and ignores_identical_ids(collection.qrels[split])
+    if ignoring:
+        evaluator_class = _ignoring_identical_ids(evaluator_class)
+    evaluator = evaluator_class(
         *(queries, documents, relevant),
         corpus_chunk_size=max(
             1,
@@ -59,6 +65,49 @@ def choose(recipe: TrainingSettings, collection: Collection) -> tuple[Any, str, 
         name=split,
         write_csv=False,
     )
-    told = f"{split} ({len(queries):,} queries, {len(documents):,} documents)"
+    sizes = f"{len(queries):,} queries, {len(documents):,} documents"
     judgements = {query: repr(sorted(names)) for query, names in relevant.items()}
-    return evaluator, told, "".join(map(texts_digest, (queries, documents, judgements)))
+    digests = "".join(map(texts_digest, (queries, documents, judgements)))
+    if ignoring:
+        sizes += f", hits with the query's own id ignored for {len(shared_ids):,} queries"
+        digests += "without identical ids"
+    return evaluator, f"{split} ({sizes})", digests
+
+
+def _ignoring_identical_ids(evaluator_class: Any) -> Any:
+    """The class of evaluators that leave out hits whose document has the query's id, as BEIR does.
+
+    Stock evaluators count them. The class has the name of the stock one, by which model cards and
+    logs call it.
+    """
+
+    class Ignoring(evaluator_class):
+        map_at_k: list[int]
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            self._map_at_k = self.map_at_k
+            cut_offs = (
+                self.accuracy_at_k,
+                self.precision_recall_at_k,
+                self.mrr_at_k,
+                self.ndcg_at_k,
+                self.map_at_k,
+            )
+            deepest = max(max(values) for values in cut_offs)
+            self.map_at_k = [*self.map_at_k, deepest + 1]  # collects one hit more
+            try:
+                return super().__call__(*args, **options)
+            finally:
+                self.map_at_k = self._map_at_k
+
+        def compute_metrics(self, queries_result_list: list[Any]) -> Any:
+            self.map_at_k = self._map_at_k
+            others = [
+                [hit for hit in hits if hit["corpus_id"] != query]
+                for query, hits in zip(self.queries_ids, queries_result_list, strict=True)
+            ]
+            return super().compute_metrics(others)
+
+    for attribute in ("__name__", "__qualname__", "__module__"):
+        setattr(Ignoring, attribute, getattr(evaluator_class, attribute))
+    return Ignoring

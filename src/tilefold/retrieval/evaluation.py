@@ -23,6 +23,11 @@ from tilefold.retrieval._sparse import check_vectors
 from tilefold.retrieval._tables import numbered_lines
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Normalization, Run, check_scores, interpolate
+from tilefold.retrieval.identical_ids import (
+    ignores_identical_ids,
+    queries_with_identical_ids,
+    without_identical_ids,
+)
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.vectors import SparseVectors, check_same_vocabulary
 
@@ -54,6 +59,8 @@ def evaluate(
     run: _RunLike,
     qrels: _QrelsLike,
     measures: Sequence[str] = DEFAULT_MEASURES,
+    *,
+    ignore_identical_ids: bool | None = None,
 ) -> dict[str, float]:
     """Mean of each measure over **all** judged queries; a query without results counts as 0.
 
@@ -70,13 +77,21 @@ def evaluate(
             ``judged_only=True``. Only ``Judged@k`` counts it as judged.
         measures: names as ir-measures writes them, such as ``nDCG@10``, ``R@100``, ``RR@10``,
             ``AP``.
+        ignore_identical_ids: leave out hits whose document has the query's id, as BEIR does for
+            collections whose queries are documents (ArguAna, Quora). None does so unless `qrels`
+            call such a document relevant; :func:`conventions` says how many there were.
 
     Raises:
         ValueError: empty `qrels`, a run that answers none of their queries, an unknown measure, a
             score that is not a number, a grade above 1,000,000, an id that UTF-8 or C cannot hold.
         TypeError: an id that is not a string, a grade that is not an integer.
     """
-    table = evaluate_per_query(run, qrels, measures)
+    table = evaluate_per_query(
+        run,
+        qrels,
+        measures,
+        ignore_identical_ids=ignore_identical_ids,
+    )
     return {name: math.fsum(row[name] for row in table.values()) / len(table) for name in measures}
 
 
@@ -84,6 +99,8 @@ def evaluate_per_query(
     run: _RunLike,
     qrels: _QrelsLike,
     measures: Sequence[str] = DEFAULT_MEASURES,
+    *,
+    ignore_identical_ids: bool | None = None,
 ) -> dict[str, dict[str, float]]:
     """``{query id: {measure: value}}`` for every judged query; see :func:`evaluate`."""
     check_mapping("run", run, "query id -> scores by document")
@@ -97,6 +114,8 @@ def evaluate_per_query(
         raise ValueError(f"qrels: expected at least one judged query, got {got}. Check the split.")
     check_text_ids("qrels", judged)
     check_answers("run", run, judged)
+    if ignores_identical_ids(judged, ignore_identical_ids):
+        run = without_identical_ids(run)
     parsed = _parsed(measures)
     table = {query_id: dict.fromkeys(measures, 0.0) for query_id in judged}
     # trec_eval, which remembers the last query, would take one with the id "no query" for one that
@@ -130,23 +149,48 @@ def evaluate_per_query(
     return table
 
 
-def conventions(run: _RunLike, qrels: _QrelsLike, depth: int = 100) -> dict[str, float]:
-    """Conventions of trec_eval that bear on the measures of a run, each with how often it was
-    needed.
+def conventions(
+    run: _RunLike,
+    qrels: _QrelsLike,
+    depth: int = 100,
+    *,
+    ignore_identical_ids: bool | None = None,
+) -> dict[str, float]:
+    """Conventions that bear on the measures of a run, each with how often it was needed.
 
-    ``judged@10``: mean share of the first 10 documents of a query that somebody judged; others are
-    not relevant. ``negative``: judgements with a grade below 0, which are not relevant either.
-    ``tied``: judged queries with equal scores, in fp32, among their best `depth` documents and the
-    next one, whose order :func:`evaluate` says.
+    Args:
+        run: query id -> document id -> score.
+        qrels: query id -> document id -> grade.
+        depth: documents per query among which equal scores are looked for.
+        ignore_identical_ids: as for :func:`evaluate`.
+
+    Returns:
+        ``judged@10``: mean share of the first 10 documents of a query that somebody judged; others
+        are not relevant. ``negative``: judgements with a grade below 0, which are not relevant
+        either. ``tied``: judged queries with equal scores, in fp32, among their best `depth`
+        documents and the next one, whose order :func:`evaluate` says. ``ignored_identical_ids`` and
+        ``counted_identical_ids``: hits of judged queries with the query's own id, which are left
+        out, or count as any other.
     """
-    judged, tied = evaluate(run, qrels, ["Judged@10"])["Judged@10"], 0
+    ignores = ignores_identical_ids(qrels, ignore_identical_ids)
+    identical = len(queries_with_identical_ids(run) & qrels.keys())
+    if ignores:
+        run = without_identical_ids(run)
+    judged = evaluate(run, qrels, ["Judged@10"], ignore_identical_ids=ignores)["Judged@10"]
+    tied = 0
     for query_id in qrels:
         with np.errstate(over="ignore"):
             scores = np.array([*run.get(query_id, {}).values()], np.float64).astype(np.float32)
         best = np.sort(scores)[::-1][: depth + 1]
         tied += bool((best[1:] == best[:-1]).any())
     negative = sum(grade < 0 for grades in qrels.values() for grade in grades.values())
-    return {"judged@10": judged, "negative": negative, "tied": tied}
+    return {
+        "judged@10": judged,
+        "negative": negative,
+        "tied": tied,
+        "ignored_identical_ids": identical if ignores else 0,
+        "counted_identical_ids": 0 if ignores else identical,
+    }
 
 
 def choose_weights(
@@ -157,6 +201,7 @@ def choose_weights(
     step: float = 0.1,
     normalization: Normalization = "min_max",
     k: int = 100,
+    ignore_identical_ids: bool | None = None,
 ) -> tuple[tuple[float, ...], float]:
     """Weights of :func:`tilefold.retrieval.interpolate` with the best `measure` on `qrels`, and
     that measure.
@@ -164,13 +209,18 @@ def choose_weights(
     All weights that are multiples of `step` and sum to 1 are tried; of equal ones, the largest for
     the first runs wins. The measure is in sample: report other queries. A step that does not divide
     1, more than 300 combinations, no run, or one that answers no judged query is a ``ValueError``.
+    Hits with the query's own id are left out of the runs before they are normalised, where
+    `ignore_identical_ids` says so (see :func:`evaluate`).
     """
+    ignores = ignores_identical_ids(qrels, ignore_identical_ids)
     for number, run in enumerate(runs):
         check_answers(f"runs[{number}]", run, qrels)
     parts = round(1 / step) if 0 < step <= 1 else 0
     if not math.isclose(parts * step, 1):
         raise ValueError(f"step: expected 1 divided by a whole number, such as 0.1, got {step!r}.")
     mine = [{query: run[query] for query in qrels if query in run} for run in runs]
+    if ignores:
+        mine = [without_identical_ids(run) for run in mine]
     grid = [
         counts
         for counts in itertools.product(range(parts + 1), repeat=len(runs))
@@ -182,12 +232,13 @@ def choose_weights(
     trials = []
     for counts in grid:
         weights = tuple(count / parts for count in counts)
-        trials.append(
-            (
-                evaluate(interpolate(mine, weights, normalization, k), qrels, (measure,))[measure],
-                weights,
-            ),
+        values = evaluate(
+            interpolate(mine, weights, normalization, k),
+            qrels,
+            (measure,),
+            ignore_identical_ids=ignores,
         )
+        trials.append((values[measure], weights))
     score, best = max(trials)
     return best, score
 

@@ -270,14 +270,18 @@ def _matching(column: Any, kind: str, wanted: Wanted) -> Mask:
         matching: Mask = among.to_numpy(zero_copy_only=False)
         return matching
     numbers = column.to_numpy()
+    low: float
+    high: float
     if isinstance(wanted, dict):
-        if kind == "integer":
+        if kind == "float":
+            low, high = floats_within(wanted)
+        else:
             integers = integers_within(wanted)
             if not integers:
                 return np.zeros(len(numbers), bool)
-            return (numbers >= integers[0]) & (numbers <= integers[-1])
-        interval = floats_within(wanted)
-        return (numbers >= interval.low) & (numbers <= interval.high)
+            low, high = integers[0], integers[-1]
+        within: Mask = (numbers >= low) & (numbers <= high)
+        return within
     if kind == "integer":
         return np.isin(numbers, np.array(wanted, np.int64))
     integral: list[Any] = wanted

@@ -95,6 +95,7 @@ class Mined:
     short: int = 0  # queries with fewer negatives than asked for
     without: int = 0  # queries without any, which are left out
     filtered: int = 0  # candidates that may be false negatives
+    same_id: int = 0  # candidates with the id of the query, which is a document itself
     same_text: int = 0  # candidates whose text is the query's or a relevant document's
 
     def rows(self, made_by: Mapping[str, object]) -> TrainingRows:
@@ -130,7 +131,8 @@ def mine_negatives(
     """Draw negatives for the queries of `split`, and list its relevant documents beside them.
 
     A document that any split judges relevant for the query is never a negative, nor is one with the
-    text of such a document or of the query, or one that `false_negatives` leave out. Windows draw
+    text of such a document or of the query, one with the query's id, or one that `false_negatives`
+    leave out. Windows draw
     in their order, without what earlier ones drew; a window with more candidates than it wants
     draws at random, for each query from a generator of its own (`seed` and the query's id), so that
     neither the order nor the other queries change the outcome. Negatives come in the order of their
@@ -195,7 +197,9 @@ def _candidates(
         if name not in collection.documents:
             stray = f"document {name!r} of query {query!r} is not in {collection.name}"
             raise DataError(f"rankings: {stray}. Give the collection that was searched.")
-        if score > limit:
+        if name == query:
+            mined.same_id += 1
+        elif score > limit:
             mined.filtered += 1
         elif collection.documents[name].contents.strip() in texts:
             mined.same_text += 1

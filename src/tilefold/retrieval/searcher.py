@@ -4,7 +4,7 @@ explanation.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,11 @@ from tilefold.retrieval.collection import Document, documents_by_id
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.feedback import Feedback, Interpolation, with_feedback
 from tilefold.retrieval.fusion import Fusion, Run
+from tilefold.retrieval.identical_ids import (
+    queries_with_identical_ids,
+    search_without_identical_ids,
+    without_identical_ids,
+)
 from tilefold.retrieval.index import DENSE, LATE, SparseIndex, load_index, open_parts
 from tilefold.retrieval.index.protocol import read_description
 from tilefold.retrieval.metadata import Filter, Where
@@ -102,6 +107,8 @@ class SearchRequest:
             and ``"passage"`` the passages; an index of whole documents has none.
         where: only documents whose metadata match, in every ranking: of the index, the second one,
             after feedback.
+        ignore_identical_ids: leave the document with the query's id out of every ranking, and of
+            what feedback reads: for queries that are documents of the collection.
     """
 
     k: int = 10
@@ -111,6 +118,7 @@ class SearchRequest:
     reranking: Reranking | None = None
     by: Literal["document", "passage"] = "document"
     where: Where = None
+    ignore_identical_ids: bool = False
 
     def __post_init__(self) -> None:
         check_k(self.k)
@@ -148,6 +156,9 @@ class Ranking:
     passages: dict[str, Found] = field(
         default_factory=dict,
     )  # stage -> best passages of documents, where searched so
+    ignored_identical_ids: set[str] = field(
+        default_factory=set,
+    )  # queries whose own document was left out
 
     def passage(self, query: str, name: str) -> str | None:
         """Id of the passage that a result was ranked by: by late interaction, else in the index,
@@ -341,23 +352,27 @@ class Searcher:
         )
         self._check_passages(request)
         best: dict[str, Found] = {}
+        ignored: set[str] = set()
         own: Run
         retriever: Any = self.retriever
         if feedback is not None and isinstance(retriever, WordsRetriever):
             retriever = retriever.as_vectors
         whole = mix is not None or (feedback is not None and feedback.bottom)
         deep = depth if feedback is None else max(depth, feedback.k, WHOLE if whole else 0)
-        second = None if mix is None else self.second_run(queries, deep, request, best)
+        second = None
+        if mix is not None:
+            second = self.second_run(queries, deep, request, best, ignored)
         before = after = retriever.encode(queries) if vectors is None else vectors
 
         def search(vectors: Any, k: int) -> Run:
             known = best if self.passages is not None and request.by == "document" else None
-            return found_by(
-                lambda n: retriever.search(vectors, names, n, request.where),
-                k,
-                self.stage,
-                known,
-            )
+
+            def search_index(n: int) -> Run:
+                found: Run = retriever.search(vectors, names, n, request.where)
+                return found
+
+            others = _respecting_ids(search_index, request, self.passages, ignored)
+            return found_by(others, k, self.stage, known)
 
         run = own = search(before, deep)
         if feedback is not None:
@@ -380,8 +395,9 @@ class Searcher:
             after,
         )
         ranking.by, ranking.passages = request.by, best
+        ranking.ignored_identical_ids = ignored
         if request.fusion is not None:
-            ranking.stages["words"] = self.second_run(queries, depth, request, best)
+            ranking.stages["words"] = self.second_run(queries, depth, request, best, ignored)
             ranking.run = request.fusion.mix(ranking.run, ranking.stages["words"], depth)
             ranking.stages["fusion"] = ranking.run
         return ranking
@@ -409,7 +425,8 @@ class Searcher:
         ).run
         if mix is None:
             return run
-        return _best(mix.mix(run, self.second_run(queries, plain.k, request, {}), plain.k), depth)
+        second = self.second_run(queries, plain.k, request, {})
+        return _best(mix.mix(run, second, plain.k), depth)
 
     def rerank(
         self,
@@ -491,10 +508,18 @@ class Searcher:
         k: int,
         request: SearchRequest,
         best: dict[str, Found],
+        ignored: set[str] | None = None,
     ) -> Run:
-        """The `k` best of the second ranking; `best` learns the passages that documents were found
-        by.
+        """The `k` best of the second ranking.
+
+        Args:
+            queries: id -> text.
+            k: documents per query.
+            request: of the search.
+            best: gets the passages that documents were found by.
+            ignored: gets the queries whose own document was left out.
         """
+        ignored = set() if ignored is None else ignored
         if self.second is None:
             raise ValueError(
                 "second: expected a BM25 index or a run to interpolate or fuse with, got None.",
@@ -504,17 +529,21 @@ class Searcher:
             known = (
                 best if words.provenance.passages is not None and request.by == "document" else None
             )
-            return found_by(
-                lambda n: words.search(queries, n, where=request.where),
-                k,
-                _SECOND,
-                known,
-            )
+
+            def search_words(n: int) -> Run:
+                return words.search(queries, n, where=request.where)
+
+            others = _respecting_ids(search_words, request, words.provenance.passages, ignored)
+            return found_by(others, k, _SECOND, known)
         if request.where is not None:
             raise ValueError(
                 "second: expected a BM25 index with metadata beside where, got a run, which has none.",
             )
-        return {query: words[query] for query in queries if query in words}
+        run = {query: words[query] for query in queries if query in words}
+        if not request.ignore_identical_ids:
+            return run
+        ignored |= queries_with_identical_ids(run)
+        return without_identical_ids(run)
 
     def _terms(self, ranking: Ranking, scores: Mapping[str, float]) -> dict[str, list[Json]]:
         """The terms that each document shares with the query as searched, largest part first,
@@ -561,6 +590,18 @@ def _check_parts(index: object, model: object, second: object, late: object) -> 
         )
     if late is not None:
         check_encoder("late", late, "MultiVectorEncoder")
+
+
+def _respecting_ids(
+    search: Callable[[int], Run],
+    request: SearchRequest,
+    passages: str | None,
+    ignored: set[str],
+) -> Callable[[int], Run]:
+    """The search as it is, or without the query's own document where the request says so."""
+    if not request.ignore_identical_ids:
+        return search
+    return search_without_identical_ids(search, str if passages is None else document_of, ignored)
 
 
 def matched_terms(
