@@ -113,6 +113,67 @@ assert result.exit_code == 0, result.output
     assert loaded_after(code, (*HEAVY, "torch")) == set()
 
 
+RECORD_GPU_QUERIES = """
+import torch
+
+queries = []
+
+def recorded(name, answer):
+    def query(*args, **kwargs):
+        queries.append(name)
+        return answer
+    return query
+
+torch.cuda.is_available = recorded("is_available", False)
+torch.cuda.device_count = recorded("device_count", 0)
+torch.cuda._lazy_init = recorded("_lazy_init", None)
+try:
+    from triton.backends.nvidia.driver import CudaDriver
+except ImportError:
+    pass
+else:
+    CudaDriver.is_active = staticmethod(recorded("CudaDriver.is_active", False))
+"""
+IMPORT_EVERYTHING = """
+import importlib, pkgutil
+import tilefold
+
+for module in pkgutil.walk_packages(tilefold.__path__, "tilefold."):
+    if not module.name.endswith("__main__"):
+        try:
+            importlib.import_module(module.name)
+        except ImportError:  # of an optional package
+            pass
+"""
+USE_CUDA_IN_A_FORK = """
+import os, sys, torch
+
+child = os.fork()
+if child == 0:
+    torch.zeros(1, device="cuda")
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_no_import_asks_whether_there_is_a_gpu() -> None:
+    # the question initialises CUDA, after which no forked process can use it
+    printed = run_python(f"{RECORD_GPU_QUERIES}{IMPORT_EVERYTHING}print(queries)")
+    assert printed.splitlines()[-1] == "[]"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param(IMPORT_EVERYTHING, id="every module"),
+        pytest.param(USE, id="operators on the CPU"),
+    ],
+)
+def test_a_forked_process_can_use_cuda_afterwards(before: str) -> None:
+    run_python(before + USE_CUDA_IN_A_FORK)
+
+
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "tilefold"
 
 Graph = Mapping[str, frozenset[str]]
