@@ -90,7 +90,7 @@ def term_names_of(tokenizer: Tokenizer) -> TermNames:
         owner = weakref.ref(tokenizer)  # the cache must not keep the tokenizer alive
 
         def token_of(term: int) -> str | None:
-            token: str | None = owner().convert_ids_to_tokens(term)  # type: ignore[union-attr,assignment]
+            token: str | None = owner().convert_ids_to_tokens(term)  # type: ignore[union-attr]
             return token
 
         names = TermNames(tokenizer.get_vocab(), token_of)

@@ -174,7 +174,8 @@ def _tokens(
         raise CommandError(
             f"--model: expected {expected}, got that of {model} ({found[:12]}). {remedy}",
         )
-    return retrieval.term_names(tokenizer, manifest.vocab_size)
+    names: Sequence[str] = retrieval.term_names(tokenizer, manifest.vocab_size)
+    return names
 
 
 def _texts(data: str | None, vectors: Path) -> Mapping[str, str] | None:

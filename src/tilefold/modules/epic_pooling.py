@@ -123,7 +123,8 @@ class EpicPooling(PoolingModule):
             logit = logit.float()
         quality = sigmoid(logit) * some[:, None]
         self.embedding_dimension = best.size(1)
-        return fused.activate(best.relu(), "log1p_softplus") * quality
+        scores: Tensor = fused.activate(best.relu(), "log1p_softplus") * quality
+        return scores
 
 
 def _weighted(head: Head, importance: Tensor) -> Head:

@@ -1,4 +1,4 @@
-"""What the steps of a training were announced to do, and what they did."""
+"""Steps and pairs of a training: how many were announced, and how many were done."""
 
 from __future__ import annotations
 

@@ -130,7 +130,12 @@ def encode_on_ray(
         DataError: as there; bad or repeated rows; a machine does not see the same folder, texts or
             model.
     """
-    check_instance("texts", texts, (Mapping, str, Path, Texts), "the path of the documents")
+    check_instance(
+        "texts",
+        texts,
+        (Mapping, str, Path, HeldTexts, StoredTexts),
+        "the path of the documents",
+    )
     output = Output(Path(output_dir).resolve(), shard_size, 0.0, None, resume)
     if not isinstance(texts, Texts):
         texts = HeldTexts(texts) if isinstance(texts, Mapping) else StoredTexts(Path(texts))

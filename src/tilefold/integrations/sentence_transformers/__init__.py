@@ -10,9 +10,9 @@ evaluators of a ``MultiVectorEncoder``.
 """
 
 try:  # before the modules below, which import what older releases lack
-    from tilefold._sentence_transformers import check_sentence_transformers
+    from tilefold._sentence_transformers import check_sentence_transformers as _check_release
 
-    check_sentence_transformers()
+    _check_release()
 except ImportError as error:
     raise ImportError(f"{__name__}: {error}") from error
 
