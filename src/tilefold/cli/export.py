@@ -174,8 +174,8 @@ def _tokens(
         raise CommandError(
             f"--model: expected {expected}, got that of {model} ({found[:12]}). {remedy}",
         )
-    names: Sequence[str] = retrieval.term_names(tokenizer, manifest.vocab_size)
-    return names
+    term_names: Sequence[str] = retrieval.term_names(tokenizer, manifest.vocab_size)
+    return term_names
 
 
 def _texts(data: str | None, vectors: Path) -> Mapping[str, str] | None:
