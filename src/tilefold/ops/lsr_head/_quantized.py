@@ -1,6 +1,4 @@
-"""Rounding of the LSR head's operands to 8 bits, for inference: the quantised weight, and who
-multiplies it.
-"""
+"""Quantised weights of the LSR head, for inference, and the choice of their implementation."""
 
 from __future__ import annotations
 
@@ -24,16 +22,16 @@ from tilefold.ops._shared.impl import resolve_impl
 FP8 = torch.float8_e4m3fn
 QUANTIZED_HEAD = "lsr_head with an fp8 weight"
 FP8_MAX = 448.0
-TINY = 2.0**-126
+SMALLEST_NORMAL = 2.0**-126  # of fp32
 SLAB_V = 16384  # rows that are converted at a time
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A decoder weight in fp8 (e4m3) with one scale per row: ``weight[v, d] = scale[v] * values[v,
-    d]``, rounded.
+    """A decoder weight in fp8 (e4m3) with one scale per row.
 
-    Half the bytes of bf16, twice its product rate. Make it with :func:`quantize_weight`, give it to
+    It represents ``weight[v, d] = scale[v] * values[v, d]``. It takes half the bytes of bf16, and
+    is multiplied at twice the rate. Make it with :func:`quantize_weight`, and pass it to
     :func:`tilefold.ops.lsr_head` in place of the weight.
 
     Attributes:
@@ -59,7 +57,7 @@ class QuantizedWeight:
         return self.values.size(dim)
 
     def __getitem__(self, rows: slice) -> QuantizedWeight:
-        """A slice of vocabulary rows, without a copy."""
+        """Return a slice of vocabulary rows, without a copy."""
         if not isinstance(rows, slice):
             raise TypeError(
                 f"rows must be a slice, got {type(rows).__name__}; weight[v:v + 1] is one row.",
@@ -70,35 +68,36 @@ class QuantizedWeight:
         return QuantizedWeight(self.values, self.scale)
 
     def __reduce__(self) -> tuple[Callable[..., QuantizedWeight], tuple[object, ...]]:
-        # torch neither stores fp8 nor reads it; of a slice only what it shows is kept
-        stored = self.values.detach().contiguous().clone().view(torch.uint8)
-        return _unpickled, (stored, self.values.dtype, self.scale.clone())
+        # Torch cannot store fp8, so its bytes are. The copies hold only the rows of a slice.
+        value_bytes = self.values.detach().contiguous().clone().view(torch.uint8)
+        return _unpickle, (value_bytes, self.values.dtype, self.scale.clone())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``[V, D]`` in ``dtype``: the weight that the quantised head stands for."""
+        """Return the weight that the quantised head multiplies with, ``[V, D]`` in ``dtype``."""
         return (self.values.float() * self.scale[:, None]).to(dtype)
 
 
-def _unpickled(stored: Tensor, dtype: torch.dtype, scale: Tensor) -> QuantizedWeight:
-    return QuantizedWeight(stored.view(dtype), scale)
+def _unpickle(value_bytes: Tensor, dtype: torch.dtype, scale: Tensor) -> QuantizedWeight:
+    """Restore a weight from the bytes of its values."""
+    return QuantizedWeight(value_bytes.view(dtype), scale)
 
 
 def quantize_weight(weight: Tensor) -> QuantizedWeight:
     """Round a decoder weight to fp8 (e4m3), each row scaled so that its largest entry becomes 448.
 
-    Rows of zeros keep the scale 1; a NaN or an infinity makes NaN scores of its vocabulary entry,
-    as in the plain head. The rounding error of an entry is at most 1/16 of it, or 2^-10 of the
-    scale near zero.
+    Rows of zeros get the scale 1. A row with NaN or infinity gives NaN scores, as in the plain
+    head. The rounding error of an entry is at most 1/16 of it, or 2^-10 of the scale near zero.
 
-    On a GPU with fp8 products it is one pass of a kernel, which reads the weight and writes it in
-    fp8; where that cannot be built, this and the quantised head run in torch, after one warning.
+    On a GPU with fp8 products a single kernel reads the weight and writes it in fp8. If it cannot
+    be built, this function and the quantised head run in torch, after one warning.
 
     Args:
-        weight: ``[V, D]``, fp16, bf16, fp32 or fp64, on any device. It is not kept, and later
-            changes of it are not seen: quantise again after an optimiser step.
+        weight: ``[V, D]``, fp16, bf16, fp32 or fp64, on any device. It is copied, so later changes
+            have no effect: quantise again after an optimiser step.
 
     Raises:
-        TypeError, ValueError: for anything else.
+        TypeError: for other types and dtypes.
+        ValueError: for other shapes.
     """
     check_shape("weight", check_tensor("weight", weight), "V D")
     check_dtype("weight", weight, FLOAT_DTYPES, "cast it with .to(torch.bfloat16).")
@@ -107,41 +106,42 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     if call_key((weight,), ()) is not None and chosen_quantized_impl(weight) == "triton":
         from tilefold.ops.lsr_head._triton import quantize
 
-        made = try_kernels(call_on_device, quantize.quantize_rows, weight.detach())
-        if not isinstance(made, KernelUnavailableError):
-            return QuantizedWeight(*made)
-        give_up(QUANTIZED_HEAD, weight.device, str(made), TILED_PATH_RUNS)
+        result = try_kernels(call_on_device, quantize.quantize_rows, weight.detach())
+        if not isinstance(result, KernelUnavailableError):
+            return QuantizedWeight(*result)
+        give_up(QUANTIZED_HEAD, weight.device, str(result), TILED_PATH_RUNS)
     refuse_capture(QUANTIZED_HEAD, weight.device)
     values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scale = torch.empty(weight.size(0), dtype=torch.float32, device=weight.device)
     with torch.no_grad():
-        for v0 in range(0, weight.size(0), SLAB_V):
-            part = slice(v0, v0 + SLAB_V)
-            values[part], scale[part] = quantize_rows(weight[part])
+        for first_row in range(0, weight.size(0), SLAB_V):
+            slab = slice(first_row, first_row + SLAB_V)
+            values[slab], scale[slab] = quantize_rows(weight[slab])
     return QuantizedWeight(values, scale)
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """``[N, D]`` to fp8 values and ``[N]`` fp32 scales; the scale of a row of zeros is 1."""
+    """Round rows ``[N, D]`` to fp8, with ``[N]`` fp32 scales.
+
+    The scale of a row of zeros is 1. NaN and infinity become scales of NaN and infinity.
+    """
     wide = rows.float()
     largest = wide.abs().amax(dim=-1)
-    scale = torch.where(
-        largest == 0,
-        1.0,
-        (largest / FP8_MAX).clamp(min=TINY),
-    )  # NaN and infinity stay
+    scale = (largest / FP8_MAX).clamp(min=SMALLEST_NORMAL)
+    scale = torch.where(largest == 0, 1.0, scale)
     return (wide / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
 def fake_quantized(rows: Tensor) -> Tensor:
-    """``[..., D]`` rounded to fp8 with a scale per row, and back, in fp32."""
+    """Round rows ``[..., D]`` to fp8 with a scale per row, and return them in fp32."""
     values, scale = quantize_rows(rows)
     return values.float() * scale[..., None]
 
 
 def chosen_quantized_impl(hidden: Tensor, impl: str = "auto") -> str:
-    """Implementation that a quantised head runs: ``"triton"`` from compute capability 8.9 on, else
-    ``"tiled"``.
+    """Return the implementation that a head with a quantised weight runs.
+
+    ``"auto"`` chooses ``"triton"`` from compute capability 8.9 on, else ``"tiled"``.
 
     Raises:
         ValueError: for an unknown name.

@@ -1,13 +1,13 @@
 """The LSR head in torch operations on tiles: the CPU path, and the fallback on any device.
 
-Forward folds one ``[tokens, BLOCK_V]`` tile of logits at a time; backward of max pooling touches
-winners only. Products are taken in at least fp32, whatever the input's dtype: ``compute_dtype``,
-for tensor cores, is not used.
+Forward reduces one ``[tokens, BLOCK_V]`` tile of logits at a time. Backward of max pooling reads
+winners only. Products are computed in at least fp32, whatever the input's dtype: ``compute_dtype``,
+which is for tensor cores, is not used.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,16 +33,15 @@ from tilefold.ops.lsr_head._problem import (
 from tilefold.ops.lsr_head._quantized import QuantizedWeight, fake_quantized
 from tilefold.ops.lsr_head._tiles import (
     PackedRows,
-    keep_maximum,
     pack_rows,
+    update_maximum,
     vocabulary_tiles,
     wide_dtype,
 )
 
 SLAB_ENTRIES = 1 << 22  # (sequence, vocabulary) pairs whose gradients are sorted at a time
-SLAB_V = (
-    16384  # vocabulary entries of a slab at most: its weight gradient exists twice for a moment
-)
+# Largest number of vocabulary columns of a slab, whose weight gradient exists twice for a moment.
+SLAB_V = 16384
 
 
 def forward(
@@ -50,8 +49,10 @@ def forward(
     options: HeadOptions,
     training: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores ``[B, V]`` in ``out_dtype``, and winners (uint16 or int32; empty, or none, where none
-    are kept).
+    """Compute scores ``[B, V]`` in ``out_dtype``, and winners.
+
+    Winners are uint16 or int32, ``[B, V]`` or ``[B, 1]``. They are empty or ``None`` if backward
+    does not read them.
     """
     if host_may_read(tensors.hidden.device, "tiled"):
         check_values(tensors, options)
@@ -71,32 +72,42 @@ def backward(
     needs: tuple[bool, ...],
     main_grad: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of hidden, weight and bias (``None`` where not needed), each in its parameter's
-    dtype.
+    """Compute the gradients of hidden, weight and bias, each in its parameter's dtype.
 
-    With ``main_grad``, fp32 ``[V, D]``, the weight's gradient is added to it and not returned.
+    Args:
+        dscores: ``[B, V]`` gradient of the scores.
+        saved: tensors that forward saved.
+        options: the checked options.
+        needs: which gradients are computed. The others are ``None``.
+        main_grad: fp32 ``[V, D]`` to which the weight's gradient is added, and not returned.
     """
-    wanted = Needs(*needs)
+    needed = Needs(*needs)
     if options.pooling == "max":
-        gradients = _max_backward(dscores, saved, options, wanted, main_grad)
+        dhidden, dweight, dbias = _max_backward(dscores, saved, options, needed, main_grad)
     elif options.pooling in ("sum", "mean"):
-        gradients = _sum_backward(dscores, saved, options, wanted)
+        dhidden, dweight, dbias = _sum_backward(dscores, saved, options, needed)
     else:
-        gradients = _one_token_backward(dscores, saved, options, wanted)
-    dhidden, dweight, dbias = gradients
-    return dhidden, dweight, dbias if dbias is None else dbias.to(options.bias_dtype)
+        dhidden, dweight, dbias = _one_token_backward(dscores, saved, options, needed)
+    if dbias is not None:
+        dbias = dbias.to(options.bias_dtype)
+    return dhidden, dweight, dbias
 
 
 def _quantized_forward(tensors: HeadTensors, scale: Tensor, options: HeadOptions) -> Tensor:
-    """Scores of the rounded operands, multiplied in fp32, a slab of the vocabulary at a time."""
+    """Compute the scores of rounded operands in fp32, one vocabulary slab at a time."""
     rounded = tensors._replace(hidden=fake_quantized(tensors.hidden), weight_scale=None)
-    values, bias, slabs = tensors.weight, tensors.bias, []
-    for v0 in range(0, values.size(0), SLAB_V):
-        part = slice(v0, v0 + SLAB_V)
-        weight = QuantizedWeight(values[part], scale[part]).dequantize()
-        slab = rounded._replace(weight=weight, bias=None if bias is None else bias[part].float())
-        slabs.append(_max_forward(slab, options, with_winners=False)[0])
-    return torch.cat(slabs, dim=1)
+    values = tensors.weight
+    bias = tensors.bias
+    scores = []
+    for first_column in range(0, values.size(0), SLAB_V):
+        slab = slice(first_column, first_column + SLAB_V)
+        slab_tensors = rounded._replace(
+            weight=QuantizedWeight(values[slab], scale[slab]).dequantize(),
+            bias=None if bias is None else bias[slab].float(),
+        )
+        slab_scores, _ = _max_forward(slab_tensors, options, with_winners=False)
+        scores.append(slab_scores)
+    return torch.cat(scores, dim=1)
 
 
 # Max pooling
@@ -107,43 +118,63 @@ def _max_forward(
     options: HeadOptions,
     with_winners: bool,
 ) -> tuple[Tensor, Tensor]:
-    tokens, weight, bias = tensors.tokens, tensors.weight, tensors.bias
+    """Compute the scores of max pooling, and the winners' positions if backward needs them."""
+    tokens = tensors.tokens
     packed = pack_rows(tokens)
-    scores = packed.rows.new_zeros(tokens.batch, weight.size(0))
+    vocab = tensors.weight.size(0)
+    logits = packed.rows.new_zeros(tokens.batch, vocab)
     winners = torch.zeros(
         tokens.batch if with_winners else 0,
-        scores.size(1),
+        vocab,
         dtype=torch.int32,
-        device=scores.device,
+        device=logits.device,
     )
-    for columns, _, runs in vocabulary_tiles(packed, weight, options.logit_scale, by_onednn=True):
+    for columns, _, runs in vocabulary_tiles(
+        packed,
+        tensors.weight,
+        options.logit_scale,
+        by_onednn=True,
+    ):
         for run in runs:
-            part = slice(run.first, run.last), columns
-            keep_maximum(
-                scores[part],
-                winners[part] if with_winners else None,
-                run.tokens,
+            sequences = slice(run.first, run.last)
+            update_maximum(
+                logits[sequences, columns],
+                winners[sequences, columns] if with_winners else None,
+                run.logits,
                 run.before,
             )
-    # the activation and the bias commute with the maximum, so they wait for all of it
-    scores = activate(
-        scores if bias is None else scores + bias.to(scores.dtype),
-        options.activation,
-    )
-    scores[torch.tensor(packed.offsets, device=scores.device).diff() == 0] = 0
-    dtype = winner_dtype(tokens.length_bound)
-    winners = _positions_in_sequence(winners, packed, tokens) if with_winners else winners.to(dtype)
+    # Activation and bias commute with the maximum, and so are applied once, to the maxima.
+    if tensors.bias is not None:
+        logits = logits + tensors.bias.to(logits.dtype)
+    scores = activate(logits, options.activation)
+    is_empty = torch.tensor(packed.offsets, device=scores.device).diff() == 0
+    scores[is_empty] = 0
+    if with_winners:
+        winners = _positions_in_sequence(winners, packed, tokens)
+    else:
+        winners = winners.to(winner_dtype(tokens.length_bound))
     return scores.to(options.out_dtype), winners
 
 
 def _positions_in_sequence(winners: Tensor, packed: PackedRows, tokens: Tokens) -> Tensor:
-    """Turn the count of valid tokens before the winner into its position, and mark empty sequences."""
+    """Return the positions of winners in their sequences, padding included.
+
+    Args:
+        winners: ``[B, V]`` numbers of valid tokens before the winner.
+        packed: the valid tokens.
+        tokens: all tokens.
+
+    Returns:
+        ``[B, V]`` positions, with the mark "no winner" for empty sequences.
+    """
     dtype = winner_dtype(tokens.length_bound)
     offsets = torch.tensor(packed.offsets, device=winners.device)
-    if packed.places is not None and packed.places.numel():
-        position = packed.places % tokens.length
-        winners = position[(winners + offsets[:-1, None]).clamp_(max=position.numel() - 1)]
-    return winners.int().masked_fill((offsets.diff() == 0)[:, None], no_winner(dtype)).to(dtype)
+    if packed.positions is not None and packed.positions.numel():
+        positions = packed.positions % tokens.length
+        packed_winners = (winners + offsets[:-1, None]).clamp_(max=positions.numel() - 1)
+        winners = positions[packed_winners]
+    is_empty = (offsets.diff() == 0)[:, None]
+    return winners.int().masked_fill(is_empty, no_winner(dtype)).to(dtype)
 
 
 def _max_backward(
@@ -153,51 +184,62 @@ def _max_backward(
     needs: Needs,
     main_grad: Tensor | None,
 ) -> Gradients:
-    """Both matrix gradients are weighted sums of gathered rows, one owner each.
+    """Compute the gradients of max pooling as weighted sums of gathered rows.
 
-    The weight's row ``v`` sums ``g[b, v] * hidden[b, winner[b, v]]`` over b, the hidden row sums
-    ``g[b, v] * weight[v]`` over what it won.
+    Row ``v`` of ``dweight`` sums ``g[b, v] * hidden[b, winner[b, v]]`` over the sequences b. A row
+    of ``dhidden`` sums ``g[b, v] * weight[v]`` over the scores that it won.
     """
-    tokens, hidden, weight = saved.tokens, saved.hidden, saved.weight
-    scores, winners = cast(Tensor, saved.scores), cast(Tensor, saved.winners)
+    tokens = saved.tokens
+    hidden = saved.hidden
+    weight = saved.weight
+    scores = cast(Tensor, saved.scores)
+    winners = cast(Tensor, saved.winners)
     dtype = wide_dtype(hidden.dtype)
     rows = hidden.reshape(-1, hidden.size(-1))
     batch, vocab = scores.shape
-    starts = torch.arange(batch, device=hidden.device) * tokens.length
     if saved.cu_seqlens is not None:
         starts = saved.cu_seqlens[:-1].long()
+    else:
+        starts = torch.arange(batch, device=hidden.device) * tokens.length
     dhidden = rows.new_zeros(rows.shape, dtype=dtype) if needs.hidden else None
     dweight = weight.new_zeros(weight.shape) if needs.weight and main_grad is None else None
     dbias = rows.new_zeros(vocab, dtype=dtype) if needs.bias else None
-    target, store = (dweight, Tensor.copy_) if main_grad is None else (main_grad, Tensor.add_)
-    compute_rows = rows.to(dtype) if needs.weight else rows
-    slab = max(1, min(SLAB_V, SLAB_ENTRIES // max(batch, 1)))
-    for v0 in range(0, vocab, slab):
-        part = slice(v0, min(v0 + slab, vocab))
-        columns = dscores[:, part], scores[:, part], winners[:, part]
-        grad, row = _logit_gradient(*columns, starts, options.activation, dtype)  # [Vs, B]
+    wide_rows = rows.to(dtype) if needs.weight else rows
+    slab_width = max(1, min(SLAB_V, SLAB_ENTRIES // max(batch, 1)))
+    for first_column in range(0, vocab, slab_width):
+        slab = slice(first_column, min(first_column + slab_width, vocab))
+        grad, row = _logit_gradient(  # [Vs, B]
+            dscores[:, slab],
+            scores[:, slab],
+            winners[:, slab],
+            starts,
+            options.activation,
+            dtype,
+        )
         if dbias is not None:
-            dbias[part] = grad.sum(dim=1)
-        entry_v, entry_b = grad.nonzero(
-            as_tuple=True,
-        )  # sorted by vocabulary entry, then by sequence
+            dbias[slab] = grad.sum(dim=1)
+        # Entries are sorted by vocabulary column, then by sequence.
+        entry_v, entry_b = grad.nonzero(as_tuple=True)
         entry_grad = grad[entry_v, entry_b] * options.logit_scale
         entry_row = row[entry_v, entry_b]
-        if target is not None:
-            store(
-                target[part],
-                _sum_of_rows(compute_rows, entry_row, entry_v, entry_grad, grad.size(0)),
-            )
+        if main_grad is not None or dweight is not None:
+            slab_dweight = _sum_of_rows(wide_rows, entry_row, entry_v, entry_grad, grad.size(0))
+            if main_grad is not None:
+                main_grad[slab].add_(slab_dweight)
+            elif dweight is not None:
+                dweight[slab].copy_(slab_dweight)
         if dhidden is not None:
             entry_row, order = entry_row.sort(stable=True)
             dhidden += _sum_of_rows(
-                weight[part].to(dtype),
+                weight[slab].to(dtype),
                 entry_v[order],
                 entry_row,
                 entry_grad[order],
                 rows.size(0),
             )
-    return None if dhidden is None else dhidden.to(hidden.dtype).view(hidden.shape), dweight, dbias
+    if dhidden is not None:
+        dhidden = dhidden.to(hidden.dtype).view(hidden.shape)
+    return dhidden, dweight, dbias
 
 
 def _logit_gradient(
@@ -208,30 +250,49 @@ def _logit_gradient(
     activation: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """``[Vs, B]`` gradient of the winning logits of a slab, and the row of hidden that holds each
-    winner.
+    """Return the gradients of a slab's winning logits, and the winners' rows.
+
+    Args:
+        dscores: ``[B, Vs]`` gradient of the scores.
+        scores: ``[B, Vs]``.
+        winners: ``[B, Vs]`` positions in the sequences.
+        starts: ``[B]`` first rows of the sequences.
+        activation: function applied to the logits.
+        dtype: dtype of the gradients.
+
+    Returns:
+        ``[Vs, B]`` gradients, 0 without a winner, and ``[Vs, B]`` rows of hidden.
     """
-    winner = winners.to(torch.int32)
-    has_winner = winner != no_winner(winners.dtype)
+    positions = winners.to(torch.int32)
+    has_winner = positions != no_winner(winners.dtype)
     grad = dscores.to(dtype) * slope_from_score(scores.to(dtype), activation)
-    row = torch.where(has_winner, winner, 0) + starts[:, None]
+    row = torch.where(has_winner, positions, 0) + starts[:, None]
     return torch.where(has_winner, grad, torch.zeros_like(grad)).T, row.T
 
 
 def _sum_of_rows(
     table: Tensor,
     row: Tensor,
-    owner: Tensor,
+    target: Tensor,
     coefficient: Tensor,
-    owners: int,
+    n_targets: int,
 ) -> Tensor:
-    """``out[o] = sum over entries e with owner[e] == o of coefficient[e] * table[row[e]]``;
-    ``owner`` is sorted.
+    """Return weighted sums of rows of a table, one for each target.
+
+    ``out[t]`` is the sum of ``coefficient[e] * table[row[e]]`` over the entries e with
+    ``target[e] == t``.
+
+    Args:
+        table: ``[N, D]``.
+        row: ``[E]`` rows of the table.
+        target: ``[E]`` targets, sorted.
+        coefficient: ``[E]``.
+        n_targets: number of targets.
     """
-    counts = torch.bincount(owner, minlength=owners)
+    counts = torch.bincount(target, minlength=n_targets)
     offsets = counts.cumsum(0) - counts
     if row.numel() == 0:
-        return table.new_zeros(owners, table.size(1))
+        return table.new_zeros(n_targets, table.size(1))
     return embedding_bag(row, table, offsets, mode="sum", per_sample_weights=coefficient)
 
 
@@ -239,13 +300,15 @@ def _sum_of_rows(
 
 
 def _sum_forward(tensors: HeadTensors, options: HeadOptions) -> Tensor:
-    packed, bias = pack_rows(tensors.tokens), tensors.bias
+    """Compute the scores of sum and mean pooling."""
+    packed = pack_rows(tensors.tokens)
+    bias = tensors.bias
     scores = packed.rows.new_zeros(tensors.tokens.batch, tensors.weight.size(0))
     for columns, _, runs in vocabulary_tiles(packed, tensors.weight, options.logit_scale):
         for run in runs:
             if bias is not None:
-                run.tokens.add_(bias[columns].to(scores.dtype))
-            pooled = activate_in_place(run.tokens, options.activation).sum(dim=1)
+                run.logits.add_(bias[columns].to(scores.dtype))
+            pooled = activate_in_place(run.logits, options.activation).sum(dim=1)
             scores[run.first : run.last, columns] += pooled
     if options.pooling == "mean":
         scores /= packed.lengths()[:, None]
@@ -258,8 +321,13 @@ def _sum_backward(
     options: HeadOptions,
     needs: Needs,
 ) -> Gradients:
-    hidden, weight, bias, packed = saved.hidden, saved.weight, saved.bias, pack_rows(saved.tokens)
-    rows, scale = packed.rows, options.logit_scale
+    """Compute the gradients of sum and mean pooling, from logits that are computed again."""
+    hidden = saved.hidden
+    weight = saved.weight
+    bias = saved.bias
+    packed = pack_rows(saved.tokens)
+    rows = packed.rows
+    scale = options.logit_scale
     grad = dscores.to(rows.dtype)
     if options.pooling == "mean":
         grad = grad / packed.lengths()[:, None]
@@ -270,27 +338,24 @@ def _sum_backward(
         tile_dweight = torch.zeros_like(tile_weight)
         for run in runs:
             if bias is not None:
-                run.tokens.add_(bias[columns].to(rows.dtype))
-            tile_grad = grad[run.first : run.last, None, columns]
-            dlogits = slope_in_place(run.tokens, options.activation).mul_(tile_grad).flatten(0, 1)
-            part = slice(run.start, run.start + dlogits.size(0))
+                run.logits.add_(bias[columns].to(rows.dtype))
+            slopes = slope_in_place(run.logits, options.activation)
+            dlogits = slopes.mul_(grad[run.first : run.last, None, columns]).flatten(0, 1)
+            run_rows = slice(run.start, run.start + dlogits.size(0))
             if dbias is not None:
                 dbias[columns] += dlogits.sum(dim=0)
             if drows is not None:
-                drows[part].addmm_(dlogits, tile_weight, alpha=scale)
+                drows[run_rows].addmm_(dlogits, tile_weight, alpha=scale)
             if dweight is not None:
-                tile_dweight.addmm_(dlogits.T, rows[part], alpha=scale)
+                tile_dweight.addmm_(dlogits.T, rows[run_rows], alpha=scale)
         if dweight is not None:
             dweight[columns] = tile_dweight
     if drows is None:
         return None, dweight, dbias
     dhidden = drows.to(hidden.dtype)
-    if packed.places is not None:
-        dhidden = (
-            dhidden.new_zeros(hidden.shape)
-            .view(-1, hidden.size(-1))
-            .index_copy_(0, packed.places, dhidden)
-        )
+    if packed.positions is not None:
+        padded = dhidden.new_zeros(hidden.shape).view(-1, hidden.size(-1))
+        dhidden = padded.index_copy_(0, packed.positions, dhidden)
     return dhidden.view(hidden.shape), dweight, dbias
 
 
@@ -302,18 +367,21 @@ def _one_token_forward(
     options: HeadOptions,
     training: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, V]``, and for backward the positions of the tokens, ``[B, 1]`` where a mask
-    hides them.
+    """Compute the scores of the first or the last valid tokens.
+
+    Returns:
+        ``[B, V]`` scores, and the tokens' positions for backward: ``[B, 1]`` if there is a mask,
+        else empty.
     """
-    tokens, weight, bias = tensors.tokens, tensors.weight, tensors.bias
-    winners = _one_winner(tokens, options.pooling)
-    token, _, valid = _taken(tokens, winners, options.pooling)
-    logits = token @ weight.to(token.dtype).T
+    tokens = tensors.tokens
+    winners = _token_positions(tokens, options.pooling)
+    selected = _select_tokens(tokens, winners, options.pooling)
+    logits = selected.states @ tensors.weight.to(selected.states.dtype).T
     if options.logit_scale != 1.0:
         logits *= options.logit_scale
-    if bias is not None:
-        logits += bias
-    scores = activate(logits, options.activation).masked_fill_(~valid[:, None], 0)
+    if tensors.bias is not None:
+        logits += tensors.bias
+    scores = activate(logits, options.activation).masked_fill_(~selected.valid[:, None], 0)
     return scores.to(options.out_dtype), winners if training else winners[:0]
 
 
@@ -323,76 +391,93 @@ def _one_token_backward(
     options: HeadOptions,
     needs: Needs,
 ) -> Gradients:
-    tokens, hidden, scores, winners = (
-        saved.tokens,
-        saved.hidden,
-        cast(Tensor, saved.scores),
-        saved.winners,
-    )
-    winners = (
-        _one_winner(tokens, options.pooling) if winners is None else winners
-    )  # kernels keep none without a mask
-    token, row, valid = _taken(tokens, winners, options.pooling)
-    grad = dscores.to(token.dtype) * slope_from_score(scores.to(token.dtype), options.activation)
+    """Compute the gradients of the poolings of one token per sequence."""
+    tokens = saved.tokens
+    hidden = saved.hidden
+    winners = saved.winners
+    if winners is None:  # kernels save none without a mask
+        winners = _token_positions(tokens, options.pooling)
+    selected = _select_tokens(tokens, winners, options.pooling)
+    valid = selected.valid
+    dtype = selected.states.dtype
+    scores = cast(Tensor, saved.scores).to(dtype)
+    grad = dscores.to(dtype) * slope_from_score(scores, options.activation)
     grad = grad.masked_fill(~valid[:, None], 0)
     dbias = grad.sum(dim=0) if needs.bias else None
     grad = grad * options.logit_scale
     dhidden = dweight = None
     if needs.hidden:
         drows = hidden.new_zeros(tokens.n_rows, hidden.size(-1))
-        drows[row[valid]] = (grad @ saved.weight.to(grad.dtype)).to(hidden.dtype)[valid]
+        dtokens = (grad @ saved.weight.to(dtype)).to(hidden.dtype)
+        drows[selected.rows[valid]] = dtokens[valid]
         dhidden = drows.view(hidden.shape)
     if needs.weight:
-        dweight = (grad.T @ token).to(saved.weight.dtype)
+        dweight = (grad.T @ selected.states).to(saved.weight.dtype)
     return dhidden, dweight, dbias
 
 
-def _one_winner(tokens: Tokens, pooling: str) -> Tensor:
-    """Positions of the first or last valid tokens ``[B, 1]`` under a mask, ``[0, 1]`` without."""
-    hidden, mask, _ = tokens
+def _token_positions(tokens: Tokens, pooling: str) -> Tensor:
+    """Return positions of the first or last valid tokens ``[B, 1]``; empty without a mask."""
+    hidden = tokens.hidden
+    mask = tokens.attention_mask
     dtype = winner_dtype(tokens.length_bound)
     if mask is None:
         return torch.empty(0, 1, dtype=dtype, device=hidden.device)
     if mask.size(1) == 0:
-        return torch.full(
-            (mask.size(0), 1),
-            no_winner(dtype),
-            dtype=torch.int32,
-            device=hidden.device,
-        ).to(dtype)
+        shape = (mask.size(0), 1)
+        none = torch.full(shape, no_winner(dtype), dtype=torch.int32, device=hidden.device)
+        return none.to(dtype)
     valid = mask != 0
-    places = torch.arange(mask.size(1), device=hidden.device)
+    positions = torch.arange(mask.size(1), device=hidden.device)
     if pooling == "last":
-        place = torch.where(valid, places, -1).amax(dim=1, keepdim=True)
+        selected = torch.where(valid, positions, -1).amax(dim=1, keepdim=True)
     else:
-        place = torch.where(valid, places, mask.size(1)).amin(dim=1, keepdim=True)
-    return torch.where(valid.any(dim=1, keepdim=True), place, no_winner(dtype)).int().to(dtype)
+        selected = torch.where(valid, positions, mask.size(1)).amin(dim=1, keepdim=True)
+    has_valid = valid.any(dim=1, keepdim=True)
+    return torch.where(has_valid, selected, no_winner(dtype)).int().to(dtype)
 
 
-def _taken(tokens: Tokens, winners: Tensor, pooling: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The token that each sequence takes ``[B, D]`` in the wide dtype, its row ``[B]``, and whether
-    there is one.
+class _SelectedTokens(NamedTuple):
+    """One token of each sequence.
 
-    Where there is none, the token is zeros and the row 0.
+    Attributes:
+        states: ``[B, D]`` token states in the accumulators' dtype, zeros without a valid token.
+        rows: ``[B]`` rows of hidden, 0 without a valid token.
+        valid: ``[B]`` whether the sequence has a valid token.
     """
-    hidden, mask, cu_seqlens = tokens
+
+    states: Tensor
+    rows: Tensor
+    valid: Tensor
+
+
+def _select_tokens(tokens: Tokens, winners: Tensor, pooling: str) -> _SelectedTokens:
+    """Gather the first or last valid token of each sequence.
+
+    Args:
+        tokens: the token states.
+        winners: positions of the tokens ``[B, 1]``; empty if no mask determines them.
+        pooling: ``"cls"`` or ``"last"``.
+    """
+    hidden = tokens.hidden
+    cu_seqlens = tokens.cu_seqlens
     if cu_seqlens is not None:
         valid = cu_seqlens.diff() > 0
-        row = cu_seqlens[1:].long() - 1 if pooling == "last" else cu_seqlens[:-1].long()
+        rows = cu_seqlens[1:].long() - 1 if pooling == "last" else cu_seqlens[:-1].long()
     else:
-        row = torch.arange(tokens.batch, device=hidden.device) * tokens.length
-        if mask is not None or winners.size(0):
-            place = winners[:, 0].int()
-            valid = place != no_winner(winners.dtype)
-            row = row + place
+        first_rows = torch.arange(tokens.batch, device=hidden.device) * tokens.length
+        if tokens.attention_mask is not None or winners.size(0):
+            positions = winners[:, 0].int()
+            valid = positions != no_winner(winners.dtype)
+            rows = first_rows + positions
         else:
-            valid = torch.full_like(row, tokens.length > 0, dtype=torch.bool)
-            row = row + (tokens.length - 1 if pooling == "last" else 0)
-    row, wide = torch.where(valid, row, 0), wide_dtype(hidden.dtype)
+            valid = torch.full_like(first_rows, tokens.length > 0, dtype=torch.bool)
+            rows = first_rows + (tokens.length - 1 if pooling == "last" else 0)
+    rows = torch.where(valid, rows, 0)
+    dtype = wide_dtype(hidden.dtype)
     if tokens.n_rows == 0:
-        return hidden.new_zeros(tokens.batch, hidden.size(-1), dtype=wide), row, valid
-    return (
-        hidden.reshape(-1, hidden.size(-1))[row].masked_fill(~valid[:, None], 0).to(wide),
-        row,
-        valid,
-    )
+        states = hidden.new_zeros(tokens.batch, hidden.size(-1), dtype=dtype)
+    else:
+        states = hidden.reshape(-1, hidden.size(-1))[rows]
+        states = states.masked_fill(~valid[:, None], 0).to(dtype)
+    return _SelectedTokens(states, rows, valid)

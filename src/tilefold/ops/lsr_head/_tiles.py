@@ -1,6 +1,4 @@
-"""Tiles of logits: how the tiled path packs a batch, cuts it and the vocabulary, and folds what it
-cut.
-"""
+"""Tiles of logits for the tiled path: packed rows, their division into tiles, and running maxima."""
 
 from __future__ import annotations
 
@@ -15,54 +13,63 @@ from tilefold.ops._shared.onednn import tile_product
 from tilefold.ops._shared.winners import max_over_tokens
 from tilefold.ops.lsr_head._problem import Tokens
 
-TILE_ELEMENTS = (
-    1 << 22
-)  # logits of one tile: 16 MiB in fp32, so that it stays in the last-level cache
-BLOCK_V = 4096  # vocabulary entries of a tile
+# Logits of one tile: 16 MiB in fp32, so that it stays in the last-level cache.
+TILE_ELEMENTS = 1 << 22
+BLOCK_V = 4096  # vocabulary columns of a tile
 
 
 class PackedRows(NamedTuple):
-    """Valid tokens ``rows`` ``[T, D]``, ``B + 1`` offsets, and ``places`` ``[T]`` of padded rows,
-    ``None`` for all.
+    """The valid tokens of a batch.
+
+    Attributes:
+        rows: ``[T, D]`` token states in the accumulators' dtype.
+        offsets: ``B + 1`` offsets of the sequences.
+        positions: ``[T]`` rows of the padded input, or ``None`` if all its rows are valid.
     """
 
     rows: Tensor
     offsets: list[int]
-    places: Tensor | None
+    positions: Tensor | None
 
     def lengths(self) -> Tensor:
-        """``[B]`` sequence lengths, at least 1, in the dtype of the rows."""
-        return (
-            torch.tensor(self.offsets, device=self.rows.device)
-            .diff()
-            .clamp_(min=1)
-            .to(self.rows.dtype)
-        )
+        """Return ``[B]`` lengths of the sequences, at least 1, in the dtype of the rows."""
+        offsets = torch.tensor(self.offsets, device=self.rows.device)
+        return offsets.diff().clamp_(min=1).to(self.rows.dtype)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that products accumulate in: fp32, or fp64 for fp64 input."""
+    """Dtype that products accumulate in: fp32, or fp64 for fp64 input."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def pack_rows(tokens: Tokens) -> PackedRows:
-    """Gather the valid tokens (a copy only where there is padding) in the wide dtype; reads the
-    lengths on the host.
+    """Gather the valid tokens; this reads the sequences' lengths on the CPU.
+
+    Rows are copied only if there is padding, or another dtype than the accumulators'.
     """
-    hidden, attention_mask, cu_seqlens = tokens
-    rows, places = hidden.reshape(-1, hidden.size(-1)), None
-    offsets = [b * tokens.length for b in range(tokens.batch + 1)]
-    if cu_seqlens is not None:
-        offsets = cu_seqlens.tolist()
-    elif attention_mask is not None and not bool((valid := attention_mask != 0).all()):
-        places = valid.flatten().nonzero().squeeze(1)
-        rows, offsets = rows[places], [0, *valid.sum(dim=1).cumsum(0).tolist()]
-    return PackedRows(rows.to(wide_dtype(hidden.dtype)), offsets, places)
+    hidden = tokens.hidden
+    rows = hidden.reshape(-1, hidden.size(-1))
+    positions = None
+    if tokens.cu_seqlens is not None:
+        offsets = tokens.cu_seqlens.tolist()
+    else:
+        offsets = [sequence * tokens.length for sequence in range(tokens.batch + 1)]
+        valid = None if tokens.attention_mask is None else tokens.attention_mask != 0
+        if valid is not None and not bool(valid.all()):
+            positions = valid.flatten().nonzero().squeeze(1)
+            rows = rows[positions]
+            offsets = [0, *valid.sum(dim=1).cumsum(0).tolist()]
+    return PackedRows(rows.to(wide_dtype(hidden.dtype)), offsets, positions)
 
 
 class Piece(NamedTuple):
-    """Rows ``start`` to ``end`` whose logits share a tile: the sequences ``first`` to ``last``, or
-    a part of one.
+    """Rows whose logits share a tile: several sequences, or a part of a long one.
+
+    Attributes:
+        first: the first sequence.
+        last: the sequence after the last one.
+        start: the first row.
+        end: the row after the last one.
     """
 
     first: int
@@ -72,16 +79,23 @@ class Piece(NamedTuple):
 
 
 def _pieces(offsets: list[int], max_rows: int) -> list[Piece]:
-    """Cut a batch into pieces of at most ``max_rows`` rows: runs of whole sequences, and parts of
-    longer ones.
+    """Divide a batch into pieces of at most ``max_rows`` rows.
+
+    A piece has consecutive sequences, or a part of a sequence with more than ``max_rows`` rows.
+    Sequences without rows have no piece of their own.
     """
-    pieces, first = [], 0
+    pieces: list[Piece] = []
     batch = len(offsets) - 1
+    first = 0
     while first < batch:
-        last, start = first + 1, offsets[first]
+        start = offsets[first]
+        last = first + 1
         if offsets[last] - start > max_rows:
-            cuts = [*range(start, offsets[last], max_rows), offsets[last]]
-            pieces += [Piece(first, last, *cut) for cut in itertools.pairwise(cuts)]
+            bounds = [*range(start, offsets[last], max_rows), offsets[last]]
+            pieces += [
+                Piece(first, last, part_start, part_end)
+                for part_start, part_end in itertools.pairwise(bounds)
+            ]
         else:
             while last < batch and offsets[last + 1] - start <= max_rows:
                 last += 1
@@ -92,18 +106,21 @@ def _pieces(offsets: list[int], max_rows: int) -> list[Piece]:
 
 
 class Run(NamedTuple):
-    """Scaled logits ``tokens`` ``[last - first, L, C]`` of sequences, which are rows from ``start``
-    on.
+    """Scaled logits of consecutive sequences of one length, or of a part of a long sequence.
 
-    The sequences have one length, or this is the part of one long sequence that begins at its token
-    ``before``.
+    Attributes:
+        first: the first sequence.
+        last: the sequence after the last one.
+        start: packed row of the first logits.
+        before: tokens of the long sequence that come before this part, else 0.
+        logits: ``[last - first, L, C]``: sequences, tokens, vocabulary columns.
     """
 
     first: int
     last: int
     start: int
     before: int
-    tokens: Tensor
+    logits: Tensor
 
 
 def vocabulary_tiles(
@@ -112,79 +129,103 @@ def vocabulary_tiles(
     logit_scale: float,
     by_onednn: bool = False,
 ) -> Iterator[tuple[slice, Tensor, Iterator[Run]]]:
-    """Yield columns, their rows of the weight in the wide dtype, and runs, each overwritten by the
-    next.
+    """Yield the logits of a batch, one block of the vocabulary at a time.
 
-    Products ``by_onednn``, where it serves, have memory of their own: no gain where all of them are
-    written to.
+    Args:
+        packed: the valid tokens.
+        weight: ``[V, D]``.
+        logit_scale: factor of the products.
+        by_onednn: whether oneDNN may compute the products. They are then newly allocated, which is
+            slower if every product is written to.
+
+    Yields:
+        Columns of the block, their rows of the weight in the accumulators' dtype, and runs of
+        logits. The next run overwrites the logits.
     """
     pieces = _pieces(packed.offsets, TILE_ELEMENTS // BLOCK_V)
     largest = max((piece.end - piece.start for piece in pieces), default=0)
-    scratch: list[
-        Tensor
-    ] = []  # one for all: fresh pages for each tile would cost a sixth of the products' time
-    for v0 in range(0, weight.size(0), BLOCK_V):
-        tile_weight = weight[v0 : v0 + BLOCK_V].to(packed.rows.dtype)
-        columns = slice(v0, v0 + tile_weight.size(0))
+    # All tiles share their memory: new pages for each would take a sixth of the products' time.
+    scratch: Tensor | None = None
+    for first_column in range(0, weight.size(0), BLOCK_V):
+        tile_weight = weight[first_column : first_column + BLOCK_V].to(packed.rows.dtype)
+        width = tile_weight.size(0)
+        columns = slice(first_column, first_column + width)
         product = tile_product(packed.rows, largest, tile_weight) if by_onednn else None
-        if product is None and not scratch:
-            scratch.append(packed.rows.new_empty(largest * tile_weight.size(0)))
-        yield (
-            columns,
-            tile_weight,
-            _runs(packed, pieces, tile_weight, logit_scale, product, scratch),
-        )
+        if product is None:
+            if scratch is None:
+                scratch = packed.rows.new_empty(largest * width)
+            product = _product_into(scratch, tile_weight)
+        yield columns, tile_weight, _runs(packed, pieces, width, logit_scale, product)
+
+
+def _product_into(scratch: Tensor, tile_weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that computes ``rows @ tile_weight.T`` in the memory of ``scratch``."""
+    width = tile_weight.size(0)
+
+    def product(rows: Tensor) -> Tensor:
+        logits = scratch[: rows.size(0) * width].view(rows.size(0), width)
+        return torch.mm(rows, tile_weight.T, out=logits)
+
+    return product
 
 
 def _runs(
     packed: PackedRows,
     pieces: list[Piece],
-    tile_weight: Tensor,
+    width: int,
     logit_scale: float,
-    product: Callable[[Tensor], Tensor] | None,
-    scratch: list[Tensor],
+    product: Callable[[Tensor], Tensor],
 ) -> Iterator[Run]:
-    offsets, width = packed.offsets, tile_weight.size(0)
+    """Yield the logits of one block of the vocabulary.
+
+    Args:
+        packed: the valid tokens.
+        pieces: division of the tokens.
+        width: columns of the block.
+        logit_scale: factor of the products.
+        product: computes the products of rows and the block's weight.
+    """
+    offsets = packed.offsets
     for piece in pieces:
-        rows = packed.rows[piece.start : piece.end]
-        if product is not None:
-            logits = product(rows)
-        else:
-            logits = scratch[0][: rows.size(0) * width].view(rows.size(0), width)
-            torch.mm(rows, tile_weight.T, out=logits)
+        logits = product(packed.rows[piece.start : piece.end])
         if logit_scale != 1.0:
             logits *= logit_scale
-        i = piece.first
-        while i < piece.last:
-            length, j = offsets[i + 1] - offsets[i], i + 1
-            while j < piece.last and offsets[j + 1] - offsets[j] == length:
-                j += 1
+        first = piece.first
+        while first < piece.last:
+            length = offsets[first + 1] - offsets[first]
+            last = first + 1
+            while last < piece.last and offsets[last + 1] - offsets[last] == length:
+                last += 1
             if length:
-                start = max(offsets[i], piece.start)
-                tokens = logits[start - piece.start : offsets[j] - piece.start].view(
-                    j - i,
-                    -1,
-                    width,
+                start = max(offsets[first], piece.start)
+                run_logits = logits[start - piece.start : offsets[last] - piece.start]
+                yield Run(
+                    first=first,
+                    last=last,
+                    start=start,
+                    before=start - offsets[first],
+                    logits=run_logits.view(last - first, -1, width),
                 )
-                yield Run(i, j, start, start - offsets[i], tokens)
-            i = j
+            first = last
 
 
-def keep_maximum(scores: Tensor, winners: Tensor | None, tokens: Tensor, before: int) -> None:
-    """Put the maximum over ``tokens`` ``[n, L, C]`` into ``scores`` ``[n, C]``, and where it is
-    into ``winners``.
+def update_maximum(scores: Tensor, winners: Tensor | None, logits: Tensor, before: int) -> None:
+    """Update maxima over tokens, and their winners, in place.
 
-    ``before`` tokens of the one sequence were folded already, and win ties; 0 for the first part,
-    or wholes.
+    Args:
+        scores: ``[n, C]`` maxima, not yet written if ``before`` is 0.
+        winners: ``[n, C]`` tokens that have them, or ``None``.
+        logits: ``[n, L, C]`` logits of the tokens.
+        before: tokens of a long sequence whose maxima ``scores`` has. They win ties.
     """
-    best, winner = max_over_tokens(tokens, winners is not None)
+    maxima, tokens = max_over_tokens(logits, winners is not None)
     if before == 0:
-        scores.copy_(best)
+        scores.copy_(maxima)
         if winners is not None:
-            winners.copy_(winner)
+            winners.copy_(tokens)
     elif winners is None:
-        torch.maximum(scores, best, out=scores)
+        torch.maximum(scores, maxima, out=scores)
     else:
-        rises = (best > scores) | (best.isnan() & ~scores.isnan())
-        scores.copy_(torch.where(rises, best, scores))
-        winners.copy_(torch.where(rises, winner + before, winners))
+        is_larger = (maxima > scores) | (maxima.isnan() & ~scores.isnan())
+        scores.copy_(torch.where(is_larger, maxima, scores))
+        winners.copy_(torch.where(is_larger, tokens + before, winners))
