@@ -20,6 +20,7 @@ from tests.recipes.small import (
     tiny_causal_lm,
     tiny_masked_lm,
 )
+from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.recipes import SpladeRecipe, train
 from tilefold.recipes.adapters import check_trainable, count_weights, merge_adapters
 
@@ -87,6 +88,22 @@ def test_merged_adapters_of_a_masked_model_give_the_same_rows(
     torch.testing.assert_close(dense(again, TEXTS), expected, rtol=1e-4, atol=1e-4)
     names = load_file(tmp_path / "m/model.safetensors").keys()
     assert not [name for name in names if "lora" in name or "modules_to_save" in name]
+
+
+def test_an_accelerated_model_is_stock_again_before_adapters_are_merged(masked: str) -> None:
+    model = masked_splade(masked)
+    add_random_adapter(
+        model,
+        peft.LoraConfig(r=4, target_modules=BERT_ATTENTION, modules_to_save=["decoder"]),
+    )
+    with accelerate(model):
+        expected = dense(model, TEXTS)
+        with pytest.raises(ValueError, match="model must not be accelerated while adapters"):
+            merge_adapters(model)
+        assert torch.equal(dense(model, TEXTS), expected)
+    merge_adapters(model)
+    with accelerate(model):
+        torch.testing.assert_close(dense(model, TEXTS), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 
 from tests.recipes.small import small_collection, tiny_masked_lm
 from tilefold.recipes import LsrRecipe, SpladeRecipe, TrainingError, train
@@ -326,6 +328,35 @@ def test_a_resumed_run_counts_the_steps_before_the_interruption(base: str, tmp_p
     assert resumed.resumed_from == 6
     assert resumed.trained_pairs == expected.trained_pairs
     assert resumed.warnings == expected.warnings
+
+
+def test_a_run_that_was_interrupted_at_the_end_of_an_epoch_leaves_none_out(
+    base: str,
+    tmp_path: Path,
+) -> None:
+    # an epoch of 40 pairs has 5 steps; a checkpoint at step 5 is exactly at its end
+    recipe = SpladeRecipe(
+        base,
+        batch_size=8,
+        epochs=3,
+        fill_batches=True,
+        save_steps=5,
+        learning_rate=1e-3,
+        bf16=False,
+    )
+    expected = train(recipe, skewed_collection(), tmp_path / "whole")
+
+    def stop(step: int, *_: object) -> None:
+        if step == 6:
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(recipe, skewed_collection(), tmp_path / "m", progress=stop)
+    resumed = train(recipe, skewed_collection(), tmp_path / "m")
+    assert (resumed.resumed_from, resumed.steps) == (5, expected.steps) == (5, 15)
+    assert resumed.trained_pairs == expected.trained_pairs == 120
+    weights, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "m"))
+    assert [name for name in weights if not torch.equal(weights[name], other[name])] == []
 
 
 def test_a_training_that_ends_early_saves_no_model(

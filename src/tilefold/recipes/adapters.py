@@ -88,10 +88,13 @@ def merge_adapters(model: SparseEncoder) -> int:
         The number of modules with an adapter.
 
     Raises:
-        ValueError: for an adapter that cannot be merged exactly; the model is not changed.
+        ValueError: for an adapter that cannot be merged exactly, or an accelerated model; the
+            model is not changed.
         RuntimeError: if the outputs of the merged network differ.
     """
     from sentence_transformers.base.modules import Transformer
+
+    from tilefold.integrations.sentence_transformers import is_accelerated
 
     try:
         import peft  # noqa: F401
@@ -99,6 +102,11 @@ def merge_adapters(model: SparseEncoder) -> int:
         return 0
     networks = [module.model for module in model.modules() if isinstance(module, Transformer)]
     adapted = [(network, _adapted_modules(network)) for network in networks]
+    if is_accelerated(model) and any(names for _, names in adapted):
+        raise ValueError(
+            "model must not be accelerated while adapters are merged, whose modules are replaced; "
+            "call restore(model) before, and accelerate(model) after.",
+        )
     for network, names in adapted:
         _check_mergeable(network, names)
     for network, names in adapted:
