@@ -423,6 +423,19 @@ USAGE = [
     ("serve --port 0 --index WORDS --tokens TOKENS --max-length 5", "--max-length does nothing"),
 ]
 FAILURES = [
+    ("search x --index nope", "nope: expected an index, as tilefold index writes it, got nothing"),
+    ("search x --index VECTORS", "got a folder of vectors, of which tilefold index makes an index"),
+    ("search x --index DATA", "got a collection, which tilefold encode and index read (--data)"),
+    (
+        "index --update --vectors VECTORS --output nope",
+        "got nothing: there is no such file or folder",
+    ),
+    (
+        "index --vectors nope --output i",
+        "nope: expected a folder of vectors, as tilefold encode writes",
+    ),
+    ("index --vectors INDEX --output i", "got an index, which tilefold search reads (--index)"),
+    ("merge VECTORS WORDS --output m", "got an index, which tilefold search reads (--index)"),
     ("train --output m --data DATA --recipe splade-v3", "--negatives scores.parquet"),
     (
         "train --output m --data DATA --recipe splade-v2 --negatives no-such-file",
@@ -432,7 +445,10 @@ FAILURES = [
     ("train --output m --data no-such-folder", "no-such-folder"),
     ("train --output m --recipe colbert --data no-such-folder", "no-such-folder"),
     ("index --vectors nothing --output i", "nothing"),
-    ("index --vectors RUN --output i", "bm25.trec/manifest.json: no such file"),
+    (
+        "index --vectors RUN --output i",
+        "bm25.trec: expected a folder of vectors, as tilefold encode writes it, got a file.",
+    ),
     (
         "index --data nothing --backend bm25 --output i",
         "Error: nothing: no such file or folder, expected 'pydocs'",

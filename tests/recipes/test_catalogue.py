@@ -277,7 +277,7 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"max_length": 0}, "max_length must be a whole number of at least 1"),
     ({"bf16": "yes"}, "bf16 must be True or False or None"),
     ({"graphs": 1}, "graphs must be True or False, got 1"),
-    ({"graphs": True, "fused": False}, "graphs must be False without fused, got True"),
+    ({"graphs": True, "fused": False}, "graphs: expected the fused forward, got fused=False"),
     ({"save_steps": True}, "save_steps must be a whole number"),
     ({"save_minutes": -1}, "save_minutes must be a number of at least 0"),
     ({"seed": 2**32}, r"seed must be a whole number of at least 0 and below 2\^32"),

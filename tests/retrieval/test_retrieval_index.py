@@ -248,7 +248,7 @@ def test_a_missing_or_damaged_index_is_named(
 ) -> None:
     refused(
         FileNotFoundError,
-        r"index.json: no such file.*tilefold index",
+        r"nowhere: expected an index, as tilefold index writes it, got nothing",
         load_index,
         tmp_path / "nowhere",
     )

@@ -380,6 +380,7 @@ def in_options(message: str) -> str:
     def option(match: re.Match[str]) -> str:
         return match[0] if match[0] in values else options.get(match[0], match[0])
 
+    message = message.replace(" or None, got ", ", or left out, got ")
     message = re.sub(r"(?<![\w/.-])[a-z]\w*=(?:True|False)\b", option, message)
     message = re.sub(r"^\w+(?=:| must)", option, message)
     return re.sub(r"(?<![\w/.-])[a-z]+_\w+(?![\w/-])", option, message)

@@ -254,20 +254,39 @@ def where_of(asked: Asked, searcher: Searcher) -> Filter | None:
     """The conditions of --where, checked against the fields of the index; a line says so where
     nothing matches.
     """
-    from tilefold.retrieval.metadata import Filter, allowed_by
+    from tilefold.retrieval.metadata import Filter
 
     if not asked["where"]:
         return None
     index: Any = getattr(searcher.retriever, "index", None)
     with _options.as_options(where="--where"):
         chosen = Filter.parse(asked["where"], index.metadata and index.metadata.kinds)
-        if index.backend == "qdrant":
-            matching = index.collection.count(chosen)
-        else:
-            matching = sum(allowed_by(index.metadata, chosen).tolist())  # type: ignore[union-attr]
+        matching = count_matching(index, chosen)
     if not matching:
         note(f"--where: none of the {index.n_documents} documents of the index matches")
     return chosen
+
+
+def count_matching(index: Any, where: Filter) -> int:
+    """Number of documents of an index that match a filter."""
+    from tilefold.retrieval.metadata import allowed_by
+
+    if index.backend == "qdrant":
+        return int(index.collection.count(where))
+    allowed = allowed_by(index.metadata, where)
+    return index.n_documents if allowed is None else int(allowed.sum())
+
+
+def reason_without_hits(searcher: Searcher, where: Filter | None) -> str:
+    """Return why a query found nothing: no documents, none that matches, or none with its terms."""
+    index: Any = getattr(searcher.retriever, "index", None)
+    if not index.n_documents:
+        return "the index has no documents"
+    if where is None:
+        return "no document shares a term with this query"
+    if not count_matching(index, where):
+        return "no document matches --where"
+    return "no document that matches --where shares a term with this query"
 
 
 def ranked(

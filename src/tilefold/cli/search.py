@@ -106,9 +106,8 @@ def search(
         elif hits:
             _print(text, hits)
         else:
-            typer.echo(
-                "no document shares a term with this query" + ("" if single else f": {text}"),
-            )
+            reason = _retrievers.reason_without_hits(searcher, request.where)
+            typer.echo(reason if single else f"{reason}: {text}")
 
 
 def _check_save_run(asked: Asked, single: bool) -> None:

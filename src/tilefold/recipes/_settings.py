@@ -212,11 +212,12 @@ class TrainingSettings(Settings):
             )
         if self.graphs and not self.fused:
             raise ValueError(
-                "graphs must be False without fused, got True; leave --graphs or --plain out.",
+                "graphs: expected the fused forward, got fused=False; leave one of the two out.",
             )
         if self.graphs and self.mini_batch_size is not None:
             raise ValueError(
-                "graphs must be False with mini_batch_size, whose parts run without them, got True.",
+                "graphs: expected no mini_batch_size, whose parts run without graphs, got "
+                f"{self.mini_batch_size}.",
             )
 
 

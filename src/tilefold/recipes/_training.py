@@ -375,5 +375,5 @@ def check_graphs(graphs: bool) -> None:
 
     if graphs and (torch.version.cuda is None or not torch.cuda.is_available()):
         raise ValueError(
-            "graphs must be False without a GPU of CUDA, got True; leave --graphs out on this machine.",
+            "graphs: expected a GPU of CUDA, got none; leave graphs out on this machine.",
         )

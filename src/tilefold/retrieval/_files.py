@@ -47,6 +47,36 @@ def _checksum(value: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
+# A file that only folders of one kind hold -> that kind, and what to do with such a folder.
+_KINDS_OF_FOLDERS = {
+    "index.json": "an index, which tilefold search reads (--index)",
+    "manifest.json": "a folder of vectors, of which tilefold index makes an index (--vectors, --tokens)",
+    "modules.json": "a model, with which tilefold encode makes vectors (--model)",
+    "config.json": "a model, with which tilefold encode makes vectors (--model)",
+    "corpus.jsonl": "a collection, which tilefold encode and index read (--data)",
+}
+
+
+def check_folder(folder: Path, manifest: str, expected: str) -> None:
+    """Raise FileNotFoundError, which says what is there instead, unless a folder has its manifest.
+
+    Args:
+        folder: the folder to be read.
+        manifest: name of the file that describes such a folder.
+        expected: what the folder should be, and what writes it.
+    """
+    if (folder / manifest).is_file():
+        return
+    if not folder.exists():
+        got = "nothing: there is no such file or folder"
+    elif not folder.is_dir():
+        got = "a file"
+    else:
+        kinds = [kind for name, kind in _KINDS_OF_FOLDERS.items() if (folder / name).is_file()]
+        got = kinds[0] if kinds else f"a folder without {manifest}"
+    raise FileNotFoundError(f"{folder}: expected {expected}, got {got}.")
+
+
 def read_json_object(path: Path, remedy: str) -> Json:
     """The JSON object in `path`, whose checksum is compared and left out; else an error that ends
     in `remedy`.

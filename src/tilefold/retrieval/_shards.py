@@ -23,6 +23,7 @@ from tilefold._files import (
 from tilefold.pipeline.truncated import Truncation
 from tilefold.retrieval._files import (
     Json,
+    check_folder,
     listed_file,
     read_json_object,
     require,
@@ -32,6 +33,7 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import Provenance
 
 MANIFEST_NAME = "manifest.json"
+_EXPECTED = "a folder of vectors, as tilefold encode writes it"
 REMEDY = "Write the vectors again (tilefold encode)."
 SCHEMA_VERSION = 1
 RECEIPTS = "part-*.receipt.json"
@@ -74,6 +76,7 @@ class Manifest:
         def refused(problem: str) -> DataError:
             return DataError(f"{folder / MANIFEST_NAME}: expected {problem}. {REMEDY}")
 
+        check_folder(folder, MANIFEST_NAME, _EXPECTED)
         value = read_json_object(folder / MANIFEST_NAME, REMEDY)
         if (layout := value.get("layout", "sparse")) != cls.LAYOUT:
             got = (
@@ -144,6 +147,7 @@ M = TypeVar("M", bound=Manifest)
 
 def layout_of(folder: Path) -> str:
     """Kind of the vectors in a folder: ``"sparse"``, ``"tokens"`` or ``"dense"``."""
+    check_folder(folder, MANIFEST_NAME, _EXPECTED)
     return str(read_json_object(folder / MANIFEST_NAME, REMEDY).get("layout", "sparse"))
 
 
@@ -290,6 +294,11 @@ class ShardWriter(ABC, Generic[M, V]):
         if earlier is not None and resume:
             if changed := differences(earlier.identity, manifest.identity, "before", "now"):
                 remedy = f"Go on with the former ones, choose another folder, or take {_ANEW}."
+                if earlier.identity.get("texts_sha256") != manifest.identity.get("texts_sha256"):
+                    remedy += (
+                        " To add documents, encode the new ones alone into another folder, and put "
+                        "them into the index (tilefold index --update)."
+                    )
                 raise DataError(
                     f"{self.path}: holds vectors with other settings ({changed}). {remedy}",
                 )

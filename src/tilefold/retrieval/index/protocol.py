@@ -21,7 +21,13 @@ from tilefold._lazy import package_version
 from tilefold._version import __version__
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_offsets
-from tilefold.retrieval._files import Json, listed_file, read_json_object, write_json_object
+from tilefold.retrieval._files import (
+    Json,
+    check_folder,
+    listed_file,
+    read_json_object,
+    write_json_object,
+)
 from tilefold.retrieval._sparse import SparseVectors, check_vectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
@@ -127,6 +133,7 @@ def write_manifest(
 
 def read_description(path: str | Path) -> Json:
     """The ``index.json`` of the index at `path`, without a look at its other files."""
+    check_folder(Path(path), MANIFEST_NAME, "an index, as tilefold index writes it")
     file = Path(path) / MANIFEST_NAME
     manifest = read_json_object(file, REMEDY)
     wrong = [
