@@ -179,7 +179,9 @@ def test_a_dry_run_says_all_that_a_run_writes(
     assert found["gigabytes"] == pytest.approx(found["bytes_per_text"] * 16 / 1e9)
     assert "4 texts in 1 shards" in call(*place, "--queries", "--split", "test", "--dry-run").out
     assert not (tmp_path / "v").exists()
-    assert "16 texts = 16 encoded + 0 not encoded" in call(*place).out
+    finished = call(*place).out
+    assert "16 vectors" in finished and "not encoded" not in finished
+    assert f"next: tilefold index --vectors {tmp_path / 'v'} --output INDEX" in finished
     assert measured(call(*place, "--json"))["texts"] == 16
     assert (
         json.loads((tmp_path / "v" / "manifest.json").read_text(encoding="utf-8"))["n_texts"] == 16

@@ -171,7 +171,8 @@ def test_a_collection_is_searched_by_late_interaction(
         None,
     )
     again = done(call(*index, "--tokens", shared / "tokens", "--overwrite"))
-    assert " MiB of int8" in again.out
+    assert " kB of int8" in again.out
+    assert f"next: tilefold search QUERY --index {place} --model MODEL" in again.out
     asked = (
         "how do I work with csv files",
         "--index",

@@ -313,3 +313,32 @@ def test_a_search_on_a_device_finds_the_same(
         2,
         "is searched as bm25",
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        pytest.param(("zebra",), "no document shares a term with this query", id="no such word"),
+        pytest.param(
+            ("kettles", "--where", "year>2100"),
+            "no document matches --where",
+            id="a filter that excludes all documents",
+        ),
+        pytest.param(
+            ("zebra", "--where", "lang=de"),
+            "no document that matches --where shares a term with this query",
+            id="a filter and no such word",
+        ),
+    ],
+)
+def test_a_search_without_hits_says_why(
+    call: Call,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    reason: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_articles()
+    done(call("index", "--backend", "bm25", "--data", "articles.jsonl", "--output", "words"))
+    assert done(call("search", *arguments, "--index", "words")).out == f"{reason}\n"

@@ -533,7 +533,7 @@ def test_what_cannot_be_trained_is_refused(
         negatives="mined.parquet",
     )
     if not torch.cuda.is_available():
-        told = r"graphs: expected a GPU of CUDA, got none; leave --graphs out on this machine"
+        told = r"graphs: expected a GPU of CUDA, got none; leave graphs out on this machine"
         refused(ValueError, told, train, replace(recipe, graphs=True), collection, folder)
     with monkeypatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")

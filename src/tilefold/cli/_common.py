@@ -178,22 +178,30 @@ def _line_per_minute(text: str) -> Callable[[int, int, str], None]:
             f"{done:,} of {total:,}",
             remark,
             f"{rate:.3g} per second",
-            f"{_duration((total - done) / rate)} left",
+            f"{duration((total - done) / rate)} left",
         ]
         note(f"{text}: {', '.join(part for part in parts if part)}")
 
     return update
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A length of time in seconds, minutes or hours, whichever suits it."""
     minutes, hours = seconds / 60, seconds / 3600
-    return (
-        f"{seconds:.0f} s"
-        if minutes < 2
-        else f"{minutes:.0f} min"
-        if hours < 2
-        else f"{hours:.1f} h"
-    )
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    if hours < 2:
+        return f"{minutes:.0f} min"
+    return f"{hours:.1f} h"
+
+
+def size(n_bytes: float) -> str:
+    """A number of bytes in kB, MB or GB, whichever suits it."""
+    if n_bytes < 1e6:
+        return f"{n_bytes / 1e3:.1f} kB"
+    if n_bytes < 1e9:
+        return f"{n_bytes / 1e6:.1f} MB"
+    return f"{n_bytes / 1e9:.1f} GB"
 
 
 @contextmanager
@@ -203,7 +211,7 @@ def heartbeat(text: str) -> Iterator[None]:
 
     def speak() -> None:
         while not ended.wait(SECONDS_PER_LINE):
-            note(f"{text}: {_duration(time.monotonic() - started)} so far")
+            note(f"{text}: {duration(time.monotonic() - started)} so far")
 
     thread = threading.Thread(target=speak, daemon=True)
     thread.start()

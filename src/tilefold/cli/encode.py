@@ -245,14 +245,26 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
         "texts": manifest.n_texts,
         "truncated": manifest.truncated,
     }
-    total = f"{manifest.n_texts} texts = {manifest.n_documents} encoded + {len(failed)} not encoded"
-    _common.print_result(result | {"failed": failed}, as_json, line, total)
+    lines = [line]
+    if failed:
+        lines.append(
+            f"{manifest.n_texts} texts = {manifest.n_documents} encoded + {len(failed)} not encoded",
+        )
+    if manifest.kind == "document":
+        lines.append(_index_command(manifest.layout, output))
+    _common.print_result(result | {"failed": failed}, as_json, *lines)
     if as_json:
         return
     for name, reason in list(failed.items())[:5]:
         note(f"not encoded: {name}: {reason}")
     if len(failed) > 5:
         note(f"and {len(failed) - 5} more; see {output / 'manifest.json'}")
+
+
+def _index_command(layout: str, vectors: Path) -> str:
+    """The line that says how to index documents of a layout."""
+    source = ("--backend", "late", "--tokens") if layout == "tokens" else ("--vectors",)
+    return _common.next_command("index", *source, vectors, "--output", "INDEX")
 
 
 def _encoding(made: str, asked: Asked) -> Encoding:
@@ -405,8 +417,8 @@ def _said_of_dry_run(found: Values) -> str:
         f"{found['texts']:,} texts in {found['shards']:,} shards of {found['shard_size']:,}\n"
         f"{found['tokens']:,} tokens, about ({found['tokens_per_text']:.0f} each in {found['sampled_texts']} texts"
         f"{refused})\n"
-        f"{found['gigabytes']:.3g} GB, about ({found['bytes_per_text']:,.0f} bytes each)\n"
-        f"{found['hours']:.3g} hours, about, with {one} "
+        f"{_common.size(found['gigabytes'] * 1e9)}, about ({found['bytes_per_text']:,.0f} bytes each)\n"
+        f"{_common.duration(found['hours'] * 3600)}, about, with {one} "
         f"({found['texts_per_second']:,.0f} texts per second each, {found['rate_from']})\n"
         "assumed: the other texts are like the sample; workers do not slow one another down. Starting them, loading\n"
         f"models and reading all texts once ({found['reading_seconds']:.1f} s here) come on top. Nothing was written."

@@ -174,14 +174,16 @@ def index(
         found = ""
         if built.recall:
             found = f"; on a CPU it scores {built.n_candidates} candidates, of the ten best {built.recall:.1%}"
-        said += f" ({built.files.nbytes / 2**20:.0f} MiB of {built.options['storage']}{found})"
+        said += f" ({_common.size(built.files.nbytes)} of {built.options['storage']}{found})"
     if built.metadata is not None:
         result["metadata"] = built.metadata.kinds
         kept = ", ".join(
             f"{name} ({' or '.join(kinds)})" for name, kinds in built.metadata.kinds.items()
         )
         said += f"; metadata: {kept}"
-    _common.print_result(result, as_json, said)
+    model = () if words else ("--model", "MODEL")
+    following = _common.next_command("search", "QUERY", "--index", output, *model)
+    _common.print_result(result, as_json, said, following)
 
 
 def _check_new(output: Path) -> None:
