@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilefold.ops import packed_attention
+from tilefold.ops._shared.fallback import FallbackWarning
 from tilefold.ops.packed_attention import packed_softmax_attention, places_of_tokens
 
 LENGTHS = [5, 0, 1, 9, 5]
@@ -158,3 +161,105 @@ def test_wrong_arguments_are_named() -> None:
         match=r"cu_seqlens must be int32 of shape \[B \+ 1\], got torch.int64",
     ):
         packed_softmax_attention(ok, ok, ok, torch.tensor([0, 4]), 4)
+
+
+class NothingReplaced:
+    """Handle of a flash attention whose kernels the tests put in place by themselves."""
+
+    def remove(self) -> None:
+        """Nothing was registered with torch's dispatcher."""
+
+
+@contextmanager
+def activated_flash_attention() -> Iterator[None]:
+    """A flash attention named ``"stub"`` is activated, as FlashAttention-3 would be."""
+    attention.register_flash_attention_impl("stub", register_fn=NothingReplaced)
+    packed_attention._warn_of_replacement.cache_clear()
+    attention.activate_flash_attention_impl("stub")
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl()
+        packed_attention._warn_of_replacement.cache_clear()
+
+
+needs_registry = pytest.mark.skipif(
+    not hasattr(attention, "activate_flash_attention_impl"),
+    reason="torch before 2.11 has no other flash attention to activate",
+)
+
+
+def refuse(
+    qkv: Any,
+    cu_seqlens: Tensor,
+    longest: int,
+    dropout_p: float,
+    *_: Any,
+) -> Tensor:
+    """Refuse packed attention as FlashAttention-3 does: with dropout, and on other devices."""
+    reason = "dropout_p must be 0" if dropout_p else "FA3 requires compute capability 9.0"
+    raise RuntimeError(f"FA3 flash_attention forward unsupported: {reason}")
+
+
+@needs_registry
+@pytest.mark.parametrize(
+    ("dropout_p", "reason"),
+    [
+        pytest.param(0.1, "it has no dropout", id="dropout"),
+        pytest.param(0.0, "requires compute capability 9.0", id="another device"),
+    ],
+)
+@pytest.mark.parametrize("window", [None, 2])
+def test_what_an_activated_flash_attention_refuses_runs_elsewhere_after_one_warning(
+    dropout_p: float,
+    reason: str,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors, offsets = pack(torch.bfloat16, torch.device("cpu"))
+
+    monkeypatch.setattr(packed_attention, "_flash_runs_on", lambda query: True)
+    monkeypatch.setattr(packed_attention, "flash_attention_varlen", refuse)
+    monkeypatch.setattr(packed_attention, "efficient_attention_varlen", lambda qkv, *_: qkv[2])
+
+    def attend() -> Tensor | None:
+        return packed_attention._attend_on_cuda(
+            (tensors[0], tensors[1], tensors[2]),
+            offsets,
+            max(LENGTHS),
+            dropout_p,
+            None,
+            window,
+        )
+
+    with activated_flash_attention():
+        with pytest.warns(FallbackWarning, match=f"'stub'.*{reason}.*restore_flash_attention_impl"):
+            out = attend()
+        assert out is (tensors[2] if window is None else None)  # None is padded attention
+        attend()  # warns no second time, which would be an error here
+
+
+@needs_registry
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 2])
+def test_training_with_dropout_goes_on_beside_an_activated_flash_attention_that_has_none(
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors, offsets = pack(torch.bfloat16, torch.device("cuda"), 64)
+    expected = packed_softmax_attention(*tensors, offsets, max(LENGTHS), window=window)
+    monkeypatch.setattr(packed_attention, "flash_attention_varlen", refuse)
+    with activated_flash_attention():
+        with pytest.warns(FallbackWarning, match="'stub'.*it has no dropout"):
+            dropped = packed_softmax_attention(
+                *tensors,
+                offsets,
+                max(LENGTHS),
+                window=window,
+                dropout_p=0.1,
+            )
+        dropped.float().sum().backward()
+        assert all(bool(tensor.grad.isfinite().all()) for tensor in tensors)
+        with pytest.warns(FallbackWarning, match="'stub'.*requires compute capability 9.0"):
+            got = packed_softmax_attention(*tensors, offsets, max(LENGTHS), window=window)
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)

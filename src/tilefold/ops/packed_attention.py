@@ -4,13 +4,17 @@ is torch's SDPA.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from tilefold.ops._shared.fallback import FallbackWarning
 from tilefold.ops._shared.internals import Heads, efficient_attention_varlen, flash_attention_varlen
 from tilefold.ops._shared.offsets import sequences_of_rows
 
@@ -34,7 +38,9 @@ def packed_softmax_attention(
     """``softmax(scale * q k^T) v`` within each sequence of a pack, forward and backward.
 
     On a GPU torch's own variable-length kernels run: flash attention in 16 bits, memory-efficient
-    attention in fp32. On the CPU, sequences are attended to one after the other. What neither can
+    attention in fp32. A flash attention that was activated in the place of torch's
+    (``torch.nn.attention.activate_flash_attention_impl``) runs where it can: without dropout. Where
+    it cannot, the memory-efficient kernel runs, after one warning. On the CPU, sequences are attended to one after the other. What neither can
     do (a window in fp32, heads that are no multiple of 8, other devices) is padded inside this
     function alone. No path waits for the GPU.
 
@@ -66,17 +72,9 @@ def packed_softmax_attention(
     operands = _dense_heads(query), _dense_heads(key), _dense_heads(value)
     cu_seqlens = cu_seqlens.contiguous()
     if query.is_cuda and torch.version.cuda is not None:
-        if query.dtype in _HALF and query.size(2) % 8 == 0 and _flash_runs_on(query):
-            return flash_attention_varlen(
-                operands,
-                cu_seqlens,
-                max_seqlen,
-                dropout_p,
-                scale,
-                window,
-            )
-        if window is None and query.dtype in (*_HALF, torch.float32) and query.size(2) % 8 == 0:
-            return efficient_attention_varlen(operands, cu_seqlens, max_seqlen, dropout_p, scale)
+        out = _attend_on_cuda(operands, cu_seqlens, max_seqlen, dropout_p, scale, window)
+        if out is not None:
+            return out
     attend = partial(scaled_dot_product_attention, dropout_p=dropout_p, scale=scale)
     if query.device.type == "cpu":
         return _one_by_one(operands, cu_seqlens, window, attend)
@@ -95,6 +93,83 @@ def places_of_tokens(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 def _dense_heads(tensor: Tensor) -> Tensor:
     """``[T, H, D]`` whose last stride is 1, which torch's kernels demand; copied where it is not."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _attend_on_cuda(
+    operands: Heads,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float,
+    scale: float | None,
+    window: int | None,
+) -> Tensor | None:
+    """Attention by a variable-length CUDA kernel of torch, or ``None`` where none takes the operands.
+
+    Args:
+        operands: query, key and value, ``[T, H, D]`` each.
+        cu_seqlens: int32 ``[B + 1]``, contiguous.
+        max_seqlen: at least the length of the longest sequence.
+        dropout_p: probability that a weight is dropped.
+        scale: of the scores; ``D ** -0.5`` for ``None``.
+        window: largest distance between a query and a key that it sees; ``None`` is no limit.
+    """
+    query = operands[0]
+    if query.size(2) % 8 != 0:
+        return None
+    if query.dtype in _HALF and _flash_runs_on(query):
+        out = _flash_attention(operands, cu_seqlens, max_seqlen, dropout_p, scale, window)
+        if out is not None:
+            return out
+    if window is None and query.dtype in (*_HALF, torch.float32):
+        return efficient_attention_varlen(operands, cu_seqlens, max_seqlen, dropout_p, scale)
+    return None
+
+
+def _flash_attention(
+    operands: Heads,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float,
+    scale: float | None,
+    window: int | None,
+) -> Tensor | None:
+    """Flash attention, by torch or by what the user activated in its place; ``None`` where that cannot.
+
+    Torch's kernels take every call. Those that replace them, FlashAttention-3 and -4, refuse
+    dropout, and devices of other generations.
+    """
+    arguments = operands, cu_seqlens, max_seqlen, dropout_p, scale, window
+    replacement = _activated_flash_attention()
+    if replacement is None:
+        return flash_attention_varlen(*arguments)
+    if dropout_p > 0.0:
+        _warn_of_replacement(replacement, "it has no dropout")
+        return None
+    try:
+        return flash_attention_varlen(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        _warn_of_replacement(replacement, str(error))
+        return None
+
+
+def _activated_flash_attention() -> str | None:
+    """Name of the implementation that was activated in the place of torch's flash attention, if any."""
+    current = getattr(attention, "current_flash_attention_impl", None)  # from torch 2.11 on
+    return None if current is None else current()
+
+
+@functools.cache
+def _warn_of_replacement(name: str, reason: str) -> None:
+    """Warn, once per reason, that the activated flash attention does not run."""
+    warnings.warn(
+        f"The flash attention {name!r}, which was activated in torch, cannot run this packed attention: "
+        f"{reason}. Torch's memory-efficient attention runs instead: the same results within rounding, slower. "
+        "torch.nn.attention.restore_flash_attention_impl() brings torch's own flash attention back.",
+        FallbackWarning,
+        stacklevel=5,
+    )
 
 
 def _flash_runs_on(query: Tensor) -> bool:
