@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -690,3 +691,52 @@ def test_ids_are_stored_and_read_one_by_one(
         folder,
         len(ids) + 1,
     )
+
+
+class DocumentsOneByOne:
+    """Dataset with the interface of pyseismic-lsr 0.5.2, which numbers terms as it meets them."""
+
+    def __init__(self) -> None:
+        self.dataset = seismic.SeismicDataset()  # type: ignore[attr-defined]
+        self.names: list[str] = []
+
+    def add_document(self, name: str, tokens: Any, weights: Any) -> None:
+        self.names.append(name)
+        self.dataset.add_document(name, tokens, weights)
+
+
+def test_terms_that_seismic_numbers_by_itself_are_stored_in_the_order_of_the_vocabulary(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vectors = SparseVectors.from_rows(
+        {"a": {7: 1.0, 20: 0.5}, "empty": {}, "b": {3: 2.0, 20: 0.25}, "c": {1: 4.0, 7: 0.125}},
+        vocab_size=30,
+    )
+    engine_type: Any = seismic.SeismicIndex  # type: ignore[attr-defined]
+    names: list[str] = []
+
+    def build_from_dataset(documents: DocumentsOneByOne, **options: Any) -> Any:
+        names.extend(documents.names)
+        return engine_type.build_from_dataset(documents.dataset, **options)
+
+    package = SimpleNamespace(
+        SeismicDataset=DocumentsOneByOne,
+        SeismicIndex=SimpleNamespace(
+            build_from_dataset=build_from_dataset,
+            load=engine_type.load,
+        ),
+        get_seismic_string=seismic.get_seismic_string,  # type: ignore[attr-defined]
+    )
+    monkeypatch.setattr("tilefold.retrieval.index.seismic._package", lambda: package)
+    built = build_index(vectors, "seismic")
+    assert names == ["0", "2", "3"]
+    built.save(tmp_path / "index")
+    query = SparseVectors.from_rows({"q": {1: 1.0, 20: 1.0}}, vocab_size=30)
+    for index in (built, SeismicIndex.load(tmp_path / "index")):
+        assert isinstance(index, SeismicIndex)
+        stored = index.stored()
+        assert [stored.row(row)[0].tolist() for row in range(4)] == [[7, 20], [], [3, 20], [1, 7]]
+        assert np.array_equal(stored.data, vectors.data)
+        hits = index.search(query, 3)[0]
+        assert [(hit.id, hit.score) for hit in hits] == [("c", 4.0), ("a", 0.5), ("b", 0.25)]

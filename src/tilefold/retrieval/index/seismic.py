@@ -1,10 +1,12 @@
 """Approximate search with Seismic (Bruch, Nardini, Rulli and Venturini, SIGIR 2024), package
 pyseismic-lsr.
 
-Behaviour of pyseismic-lsr 0.5.4 that this wrapper handles: it prints while it builds and saves; a
+Behaviour of pyseismic-lsr 0.5.2 and 0.5.4 that this wrapper handles: it prints while it builds and saves; a
 component beyond its dimension corrupts the answer; ``k = 0`` panics; queries may come back in
 another order; weights are 16-bit floats; and time to build grows with the vocabulary, used or not,
 so terms are renumbered to those in use.
+
+Release 0.5.2 takes documents one by one, and numbers terms in the order in which it meets them.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ _Origin = tuple[
 _STEM = "seismic"
 _FILE, _TERMS, _FILLED = f"{_STEM}.index.seismic", "terms.npy", "filled.npy"
 _HALF_WEIGHTS = "half_weights.npz"  # only where weights are scaled
+_RANKS = "ranks.npy"  # only where the package numbered the terms by itself
 _DEEPER = 4  # times as many documents are looked for as a filter is expected to let through
 
 
@@ -136,7 +139,11 @@ class SeismicIndex(FolderIndex):
     exactly. Building uses random clustering, so two builds may miss different documents.
     """
 
-    backend, package, own_files = "seismic", _PACKAGE, (_TERMS, _FILLED, _FILE, _HALF_WEIGHTS)
+    backend, package, own_files = (
+        "seismic",
+        _PACKAGE,
+        (_TERMS, _FILLED, _FILE, _HALF_WEIGHTS, _RANKS),
+    )
 
     def __init__(
         self,
@@ -147,11 +154,14 @@ class SeismicIndex(FolderIndex):
         options: SeismicOptions,
         made_of: _Origin,
         half_weights: HalfWeights | None = None,
+        ranks: Terms | None = None,
     ) -> None:
         # None where no document has a term
         self._engine, self.ids, self._terms, self.options = engine, ids, terms, options
         self._filled = filled  # rows of documents with terms, which alone are in the engine
         self._half_weights = half_weights or HalfWeights()
+        # index into the terms by the engine's own number of a term; None where they are equal
+        self._ranks = ranks
         self.vocab_size, self.fingerprint, self.provenance = made_of
         self._folder: Path | None = None  # that it was read from
 
@@ -194,9 +204,13 @@ class SeismicIndex(FolderIndex):
         }
         with _quiet():
             kind = seismic.SeismicDatasetLV if large else seismic.SeismicDataset
-            dataset, rows = kind(dim=int(terms.size)), [str(row) for row in range(len(vectors))]
-            # those without terms are left out
-            dataset.add_documents_by_id(rows, numbers[scaled.indices], scaled.data, scaled.indptr)
+            dataset, ranks = _dataset(
+                kind,
+                numbers[scaled.indices],
+                scaled.data,
+                scaled.indptr,
+                terms.size,
+            )
             engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(
                 dataset,
                 **settings,
@@ -211,6 +225,7 @@ class SeismicIndex(FolderIndex):
             chosen,
             origin,
             half_weights,
+            ranks,
         )
 
     def search(
@@ -255,7 +270,8 @@ class SeismicIndex(FolderIndex):
         """The vectors of the documents as they are stored, without zero weights, in memory."""
         found = (self._engine.get(at) for at in range(len(self._filled)))
         rows = [
-            (np.array(terms, np.int32), np.array(weights, np.float32)) for terms, weights in found
+            self._in_order(np.array(terms, np.int32), np.array(weights, np.float32))
+            for terms, weights in found
         ]
         counts = np.zeros(self.n_documents, np.int64)
         counts[self._filled] = [len(terms) for terms, _ in rows]
@@ -271,6 +287,14 @@ class SeismicIndex(FolderIndex):
             self.provenance,
         )
         return self._half_weights.joined(vectors)
+
+    def _in_order(self, terms: Terms, weights: Scores) -> tuple[Terms, Scores]:
+        """A document's terms as indices into those of the index, ascending, and their weights."""
+        if self._ranks is None:
+            return terms, weights
+        ranks = self._ranks[terms]
+        order = np.argsort(ranks)
+        return ranks[order], weights[order]
 
     @cached_property
     def _exact(self) -> ExactIndex:
@@ -419,6 +443,8 @@ class SeismicIndex(FolderIndex):
         np.save(folder / _FILLED, self._filled)
         if not self._half_weights.is_default:
             self._half_weights.save(folder / _HALF_WEIGHTS)
+        if self._ranks is not None:
+            np.save(folder / _RANKS, self._ranks)
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> SeismicIndex:
@@ -452,14 +478,61 @@ class SeismicIndex(FolderIndex):
                     len(ids),
                     manifest["vocab_size"],
                 )
+            ranks = None
+            if _RANKS in manifest["files"]:
+                ranks = np.load(folder / _RANKS, allow_pickle=False)
+                if ranks.dtype != np.int32 or not np.array_equal(
+                    np.sort(ranks),
+                    np.arange(terms.size),
+                ):
+                    raise DataError(
+                        f"{_RANKS}: expected all int32 numbers below {terms.size}, "
+                        f"got {ranks.dtype} {ranks.shape}.",
+                    )
         origin = (
             manifest["vocab_size"],
             manifest.get("fingerprint"),
             Provenance.from_dict(manifest),
         )
-        index = cls(engine, list(ids), terms, filled, options, origin, half_weights)
+        index = cls(engine, list(ids), terms, filled, options, origin, half_weights, ranks)
         index._folder = folder
         return index
+
+
+def _dataset(
+    kind: Any,
+    numbers: Rows,
+    weights: Scores,
+    offsets: Rows,
+    n_terms: int,
+) -> tuple[Any, Terms | None]:
+    """Dataset of Seismic's package with all documents that have terms, named by their rows.
+
+    Args:
+        kind: class of the dataset.
+        numbers: terms of all documents, as numbers below ``n_terms``.
+        weights: of these terms.
+        offsets: first term of each document, and the number of all.
+        n_terms: how many different terms there are.
+
+    Returns:
+        The dataset, and a term's number by the one that the package gives it; ``None`` where they
+        are equal.
+    """
+    documents = len(offsets) - 1
+    if hasattr(kind, "add_documents_by_id"):  # from 0.5.4 on; leaves documents without terms out
+        dataset = kind(dim=int(n_terms))
+        names = [str(row) for row in range(documents)]
+        dataset.add_documents_by_id(names, numbers, weights, offsets)
+        return dataset, None
+    dataset = kind()
+    tokens = np.arange(n_terms).astype(_package().get_seismic_string())
+    for row in range(documents):
+        start, end = offsets[row], offsets[row + 1]
+        if start < end:
+            dataset.add_document(str(row), tokens[numbers[start:end]], weights[start:end])
+    _, first_occurrence = np.unique(numbers, return_index=True)
+    return dataset, np.argsort(first_occurrence).astype(np.int32)
 
 
 def _load_engine(file: Path, terms: Terms, filled: Rows, n_documents: int) -> Any:
