@@ -1,6 +1,4 @@
-"""Appends the kept scores of a block of columns to rows of fixed capacity, in the order of the
-columns.
-"""
+"""Kernel that appends selected scores of a block of columns to rows of a fixed capacity."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import launch
 
-BLOCK = 2048  # columns that a program looks at together
+BLOCK = 2048  # columns that are read at a time
 WARPS = 8
 
 
@@ -26,15 +24,29 @@ def append_kernel(
     minimum,
     BLOCK: tl.constexpr,
 ):
-    """Row b of ``scores [B, C]``; ``count_ptr [B]`` says where its entries go on, also past
-    ``capacity``.
+    """Append the scores above ``minimum`` of one row of a block to the row's entries.
+
+    Program instance b handles row b. Entries are in the order of the columns.
+
+    Args:
+        scores_ptr: ``[B, C]`` fp32 scores of the block.
+        count_ptr: ``[B]`` int32 entries of each row so far, also those beyond ``capacity``.
+        columns_ptr: ``[B, capacity]`` int32 columns of the entries.
+        values_ptr: ``[B, capacity]`` fp32 scores of the entries.
+        C: columns of the block.
+        capacity: entries that a row can hold.
+        first: first column of the block.
+        minimum: entries have to be greater. NaN is always selected.
+        BLOCK: columns that are read at a time.
     """
     b = tl.program_id(0).to(tl.int64)
     count = tl.load(count_ptr + b)
     for c0 in range(0, C, BLOCK):
         c = c0 + tl.arange(0, BLOCK)
         score = tl.load(scores_ptr + b * C + c, mask=c < C, other=0.0)
-        kept = ((score > minimum) | (score != score)) & (c < C)  # NaN is kept, so that it is seen
+        kept = ((score > minimum) | (score != score)) & (
+            c < C
+        )  # NaN is selected, so that it is noticed
         ones = kept.to(tl.int32)
         place = count + tl.cumsum(ones) - 1
         fits = kept & (place < capacity)
@@ -52,10 +64,15 @@ def append_rows(
     columns: Tensor,
     values: Tensor,
 ) -> None:
-    """Append entries above ``minimum`` of fp32 ``scores`` ``[B, C]`` to ``columns`` and ``values``
-    ``[B, capacity]``.
+    """Append the entries above ``minimum`` of a block of scores to sparse rows, in place.
 
-    ``counts`` ``[B]`` int32 is what each row has so far; it counts entries that found no room too.
+    Args:
+        scores: ``[B, C]`` fp32 scores of the block.
+        first_column: first column of the block.
+        minimum: entries have to be greater. NaN is always selected.
+        counts: ``[B]`` int32 entries of each row, also those beyond the capacity.
+        columns: ``[B, capacity]`` int32 columns of the entries.
+        values: ``[B, capacity]`` fp32 scores of the entries.
     """
     batch, width = scores.shape
     if batch:

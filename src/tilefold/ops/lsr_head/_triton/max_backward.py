@@ -1,5 +1,7 @@
-"""Max pooling, backward: only winners carry gradient, and every gradient row has one owner; see
-README.md.
+"""Backward of max pooling: only winners have a gradient.
+
+A tile of rows of hidden, and a block of rows of the weight, each list the entries that they won,
+and add them up in a fixed order. README.md describes the algorithm.
 """
 
 from __future__ import annotations
@@ -18,9 +20,8 @@ MAX_VOCAB = 1 << (31 - 5)
 MIN_POWER = tl.constexpr(2.0**-100)
 MAX_POWER = tl.constexpr(2.0**100)
 ADDED_AT_A_TIME = tl.constexpr(512)
-HEADROOM = tl.constexpr(
-    2.0**14,
-)  # the largest g of a row becomes less than twice that, below fp16's 65504
+# The largest g of a row becomes less than twice this, below fp16's 65504.
+HEADROOM = tl.constexpr(2.0**14)
 
 
 @triton.jit
@@ -32,7 +33,10 @@ def _won_rows(
     ALWAYS_ACTIVE: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """Winners, and which entries carry gradient: NaN scores do, so that they are seen."""
+    """Return the winners of scores, and which of them have a gradient.
+
+    A score of 0 has none. NaN has one, so that it is noticed.
+    """
     winner = tl.load(winner_ptr + offs, mask=mask, other=NO_WINNER).to(tl.int32)
     active = mask & (winner != NO_WINNER)
     if not ALWAYS_ACTIVE:
@@ -43,14 +47,14 @@ def _won_rows(
 
 @triton.jit
 def _power_of_two(largest, before):
-    """The power of two in ``largest``, or the one of ``before`` if that is larger."""
+    """Return the power of two in ``largest``, or ``before`` if that is larger."""
     exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
     return tl.maximum(before, tl.minimum(exponent.to(tl.float32, bitcast=True), MAX_POWER))
 
 
 @triton.jit
 def _inverse(power):
-    """``1 / power`` of a power of two, exactly."""
+    """Return the exact ``1 / power`` of a power of two."""
     return (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
@@ -72,7 +76,20 @@ def count_kernel(
     NO_WINNER: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):
-    """Entries of vocabulary split ``s`` that rows of tile ``t`` won."""
+    """Count the entries of a vocabulary split that a tile of rows won.
+
+    Instance ``(tile, split)`` writes ``count_ptr [tiles, SPLITS]``, int32.
+
+    Args:
+        scores_ptr: scores ``[B, V]``.
+        winner_ptr: winners ``[B, V]``, as positions in their sequences.
+        cu_ptr: ``[B + 1]`` first rows of the sequences, unless UNIFORM.
+        count_ptr: counts; written.
+        N: rows of hidden.
+        uniform_length: length of all sequences, if UNIFORM.
+        SPLITS: number of splits.
+        split_v: columns of a split.
+    """
     tile = tl.program_id(0)
     split = tl.program_id(1)
     row0 = tile * BLOCK_R
@@ -101,7 +118,10 @@ def count_kernel(
 
 @triton.jit
 def _added_up(count_ptr, first, last):
-    """The sum, below 2**31, of the counts of slots from ``first`` to ``last``; all three are int64."""
+    """Return the sum of the counts from ``first`` to ``last``, below 2**31.
+
+    Arguments and result are int64.
+    """
     counts = tl.zeros((ADDED_AT_A_TIME,), tl.int32)
     for i0 in range(first, last, ADDED_AT_A_TIME):
         i = i0 + tl.arange(0, ADDED_AT_A_TIME)
@@ -135,10 +155,18 @@ def list_kernel(
     UNIFORM: tl.constexpr,
     ADDED_UP: tl.constexpr,
 ):
-    """Write the entries of one (tile, split), in the order in which they were counted.
+    """List the entries of a vocabulary split that a tile of rows won, in the order of the counts.
 
-    ``place_ptr`` holds the counts ADDED_UP, where that takes longer than every program adds up what
-    it needs.
+    Instance ``(tile, split)`` appends to the lists of all instances. An entry has a code (the
+    column and the row in the tile) and a gradient.
+
+    Args:
+        dscores_ptr: gradient of the scores ``[B, V]``, with strides ``stride_db`` and
+        ``stride_dv``. place_ptr: inclusive prefix sums of the counts, if ADDED_UP. count_ptr: the
+        counts. Without ADDED_UP every instance adds up those that it needs. code_ptr: codes of the
+        entries, int32; written. grad_ptr: gradients of the entries; written.
+
+    The other arguments are those of :func:`count_kernel`.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -200,7 +228,18 @@ def dhidden_kernel(
     PRECISION: tl.constexpr,
     ADDED_UP: tl.constexpr,
 ):
-    """``dhidden[tile] = onehot(row) * g @ weight[v]``, over the tile's entries in their order."""
+    """Compute ``dhidden[tile] = onehot(row) * g @ weight[v]``, over the tile's entries in order.
+
+    Instance ``(tile, j)`` computes block j of the columns.
+
+    Args:
+        weight_ptr: weight ``[V, D]``.
+        place_ptr: see :func:`list_kernel`.
+        count_ptr: see :func:`list_kernel`.
+        code_ptr: codes of the entries.
+        grad_ptr: gradients of the entries.
+        dhidden_ptr: gradient ``[N, D]``; written.
+    """
     tile = tl.program_id(0)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = d < D
@@ -283,10 +322,20 @@ def dweight_kernel(
     SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``dweight[v] = sum_b g[b, v] * hidden[winner[b, v]]`` and ``dbias[v] = sum_b g[b, v]``.
+    """Compute the gradients of the weight and the bias.
 
-    A program lists the active entries of BLOCK_B sequences in a few kilobytes of its own, in rising
-    b, and reads them back as a one-hot matrix of g: what is not active costs no gather.
+    ``dweight[v]`` is the sum of ``g[b, v] * hidden[winner[b, v]]`` over b, and ``dbias[v]`` the sum
+    of ``g[b, v]``. Instances take blocks of the weight in turn. An instance lists the entries of
+    BLOCK_B sequences that have a gradient, in rising b, in a few kilobytes of its own memory. It
+    reads them back as a one-hot matrix of g, so that other entries need no gather.
+
+    Args:
+        code64_ptr: memory for the entries' codes, ``[programs, BLOCK_B * BLOCK_V]``, int64.
+        grad_ptr: memory for the entries' gradients, of the same shape.
+        dweight_ptr: gradient ``[V, D]``; written, or added to with ACCUMULATE.
+        dbias_ptr: gradient ``[V]``; written.
+
+    The other arguments are those of the kernels above.
     """
     D_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D if NEED_WEIGHT else 1
     own = tl.program_id(0).to(tl.int64) * BLOCK_B * BLOCK_V

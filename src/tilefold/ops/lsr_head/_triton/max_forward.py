@@ -1,5 +1,6 @@
-"""Max pooling, forward: one persistent kernel whose running maximum and winner stay in registers;
-see README.md.
+"""Forward of max pooling: a persistent kernel with running maxima and winners in registers.
+
+README.md describes the algorithm.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tilefold.ops.lsr_head._triton.sequences import (
 
 @triton.jit
 def _reduce_tokens(x, AXIS: tl.constexpr, N: tl.constexpr, WITH_WINNERS: tl.constexpr):
-    """Maximum of ``x`` over its last axis of size N, and the lowest place that holds it."""
+    """Return maxima over the last axis, of size N, and the lowest index that has each."""
     best = tl.reduce(x, AXIS, nan_max)
     if WITH_WINNERS:
         place = tl.arange(0, N)
@@ -68,6 +69,34 @@ def max_forward_kernel(
     USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Compute the scores of max pooling.
+
+    Program instances take items in turn. An item is a block of vocabulary columns and a split of
+    the token tiles. Its loop goes over the token tiles, and over D within each. Sequences that
+    begin and end within a split are stored as scores, and the others as partial maxima for
+    :func:`combine_kernel`.
+
+    Args:
+        weight_src: weight ``[V, D]``, a pointer or a TMA descriptor.
+        rows_src: packed token states ``[T, D]``, a pointer or a TMA descriptor. Sequences begin at
+            multiples of GROUP rows.
+        row_scale_ptr: ``[T]`` scales of quantised token states, in whole tiles.
+        weight_scale_ptr: ``[V]`` scales of a quantised weight.
+        bias_ptr: ``[V]``.
+        offset_ptr: ``[B + 1]`` first rows of the sequences, unless UNIFORM.
+        position_ptr: ``[T]`` position of each row in its sequence, if HAS_POSITIONS.
+        out_ptr: scores ``[B, V]``.
+        winner_ptr: winners ``[B, V]``, if WITH_WINNERS.
+        part_ptr: partial maxima ``[2 * splits, V]``, fp32.
+        part_winner_ptr: their rows, int32.
+        B: number of sequences.
+        V: number of columns.
+        T: number of rows, if UNIFORM.
+        uniform_length: length of all sequences, if UNIFORM.
+        splits: number of splits of the token tiles.
+        multiple: number of tiles that a split's size is a multiple of.
+        logit_scale: factor of the products.
+    """
     K_STEPS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     n_tiles, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
@@ -117,10 +146,8 @@ def max_forward_kernel(
             if HAS_SCALE:
                 acc *= logit_scale
             if QUANTIZED:
-                acc *= tl.load(row_scale_ptr + r0 + tl.arange(0, BLOCK_T))[
-                    None,
-                    :,
-                ]  # its buffer holds whole tiles
+                # the buffer of the scales holds whole tiles
+                acc *= tl.load(row_scale_ptr + r0 + tl.arange(0, BLOCK_T))[None, :]
             offs_v = v0 + tl.arange(0, BLOCK_V)
             mask_v = offs_v < V
             scale, bias = column_terms(
@@ -243,7 +270,7 @@ def max_forward_kernel(
             k = 0
             r0 += BLOCK_T
             if r0 == last_row:
-                if (start < last_row) & (seq < B):  # the sequence goes on in the next split
+                if (start < last_row) & (seq < B):  # the sequence continues in the next split
                     slot = 2 * split + tl.where(start < split_row, 0, 1)
                     store_partial(
                         best,
@@ -300,7 +327,11 @@ def combine_kernel(
     QUANTIZED: tl.constexpr,
     SCREENED: tl.constexpr,
 ):
-    """Finish the sequences that splits cut."""
+    """Combine the partial maxima of sequences that are divided among splits.
+
+    Instance ``(b, j)`` handles sequence b and block j of the columns. Args are those of
+    :func:`max_forward_kernel`; with SCREENED nothing is done if the screen has computed the scores.
+    """
     seq = tl.program_id(0)
     offs_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask_v = offs_v < V

@@ -1,5 +1,6 @@
-"""Max pooling, forward, for compute capability 9.0: warps with roles of their own, in Gluon; see
-README.md.
+"""Forward of max pooling for compute capability 9.0, in Gluon: some warps load, others compute.
+
+README.md describes the algorithm.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from tilefold.ops.lsr_head._triton.sequences import (
 )
 
 HALF_V = gl.constexpr(64)
-LANES = gl.constexpr(4)  # lanes that share a row of an accumulator, two columns of every eight each
+# Lanes that share a row of an accumulator. Each has two columns of every eight.
+LANES = gl.constexpr(4)
 _tma_load = gluon_tma_load()
 ELEMENTS = {
     torch.bfloat16: gl.bfloat16,
@@ -42,7 +44,7 @@ ELEMENTS = {
 
 @gluon.jit
 def _first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: gl.constexpr):
-    """The first sequence that reaches past ``row``."""
+    """Return the first sequence that reaches past ``row``."""
     if UNIFORM:
         return row // uniform_length
     else:
@@ -58,11 +60,10 @@ def _first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: gl.constexpr):
 
 @gluon.jit
 def _places_in_lanes(grouped, highest, N_GROUPS: gl.constexpr, GROUP: gl.constexpr):
-    """The lowest place in the tile where each lane holds ``highest``, ``[HALF_V, N_GROUPS,
-    LANES]``.
+    """Return the lowest token of the tile where each lane has ``highest``.
 
-    What a lane compares with is the same in every lane, a constant of the code: no register holds
-    it.
+    The result is ``[HALF_V, N_GROUPS, LANES]``. A lane's tokens are the same in every lane but for
+    constants of the code, so that they need no registers.
     """
     one_eight: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, grouped.type.layout))
     one_two: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, grouped.type.layout))
@@ -82,7 +83,7 @@ def _places_in_lanes(grouped, highest, N_GROUPS: gl.constexpr, GROUP: gl.constex
 
 @gluon.jit
 def _reduce_tile(acc, N: gl.constexpr, WITH_WINNERS: gl.constexpr, LEAN_PLACES: gl.constexpr):
-    """Maximum over all tokens of the tile, and the lowest place that holds it."""
+    """Return maxima over all tokens of the tile, and the lowest token that has each."""
     if WITH_WINNERS and LEAN_PLACES:
         grouped = acc.reshape([HALF_V, 1, N // 8, LANES, 2])
         lane_best = gl.reduce(gl.reduce(grouped, 4, nan_max), 2, nan_max)
@@ -108,9 +109,9 @@ def _reduce_groups(
     WITH_WINNERS: gl.constexpr,
     LEAN_PLACES: gl.constexpr,
 ):
-    """Maximum over what each of the LANES lanes of a row holds of each group, ``[HALF_V, N_GROUPS,
-    LANES]``, and the lowest place in the tile that holds it. The lanes are put together once per
-    sequence, not per group.
+    """Return maxima over the tokens of each group that a lane holds, and their tokens.
+
+    Both are ``[HALF_V, N_GROUPS, LANES]``. The lanes are combined once per sequence, not per group.
     """
     grouped = acc.reshape([HALF_V, N_GROUPS, GROUP // 8, LANES, 2])
     best = gl.reduce(gl.reduce(grouped, 4, nan_max), 2, nan_max)
@@ -144,7 +145,7 @@ def _load_tiles(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The loading warp: fill the ring in the order in which the groups read it."""
+    """Run the loading warp: fill the ring in the order in which the groups of warps read it."""
     n_splits = gl.cdiv(n_tiles, split_tiles)
     step = 0
     for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
@@ -180,7 +181,11 @@ def _multiply_tile(
     K_STEPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """A group's products of a tile, and the step after it, as its places of the ring are filled."""
+    """Compute a group's products of a tile, as soon as the steps of the ring are filled.
+
+    Returns:
+        The products ``[HALF_V, BLOCK_T]``, and the step after the last one.
+    """
     for k in range(K_STEPS):
         slot = step % STAGES
         mbarrier.wait(full.index(slot), (step // STAGES) & 1)
@@ -191,7 +196,7 @@ def _multiply_tile(
             use_acc=k > 0,
             is_async=True,
         )
-        # the product before this one is done: its buffers may be filled again
+        # The previous product is done, so its buffers may be filled again.
         acc = warpgroup_mma_wait(1, deps=(acc,))
         if k > 0:
             mbarrier.arrive(empty.index((step - 1) % STAGES))
@@ -218,7 +223,10 @@ def _fold_tiles(
     LEAN_PLACES: gl.constexpr,
     HALF: gl.constexpr,
 ):
-    """One group of four warps: products and running maximum of its half of the vocabulary tile."""
+    """Run one group of four warps: products and running maxima of one half of the columns.
+
+    ``given`` is a tuple of the tensors and numbers of :func:`max_forward_hopper_kernel`.
+    """
     (
         w_ring,
         h_ring,
@@ -413,7 +421,7 @@ def _fold_tiles(
                         best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
                         winner = gl.full([HALF_V], 0, gl.int32, layout=column) + start
                         more = seq < B
-        if (start < t1 * BLOCK_T) & (seq < B):  # the sequence goes on in the next split
+        if (start < t1 * BLOCK_T) & (seq < B):  # the sequence continues in the next split
             slot = 2 * split + gl.where(start < split_row, 0, 1)
             store_partial(
                 best,
@@ -477,6 +485,18 @@ def max_forward_hopper_kernel(
     LEAN_PLACES: gl.constexpr,
     SCREENED: gl.constexpr,
 ):
+    """Compute the scores of max pooling, with warps of different roles.
+
+    One warp loads tiles by TMA into a ring of STAGES buffers, and two groups of four warps compute
+    half of the vocabulary tile each. Items, partial maxima and arguments are those of
+    :func:`tilefold.ops.lsr_head._triton.max_forward.max_forward_kernel`. With SCREENED nothing is
+    done if the screen computes the scores.
+
+    Args:
+        state_ptr: state of the screen, if SCREENED.
+        sample_limit: see :func:`tilefold.ops.lsr_head._triton.screen.runs_screened`.
+        limit: see there.
+    """
     K_STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T
     if not UNIFORM:
@@ -593,6 +613,6 @@ def hopper_descriptor(
     columns: int,
     dtype: torch.dtype,
 ) -> Callable[..., TensorDescriptor]:
-    """TMA descriptors of tiles of this size, of tensors of this dtype, by their shape and strides."""
+    """Return a function that makes TMA descriptors with tiles ``[rows, columns]``."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], ELEMENTS[dtype])
     return functools.partial(TensorDescriptor, block_shape=[rows, columns], layout=layout)

@@ -1,5 +1,6 @@
-"""Poolings of one token per sequence (cls and last): a product of B gathered rows, without atomics;
-see README.md.
+"""Poolings of one token per sequence (cls and last): products of B gathered rows, without atomics.
+
+README.md describes the algorithm.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from tilefold.ops._shared._triton.activation import activate, slope_from_score
 from tilefold.ops._shared._triton.offsets import mask_if, narrowed
 from tilefold.ops.lsr_head._triton.max_backward import HEADROOM, MIN_POWER, _inverse, _power_of_two
 
-CHECK_BLOCK = tl.constexpr(256)  # sequences whose offsets are looked at a time
+CHECK_BLOCK = tl.constexpr(256)  # sequences whose offsets are checked at a time
 
 
 @triton.jit
@@ -24,8 +25,9 @@ def _places(
     NO_WINNER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The places of the first (the LAST) valid tokens of sequences ``b``, int32; ``NO_WINNER``
-    where there is none.
+    """Return the positions of the first (with LAST, the last) valid tokens of sequences ``b``.
+
+    They are int32, and NO_WINNER without a valid token.
     """
     place = tl.zeros(b.shape, tl.int32) + (-1 if LAST else S)
     for s0 in range(0, S, BLOCK):
@@ -50,8 +52,9 @@ def find_kernel(
     NO_WINNER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The place of sequence b, for masks that are too long for every program of forward to look for
-    itself.
+    """Find the position of the token of sequence b in a large mask, before the forward kernel.
+
+    Instance b reads ``mask_ptr [B, S]``, and writes ``winner_ptr [B]``.
     """
     b = tl.program_id(0) + tl.arange(0, 1)
     place = _places(mask_ptr, b, b >= 0, S, LAST, NO_WINNER, BLOCK)
@@ -71,7 +74,7 @@ def _taken_rows(
     LAST: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """The rows of hidden that sequences ``b`` take, int64, and whether there is one."""
+    """Return the rows of hidden of sequences ``b``, int64, and whether they have a valid token."""
     if PACKED:
         start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))
         end = narrowed(tl.load(cu_ptr + b + 1, mask=b < B, other=0))
@@ -111,7 +114,7 @@ def logits_tile(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``[BLOCK_T, BLOCK_V]`` products of the given rows and vocabulary entries, fp32."""
+    """Return the products of rows of hidden and the weight, ``[BLOCK_T, BLOCK_V]`` fp32."""
     acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
     for k0 in tl.range(0, D, BLOCK_K):
         offs_k = k0 + tl.arange(0, BLOCK_K)
@@ -157,8 +160,16 @@ def forward_kernel(
     WITH_WINNERS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Activated scores; with ``FIND``, entries of the mask that are looked at a time, each program
-    finds its tokens.
+    """Compute the scores ``act(logit_scale * hidden[row of b] . weight[v] + bias[v])``.
+
+    Instance ``(i, j)`` computes block i of the columns for block j of the sequences.
+
+    Args:
+        weight_ptr: weight ``[V, D]``. rows_ptr: token states ``[N, D]``. bias_ptr: ``[V]``, if
+        HAS_BIAS. mask_ptr: mask ``[B, length]``, if MASKED. winner_ptr: positions of the tokens
+        ``[B]``, if MASKED. Written if WITH_WINNERS. cu_ptr: offsets ``[B + 1]``, if PACKED. Invalid
+        ones make scores NaN. out_ptr: scores ``[B, V]``; written. FIND: entries of the mask that
+        are searched at a time; 0 if :func:`find_kernel` has searched.
     """
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -198,7 +209,7 @@ def forward_kernel(
     if HAS_BIAS:
         acc += tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
     scores = tl.where(valid[:, None], activate(acc, ACTIVATION), 0.0)
-    if PACKED:  # broken offsets must not give a plausible number
+    if PACKED:  # invalid offsets must not give a plausible number
         scores = tl.where(offsets_are_whole(cu_ptr, B, N), scores, float("nan"))
     offs = b.to(tl.int64)[:, None] * V + v[None, :]
     tl.store(
@@ -220,7 +231,7 @@ def _logit_gradient(
     inside,
     ACTIVATION: tl.constexpr,
 ):
-    """``dscores * act'`` of sequences ``b`` and entries ``v``, fp32 ``[B, V]``."""
+    """Return ``dscores * act'`` of sequences ``b`` and columns ``v``, fp32."""
     offs = b.to(tl.int64)[:, None] * V + v[None, :]
     score = tl.load(scores_ptr + offs, mask=inside, other=0.0).to(tl.float32)
     offs = b.to(tl.int64)[:, None] * stride_db + v.to(tl.int64)[None, :] * stride_dv
@@ -258,8 +269,16 @@ def weight_gradient_kernel(
     SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``dweight[v] = sum_b g[b, v] * hidden[row of b]`` and ``dbias[v] = sum_b g[b, v]``, in rising
-    b.
+    """Compute ``dweight[v] = sum_b g[b, v] * hidden[row of b]`` and ``dbias[v] = sum_b g[b, v]``.
+
+    The sums are in rising b. Instances are blocks of the weight.
+
+    Args:
+        dscores_ptr: gradient of the scores ``[B, V]``, with strides ``stride_db`` and
+        ``stride_dv``. scores_ptr: scores ``[B, V]``. dweight_ptr: gradient ``[V, D]``; written if
+        NEED_WEIGHT. dbias_ptr: gradient ``[V]``; written if NEED_BIAS.
+
+    The other arguments are those of :func:`forward_kernel`.
     """
     D_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D if NEED_WEIGHT else 1
     item = tl.program_id(0)
@@ -351,8 +370,17 @@ def split_gradient_kernel(
     PRECISION: tl.constexpr,
     CLEAR: tl.constexpr,
 ):
-    """``part[split, b] = sum over v of the split of g[b, v] * weight[v]``, fp32, in rising v; zeros
-    in ``dhidden``.
+    """Compute ``part[split, b]``, the sum of ``g[b, v] * weight[v]`` over a vocabulary split.
+
+    The sums are in fp32 and in rising v. Instance ``(i, split, j)`` handles block i of D and block
+    j of the sequences. Instances also clear ``dhidden``.
+
+    Args:
+        part_ptr: sums ``[splits, B, D]``, fp32; written.
+        dhidden_ptr: gradient ``[N, D]``; cleared, CLEAR numbers at a time.
+        split_v: columns of a split.
+
+    The other arguments are those of :func:`weight_gradient_kernel`.
     """
     programs = tl.num_programs(0) * tl.num_programs(1)
     program = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1) + programs * tl.program_id(2)
@@ -425,8 +453,9 @@ def store_rows_kernel(
     LAST: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """Add up the splits, in their order, and store the rows that were taken; the others are zeros
-    already.
+    """Add up the splits in order, and store the gradients of the tokens that were selected.
+
+    The other rows of ``dhidden [N, D]`` are zeros already.
     """
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -1,5 +1,7 @@
-"""Packs the valid tokens of a batch, each sequence from a multiple of GROUP rows on, without a look
-from the host.
+"""Kernels that pack the valid tokens of a batch, without waiting for the CPU.
+
+Each sequence begins at a multiple of GROUP rows. Its first valid token is repeated at its end to
+fill the last group, which does not change a maximum.
 """
 
 from __future__ import annotations
@@ -9,21 +11,23 @@ import triton.language as tl
 
 from tilefold.ops._shared._triton.offsets import mask_if, narrowed
 
-BLOCK_ROWS = 32  # rows that one program copies
+BLOCK_ROWS = 32  # rows that an instance copies
 BLOCK_D = 128
 BLOCK_EMPTY = 1024  # scores of an empty sequence that are written at a time
 SCAN = 1024  # mask entries or sequences that are scanned at a time
-MAX_MASK = 4096  # entries of a mask that every program counts for itself; a launch costs more
+# Entries of a mask up to which every instance counts itself, which costs less than a launch.
+MAX_MASK = 4096
 
 
 @triton.jit
 def _rounded(length, GROUP: tl.constexpr):
+    """Round a length up to a multiple of GROUP."""
     return (length + GROUP - 1) // GROUP * GROUP
 
 
 @triton.jit
 def _valid(mask_ptr, b, s, S, end, HAS_MASK: tl.constexpr):
-    """Whether places ``s`` of sequence ``b`` that lie before ``end`` hold a token."""
+    """Whether positions ``s`` of sequence ``b`` are below ``end`` and hold a valid token."""
     if HAS_MASK:
         return tl.load(mask_ptr + b * S + s, mask=s < end, other=0) != 0
     else:
@@ -43,8 +47,9 @@ def _store_empty(
     WITH_WINNERS: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """Write the scores of a sequence without a token, program ``first`` of so many that share the
-    work.
+    """Write the scores of a sequence without a valid token.
+
+    ``programs`` instances share the columns, of which this one is number ``first``.
     """
     for v0 in range(first * BLOCK, V, programs * BLOCK):
         v = v0 + tl.arange(0, BLOCK)
@@ -64,7 +69,10 @@ def _store_empty(
 
 @triton.jit(do_not_specialize=["S"])
 def count_kernel(mask_ptr, count_ptr, first_ptr, S, SCAN: tl.constexpr):
-    """Valid tokens of sequence b, and the place of the first one (S if none)."""
+    """Count the valid tokens of sequence b, and find the position of the first (S if none).
+
+    Instance b reads ``mask_ptr [B, S]``, and writes ``count_ptr [B]`` and ``first_ptr [B]``, int32.
+    """
     b = tl.program_id(0).to(tl.int64)
     count = 0
     first = S
@@ -90,11 +98,13 @@ def _counts(
     BLOCK_B: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """First row of sequence ``b``, its number of valid tokens, and the place of the first one (S if
-    none).
+    """Return the first packed row of sequence ``b``, its number of valid tokens, and the position
+    of the first one (S if there is none).
+
+    With BLOCK_B = 0, :func:`count_kernel` has counted before. Otherwise this reads the whole mask.
     """
     offset = 0
-    if BLOCK_B == 0:  # counted before
+    if BLOCK_B == 0:  # count_kernel has counted
         for start in range(0, b, SCAN):
             other = start + tl.arange(0, SCAN)
             offset += tl.sum(_rounded(tl.load(count_ptr + other, mask=other < b, other=0), GROUP))
@@ -138,7 +148,22 @@ def copy_padded_kernel(
     WITH_WINNERS: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """``BLOCK_B`` is 0 where another kernel has counted; without a mask there is nothing to count."""
+    """Pack the valid tokens of padded sequences.
+
+    Instance ``(b, j)`` copies block j of the tokens of sequence b. BLOCK_B is 0 if
+    :func:`count_kernel` has counted, or there is no mask.
+
+    Args:
+        hidden_ptr: token states ``[B, S, D]``.
+        mask_ptr: mask ``[B, S]``, if HAS_MASK.
+        count_ptr: ``[B]`` valid tokens, if BLOCK_B is 0.
+        first_ptr: ``[B]`` positions of the first valid tokens, if BLOCK_B is 0.
+        offset_ptr: ``[B + 1]`` first packed rows of the sequences; written.
+        rows_ptr: packed rows ``[T, D]``; written.
+        position_ptr: ``[T]`` position of each row in its sequence; written if WITH_WINNERS.
+        out_ptr: scores ``[B, V]``; written for empty sequences.
+        winner_ptr: winners ``[B, V]``; written for empty sequences.
+    """
     b = tl.program_id(0).to(tl.int64)
     s0 = tl.program_id(1) * BLOCK_ROWS
     offset = tl.program_id(0) * _rounded(S, GROUP)
@@ -231,7 +256,17 @@ def copy_packed_kernel(
     WITH_WINNERS: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """Broken ``cu_seqlens`` make every sequence empty, and every score NaN."""
+    """Pack the tokens of packed sequences again, with sequences at multiples of GROUP rows.
+
+    Instance j copies block j of the rows. Invalid ``cu_seqlens`` make every sequence empty, and
+    every score NaN.
+
+    Args:
+        hidden_ptr: token states ``[T, D]``.
+        cu_ptr: offsets ``[B + 1]``.
+
+    The other arguments are those of :func:`copy_padded_kernel`.
+    """
     r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     seq = tl.zeros((BLOCK_ROWS,), tl.int32)
     offset = tl.zeros((BLOCK_ROWS,), tl.int32)
@@ -252,7 +287,7 @@ def copy_packed_kernel(
     if WITH_WINNERS:
         tl.store(position_ptr + row, place, mask=valid)
     repeats = tl.where(valid & (place == 0), _rounded(count, GROUP) - count, 0)
-    again = row + count  # where a first token is repeated from
+    again = row + count  # first row that repeats the first token
     if WITH_WINNERS:
         for i in range(GROUP - 1):
             tl.store(position_ptr + again + i, place, mask=repeats > i)

@@ -1,6 +1,4 @@
-"""Rows to fp8 with a scale each, for the quantised head: token states in a call, and a decoder
-weight in one pass.
-"""
+"""Kernel that rounds rows to fp8 with a scale for each: token states or a decoder weight."""
 
 from __future__ import annotations
 
@@ -31,8 +29,16 @@ def quantize_rows_kernel(
     BLOCK_D: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):
-    """``T`` rows and ``N`` scales; behind the ``offset[B]`` rows that were packed come zeros with
-    scales of 1.
+    """Round rows to fp8, with a scale for each.
+
+    Instance j handles BLOCK_ROWS rows. There are ``T`` rows and ``N >= T`` scales. Rows from
+    ``offset[B]`` on, which are not packed ones, become zeros with scale 1.
+
+    Args:
+        rows_ptr: rows ``[T, D]``.
+        offset_ptr: ``[B + 1]`` first rows of packed sequences, unless UNIFORM.
+        values_ptr: fp8 values ``[T, D]``; written.
+        row_scale_ptr: fp32 scales ``[N]``; written.
     """
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -63,7 +69,7 @@ def quantize_rows_kernel(
 
 
 def row_constants(dim: int) -> dict[str, int]:
-    """The constants of the kernel for rows of ``dim`` entries."""
+    """Return the kernel's constants for rows of ``dim`` entries."""
     return {
         "D": dim,
         "BLOCK_ROWS": BLOCK_ROWS,
@@ -73,7 +79,7 @@ def row_constants(dim: int) -> dict[str, int]:
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """``[N, D]`` to values in fp8 and ``[N]`` fp32 scales, on the current device."""
+    """Round rows ``[N, D]`` on the current device to fp8, with ``[N]`` fp32 scales."""
     count, dim = rows.shape
     values = torch.empty(count, dim, dtype=torch.float8_e4m3fn, device=rows.device)
     scale = torch.empty(count, dtype=torch.float32, device=rows.device)

@@ -1,10 +1,10 @@
-"""An 8-bit screen of max pooling: which scores can be positive, by a bound, and those alone by the
-exact product.
+"""An 8-bit screen of max pooling: a bound excludes scores that cannot be positive.
 
-Numbers of a sequence share a scale ``s``, those of a row of the weight have one ``t``: ``h = s (q +
-e)`` with integers ``q`` in [-127, 127] and an error ``|e_i| <= 1/2`` that is measured, ``w = t (p +
-f)`` alike. Then, for every token, ``h·w <= s t (q·p + |e| |w/t| + |q| |f|)``, and ``q·p`` is exact
-in int32. README.md has the proof, rounding included.
+Only the scores that remain are computed exactly. The token states of a sequence have a common scale
+``s``, and each row of the weight has a scale ``t``. So ``h = s (q + e)`` with integers ``q`` in
+[-127, 127] and a measured error ``|e_i| <= 1/2``, and ``w = t (p + f)`` likewise. For every token,
+``h·w <= s t (q·p + |e| |w/t| + |q| |f|)``, and ``q·p`` is exact in int32. README.md has the proof,
+with all rounding.
 """
 
 from __future__ import annotations
@@ -22,27 +22,32 @@ from tilefold.ops.lsr_head._triton.sequences import (
 )
 
 LEVELS = tl.constexpr(127.0)
-NEAREST = tl.constexpr(
-    12582912.0,
-)  # 1.5 * 2^23: a small number added to it is rounded to the nearest integer
+# 1.5 * 2^23: a small number that is added to it is rounded to the nearest integer.
+NEAREST = tl.constexpr(12582912.0)
 ROUNDING = tl.constexpr(2.0**-14)  # of one quotient h / s, which is at most 127
 SLACK = tl.constexpr(2.0**-20)  # of a rounded sum of a few terms
 PRODUCT_SLACK = tl.constexpr(2.0**-21)  # of a product in fp32, by its terms
 SMALLEST, LARGEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**100)
-TOO_MANY = tl.constexpr(0)  # places of counters: entries of the sample that stay, and of all
+# The state begins with two counters of scores that may be positive: in the sample, and of all.
+TOO_MANY = tl.constexpr(0)
 KEPT = tl.constexpr(1)
 BLOCK_CLEAR = tl.constexpr(32)  # sequences whose marks are cleared at a time
-STATE = tl.constexpr(
-    4,
-)  # place of the first number of a sequence in the state, which begins with the counters
-# numbers, each for all sequences: largest entry, norm and error of rounded rows, entries listed
+# From this offset on the state has four numbers per sequence: the largest entry, the norm and the
+# error of the rounded rows, and the number of listed columns. Each is stored for all sequences.
+STATE = tl.constexpr(4)
 PER_SEQUENCE = tl.constexpr(4)
-BLOCK_LIST = 1024  # entries of a sequence that a program lists
+BLOCK_LIST = 1024  # columns of a sequence that an instance lists
 
 
 @triton.jit
 def runs_screened(state_ptr, sample_limit, limit):
-    """Whether few enough entries stay, in the sample and in all."""
+    """Whether the screen computes the scores: few enough may be positive, in the sample and in all.
+
+    Args:
+        state_ptr: state of the screen.
+        sample_limit: largest count in the sample.
+        limit: largest count of all scores.
+    """
     return (tl.load(state_ptr + TOO_MANY) <= sample_limit) & (tl.load(state_ptr + KEPT) <= limit)
 
 
@@ -66,10 +71,20 @@ def sample_kernel(
     HAS_BIAS: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):
-    """Count, in a sample, entries that would stay: of some sequences and columns, by a guess of the
-    bound.
+    """Count the scores of a sample that the screen would not exclude.
 
-    Once most of a program's entries would stay, it looks no further. The state becomes zeros.
+    The sample has some sequences and columns. The bound is estimated here. Instance ``(i, j)``
+    samples sequence i and block j of columns, and stops once most of its scores remain. Instances
+    also clear the state.
+
+    Args:
+        weight_ptr: weight ``[V, D]``.
+        rows_ptr: packed token states ``[T, D]``.
+        bias_ptr: ``[V]``, if HAS_BIAS.
+        offset_ptr: ``[B + 1]`` first rows of the sequences, unless UNIFORM.
+        state_ptr: state of the screen; cleared.
+        counts_ptr: counts of the sample; written.
+        MOST_T: tokens of a sequence that are sampled.
     """
     program, n_state = (
         tl.program_id(0) * tl.num_programs(1) + tl.program_id(1),
@@ -128,7 +143,10 @@ def sample_kernel(
 
 @triton.jit
 def _largest(state_ptr, place, x):
-    """Keep the largest of numbers that are not negative, by their bits: NaN is above all."""
+    """Update the maximum of numbers that are not negative, by their bits.
+
+    NaN counts as larger than all numbers.
+    """
     tl.atomic_max(
         state_ptr + place,
         tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF),
@@ -153,8 +171,10 @@ def largest_kernel(
     UNIFORM: tl.constexpr,
     BLOCK_SAMPLES: tl.constexpr,
 ):
-    """How much of the sample stays; largest entry of each sequence, as the bits of a number that is
-    not negative.
+    """Add up the sample's counts, and find the largest entry of each sequence.
+
+    Instance j handles group j of the rows. An entry's bits, as int32, have the order of the
+    numbers, which are not negative.
     """
     each = tl.arange(0, BLOCK_SAMPLES)
     count = tl.sum(tl.load(counts_ptr + each, mask=each < samples, other=0))
@@ -175,8 +195,11 @@ def largest_kernel(
 
 @triton.jit
 def _rounded(x, scale, D: tl.constexpr):
-    """Integers, and bounds from above of their norm and of the error's, by row, in units of the
-    scale.
+    """Round rows to integers.
+
+    Returns:
+        The integers, and upper bounds of their norms and of the norms of the errors, by row, in
+        units of the scale.
     """
     quotient = x * (1.0 / scale)[:, None]
     shifted = quotient + NEAREST
@@ -200,8 +223,9 @@ def _round_weight(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Integers of rows of the weight; by row its scale, norm and error, ``[3, V]``; no mark is set
-    at their entries.
+    """Round rows ``v`` of the weight to integers, and clear the marks of their scores.
+
+    The rows' scales, norms and errors are written to ``terms_ptr [3, V]``.
     """
     d = tl.arange(0, BLOCK_D)
     offs, inside = v.to(tl.int64)[:, None] * D + d[None, :], (v < V)[:, None] & (d < D)[None, :]
@@ -242,8 +266,18 @@ def round_kernel(
     GROUP: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):
-    """Integers of groups of rows, of the weight first, then of the tokens; the latter's largest
-    norms by sequence.
+    """Round groups of rows to integers: first those of the weight, then those of the tokens.
+
+    Instances take groups in turn. The largest norms and errors of each sequence are written to the
+    state.
+
+    Args:
+        weight_values_ptr: int8 weight ``[V, D]``; written.
+        values_ptr: int8 token states ``[T, D]``; written.
+        terms_ptr: scales, norms and errors of the weight's rows ``[3, V]``; written.
+        kept_ptr: marks ``[B, V]`` of scores that may be positive; cleared.
+
+    The other arguments are those of :func:`sample_kernel`.
     """
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     of_weight = (V + GROUP - 1) // GROUP
@@ -286,8 +320,9 @@ def stays(
     D: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Whether a score may be positive, by the largest integer product of its sequence; NaN and
-    infinities stay.
+    """Whether scores may be positive, by the largest integer products of their sequence.
+
+    NaN and infinity always may.
     """
     s = tl.load(state_ptr + STATE + seq).to(tl.float32, bitcast=True) / LEVELS
     norm = tl.load(state_ptr + STATE + B + seq).to(tl.float32, bitcast=True)
@@ -324,8 +359,10 @@ def list_kernel(
     WITH_WINNERS: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """Entries that stay, by sequence, in any order, since none depends on another; the others score
-    0.
+    """List the columns of the scores that may be positive, by sequence, in any order.
+
+    The other scores are 0, and are written here. Instance ``(b, j)`` handles block j of the columns
+    of sequence b.
     """
     b = tl.program_id(0).to(tl.int64)
     start = sequence_offset(offset_ptr, b, B, uniform_length, UNIFORM)
@@ -386,8 +423,10 @@ def refine_kernel(
     WITH_WINNERS: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):
-    """Exact scores of the entries that stay: tiles of them, gathered, with all tokens of their
-    sequence.
+    """Compute the listed scores exactly.
+
+    Instances take tiles of a sequence's listed columns in turn, gather their rows of the weight,
+    and multiply them with all tokens of the sequence.
     """
     if runs_screened(state_ptr, sample_limit, limit):
         first_tile = 0

@@ -1,5 +1,6 @@
-"""The screen's integer product, for compute capability 9.0: the walk of the Hopper forward, in
-int8; see screen.py.
+"""The screen's integer products for compute capability 9.0: the Hopper forward kernel in int8.
+
+``screen.py`` describes the screen.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ LOWEST = gl.constexpr(-2147483648)
 
 @gluon.jit
 def _larger(a, b):
+    """Elementwise maximum, for reductions."""
     return gl.maximum(a, b)
 
 
@@ -42,7 +44,7 @@ def _keep(
     D: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
-    """Mark the entries of a sequence that stay, and count them."""
+    """Mark the scores of a sequence that may be positive, and return how many there are."""
     stay = stays(
         best,
         offs_v,
@@ -77,7 +79,10 @@ def _fold_tiles(
     UNIFORM: gl.constexpr,
     HALF: gl.constexpr,
 ):
-    """One group of four warps: products and running maximum of its half of the vocabulary tile."""
+    """Run one group of four warps: products and running maxima of one half of the columns.
+
+    ``given`` is a tuple of the tensors and numbers of :func:`screen_hopper_kernel`.
+    """
     (
         w_ring,
         h_ring,
@@ -198,7 +203,7 @@ def _fold_tiles(
                         more = seq < B
         if (start < t1 * BLOCK_T) & (
             seq < B
-        ):  # the sequence goes on in the next split, which marks what it finds too
+        ):  # the sequence continues in the next split, which marks its scores too
             kept += _keep(
                 best,
                 offs_v,
@@ -253,7 +258,17 @@ def screen_hopper_kernel(
     HAS_BIAS: gl.constexpr,
     UNIFORM: gl.constexpr,
 ):
-    """Marks of the entries that stay, where few enough of the sample do."""
+    """Mark the scores that may be positive, if few enough of the sample may.
+
+    Warps have the roles of :func:`max_forward_hopper_kernel`.
+
+    Args:
+        weight_desc: TMA descriptor of the int8 weight ``[V, D]``.
+        rows_desc: TMA descriptor of the int8 token states ``[T, D]``.
+        state_ptr: state of the screen; the counter of all scores is added to.
+        terms_ptr: scales, norms and errors of the weight's rows ``[3, V]``.
+        kept_ptr: marks ``[B, V]``; written.
+    """
     K_STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T
     if not UNIFORM:

@@ -1,6 +1,4 @@
-"""Shared helpers of max pooling: where sequences and splits begin, how a finished maximum is
-stored.
-"""
+"""Device functions of max pooling: bounds of sequences and splits, and storage of maxima."""
 
 import triton
 import triton.language as tl
@@ -13,7 +11,10 @@ LAST = tl.constexpr(2147483647)
 
 @triton.jit
 def merge(best, winner, new_best, new_winner, WITH_WINNERS: tl.constexpr):
-    """Keep the larger; among equals the one that was there first."""
+    """Return the larger of two maxima, and its winner; the first one among equals.
+
+    All are ``[BLOCK_V]``. NaN stays NaN.
+    """
     if WITH_WINNERS:
         winner = tl.where(new_best > best, new_winner, winner)
     return nan_max(best, new_best), winner
@@ -28,7 +29,11 @@ def column_terms(
     HAS_BIAS: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
-    """Factor and addend of a maximum, fp32, in the layout of ``offs_v``."""
+    """Load the factors and addends of a block of columns, fp32 ``[BLOCK_V]``.
+
+    Factors are scales of a quantised weight, else 1. Addends are the bias, else 0. Both have the
+    layout of ``offs_v``.
+    """
     bias = (offs_v * 0).to(tl.float32)  # tl.zeros would lose the layout
     scale = bias + 1.0
     if QUANTIZED:
@@ -58,9 +63,24 @@ def store_scores(
     WITH_WINNERS: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
-    if (
-        WITH_WINNERS
-    ):  # where a logit is NaN, how the tokens were cut shall not choose its gradient's
+    # If a logit is NaN, the token that gets the gradient must not depend on the splits.
+    """Store the scores of a sequence, and the positions of its winners.
+
+    Args:
+        best: ``[BLOCK_V]`` maxima of the products.
+        winner: ``[BLOCK_V]`` rows of the winners.
+        seq: the sequence.
+        start: its first row.
+        offs_v: ``[BLOCK_V]`` columns.
+        mask_v: columns that exist.
+        scale: factors of :func:`column_terms`.
+        bias: addends of :func:`column_terms`.
+        position_ptr: position of each packed row in its sequence, if HAS_POSITIONS.
+        out_ptr: scores ``[B, V]``.
+        winner_ptr: winners ``[B, V]``, if WITH_WINNERS.
+        V: columns of the scores.
+    """
+    if WITH_WINNERS:
         winner = tl.where(best == best, winner, start)
     if QUANTIZED:
         best *= scale
@@ -88,6 +108,11 @@ def store_partial(
     V,
     WITH_WINNERS: tl.constexpr,
 ):
+    """Store the maxima and winners of a part of a sequence.
+
+    A split has two slots: one for a sequence that began before it, and one for a sequence that ends
+    after it. ``part_ptr`` and ``part_winner_ptr`` are ``[2 * splits, V]``.
+    """
     offs = slot.to(tl.int64) * V + offs_v
     tl.store(part_ptr + offs, best, mask=mask_v)
     if WITH_WINNERS:
@@ -96,14 +121,17 @@ def store_partial(
 
 @triton.jit
 def split_tiles_of(n_rows, splits, multiple, BLOCK_T: tl.constexpr):
-    """Token tiles of all rows, and of one split (a multiple of multiple)."""
+    """Return the number of token tiles, and those of a split, a multiple of ``multiple``."""
     n_tiles = tl.maximum(tl.cdiv(n_rows, BLOCK_T), 1)
     return n_tiles, tl.cdiv(tl.cdiv(n_tiles, splits), multiple) * multiple
 
 
 @triton.jit
 def sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM: tl.constexpr):
-    """First row of sequence ``seq``; past the last sequence, beyond every row."""
+    """Return the first row of sequence ``seq``.
+
+    Past the last sequence it is larger than every row.
+    """
     if UNIFORM:
         return seq * uniform_length
     else:
@@ -112,8 +140,9 @@ def sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM: tl.constexpr):
 
 @triton.jit
 def first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: tl.constexpr):
-    """The first sequence that reaches past ``row``; of row 0 the first one of all, though it may be
-    empty.
+    """Return the first sequence that reaches past ``row``.
+
+    For row 0 it is the first sequence, even if that is empty.
     """
     if UNIFORM:
         seq = row // uniform_length

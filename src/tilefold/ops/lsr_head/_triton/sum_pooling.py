@@ -1,5 +1,6 @@
-"""Sum and mean pooling: activation per token inside the tile; backward computes each tile of logits
-again.
+"""Sum and mean pooling: the activation is applied per token, inside the tile.
+
+Backward computes each tile of logits again.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from tilefold.ops.lsr_head._triton.one_token import logits_tile, offsets_are_who
 
 @triton.jit
 def _row_range(cu_ptr, b, N, uniform_length, UNIFORM: tl.constexpr):
-    """First row of sequence ``b`` and its length, both within the ``N`` rows whatever the offsets
-    say.
+    """Return the first row of sequence ``b``, and its length.
+
+    Both are within the ``N`` rows, whatever the offsets are.
     """
     if UNIFORM:
         return b.to(tl.int64) * uniform_length, uniform_length
@@ -27,7 +29,7 @@ def _row_range(cu_ptr, b, N, uniform_length, UNIFORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "N"])
 def check_offsets_kernel(cu_ptr, ok_ptr, B, N):
-    """``ok`` is 1 where ``cu_seqlens`` is whole, else 0."""
+    """Write whether ``cu_seqlens`` is valid (1 or 0) to ``ok_ptr``."""
     tl.store(ok_ptr, offsets_are_whole(cu_ptr, B, N).to(tl.int32))
 
 
@@ -55,6 +57,21 @@ def sum_forward_kernel(
     MEAN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Compute the scores of sum or mean pooling.
+
+    Instance ``(b, j)`` computes block j of the columns for sequence b.
+
+    Args:
+        weight_ptr: weight ``[V, D]``.
+        rows_ptr: token states ``[N, D]``.
+        bias_ptr: ``[V]``, if HAS_BIAS.
+        mask_ptr: mask ``[B, S]``, if HAS_MASK.
+        cu_ptr: offsets ``[B + 1]``, unless UNIFORM.
+        ok_ptr: whether the offsets are valid; if not, scores are NaN.
+        out_ptr: scores ``[B, V]``; written.
+        uniform_length: length of all sequences, if UNIFORM.
+        MEAN: whether sums are divided by the number of valid tokens.
+    """
     b = tl.program_id(0)
     offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     start, length = _row_range(cu_ptr, b, N, uniform_length, UNIFORM)
@@ -87,7 +104,7 @@ def sum_forward_kernel(
         total += tl.sum(tl.where(valid[:, None], x, 0.0), axis=0)
     if MEAN:
         total = total / tl.maximum(count, 1).to(tl.float32)
-    if not UNIFORM:  # a broken cu_seqlens must not give a plausible number
+    if not UNIFORM:  # invalid cu_seqlens must not give a plausible number
         total = tl.where(tl.load(ok_ptr) != 0, total, float("nan"))
     tl.store(
         out_ptr + b.to(tl.int64) * V + offs_v,
@@ -98,7 +115,7 @@ def sum_forward_kernel(
 
 @triton.jit
 def _clear(dlogits_ptr, first, last, offs, mask_v, stride_out, BLOCK_T: tl.constexpr):
-    """Zeros in rows from ``first`` to ``last``."""
+    """Write zeros to the rows from ``first`` to ``last``."""
     for r0 in range(first, last, BLOCK_T):
         r = r0 + tl.arange(0, BLOCK_T)
         at = dlogits_ptr + r.to(tl.int64)[:, None] * stride_out + offs[None, :]
@@ -116,8 +133,9 @@ def _copy_valid(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """This program's share of a copy of a sequence, what is masked zero: times a gradient of 0 it
-    could be NaN.
+    """Copy this instance's part of a sequence, with zeros for masked tokens.
+
+    NaN in a masked token, times a gradient of 0, would be NaN.
     """
     for t0 in range(tl.program_id(1) * BLOCK_T, length, tl.num_programs(1) * BLOCK_T):
         s = t0 + tl.arange(0, BLOCK_T)
@@ -168,17 +186,27 @@ def dlogits_kernel(
     CLEAN: tl.constexpr,
     NEED_BIAS: tl.constexpr,
 ):
-    """``dlogits[row, v - v_start] = scale * dscores[b, v] * act'(logit[row, v])``, over the length
-    for a mean.
+    """Compute the gradients of the logits of a vocabulary slab.
 
-    And ``sum[b, v - v_start]``, the sum of them over the rows of sequence ``b``, in fp32 and
-    without ``scale``, for the gradient of the bias.
+    ``dlogits[row, v - v_start]`` is ``scale * dscores[b, v] * act'(logit[row, v])``, divided by the
+    length for a mean. ``sum[b, v - v_start]`` is their sum over the rows of sequence b, in fp32 and
+    without ``scale``, for the gradient of the bias. Instance ``(b, j)`` handles block j of the
+    slab.
+
+    Args:
+        dscores_ptr: gradient of the scores ``[B, V]``, with strides ``stride_db`` and
+        ``stride_dv``. dlogits_ptr: gradients ``[N, stride_out]``; written. clean_ptr: copy of the
+        rows with zeros for masked tokens; written if CLEAN. sum_ptr: sums ``[B, stride_out]``;
+        written if NEED_BIAS. v_start: first column of the slab. v_end: column after the last one.
+
+    The other arguments are those of :func:`sum_forward_kernel`.
     """
     b = tl.program_id(0)
     offs_v = v_start + tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_v = offs_v < v_end
     start, length = _row_range(cu_ptr, b, N, uniform_length, UNIFORM)
-    if not UNIFORM:  # with broken offsets, rows that no sequence holds lie before the first or after the last one
+    # With invalid offsets, rows that belong to no sequence are before the first or after the last.
+    if not UNIFORM:
         _clear(
             dlogits_ptr,
             0,
