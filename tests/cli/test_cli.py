@@ -83,6 +83,28 @@ def test_the_steps_write_json_alone_to_stdout_and_no_progress_to_a_pipe(work: Pa
     assert all("too many for an index" in line for line in dense)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model would be on the GPU")
+def test_a_search_in_another_precision_than_that_of_the_index_says_so(
+    call: Call,
+    work: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = ("--model", work / "model")
+    vectors, index = tmp_path / "vectors", tmp_path / "index"
+    monkeypatch.setattr("tilefold.recipes.loading.supports_bf16", lambda: True)
+    encoded = done(call("encode", *model, "--data", work / "data", "--output", vectors))
+    assert "(computed in bf16)" in encoded.out
+    done(call("index", "--vectors", vectors, "--output", index))
+    assert json.loads((index / "index.json").read_text())["precision"] == "bf16"
+
+    query = ("search", "csv files", *model, "--index", index)
+    assert done(call(*query)).err == ""
+    monkeypatch.setattr("tilefold.recipes.loading.supports_bf16", lambda: False)
+    said = done(call(*query)).err
+    assert "was computed in bf16, and queries are encoded in fp32 here" in said
+
+
 def test_search_explains_a_score_by_the_terms_that_matched(call: Call, work: Path) -> None:
     places = ("--model", work / "model", "--index", work / "index")
     explained = ("--data", work / "data", "--vectors", work / "vectors")

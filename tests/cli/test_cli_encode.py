@@ -21,6 +21,7 @@ from tests.recipes.small import small_collection, tiny_masked_lm
 from tests.retrieval.test_retrieval_teachers import reranker
 from tilefold import retrieval as r
 from tilefold.recipes import RECIPES
+from tilefold.recipes.loading import supports_bf16
 from tilefold.retrieval import SparseVectors, read_vectors, teachers, write_vectors
 from tilefold.retrieval.mining import FalseNegatives, Window, drop_false_negatives, mine_negatives
 from tilefold.retrieval.provenance import texts_digest
@@ -510,6 +511,11 @@ def test_teachers_and_their_ensemble_are_written_and_more_can_be_added(
     assert (
         rows.made_by["teachers"].keys() == {"bm25", "reranker"} and rows.made_by["split"] == "train"
     )
+    made_by = rows.made_by["teachers"]
+    assert made_by["reranker"]["precision"] == ("bf16" if supports_bf16() else "fp32")
+    assert "precision" not in made_by["bm25"]
+    scores = torch.from_numpy(rows.teachers["reranker"])
+    assert (scores != scores.bfloat16().float()).float().mean() > 0.9
     rows.check_collection(small_collection())
     more = (
         "--teacher",

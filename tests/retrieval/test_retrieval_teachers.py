@@ -20,6 +20,7 @@ from tests.recipes.small import VOCABULARY, make_tokenizer_folder, small_collect
 from tests.refusals import refused
 from tests.retrieval.test_retrieval_interruptions import stop_at
 from tilefold import retrieval as r
+from tilefold._precision import scores_in_fp32
 from tilefold.recipes.loading import load_saved, saved_kind
 from tilefold.retrieval import teachers
 from tilefold.retrieval.collection import Collection, Document
@@ -115,11 +116,12 @@ def test_a_cross_encoder_gives_its_logits(
         tmp_path,
         progress=lambda done, total: seen.append(done),
     )
-    expected = cross_encoder.predict(
-        pairs(rows),
-        activation_fn=torch.nn.Identity(),
-        show_progress_bar=False,
-    )
+    with scores_in_fp32(cross_encoder):
+        expected = cross_encoder.predict(
+            pairs(rows),
+            activation_fn=torch.nn.Identity(),
+            show_progress_bar=False,
+        )
     assert scores[:20].tolist() == [7] * 20 and seen[-1] == len(rows)
     np.testing.assert_allclose(
         scores[20:],

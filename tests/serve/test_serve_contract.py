@@ -16,6 +16,7 @@ import torch
 from tests.serve.running import Client, serving
 from tilefold.integrations.sentence_transformers import encode_sparse
 from tilefold.ops import maxsim
+from tilefold.recipes.loading import supports_bf16
 from tilefold.serve.models import Served, TextTokens
 from tilefold.serve.service import Service
 
@@ -213,6 +214,8 @@ def test_info_and_health_have_the_documented_names(client: Client, late: Any) ->
         "version",
     } <= set(info)
     assert info["model_type"] == {"embedding": {"pooling": "splade"}}
+    by_machine = "bf16" if supports_bf16() else "fp32"
+    assert info["precision"] == {"sparse": by_machine, "multi-vector": "fp32"}
     assert (info["model_id"], info["max_input_length"], info["max_client_batch_size"]) == (
         "tiny",
         64,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tilefold import retrieval
+from tilefold._precision import inference_precision
 from tilefold.cli import _common, _models, _options, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import Count, Number, Place, Text, flag, option, positive
@@ -197,7 +198,18 @@ def load_index(asked: Asked, texts: Texts | None) -> tuple[AnyIndex, Model | Non
         if not asked["other_model"]:
             raise CommandError(f"--{error}") from error
         note(f"--model: {model} is not the model that made the index {path}")
+    _report_precision(made_by, encoder, path)
     return index, encoder, options
+
+
+def _report_precision(made_by: Provenance, encoder: Model, index: Path) -> None:
+    """Print a note where queries are encoded in another precision than the index was."""
+    precision = inference_precision(encoder)
+    if made_by.precision not in (None, precision):
+        note(
+            f"{index} was computed in {made_by.precision}, and queries are encoded in {precision} here: "
+            "scores differ from those of a search in one precision",
+        )
 
 
 def _on(index: Any, device: str | None, path: Path) -> Any:

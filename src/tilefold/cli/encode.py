@@ -244,7 +244,10 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
         "shards": len(manifest.shards),
         "texts": manifest.n_texts,
         "truncated": manifest.truncated,
+        "precision": manifest.precision,
     }
+    if manifest.precision is not None:
+        line += f" (computed in {manifest.precision})"
     lines = [line]
     if failed:
         lines.append(

@@ -122,6 +122,8 @@ def mine(
     made_by: Values = {"kind": "mined", "collection": collection.name, "retriever": source.name}
     made_by |= {name: asked[name] for name in ("split", "seed", "margin", "max_score_share")}
     made_by["model_fingerprint"] = source.provenance.model_fingerprint
+    if source.provenance.precision is not None:
+        made_by["precision"] = source.provenance.precision
     made_by["windows"] = [[window.first, window.last, window.count] for window in windows]
     _write(mined, made_by, collection, asked)
 
@@ -324,8 +326,11 @@ def score(
                 progress=update,
             )
         rows.teachers[name] = scores
-        made_by = {name: {"kind": loaded.kind, "fingerprint": loaded.fingerprint}}
-        rows.made_by["teachers"] = rows.made_by.get("teachers", {}) | made_by
+        made_by = {"kind": loaded.kind, "fingerprint": loaded.fingerprint}
+        if loaded.precision is not None:
+            made_by["precision"] = loaded.precision
+            note(f"{name} computes in {loaded.precision}{_last_layers(loaded)}")
+        rows.made_by["teachers"] = rows.made_by.get("teachers", {}) | {name: made_by}
     column = None if like is None else names.get(like, like)
     rows.target = retrieval.ensemble(
         rows,
@@ -346,6 +351,12 @@ def score(
     for warning in rows.narrow_teacher_warnings():
         note(f"warning: {warning}")
     _report(rows, output, before - len(rows), as_json)
+
+
+def _last_layers(teacher: Teacher) -> str:
+    """Words on the layers of a cross-encoder that compute in fp32 where the others do not."""
+    in_fp32 = teacher.kind == "cross-encoder" and teacher.precision != "fp32"
+    return ", its scores in fp32" if in_fp32 else ""
 
 
 def _names(teachers: list[str]) -> dict[str, str]:

@@ -153,7 +153,13 @@ def _run(
             f"--model: {names} cannot encode a word ({_common.first_line(error)}).",
         ) from error
     app = create_app(service, key, local=host in _LOOPBACK and key is None, origins=origins)
-    run(app, service, opened, lambda: note(f"{names} at http://{shown}:{port}; Ctrl-C ends"))
+
+    def announce() -> None:
+        note(f"{names} at http://{shown}:{port}; Ctrl-C ends")
+        for model in service.models.values():
+            note(f"{model.name} computes in {model.precision}")
+
+    run(app, service, opened, announce)
 
 
 def _key(file: Path | None) -> str | None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import ClassVar, Generic, Protocol, TypeVar, get_origin, get_type_hints
@@ -30,7 +30,7 @@ from tilefold.retrieval._files import (
     write_json_object,
 )
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.provenance import Provenance, joined_precisions
 
 MANIFEST_NAME = "manifest.json"
 _EXPECTED = "a folder of vectors, as tilefold encode writes it"
@@ -107,8 +107,14 @@ class Manifest:
 
     @property
     def provenance(self) -> Provenance:
-        """Model and texts, as far as they are known."""
-        return Provenance.from_dict(self.identity)
+        """Model, texts and precision, as far as they are known."""
+        return replace(Provenance.from_dict(self.identity), precision=self.precision)
+
+    @property
+    def precision(self) -> str | None:
+        """Number types in which the model computed the shards, such as "bf16"; None if unknown."""
+        entries = [*self.shards, self.partial]
+        return joined_precisions(entry.get("precision") for entry in entries)
 
     def to_dict(self) -> Json:
         """The JSON object in the file."""
@@ -256,8 +262,10 @@ class ShardWriter(ABC, Generic[M, V]):
         resume: bool = False,
         lists: bool = True,
         overwrite: bool = False,
+        precision: str | None = None,
     ) -> None:
         require(*self.package)
+        self.precision = precision  # in which the model computes what is written; None if unknown
         if not isinstance(manifest, self.made_with):
             got = type(manifest).__name__
             raise TypeError(
@@ -302,6 +310,7 @@ class ShardWriter(ABC, Generic[M, V]):
                 raise DataError(
                     f"{self.path}: holds vectors with other settings ({changed}). {remedy}",
                 )
+            self._check_precision(earlier)
             manifest = earlier
         if earlier is not None and begun and not (resume or overwrite):
             _check_unfinished(self.path, earlier, manifest)
@@ -314,6 +323,16 @@ class ShardWriter(ABC, Generic[M, V]):
         remove_leftovers(self.path)
         if resume:
             self.receive()
+
+    def _check_precision(self, earlier: M) -> None:
+        """Raise ``DataError`` where an unfinished folder was computed in another precision."""
+        known = None not in (earlier.precision, self.precision)
+        if known and earlier.precision != self.precision and not earlier.complete:
+            raise DataError(
+                f"{self.path}: holds vectors that were computed in {earlier.precision}, and here the "
+                f"model computes in {self.precision}, which gives other scores. Go on on a machine "
+                f"like the former one, choose another folder, or take {_ANEW}.",
+            )
 
     def listed(self) -> M:
         """The manifest on disk, which another process may have written."""
@@ -418,6 +437,8 @@ class ShardWriter(ABC, Generic[M, V]):
         file = self.path / f"part-{number:05d}.partial.{self.suffix}"
         kept = {"shard": number, "file": file.name, "sha256": self._save_shard(part.vectors, file)}
         self.manifest.partial = kept | {"failed": dict(part.failed)} | _cut(part.cut)
+        if self.precision is not None:
+            self.manifest.partial["precision"] = self.precision
         self._save()
 
     def _save_shard(self, vectors: V, file: Path) -> str:
@@ -446,11 +467,14 @@ class ShardWriter(ABC, Generic[M, V]):
         """
         self._check(vectors)
         file = self.path / f"part-{number:05d}.{self.suffix}"
-        return {
+        entry = {
             "file": file.name,
             **self._counts(vectors),
             "sha256": self._save_shard(vectors, file),
         } | _cut(cut)
+        if self.precision is not None:
+            entry["precision"] = self.precision
+        return entry
 
     def leave_shard(
         self,

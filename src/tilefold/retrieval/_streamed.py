@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Generic, Literal
 
 from torch import Tensor
 
+from tilefold._precision import inference_precision
 from tilefold._typing import Model
 from tilefold.pipeline.ahead import Behind
 from tilefold.pipeline.rows import (
@@ -180,6 +181,11 @@ class Job(ABC, Generic[M, V]):
     def fingerprint(self) -> str:
         """Digest of the model, which takes a while."""
         return model_fingerprint(self.model)
+
+    @functools.cached_property
+    def precision(self) -> str | None:
+        """Number type in which the model computes in this process, such as ``"bf16"``."""
+        return inference_precision(self.model)
 
     @abstractmethod
     def open_writer(self, lists: bool) -> ShardWriter[M, V]:

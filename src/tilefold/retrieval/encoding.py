@@ -223,6 +223,7 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
             resume=output.resume,
             lists=lists,
             overwrite=not output.resume,
+            precision=self.precision,
         )
 
 

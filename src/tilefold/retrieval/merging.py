@@ -88,6 +88,7 @@ def merge_vectors(
                 )
     writer = first.writer(Path(output_dir), overwrite=overwrite)
     for source in sources:
+        writer.precision = source.manifest.precision
         for vectors in source.shards():
             writer.write_shard(len(writer.manifest.shards), vectors)
         writer.manifest.failed |= source.manifest.failed

@@ -151,7 +151,9 @@ def encode_on_ray(
             if isinstance(cut, PassageTexts)
             else Provenance(texts_sha256=survey.sha256)
         )
-        writer = encoding.job(model, {}, output, lambda: made_of).open_writer(True)
+        job = encoding.job(model, {}, output, lambda: made_of)
+        job.precision = None  # that of the workers counts, whose devices are others
+        writer = job.open_writer(True)
         missing = {part.number: part for part in survey.ranges if not writer.has_shard(part.number)}
         with _beacon(writer.path) as beacon:
             work = Work(encoding, load, output, writer.manifest.identity, beacon, pool.cpus)

@@ -33,6 +33,9 @@ class Provenance:
     passages: str | None = (
         None  # :class:`tilefold.retrieval.Passages` that they were cut into; None for whole ones
     )
+    precision: str | None = (
+        None  # number types of the model's products, such as "bf16" or "bf16, fp32"; not compared
+    )
 
     @classmethod
     def from_dict(cls, values: Json) -> Provenance:
@@ -43,26 +46,27 @@ class Provenance:
         return {
             name: value
             for name, value in asdict(self).items()
-            if value is not None or name != "passages"
+            if value is not None or name not in ("passages", "precision")
         }
 
     @classmethod
     def shared(cls, parts: Iterable[Provenance]) -> Provenance:
-        """The fields that are equal in all `parts`."""
+        """The fields that are equal in all `parts`, and every precision of theirs."""
         values = [asdict(part) for part in parts]
-        return cls(
-            **{
-                name: value
-                for name, value in values[0].items()
-                if all(v[name] == value for v in values)
-            },
-        )
+        equal = {
+            name: value
+            for name, value in values[0].items()
+            if all(v[name] == value for v in values)
+        }
+        precision = joined_precisions(v["precision"] for v in values)
+        return cls(**equal | {"precision": precision})
 
     def differs(self, other: Provenance) -> list[str]:
         """The fields that are known on both sides and differ; a tag holds the first digits of a
-        fingerprint.
+        fingerprint. The precision is reported, and not compared.
         """
         pairs = {name: (value, getattr(other, name)) for name, value in asdict(self).items()}
+        del pairs["precision"]
         return [
             name
             for name, (a, b) in pairs.items()
@@ -82,6 +86,17 @@ class Provenance:
         name, *parts = tag.split(":")
         values = dict(part.partition("=")[::2] for part in parts) if name == TAG else {}
         return cls(values.get("model"), values.get("texts"), values.get("passages"))
+
+
+def joined_precisions(precisions: Iterable[str | None]) -> str | None:
+    """Join the precisions of several parts, each once: "bf16, fp32"; None where none is known.
+
+    Args:
+        precisions: names of :func:`tilefold._precision.inference_precision`, several of which may
+            be joined already.
+    """
+    names = {name for precision in precisions if precision for name in precision.split(", ")}
+    return ", ".join(sorted(names)) or None
 
 
 def encoded_texts(names: Iterable[bytes], texts: Iterable[bytes]) -> bytes:

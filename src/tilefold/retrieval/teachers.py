@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from tilefold._arguments import check_encoder, check_instance, check_mapping
 from tilefold._files import atomic_file
+from tilefold._precision import inference_precision, scores_in_fp32
 from tilefold._typing import Model
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.truncated import tell, watching
@@ -39,6 +40,7 @@ NORMALIZATIONS = ("min_max", "none")
 SCALE = 30.0
 _EPSILON = 1e-6
 SHARD = 2048  # pairs of a cross-encoder between two writes
+_ROUNDING = "scores in fp32"  # before, those of cross-encoders were rounded to bf16
 _PAIRS = 8192  # pairs compared at a time
 
 Progress = Callable[[int, int], None]
@@ -85,6 +87,14 @@ class Teacher:
             return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         return model_fingerprint(self.model)
 
+    @property
+    def precision(self) -> str | None:
+        """Number type in which the model runs now; None for BM25.
+
+        The last layers of a cross-encoder, from which its scores come, run in fp32 nevertheless.
+        """
+        return None if self.kind == "bm25" else inference_precision(self.model)
+
 
 class _Task:
     """Distinct texts of rows by number, and which of them each row compares; where and how they are
@@ -110,7 +120,8 @@ class _Task:
             rows.documents[at] for at in np.unique(document, return_index=True)[1].tolist()
         ]
         self.query, self.document = query[rows.query_of_row()], document[rows.document]
-        digest = hashlib.sha256(teacher.fingerprint.encode())
+        # what was computed in another precision, here or on another machine, is not gone on with
+        digest = hashlib.sha256(f"{teacher.fingerprint} {_ROUNDING} {teacher.precision}".encode())
         for texts in (self.queries, self.documents):
             digest.update(texts_digest(texts).encode())
         self.folder = work / f"{digest.hexdigest()[:16]}-documents"  # their vectors
@@ -136,7 +147,7 @@ def score_rows(
     progress: Progress | None = None,
 ) -> Floats:
     """The score of `teacher` for each row: float32 ``[N]``, as it comes, a cross-encoder's before
-    any activation.
+    any activation, and not rounded to 16 bits (:func:`tilefold._precision.scores_in_fp32`).
 
     Each distinct text is encoded once. The folder `work` keeps what is done, from which the same
     call goes on: 2,048 pairs at a time of a cross-encoder, the vectors of a sparse or multi-vector
@@ -205,15 +216,16 @@ def _cross_encoder(model: Model, task: _Task) -> Floats:
                     strict=True,
                 )
             ]
-            with watching() as cut:
-                how = {
-                    "batch_size": task.size,
-                    "activation_fn": torch.nn.Identity(),
-                    "show_progress_bar": False,
-                }
-                given = model.predict(pairs, **how)
+            with watching() as cut, scores_in_fp32(model):
+                predicted = model.predict(
+                    pairs,
+                    batch_size=task.size,
+                    activation_fn=torch.nn.Identity(),
+                    apply_softmax=False,
+                    show_progress_bar=False,
+                )
             tell("pair", len(pairs), cut)
-            shard = np.asarray(given, np.float32)
+            shard = np.asarray(predicted, np.float32)
             _keep(file, shard)
             done += len(shard)
             task.report(done, n)

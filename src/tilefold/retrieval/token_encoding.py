@@ -136,6 +136,7 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
             resume=output.resume,
             lists=lists,
             overwrite=not output.resume,
+            precision=self.precision,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +66,8 @@ class VectorManifest(Manifest):
         kind: ``"document"`` or ``"query"``.
         n_texts, n_documents: texts that were given, failed ones too (None if only rows are known),
             and rows.
-        shards: ``{"file", "rows", "nonzeros", "sha256", "truncated"}`` for each shard, in order.
+        shards: ``{"file", "rows", "nonzeros", "sha256", "truncated", "precision"}`` for each shard,
+            in order; the precision, such as ``"bf16"``, is that of the model's products.
         settings: how the vectors were computed; a writer resumes a folder only if these are equal.
         failed: id -> reason, for texts that could not be encoded.
         partial: the file that keeps a part of the next shard, its checksum and its failed texts;
@@ -255,7 +256,9 @@ def write_vectors(
     """
     check_vectors("vectors", vectors)
     check_least("shard_size", shard_size)
-    settings = {name: value for name, value in vectors.provenance.to_dict().items() if value}
+    made_by = vectors.provenance
+    known = replace(made_by, precision=None).to_dict()
+    settings = {name: value for name, value in known.items() if value}
     manifest = VectorManifest(
         vectors.vocab_size,
         vectors.fingerprint,
@@ -263,7 +266,12 @@ def write_vectors(
         kind,
         settings=settings,
     )
-    writer = SparseVectorWriter(path, manifest, overwrite=overwrite)
+    writer = SparseVectorWriter(
+        path,
+        manifest,
+        overwrite=overwrite,
+        precision=made_by.precision,
+    )
     for number, start in enumerate(range(0, len(vectors), shard_size)):
         writer.write_shard(
             number,

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from tilefold._precision import inference_precision
 from tilefold._typing import Model, Tokenizer
 from tilefold._vocabulary import TermNames
 from tilefold.integrations.sentence_transformers.encoding_graphs import graphs_of
@@ -189,6 +190,13 @@ class Served:
         return str(
             next((tensor.dtype for tensor in self.model.parameters()), torch.float32),
         ).removeprefix("torch.")
+
+    @property
+    def precision(self) -> str:
+        """Number type of its matrix products, such as ``"bf16"``, which may be less than its
+        weights'.
+        """
+        return inference_precision(self.model)
 
     def _call(self, side: Side) -> Call:
         """Tokenizer call of the model for a text of this side."""

@@ -378,6 +378,7 @@ class Routes:
             "sha": None,
             "docker_label": None,
             "models": {each.kind: each.name for each in self.service.models.values()},
+            "precision": {each.kind: each.precision for each in self.service.models.values()},
             "side": self.side,
         }
         return Response(bodies.plain(answer), media_type=JSON)

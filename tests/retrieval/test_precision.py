@@ -1,0 +1,230 @@
+"""The precision in which a model computes: its name, where it is stored, and scores in fp32."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from sentence_transformers import CrossEncoder
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.cross_encoder.modules import LogitScore
+from torch import nn
+
+from tests.recipes.small import VOCABULARY, make_tokenizer_folder, small_collection, tiny_causal_lm
+from tests.refusals import refused
+from tests.retrieval.test_retrieval_interruptions import stop_at
+from tilefold import retrieval as r
+from tilefold._precision import inference_precision, scores_in_fp32
+from tilefold.recipes import loading
+from tilefold.recipes.loading import load_saved, run_fast
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.provenance import Provenance, model_fingerprint
+from tilefold.retrieval.teachers import Teacher, score_rows
+
+COLLECTION = small_collection()
+PAIRS = [
+    (query, text)
+    for query in list(COLLECTION.queries.values())[:4]
+    for text in list(COLLECTION.contents().values())[:8]
+]
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "num_labels": 1,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(params=["bert", "roberta", "deberta-v2", "modernbert", "llama"])
+def classifier(request: pytest.FixtureRequest, tmp_path: Path) -> CrossEncoder:
+    """A small cross-encoder of a family, whose heads are built in their own ways."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(request.param, **SIZES)
+    network = transformers.AutoModelForSequenceClassification.from_config(config)
+    network.save_pretrained(str(tmp_path))
+    make_tokenizer_folder(tmp_path, VOCABULARY)
+    return CrossEncoder(str(tmp_path), device="cpu", local_files_only=True)
+
+
+def predicted(model: CrossEncoder, dtype: torch.dtype | None = None) -> np.ndarray[Any, Any]:
+    """Raw scores of the pairs, under autocast of a number type."""
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        scores: np.ndarray[Any, Any] = model.predict(
+            PAIRS,
+            activation_fn=nn.Identity(),
+            show_progress_bar=False,
+        )
+    return scores
+
+
+def rounded(scores: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return torch.from_numpy(scores).bfloat16().float().numpy()
+
+
+def test_scores_under_autocast_are_not_rounded_to_16_bits(classifier: CrossEncoder) -> None:
+    stock, exact = predicted(classifier, torch.bfloat16), predicted(classifier)
+    with scores_in_fp32(classifier):
+        scores = predicted(classifier, torch.bfloat16)
+    assert (stock == rounded(stock)).all()
+    assert (scores != rounded(scores)).mean() > 0.9
+    assert np.abs(scores - exact).mean() <= 1.1 * np.abs(stock - exact).mean()
+    assert predicted(classifier, torch.bfloat16).tolist() == stock.tolist()
+    assert not any("forward" in vars(module) for module in classifier.modules())
+
+
+def test_scores_of_a_model_in_fp32_stay_as_they_are(classifier: CrossEncoder) -> None:
+    expected = predicted(classifier)
+    with scores_in_fp32(classifier):
+        assert predicted(classifier).tolist() == expected.tolist()
+
+
+def test_scores_of_a_causal_model_with_weights_in_bf16_are_not_rounded(tmp_path: Path) -> None:
+    transformer = Transformer(
+        str(tiny_causal_lm(tmp_path, "qwen2")),
+        transformer_task="text-generation",
+        model_kwargs={"dtype": torch.bfloat16},
+    )
+    model = CrossEncoder(modules=[transformer, LogitScore(5, 6)], device="cpu")
+    assert inference_precision(model) == "bf16"
+    before = model_fingerprint(model)
+    stock = predicted(model)
+    with scores_in_fp32(model):
+        scores = predicted(model)
+    assert (stock == rounded(stock)).all()
+    assert (scores != rounded(scores)).mean() > 0.9
+    assert model_fingerprint(model) == before
+
+
+def test_an_error_puts_the_layers_back(classifier: CrossEncoder) -> None:
+    with contextlib.suppress(RuntimeError), scores_in_fp32(classifier):
+        raise RuntimeError
+    assert not any("forward" in vars(module) for module in classifier.modules())
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A switch between a machine with bf16 and one without."""
+
+    def become(bf16: bool) -> None:
+        monkeypatch.setattr(loading, "supports_bf16", lambda: bf16)
+
+    return become
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("encoder")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZES)
+    transformers.BertForMaskedLM(config).save_pretrained(str(folder))
+    make_tokenizer_folder(folder, VOCABULARY)
+    yield load_saved(str(folder), "backbone")
+
+
+def test_the_precision_of_a_model_is_that_of_its_machine_and_of_autocast(
+    encoder: Any,
+    machine: Any,
+) -> None:
+    machine(bf16=False)
+    assert inference_precision(encoder) == "fp32"
+    with torch.autocast("cpu", torch.float16):  # which the model itself switches off
+        assert inference_precision(encoder) == "fp32"
+    machine(bf16=True)
+    assert inference_precision(encoder) == ("fp32" if torch.cuda.is_available() else "bf16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.float64, "fp64")],
+)
+def test_the_precision_of_a_plain_model_is_that_of_its_weights(
+    dtype: torch.dtype,
+    name: str,
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2)).to(dtype)
+    assert inference_precision(model) == name
+    with torch.autocast("cpu", torch.float16):
+        assert inference_precision(model) == ("fp64" if dtype == torch.float64 else "fp16")
+    run_fast(model)
+    if dtype == torch.float64:  # which autocast leaves as it is
+        assert inference_precision(model) == name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model would be on the GPU")
+def test_vectors_and_indexes_tell_in_which_precision_they_were_computed(
+    encoder: Any,
+    machine: Any,
+    tmp_path: Path,
+) -> None:
+    texts = COLLECTION.contents()
+    for bf16, name in ((False, "fp32"), (True, "bf16")):
+        machine(bf16=bf16)
+        manifest = r.encode_collection(encoder, texts, tmp_path / name, shard_size=16)
+        assert manifest.precision == name
+        assert {shard["precision"] for shard in manifest.shards} == {name}
+        vectors = r.read_vectors(tmp_path / name)
+        assert vectors.provenance.precision == name
+        r.build_index(vectors).save(tmp_path / f"index-{name}")
+        assert r.load_index(tmp_path / f"index-{name}").provenance.precision == name
+        written = r.write_vectors(vectors, tmp_path / f"written-{name}")
+        assert written.precision == name
+    both = [
+        vectors.provenance
+        for vectors in map(r.read_vectors, (tmp_path / "fp32", tmp_path / "bf16"))
+    ]
+    assert both[0].differs(both[1]) == []
+    assert Provenance.shared(both).precision == "bf16, fp32"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model would be on the GPU")
+def test_an_interrupted_encoding_does_not_go_on_in_another_precision(
+    encoder: Any,
+    machine: Any,
+    tmp_path: Path,
+) -> None:
+    texts = COLLECTION.contents()
+    machine(bf16=True)
+    refused(
+        KeyboardInterrupt,
+        "^$",
+        r.encode_collection,
+        encoder,
+        texts,
+        tmp_path / "vectors",
+        shard_size=4,
+        progress=stop_at(4),
+    )
+    machine(bf16=False)
+    with pytest.raises(DataError, match="computed in bf16, and here the model computes in fp32"):
+        r.encode_collection(encoder, texts, tmp_path / "vectors", shard_size=4)
+    machine(bf16=True)
+    manifest = r.encode_collection(encoder, texts, tmp_path / "vectors", shard_size=4)
+    machine(bf16=False)  # nothing is left to compute
+    assert r.encode_collection(encoder, texts, tmp_path / "vectors", shard_size=4) == manifest
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model would be on the GPU")
+def test_scores_of_another_precision_are_computed_again(
+    encoder: Any,
+    machine: Any,
+    tmp_path: Path,
+) -> None:
+    run = r.BM25Index.build(COLLECTION.contents(), language="none").search(COLLECTION.queries, 16)
+    rows = r.mine_negatives(run.items(), COLLECTION, "train", [r.Window(1, 16, 5)]).rows({})
+    teacher = Teacher("small", "sparse", encoder)
+    scores = {}
+    for bf16, name in ((True, "bf16"), (False, "fp32")):
+        machine(bf16=bf16)
+        assert teacher.precision == name
+        scores[name] = score_rows(teacher, rows, COLLECTION, tmp_path)
+    assert scores["bf16"].tolist() != scores["fp32"].tolist()
