@@ -18,13 +18,14 @@ def check_sentence_transformers() -> None:
     """
     from packaging.version import Version  # a dependency of transformers
 
-    remedy = 'pip install -U "tilefold[sentence-transformers]"'
     expected = f"tilefold needs sentence-transformers {OLDEST_RELEASE} or later"
     try:
         from sentence_transformers import __version__ as release
     except ImportError as error:
+        remedy = 'pip install "tilefold[sentence-transformers]"'
         raise ImportError(f"{expected}, which cannot be imported ({error}): {remedy}") from error
     if Version(release) < Version(OLDEST_RELEASE):
+        remedy = 'pip install -U "tilefold[sentence-transformers]"'
         raise ImportError(
             f"{expected}, got {release}, which stores and computes other values: {remedy}",
         )

@@ -514,7 +514,7 @@ def test_teachers_and_their_ensemble_are_written_and_more_can_be_added(
     made_by = rows.made_by["teachers"]
     assert made_by["reranker"]["precision"] == ("bf16" if supports_bf16() else "fp32")
     assert "precision" not in made_by["bm25"]
-    scores = torch.from_numpy(rows.teachers["reranker"])
+    scores = torch.tensor(rows.teachers["reranker"])
     assert (scores != scores.bfloat16().float()).float().mean() > 0.9
     rows.check_collection(small_collection())
     more = (
