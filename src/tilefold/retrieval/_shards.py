@@ -241,6 +241,8 @@ class ShardWriter(ABC, Generic[M, V]):
         manifest: that of a new folder, without shards.
         resume: keep the shards of an earlier run with the same settings.
         lists: whether this writer lists the shards in the manifest.
+        precision: number type in which the model computes what is written, such as ``"bf16"``;
+            None if unknown.
         overwrite: without `resume`, replace any vectors in the folder. By default only the shards
             of an interrupted run with the same settings are removed.
 
@@ -265,7 +267,7 @@ class ShardWriter(ABC, Generic[M, V]):
         precision: str | None = None,
     ) -> None:
         require(*self.package)
-        self.precision = precision  # in which the model computes what is written; None if unknown
+        self.precision = precision
         if not isinstance(manifest, self.made_with):
             got = type(manifest).__name__
             raise TypeError(
