@@ -168,10 +168,10 @@ IMPLEMENTATIONS = (
         chosen_impl,
     ),
     spec.Implementation("eager", spec.bound(stock_head), "baseline"),
-    spec.on_gpu("compile", spec.bound(spec.compiled(stock_head), "torch.compile"), "baseline"),
+    spec.on_gpu("compile", spec.bound_compiled(stock_head), "baseline"),
     spec.on_gpu(
         "compile-max-first",
-        spec.bound(spec.compiled(max_first_head), "torch.compile"),
+        spec.bound_compiled(max_first_head),
         "baseline",
     ),
     spec.Implementation("gemm", _gemm(GEMM_CHUNK_BYTES), "bare"),

@@ -265,6 +265,15 @@ def compiled(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(call, dynamic=False)
 
 
+def bound_compiled(call: Callable[..., Tensor]) -> Build:
+    """Bind ``call`` under ``torch.compile`` to the inputs of a case.
+
+    It is compiled once the inputs are there: ``torch.compile`` initialises CUDA, which an import
+    must not, since no forked process can use CUDA after that.
+    """
+    return lambda inputs: inputs.bind(compiled(call), "torch.compile")
+
+
 def captured(eager: Runnable) -> Runnable:
     """Both phases of ``eager``, each captured once as a CUDA graph, to time kernels without the
     host's part.
