@@ -306,3 +306,33 @@ def test_new_documents_without_metadata_are_refused_by_an_index_that_keeps_some(
     assert r.update_index(place, delete=["d1"])["n_documents"] == count - 1
     assert r.update_index(place, vectors, metadata={})["n_documents"] == count
     assert r.update_index(place, vectors, metadata=fields)["n_documents"] == count
+
+
+def test_an_interrupted_merge_begins_again_and_replaces_no_other_unfinished_vectors(
+    make_vectors: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    r.write_vectors(make_vectors(5), folders[0])
+    r.write_vectors(make_vectors(5, prefix="e"), folders[1])
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(r.SparseVectorWriter, "finish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            r.merge_vectors(folders, tmp_path / "all")
+    assert r.merge_vectors(folders, tmp_path / "all").n_documents == 10
+
+    other = r.VectorManifest(500, "f" * 64, settings={"top_k": 8})
+    r.SparseVectorWriter(tmp_path / "unfinished", other).write_shard(0, make_vectors(3))
+    refused(
+        FileExistsError,
+        "got one with an unfinished run of 3 vectors.*nothing was overwritten",
+        r.merge_vectors,
+        folders,
+        tmp_path / "unfinished",
+    )
+    assert len(list((tmp_path / "unfinished").glob("part-*"))) == 1
