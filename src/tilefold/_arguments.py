@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MappingView, Set
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -13,6 +15,7 @@ __all__ = [
     "list_of",
     "list_of_ids",
     "list_of_texts",
+    "path_of",
 ]
 
 
@@ -134,6 +137,13 @@ def check_instance(
         kinds = expected if isinstance(expected, tuple) else (expected,)
         names = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"{name}: expected {names}, got {_described(value)}; pass {remedy}.")
+
+
+def path_of(name: str, path: object) -> Path:
+    """Return a path, which may be given as text, or raise ``TypeError`` for anything else."""
+    if not isinstance(path, (str, PathLike)):
+        raise TypeError(f"{name}: expected a path, got {_described(path)}; pass its str or Path.")
+    return Path(path)
 
 
 def check_encoder(name: str, model: object, expected: str = "SparseEncoder") -> None:

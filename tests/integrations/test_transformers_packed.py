@@ -11,6 +11,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from tests import programs
 from tests.recipes.small import tiny_network
+from tests.refusals import refused
+from tilefold.integrations import transformers
 from tilefold.integrations.transformers.packed import (
     PACKED,
     packed_hidden_states,
@@ -202,3 +204,24 @@ def test_packed_is_padded_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
         assert (
             float((found[name] - exact).abs().max()) <= budget * float(exact.abs().max()) + 1e-6
         ), name
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(use_packed, id="use_packed"),
+        pytest.param(stop_packed, id="stop_packed"),
+        pytest.param(transformers.use_entmax, id="use_entmax"),
+        pytest.param(transformers.use_softmax, id="use_softmax"),
+        pytest.param(transformers.runs_entmax, id="runs_entmax"),
+        pytest.param(transformers.learn_alpha, id="learn_alpha"),
+        pytest.param(lambda model: transformers.set_alpha(model, 1.5), id="set_alpha"),
+        pytest.param(lambda model: transformers.load_alpha(model, "checkpoint"), id="load_alpha"),
+        pytest.param(
+            lambda model: transformers.record_sparsity(model).__enter__(),
+            id="record_sparsity",
+        ),
+    ],
+)
+def test_the_name_of_a_model_is_refused_by_the_arguments_name(call: Any) -> None:
+    refused(TypeError, "model: expected Module, got 'minilm'", call, "minilm")

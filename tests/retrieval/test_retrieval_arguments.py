@@ -304,6 +304,124 @@ def tokens() -> r.TokenVectors:
             id="train: name of a collection",
         ),
         pytest.param(
+            lambda _: r.build_index(random_vectors(2), metadata=["lang"]),
+            "metadata",
+            id="build_index: list of metadata",
+        ),
+        pytest.param(
+            lambda _: r.BM25Index.build(TEXTS, metadata={"a": "de"}),
+            "metadata",
+            id="BM25Index: text as metadata of a document",
+        ),
+        pytest.param(
+            lambda _: r.SparseVectors.from_rows({"a": "b"}, 8),
+            "rows",
+            id="from_rows: text as a row",
+        ),
+        pytest.param(
+            lambda _: r.SparseVectors.concatenate(["a", "b"]),
+            "parts",
+            id="concatenate: paths",
+        ),
+        pytest.param(
+            lambda _: r.TokenVectors.pack(["a"], ["vectors"], 8, "fp16"),
+            "vectors",
+            id="TokenVectors.pack: path",
+        ),
+        pytest.param(
+            lambda path: r.export_opensearch(random_vectors(2), path / "o", texts=["cats"]),
+            "texts",
+            id="export_opensearch: list of texts",
+        ),
+        pytest.param(
+            lambda path: r.export_vespa(random_vectors(2), path / "o", texts="cats"),
+            "texts",
+            id="export_vespa: one text",
+        ),
+        pytest.param(
+            lambda _: r.Searcher(r.build_index(random_vectors(2)), vectors={"a": 1}),
+            "vectors",
+            id="Searcher: dict as vectors",
+        ),
+        pytest.param(
+            lambda _: r.Searcher(r.BM25Index.build(TEXTS), tokens="tokens"),
+            "tokens",
+            id="Searcher: path of token vectors",
+        ),
+        pytest.param(
+            lambda _: r.Searcher(r.BM25Index.build(TEXTS), options=["heap_factor"]),
+            "options",
+            id="Searcher: list of options",
+        ),
+        pytest.param(
+            lambda _: r.SearchRequest(feedback="rocchio"), "feedback", id="feedback: name"
+        ),
+        pytest.param(lambda _: r.SearchRequest(fusion="rrf"), "fusion", id="fusion: name"),
+        pytest.param(lambda _: r.SearchRequest(reranking=100), "reranking", id="reranking: depth"),
+        pytest.param(lambda _: r.SearchRequest(where="lang=de"), "where", id="where: text"),
+        pytest.param(
+            lambda _: r.hits_to_run(random_vectors(1), [["a"]]),
+            "hits",
+            id="hits_to_run: ids",
+        ),
+        pytest.param(
+            lambda _: r.feedback_documents([("q", "a")], r.Feedback()),
+            "run",
+            id="feedback_documents: list",
+        ),
+        pytest.param(
+            lambda _: r.feedback_documents(RUN, "rocchio"),
+            "feedback",
+            id="feedback_documents: name of a method",
+        ),
+        pytest.param(
+            lambda _: r.expand_dense([[1.0]], ["q"], torch.eye(1), ["a"], {}, r.Feedback()),
+            "queries",
+            id="expand_dense: list",
+        ),
+        pytest.param(
+            lambda _: r.mine_negatives("run.trec", collection(), "train", [r.Window(1, 9, 1)]),
+            "rankings",
+            id="mine_negatives: path of a run",
+        ),
+        pytest.param(
+            lambda _: r.mine_negatives([], collection(), "train", (1, 9, 1)),
+            "windows",
+            id="mine_negatives: numbers as windows",
+        ),
+        pytest.param(
+            lambda _: r.Passages(8).training("pydocs"),
+            "collection",
+            id="Passages.training: name of a collection",
+        ),
+        pytest.param(lambda _: r.evaluate({"q": ["a"]}, {"q": {"a": 1}}), "run", id="ranked ids"),
+        pytest.param(lambda _: r.evaluate(RUN, {"q": ["a"]}), "qrels", id="relevant ids"),
+        pytest.param(
+            lambda _: r.interpolate([RUN], ["0.5"]),
+            "weights",
+            id="interpolate: text as a weight",
+        ),
+        pytest.param(lambda _: r.query_of_line(b"cats", 1), "line", id="query_of_line: bytes"),
+        pytest.param(
+            lambda _: r.load_collection(TEXTS), "name_or_path", id="load_collection: dict"
+        ),
+        pytest.param(
+            lambda path: r.load_collection(path, fields={"text": "body"}),
+            "fields",
+            id="load_collection: dict of fields",
+        ),
+        pytest.param(lambda _: r.load_documents(TEXTS), "path", id="load_documents: dict"),
+        pytest.param(lambda _: r.load_index(TEXTS), "path", id="load_index: dict"),
+        pytest.param(lambda _: r.read_vectors(TEXTS), "path", id="read_vectors: dict"),
+        pytest.param(lambda _: r.open_tokens(None), "path", id="open_tokens: none"),
+        pytest.param(lambda _: r.read_training_rows([]), "path", id="read_training_rows: list"),
+        pytest.param(lambda _: recipes.get_recipe(["splade"]), "recipe", id="get_recipe: list"),
+        pytest.param(
+            lambda _: recipes.build_encoder(None, "mlm", None),
+            "document",
+            id="build_encoder: name of a kind",
+        ),
+        pytest.param(
             lambda _: recipes.minilm_splade("cats"),
             "sample_texts",
             id="minilm_splade: one text",
@@ -322,6 +440,14 @@ def test_an_argument_of_another_type_is_refused_by_name(
 
 def tokens_of_one() -> r.TokenVectors:
     return r.TokenVectors.pack(["a"], [torch.ones(1, 8)], 8, "fp32")
+
+
+def test_negatives_are_mined_from_a_run_as_from_its_items() -> None:
+    documents = {"a": "cats sleep", "b": "dogs run", "c": "trees grow"}
+    judged = r.Collection("tiny", documents, {"q": "cats"}, {"train": {"q": {"a": 1}}})
+    window = [r.Window(1, 9, 1)]
+    mined = [r.mine_negatives(run, judged, "train", window).found for run in (RUN, RUN.items())]
+    assert mined[0] == mined[1] != []
 
 
 def test_a_searcher_takes_texts_as_documents() -> None:

@@ -65,7 +65,7 @@ def get_recipe(name: str, **overrides: Any) -> Config:
     Raises:
         ValueError: an unknown name or field, or a value out of range.
     """
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}.")
     recipe = RECIPES[name].recipe
     return type(recipe).from_dict(recipe.to_dict() | overrides) if overrides else replace(recipe)

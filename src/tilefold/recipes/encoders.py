@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold._arguments import check_instance
 from tilefold._typing import Module, MultiVectorEncoder, Network, SparseEncoder, Tensor, Transformer
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.recipes import _builders as builders
@@ -73,12 +74,17 @@ def build_encoder(
         device: as in sentence-transformers, which chooses by default.
 
     Raises:
+        TypeError: for a side that is no :class:`EncoderSpec`, such as the name of its kind.
         ValueError: if no side has a network, the vocabularies differ, or a model lacks what its
             kind needs.
     """
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Router
 
+    if query is not None:
+        check_instance("query", query, EncoderSpec, "EncoderSpec(kind=...)")
+    check_instance("document", document, EncoderSpec, "EncoderSpec(kind=...)")
+    check_instance("base", base, Base, "Base(base_model, max_length)")
     if query is None and not document.has_network:
         raise ValueError(f"a shared encoder needs a network, which kind {document.kind!r} has not.")
     with quiet_libraries():

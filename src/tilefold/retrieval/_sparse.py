@@ -113,6 +113,8 @@ class SparseVectors:
     ) -> SparseVectors:
         """From ``{id: {term index: weight}}``."""
         check_mapping("rows", rows, "id -> weights by term")
+        for identifier, row in rows.items():
+            check_mapping(f"rows[{identifier!r}]", row, "term -> weight")
         lengths = np.array([len(row) for row in rows.values()], np.int64)
         indices = np.fromiter((term for row in rows.values() for term in row), dtype=np.int64)
         data = np.fromiter(
@@ -177,6 +179,8 @@ class SparseVectors:
         parts = list_of("parts", parts)
         if not parts:
             raise ValueError("parts: expected at least one set of vectors, got an empty list.")
+        for number, part in enumerate(parts):
+            check_vectors(f"parts[{number}]", part)
         for number, part in enumerate(parts[1:], start=1):
             check_same_vocabulary(parts[0], part, "parts[0]", f"parts[{number}]")
         return cls(

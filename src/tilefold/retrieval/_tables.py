@@ -16,6 +16,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
+from tilefold._arguments import check_instance
 from tilefold.retrieval._files import Json, arrow, require
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fields import (
@@ -382,6 +383,7 @@ def query_of_line(line: str, number: int) -> tuple[str, str]:
     Raises:
         DataError: if the first line names columns, or nothing precedes the tab.
     """
+    check_instance("line", line, str, "a line of text")
     fields = _fields_of(line.removeprefix("\ufeff") if number == 1 else line)
     shown = "\t".join(fields)
     if number == 1 and text_columns(fields, "line 1"):

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._arguments import check_mapping, check_texts_by_id, list_of
+from tilefold._arguments import check_instance, check_mapping, check_texts_by_id, list_of, path_of
 from tilefold._files import atomic_directory
 from tilefold.retrieval import _tables
 from tilefold.retrieval._checks import check_choice
@@ -253,7 +253,11 @@ class Collection:
             ):
                 held = "no empty id, and in judgements none with a tab or a line break"
                 raise DataError(f"ids: the BEIR layout holds {held}, got {name!r}. Rename it.")
-        with atomic_directory(Path(path), own_names=_BEIR_NAMES, overwrite=overwrite) as folder:
+        with atomic_directory(
+            path_of("path", path),
+            own_names=_BEIR_NAMES,
+            overwrite=overwrite,
+        ) as folder:
             documents = (
                 {"_id": one.id, "title": one.title, "text": one.text}
                 | ({"metadata": dict(one.metadata)} if one.metadata else {})
@@ -301,7 +305,8 @@ def load_beir(
     """
     check_choice("unknown", unknown, ("error", "drop"))
     splits = None if splits is None else list_of("splits", splits, ordered=False)
-    folder = Path(path)
+    check_instance("fields", fields, DocumentFields, "DocumentFields(text=...)")
+    folder = path_of("path", path)
     if not folder.exists():
         raise FileNotFoundError(f"{folder}: no such folder. {BEIR_LAYOUT}")
     corpus, name = documents_table(folder), folder.resolve().name
@@ -358,11 +363,13 @@ def load_documents(
     name, and ``text``), which is logged. A first line that may be either is a ``DataError`` with
     file and line, as are malformed rows, missing or repeated ids, or no row.
     """
+    file = path_of("path", path)
+    check_instance("fields", fields, DocumentFields, "DocumentFields(text=...)")
     documents: dict[str, Document] = {}
-    for where, row in table_rows(Path(path), fields=fields):
+    for where, row in table_rows(file, fields=fields):
         document = document_of_row(row, where, documents, fields)
         documents[document.id] = document
-    return _some(documents, Path(path))
+    return _some(documents, file)
 
 
 def document_of_row(
@@ -412,7 +419,7 @@ def load_queries(path: str | Path) -> dict[str, str]:
 
     Names of columns and errors are as in :func:`load_documents`.
     """
-    file = Path(path)
+    file = path_of("path", path)
     if not file.exists():
         raise FileNotFoundError(f"{file}: no such file with queries.")
     return _texts(query_rows(file, bare=True), file)

@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
+from tilefold._arguments import check_instance
 from tilefold._files import InUseError
 from tilefold.retrieval._tables import USUAL_FIELDS
 from tilefold.retrieval.collection import (
@@ -89,6 +90,8 @@ def load_collection(
     raises a ``DataError`` once the file has changed. Where their lines begin is kept in the cache.
     `fields` names the fields of documents, where they are not the usual ones.
     """
+    check_instance("name_or_path", name_or_path, (str, Path), "'pydocs', or a path")
+    check_instance("fields", fields, DocumentFields, "DocumentFields(text=...)")
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
 
     def load(path: Path) -> Collection:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tilefold._arguments import check_mapping, list_of
+from tilefold._arguments import check_mapping, list_of, path_of
 from tilefold._files import atomic_file
 from tilefold.retrieval._files import check_text_ids, require
 from tilefold.retrieval._sparse import check_vectors
@@ -266,6 +266,7 @@ def check_answers(name: str, run: _RunLike, qrels: _QrelsLike) -> None:
 
 def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
     """The grades of a query as Python's integers."""
+    check_mapping(f"qrels[{query_id!r}]", grades, "document id -> grade")
     check_text_ids("qrels", grades)
     try:
         found = {name: operator.index(grade) for name, grade in grades.items()}
@@ -327,7 +328,10 @@ def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> No
     """
     check_mapping("run", run, "query id -> scores by document")
     check_word("tag", tag)
-    with atomic_file(Path(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
+    with (
+        atomic_file(path_of("path", path)) as temporary,
+        temporary.open("w", encoding="utf-8") as stream,
+    ):
         for query_id, scores in run.items():
             check_text_ids("run", [query_id])
             check_scores("run", query_id, scores)
@@ -385,7 +389,7 @@ def read_trec_provenance(path: str | Path) -> Provenance:
 
 
 def _existing(path: str | Path) -> Path:
-    if not Path(path).is_file():
+    if not path_of("path", path).is_file():
         raise FileNotFoundError(
             f"{path}: no such file with a run; evaluation writes one (--save-run, write_trec_run).",
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._arguments import check_instance, list_of
+from tilefold._arguments import check_instance, check_mapping, list_of
 from tilefold._files import atomic_directory, read_json, sha256_file, write_json
 from tilefold._version import __version__
 from tilefold._vocabulary import fill_missing_names
@@ -132,7 +132,7 @@ def export_opensearch(
     check_choice("dots", dots, DOTS)
     _check_form("field", field, _FIELD, ("id", "text"), ", -")
     check_least("part_bytes", part_bytes)
-    documents = _survey(vectors, "OpenSearch", lambda text: None)
+    documents = _survey(vectors, "OpenSearch", lambda text: None, texts)
     if 0 < (lightest := documents.weights[0]) < _SMALLEST_WEIGHT:
         least = f"weights of at least {_SMALLEST_WEIGHT:.3g} (a normal float32)"
         raise DataError(
@@ -204,7 +204,7 @@ def export_vespa(
     _check_form("document", document, _WORD)
     _check_form("namespace", namespace, _NAMESPACE)
     _check_form("field", field, _WORD, ("id", "text", "token"))
-    documents = _survey(vectors, "Vespa", _control_character)
+    documents = _survey(vectors, "Vespa", _control_character, texts)
 
     def bad_name(name: str) -> str | None:
         bad = _control_character(name)
@@ -276,8 +276,11 @@ def _survey(
     vectors: SparseVectors | str | Path,
     engine: str,
     complaint: Callable[[str], str | None],
+    texts: Mapping[str, str] | None,
 ) -> _Documents:
     """Read `vectors` once, and refuse ids that the engine does not take."""
+    if texts is not None:
+        check_mapping("texts", texts, "id -> text")
     check_instance("vectors", vectors, (SparseVectors, str, Path), "the folder of vectors")
     source = vectors if isinstance(vectors, SparseVectors) else Path(vectors)
     about = source if isinstance(source, SparseVectors) else read_manifest(source)

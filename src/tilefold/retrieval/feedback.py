@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
-from tilefold._arguments import list_of
+from tilefold._arguments import check_instance, check_mapping, list_of
 from tilefold._typing import Tensor
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_choice, check_count, check_share
@@ -174,8 +174,17 @@ def with_feedback(
     return found if mix.place == "before" else mix.mix(found, second, k)
 
 
+def _check_run_and_feedback(run: object, feedback: object) -> None:
+    """Raise ``TypeError`` unless these are a run and options of feedback."""
+    check_mapping("run", run, "query id -> scores by document")
+    for query, scores in cast("Mapping[object, object]", run).items():
+        check_mapping(f"run[{query!r}]", scores, "document id -> score")
+    check_instance("feedback", feedback, Feedback, "Feedback()")
+
+
 def feedback_documents(run: Run, feedback: Feedback) -> list[str]:
     """The distinct documents whose vectors :func:`expand_sparse` and :func:`expand_dense` need."""
+    _check_run_and_feedback(run, feedback)
     return list(
         dict.fromkeys(
             name for scores in run.values() for part in feedback.chosen(scores) for name in part
@@ -199,6 +208,7 @@ def expand_sparse(
     """
     check_vectors("queries", queries)
     check_vectors("documents", documents)
+    _check_run_and_feedback(run, feedback)
     check_same_vocabulary(queries, documents, "queries", "documents")
     rows = [(np.zeros(0, np.int32), np.zeros(0, np.float32))]
     for i, name in enumerate(queries.ids):
@@ -229,12 +239,14 @@ def expand_dense(
     With a model that compares by cosine, give normalised vectors or ask for ``equal_lengths``.
     Shapes that do not fit are a ``ValueError``, and so is `top_terms`, which is for sparse queries.
     """
+    _check_run_and_feedback(run, feedback)
     query_ids = list_of("query_ids", query_ids)
     document_ids = list_of("document_ids", document_ids)
     for name, vectors, ids in (
         ("queries", queries, query_ids),
         ("documents", documents, document_ids),
     ):
+        check_instance(name, vectors, import_module("torch").Tensor, "a tensor [N, D]")
         if (
             vectors.ndim != 2
             or vectors.shape[0] != len(ids)

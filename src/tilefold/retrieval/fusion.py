@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
-from tilefold._arguments import check_mapping, list_of
+from tilefold._arguments import check_instance, check_mapping, list_of
 from tilefold.retrieval._checks import check_choice, check_least, check_share
 from tilefold.retrieval._files import check_text_ids
 
@@ -132,6 +133,7 @@ def check_scores(
     """Raise an error for ids that are no text, and for scores that are NaN, no numbers or, if
     asked, not finite.
     """
+    check_mapping(f"{name}[{query_id!r}]", scores, "document id -> score")
     check_text_ids(name, scores)
     right = math.isfinite if finite else lambda score: not math.isnan(score)
     for document, score in scores.items():
@@ -165,6 +167,8 @@ def _check(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequ
         raise ValueError(
             f"weights: expected one number for each of {len(runs)} runs, got {len(weights)}.",
         )
+    for weight in weights:
+        check_instance("weights", weight, Real, "one number per run")
     if not all(math.isfinite(weight) for weight in weights):
         raise ValueError(f"weights: expected finite numbers, got {weights}.")
     return weights

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold._arguments import check_mapping, list_of, list_of_ids
+from tilefold._arguments import list_of, list_of_ids, path_of
 from tilefold._files import hold_path
 from tilefold.retrieval._files import write_json_object
 from tilefold.retrieval._shards import Manifest, ShardWriter, check_whole, differences
@@ -163,9 +163,8 @@ def update_index(
         VocabularyMismatchError: for vectors over another vocabulary.
     """
     deleted_ids = set(list_of_ids("delete", delete))
-    if metadata is not None:
-        check_mapping("metadata", metadata, "document id -> fields")
-    folder = Path(path)
+    check_metadata(metadata)
+    folder = path_of("path", path)
     if (backend := read_description(folder)["backend"]) not in GROWING:
         raise ValueError(
             f"path: expected an index of {', '.join(GROWING)}, got one of {backend} in {folder}.",
@@ -214,7 +213,7 @@ def merge_segments(path: str | Path) -> int:
     """Put one index in the place of an index and its segments; how many documents it has. A kill
     loses nothing.
     """
-    folder = Path(path)
+    folder = path_of("path", path)
     with hold_path(folder):
         index: Any = open_index(folder)
         if isinstance(index, Segments):

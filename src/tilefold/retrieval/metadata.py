@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from datetime import date, time
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from tilefold._arguments import check_mapping
 from tilefold.retrieval._files import is_unicode, require
 from tilefold.retrieval._numbers import INT64, Number, floats_within, integers_within
 from tilefold.retrieval.errors import DataError
@@ -94,7 +95,10 @@ class Filter:
 
     @classmethod
     def of(cls, where: Filter | Fields | None) -> Filter | None:
-        return where if where is None or isinstance(where, Filter) else cls(where)
+        if where is None or isinstance(where, Filter):
+            return where
+        check_mapping("where", where, "field -> value, values or range")
+        return cls(where)
 
     @classmethod
     def parse(
@@ -230,6 +234,15 @@ def _stored_items(values: Iterable[object]) -> Iterator[object]:
             yield stored
 
 
+def check_metadata(metadata: object) -> None:
+    """Raise ``TypeError`` unless an argument is None or a mapping of documents to their fields."""
+    if metadata is None:
+        return
+    check_mapping("metadata", metadata, "document id -> fields")
+    for name, fields in cast("Mapping[object, object]", metadata).items():
+        check_mapping(f"metadata of {name!r}", fields, "field -> value")
+
+
 def fields_by_id(
     metadata: Mapping[str, Fields],
     ids: Iterable[str],
@@ -308,6 +321,7 @@ class Metadata:
         """The metadata (document id -> fields) of the documents, or `passages`, of an index; None
         without any.
         """
+        check_metadata(metadata)
         names = list(ids) if metadata else []
         if not (found := fields_by_id(metadata or {}, names, passages)):
             return None

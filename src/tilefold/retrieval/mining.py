@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tilefold._arguments import check_instance, list_of
+from tilefold._arguments import check_instance, check_mapping, list_of
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._files import check_text_ids
 from tilefold.retrieval.collection import Collection
@@ -145,6 +145,8 @@ def mine_negatives(
     """
     check_instance("collection", collection, Collection, "load_collection(path)")
     windows = list_of("windows", windows)
+    for window in windows:
+        check_instance("windows", window, Window, "[Window(first, last, count)]")
     if not windows:
         raise ValueError("windows: expected at least one, got an empty list.")
     judged, mined, false_negatives = (
@@ -152,7 +154,8 @@ def mine_negatives(
         Mined(),
         false_negatives or FalseNegatives(),
     )
-    for query, scores in rankings:
+    for query, scores in _pairs(rankings):
+        check_mapping("rankings", scores, "document id -> score")
         check_text_ids("rankings", [query, *scores])
         if not (positives := [name for name, grade in judged.get(query, {}).items() if grade > 0]):
             continue
@@ -174,6 +177,23 @@ def mine_negatives(
                 (ranked[rank - 1][0], False, rank, ranked[rank - 1][1]) for rank in drawn
             ]
     return mined
+
+
+def _pairs(rankings: object) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """The pairs of a query and its scores, one after the other; ``TypeError`` for anything else."""
+    pairs = rankings.items() if isinstance(rankings, Mapping) else rankings
+    if isinstance(pairs, str) or not isinstance(pairs, Iterable):
+        raise TypeError(
+            f"rankings: expected pairs of a query and its scores, got {type(rankings).__name__}; pass "
+            "run.items().",
+        )
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(
+                f"rankings: expected pairs of a query and its scores, got {pair!r:.60}; pass "
+                "run.items().",
+            )
+        yield pair[0], pair[1]
 
 
 def _candidates(

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tilefold._arguments import check_mapping
+from tilefold._arguments import check_instance, check_mapping
 from tilefold.retrieval._checks import check_choice, check_count
 from tilefold.retrieval._files import Json
 from tilefold.retrieval.bm25 import UNSPACED, BM25Index
@@ -84,6 +84,7 @@ class PassageTexts(dict[str, str]):
     """
 
     def __init__(self, texts: Mapping[str, str], provenance: Provenance) -> None:
+        check_mapping("texts", texts, "passage id -> text")
         super().__init__(texts)
         self.provenance = provenance
 
@@ -187,6 +188,7 @@ class Passages:
         Of passages of a relevant document with equal scores, none shared word among them, the first
         is taken; grades stay, and of what was judged not relevant no passage is judged.
         """
+        check_instance("collection", collection, Collection, "load_collection(path)")
         texts = self.of(collection.documents)
         words = BM25Index.build(texts)
         stored, asked = words.document_vectors(), words.query_vectors(collection.queries)

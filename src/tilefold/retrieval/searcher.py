@@ -122,12 +122,25 @@ class SearchRequest:
 
     def __post_init__(self) -> None:
         check_k(self.k)
+        self._check_types()
         Filter.of(self.where)
         check_choice("by", self.by, ("document", "passage"))
         if self.interpolation is not None and self.feedback is None:
             raise ValueError(
                 "interpolation: expected feedback beside it, got None; without, take fusion.",
             )
+
+    def _check_types(self) -> None:
+        """Raise ``TypeError`` for options of another type, such as ``feedback="rocchio"``."""
+        kinds = {"feedback": Feedback, "interpolation": Interpolation, "fusion": Fusion}
+        if self.reranking is not None:
+            from tilefold.retrieval.reranking import Reranking  # needs torch
+
+            kinds["reranking"] = Reranking
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if value is not None:
+                check_instance(name, value, kind, f"{kind.__name__}(...)")
 
     @property
     def candidates(self) -> int:
@@ -227,7 +240,7 @@ class Searcher:
         options: Mapping[str, object] | None = None,
         other_model: bool = False,
     ) -> None:
-        _check_parts(index, model, second, late)
+        _check_parts(index, model, vectors, second, late, tokens, options)
         self.documents = documents_by_id("documents", {} if documents is None else documents)
         self.second = second
         self.retriever: SparseRetriever | WordsRetriever | DenseRetriever | LateRetriever
@@ -574,7 +587,15 @@ class Searcher:
         return found
 
 
-def _check_parts(index: object, model: object, second: object, late: object) -> None:
+def _check_parts(
+    index: object,
+    model: object,
+    vectors: object,
+    second: object,
+    late: object,
+    tokens: object,
+    options: object,
+) -> None:
     """Raise ``TypeError`` for a part of a searcher that is of another type, such as a path."""
     if not hasattr(index, "search"):
         expected = "what build_index or load_index gives, or a BM25Index"
@@ -588,8 +609,16 @@ def _check_parts(index: object, model: object, second: object, late: object) -> 
             f"second: expected a BM25Index or a run, got {type(second).__name__}; pass "
             "BM25Index.load(folder) or read_trec_run(path).",
         )
+    if vectors is not None:
+        check_instance("vectors", vectors, (SparseVectors, str, Path), "the folder of vectors")
     if late is not None:
         check_encoder("late", late, "MultiVectorEncoder")
+    if tokens is not None:
+        from tilefold.retrieval.tokens import TokenStore  # needs torch
+
+        check_instance("tokens", tokens, TokenStore, "open_tokens(folder)")
+    if options is not None:
+        check_mapping("options", options, "name of an option of the search -> value")
 
 
 def _respecting_ids(

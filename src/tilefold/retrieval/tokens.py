@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilefold._arguments import list_of, list_of_ids
+from tilefold._arguments import check_instance, list_of, list_of_ids, path_of
 from tilefold.ops import QuantizedTokens, quantize_tokens
 from tilefold.pipeline.ragged import gathered, offsets_of
 from tilefold.retrieval._checks import check_choice, check_offsets
@@ -88,6 +88,7 @@ class TokenVectors:
         ids, vectors = list_of("ids", ids), list_of("vectors", vectors)
         check_choice("storage", storage, DENSE_STORAGES)
         for name, rows in zip(ids, vectors, strict=True):
+            check_instance(f"vectors of {name!r}", rows, Tensor, "a tensor [n, D]")
             if rows.dim() != 2 or rows.size(1) != dimension:
                 raise DataError(
                     f"vectors: expected [n, {dimension}] for {name!r}, got shape {list(rows.shape)}.",
@@ -374,12 +375,12 @@ def open_tokens(path: str | Path) -> TokenStore:
     """Open a folder of token vectors without loading it; a shard's checksum is compared when it is
     first used.
     """
-    return _opened(TokenManifest, Path(path))
+    return _opened(TokenManifest, path_of("path", path))
 
 
 def open_dense(path: str | Path) -> TokenStore:
     """Open a folder of dense vectors as :func:`open_tokens` does, a text having one vector each."""
-    return _opened(DenseManifest, Path(path))
+    return _opened(DenseManifest, path_of("path", path))
 
 
 def _opened(kind: type[TokenManifest], folder: Path) -> TokenStore:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._arguments import check_instance, list_of
+from tilefold._arguments import check_instance, list_of, path_of
 from tilefold._files import atomic_file
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._files import Json, arrow
@@ -320,7 +320,7 @@ def write_training_rows(rows: TrainingRows, path: str | Path) -> None:
     schema = pa.schema(fields, metadata={METADATA: made_by})
     query = rows.query_of_row()
     with (
-        atomic_file(Path(path)) as temporary,
+        atomic_file(path_of("path", path)) as temporary,
         pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
     ):
         for low in range(0, len(rows), _ROWS_PER_GROUP):
@@ -351,7 +351,7 @@ def read_training_rows(path: str | Path) -> TrainingRows:
     ``DataError`` says what is no Parquet, column, type, value or finite score, and which document
     comes twice.
     """
-    file = Path(path)
+    file = path_of("path", path)
     if not file.is_file():
         raise FileNotFoundError(
             f"{file}: no such file of training rows. Make one with: tilefold mine",

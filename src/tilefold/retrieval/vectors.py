@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tilefold._arguments import check_mapping, list_of, list_of_ids
+from tilefold._arguments import check_mapping, list_of, list_of_ids, path_of
 from tilefold._files import atomic_file
 from tilefold._vocabulary import fill_missing_names, term_names, vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
@@ -174,7 +174,7 @@ def read_manifest(path: str | Path) -> VectorManifest:
     """The manifest of the folder `path`, complete or not; FileNotFoundError, or ``DataError`` for a
     damaged one.
     """
-    return VectorManifest.read(Path(path))
+    return VectorManifest.read(path_of("path", path))
 
 
 def read_vectors(path: str | Path) -> SparseVectors:
@@ -183,7 +183,7 @@ def read_vectors(path: str | Path) -> SparseVectors:
     ``DataError`` names the folder of a writer that did not finish, or a shard that is damaged or
     holds bad vectors.
     """
-    folder = Path(path)
+    folder = path_of("path", path)
     manifest = read_manifest(folder)
     check_whole(folder, manifest)
     return SparseVectors.concatenate([manifest.no_vectors(), *iter_shards(folder, manifest)])
@@ -193,7 +193,7 @@ def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
     """The vectors of those `names` that a folder holds, in its order; only ids are read of shards
     without one.
     """
-    folder, wanted = Path(path), set(list_of_ids("names", names))
+    folder, wanted = path_of("path", path), set(list_of_ids("names", names))
     manifest = read_manifest(folder)
     check_whole(folder, manifest)
     parts = [manifest.no_vectors()]
@@ -219,7 +219,7 @@ def iter_shards(
     manifest: VectorManifest | None = None,
 ) -> Iterator[SparseVectors]:
     """Yield the listed shards one at a time, checked, for collections larger than memory."""
-    folder = Path(path)
+    folder = path_of("path", path)
     manifest = manifest or read_manifest(folder)
     yield from (_read_shard(folder, shard, manifest) for shard in manifest.shards)
 
@@ -311,7 +311,10 @@ def export_jsonl(
             f"tokens: expected a token for every index up to {highest}, got {got}.",
         )
     term_name = str if tokens is None else fill_missing_names(tokens).__getitem__
-    with atomic_file(Path(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
+    with (
+        atomic_file(path_of("path", path)) as temporary,
+        temporary.open("w", encoding="utf-8") as stream,
+    ):
         for i, row_id in enumerate(vectors.ids):
             terms, weights = vectors.row(i)
             names = list(map(term_name, terms.tolist()))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tilefold._arguments import list_of
+from tilefold._arguments import check_instance, list_of
 from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._accelerate import (
     accelerate,
@@ -59,6 +59,7 @@ def warm_up(
         ValueError: for lengths, a batch or workers below 1, or if there is nothing to build.
         TypeError: for a model that :func:`accelerate` does not take.
     """
+    check_instance("model", model, torch.nn.Module, "a loaded model")
     lengths = list_of("lengths", lengths, ordered=False)
     if not lengths or min(lengths) < 1 or batch_size < 1:
         got = f"lengths={lengths}, batch_size={batch_size}"

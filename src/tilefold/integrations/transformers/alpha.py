@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.trainer_callback import TrainerCallback
 
 from tilefold.integrations.transformers import attention
+from tilefold.integrations.transformers.packed import check_network
 from tilefold.nn.heads import EntmaxAlpha
 
 SUFFIX = f".{attention.ALPHA}.theta"
@@ -120,6 +121,7 @@ def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: object) -> lis
         ValueError: if the checkpoint has no learned alphas, or those of other layers.
         OSError: if there is no checkpoint.
     """
+    check_network(model)
     found = _read_thetas(str(name_or_path), hub)
     layers = attention.checked_attention_modules(model)
     chosen = {
@@ -162,6 +164,7 @@ def use_entmax(
         ValueError: for alphas that do not fit, or a model with attention that does not go by
             transformers' attention interface.
     """
+    check_network(model)
     attention.register()
     for inner in _outer_models(model):
         inner.set_attn_implementation(attention.NAME)

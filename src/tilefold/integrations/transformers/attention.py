@@ -18,7 +18,11 @@ from transformers.masking_utils import (
     causal_mask_function,
 )
 
-from tilefold.integrations.transformers.packed import BIDIRECTIONAL_WINDOWS, conjuncts
+from tilefold.integrations.transformers.packed import (
+    BIDIRECTIONAL_WINDOWS,
+    check_network,
+    conjuncts,
+)
 from tilefold.nn.heads import EntmaxAlpha
 from tilefold.ops import entmax_attention
 from tilefold.ops.entmax_attention import EntmaxStats, live_blocks
@@ -233,6 +237,7 @@ def attention_modules(model: nn.Module) -> dict[nn.Module, int]:
     """The modules that call the attention interface, first layer first, and their numbers of query
     heads.
     """
+    check_network(model)
     asking = [
         module
         for module in model.modules()

@@ -19,6 +19,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from tilefold._arguments import check_instance
 from tilefold._typing import Model
 from tilefold.ops.implementations import SWITCH, switched_off
 from tilefold.ops.packed_attention import packed_softmax_attention, places_of_tokens
@@ -203,6 +204,7 @@ def packed_hidden_states(
         position_ids, token_type_ids: ``[T]``; by default those of the model, see
             :func:`position_ids_of`, and zeros.
     """
+    check_network(model)
     if position_ids is None:
         position_ids = position_ids_of(input_ids, cu_seqlens, padding_position(model))
     arguments = packed_arguments(input_ids, position_ids, cu_seqlens, max_seqlen)
@@ -211,6 +213,11 @@ def packed_hidden_states(
     output = model(**arguments)
     hidden: Tensor = output.logits if "logits" in output else output.last_hidden_state
     return hidden.squeeze(0)
+
+
+def check_network(model: object) -> None:
+    """Raise ``TypeError`` unless a model is a module, such as for its name or path."""
+    check_instance("model", model, nn.Module, "a loaded model")
 
 
 def use_packed(model: Model, *, check: bool = True) -> str | None:
@@ -223,7 +230,11 @@ def use_packed(model: Model, *, check: bool = True) -> str | None:
 
     Returns:
         None if the model now takes packed tokens; else why it does not, and nothing is changed.
+
+    Raises:
+        TypeError: for what is no module.
     """
+    check_network(model)
     why = f"{SWITCH} is set" if switched_off() else _why_not_by_its_kind(model)
     if why is not None:
         return why
@@ -240,6 +251,7 @@ def use_packed(model: Model, *, check: bool = True) -> str | None:
 
 def stop_packed(model: Model) -> None:
     """Undo :func:`use_packed`; does nothing to a model that it did not change."""
+    check_network(model)
     if getattr(getattr(model, "config", None), "_attn_implementation", None) == PACKED:
         model.set_attn_implementation("sdpa")
 

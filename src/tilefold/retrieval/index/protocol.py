@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkab
 import numpy as np
 import numpy.typing as npt
 
+from tilefold._arguments import check_instance, list_of, path_of
 from tilefold._files import atomic_directory, sha256_file
 from tilefold._lazy import package_version
 from tilefold._version import __version__
@@ -98,6 +99,10 @@ class SparseIndex(Protocol):
 def hits_to_run(queries: SparseVectors, hits: Sequence[Sequence[Hit]]) -> Run:
     """``{query id: {document id: score}}`` of the result of ``index.search(queries, k)``."""
     check_vectors("queries", queries, "those that were searched")
+    hits = list_of("hits", hits)
+    for row in hits:
+        for hit in list_of("hits", row)[:1]:  # of a row, all are of one search
+            check_instance("hits", hit, Hit, "the result of index.search(queries, k)")
     return {
         qid: {hit.id: hit.score for hit in row} for qid, row in zip(queries.ids, hits, strict=True)
     }
@@ -133,8 +138,9 @@ def write_manifest(
 
 def read_description(path: str | Path) -> Json:
     """The ``index.json`` of the index at `path`, without a look at its other files."""
-    check_folder(Path(path), MANIFEST_NAME, "an index, as tilefold index writes it")
-    file = Path(path) / MANIFEST_NAME
+    folder = path_of("path", path)
+    check_folder(folder, MANIFEST_NAME, "an index, as tilefold index writes it")
+    file = folder / MANIFEST_NAME
     manifest = read_json_object(file, REMEDY)
     wrong = [
         f"wrong {key}: expected {getattr(kind, '__name__', kind)}, got {manifest.get(key)!r:.80}"
