@@ -442,12 +442,12 @@ def test_a_bm25_index_may_lose_all_its_words_and_grow_again(
     tmp_path: Path,
 ) -> None:
     index = r.BM25Index.build({"a": "cat", "b": "dog cat"}, metadata={"a": {"n": 1}})
-    index.updated(texts, delete).save(tmp_path / "index")
+    index.updated(texts, delete, metadata={}).save(tmp_path / "index")
     emptied = r.BM25Index.load(tmp_path / "index")
     assert list(emptied.ids) == list(texts)
     assert emptied.search({"q": "cat"}, 3) == {"q": {}}
     assert r.Searcher(emptied).rank({"q": "cat"}, r.SearchRequest(3, r.Feedback())).run == {"q": {}}
-    again = emptied.updated({"c": "cat sat", "d": "dog"})
+    again = emptied.updated({"c": "cat sat", "d": "dog"}, metadata={})
     expected = r.BM25Index.build({**texts, "c": "cat sat", "d": "dog"})
     assert again.search({"q": "cat"}, 3) == expected.search({"q": "cat"}, 3)
 

@@ -104,6 +104,8 @@ def evaluate_per_query(
 ) -> dict[str, dict[str, float]]:
     """``{query id: {measure: value}}`` for every judged query; see :func:`evaluate`."""
     check_mapping("run", run, "query id -> scores by document")
+    for query_id, scores in run.items():
+        check_mapping(f"run[{query_id!r}]", scores, "document id -> score")
     check_mapping("qrels", qrels, "query id -> grades by document")
     measures = list_of("measures", measures)
     judged = {

@@ -16,7 +16,7 @@ from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import SEGMENTS, read_description
 from tilefold.retrieval.index.segments import Segments, listed_parts
-from tilefold.retrieval.metadata import Fields, Metadata, check_metadata
+from tilefold.retrieval.metadata import Fields, Metadata, check_fields_by_id, check_metadata
 from tilefold.retrieval.provenance import Provenance, owned
 from tilefold.retrieval.searcher import open_index
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest, iter_shards, layout_of
@@ -163,7 +163,7 @@ def update_index(
         VocabularyMismatchError: for vectors over another vocabulary.
     """
     deleted_ids = set(list_of_ids("delete", delete))
-    check_metadata(metadata)
+    check_fields_by_id(metadata)
     folder = path_of("path", path)
     if (backend := read_description(folder)["backend"]) not in GROWING:
         raise ValueError(

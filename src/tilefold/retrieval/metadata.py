@@ -234,7 +234,7 @@ def _stored_items(values: Iterable[object]) -> Iterator[object]:
             yield stored
 
 
-def check_metadata(metadata: object) -> None:
+def check_fields_by_id(metadata: object) -> None:
     """Raise ``TypeError`` unless an argument is None or a mapping of documents to their fields."""
     if metadata is None:
         return
@@ -321,7 +321,7 @@ class Metadata:
         """The metadata (document id -> fields) of the documents, or `passages`, of an index; None
         without any.
         """
-        check_metadata(metadata)
+        check_fields_by_id(metadata)
         names = list(ids) if metadata else []
         if not (found := fields_by_id(metadata or {}, names, passages)):
             return None
