@@ -63,7 +63,8 @@ def _score_layers(model: Model) -> list[nn.Module]:
     """The layers that follow the encoder, in their order."""
     from torch import nn
 
-    first, *others = model.children()
+    modules: list[nn.Module] = list(model.children())
+    first, others = modules[0], modules[1:]
     network = getattr(first, "model", None)
     if not isinstance(network, nn.Module):  # another backend
         return others
@@ -103,12 +104,12 @@ def _forward_in_fp32(layer: nn.Module) -> Iterator[None]:
             return functional_call(stock, in_fp32, arguments, options)
 
     had_own_forward = "forward" in vars(layer)
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward
     try:
         yield
     finally:
         if had_own_forward:
-            layer.forward = stock.run  # type: ignore[method-assign]
+            layer.forward = stock.run
         else:
             del layer.forward
 
