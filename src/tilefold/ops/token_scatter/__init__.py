@@ -1,6 +1,4 @@
-"""Token weights to the vocabulary (uniCOIL, DeepImpact, BGE-M3): one weight per token to ``[B, V]``
-scores.
-"""
+"""Token weights to ``[B, V]`` scores of the vocabulary, as in uniCOIL, DeepImpact and BGE-M3."""
 
 from tilefold.ops.token_scatter.api import chosen_impl, token_scatter, token_scatter_sparse
 

@@ -1,6 +1,4 @@
-"""Tensors and options of a scatter, which tokens count, where they lie in the input, and checks of
-their values.
-"""
+"""Records of a scatter's tensors and options, checks of values, and the tokens that count."""
 
 from __future__ import annotations
 
@@ -16,31 +14,48 @@ from tilefold.ops._shared.plan import Buffer
 
 
 class ScatterTensors(NamedTuple):
-    """Tensors to scatter."""
+    """The tensors of a call.
 
-    weights: Tensor  # [B, S], packed [T]
-    input_ids: Tensor  # of the same shape, int32 or int64
-    attention_mask: Tensor | None  # [B, S], nonzero = valid
-    cu_seqlens: Tensor | None  # [B + 1] offsets of a packed batch
+    Attributes:
+        weights: padded ``[B, S]`` or packed ``[T]``.
+        input_ids: int32 or int64 in the shape of ``weights``.
+        attention_mask: ``[B, S]``, nonzero = valid, or ``None``.
+        cu_seqlens: ``[B + 1]`` offsets of packed input, or ``None``.
+    """
+
+    weights: Tensor
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    cu_seqlens: Tensor | None
 
     @property
     def batch(self) -> int:
+        """Number of sequences."""
         return batch_size(self.weights, self.cu_seqlens)
 
 
 class ScatterOptions(NamedTuple):
-    """Options of a scatter."""
+    """Options that passed the checks.
+
+    Attributes:
+        vocab_size: V.
+        reduce: ``"max"`` or ``"sum"``.
+        activation: function applied to the weights.
+        ignore_ids: ids whose tokens do not count.
+        out_dtype: dtype of the scores.
+    """
 
     vocab_size: int
     reduce: str
     activation: str
-    ignore_ids: Sequence[int]  # whose tokens do not count
-    out_dtype: torch.dtype  # of the scores
+    ignore_ids: Sequence[int]
+    out_dtype: torch.dtype
 
 
 class ScatterSaved(NamedTuple):
-    """Tensors saved for the gradient; ``counted`` tells which tokens it goes to (uint8 like
-    ``weights``).
+    """Tensors that are saved for backward.
+
+    ``counted``, uint8 in the shape of ``weights``, says which tokens have a gradient.
     """
 
     weights: Tensor
@@ -54,9 +69,13 @@ def outputs(
     options: ScatterOptions,
     training: bool,
 ) -> tuple[Buffer, Buffer]:
-    """Scores ``[B, V]``, and ``counted``, which is empty unless a gradient may be asked for."""
+    """Return shapes and dtypes of the results: scores ``[B, V]``, and ``counted``.
+
+    ``counted`` has no elements unless a gradient may be asked for.
+    """
     scores = Buffer((tensors.batch, options.vocab_size), options.out_dtype)
-    return scores, Buffer(tensors.weights.shape if training else (0,), torch.uint8)
+    counted = Buffer(tensors.weights.shape if training else (0,), torch.uint8)
+    return scores, counted
 
 
 def batch_size(weights: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -69,32 +88,30 @@ def valid_tokens(
     attention_mask: Tensor | None,
     ignore_ids: Sequence[int],
 ) -> Tensor:
-    """Bool, like ``input_ids``: tokens that are neither masked nor ignored."""
-    valid = (
-        torch.ones_like(input_ids, dtype=torch.bool)
-        if attention_mask is None
-        else attention_mask != 0
-    )
+    """Return which tokens are neither masked nor ignored, bool in the shape of ``input_ids``."""
+    if attention_mask is None:
+        valid = torch.ones_like(input_ids, dtype=torch.bool)
+    else:
+        valid = attention_mask != 0
     if ignore_ids:
-        valid = valid & ~torch.isin(
-            input_ids,
-            torch.tensor(list(ignore_ids), device=input_ids.device),
-        )
+        ignored = torch.tensor(list(ignore_ids), device=input_ids.device)
+        valid = valid & ~torch.isin(input_ids, ignored)
     return valid
 
 
 def sequence_of_tokens(input_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Int64, like ``input_ids``: the sequence that each token belongs to."""
+    """Return the sequence of each token, int64 in the shape of ``input_ids``."""
     if cu_seqlens is None:
-        return torch.arange(input_ids.size(0), device=input_ids.device)[:, None].expand_as(
-            input_ids,
-        )
+        sequences = torch.arange(input_ids.size(0), device=input_ids.device)
+        return sequences[:, None].expand_as(input_ids)
     return sequences_of_rows(cu_seqlens, input_ids.size(0))
 
 
 def check_values(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
-    """Check offsets and ids on the host, ``ValueError`` for broken ones; return
-    :func:`valid_tokens`.
+    """Check the values of offsets and ids, and return :func:`valid_tokens`.
+
+    Raises:
+        ValueError: for offsets or ids that are invalid.
     """
     if tensors.cu_seqlens is not None:
         check_cu_seqlens(
@@ -105,31 +122,48 @@ def check_values(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
             "tokens",
         )
     valid = valid_tokens(tensors.input_ids, tensors.attention_mask, options.ignore_ids)
-    input_ids, vocab_size = tensors.input_ids, options.vocab_size
-    outside = valid & ((input_ids < 0) | (input_ids >= vocab_size))
-    if bool(outside.any()):
-        place = outside.nonzero()[0].tolist()
+    input_ids = tensors.input_ids
+    vocab_size = options.vocab_size
+    is_outside = valid & ((input_ids < 0) | (input_ids >= vocab_size))
+    if bool(is_outside.any()):
+        position = is_outside.nonzero()[0].tolist()
         raise ValueError(
-            f"input_ids must lie between 0 and vocab_size - 1 = {vocab_size - 1}, got {int(input_ids[tuple(place)])} "
-            f"at {place}; pass the vocab_size of the tokenizer, or mask that token.",
+            f"input_ids must lie between 0 and vocab_size - 1 = {vocab_size - 1}, got "
+            f"{int(input_ids[tuple(position)])} at {position}; pass the vocab_size of the "
+            "tokenizer, or mask that token.",
         )
     return valid
 
 
-class CountedTokens(NamedTuple):
-    """The valid tokens of a batch in one row, in rising order."""
+class ValidTokens(NamedTuple):
+    """The valid tokens of a batch, in the order of the input.
 
-    weights: Tensor  # [N], in the dtype of the computation
-    entry: Tensor  # [N] int64, sequence * V + id: the place in the flattened scores
-    place: Tensor  # [N] int64, the place in the flattened input
+    Attributes:
+        weights: ``[N]`` weights in fp32, or fp64 for fp64 input.
+        entries: ``[N]`` int64 positions in the flattened scores: sequence * V + id.
+        positions: ``[N]`` int64 positions in the flattened input.
+    """
+
+    weights: Tensor
+    entries: Tensor
+    positions: Tensor
 
 
-def counted_tokens(tensors: ScatterTensors, options: ScatterOptions) -> CountedTokens:
-    """Gather the valid tokens; reads values on the host, and checks them."""
-    weights, input_ids = tensors.weights, tensors.input_ids
-    index = check_values(tensors, options).flatten().nonzero().squeeze(1)
-    wide = torch.promote_types(weights.dtype, torch.float32)
-    # index_select: several times faster than indexing on the CPU
-    sequence = sequence_of_tokens(input_ids, tensors.cu_seqlens).flatten().index_select(0, index)
-    entry = sequence * options.vocab_size + input_ids.flatten().index_select(0, index)
-    return CountedTokens(weights.flatten().index_select(0, index).to(wide), entry, index)
+def gather_valid_tokens(tensors: ScatterTensors, options: ScatterOptions) -> ValidTokens:
+    """Gather the valid tokens, whose values are checked; this waits for a GPU.
+
+    Raises:
+        ValueError: for offsets or ids that are invalid.
+    """
+    weights = tensors.weights
+    input_ids = tensors.input_ids
+    positions = check_values(tensors, options).flatten().nonzero().squeeze(1)
+    dtype = torch.promote_types(weights.dtype, torch.float32)
+    # On the CPU index_select is several times faster than indexing.
+    sequences = sequence_of_tokens(input_ids, tensors.cu_seqlens).flatten()
+    ids = input_ids.flatten().index_select(0, positions)
+    return ValidTokens(
+        weights=weights.flatten().index_select(0, positions).to(dtype),
+        entries=sequences.index_select(0, positions) * options.vocab_size + ids,
+        positions=positions,
+    )

@@ -1,8 +1,7 @@
-"""The token scatter in torch on the valid tokens alone: the CPU path, the fallback on any device,
-and straight to CSR.
+"""The token scatter in torch: the CPU path, the fallback on any device, and the way to CSR.
 
-Tokens that share an entry are reduced in a fixed order: the same bits in every run, on every
-device.
+Only valid tokens are read. Tokens with the same entry are reduced in a fixed order, so results have
+the same bits in every run and on every device.
 """
 
 from __future__ import annotations
@@ -16,45 +15,53 @@ from torch.nn.functional import embedding_bag
 from tilefold._csr import csr_tensor
 from tilefold.ops._shared.activation import activate, slope_from_logit
 from tilefold.ops.token_scatter._problem import (
-    CountedTokens,
     ScatterOptions,
     ScatterSaved,
     ScatterTensors,
-    counted_tokens,
+    ValidTokens,
+    gather_valid_tokens,
     sequence_of_tokens,
 )
 
 
-class Segments(NamedTuple):
-    """Tokens grouped by entry."""
+class EntryGroups(NamedTuple):
+    """Tokens grouped by entry.
 
-    entry: Tensor  # [K] int64, the distinct entries, rising
-    order: Tensor  # [N] int64, the tokens sorted by entry; in rising order within one
-    first: Tensor  # [K] int64, where each entry's tokens begin in order
+    Attributes:
+        entries: ``[K]`` int64 distinct entries, rising.
+        order: ``[N]`` int64 tokens sorted by entry, and rising within an entry.
+        first: ``[K]`` int64 positions in ``order`` where the entries' tokens begin.
+    """
+
+    entries: Tensor
+    order: Tensor
+    first: Tensor
 
     def reduce(self, values: Tensor, reduce: str) -> Tensor:
-        """``[K]`` sums or maxima of ``values`` ``[N]`` (fp32 or fp64); NaN wins a maximum."""
+        """Return ``[K]`` sums or maxima of ``values`` ``[N]`` (fp32 or fp64).
+
+        A maximum with NaN is NaN.
+        """
         if self.order.numel() == 0:
             return values.new_zeros(0)
         if reduce == "sum":
             return embedding_bag(self.order, values[:, None], self.first, mode="sum").squeeze(1)
-        best = values.new_full((self.first.numel(),), float("-inf"))
-        return best.scatter_reduce_(0, self.of_each(), values[self.order], "amax")
+        maxima = values.new_full((self.first.numel(),), float("-inf"))
+        return maxima.scatter_reduce_(0, self.group_numbers(), values[self.order], "amax")
 
-    def of_each(self) -> Tensor:
-        """``[N]`` int64: which entry each token of ``order`` has."""
-        return torch.repeat_interleave(
-            torch.diff(self.first, append=self.first.new_tensor([self.order.numel()])),
-        )
+    def group_numbers(self) -> Tensor:
+        """Return the number of the group of each token in ``order``, ``[N]`` int64."""
+        sizes = torch.diff(self.first, append=self.first.new_tensor([self.order.numel()]))
+        return torch.repeat_interleave(sizes)
 
 
-def group_by_entry(entry: Tensor) -> Segments:
-    """Group tokens by their ``entry`` ``[N]``."""
-    sorted_entry, order = entry.sort(stable=True)
-    starts = torch.ones_like(sorted_entry, dtype=torch.bool)
-    starts[1:] = sorted_entry[1:] != sorted_entry[:-1]
-    first = starts.nonzero().squeeze(1)
-    return Segments(sorted_entry[first], order, first)
+def group_by_entry(entries: Tensor) -> EntryGroups:
+    """Group tokens by their entries ``[N]``."""
+    sorted_entries, order = entries.sort(stable=True)
+    is_first = torch.ones_like(sorted_entries, dtype=torch.bool)
+    is_first[1:] = sorted_entries[1:] != sorted_entries[:-1]
+    first = is_first.nonzero().squeeze(1)
+    return EntryGroups(sorted_entries[first], order, first)
 
 
 def forward(
@@ -62,64 +69,69 @@ def forward(
     options: ScatterOptions,
     training: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, V]``, and which tokens the gradient goes to (uint8 like ``weights``; empty
-    unless asked for).
+    """Compute scores ``[B, V]``, and which tokens have a gradient.
+
+    The latter is uint8 in the shape of ``weights``, or empty without ``training``.
     """
-    weights, vocab_size, out_dtype = tensors.weights, options.vocab_size, options.out_dtype
-    tokens = counted_tokens(tensors, options)
-    scores = torch.zeros(tensors.batch * vocab_size, dtype=out_dtype, device=weights.device)
+    device = tensors.weights.device
+    out_dtype = options.out_dtype
+    tokens = gather_valid_tokens(tensors, options)
+    scores = torch.zeros(tensors.batch * options.vocab_size, dtype=out_dtype, device=device)
     values = activate(tokens.weights, options.activation)
-    takes = tokens.place
+    counted_positions = tokens.positions
     if options.reduce == "sum":
-        groups = group_by_entry(tokens.entry)
-        scores[groups.entry] = groups.reduce(values, "sum").to(out_dtype)
+        groups = group_by_entry(tokens.entries)
+        scores[groups.entries] = groups.reduce(values, "sum").to(out_dtype)
     elif training:
         winners = _winners(tokens)
-        kept = winners[~(values[winners] <= 0)]  # a score of 0 has no gradient
-        scores[tokens.entry[kept]] = values[kept].to(out_dtype)
-        takes = tokens.place[kept]
+        winners = winners[~(values[winners] <= 0)]  # a score of 0 has no gradient
+        scores[tokens.entries[winners]] = values[winners].to(out_dtype)
+        counted_positions = tokens.positions[winners]
     else:
-        # rounding does not fall, so the largest rounded value is the rounded largest value
-        scores.scatter_reduce_(0, tokens.entry, values.to(out_dtype), "amax")
-    counted = torch.zeros(
-        weights.numel() if training else 0,
-        dtype=torch.uint8,
-        device=weights.device,
-    )
-    if training:
-        counted[takes] = 1
-        counted = counted.view(weights.shape)
-    return scores.view(tensors.batch, vocab_size), counted
+        # Rounding is monotone, so the largest rounded value is the rounded largest value.
+        scores.scatter_reduce_(0, tokens.entries, values.to(out_dtype), "amax")
+    scores = scores.view(tensors.batch, options.vocab_size)
+    if not training:
+        return scores, torch.zeros(0, dtype=torch.uint8, device=device)
+    counted = torch.zeros(tensors.weights.numel(), dtype=torch.uint8, device=device)
+    counted[counted_positions] = 1
+    return scores, counted.view(tensors.weights.shape)
 
 
-def _winners(tokens: CountedTokens) -> Tensor:
-    """``[K]`` int64: for each entry that occurs, its token with the largest weight; the lowest
-    token among equals.
+def _winners(tokens: ValidTokens) -> Tensor:
+    """Return the token with the largest weight for each entry that occurs, ``[K]`` int64.
+
+    Among equal weights it is the lowest token.
     """
-    count = tokens.entry.numel()
-    places = torch.arange(count, device=tokens.entry.device)
-    speaker = _speakers(tokens.entry, places)
-    best = tokens.weights.new_full((count,), float("-inf"))
-    best = best.scatter_reduce_(0, speaker, tokens.weights, "amax")[speaker]
-    candidates = places[(tokens.weights == best) | (tokens.weights.isnan() & best.isnan())]
-    lowest = places.new_full((count,), count)
-    lowest.scatter_reduce_(0, speaker[candidates], candidates, "amin")
-    return candidates[lowest[speaker[candidates]] == candidates]
+    n_tokens = tokens.entries.numel()
+    numbers = torch.arange(n_tokens, device=tokens.entries.device)
+    representatives = _representatives(tokens.entries, numbers)
+    maxima = tokens.weights.new_full((n_tokens,), float("-inf"))
+    maxima.scatter_reduce_(0, representatives, tokens.weights, "amax")
+    maxima = maxima[representatives]
+    is_maximum = (tokens.weights == maxima) | (tokens.weights.isnan() & maxima.isnan())
+    candidates = numbers[is_maximum]
+    candidate_representatives = representatives[candidates]
+    lowest = numbers.new_full((n_tokens,), n_tokens)
+    lowest.scatter_reduce_(0, candidate_representatives, candidates, "amin")
+    return candidates[lowest[candidate_representatives] == candidates]
 
 
-def _speakers(entry: Tensor, places: Tensor) -> Tensor:
-    """``[N]`` int64: for each token, one token with the same entry, the same for all of them."""
-    if entry.is_cuda:  # equal entries written at once: allowed, but not in deterministic mode
-        groups = group_by_entry(entry)
-        return torch.empty_like(places).scatter_(0, groups.order, groups.of_each())
-    # nothing is read from the table that was not written here, so nobody needs to clear it
-    table = torch.empty(
-        int(entry.max()) + 1 if entry.numel() else 0,
-        dtype=torch.int32,
-        device=entry.device,
-    )
-    table[entry] = places.int()
-    return table[entry].long()
+def _representatives(entries: Tensor, numbers: Tensor) -> Tensor:
+    """Return a number for each token that only tokens with the same entry share, ``[N]`` int64.
+
+    Args:
+        entries: ``[N]`` entries of the tokens.
+        numbers: ``[N]`` numbers of the tokens, from 0.
+    """
+    if entries.is_cuda:  # deterministic mode forbids writing equal entries at once
+        groups = group_by_entry(entries)
+        return torch.empty_like(numbers).scatter_(0, groups.order, groups.group_numbers())
+    # Every entry that is read from the table was written before, so it need not be cleared.
+    table_size = int(entries.max()) + 1 if entries.numel() else 0
+    table = torch.empty(table_size, dtype=torch.int32, device=entries.device)
+    table[entries] = numbers.int()
+    return table[entries].long()
 
 
 def backward(
@@ -128,20 +140,20 @@ def backward(
     options: ScatterOptions,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor]:
-    """The gradient of the weights: each token that counted takes that of its entry, times its
-    slope.
+    """Compute the gradient of the weights.
+
+    A token that counted gets the gradient of its entry, times the slope of its activation.
     """
-    weights, input_ids, counted, cu_seqlens = saved
-    wide = torch.promote_types(weights.dtype, torch.float32)
-    index = counted.flatten().nonzero().squeeze(1)
-    sequence = sequence_of_tokens(input_ids, cu_seqlens).flatten().index_select(0, index)
-    grad = dscores[sequence, input_ids.flatten().index_select(0, index).long()].to(wide)
-    grad = grad * slope_from_logit(
-        weights.flatten().index_select(0, index).to(wide),
-        options.activation,
-    )
+    weights = saved.weights
+    dtype = torch.promote_types(weights.dtype, torch.float32)
+    positions = saved.counted.flatten().nonzero().squeeze(1)
+    sequences = sequence_of_tokens(saved.input_ids, saved.cu_seqlens).flatten()
+    ids = saved.input_ids.flatten().index_select(0, positions).long()
+    grad = dscores[sequences.index_select(0, positions), ids].to(dtype)
+    counted_weights = weights.flatten().index_select(0, positions).to(dtype)
+    grad = grad * slope_from_logit(counted_weights, options.activation)
     dweights = torch.zeros(weights.numel(), dtype=weights.dtype, device=weights.device)
-    dweights[index] = grad.to(weights.dtype)
+    dweights[positions] = grad.to(weights.dtype)
     return (dweights.view(weights.shape),)
 
 
@@ -151,30 +163,49 @@ def to_csr(
     top_k: int | None,
     min_weight: float,
 ) -> Tensor:
-    """``[B, V]`` CSR tensor of the scores above ``min_weight``, at most ``top_k`` of each row."""
-    tokens, batch, vocab_size = counted_tokens(tensors, options), tensors.batch, options.vocab_size
-    groups = group_by_entry(tokens.entry)
+    """Return the scores above ``min_weight`` as a CSR tensor ``[B, V]``.
+
+    Args:
+        tensors: the tensors.
+        options: the checked options.
+        top_k: largest number of entries per row; ``None`` selects all.
+        min_weight: scores have to be greater. NaN is always selected.
+    """
+    batch = tensors.batch
+    vocab_size = options.vocab_size
+    tokens = gather_valid_tokens(tensors, options)
+    groups = group_by_entry(tokens.entries)
     scores = groups.reduce(activate(tokens.weights, options.activation), options.reduce)
     if options.reduce == "max":
-        scores = scores.clamp(min=0)  # as against an entry that no token holds; NaN stays
-    kept = ~(scores <= min_weight)
-    rows, columns = groups.entry[kept] // vocab_size, groups.entry[kept] % vocab_size
-    scores = scores[kept]
+        scores = scores.clamp(min=0)  # an entry that no token has scores 0; NaN stays
+    selected = ~(scores <= min_weight)
+    scores = scores[selected]
+    rows = groups.entries[selected] // vocab_size
+    columns = groups.entries[selected] % vocab_size
     if top_k is not None:
-        best = _best_of_rows(rows, scores, batch, top_k)
-        rows, columns, scores = rows[best], columns[best], scores[best]
+        largest = _largest_of_rows(rows, scores, batch, top_k)
+        rows = rows[largest]
+        columns = columns[largest]
+        scores = scores[largest]
     counts = torch.bincount(rows, minlength=batch)
     row_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return csr_tensor(row_starts, columns, scores.to(options.out_dtype), (batch, vocab_size))
 
 
-def _best_of_rows(rows: Tensor, scores: Tensor, batch: int, top_k: int) -> Tensor:
-    """Places of the ``top_k`` largest scores of each row, rising; among equal ones the first, NaN
-    before all.
+def _largest_of_rows(rows: Tensor, scores: Tensor, batch: int, top_k: int) -> Tensor:
+    """Return the positions of the ``top_k`` largest scores of each row, rising.
+
+    Among equal scores the first are selected. NaN counts as larger than all numbers.
+
+    Args:
+        rows: ``[n]`` rows of the scores.
+        scores: ``[n]``.
+        batch: number of rows.
+        top_k: number of scores per row.
     """
-    order = scores.sort(descending=True, stable=True).indices
-    order = order[rows[order].sort(stable=True).indices]  # by row, then by score
+    by_score = scores.sort(descending=True, stable=True).indices
+    by_row_and_score = by_score[rows[by_score].sort(stable=True).indices]
     counts = torch.bincount(rows, minlength=batch)
-    starts = counts.cumsum(0) - counts
-    rank = torch.arange(order.numel(), device=rows.device) - starts[rows[order]]
-    return order[rank < top_k].sort().values
+    row_starts = counts.cumsum(0) - counts
+    ranks = torch.arange(rows.numel(), device=rows.device) - row_starts[rows[by_row_and_score]]
+    return by_row_and_score[ranks < top_k].sort().values

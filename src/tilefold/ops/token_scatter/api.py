@@ -1,4 +1,4 @@
-"""Token weights to the vocabulary, public functions: arguments, checks and dispatch."""
+"""Public functions of the token scatter: checks and dispatch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tilefold.ops.token_scatter._problem import (
 )
 
 REDUCTIONS = ("max", "sum")
-MAX_IGNORED = 64  # each is a comparison in the kernels
+MAX_IGNORED = 64  # ids, each of which is a comparison in the kernels
 
 
 SCATTER = Operator(
@@ -51,8 +51,9 @@ SCATTER = Operator(
 
 
 def chosen_impl(weights: Tensor, impl: str = "auto") -> str:
-    """Implementation of ``token_scatter(weights, ..., impl=impl)``; see
-    :func:`tilefold.ops.lsr_head.chosen_impl`.
+    """Return the implementation that ``token_scatter(weights, ..., impl=impl)`` runs.
+
+    See :func:`tilefold.ops.lsr_head.chosen_impl`.
     """
     return SCATTER.chosen_impl(weights, impl)
 
@@ -78,23 +79,24 @@ def token_scatter(
         max: out[b, v] = max(0, max_s act(weights[b, s]))
         sum: out[b, v] = sum_s act(weights[b, s])
 
-    An entry that no token holds scores 0. In ``"max"`` it is one more candidate, so negative
-    values, which only ``activation="none"`` has, give 0 without a gradient; ``"sum"`` keeps their
-    sign. The winner is chosen on the weights as they come, not on rounded scores; among equal ones
-    the lowest token wins and takes all the gradient. A masked or ignored token counts for nothing
-    and its gradient is 0, whatever its weight and id hold. A NaN weight makes its entry NaN.
-    Results and gradients have the same bits in every run: on a GPU an entry's sum is taken in fixed
-    point, in a unit that its own largest value has. What lies below ``2^-47`` of that value at
-    8,192 tokens (``2^(k - 61)`` for fewer than ``2^k``) adds nothing, so a sum of values of one
-    sign is 0 only where all of them are, and may have its logarithm taken, with ``"softplus"`` down
-    to weights of about -87 (fp32's smallest number).
+    An entry that no token has scores 0. With ``"max"`` 0 is always a candidate, so negative values,
+    which only ``activation="none"`` has, give 0 without a gradient. With ``"sum"`` they keep their
+    sign. The winner is chosen by the weights, before they are rounded to scores. Among equal
+    weights the lowest token wins, and gets the gradient. A masked or ignored token does not count
+    and has a gradient of 0, whatever its weight and id are. A NaN weight makes its entry NaN.
+
+    Results and gradients have the same bits in every run. On a GPU an entry's sum is computed in
+    fixed point, in a unit that follows from its largest value. Values below ``2^-47`` of it at
+    8,192 tokens (``2^(k - 61)`` for fewer than ``2^k``) add nothing. So a sum of values of one sign
+    is 0 only if all of them are, and its logarithm exists, with ``"softplus"`` down to weights of
+    about -87 (fp32's smallest number).
 
     Args:
-        weights: ``[B, S]`` or ``[B, S, 1]`` (what a linear layer to one feature gives), or packed
-            ``[T]`` or ``[T, 1]`` with ``cu_seqlens``; fp16, bf16, fp32 or fp64.
-        input_ids: ``[B, S]`` or packed ``[T]``, int32 or int64, valid ones in ``0 .. vocab_size -
-            1``. On the CPU another id raises; on a GPU, where checking costs a synchronisation, it
-            makes its sequence's scores NaN.
+        weights: ``[B, S]`` or ``[B, S, 1]`` (the output of a linear layer with one feature), or
+            packed ``[T]`` or ``[T, 1]`` with ``cu_seqlens``; fp16, bf16, fp32 or fp64.
+        input_ids: ``[B, S]`` or packed ``[T]``, int32 or int64, in ``0 .. vocab_size - 1`` for
+            tokens that count. On the CPU another id raises. On a GPU, where a check costs a
+            synchronisation, it makes its sequence's scores NaN.
         vocab_size: V, the number of columns.
         attention_mask: ``[B, S]``, nonzero = valid, in any pattern.
         cu_seqlens: ``[B + 1]`` int32 or int64, ``0 = cu_seqlens[0] <= ... <= cu_seqlens[B] = T``.
@@ -102,8 +104,8 @@ def token_scatter(
         reduce: ``"max"`` or ``"sum"``.
         activation: ``"relu"``, ``"log1p_relu"``, ``"log1p_log1p_relu"``, ``"softplus"`` or
             ``"none"``.
-        ignore_ids: ids whose tokens do not count, at most 64, for instance those of CLS, SEP, PAD
-            and UNK; they may lie outside of the vocabulary.
+        ignore_ids: ids whose tokens do not count, at most 64, such as CLS, SEP, PAD and UNK. They
+            may be outside of the vocabulary.
         out_dtype: dtype of the scores; by default that of ``weights``.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
 
@@ -116,14 +118,9 @@ def token_scatter(
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     tensors = ScatterTensors(weights, input_ids, attention_mask, cu_seqlens)
-    asked = (
-        vocab_size,
-        reduce,
-        activation,
-        () if ignore_ids is None else _listed(ignore_ids),
-        out_dtype,
-    )
-    scores: Tensor = SCATTER(tensors, asked, impl, _checked)[0]
+    ignored = () if ignore_ids is None else _as_tuple(ignore_ids)
+    options = (vocab_size, reduce, activation, ignored, out_dtype)
+    scores: Tensor = SCATTER(tensors, options, impl, _checked)[0]
     return scores
 
 
@@ -141,20 +138,18 @@ def token_scatter_sparse(
     top_k: int | None = None,
     min_weight: float = 0.0,
 ) -> Tensor:
-    """:func:`token_scatter` for encoding: scores above ``min_weight`` as a sparse CSR tensor; ``[B,
-    V]`` never exists.
+    """Compute the scores above ``min_weight`` as a sparse CSR tensor, without a dense ``[B, V]``.
 
-    One implementation in torch serves every device: it sorts the valid tokens by (sequence, id).
-    Selection is made on fp32 scores (fp64 for fp64 input). Not differentiable: the result carries
-    no graph. The number of entries has to be known, so values are read on the host, and broken ids
-    or offsets raise on every device.
+    Like :func:`token_scatter`, for encoding. It is implemented in torch for all devices, and sorts
+    the valid tokens by sequence and id. Scores are selected in fp32 (fp64 for fp64 input). The
+    result is not differentiable. The number of entries has to be known, so the CPU reads values,
+    and invalid ids or offsets raise on every device.
 
     Args:
-        top_k: keep at most this many entries per row, the largest; among equal ones the lowest
-            vocabulary index. ``None`` keeps all.
-        min_weight: keep entries strictly greater than this; NaN is always kept, so that it is seen.
-            A negative one also keeps scores of 0, of entries that a token holds: others are never
-            stored.
+        top_k: largest number of entries per row. The largest scores are selected, and among equal
+            ones the lowest vocabulary index. ``None`` selects all.
+        min_weight: only entries strictly greater than this are selected. NaN always is, so that it
+            is noticed. A negative number also selects scores of 0, of entries that a token has.
 
     The other arguments and errors are those of :func:`token_scatter`.
 
@@ -162,8 +157,8 @@ def token_scatter_sparse(
         ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row.
     """
     tensors = ScatterTensors(weights, input_ids, attention_mask, cu_seqlens)
-    ignored = () if ignore_ids is None else _listed(ignore_ids)
-    options, ready = _checked(tensors, vocab_size, reduce, activation, ignored, out_dtype)
+    ignored = () if ignore_ids is None else _as_tuple(ignore_ids)
+    checked = _checked(tensors, vocab_size, reduce, activation, ignored, out_dtype)
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}.")
     if not isinstance(min_weight, (int, float)) or math.isnan(min_weight):
@@ -171,12 +166,9 @@ def token_scatter_sparse(
             f"min_weight must be a Python number, got {min_weight!r}; -inf keeps every entry.",
         )
     with torch.no_grad():
-        return _tiled.to_csr(
-            tensors if ready is None else ready(tensors),
-            options,
-            top_k,
-            min_weight,
-        )
+        if checked.prepare is not None:
+            tensors = checked.prepare(tensors)
+        return _tiled.to_csr(tensors, checked.options, top_k, min_weight)
 
 
 def _checked(
@@ -187,8 +179,9 @@ def _checked(
     ignored: tuple[int, ...],
     out_dtype: torch.dtype | None,
 ) -> Checked:
-    """Check everything that can be checked without reading a value; the operator's weights are like
-    ``input_ids``.
+    """Check the arguments of a call, without reading a value of a tensor.
+
+    The operator's weights have the shape of ``input_ids``, so a last dimension of 1 is removed.
     """
     weights, input_ids, attention_mask, cu_seqlens = tensors
     if out_dtype is None:
@@ -219,26 +212,32 @@ def _checked(
     check_dtype("input_ids", input_ids, (torch.int32, torch.int64), "use input_ids.long().")
     layout = "B S" if cu_seqlens is None else "T"
     check_shape("input_ids", input_ids, layout)
-    ready = _squeezed if weights.dim() == input_ids.dim() + 1 and weights.size(-1) == 1 else None
-    if ready is not None:
+    has_feature_dim = weights.dim() == input_ids.dim() + 1 and weights.size(-1) == 1
+    if has_feature_dim:
         weights = weights.squeeze(-1)
     sizes = dict(zip(layout.split(), input_ids.shape, strict=True))
     check_shape("weights", weights, layout, **sizes)
     check_tokens(attention_mask, cu_seqlens, "tokens", **sizes)
     others = {"input_ids": input_ids, "attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
     check_same_device("weights", weights, others)
-    # no token can hold the others
-    held = tuple(i for i in sorted({*ignored}) if -(1 << 63) <= i < 1 << 63)
-    return Checked(ScatterOptions(vocab_size, reduce, activation, held, out_dtype), ready)
+    # No token can have an id that int64 does not hold.
+    int64_ids = tuple(i for i in sorted({*ignored}) if -(1 << 63) <= i < 1 << 63)
+    options = ScatterOptions(vocab_size, reduce, activation, int64_ids, out_dtype)
+    return Checked(options, _squeeze_weights if has_feature_dim else None)
 
 
-def _squeezed(tensors: ScatterTensors) -> ScatterTensors:
-    return ScatterTensors(tensors.weights.squeeze(-1), *tensors[1:])
+def _squeeze_weights(tensors: ScatterTensors) -> ScatterTensors:
+    """Remove the last dimension of the weights."""
+    return tensors._replace(weights=tensors.weights.squeeze(-1))
 
 
-def _listed(ignore_ids: Iterable[int]) -> tuple[int, ...]:
-    """Ids of a cache key: ``True`` equals 1 there, so every call looks at their types, without a
-    loop in Python.
+def _as_tuple(ignore_ids: Iterable[int]) -> tuple[int, ...]:
+    """Return ids as a part of a cache key.
+
+    In a key ``True`` equals 1, so every call checks the types of the ids.
+
+    Raises:
+        TypeError: for anything but integers.
     """
     if isinstance(ignore_ids, Tensor):
         raise TypeError(
@@ -250,7 +249,7 @@ def _listed(ignore_ids: Iterable[int]) -> tuple[int, ...]:
         raise TypeError(
             f"ignore_ids must be integers in a list, got {ignore_ids!r}; write [{ignore_ids!r}].",
         ) from None
-    if not {int}.issuperset(map(type, ids)):
+    if not {int}.issuperset(map(type, ids)):  # faster than a loop in Python
         for i in ids:
             if isinstance(i, bool) or not isinstance(i, int):
                 raise TypeError(

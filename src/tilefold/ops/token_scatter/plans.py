@@ -1,8 +1,8 @@
-"""Launch plans of the token scatter and its gradient, for tensors of these layouts, and their
-configurations.
-"""
+"""Launch plans of the token scatter and its gradient, and their configurations."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,9 @@ from tilefold.ops.token_scatter._problem import (
 from tilefold.ops.token_scatter._triton.scatter import gather_kernel, scatter_kernel
 
 SCAN = 256  # offsets that are checked at a time
-# positions of a sequence fit the memory of a 16-bit score up to here
-UINT16_POSITIONS = 1 << 16
+UINT16_POSITIONS = 1 << 16  # positions that the memory of a 16-bit score can hold
 COMPILED = "at most 2 tokens a thread: compiled without spills for 8.0, 9.0 and 10.0"
-# one program walks one sequence, BLOCK tokens at a step
+# A program instance handles one sequence, BLOCK tokens at a time.
 CONFIGS = (
     ConfigRow({}, {"BLOCK": 1024, "num_warps": 16}, COMPILED),
     ConfigRow({"length": Between(most=512)}, {"BLOCK": 512, "num_warps": 8}, COMPILED),
@@ -40,41 +39,42 @@ def forward(
     training: bool,
     setting: Setting,
 ) -> Plan:
-    """The scores' own memory serves as the table where it can hold positions."""
-    batch, tokens, packed = tensors.batch, tensors.weights.numel(), tensors.cu_seqlens is not None
-    if batch == 0 or (tokens == 0 and not packed):
+    """Plan the scores.
+
+    The kernel needs a table of positions. The scores' own memory is used for it, unless they have
+    16 bits and sequences may be longer than 16 bits can count.
+    """
+    batch = tensors.batch
+    n_tokens = tensors.weights.numel()
+    is_packed = tensors.cu_seqlens is not None
+    if batch == 0 or (n_tokens == 0 and not is_packed):
         return Plan(fills={"scores": 0})
-    bound, length, config = _sequences(tensors.weights, packed, setting)
-    sums, narrow = options.reduce == "sum", options.out_dtype.itemsize == 2
-    own = (
-        {"table": Buffer((batch, options.vocab_size), torch.int32)}
-        if bound > UINT16_POSITIONS and narrow
-        else {}
-    )
-    buffers = own | {
-        "slots": Buffer((tokens,), torch.int64),
-        "meets": Buffer(
-            (3 * tokens if sums else tokens,),
-            torch.int32,
-        ),  # sums keep two more numbers beside these
-    }
-    constants = {
-        "SUM": sums,
-        "ACTIVATION": options.activation,
-        "IGNORE": tuple(options.ignore_ids),
-        "IGNORED": len(options.ignore_ids),
-        "HAS_MASK": tensors.attention_mask is not None,
-        "PACKED": packed,
-        "WITH_COUNTED": training,
-        "SCAN": SCAN,
-    }
-    names = f"weights input_ids attention_mask cu_seqlens scores {'table' if own else 'scores'} slots meets counted"
+    sequences = _sequences(tensors.weights, is_packed, setting)
+    is_sum = options.reduce == "sum"
+    buffers: dict[str, Buffer | None] = {}
+    table = "scores"
+    if options.out_dtype.itemsize == 2 and sequences.length_bound > UINT16_POSITIONS:
+        table = "table"
+        buffers[table] = Buffer((batch, options.vocab_size), torch.int32)
+    buffers["slots"] = Buffer((n_tokens,), torch.int64)
+    # Sums need three numbers per token, maxima one.
+    buffers["meets"] = Buffer((3 * n_tokens if is_sum else n_tokens,), torch.int32)
     scatter = Launch(
-        scatter_kernel,
-        (batch, 1, 1),
-        names,
-        (batch, length, tokens, options.vocab_size),
-        constants | config,
+        kernel=scatter_kernel,
+        grid=(batch, 1, 1),
+        tensors=f"weights input_ids attention_mask cu_seqlens scores {table} slots meets counted",
+        numbers=(batch, sequences.length, n_tokens, options.vocab_size),
+        constants={
+            "SUM": is_sum,
+            "ACTIVATION": options.activation,
+            "IGNORE": tuple(options.ignore_ids),
+            "IGNORED": len(options.ignore_ids),
+            "HAS_MASK": tensors.attention_mask is not None,
+            "PACKED": is_packed,
+            "WITH_COUNTED": training,
+            "SCAN": SCAN,
+            **sequences.config,
+        },
     )
     return Plan((*contiguous(**tensors._asdict()), scatter), buffers, {"scores": 0})
 
@@ -86,28 +86,52 @@ def backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """Each token that counted takes the gradient of its entry, times its slope."""
-    batch, packed = batch_size(saved.weights, saved.cu_seqlens), saved.cu_seqlens is not None
-    tokens = saved.weights.numel()
-    if batch == 0 or tokens == 0:
+    """Plan the gradient of the weights.
+
+    A token that counted gets the gradient of its entry, times the slope of its activation.
+    """
+    batch = batch_size(saved.weights, saved.cu_seqlens)
+    n_tokens = saved.weights.numel()
+    is_packed = saved.cu_seqlens is not None
+    if batch == 0 or n_tokens == 0:
         return Plan(fills={"dweights": 0})
-    _, length, config = _sequences(saved.weights, packed, setting)
-    # packed lengths are not known here: as many programs per sequence as the average one can use
-    programs = max(1, min(16, tokens // (batch * config["BLOCK"])))
-    constants = {"ACTIVATION": options.activation, "PACKED": packed, "SCAN": SCAN} | config
-    numbers = (batch, length, tokens, *dscores.stride())
-    names = "dscores weights input_ids counted cu_seqlens dweights"
-    gather = Launch(gather_kernel, (batch, programs, 1), names, numbers, constants)
+    sequences = _sequences(saved.weights, is_packed, setting)
+    # Packed lengths are unknown here: a sequence gets as many instances as the average one needs.
+    n_instances = max(1, min(16, n_tokens // (batch * sequences.config["BLOCK"])))
+    gather = Launch(
+        kernel=gather_kernel,
+        grid=(batch, n_instances, 1),
+        tensors="dscores weights input_ids counted cu_seqlens dweights",
+        numbers=(batch, sequences.length, n_tokens, *dscores.stride()),
+        constants={
+            "ACTIVATION": options.activation,
+            "PACKED": is_packed,
+            "SCAN": SCAN,
+            **sequences.config,
+        },
+    )
     return Plan((*contiguous(**saved._asdict()), gather))
 
 
-def _sequences(weights: Tensor, packed: bool, setting: Setting) -> tuple[int, int, dict[str, int]]:
-    """The most tokens that a sequence can have, the length of all (0 if packed), and the
-    configuration for them.
+class _Sequences(NamedTuple):
+    """Lengths of the sequences, and the launch configuration for them.
+
+    Attributes:
+        length_bound: largest number of tokens that a sequence can have.
+        length: number of tokens of every sequence, or 0 if packed.
+        config: constants of the kernels.
     """
-    bound = weights.numel() if packed else weights.size(1)
-    return (
-        bound,
-        0 if packed else bound,
-        lookup(CONFIGS, length=bound, capability=setting.capability),
+
+    length_bound: int
+    length: int
+    config: dict[str, int]
+
+
+def _sequences(weights: Tensor, is_packed: bool, setting: Setting) -> _Sequences:
+    """Describe the sequences of padded ``[B, S]`` or packed ``[T]`` weights."""
+    length_bound = weights.numel() if is_packed else weights.size(1)
+    return _Sequences(
+        length_bound=length_bound,
+        length=0 if is_packed else length_bound,
+        config=lookup(CONFIGS, length=length_bound, capability=setting.capability),
     )

@@ -162,9 +162,11 @@ def list_kernel(
 
     Args:
         dscores_ptr: gradient of the scores ``[B, V]``, with strides ``stride_db`` and
-        ``stride_dv``. place_ptr: inclusive prefix sums of the counts, if ADDED_UP. count_ptr: the
-        counts. Without ADDED_UP every instance adds up those that it needs. code_ptr: codes of the
-        entries, int32; written. grad_ptr: gradients of the entries; written.
+            ``stride_dv``.
+        place_ptr: inclusive prefix sums of the counts, if ADDED_UP.
+        count_ptr: the counts. Without ADDED_UP every instance adds up those that it needs.
+        code_ptr: codes of the entries, int32; written.
+        grad_ptr: gradients of the entries; written.
 
     The other arguments are those of :func:`count_kernel`.
     """

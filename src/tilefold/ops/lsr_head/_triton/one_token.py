@@ -165,11 +165,15 @@ def forward_kernel(
     Instance ``(i, j)`` computes block i of the columns for block j of the sequences.
 
     Args:
-        weight_ptr: weight ``[V, D]``. rows_ptr: token states ``[N, D]``. bias_ptr: ``[V]``, if
-        HAS_BIAS. mask_ptr: mask ``[B, length]``, if MASKED. winner_ptr: positions of the tokens
-        ``[B]``, if MASKED. Written if WITH_WINNERS. cu_ptr: offsets ``[B + 1]``, if PACKED. Invalid
-        ones make scores NaN. out_ptr: scores ``[B, V]``; written. FIND: entries of the mask that
-        are searched at a time; 0 if :func:`find_kernel` has searched.
+        weight_ptr: weight ``[V, D]``.
+        rows_ptr: token states ``[N, D]``.
+        bias_ptr: ``[V]``, if HAS_BIAS.
+        mask_ptr: mask ``[B, length]``, if MASKED.
+        winner_ptr: positions of the tokens ``[B]``, if MASKED. Written if WITH_WINNERS.
+        cu_ptr: offsets ``[B + 1]``, if PACKED. Invalid ones make scores NaN.
+        out_ptr: scores ``[B, V]``; written.
+        FIND: entries of the mask that are searched at a time; 0 if :func:`find_kernel` has
+            searched.
     """
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -275,8 +279,10 @@ def weight_gradient_kernel(
 
     Args:
         dscores_ptr: gradient of the scores ``[B, V]``, with strides ``stride_db`` and
-        ``stride_dv``. scores_ptr: scores ``[B, V]``. dweight_ptr: gradient ``[V, D]``; written if
-        NEED_WEIGHT. dbias_ptr: gradient ``[V]``; written if NEED_BIAS.
+            ``stride_dv``.
+        scores_ptr: scores ``[B, V]``.
+        dweight_ptr: gradient ``[V, D]``; written if NEED_WEIGHT.
+        dbias_ptr: gradient ``[V]``; written if NEED_BIAS.
 
     The other arguments are those of :func:`forward_kernel`.
     """

@@ -195,9 +195,12 @@ def dlogits_kernel(
 
     Args:
         dscores_ptr: gradient of the scores ``[B, V]``, with strides ``stride_db`` and
-        ``stride_dv``. dlogits_ptr: gradients ``[N, stride_out]``; written. clean_ptr: copy of the
-        rows with zeros for masked tokens; written if CLEAN. sum_ptr: sums ``[B, stride_out]``;
-        written if NEED_BIAS. v_start: first column of the slab. v_end: column after the last one.
+            ``stride_dv``.
+        dlogits_ptr: gradients ``[N, stride_out]``; written.
+        clean_ptr: copy of the rows with zeros for masked tokens; written if CLEAN.
+        sum_ptr: sums ``[B, stride_out]``; written if NEED_BIAS.
+        v_start: first column of the slab.
+        v_end: column after the last one.
 
     The other arguments are those of :func:`sum_forward_kernel`.
     """

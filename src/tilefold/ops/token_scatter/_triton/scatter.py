@@ -1,13 +1,14 @@
-"""The scatter and its gradient: one program per sequence, work O(S), and no float is ever added or
-compared in a race.
+"""The token scatter and its gradient, with one program instance per sequence and O(S) work.
 
-All tokens with the same id must meet somewhere. Each writes its position to the id's place in a
-table; whichever write lasts names the meeting point, a slot beside that token. It does not matter
-which it is, since all read the same, and a table whose places are written before they are read
-needs no clearing: the scores' own memory serves, and each place that was used is overwritten by its
-score in the end. At the slot, integer atomics settle the rest in any order: a maximum of (weight,
-lowest token) as int64 keys, or a sum of weights in int64 fixed point, whose unit is that of the
-largest weight that meets there.
+No float is added or compared in a race, so results do not depend on the order of the threads.
+
+All tokens with the same id must find one another. Each writes its position to the id's entry of a
+table, and the write that lasts names a slot, which is the token's at that position. It does not
+matter which token it is, since all read the same one. A table whose entries are written before they
+are read needs no clearing. The scores' own memory is used for it, and every entry that was used is
+overwritten by its score at the end. At the slot, integer atomics reduce the tokens in any order: a
+maximum of (weight, lowest token) as int64 keys, or a sum of weights in int64 fixed point, in a unit
+that follows from the largest weight of the slot.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ LOWEST = tl.constexpr(-(2**63))
 
 @triton.jit
 def span_of(cu_ptr, b, B, S, T, PACKED: tl.constexpr, SCAN: tl.constexpr):
-    """First token and length of sequence b; and whether the offsets of the batch make sense (length
-    0 if not).
+    """Return first token and length of sequence b, and whether the offsets of the batch are valid.
+
+    The length is 0 if they are not.
     """
     if PACKED:
         ok = (tl.load(cu_ptr) == 0) & (tl.load(cu_ptr + B) == T)
@@ -36,9 +38,8 @@ def span_of(cu_ptr, b, B, S, T, PACKED: tl.constexpr, SCAN: tl.constexpr):
         length = tl.load(cu_ptr + b + 1).to(tl.int64) - start
         return start, tl.where(ok, length, 0).to(tl.int32), ok
     else:
-        tl.assume(
-            S > 0,
-        )  # the launchers see to it: the loops over tokens need no guard, whose predicate was spilled
+        # There is no launch for S = 0, so loops over tokens need no guard, whose predicate spilled.
+        tl.assume(S > 0)
         return b * S, S, S > 0
 
 
@@ -55,7 +56,12 @@ def load_tokens(
     IGNORED: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):
-    """Weights (fp32), ids, valid tokens, and the valid ones whose id lies in the vocabulary."""
+    """Load a block of tokens.
+
+    Returns:
+        Weights (fp32), ids, which tokens are valid, and which of these have an id in the
+        vocabulary.
+    """
     inside = s < length
     weight = tl.load(weights_ptr + start + s, mask=inside, other=0.0).to(tl.float32)
     entry = tl.load(ids_ptr + start + s, mask=inside, other=0).to(tl.int64)
@@ -69,7 +75,10 @@ def load_tokens(
 
 @triton.jit
 def order_key(weight, s):
-    """int64 keys that rank as (weight, then the lowest token) does: NaN first, the two zeros equal."""
+    """Return int64 keys in the order of (weight, then the lowest token).
+
+    NaN comes first, and both zeros are equal.
+    """
     weight = tl.where(weight == 0.0, 0.0, weight)
     bits = weight.to(tl.int32, bitcast=True)
     rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -79,16 +88,18 @@ def order_key(weight, s):
 
 @triton.jit
 def exponent_above(bits):
-    """The least e with ``x < 2^e``, of the bits of a finite ``x >= 0`` in fp32 (-126 for what is
-    smaller still).
+    """Return the smallest e with ``x < 2^e``, from the bits of a finite fp32 ``x >= 0``.
+
+    It is -126 for still smaller numbers.
     """
     return (bits >> 23) - 126
 
 
 @triton.jit
 def scale_of(count, peak):
-    """The e for which ``count`` terms, none larger than the one with these bits, add up to less
-    than ``2^(62 - e)``.
+    """Return the e for which the sum of ``count`` terms is less than ``2^(62 - e)``.
+
+    No term is larger than the number with the bits ``peak``.
     """
     return (
         62 - exponent_above(count.to(tl.float32).to(tl.int32, bitcast=True)) - exponent_above(peak)
@@ -97,7 +108,7 @@ def scale_of(count, peak):
 
 @triton.jit
 def power_of_two(e):
-    """``2^e`` in fp64, -1022 <= e <= 1023."""
+    """``2^e`` in fp64, for -1022 <= e <= 1023."""
     return ((e + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
 
 
@@ -109,14 +120,17 @@ def kind_of(x):
 
 @triton.jit
 def sum_of_kinds(kinds, total):
-    """Sum of terms that have these kinds together, ``total`` being that of its numbers."""
+    """Return the sum of terms of several kinds.
+
+    ``kinds`` are all kinds that occur, and ``total`` is the sum of the numbers among the terms.
+    """
     infinite = tl.where(kinds == 2, float("inf"), tl.where(kinds == 4, float("-inf"), float("nan")))
     return tl.where(kinds == 0, total, infinite)
 
 
 @triton.jit
 def as_table(ptr):
-    """Memory of numbers as one of integers of their size, which hold positions."""
+    """Return memory of numbers as memory of integers of the same size, which hold positions."""
     if ptr.dtype.element_ty.primitive_bitwidth == 16:
         ptr = ptr.to(tl.pointer_type(tl.uint16))
     elif ptr.dtype.element_ty.primitive_bitwidth == 32:
@@ -151,6 +165,24 @@ def scatter_kernel(
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
 ):
+    """Compute the scores of sequence b, ``b = program_id(0)``.
+
+    Args:
+        weights_ptr: weights ``[B, S]`` or ``[T]``.
+        ids_ptr: ids, in the same shape.
+        mask_ptr: mask ``[B, S]``, if HAS_MASK.
+        cu_ptr: offsets ``[B + 1]``, if PACKED.
+        out_ptr: scores ``[B, V]``, zeros before; written.
+        table_ptr: table of positions ``[B, V]``, which may be the scores' memory.
+        slot_ptr: int64 slot of each token: its key, or its sum.
+        meet_ptr: int32 position of the slot that each token uses. With SUM, two more numbers per
+            token follow: kinds and largest values.
+        counted_ptr: uint8, which tokens have a gradient; written if WITH_COUNTED.
+        B: number of sequences.
+        S: length of padded sequences.
+        T: number of tokens.
+        V: number of columns.
+    """
     b = tl.program_id(0).to(tl.int64)
     start, length, ok = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
     table_ptr = as_table(table_ptr)
@@ -158,7 +190,7 @@ def scatter_kernel(
     peak_ptr = kind_ptr + T  # 2 * T may exceed 32 bits
     row = b * V
 
-    # 1. every token proposes a meeting point and clears its slot
+    # 1. every token proposes its slot for its id, and clears the slot
     broken = tl.zeros((BLOCK,), tl.int32) + (ok == 0).to(tl.int32)
     for s0 in range(0, length, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
@@ -185,7 +217,7 @@ def scatter_kernel(
     broken = tl.max(broken)
     tl.debug_barrier()
 
-    # 2. they meet: integer atomics, so that no order can be seen
+    # 2. tokens are reduced at the slots by integer atomics, in any order
     for s0 in range(0, length, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
         weight, entry, valid, known = load_tokens(
@@ -207,7 +239,7 @@ def scatter_kernel(
         if SUM:
             value = activate(weight, ACTIVATION)
             kind = kind_of(value)
-            # the bits of numbers without a sign rank as they do
+            # the bits of numbers that are not negative have the numbers' order
             size = tl.where(kind == 0, tl.abs(value), 0.0).to(tl.int32, bitcast=True)
             tl.atomic_max(peak_ptr + start + meet, size, mask=known & (size != 0), sem="relaxed")
             tl.atomic_or(kind_ptr + start + meet, kind, mask=known & (kind != 0), sem="relaxed")
@@ -271,7 +303,7 @@ def scatter_kernel(
         if WITH_COUNTED:
             tl.store(counted_ptr + start + s, counted.to(tl.uint8), mask=s < length)
 
-    if broken != 0:  # no plausible number where ids or offsets are broken
+    if broken != 0:  # no plausible number for invalid ids or offsets
         tl.debug_barrier()
         for v0 in range(0, V, BLOCK):
             v = v0 + tl.arange(0, BLOCK)
@@ -297,7 +329,18 @@ def gather_kernel(
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """``dweights[b, s] = dscores[b, id] * act'(weight)`` where token s counted, else 0."""
+    """Compute ``dweights[b, s] = dscores[b, id] * act'(weight)`` for tokens that counted, else 0.
+
+    Instance ``(b, j)`` handles every ``num_programs(1)``-th block of the tokens of sequence b.
+
+    Args:
+        dscores_ptr: gradient of the scores ``[B, V]``, with strides ``stride_db`` and
+            ``stride_dv``.
+        counted_ptr: uint8, which tokens have a gradient.
+        dweights_ptr: gradient in the shape of the weights; written.
+
+    The other arguments are those of :func:`scatter_kernel`.
+    """
     b = tl.program_id(0).to(tl.int64)
     start, length, ok = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
     for s0 in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
