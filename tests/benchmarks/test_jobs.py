@@ -69,6 +69,7 @@ def test_made_vectors_have_the_statistics_that_the_benchmark_states(
 
 
 def test_the_command_measures_every_engine_and_writes_what_it_prints(tmp_path: Path) -> None:
+    pytest.importorskip("seismic")
     asked = ["--quick", "--shape", "splade-1k", "--device", "cpu", "--output", str(tmp_path)]
     assert main(job.JOB, job.__doc__, asked) == 0
     (path,) = tmp_path.rglob("search.csv")

@@ -196,6 +196,7 @@ def test_seismic_takes_options_and_is_advised_against(
     masked_lm: str,
     tmp_path: Path,
 ) -> None:
+    pytest.importorskip("seismic")
     build = (
         "index",
         "--vectors",
