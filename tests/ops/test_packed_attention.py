@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tilefold.ops import packed_attention
 from tilefold.ops._shared.fallback import FallbackWarning
-from tilefold.ops.packed_attention import packed_softmax_attention, places_of_tokens
+from tilefold.ops.packed_attention import packed_softmax_attention, token_positions
 
 LENGTHS = [5, 0, 1, 9, 5]
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
@@ -29,7 +29,7 @@ def padded(
 ) -> Tensor:
     attend = partial(scaled_dot_product_attention, dropout_p=dropout_p, scale=scale)
     query, key, value, cu_seqlens, longest = given
-    return packed_attention._padded((query, key, value), cu_seqlens, longest, window, attend)
+    return packed_attention._attend_padded((query, key, value), cu_seqlens, longest, window, attend)
 
 
 def pack(dtype: torch.dtype, device: torch.device, dim: int = 8) -> tuple[list[Tensor], Tensor]:
@@ -134,7 +134,7 @@ def test_dropout_drops_weights_and_keeps_their_mean(device: torch.device) -> Non
 
 
 def test_empty_sequences_are_skipped_nothing_gives_nothing_and_a_row_alone_is_sdpa() -> None:
-    sequence, place = places_of_tokens(torch.tensor([0, 2, 2, 5], dtype=torch.int32), 5)
+    sequence, place = token_positions(torch.tensor([0, 2, 2, 5], dtype=torch.int32), 5)
     assert (sequence.tolist(), place.tolist()) == ([0, 0, 2, 2, 2], [0, 1, 0, 1, 2])
     nothing = torch.zeros(0, 2, 8)
     for attend in (packed_softmax_attention, padded):

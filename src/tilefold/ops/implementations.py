@@ -76,7 +76,7 @@ def _head_kernel(
     capability: tuple[int, int],
     device: torch.device | None,
 ) -> tuple[str, str | None]:
-    """Describe the kernels of ``lsr_head``; see :func:`kernel_of`."""
+    """Describe the kernels of ``lsr_head``, for :func:`kernel_of`."""
     no_tma_reason = no_roles_reason = None
     if device is not None:
         no_tma_reason = given_up(head.BY_TMA, device)
@@ -108,7 +108,7 @@ def _maxsim_kernel(
     capability: tuple[int, int],
     device: torch.device | None,
 ) -> tuple[str, str | None]:
-    """Describe the kernels of ``maxsim``; see :func:`kernel_of`."""
+    """Describe the kernels of ``maxsim``, for :func:`kernel_of`."""
     config = maxsim.forward_config(capability, torch.bfloat16, 128, 4096, tf32=False)
     if not config["USE_TMA"]:
         return "kernels without TMA", None

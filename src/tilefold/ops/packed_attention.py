@@ -1,5 +1,6 @@
-"""Softmax attention of packed sequences, for encoders that should see no padding; the specification
-is torch's SDPA.
+"""Softmax attention within packed sequences, for encoders without padding.
+
+The specification is torch's ``scaled_dot_product_attention``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tilefold.ops._shared.fallback import FallbackWarning
 from tilefold.ops._shared.internals import Heads, efficient_attention_varlen, flash_attention_varlen
 from tilefold.ops._shared.offsets import sequences_of_rows
 
-__all__ = ["packed_softmax_attention", "places_of_tokens"]
+__all__ = ["packed_softmax_attention", "token_positions"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256  # largest head of torch's flash kernels
@@ -38,18 +39,20 @@ def packed_softmax_attention(
     """``softmax(scale * q k^T) v`` within each sequence of a pack, forward and backward.
 
     On a GPU torch's own variable-length kernels run: flash attention in 16 bits, memory-efficient
-    attention in fp32. A flash attention that was activated in the place of torch's
-    (``torch.nn.attention.activate_flash_attention_impl``) runs where it can: without dropout. Where
-    it cannot, the memory-efficient kernel runs, after one warning. On the CPU, sequences are attended to one after the other. What neither can
-    do (a window in fp32, heads that are no multiple of 8, other devices) is padded inside this
-    function alone. No path waits for the GPU.
+    attention in fp32. A flash attention that was activated in place of torch's
+    (``torch.nn.attention.activate_flash_attention_impl``) runs if it can, that is without dropout.
+    If it cannot, the memory-efficient kernel runs, after one warning. On the CPU, attention is
+    computed sequence by sequence. Otherwise (a window in fp32, a head dimension that is no multiple
+    of 8, other devices) the sequences are padded within this function. No path waits for the GPU.
 
     Args:
-        query, key, value: ``[T, H, D]`` floating, of any strides; one number of heads.
+        query: ``[T, H, D]`` floating, of any strides.
+        key: as ``query``, with as many heads.
+        value: as ``query``, with as many heads.
         cu_seqlens: int32 ``[B + 1]``, from 0 to T, of any stride, on the device of ``query``.
         max_seqlen: at least the length of the longest sequence.
-        scale: of the scores; ``D ** -0.5`` by default.
-        window: keys at a distance of at most this are seen; all by default.
+        scale: factor of the scores; ``D ** -0.5`` by default.
+        window: largest distance of a query and a key; no limit by default.
         dropout_p: probability that a weight is dropped.
 
     Returns:
@@ -77,21 +80,29 @@ def packed_softmax_attention(
             return out
     attend = partial(scaled_dot_product_attention, dropout_p=dropout_p, scale=scale)
     if query.device.type == "cpu":
-        return _one_by_one(operands, cu_seqlens, window, attend)
-    return _padded(operands, cu_seqlens, max_seqlen, window, attend)
+        return _attend_by_sequence(operands, cu_seqlens, window, attend)
+    return _attend_padded(operands, cu_seqlens, max_seqlen, window, attend)
 
 
-def places_of_tokens(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Sequence and place of each token of a pack, int64 ``[T]`` each, without waiting for the
-    device.
+def token_positions(cu_seqlens: Tensor, n_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the sequence of each packed token, and its position in the sequence.
+
+    This does not wait for the device.
+
+    Args:
+        cu_seqlens: ``[B + 1]`` offsets.
+        n_tokens: T.
+
+    Returns:
+        Sequences and positions, int64 ``[T]`` each.
     """
-    sequence = sequences_of_rows(cu_seqlens, tokens)
-    token_numbers = torch.arange(tokens, device=cu_seqlens.device)
-    return sequence, token_numbers - cu_seqlens.long()[sequence]
+    sequences = sequences_of_rows(cu_seqlens, n_tokens)
+    token_numbers = torch.arange(n_tokens, device=cu_seqlens.device)
+    return sequences, token_numbers - cu_seqlens.long()[sequences]
 
 
 def _dense_heads(tensor: Tensor) -> Tensor:
-    """``[T, H, D]`` whose last stride is 1, which torch's kernels demand; copied where it is not."""
+    """Return ``[T, H, D]`` with a last stride of 1, as torch's kernels need; copy it if necessary."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -103,7 +114,7 @@ def _attend_on_cuda(
     scale: float | None,
     window: int | None,
 ) -> Tensor | None:
-    """Attention by a variable-length CUDA kernel of torch, or ``None`` where none takes the operands.
+    """Compute attention by a variable-length kernel of torch, or return ``None`` if none can.
 
     Args:
         operands: query, key and value, ``[T, H, D]`` each.
@@ -133,10 +144,11 @@ def _flash_attention(
     scale: float | None,
     window: int | None,
 ) -> Tensor | None:
-    """Flash attention, by torch or by what the user activated in its place; ``None`` where that cannot.
+    """Compute attention by torch's flash attention, or by the one that was activated in its place.
 
-    Torch's kernels take every call. Those that replace them, FlashAttention-3 and -4, refuse
-    dropout, and devices of other generations.
+    Torch's kernels support every call. FlashAttention-3 and -4, which can replace them, have no
+    dropout, and run on some generations of GPUs only. The result is ``None`` if they do not run.
+    Args are as in :func:`_attend_on_cuda`.
     """
     arguments = operands, cu_seqlens, max_seqlen, dropout_p, scale, window
     replacement = _activated_flash_attention()
@@ -155,7 +167,7 @@ def _flash_attention(
 
 
 def _activated_flash_attention() -> str | None:
-    """Name of the implementation that was activated in the place of torch's flash attention, if any."""
+    """Return the name of the flash attention that was activated in place of torch's, if any."""
     current = getattr(attention, "current_flash_attention_impl", None)  # from torch 2.11 on
     return None if current is None else current()
 
@@ -173,65 +185,85 @@ def _warn_of_replacement(name: str, reason: str) -> None:
 
 
 def _flash_runs_on(query: Tensor) -> bool:
-    return query.size(2) <= _FLASH_HEAD_DIM and torch.cuda.get_device_capability(
-        query.get_device(),
-    ) >= (8, 0)
+    """Whether the device has flash attention for the head dimension of the query."""
+    capability = torch.cuda.get_device_capability(query.get_device())
+    return query.size(2) <= _FLASH_HEAD_DIM and capability >= (8, 0)
 
 
-def _one_by_one(
+def _attend_by_sequence(
     operands: Heads,
     cu_seqlens: Tensor,
     window: int | None,
     attend: Callable[..., Tensor],
 ) -> Tensor:
-    """Each sequence by itself: no padding, and one cut of the pack forward and backward."""
+    """Compute attention sequence by sequence, without padding; this reads the offsets.
+
+    Args:
+        operands: query, key and value, ``[T, H, D]`` each.
+        cu_seqlens: int32 ``[B + 1]``.
+        window: largest distance of a query and a key; ``None`` is no limit.
+        attend: attention of ``[1, H, L, D]`` operands and a mask.
+    """
     lengths = cu_seqlens.diff().tolist()
-    parts = [
-        torch.split(tensor.transpose(0, 1), lengths, dim=1) for tensor in operands
-    ]  # [H, L, D] each
-    found = []
-    for length, q, k, v in zip(lengths, *parts, strict=True):
-        mask = (
-            _within(window, length, q.device)
-            if window is not None and window < length - 1
-            else None
-        )
-        found.append(attend(q[None], k[None], v[None], mask)[0] if length else q.new_zeros(q.shape))
-    return torch.cat(found, dim=1).transpose(0, 1) if found else torch.zeros_like(operands[0])
+    queries, keys, values = (  # [H, L, D] of each sequence
+        torch.split(operand.transpose(0, 1), lengths, dim=1) for operand in operands
+    )
+    outputs = []
+    for length, query, key, value in zip(lengths, queries, keys, values, strict=True):
+        if length == 0:
+            outputs.append(query.new_zeros(query.shape))
+            continue
+        mask = None
+        if window is not None and window < length - 1:
+            mask = _window_mask(window, length, query.device)
+        outputs.append(attend(query[None], key[None], value[None], mask)[0])
+    if not outputs:
+        return torch.zeros_like(operands[0])
+    return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
-def _padded(
+def _attend_padded(
     operands: Heads,
     cu_seqlens: Tensor,
     max_seqlen: int,
     window: int | None,
     attend: Callable[..., Tensor],
 ) -> Tensor:
-    query = operands[0]
-    count = cu_seqlens.numel() - 1
-    if query.size(0) == 0 or count == 0:
+    """Pad the sequences, compute attention under a mask, and pack the result.
+
+    Args:
+        operands: query, key and value, ``[T, H, D]`` each.
+        cu_seqlens: int32 ``[B + 1]``.
+        max_seqlen: at least the length of the longest sequence.
+        window: largest distance of a query and a key; ``None`` is no limit.
+        attend: attention of ``[B, H, S, D]`` operands and a mask.
+    """
+    query, key, value = operands
+    batch = cu_seqlens.numel() - 1
+    if query.size(0) == 0 or batch == 0:
         return query.new_zeros(query.shape)
     offsets = cu_seqlens.long()
-    places = torch.arange(max_seqlen, device=query.device)
-    rows = (offsets[:-1, None] + places).clamp(max=query.size(0) - 1)  # [B, S]
-    inside = places < offsets.diff()[:, None]  # [B, S]
-    mask = (inside | (places == 0))[
-        :,
-        None,
-        None,
-    ]  # an empty sequence sees something, which nobody reads
-    if window is not None:  # so do the queries of padding
-        mask = mask & (_within(window, max_seqlen, query.device) | ~inside[:, None, :, None])
-    out = attend(*(tensor[rows].transpose(1, 2) for tensor in operands), mask).transpose(
-        1,
-        2,
-    )  # of [B, H, S, D]
-    sequence, place = places_of_tokens(cu_seqlens, query.size(0))
-    return out.flatten(0, 1)[sequence * max_seqlen + place]
+    positions = torch.arange(max_seqlen, device=query.device)
+    rows = (offsets[:-1, None] + positions).clamp(max=query.size(0) - 1)  # [B, S]
+    is_token = positions < offsets.diff()[:, None]  # [B, S]
+    # A query without keys would be NaN, so empty sequences see one row, and padding sees all keys.
+    # Their results are not used.
+    mask = (is_token | (positions == 0))[:, None, None]
+    if window is not None:
+        near = _window_mask(window, max_seqlen, query.device)
+        mask = mask & (near | ~is_token[:, None, :, None])
+    out = attend(
+        query[rows].transpose(1, 2),
+        key[rows].transpose(1, 2),
+        value[rows].transpose(1, 2),
+        mask,
+    )  # [B, H, S, D]
+    sequences, token_position = token_positions(cu_seqlens, query.size(0))
+    return out.transpose(1, 2).flatten(0, 1)[sequences * max_seqlen + token_position]
 
 
-def _within(window: int, length: int, device: torch.device) -> Tensor:
-    """``[L, L]`` whether query and key are at most ``window`` apart."""
-    places = torch.arange(length, device=device)
-    near: Tensor = (places[:, None] - places).abs() <= window
-    return near
+def _window_mask(window: int, length: int, device: torch.device) -> Tensor:
+    """Return which queries and keys are at most ``window`` apart, ``[L, L]`` bool."""
+    positions = torch.arange(length, device=device)
+    is_near: Tensor = (positions[:, None] - positions).abs() <= window
+    return is_near

@@ -54,7 +54,8 @@ def check_kernels_can_be_built() -> None:
 
     if not torch.cuda.is_available():
         raise RuntimeError(
-            "kernels are built for the GPU that runs them, and torch sees none here; on a CPU nothing is built.",
+            "kernels are built for the GPU that runs them, and torch sees none here; on a CPU "
+            "nothing is built.",
         )
     if not triton_installed():
         raise RuntimeError(

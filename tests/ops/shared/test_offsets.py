@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.ops.base import sequences_of_rows
 from tilefold.ops import entmax_attention, lsr_head, maxsim, token_scatter
-from tilefold.ops.packed_attention import packed_softmax_attention, places_of_tokens
+from tilefold.ops.packed_attention import packed_softmax_attention, token_positions
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OFFSETS = [0, 3, 3, 7]
@@ -51,7 +51,7 @@ def test_each_row_belongs_to_the_sequence_whose_offsets_enclose_it(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_places_of_tokens_take_strided_offsets(device: str) -> None:
-    sequences, places = places_of_tokens(strided_offsets(device), 7)
+    sequences, places = token_positions(strided_offsets(device), 7)
     assert sequences.tolist() == [0, 0, 0, 2, 2, 2, 2]
     assert places.tolist() == [0, 1, 2, 0, 1, 2, 3]
 

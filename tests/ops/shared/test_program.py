@@ -56,7 +56,7 @@ class Kernel(str):
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     Recorder.made = []
     monkeypatch.setattr(program, "KernelLauncher", Recorder)
-    monkeypatch.setattr(program, "hooked", lambda: False)
+    monkeypatch.setattr(program, "has_launch_hooks", lambda: False)
     return Recorder.made
 
 

@@ -24,7 +24,7 @@ from tilefold.integrations.sentence_transformers.packed_inputs import (
 )
 from tilefold.integrations.transformers.packed import apart, stop_packed, use_packed
 from tilefold.modules.fused_pooling import Features
-from tilefold.ops.packed_attention import places_of_tokens
+from tilefold.ops.packed_attention import token_positions
 
 PACKED_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
 # of the norm: rounding in bf16 takes .05 to .11 in 12 layers of random weights, one token of
@@ -179,7 +179,7 @@ def repad(features: Features) -> None:
     cu_seqlens: Tensor = features["cu_seq_lens_q"]
     count, longest = cu_seqlens.numel() - 1, int(features["max_length_q"])
     ids, vectors = features["input_ids"][0], features["token_embeddings"][0]
-    sequence, place = places_of_tokens(cu_seqlens, ids.numel())
+    sequence, place = token_positions(cu_seqlens, ids.numel())
     rows = sequence * longest + place
     features["input_ids"] = (
         ids.new_zeros(count * longest).index_copy(0, rows, ids).view(count, longest)

@@ -32,7 +32,7 @@ from tilefold.integrations.transformers.packed import (
     register_packed,
 )
 from tilefold.modules.fused_pooling import Features
-from tilefold.ops.packed_attention import places_of_tokens
+from tilefold.ops.packed_attention import token_positions
 from tilefold.pipeline.ragged import Int64, offsets_of
 from tilefold.pipeline.truncated import unwatched, watched
 
@@ -354,7 +354,7 @@ def pack_features(features: Features, padding: int | None) -> Features:
         return features
     at = lengths[:0]
     if tokens:  # ``nonzero`` would wait for the GPU to know how many they are
-        sequence, place = places_of_tokens(
+        sequence, place = token_positions(
             torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
             tokens,
         )

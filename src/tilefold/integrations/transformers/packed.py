@@ -22,7 +22,7 @@ from transformers.masking_utils import (
 from tilefold._arguments import check_instance
 from tilefold._typing import Model
 from tilefold.ops.implementations import SWITCH, switched_off
-from tilefold.ops.packed_attention import packed_softmax_attention, places_of_tokens
+from tilefold.ops.packed_attention import packed_softmax_attention, token_positions
 
 PACKED = "tilefold_packed"
 TOLERANCE = 0.02  # of the largest value: wide enough for bf16, far below attention to the neighbouring sequence
@@ -157,7 +157,7 @@ def position_ids_of(input_ids: Tensor, cu_seqlens: Tensor, padding: int | None =
     With a ``padding`` (see :func:`padding_position`) they begin behind it; a token with this id
     keeps it as its position and is not counted.
     """
-    sequence, place = places_of_tokens(cu_seqlens, input_ids.numel())
+    sequence, place = token_positions(cu_seqlens, input_ids.numel())
     if padding is None:
         return place
     counted = (input_ids != padding).long()

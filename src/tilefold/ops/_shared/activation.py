@@ -16,7 +16,7 @@ LINEAR_FROM = 40.0
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """Apply the monotone ``activation`` elementwise; NaN stays NaN."""
+    """Apply the monotone ``activation`` elementwise. NaN stays NaN."""
     if activation == "log1p_relu":
         return x.relu().log1p()
     if activation == "log1p_log1p_relu":
@@ -74,12 +74,12 @@ def slope_from_score(score: Tensor, activation: str) -> Tensor:
 
 
 def slope_from_logit(logit: Tensor, activation: str) -> Tensor:
-    """``act'(logit)``, elementwise; NaN stays NaN."""
+    """``act'(logit)``, elementwise. NaN stays NaN."""
     return slope_in_place(logit.clone(), activation)
 
 
 def slope_in_place(x: Tensor, activation: str) -> Tensor:
-    """``act'(x)`` in the memory of ``x``; NaN stays NaN."""
+    """``act'(x)`` in the memory of ``x``. NaN stays NaN."""
     if activation == "softplus":
         return x.sigmoid_()
     if activation == "none":

@@ -86,7 +86,7 @@ class Pass:
     Attributes:
         name: name of the operator, or of a variant of it, under which kernels are given up.
         options: the operator's checked options.
-        impl: implementation; ``"auto"`` stands for kernels that may fall back to the tiled path.
+        impl: implementation. ``"auto"`` is kernels that may fall back to the tiled path.
         needs: of a forward pass, whether a gradient may be asked for. Of a backward pass, which
             gradients are computed.
         backward: whether the pass computes gradients.
@@ -185,7 +185,8 @@ def forbid_double_backward(name: str, operator: str) -> None:
 
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         raise RuntimeError(
-            f"tilefold::{name} has no derivative: {operator} can be differentiated once. Leave out create_graph=True, "
+            f"tilefold::{name} has no derivative: {operator} can be differentiated once. Leave out "
+            f"create_graph=True, "
             "or use impl='reference', which can be differentiated again.",
         )
 

@@ -79,7 +79,8 @@ def check_same_device(
     for name, value in others.items():
         if value is not None and value.device != reference.device:
             raise ValueError(
-                f"{name} must be on the device of {reference_name} ({reference.device}), got {value.device}; "
+                f"{name} must be on the device of {reference_name} ({reference.device}), got "
+                f"{value.device}; "
                 f"move it with .to({reference_name}.device).",
             )
 
@@ -119,7 +120,8 @@ def check_tokens(
         check_tensor("attention_mask", attention_mask)
         if cu_seqlens is not None:
             raise ValueError(
-                f"attention_mask must be None with packed input, got a tensor; cu_seqlens already says which {unit} "
+                f"attention_mask must be None with packed input, got a tensor; cu_seqlens already "
+                f"says which {unit} "
                 "belong to which sequence.",
             )
         check_shape("attention_mask", attention_mask, "B S", **sizes)
@@ -132,7 +134,7 @@ def check_tokens(
 
 
 def check_offsets(name: str, offsets: Tensor, shape: str) -> None:
-    """Check that packed offsets are integers in one dimension; values are not read.
+    """Check that packed offsets are integers in one dimension, without reading values.
 
     Args:
         name: name of the argument.
@@ -178,6 +180,7 @@ def check_cu_seqlens(
     else:
         return
     raise ValueError(
-        f"{name} must start with 0, never fall and end at the number of {unit} T of {owner}, got {problem}; "
+        f"{name} must start with 0, never fall and end at the number of {unit} T of {owner}, got "
+        f"{problem}; "
         "build it as the cumulative sum of the sequence lengths with a 0 in front.",
     )

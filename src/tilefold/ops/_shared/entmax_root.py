@@ -17,7 +17,7 @@ steps on ``G(c) = 1`` need far fewer evaluations than on ``F(c) = 1``:
     newton = (1 - F^-e) F / U,    halley = newton / (1 - (1 - F^-e) (1-e)/(2e) (F Q / U^2 - 1)).
 
 At alpha = 2 both are Newton's, which ends in the closed form ``c = (1 + sum e d) / n`` on the
-support. A step that leaves the bracket, or follows one that did not halve the residual, is replaced
+support. A step that leaves the bracket, or comes after a step that did not halve the residual, is replaced
 by bisection: the bracket or the residual halves with every evaluation, for any row.
 """
 
@@ -61,7 +61,7 @@ def check_alphas(alpha: Tensor | None) -> None:
 
 
 def alpha_number(alpha: object) -> float:
-    """Return an alpha that is not a tensor; raise ``ValueError`` unless it is in [1, 2]."""
+    """Return an alpha that is not a tensor, or raise ``ValueError`` if it is not in [1, 2]."""
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2:
         raise ValueError(f"alpha must be a number in [1, 2] or a tensor of them, got {alpha!r}.")
     return float(alpha)
@@ -110,7 +110,7 @@ def kernel_kind(dtype: torch.dtype, alpha: Tensor | None, alpha_value: float) ->
 
 
 def log_weights(d: Tensor, log_peak: Tensor, e: Tensor) -> Tensor:
-    """``log p`` for distances ``d``, ``-inf`` off the support; differentiable in all three."""
+    """``log p`` for distances ``d``, differentiable in all arguments, and ``-inf`` off the support."""
     c = torch.exp(e * log_peak)
     absent = d == math.inf  # e = 0 would make it 0 * inf
     t = d.masked_fill(absent, 0) / c
@@ -149,9 +149,10 @@ def _evaluate(d: Tensor, y: Tensor, e: Tensor, kind: str) -> tuple[Tensor, Tenso
 
 
 def _halley_step(y: Tensor, f: Tensor, u: Tensor, q: Tensor, e: Tensor, kind: str) -> Tensor:
-    """Return the next ``y`` after Halley's step on ``G(c) = 1``; Newton's above alpha = 1.5.
+    """Return the next ``y`` after Halley's step on ``G(c) = 1``.
 
-    Args are those of :func:`_evaluate`, and its results ``f``, ``u`` and ``q``.
+    Above alpha = 1.5 it is Newton's step. Args are as in :func:`_evaluate`, with its results ``f``,
+    ``u`` and ``q``.
     """
     log_f = torch.log(f)
     s = -torch.expm1(-e * log_f)  # 1 - F^-e

@@ -94,8 +94,10 @@ def refuse_capture(operator: str, device: torch.device) -> None:
     """
     if (operator, device) in GIVEN_UP and is_capturing(device):
         raise RuntimeError(
-            f"{operator} cannot be captured in a CUDA graph here: {GIVEN_UP[operator, device]}, and the tiled torch "
-            "path that takes its place waits for the GPU. Leave this call out of the graph; a call before the capture "
+            f"{operator} cannot be captured in a CUDA graph here: {GIVEN_UP[operator, device]}, "
+            f"and the tiled torch "
+            "path that takes its place waits for the GPU. Leave this call out of the graph; a call "
+            "before the capture "
             "(a warm up) says whether the kernels can be built.",
         )
 

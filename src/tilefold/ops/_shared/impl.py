@@ -36,7 +36,7 @@ def triton_interpreted() -> bool:
 
 
 def switched_off() -> bool:
-    """Whether ``TILEFOLD_DISABLE`` is set in the environment; warns the first time that it is.
+    """Whether ``TILEFOLD_DISABLE`` is set in the environment, with a warning the first time.
 
     Models and libraries then stay stock, and ``"auto"`` runs plain torch.
     """
@@ -65,14 +65,14 @@ def _why_device_is_too_old(device: torch.device) -> str | None:
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """Multiprocessors of ``device``; 3 where kernels are interpreted."""
+    """Number of multiprocessors of ``device``, or 3 where kernels are interpreted."""
     if device.type != "cuda":
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability of ``device``; ``(0, 0)`` where kernels are interpreted."""
+    """Compute capability of ``device``, or ``(0, 0)`` where kernels are interpreted."""
     compiled = device.type == "cuda" and not triton_interpreted()
     return torch.cuda.get_device_capability(device) if compiled else (0, 0)
 
@@ -85,7 +85,10 @@ def why_not_triton(device: torch.device) -> str | None:
         return _why_device_is_too_old(device)
     if triton_interpreted():
         return None
-    return f"tensors are on {device.type!r}, and the kernels need a CUDA device (or TRITON_INTERPRET=1)"
+    return (
+        f"tensors are on {device.type!r}, and the kernels need a CUDA device "
+        "(or TRITON_INTERPRET=1)"
+    )
 
 
 def takes_kernels(device: torch.device) -> bool:
@@ -120,12 +123,14 @@ def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
     check_choice("impl", impl, IMPLS)
     if impl != "reference" and in_forward_mode():
         raise RuntimeError(
-            f"impl must be 'reference' in forward-mode differentiation (torch.func.jvp, forward_ad), got {impl!r}; the "
+            f"impl must be 'reference' in forward-mode differentiation (torch.func.jvp, "
+            f"forward_ad), got {impl!r}; the "
             "other implementations have gradients only.",
         )
     if impl != "reference" and in_function_transform():
         raise RuntimeError(
-            f"impl must be 'reference' under torch.func.grad, vjp and jacrev, got {impl!r}; torch.autograd.grad and "
+            f"impl must be 'reference' under torch.func.grad, vjp and jacrev, got {impl!r}; "
+            f"torch.autograd.grad and "
             "backward() serve every implementation.",
         )
     if impl == "auto":
@@ -139,7 +144,7 @@ def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
 
 
 def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") -> str:
-    """Turn ``impl`` into the implementation that runs: ``"reference"``, ``"tiled"`` or ``"triton"``.
+    """Return the implementation that runs: ``"reference"``, ``"tiled"`` or ``"triton"``.
 
     ``"auto"`` chooses ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that can run the
     kernels, unless they were given up there, and else ``"tiled"``.
@@ -161,7 +166,8 @@ def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") ->
             return "tiled"
         names = ", ".join(map(dtype_name, TRITON_DTYPES))
         raise TypeError(
-            f"{name} must have dtype {names} for impl='triton', got {dtype_name(tensor.dtype)}; use impl='auto' or "
+            f"{name} must have dtype {names} for impl='triton', got {dtype_name(tensor.dtype)}; "
+            f"use impl='auto' or "
             "impl='tiled'.",
         )
     return resolved
@@ -190,6 +196,8 @@ def check_interpreted(setting: Setting, *dtypes: torch.dtype) -> None:
         fault = INTERPRETER_FAULTS.get(dtype)
         if fault is not None:
             raise RuntimeError(
-                f"dtypes must be float16 or float32 for impl='triton' under TRITON_INTERPRET=1, got "
-                f"{dtype_name(dtype)}: {fault} (Triton {release_name()}). Use those, or impl='tiled'.",
+                f"dtypes must be float16 or float32 for impl='triton' under TRITON_INTERPRET=1, "
+                f"got "
+                f"{dtype_name(dtype)}: {fault} (Triton {release_name()}). Use those, or "
+                f"impl='tiled'.",
             )

@@ -1,4 +1,7 @@
-"""Private parts of torch and Triton, which no other file names; it imports without Triton."""
+"""Private parts of torch and Triton, which only this file names.
+
+Triton is imported when it is needed.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +16,38 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-Addresses = tuple["int | None", ...]
-LaunchAt = Callable[[Addresses], None]
+Addresses = tuple["int | None", ...]  # of tensors; None for a tensor that does not exist
+LaunchAt = Callable[[Addresses], None]  # launches a kernel for tensors at these addresses
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 Grid = tuple[int, int, int]
 TMA_MAP_BYTES = 128
-TMA_MAP_OFFSET = 128  # bytes, of the map in the object that Triton keeps it in
+TMA_MAP_OFFSET = 128  # bytes from the beginning of Triton's object to the TMA map in it
 
 
 class Tma(NamedTuple):
-    """Contiguous tensor that a kernel reads as a matrix of these sizes, through a TMA descriptor."""
+    """How a contiguous tensor is described to TMA.
+
+    Attributes:
+        rows: rows of the matrix that a kernel reads the tensor as.
+        columns: columns of the matrix.
+        make: makes a descriptor of a stand-in for the tensor, a shape and strides.
+    """
 
     rows: int
     columns: int
-    make: Callable[
-        [Any, list[int], list[int]],
-        Any,
-    ]  # of what has a dtype and an address, a shape and strides
+    make: Callable[[Any, list[int], list[int]], Any]
 
 
+# number of the current GPU
 current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
-current_stream: Callable[[int], int] = getattr(
-    torch._C,
-    "_cuda_getCurrentRawStream",
-    int,
-)  # its handle, by device
+# handle of the current CUDA stream, by the number of the GPU
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 
 
 def is_eager(tensor: Tensor) -> bool:
-    """Whether no mode and no transform is active, nor ``tensor`` several at once; not to be asked
-    in a trace.
+    """Whether no mode and no transform is active, and ``tensor`` is not a batched one.
+
+    It must not be called in a trace.
     """
     return (
         torch._C._len_torch_dispatch_stack() == 0
@@ -53,11 +58,12 @@ def is_eager(tensor: Tensor) -> bool:
 
 
 def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
 
 
 def in_function_transform() -> bool:
-    """Whether ``torch.func`` differentiates (``grad``, ``vjp``, ``jacrev``; not ``vmap`` alone)."""
+    """Whether ``torch.func`` differentiates, by ``grad``, ``vjp`` or ``jacrev``."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return False
     differentiating = torch._C._functorch.TransformType.Grad
@@ -68,16 +74,18 @@ def in_function_transform() -> bool:
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` past what torch does before it in Python, which is for transforms: not for
-    calls under one.
+    """Return ``function.apply`` without the Python code that torch runs before it.
+
+    That code is for transforms, so calls under a transform must use ``function.apply``.
     """
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 
 def _precision_reader() -> Callable[[], str]:
-    # PyTorch 2.9 and newer: one setting behind all switches. Once it was used, the old ones refuse
-    # to be read.
+    """Return a function that reads the precision of fp32 products on a GPU."""
+    # PyTorch 2.9 and newer have one setting for all switches. Once it was used, the old switches
+    # cannot be read any more.
     reader: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
     if reader is not None:
         return functools.partial(reader, "cuda", "matmul")
@@ -85,28 +93,29 @@ def _precision_reader() -> Callable[[], str]:
     return lambda: "tf32" if matmul.allow_tf32 else "ieee"
 
 
-matmul_precision = (
-    _precision_reader()
-)  # of products on a GPU, by whichever switch; microseconds per call count
+# Reads the precision of fp32 products on a GPU: "tf32" or another. It is chosen once, since every
+# call of an operator needs it.
+matmul_precision = _precision_reader()
 
 
 def tf32_allowed(dtype: torch.dtype) -> bool:
-    """Whether products of ``dtype`` may run in TF32, as cuBLAS would now; never for another dtype
-    than fp32.
+    """Whether products of ``dtype`` may run in TF32, as those of cuBLAS.
+
+    Only fp32 can.
     """
     return dtype == torch.float32 and matmul_precision() == "tf32"
 
 
 def triton_cache() -> str:
-    """The folder in which Triton keeps what it has built."""
+    """Return the folder in which Triton stores compiled kernels."""
     from triton import knobs
 
     return str(knobs.cache.dir)
 
 
-def copy_each(to: list[Tensor], found: list[Tensor]) -> None:
-    """Copy each tensor to its place, all in as few launches as can be."""
-    torch._foreach_copy_(to, found)
+def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors to other tensors, in as few launches as possible."""
+    torch._foreach_copy_(targets, sources)
 
 
 @functools.cache
@@ -117,62 +126,76 @@ def _triton_runtime() -> Any:
 
 
 def specialized(kernel: Any) -> list[bool]:
-    """For which of its arguments Triton builds kernels of their own for 1 and for multiples of 16."""
+    """Return whether Triton specializes a kernel for 1 and multiples of 16, by parameter."""
     return [not parameter.do_not_specialize for parameter in kernel.params]
 
 
-def hooked() -> bool:
-    """Whether a profiler wants to hear of every launch, which Triton's own call tells it."""
+def has_launch_hooks() -> bool:
+    """Whether a profiler has installed hooks, which only Triton's own launches call."""
     runtime = _triton_runtime()
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    enter_hook = runtime.launch_enter_hook
+    exit_hook = runtime.launch_exit_hook
+    # Newer releases have an object that lists the hooks.
+    return bool(getattr(enter_hook, "calls", enter_hook) or getattr(exit_hook, "calls", exit_hook))
 
 
 def launch_facts(compiled: Any) -> tuple[str, list[str], Sequence[Any]] | None:
-    """PTX, kinds of arguments and descriptions of TMA maps; ``None`` of a kernel that only Triton's
-    call launches.
+    """Return what a launch through the CUDA driver needs to know of a kernel.
+
+    Returns:
+        PTX, types of the parameters, and metadata of the TMA descriptors; ``None`` if only Triton's
+        own call can launch the kernel.
     """
     metadata = compiled.metadata
-    special = (
+    unsupported = (
         "global_scratch_size",
         "profile_scratch_size",
         "launch_cooperative_grid",
         "launch_pdl",
     )
-    ptx = compiled.asm.get("ptx")  # which ROCm has not
+    ptx = compiled.asm.get("ptx")  # ROCm has none
     if (
         not ptx
         or getattr(metadata, "num_ctas", 1) != 1
-        or any(getattr(metadata, name, 0) for name in special)
+        or any(getattr(metadata, name, 0) for name in unsupported)
     ):
-        return None  # Triton does more for this kernel
-    return (
-        ptx,
-        [*map(str, compiled.src.signature.values())],
-        getattr(metadata, "tensordesc_meta", None) or (),
-    )
+        return None
+    types = [str(type_) for type_ in compiled.src.signature.values()]
+    descriptions = getattr(metadata, "tensordesc_meta", None) or ()
+    return ptx, types, descriptions
 
 
 def tma_map(descriptor: Any, description: dict[str, Any] | None) -> bytes | None:
-    """TMA map of a descriptor; ``None`` where the kernel reads it by pointers."""
+    """Return the bytes of a descriptor's TMA map.
+
+    Args:
+        descriptor: Triton's descriptor of a tensor.
+        description: Triton's metadata of the parameter.
+
+    Returns:
+        The map, or ``None`` if the kernel reads the tensor by pointers.
+
+    Raises:
+        ValueError: if this release of Triton stores the map in another way.
+    """
     from triton.backends.nvidia import driver
 
     if not description:
         return None
-    make, address = driver.make_tensordesc_arg, descriptor.base.data_ptr()
-    others = (None,) * (
-        len(inspect.signature(make).parameters) - 2
-    )  # of Gluon's barriers, from 3.8 on
-    owner = make(descriptor, description, *others)[0]
+    make = driver.make_tensordesc_arg
+    # From 3.8 on there are parameters for Gluon's barriers.
+    n_barrier_parameters = len(inspect.signature(make).parameters) - 2
+    owner = make(descriptor, description, *[None] * n_barrier_parameters)[0]
     if hasattr(owner, "tma_desc_cpu_ptr"):  # 3.4
-        found = ctypes.string_at(owner.tma_desc_cpu_ptr(), TMA_MAP_BYTES)
+        tma_map_address = owner.tma_desc_cpu_ptr()
     elif type(owner).__basicsize__ == TMA_MAP_OFFSET + TMA_MAP_BYTES:
-        found = ctypes.string_at(id(owner) + TMA_MAP_OFFSET, TMA_MAP_BYTES)
+        tma_map_address = id(owner) + TMA_MAP_OFFSET
     else:
         raise ValueError(f"{type(owner).__name__} holds no TMA map where it is looked for")
-    if int.from_bytes(found[:8], "little") != address:
+    tma_map_bytes = ctypes.string_at(tma_map_address, TMA_MAP_BYTES)
+    if int.from_bytes(tma_map_bytes[:8], "little") != descriptor.base.data_ptr():
         raise ValueError("a TMA map does not begin with the address of its matrix")
-    return found
+    return tma_map_bytes
 
 
 def flash_attention_varlen(
@@ -183,17 +206,29 @@ def flash_attention_varlen(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Torch's flash attention of packed 16-bit ``[T, H, D]``, differentiable, with ``|i - j| <=
-    window``.
+    """Torch's flash attention within packed sequences, differentiable, for 16 bits.
+
+    Args:
+        qkv: query, key and value, ``[T, H, D]`` each.
+        cu_seqlens: int32 ``[B + 1]`` offsets.
+        longest: at least the length of the longest sequence.
+        dropout_p: probability that a weight is dropped.
+        scale: factor of the scores; ``D ** -0.5`` for ``None``.
+        window: largest distance of a query and a key; ``None`` is no limit.
     """
-    side = -1 if window is None else window
-    packing = cu_seqlens, cu_seqlens, longest, longest, dropout_p, False, False
-    sides = {"window_size_left": side, "window_size_right": side}
+    window_size = -1 if window is None else window
     out: Tensor = torch.ops.aten._flash_attention_forward.default(
         *qkv,
-        *packing,
+        cu_seqlens,  # of queries
+        cu_seqlens,  # of keys
+        longest,
+        longest,
+        dropout_p,
+        False,  # is_causal
+        False,  # return_debug_mask
         scale=scale,
-        **sides,
+        window_size_left=window_size,
+        window_size_right=window_size,
     )[0]
     return out
 
@@ -205,17 +240,23 @@ def efficient_attention_varlen(
     dropout_p: float,
     scale: float | None,
 ) -> Tensor:
-    """Torch's memory-efficient attention of packed ``[T, H, D]``, differentiable, in fp32 too."""
-    tensors, packing = (
-        (each[None] for each in qkv),
-        (cu_seqlens, cu_seqlens, longest, longest, dropout_p),
-    )
+    """Torch's memory-efficient attention within packed sequences, differentiable, also for fp32.
+
+    Args are those of :func:`flash_attention_varlen`.
+    """
+    query, key, value = qkv
     out: Tensor = torch.ops.aten._efficient_attention_forward.default(
-        *tensors,
-        None,
-        *packing,
-        0,
-        torch.is_grad_enabled(),
+        query[None],
+        key[None],
+        value[None],
+        None,  # bias
+        cu_seqlens,  # of queries
+        cu_seqlens,  # of keys
+        longest,
+        longest,
+        dropout_p,
+        0,  # custom_mask_type: none
+        torch.is_grad_enabled(),  # compute_log_sumexp, for backward
         scale=scale,
     )[0]
     return out[0]
@@ -223,13 +264,11 @@ def efficient_attention_varlen(
 
 @functools.cache
 def has_onednn_linear() -> bool:
-    """Whether torch has oneDNN's linear layer for x86, which its own compiler of code for the CPU
-    uses.
-    """
+    """Whether torch has oneDNN's linear layer for x86, as its compiler for CPUs uses it."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
-    names = ("_linear_pointwise", "_reorder_linear_weight")
-    return x86 and available and all(hasattr(torch.ops.mkldnn, name) for name in names)
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    operators = ("_linear_pointwise", "_reorder_linear_weight")
+    return is_x86 and available and all(hasattr(torch.ops.mkldnn, name) for name in operators)
 
 
 @functools.cache

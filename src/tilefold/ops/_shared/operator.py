@@ -73,9 +73,9 @@ class Operator(Generic[TensorsT, OptionsT]):
         outputs: ``(tensors, options, training)`` to the results' shapes and dtypes, for plans and
             for compilers. ``training`` is false where no gradient may be asked for. A result that
             only backward reads then has no elements.
-        gradients: shape and dtype of the gradient of each tensor that has one, by the tensor's
-            name: those of the saved tensor with the given name, or a function ``(saved, options)``
-            to its :class:`Buffer`. Gradients are contiguous. The tensor itself may be ``None`` in a
+        gradients: by the name of each tensor that has a gradient, the name of the saved tensor with
+            the gradient's shape and dtype, or a function ``(saved, options)`` to the gradient's
+            :class:`Buffer`. Gradients are contiguous. The tensor itself may be ``None`` in a
             call. The saved tensor of the first entry (the one with its own name, if a function is
             given) chooses the implementation of a registered gradient. An operator without entries
             cannot be differentiated.
@@ -196,7 +196,7 @@ class Operator(Generic[TensorsT, OptionsT]):
     def _choose_impl(self, tensors: TensorsT, impl: str) -> tuple[str, str]:
         """Return the name under which kernels are given up, and the implementation.
 
-        In a trace the implementation stays as it is: the device cannot be asked there, and the
+        In a trace the implementation is not resolved: the device is unknown there, and the
         registered operator chooses when it runs.
         """
         if torch.compiler.is_compiling():
@@ -373,7 +373,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         return gradients
 
     def _remember(self, key: Key | None, call: Pass) -> None:
-        """Cache a pass that launches kernels; the tiled path would gain nothing."""
+        """Cache a pass if it launches kernels. The tiled path would gain nothing."""
         if key is not None and call.impl in KERNEL_IMPLS:
             if len(self.calls) >= MAX_CALLS:
                 self.calls.clear()
@@ -516,7 +516,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         return tensor
 
     def _fake_results(self, backward: bool, *arguments: Any) -> Any:
-        """Return results without values; a gradient that is not needed has no elements."""
+        """Return results without values. A gradient that is not needed has no elements."""
         tensors, options, needs, _ = self._parse_registered(backward, arguments)
         first = tensors[0]
         no_gradient = Buffer((0,), first.dtype)
@@ -534,7 +534,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         needs: Needs,
         impl: str,
     ) -> Results:
-        """Compute gradients by ``tilefold::name_backward``; those not needed are ``None``."""
+        """Compute gradients by ``tilefold::name_backward``, ``None`` for those not needed."""
         gradients = calls.as_tuple(
             self._registered_backward(dfirst, *saved, *options, needs, impl),
         )
@@ -563,7 +563,8 @@ class Operator(Generic[TensorsT, OptionsT]):
             return tuple(gradients)
         if not ctx.training:
             raise RuntimeError(
-                f"tilefold::{self.name} needs training=True where a gradient is asked for; call {self.name}.",
+                f"tilefold::{self.name} needs training=True where a gradient is asked for; call "
+                f"{self.name}.",
             )
         needs = tuple(ctx.needs_input_grad[position] for position in self._differentiable)
         computed = self._registered_gradients(
@@ -588,7 +589,7 @@ def refuse_main_grads(names: Collection[str], situation: str) -> None:
 
     Args:
         names: names of the tensors whose gradients are.
-        situation: where that is impossible, and the remedy. ``{}`` stands for the tensor's name.
+        situation: where that is impossible, and the remedy. ``{}`` becomes the tensor's name.
     """
     for name in names:
         raise RuntimeError(f"{name}_main_grad cannot be used {situation.format(name)}.")

@@ -1,6 +1,6 @@
 """Dropout by counter-based random words, equal in every implementation.
 
-The words are those of Philox 4x32-10, as in Triton.
+The words come from Philox 4x32-10, as in Triton.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ def philox_word(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> Tensor:
         c1: second word.
         c2: third word.
     """
-    x0, x1, x2 = torch.broadcast_tensors(c0.long(), c1.long(), c2.long())  # type: ignore[no-untyped-call]
+    counters = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
+        c0.long(),
+        c1.long(),
+        c2.long(),
+    )
+    x0, x1, x2 = counters
     x3 = torch.zeros_like(x0)
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):

@@ -46,7 +46,10 @@ class Setting(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """Shape, dtype and strides of a result or of scratch; contiguous if ``strides`` is ``None``."""
+    """Shape, dtype and strides of a result or of scratch.
+
+    Without ``strides`` it is contiguous.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -134,7 +137,7 @@ class Plan(NamedTuple):
 
 
 def cdiv(a: int, b: int) -> int:
-    """``ceil(a / b)``; Triton's own costs microseconds per call on the CPU."""
+    """``ceil(a / b)``. Triton's own costs microseconds per call on the CPU."""
     return -(-a // b)
 
 
@@ -215,7 +218,7 @@ class Steps:
     Attributes:
         values: as the argument; later launches see changes.
         parameter_tensors: as the argument.
-        renamed: by the name of a tensor, the name of the one that later steps get in its place.
+        renamed: by the name of a tensor, the name of the tensor that later steps get instead.
         steps: launches and torch functions, in order.
         buffers: scratch by name, or ``None`` for a result that is not computed.
         fills: numbers that results are filled with before the steps, by name.
@@ -239,7 +242,7 @@ class Steps:
         return name
 
     def torch(self, makes: str, function: Callable[..., Tensor | None], tensors: str) -> None:
-        """Add the call ``makes = function(*tensors)``; see :class:`TorchStep`."""
+        """Add the call ``makes = function(*tensors)`` of a :class:`TorchStep`."""
         names = [self.renamed.get(name, name) for name in tensors.split()]
         self.steps.append(TorchStep(makes, function, " ".join(names)))
 

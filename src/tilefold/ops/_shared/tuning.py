@@ -14,7 +14,7 @@ Facts = Mapping[str, Any]  # by name
 
 
 class Between(NamedTuple):
-    """Values from ``least`` to ``most``, both included; ``None`` is no bound."""
+    """Values from ``least`` to ``most``, both included. ``None`` is no bound."""
 
     least: Any = None
     most: Any = None
@@ -52,7 +52,7 @@ class ConfigRow(NamedTuple):
 
 
 def lookup(table: Iterable[ConfigRow], **facts: Any) -> dict[str, Any]:
-    """Return the fields of all rows that apply; a later row overrides an earlier one."""
+    """Return the fields of all rows that apply. A later row overrides an earlier one."""
     all_facts = {"release": releases.release(), **facts}
     fields: dict[str, Any] = {}
     for row in table:

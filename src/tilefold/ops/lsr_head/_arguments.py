@@ -34,7 +34,7 @@ def checked(
     require_grad: tuple[bool, ...] = (),
     main_grad: Tensor | None = None,
 ) -> Checked:
-    """Check the arguments of a call; those that are not here are as in :func:`lsr_head`.
+    """Check the arguments of a call. Most are arguments of :func:`lsr_head`.
 
     Args:
         impl: implementation, for the check of ``main_grad``.
@@ -117,11 +117,13 @@ def check_head(
     compute_dtype = product_dtype(hidden, weight)
     if weight_scale is not None and pooling != "max":
         raise ValueError(
-            f"pooling must be 'max' with a QuantizedWeight, got {pooling!r}; use the weight in 16 bits.",
+            f"pooling must be 'max' with a QuantizedWeight, got {pooling!r}; use the weight in 16 "
+            f"bits.",
         )
     if weight_scale is not None and hidden.dtype == torch.float64:
         raise TypeError(
-            "hidden must be fp16, bf16 or fp32 with a QuantizedWeight, got float64; use hidden.float().",
+            "hidden must be fp16, bf16 or fp32 with a QuantizedWeight, got float64; use "
+            "hidden.float().",
         )
     if out_dtype is None:
         return compute_dtype, compute_dtype
@@ -143,7 +145,8 @@ def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
         return torch.get_autocast_dtype(hidden.device.type)
     if weight.dtype != hidden.dtype:
         raise TypeError(
-            f"weight must have the dtype of hidden ({dtype_name(hidden.dtype)}), got {dtype_name(weight.dtype)}; "
+            f"weight must have the dtype of hidden ({dtype_name(hidden.dtype)}), got "
+            f"{dtype_name(weight.dtype)}; "
             "cast one of them, or run under torch.autocast.",
         )
     return hidden.dtype
@@ -154,12 +157,14 @@ def _check_inference(tensors: HeadTensors, main_grad: Tensor | None) -> None:
     leaves = [tensors.hidden] if tensors.bias is None else [tensors.hidden, tensors.bias]
     if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
         raise ValueError(
-            "hidden and bias must not require a gradient with a QuantizedWeight, which is for inference; use "
+            "hidden and bias must not require a gradient with a QuantizedWeight, which is for "
+            "inference; use "
             "torch.no_grad(), or train with the weight in 16 bits.",
         )
     if main_grad is not None:
         raise ValueError(
-            "weight_main_grad must be None with a QuantizedWeight, which has no gradient; leave it out.",
+            "weight_main_grad must be None with a QuantizedWeight, which has no gradient; leave it "
+            "out.",
         )
 
 
@@ -172,8 +177,10 @@ def _check_main_grad(main_grad: Tensor, weight: Tensor, pooling: str, impl: str)
     """
     if pooling != "max" or impl == "reference":
         raise ValueError(
-            f"weight_main_grad must be None with pooling={pooling!r} and impl={impl!r}, got a tensor; only "
-            "max pooling of the tiled and triton implementations accumulates, elsewhere add weight.grad to it yourself.",
+            f"weight_main_grad must be None with pooling={pooling!r} and impl={impl!r}, got a "
+            f"tensor; only "
+            "max pooling of the tiled and triton implementations accumulates, elsewhere add "
+            "weight.grad to it yourself.",
         )
     vocab, dim = weight.shape
     check_shape(
@@ -189,10 +196,12 @@ def _check_main_grad(main_grad: Tensor, weight: Tensor, pooling: str, impl: str)
     if not main_grad.is_contiguous() or main_grad.requires_grad:
         raise ValueError(
             "weight_main_grad must be contiguous and must not require a gradient, got strides "
-            f"{main_grad.stride()} and requires_grad={main_grad.requires_grad}; use torch.zeros(V, D).",
+            f"{main_grad.stride()} and requires_grad={main_grad.requires_grad}; use torch.zeros(V, "
+            f"D).",
         )
     if torch.is_grad_enabled() and not weight.requires_grad:
         raise ValueError(
-            "weight_main_grad must be None where weight needs no gradient, got a tensor; call weight.requires_grad_() "
+            "weight_main_grad must be None where weight needs no gradient, got a tensor; call "
+            "weight.requires_grad_() "
             "or leave it out.",
         )

@@ -215,7 +215,8 @@ def _check(
     check_tensor("weight", weight)
     if not isinstance(weight, DTensor):
         raise ValueError(
-            "weight must be a DTensor where hidden or bias is one, got a plain tensor; distribute it with "
+            "weight must be a DTensor where hidden or bias is one, got a plain tensor; distribute "
+            "it with "
             "distribute_tensor(weight, mesh, [Shard(0)]), or pass plain tensors only.",
         )
     mesh = weight.device_mesh
@@ -223,33 +224,41 @@ def _check(
     sharding = VocabularySharding(mesh, _vocabulary_dim(weight), weight.size(0))
     if bias is not None and not isinstance(check_tensor("bias", bias), DTensor):
         raise ValueError(
-            "bias must be a DTensor where weight is one, got a plain tensor; distribute it like the weight with "
+            "bias must be a DTensor where weight is one, got a plain tensor; distribute it like "
+            "the weight with "
             "distribute_tensor(bias, weight.device_mesh, weight.placements).",
         )
     if isinstance(bias, DTensor):
         if bias.device_mesh != mesh or bias.placements != placements:
             raise ValueError(
-                f"bias must lie like weight ({placements} on {mesh}), got {bias.placements} on {bias.device_mesh}; "
+                f"bias must lie like weight ({placements} on {mesh}), got {bias.placements} on "
+                f"{bias.device_mesh}; "
                 "redistribute it with bias.redistribute(weight.device_mesh, weight.placements).",
             )
         check_shape("bias", bias, "V", V=weight.size(0))
     if not isinstance(hidden, DTensor):
         raise ValueError(
-            "hidden must be a DTensor where weight is one, got a plain tensor, which may differ from rank to rank. If "
-            "every rank of the mesh holds the same rows (tensor parallelism), say so with DTensor.from_local(hidden, "
-            "weight.device_mesh, [Replicate()]), or let tilefold.nn.parallel.VocabularyParallel do it. If the ranks "
-            "hold different rows (FSDP), read the weight inside the forward of its FSDP module, where it is whole.",
+            "hidden must be a DTensor where weight is one, got a plain tensor, which may differ "
+            "from rank to rank. If "
+            "every rank of the mesh holds the same rows (tensor parallelism), say so with "
+            "DTensor.from_local(hidden, "
+            "weight.device_mesh, [Replicate()]), or let tilefold.nn.parallel.VocabularyParallel do "
+            "it. If the ranks "
+            "hold different rows (FSDP), read the weight inside the forward of its FSDP module, "
+            "where it is whole.",
         )
     for name, value in tokens._asdict().items():
         if not isinstance(value, DTensor):
             continue  # masks and offsets may be plain: they have no gradient
         if value.device_mesh != mesh:
             raise ValueError(
-                f"{name} must lie on the mesh of weight ({mesh}), got {value.device_mesh}; redistribute one of them.",
+                f"{name} must lie on the mesh of weight ({mesh}), got {value.device_mesh}; "
+                f"redistribute one of them.",
             )
         if not all(placement.is_replicate() for placement in value.placements):
             raise ValueError(
-                f"{name} must be Replicate() on every dimension of the mesh, got {value.placements}; gather it with "
+                f"{name} must be Replicate() on every dimension of the mesh, got "
+                f"{value.placements}; gather it with "
                 f"{name}.redistribute(placements=[Replicate()] * {mesh.ndim}).",
             )
     return sharding, Tokens(*map(_local, tokens)), product_dtype(hidden, weight)
@@ -270,19 +279,22 @@ def _vocabulary_dim(weight: DTensor) -> int | None:
         type(placements[i]) is not Shard or not placements[i].is_shard(0) for i in sharded
     ):
         raise ValueError(
-            "weight must be Shard(0) on at most one dimension of its mesh and Replicate() on the others, got "
-            f"{placements}; weight.redistribute(placements=[Shard(0)]) shards the vocabulary, and a weight that FSDP "
+            "weight must be Shard(0) on at most one dimension of its mesh and Replicate() on the "
+            "others, got "
+            f"{placements}; weight.redistribute(placements=[Shard(0)]) shards the vocabulary, and "
+            f"a weight that FSDP "
             "shards must be read inside the forward of its FSDP module.",
         )
     if weight.device_mesh.get_coordinate() is None:
         raise ValueError(
-            "weight must lie on a mesh that contains this rank, got one that does not; call on its ranks only.",
+            "weight must lie on a mesh that contains this rank, got one that does not; call on its "
+            "ranks only.",
         )
     return sharded[0] if sharded else None
 
 
 def _local(value: Any) -> Any:
-    """Return the local tensor of a DTensor, and any other value as it is."""
+    """Return the local tensor of a DTensor, and any other value unchanged."""
     from torch.distributed.tensor import DTensor
 
     return value.to_local() if isinstance(value, DTensor) else value

@@ -54,7 +54,7 @@ def _padded(rows: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Pad packed rows.
 
     Returns:
-        ``[B, S, D]`` rows, and ``[B, S]`` which of them are valid.
+        ``[B, S, D]`` rows, and their validity ``[B, S]``.
     """
     lengths = cu_seqlens.diff()
     longest = int(lengths.max()) if lengths.numel() else 0

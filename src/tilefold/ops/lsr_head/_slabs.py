@@ -72,7 +72,7 @@ def write_slab(slab: slice, result: Tensor, gradient: Tensor, unit: Tensor | Non
 
 
 def rescale(gradient: Tensor, unit: Tensor | None) -> Tensor:
-    """Multiply a gradient by the unit that it was divided by, in place; ``None`` is 1."""
+    """Multiply a gradient by the unit that it was divided by, in place (``None`` is 1)."""
     return gradient if unit is None else gradient.mul_(unit)
 
 

@@ -417,7 +417,7 @@ def _one_token_backward(
 
 
 def _token_positions(tokens: Tokens, pooling: str) -> Tensor:
-    """Return positions of the first or last valid tokens ``[B, 1]``; empty without a mask."""
+    """Return positions of the first or last valid tokens ``[B, 1]``, empty without a mask."""
     hidden = tokens.hidden
     mask = tokens.attention_mask
     dtype = winner_dtype(tokens.length_bound)

@@ -1,4 +1,4 @@
-"""Tiles of logits for the tiled path: packed rows, their division into tiles, and running maxima."""
+"""Tiles of logits for the tiled path: packed rows, their division, and running maxima."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def pack_rows(tokens: Tokens) -> PackedRows:
-    """Gather the valid tokens; this reads the sequences' lengths on the CPU.
+    """Gather the valid tokens, whose number the CPU reads.
 
     Rows are copied only if there is padding, or another dtype than the accumulators'.
     """

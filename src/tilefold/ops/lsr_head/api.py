@@ -101,8 +101,9 @@ def lsr_head(
 ) -> Tensor:
     """Score every vocabulary entry for every sequence, without the ``[B, S, V]`` logits.
 
-    This is the head of Sparton (arXiv 2603.25011). With ``logit[b, s, v] = logit_scale * hidden[b, s] . weight[v] + bias[v]`` over the valid tokens
-    s of sequence b::
+    This is the head of Sparton (arXiv 2603.25011). With
+    ``logit[b, s, v] = logit_scale * hidden[b, s] . weight[v] + bias[v]`` over the valid tokens s of
+    sequence b::
 
         max:       out[b, v] = act(max_s logit[b, s, v])
         sum, mean: out[b, v] = sum_s or mean_s act(logit[b, s, v])

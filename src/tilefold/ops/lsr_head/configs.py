@@ -69,7 +69,8 @@ MAX_FORWARD = (
     ConfigRow(
         {"tma": True, "dtype": SIXTEEN_BITS} | BLACKWELL,
         {"BLOCK_T": 128},
-        "compiled: copies of products, which lie in a memory of their own, and places of winners spill from 3.7 on",
+        "compiled: copies of products, which lie in a memory of their own, and places of winners "
+        "spill from 3.7 on",
     ),
     ConfigRow(
         {"roles": True},
@@ -79,7 +80,8 @@ MAX_FORWARD = (
     ConfigRow(
         {"roles": True, "release": Between(least=(3, 8))},
         {"LEAN_PLACES": True},
-        "compiled: winners are looked for with constants, since a register for each place of a tile spills",
+        "compiled: winners are looked for with constants, since a register for each place of a "
+        "tile spills",
     ),
     ConfigRow(
         FP32,
@@ -184,7 +186,8 @@ DWEIGHT = (
     ConfigRow(
         LARGE_BATCH | FP16,
         {"maxnreg": 128},
-        "H200, Triton 3.6: scaling would take 152, and a multiprocessor then holds three programs where four do",
+        "H200, Triton 3.6: scaling would take 152, and a multiprocessor then holds three programs "
+        "where four do",
     ),
     ConfigRow(
         LARGE_BATCH | FP16 | {"release": (3, 4)},
@@ -398,8 +401,8 @@ def plan_splits(
         programs: number of program instances.
 
     Returns:
-        The number of splits, and the number of tiles that a split's size is a multiple of: those of
-        a sequence if sequences consist of whole tiles, else 1.
+        The number of splits, and the number of tiles that a split's size is a multiple of. It is
+        the length of a sequence if sequences consist of whole tiles, else 1.
     """
     tiles_per_sequence = uniform_length // block_t if uniform_length % block_t == 0 else 0
     multiple = tiles_per_sequence if 1 <= tiles_per_sequence <= LONG_SEQUENCE_TILES else 1

@@ -66,7 +66,7 @@ class HeadSteps(Steps):
     Args:
         tensors: layouts of the tensors, of a forward or a backward pass.
         options: the checked options.
-        setting: the device, and what is given up there.
+        setting: facts about the device.
 
     Attributes:
         tokens: the token states and their division into sequences.
@@ -399,7 +399,7 @@ def _descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[..., Te
 def _pack(steps: HeadSteps, group: int, training: bool) -> int | None:
     """Plan the packing of valid tokens, and the scores of empty sequences.
 
-    The packed rows are ``rows``, of which the first ``offset[B]`` are used. Each sequence has whole
+    The packed rows are ``rows``. The first ``offset[B]`` are used. Each sequence has whole
     groups of rows. With winners, ``position`` has the position of each row in its sequence.
 
     Args:
@@ -460,7 +460,8 @@ def _max_backward(steps: HeadSteps, needs: Needs) -> None:
     vocab = steps.tensors.weight.size(0)
     if vocab > max_backward.MAX_VOCAB:
         raise ValueError(
-            f"weight must have at most {max_backward.MAX_VOCAB} rows for the Triton backward, got {vocab}.",
+            f"weight must have at most {max_backward.MAX_VOCAB} rows for the Triton backward, got "
+            f"{vocab}.",
         )
     steps.values["ALWAYS_ACTIVE"] = steps.options.activation in {"softplus", "none"}
     if needs.hidden:
@@ -523,7 +524,7 @@ def _max_dweight(steps: HeadSteps, needs: Needs) -> None:
 
 
 def _sum_forward(steps: HeadSteps, training: bool) -> None:
-    """Plan the scores of sum and mean pooling; they are NaN if ``cu_seqlens`` is invalid."""
+    """Plan the scores of sum and mean pooling, which are NaN if ``cu_seqlens`` is invalid."""
     config = configs.constants_of(configs.SUM, steps.dtype, steps.setting)
     steps.buffers["winners"] = None
     if steps.tokens.cu_seqlens is not None:
@@ -691,7 +692,7 @@ def _one_token_forward(steps: HeadSteps, training: bool) -> None:
 
 
 def _row_gradients(steps: HeadSteps, needs: Needs) -> None:
-    """Plan the gradients of one row of hidden per sequence; ``dhidden`` of other rows is zero."""
+    """Plan the gradients of one row of hidden per sequence. ``dhidden`` is 0 for other rows."""
     batch = steps.values["B"]
     vocab = steps.values["V"]
     dim = steps.values["D"]

@@ -150,7 +150,7 @@ class ValidTokens(NamedTuple):
 
 
 def gather_valid_tokens(tensors: ScatterTensors, options: ScatterOptions) -> ValidTokens:
-    """Gather the valid tokens, whose values are checked; this waits for a GPU.
+    """Gather the valid tokens, whose values are checked, which waits for a GPU.
 
     Raises:
         ValueError: for offsets or ids that are invalid.

@@ -29,7 +29,7 @@ def first_winner(weights: Tensor, has_entry: Tensor) -> Tensor:
 
 
 def token_scatter(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
-    """Compute ``[B, V]`` scores from checked values; this waits for a GPU."""
+    """Compute ``[B, V]`` scores from checked values, which waits for a GPU."""
     weights = tensors.weights
     ids = tensors.input_ids
     valid = check_values(tensors, options)

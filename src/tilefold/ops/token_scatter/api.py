@@ -253,6 +253,7 @@ def _as_tuple(ignore_ids: Iterable[int]) -> tuple[int, ...]:
         for i in ids:
             if isinstance(i, bool) or not isinstance(i, int):
                 raise TypeError(
-                    f"ignore_ids must be integers, got {i!r} among them; leave out what the tokenizer lacks.",
+                    f"ignore_ids must be integers, got {i!r} among them; leave out what the "
+                    f"tokenizer lacks.",
                 )
     return ids

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def nan_max(a, b):
-    """Elementwise maximum; NaN if either is NaN."""
+    """Elementwise maximum, which is NaN if either number is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -29,7 +29,7 @@ def expm1(x):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """Apply an activation of :data:`tilefold.ops._shared.activation.ACTIVATIONS`; NaN stays NaN."""
+    """Apply an activation of :data:`tilefold.ops._shared.activation.ACTIVATIONS`. NaN stays NaN."""
     if ACTIVATION == "softplus":
         return nan_max(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
     elif ACTIVATION == "none":
@@ -45,7 +45,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def slope_from_score(y, ACTIVATION: tl.constexpr):
-    """``act'(x)`` in terms of ``y = act(x)``; NaN stays NaN."""
+    """``act'(x)`` in terms of ``y = act(x)``. NaN stays NaN."""
     if ACTIVATION == "softplus":
         return -expm1(-y)
     elif ACTIVATION == "none":
@@ -62,7 +62,7 @@ def slope_from_score(y, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def slope_from_logit(x, ACTIVATION: tl.constexpr):
-    """``act'(x)``, elementwise; NaN stays NaN."""
+    """``act'(x)``, elementwise. NaN stays NaN."""
     if ACTIVATION == "softplus":
         return 1.0 / (1.0 + tl.exp(-x))
     elif ACTIVATION == "none":

@@ -144,7 +144,7 @@ class _TmaMap:
     """A TMA map in memory that the driver reads.
 
     Attributes:
-        position: position of the matrix's address among those of a launch.
+        position: position of the matrix's address in the addresses of a launch.
         address: address of the map.
         matrix_address: address of the matrix in the map, 0 at first.
     """
@@ -164,7 +164,7 @@ class _ParameterMemory:
 
     Attributes:
         pointers: addresses of tensors, which a launch writes.
-        pointer_positions: positions of these addresses among those of a launch.
+        pointer_positions: positions of these addresses in the addresses of a launch.
         tma_maps: TMA maps, in which a launch replaces the address of the matrix.
         table: addresses of all parameters.
 
@@ -221,7 +221,7 @@ class _ParameterMemory:
 def _number_memory(value: float, letter: str, size: int) -> Any:
     """Return memory that holds a number in the type of a parameter.
 
-    Integers take 64 bits: the first bytes are those of a narrower one.
+    Integers take 64 bits, whose first bytes are a narrower integer.
     """
     if letter != "f":
         return ctypes.c_int64(int(value))

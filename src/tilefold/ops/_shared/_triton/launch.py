@@ -139,7 +139,7 @@ class Build(NamedTuple):
 
 @contextmanager
 def named_failure(key: Values, build: Build) -> Iterator[None]:
-    """Raise :class:`KernelUnavailableError` in place of errors of a kernel's compilation or loading.
+    """Raise :class:`KernelUnavailableError` for errors of a kernel's compilation or loading.
 
     The reason is remembered, and the next attempt fails with it at once. Other errors pass.
 
@@ -240,7 +240,7 @@ class KernelLauncher:
                 self.bound = bind(compiled, planned.grid, build.arguments, self._tma)
 
     def run_with_triton(self, build: Build) -> Any:
-        """Launch by Triton's own call, and return the compiled kernel, or ``None`` if interpreted."""
+        """Launch by Triton's own call, and return the compiled kernel (``None`` if interpreted)."""
         kernel, grid, arguments, constants, _ = build
         if not isinstance(kernel, JITFunction):  # interpreted
             return kernel[grid](*arguments, **constants)
@@ -288,7 +288,7 @@ def rows_fit_descriptor(matrix: Tensor) -> bool:
 def is_build_failure(error: Exception) -> bool:
     """Whether ``error`` says that a kernel cannot be built, loaded or launched.
 
-    Other errors are those of a kernel that ran, such as an illegal access to memory.
+    Other errors come from a kernel that ran, such as an illegal access to memory.
     """
     if isinstance(
         error,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import KernelLauncher
-from tilefold.ops._shared.internals import hooked
+from tilefold.ops._shared.internals import has_launch_hooks
 from tilefold.ops._shared.plan import Buffer, Launch, Plan, Selector, TorchStep, cdiv, selector
 
 # Bytes of scratch up to which one block holds all of it, since every allocation costs CPU time.
@@ -72,7 +72,7 @@ class Program:
         ]
 
     def __call__(self, *inputs: Tensor | None) -> Sequence[Tensor | None]:
-        may_bind = self._aligned and not hooked()
+        may_bind = self._aligned and not has_launch_hooks()
         bound = may_bind and self.bound
         tensors: list[Any] = [*inputs, *[None] * len(self._empty_addresses)]
         addresses: list[Any] = [
@@ -164,7 +164,7 @@ class _Layout:
         input_names: names of the inputs.
         buffers: results and scratch that are allocated, by name. The scratch block is the last.
         allocation_steps: number of the step before which a buffer is allocated, by its name.
-        n_torch_steps: number of torch steps, each of which has an output.
+        n_torch_steps: number of torch steps. Every one has an output.
         pieces: scratch in the block. Buffers without elements come first, and their address is 0.
         piece_offsets: bytes from the beginning of the block to the pieces that have elements.
         result_names: names of the results that are computed.

@@ -1,1 +1,1 @@
-"""The LSR head in Triton: compute capability 8.0 and newer; TMA on 9.0 and newer."""
+"""Kernels of the LSR head, for compute capability 8.0 and newer, with TMA from 9.0 on."""

@@ -33,7 +33,7 @@ def _won_rows(
     ALWAYS_ACTIVE: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """Return the winners of scores, and which of them have a gradient.
+    """Return the winners of scores, and whether the scores have a gradient.
 
     A score of 0 has none. NaN has one, so that it is noticed.
     """

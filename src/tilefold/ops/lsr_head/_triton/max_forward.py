@@ -329,8 +329,8 @@ def combine_kernel(
 ):
     """Combine the partial maxima of sequences that are divided among splits.
 
-    Instance ``(b, j)`` handles sequence b and block j of the columns. Args are those of
-    :func:`max_forward_kernel`; with SCREENED nothing is done if the screen has computed the scores.
+    Instance ``(b, j)`` handles sequence b and block j of the columns. With SCREENED nothing is done
+    if the screen has computed the scores. Args are as in :func:`max_forward_kernel`.
     """
     seq = tl.program_id(0)
     offs_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -49,7 +49,7 @@ def _store_empty(
 ):
     """Write the scores of a sequence without a valid token.
 
-    ``programs`` instances share the columns, of which this one is number ``first``.
+    ``programs`` instances share the columns. ``first`` is this instance's number.
     """
     for v0 in range(first * BLOCK, V, programs * BLOCK):
         v = v0 + tl.arange(0, BLOCK)
@@ -98,10 +98,13 @@ def _counts(
     BLOCK_B: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Return the first packed row of sequence ``b``, its number of valid tokens, and the position
-    of the first one (S if there is none).
+    """Return the packed position of sequence ``b``, and its valid tokens.
 
     With BLOCK_B = 0, :func:`count_kernel` has counted before. Otherwise this reads the whole mask.
+
+    Returns:
+        First packed row, number of valid tokens, and position of the first one (S if there is
+        none).
     """
     offset = 0
     if BLOCK_B == 0:  # count_kernel has counted

@@ -266,7 +266,7 @@ def round_kernel(
     GROUP: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):
-    """Round groups of rows to integers: first those of the weight, then those of the tokens.
+    """Round groups of rows to integers: first rows of the weight, then token states.
 
     Instances take groups in turn. The largest norms and errors of each sequence are written to the
     state.

@@ -11,7 +11,7 @@ LAST = tl.constexpr(2147483647)
 
 @triton.jit
 def merge(best, winner, new_best, new_winner, WITH_WINNERS: tl.constexpr):
-    """Return the larger of two maxima, and its winner; the first one among equals.
+    """Return the larger of two maxima, and its winner, the first one among equals.
 
     All are ``[BLOCK_V]``. NaN stays NaN.
     """
@@ -121,7 +121,7 @@ def store_partial(
 
 @triton.jit
 def split_tiles_of(n_rows, splits, multiple, BLOCK_T: tl.constexpr):
-    """Return the number of token tiles, and those of a split, a multiple of ``multiple``."""
+    """Return the number of all token tiles, and of a split's, a multiple of ``multiple``."""
     n_tiles = tl.maximum(tl.cdiv(n_rows, BLOCK_T), 1)
     return n_tiles, tl.cdiv(tl.cdiv(n_tiles, splits), multiple) * multiple
 
