@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.data.collection import Collection
 
 # Without training judgements, every fourth query is held out for evaluation.
 HELD_OUT_STRIDE = 4

@@ -111,7 +111,7 @@ class Prepared:
     """
 
     def __init__(self, model: Any, texts: Sequence[str]) -> None:
-        from tilefold.integrations.sentence_transformers.stream import SparseStream, Work
+        from tilefold.integrations.sentence_transformers.streaming.stream import SparseStream, Work
 
         self.model = model
         self.stream = SparseStream(model, SparseOptions(None, 0.0), task="document", prompt=None)

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tilefold._ranks import joined, run_ranks, started
+from tilefold.distributed.ranks import joined, run_ranks, started
 
 
 def main() -> int:

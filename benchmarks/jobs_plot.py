@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.paths import given_paths
 from benchmarks.results_plot import machine
-from tilefold._figures import new_figure, save_figure
+from tilefold._internal.figures import new_figure, save_figure
 from tilefold.bench.results import read_csv, short_number
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.paths import given_paths
-from tilefold._figures import new_figure, save_figure
+from tilefold._internal.figures import new_figure, save_figure
 from tilefold.bench.results import read_csv
 
 RESULTS = Path(__file__).parent / "results" / "nvidia-h200"

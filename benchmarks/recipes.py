@@ -34,8 +34,8 @@ from tilefold.recipes.catalogue import RECIPES, Config, Entry, get_recipe
 from tilefold.recipes.colbert import ColbertRecipe
 from tilefold.recipes.encoders import EncoderSpec
 from tilefold.recipes.lsr import LsrRecipe
-from tilefold.retrieval.collection import Collection
-from tilefold.retrieval.datasets import load_collection
+from tilefold.retrieval.data.collection import Collection
+from tilefold.retrieval.data.datasets import load_collection
 
 MEASURES = ("nDCG@10", "R@100")
 CSV_KEY = ("data", "recipe", "base", "steps", "seed")
@@ -182,7 +182,7 @@ def load(folder: Path, config: Config) -> Any:
 def measure(model: Any, config: Config, collection: Collection) -> dict[str, Any]:
     """nDCG@10, recall, active terms and time per query on the evaluation split."""
     from tilefold.recipes.loading import fast_inference
-    from tilefold.retrieval.evaluation import evaluate
+    from tilefold.retrieval.evaluation.measures import evaluate
 
     split = evaluation_split(collection)
     queries, qrels = collection.split_queries(split), collection.split_qrels(split)
@@ -203,10 +203,10 @@ def _sparse(
     import tempfile
 
     from tilefold.recipes.lsr import fused_head
-    from tilefold.retrieval.encoding import encode_collection, encode_queries
-    from tilefold.retrieval.evaluation import active_terms
+    from tilefold.retrieval.encoding.sparse import encode_collection, encode_queries
+    from tilefold.retrieval.evaluation.measures import active_terms
     from tilefold.retrieval.index import build_index, hits_to_run
-    from tilefold.retrieval.vectors import read_vectors
+    from tilefold.retrieval.vectors.sparse_files import read_vectors
 
     with fused_head(model, config.fused), tempfile.TemporaryDirectory() as folder:
         encode_collection(
@@ -232,9 +232,9 @@ def _late(
     collection: Collection,
     queries: dict[str, str],
 ) -> tuple[Any, dict[str, Any]]:
-    from tilefold.retrieval.bm25 import BM25Index
-    from tilefold.retrieval.reranking import rerank
-    from tilefold.retrieval.token_encoding import encode_texts
+    from tilefold.retrieval.encoding.tokens import encode_texts
+    from tilefold.retrieval.index.bm25 import BM25Index
+    from tilefold.retrieval.search.reranking import rerank
 
     contents = collection.contents()
     candidates = BM25Index.build(contents).search(queries, DEPTH)

@@ -7,12 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tilefold.retrieval.bm25 import BM25Index
-from tilefold.retrieval.collection import Collection
-from tilefold.retrieval.mining import Window, mine_negatives
-from tilefold.retrieval.provenance import texts_digest
-from tilefold.retrieval.teachers import Teacher, ensemble, score_rows
-from tilefold.retrieval.training_rows import write_training_rows
+from tilefold.retrieval.common.provenance import texts_digest
+from tilefold.retrieval.data.collection import Collection
+from tilefold.retrieval.index.bm25 import BM25Index
+from tilefold.retrieval.training_data.mining import Window, mine_negatives
+from tilefold.retrieval.training_data.rows import write_training_rows
+from tilefold.retrieval.training_data.teachers import Teacher, ensemble, score_rows
 
 
 def make_scores(

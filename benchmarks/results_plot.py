@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.paths import given_paths
-from tilefold._figures import new_figure, save_figure
+from tilefold._internal.figures import new_figure, save_figure
 from tilefold.bench.results import read_csv, short_number
 
 if TYPE_CHECKING:

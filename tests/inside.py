@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tilefold import _ranks as ranks
-from tilefold._arguments import list_of_ids, list_of_texts
-from tilefold._files import (
+from tilefold._internal.arguments import list_of_ids, list_of_texts
+from tilefold._internal.files import (
     LOCK,
     DiskFullError,
     InUseError,
@@ -16,10 +15,11 @@ from tilefold._files import (
 from tilefold.cli import _common as common
 from tilefold.cli import _demo_steps as demo_steps
 from tilefold.cli._models import load_encoder, load_model
+from tilefold.distributed import ranks
 from tilefold.integrations._sparse_source import ServerError, SparseSource
 from tilefold.ops._shared import fallback
 from tilefold.ops._shared._triton import releases
-from tilefold.retrieval import _streamed as streamed
+from tilefold.retrieval.encoding import streamed
 
 __all__ = [
     "LOCK",

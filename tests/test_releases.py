@@ -9,7 +9,7 @@ import pytest
 import sentence_transformers
 
 from tests.refusals import refused
-from tilefold._sentence_transformers import check_sentence_transformers
+from tilefold._internal.sentence_transformers import check_sentence_transformers
 
 
 @pytest.mark.parametrize("release", ["5.1.0", "6.0.0", "6.1.0", "6.2.0rc1"])

@@ -15,7 +15,7 @@ from tests.cli.program import run_cli
 from tests.recipes.small import SIZES, SPECIAL
 from tests.serve.running import Client, serving
 from tilefold import retrieval as r
-from tilefold._vocabulary import TermNames, fill_missing_names, term_names_of
+from tilefold._internal.vocabulary import TermNames, fill_missing_names, term_names_of
 from tilefold.modules import StaticQuery
 from tilefold.recipes.loading import load_saved
 from tilefold.serve.models import Served, TextTokens

@@ -75,7 +75,7 @@ def run(
     Raises:
         ValueError: for an unknown model, or a length, batch, limit or tokenizer that cannot be.
     """
-    from tilefold.retrieval.datasets import load_collection
+    from tilefold.retrieval.data.datasets import load_collection
 
     sizes = [model_size(name) for name in options.models]
     options.check()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.paths import given_paths
 from benchmarks.results_plot import distinct, machine, relative_bars
-from tilefold._figures import new_figure, save_figure
+from tilefold._internal.figures import new_figure, save_figure
 from tilefold.bench.results import exponent, ratio, read_csv, short_number, spread
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.train_data import make_encoder
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection
+    from tilefold.retrieval.data.collection import Collection
 
 CHARACTERS_PER_TOKEN = (
     8  # more than any language here has: a text of S times this many is never short of S tokens

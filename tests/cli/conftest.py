@@ -7,7 +7,7 @@ import pytest
 from tests import programs
 from tests.cli.program import Call, Outcome, run_cli, run_steps
 from tests.recipes.small import small_collection, small_masked_lm
-from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.data.collection import Collection
 
 
 @pytest.fixture(scope="session")

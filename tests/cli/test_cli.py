@@ -194,7 +194,8 @@ def test_search_reads_the_documents_of_its_hits_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tilefold.cli import _scores
-    from tilefold.retrieval import collection, stored
+    from tilefold.retrieval.data import collection
+    from tilefold.retrieval.data import stored_documents as stored
 
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(work / "cache"))
     monkeypatch.setattr(_scores, "SMALLEST", 0)

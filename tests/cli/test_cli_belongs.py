@@ -20,8 +20,8 @@ from tests.refusals import refused
 from tilefold.cli._common import CommandError
 from tilefold.cli._scores import NamedRun, check_answers
 from tilefold.retrieval import Document, read_trec_run, write_trec_run
-from tilefold.retrieval.evaluation import choose_weights
-from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.evaluation.measures import choose_weights
 
 
 @pytest.fixture(scope="module")

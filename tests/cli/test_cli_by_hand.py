@@ -18,7 +18,7 @@ from tests.inside import load_encoder, load_model
 from tests.recipes.small import ranked_by_itself, small_collection, with_dev
 from tilefold import retrieval as r
 from tilefold.recipes.backbone import load_dense_minilm
-from tilefold.retrieval.evaluation import choose_weights
+from tilefold.retrieval.evaluation.measures import choose_weights
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 MEASURES = ("nDCG@10", "RR@10")

@@ -13,8 +13,8 @@ import pytest
 from tests.cli.program import Call, done, fails, measured, run_steps
 from tests.recipes.small import small_collection
 from tilefold import retrieval as r
-from tilefold.retrieval.collection import Collection, Document
-from tilefold.retrieval.searcher import Searcher
+from tilefold.retrieval.data.collection import Collection, Document
+from tilefold.retrieval.search.searcher import Searcher
 
 MEASURES = ("nDCG@10", "RR@10")
 

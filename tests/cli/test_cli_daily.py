@@ -24,8 +24,9 @@ from tests.cli.program import Call, done, fails, measured, run_steps
 from tests.inside import common, load_encoder, streamed, write_json
 from tests.recipes.small import SUBJECTS, small_collection
 from tilefold.recipes import loading
-from tilefold.retrieval import encoding, read_manifest, read_vectors, write_trec_run
-from tilefold.retrieval.collection import Collection, Document
+from tilefold.retrieval import read_manifest, read_vectors, write_trec_run
+from tilefold.retrieval.data.collection import Collection, Document
+from tilefold.retrieval.encoding import sparse as encoding
 
 
 def test_a_corpus_alone_is_encoded_and_indexed_and_cannot_be_evaluated(

@@ -22,10 +22,16 @@ from tests.retrieval.test_retrieval_teachers import reranker
 from tilefold import retrieval as r
 from tilefold.recipes import RECIPES
 from tilefold.recipes.loading import supports_bf16
-from tilefold.retrieval import SparseVectors, read_vectors, teachers, write_vectors
-from tilefold.retrieval.mining import FalseNegatives, Window, drop_false_negatives, mine_negatives
-from tilefold.retrieval.provenance import texts_digest
-from tilefold.retrieval.teachers import ensemble
+from tilefold.retrieval import SparseVectors, read_vectors, write_vectors
+from tilefold.retrieval.common.provenance import texts_digest
+from tilefold.retrieval.training_data import teachers
+from tilefold.retrieval.training_data.mining import (
+    FalseNegatives,
+    Window,
+    drop_false_negatives,
+    mine_negatives,
+)
+from tilefold.retrieval.training_data.teachers import ensemble
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -13,7 +13,7 @@ from tests.cli.program import Call, done, fails, measured
 from tests.manifests import edit
 from tests.recipes.small import small_collection
 from tests.retrieval.qdrant_over_http import OverHttp
-from tilefold.retrieval.qdrant import QdrantCollection
+from tilefold.retrieval.index.qdrant import QdrantCollection
 
 
 @pytest.fixture
@@ -336,7 +336,7 @@ def test_index_says_that_it_resumes(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("tilefold.retrieval.qdrant.edge.EdgeEngine.optimize", interrupt)
+        patch.setattr("tilefold.retrieval.index.qdrant.edge.EdgeEngine.optimize", interrupt)
         assert call(*index).code == 130
     fails(call(*index), 0, f"indexing resumes: {documents} of {documents} were done before")
     assert "resumes" not in done(call(*index, "--overwrite")).err

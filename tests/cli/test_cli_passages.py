@@ -12,7 +12,7 @@ import pytest
 from tests.cli.program import Call, done, fails, measured, run_steps
 from tests.recipes.small import SUBJECTS, small_collection
 from tilefold import retrieval as r
-from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.data.collection import Collection
 
 CUT = ("--passages", "6")
 

@@ -23,7 +23,7 @@ from tests.processes import environment
 from tests.serve.running import Client, served
 from tests.serve.test_serve_sockets import wait_until
 from tests.test_imports import HIDE, run_python
-from tilefold.retrieval.collection import Collection, Document
+from tilefold.retrieval.data.collection import Collection, Document
 
 
 def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(

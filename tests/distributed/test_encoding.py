@@ -21,12 +21,13 @@ from sentence_transformers import MultiVectorEncoder, SparseEncoder
 from tests.distributed.ranks import Rank, Ranks
 from tests.integrations.multi_vector_models import build_colbert
 from tests.refusals import refused
-from tilefold._files import LOCK, hold_folder
+from tilefold._internal.files import LOCK, hold_folder
 from tilefold.integrations.sentence_transformers import accelerate
-from tilefold.integrations.sentence_transformers.stream import SparseStream
-from tilefold.retrieval import _meeting, encode_collection, encode_tokens, read_manifest
-from tilefold.retrieval._meeting import KEPT, Meeting
-from tilefold.retrieval._streamed import Shard
+from tilefold.integrations.sentence_transformers.streaming.stream import SparseStream
+from tilefold.retrieval import encode_collection, encode_tokens, read_manifest
+from tilefold.retrieval.encoding import rank_shards as _meeting
+from tilefold.retrieval.encoding.rank_shards import KEPT, Meeting
+from tilefold.retrieval.encoding.streamed import Shard
 from tilefold.retrieval.errors import RankError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

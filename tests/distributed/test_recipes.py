@@ -29,11 +29,11 @@ from tests.distributed.ranks import Rank, Ranks
 from tests.processes import ROOT
 from tests.recipes.small import small_collection, tiny_masked_lm, with_dev
 from tests.refusals import refused
-from tilefold._files import LOCK
+from tilefold._internal.files import LOCK
+from tilefold.distributed.world import KEPT
 from tilefold.recipes import ColbertRecipe, SpladeRecipe, get_recipe, train
 from tilefold.recipes._run import newest_step
 from tilefold.recipes._watch import Watcher
-from tilefold.recipes._world import KEPT
 
 pytest.importorskip("datasets")
 # three epochs of whole batches: 12 pairs, 6 of them a step

@@ -33,7 +33,7 @@ from tests.integrations.test_sentence_transformers_packed import (
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead, encode_sparse
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
-from tilefold.integrations.sentence_transformers.packed_inputs import pack_features, packed_inputs
+from tilefold.integrations.sentence_transformers.packing.inputs import pack_features, packed_inputs
 
 FIVE = PAIRS.select(range(5))  # a batch of 4, and one of 1
 LABELLED = FIVE.add_column("negative", [f"no {text}" for text in FIVE["anchor"]]).add_column(

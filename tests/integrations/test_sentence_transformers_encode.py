@@ -27,8 +27,8 @@ from tilefold.integrations.sentence_transformers import (
     is_accelerated,
     restore,
 )
-from tilefold.integrations.sentence_transformers.packed_inputs import packed_inputs
-from tilefold.integrations.sentence_transformers.stream import TextStream
+from tilefold.integrations.sentence_transformers.packing.inputs import packed_inputs
+from tilefold.integrations.sentence_transformers.streaming.stream import TextStream
 from tilefold.recipes.colbert import ColbertRecipe
 from tilefold.retrieval import SparseVectors, vocabulary_fingerprint
 
@@ -269,7 +269,8 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from tests.recipes.small import tiny_masked_lm
-from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, stream
+from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
+from tilefold.integrations.sentence_transformers.streaming import stream
 texts = [" ".join(f"w{(3 * i + j) % 78}" for j in range(1 + i % 5)) for i in range(7)]
 folder = tiny_masked_lm(Path(tempfile.mkdtemp()), texts, layers=1)
 transformer = Transformer(str(folder), transformer_task="fill-mask")

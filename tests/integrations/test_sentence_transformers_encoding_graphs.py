@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tests.integrations.multi_vector_models import QUERIES, build_colbert
 from tests.integrations.splade_models import FP32_BUDGET, assert_close, build_tiny_splade
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, restore
-from tilefold.integrations.sentence_transformers.encoding_graphs import (
+from tilefold.integrations.sentence_transformers.graphs.encoding import (
     LIMIT,
     TEXTS,
     TOKENS,
@@ -29,7 +29,7 @@ from tilefold.integrations.sentence_transformers.encoding_graphs import (
 )
 from tilefold.ops.lsr_head import rows_of_scores
 from tilefold.pipeline.rows import NoRoomError, rows_in_room
-from tilefold.retrieval.encoding import encode_batch
+from tilefold.retrieval.encoding.sparse import encode_batch
 
 TEXT = "a list of numbers"
 FEW = ["cats and dogs", "a list of numbers is longer than a word", "x", "", "sum of all parts"]
@@ -273,7 +273,7 @@ def test_rows_that_no_graph_has_room_for_are_captured_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "tilefold.integrations.sentence_transformers.encoding_graphs.MAX_CAPACITY",
+        "tilefold.integrations.sentence_transformers.graphs.encoding.MAX_CAPACITY",
         4,
     )
     model = with_graphs(stock)

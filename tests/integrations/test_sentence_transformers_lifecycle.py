@@ -34,7 +34,6 @@ from tests.recipes.small import VOCABULARY
 from tests.refusals import refused
 from tilefold.integrations._patches import Acceleration
 from tilefold.integrations.sentence_transformers import (
-    _packing,
     accelerate,
     encode_sparse,
     is_accelerated,
@@ -42,7 +41,8 @@ from tilefold.integrations.sentence_transformers import (
     warm_up,
 )
 from tilefold.integrations.sentence_transformers._warm_up import steps
-from tilefold.integrations.sentence_transformers.packed_inputs import on_device, padded_inputs
+from tilefold.integrations.sentence_transformers.packing import accelerate as _packing
+from tilefold.integrations.sentence_transformers.packing.inputs import on_device, padded_inputs
 from tilefold.integrations.transformers import one_gpu, use_packed
 from tilefold.modules import StaticQuery
 from tilefold.ops._shared import impl

@@ -43,9 +43,9 @@ from tests.integrations.splade_models import (
 )
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
-from tilefold.integrations.sentence_transformers.collating import AheadCollator, PendingBatch
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
-from tilefold.integrations.sentence_transformers.packed_inputs import pack_features, packed_inputs
+from tilefold.integrations.sentence_transformers.packing.collator import AheadCollator, PendingBatch
+from tilefold.integrations.sentence_transformers.packing.inputs import pack_features, packed_inputs
 from tilefold.integrations.transformers.packed import padding_position
 from tilefold.losses.base_splade import JoinedSpladeLoss
 

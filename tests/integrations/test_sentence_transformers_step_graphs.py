@@ -28,13 +28,13 @@ from tests.integrations.splade_models import (
 from tests.integrations.test_sentence_transformers_packed import KINDS, PAIRS, splade_loss
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
-from tilefold.integrations.sentence_transformers._backward import (
+from tilefold.integrations.sentence_transformers.graphs.backward import (
     Found,
     backward_parts,
     prepared,
     write_gradients,
 )
-from tilefold.integrations.sentence_transformers.graphs import (
+from tilefold.integrations.sentence_transformers.graphs.training import (
     LIMIT,
     Run,
     StaticInputs,
@@ -42,7 +42,7 @@ from tilefold.integrations.sentence_transformers.graphs import (
     compiled_layers,
     sizes_for,
 )
-from tilefold.integrations.sentence_transformers.packed_inputs import packed_features
+from tilefold.integrations.sentence_transformers.packing.inputs import packed_features
 from tilefold.integrations.transformers.packed import padding_position
 
 # fp32: as in the tests of packed batches, with another number of rows in each product

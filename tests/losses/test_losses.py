@@ -18,7 +18,7 @@ from sentence_transformers.sparse_encoder.losses import (
 from torch import Tensor, nn
 
 from tests.refusals import refused
-from tilefold._sigmoid import sigmoid
+from tilefold._internal.sigmoid import sigmoid
 from tilefold.losses import (
     AntiZeroLoss,
     DFFlopsLoss,

@@ -17,7 +17,7 @@ from tests.integrations.splade_models import without_dropout
 from tests.modules.batches import QUERIES, TEXTS
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated
-from tilefold.integrations.sentence_transformers.stream import as_csr
+from tilefold.integrations.sentence_transformers.streaming.stream import as_csr
 from tilefold.modules import HeadPooling, load_encoder
 from tilefold.modules.fused_pooling import Wanted
 from tilefold.pipeline.rows import Batch, Window

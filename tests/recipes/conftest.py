@@ -12,7 +12,7 @@ from tests.recipes.small import (
     tiny_masked_lm,
     tiny_reranker,
 )
-from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.data.collection import Collection
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tilefold._typing import Model, Tokenizer
+from tilefold._internal.typing import Model, Tokenizer
 from tilefold.recipes._settings import whole
 from tilefold.recipes.backbone import GELU_SHIFT
 from tilefold.recipes.loading import seeded

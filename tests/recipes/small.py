@@ -25,7 +25,7 @@ from tokenizers import (
     trainers,
 )
 
-from tilefold.retrieval.collection import Collection, Document
+from tilefold.retrieval.data.collection import Collection, Document
 
 # Words of small models: those of MiniLM that have the lowest ids, letters and pieces among them; no
 # multiple of a tile. What such a model makes has most of its size, and takes most of its time, over

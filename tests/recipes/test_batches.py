@@ -26,7 +26,7 @@ from tilefold.recipes._steps import (
     step_warnings,
 )
 from tilefold.recipes.lsr import filled_batches, length_grouped_batches
-from tilefold.retrieval.collection import Collection, Document
+from tilefold.retrieval.data.collection import Collection, Document
 
 # 40 pairs: query 0 has 30 of them, ten other queries have one each
 SKEWED_QUERIES = [*range(11), *[0] * 29]

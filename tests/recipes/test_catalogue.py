@@ -37,7 +37,7 @@ from tilefold.recipes import (
 from tilefold.recipes.adaptation import AdaptationRecipe
 from tilefold.recipes.catalogue import RECIPES, Entry
 from tilefold.recipes.lsr import length_grouped_batches, make_examples, make_loss
-from tilefold.retrieval.collection import Collection, Document
+from tilefold.retrieval.data.collection import Collection, Document
 from tilefold.retrieval.errors import DataError
 
 # saved with modules of sentence-transformers alone

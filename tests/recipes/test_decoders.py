@@ -35,7 +35,7 @@ from tilefold.recipes.adaptation import AdaptationRecipe, adapt, pack_texts
 from tilefold.recipes.adapters import merge_adapters
 from tilefold.recipes.decoders import VARIANTS, add_lora, check_bidirectional
 from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder, load_sparse_linear
-from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.data.collection import Collection
 
 SMALL: dict[str, Any] = {
     "batch_size": 2,

@@ -16,12 +16,12 @@ from tests.cli.program import run_cli
 from tests.recipes.small import small_collection, tiny_masked_lm, with_dev
 from tests.recipes.test_runs import assert_equal, rows_of, stop_at
 from tests.refusals import refused
-from tilefold._files import LOCK
+from tilefold._internal.files import LOCK
 from tilefold.recipes import ColbertRecipe, OutOfTimeError, SpladeRecipe, train
 from tilefold.recipes._evaluation import choose
 from tilefold.recipes.loading import newest_step
 from tilefold.retrieval import SparseVectors, build_index, evaluate, hits_to_run
-from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.data.collection import Collection
 
 # the learning rate rises to the end, and destroys the model late
 DESTROYED: dict[str, Any] = {

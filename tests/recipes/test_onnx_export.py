@@ -21,7 +21,7 @@ from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
 from tilefold.modules import OnnxGraph, load_encoder
 from tilefold.recipes import ExportedGraph, export_onnx, onnx_export
-from tilefold.retrieval.provenance import model_fingerprint
+from tilefold.retrieval.common.provenance import model_fingerprint
 from tilefold.serve.models import Served
 
 pytest.importorskip("onnxruntime")

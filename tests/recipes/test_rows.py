@@ -17,10 +17,10 @@ from tests.refusals import refused
 from tilefold.recipes import LsrRecipe, train
 from tilefold.recipes._rows import Column, Dealt, Held, Reader, _draw
 from tilefold.recipes.lsr import make_examples
-from tilefold.retrieval import stored
-from tilefold.retrieval.datasets import load_collection
+from tilefold.retrieval.data import stored_documents as stored
+from tilefold.retrieval.data.datasets import load_collection
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.training_rows import RowsAhead, read_training_rows
+from tilefold.retrieval.training_data.rows import RowsAhead, read_training_rows
 
 PUBLISHED = {
     "triples.tsv": "q0\td0\td2\nq1\td1\td3\n\nq0\td0\td4\nq0\td0\td2\n",

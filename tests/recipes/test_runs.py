@@ -49,7 +49,7 @@ from tilefold.recipes import (
 from tilefold.recipes._steps import total_steps
 from tilefold.recipes._watch import SparseWatch
 from tilefold.recipes.loading import load_saved, newest_step
-from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.data.collection import Collection
 
 RUN_AND_HANG = """
 import json, sys, time

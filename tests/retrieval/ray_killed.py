@@ -24,8 +24,8 @@ import torch
 from tests import programs
 from tests.recipes.small import small_masked_lm
 from tilefold.retrieval import encode_collection
-from tilefold.retrieval.encoding import SparseEncoding
-from tilefold.retrieval.on_ray import RayCluster, encode_on_ray
+from tilefold.retrieval.encoding.on_ray import RayCluster, encode_on_ray
+from tilefold.retrieval.encoding.sparse import SparseEncoding
 
 COUNT, SHARD, SECONDS = 200, 8, 600
 TEXTS: dict[str, Any] = {

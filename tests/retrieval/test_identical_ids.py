@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from tilefold import retrieval as r
-from tilefold.retrieval.evaluation import choose_weights, conventions
-from tilefold.retrieval.identical_ids import (
+from tilefold.retrieval.common.identical_ids import (
     search_without_identical_ids,
     without_identical_ids,
 )
-from tilefold.retrieval.mining import FalseNegatives, Window
+from tilefold.retrieval.evaluation.measures import choose_weights, conventions
+from tilefold.retrieval.training_data.mining import FalseNegatives, Window
 
 # as in ArguAna: a query finds itself first, then its counter-argument
 RUN = {

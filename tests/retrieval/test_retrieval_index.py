@@ -31,7 +31,7 @@ from tilefold.retrieval.index import exact
 from tilefold.retrieval.index.exact import Postings, fastest, portable, top_positive
 from tilefold.retrieval.index.protocol import StoredIds, save_ids
 from tilefold.retrieval.index.seismic import SeismicIndex, SeismicOptions
-from tilefold.retrieval.searcher import open_index
+from tilefold.retrieval.search.searcher import open_index
 
 Make = Callable[..., SparseVectors]
 BACKENDS = ["exact", "seismic"]

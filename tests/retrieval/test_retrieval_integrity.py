@@ -26,10 +26,10 @@ from tests.refusals import refused
 from tests.retrieval.conftest import random_vectors
 from tilefold import retrieval as r
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index.qdrant import QdrantIndex
-from tilefold.retrieval.qdrant import QdrantCollection
-from tilefold.retrieval.qdrant import collection as qdrant_collection
-from tilefold.retrieval.tokens import TokenManifest, TokenVectors, TokenVectorWriter
+from tilefold.retrieval.index.qdrant import QdrantCollection
+from tilefold.retrieval.index.qdrant import collection as qdrant_collection
+from tilefold.retrieval.index.qdrant.index import QdrantIndex
+from tilefold.retrieval.vectors.tokens import TokenManifest, TokenVectors, TokenVectorWriter
 
 Make = Callable[..., r.SparseVectors]
 DOCUMENTS = {f"d{at}": f"cats and dogs sleep in house number{at} word{at % 7}" for at in range(40)}

@@ -26,7 +26,7 @@ TEXTS = {f"d{i}": "cats sleep " * (i + 1) for i in range(8)}
 HOLD = """
 import sys
 from pathlib import Path
-from tilefold import _files
+from tilefold._internal import files as _files
 with getattr(_files, sys.argv[1])(Path(sys.argv[2])):
     print("held", flush=True)
     sys.stdin.read()
@@ -34,7 +34,7 @@ with getattr(_files, sys.argv[1])(Path(sys.argv[2])):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tilefold._files import atomic_directory, atomic_file
+from tilefold._internal.files import atomic_directory, atomic_file
 path = Path(sys.argv[1])
 with atomic_file(path) if path.suffix else atomic_directory(path, own_names=(), overwrite=False) as written:
     (written if path.suffix else written / "half").write_text("half a run")
@@ -123,7 +123,7 @@ def test_a_swapped_directory_leaves_nothing_beside_it(
     monkeypatch: Any,
 ) -> None:
     if not at_once:  # a system or file system without it
-        monkeypatch.setattr("tilefold._files.exchange", lambda one, other: False)
+        monkeypatch.setattr("tilefold._internal.files.exchange", lambda one, other: False)
     for name in ("new", "there"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text("")

@@ -15,13 +15,13 @@ import torch
 from torch.nn.functional import normalize
 
 from tests.refusals import refused
-from tilefold import _files
 from tilefold import retrieval as r
+from tilefold._internal import files as _files
 from tilefold.ops import maxsim
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.given_tokens import read_token_file
 from tilefold.retrieval.index import centroids, late, token_blocks
-from tilefold.retrieval.searcher import open_index
+from tilefold.retrieval.search.searcher import open_index
+from tilefold.retrieval.vectors.given_tokens import read_token_file
 from tilefold.testing import assert_within_budget
 
 D = 16

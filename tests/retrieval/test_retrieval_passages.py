@@ -24,10 +24,10 @@ from tilefold import retrieval as r
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.recipes.colbert import untrained_colbert
 from tilefold.recipes.splade import untrained_splade
+from tilefold.retrieval.common.provenance import Provenance, model_fingerprint, texts_digest
+from tilefold.retrieval.data.passages import Passage, best_passages
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.fusion import Run
-from tilefold.retrieval.passages import Passage, best_passages
-from tilefold.retrieval.provenance import Provenance, model_fingerprint, texts_digest
+from tilefold.retrieval.search.fusion import Run
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service

@@ -26,10 +26,10 @@ from tilefold.retrieval import (
     load_index,
     reciprocal_rank_fusion,
 )
+from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
-from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.qdrant import Documents, Filter, Layout, QdrantCollection, Queries
-from tilefold.retrieval.tokens import TokenVectors
+from tilefold.retrieval.index.qdrant import Documents, Filter, Layout, QdrantCollection, Queries
+from tilefold.retrieval.vectors.tokens import TokenVectors
 
 Make = Callable[..., SparseVectors]
 Open = Callable[..., QdrantCollection]

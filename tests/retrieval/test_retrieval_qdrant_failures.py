@@ -23,8 +23,8 @@ from tests.retrieval.conftest import random_vectors
 from tests.retrieval.qdrant_over_http import OverHttp
 from tilefold.retrieval import SparseVectors, build_index, load_index
 from tilefold.retrieval.errors import VocabularyMismatchError
-from tilefold.retrieval.qdrant import Documents, Layout, QdrantCollection, UnreachableError
-from tilefold.retrieval.qdrant.server import ServerEngine
+from tilefold.retrieval.index.qdrant import Documents, Layout, QdrantCollection, UnreachableError
+from tilefold.retrieval.index.qdrant.server import ServerEngine
 
 Make = Callable[..., SparseVectors]
 KEY = "sesame-4711-open"
@@ -254,9 +254,9 @@ def test_a_process_killed_while_it_writes_a_record_leaves_an_index(
     code = f"""
 import os
 from pathlib import Path
-import tilefold._files as files
+import tilefold._internal.files as files
 from tilefold.retrieval import load_index
-from tilefold.retrieval.index.qdrant import QdrantIndex
+from tilefold.retrieval.index.qdrant.index import QdrantIndex
 index = load_index({str(folder)!r})
 replace = Path.replace
 Path.replace = lambda self, to: os._exit(9) if str(to).endswith({at!r}) else replace(self, to)

@@ -18,9 +18,9 @@ from tests.recipes.small import small_masked_lm
 from tests.refusals import refused
 from tests.retrieval import ray_killed
 from tilefold.retrieval import encode_collection, read_manifest
-from tilefold.retrieval.encoding import Output, SparseEncoding
-from tilefold.retrieval.errors import DataError, MissingPackageError
-from tilefold.retrieval.on_ray import (
+from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.data.text_ranges import HeldTexts, StoredTexts
+from tilefold.retrieval.encoding.on_ray import (
     TRIED,
     TRIES,
     ClusterError,
@@ -29,8 +29,8 @@ from tilefold.retrieval.on_ray import (
     Worker,
     encode_on_ray,
 )
-from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.text_ranges import HeldTexts, StoredTexts
+from tilefold.retrieval.encoding.sparse import Output, SparseEncoding
+from tilefold.retrieval.errors import DataError, MissingPackageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS: dict[str, Any] = {f"d{i}": "cats sleep " * (i + 1) for i in range(8)} | {"number": 5}
@@ -95,7 +95,7 @@ def held(splade: Any, tmp_path: Path) -> Held:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilefold.retrieval.on_ray.PATIENCE", 0.1)
+    monkeypatch.setattr("tilefold.retrieval.encoding.on_ray.PATIENCE", 0.1)
 
 
 @pytest.mark.filterwarnings("default")  # Ray leaves files and sockets to the collector of garbage
@@ -248,7 +248,7 @@ def table(tmp_path: Path) -> Path:
 
 def test_rows_of_a_table_are_read_by_ranges_that_go_over_files(table: Path) -> None:
     from tilefold.retrieval import load_documents
-    from tilefold.retrieval.provenance import texts_digest
+    from tilefold.retrieval.common.provenance import texts_digest
 
     survey = StoredTexts(table).survey(2, sample=2)
     texts = {name: document.contents for name, document in load_documents(table).items()}

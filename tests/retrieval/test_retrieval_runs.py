@@ -12,10 +12,14 @@ import pytest
 from tests.refusals import refused
 from tests.test_imports import run_python
 from tilefold import retrieval as r
-from tilefold.retrieval.bm25 import BM25Options, Tokenizer
+from tilefold.retrieval.common.provenance import Provenance, texts_digest
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
-from tilefold.retrieval.evaluation import check_measures, choose_weights, read_trec_provenance
-from tilefold.retrieval.provenance import Provenance, texts_digest
+from tilefold.retrieval.evaluation.measures import (
+    check_measures,
+    choose_weights,
+    read_trec_provenance,
+)
+from tilefold.retrieval.index.bm25 import BM25Options, Tokenizer
 
 A = {"q": {"x": 3.0, "y": 1.0}}
 B = {"q": {"y": 10.0, "z": 5.0, "x": 0.0}}

@@ -18,8 +18,8 @@ from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold.recipes import ColbertRecipe
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
-from tilefold.retrieval.feedback import Feedback, Interpolation
-from tilefold.retrieval.fusion import Run
+from tilefold.retrieval.search.feedback import Feedback, Interpolation
+from tilefold.retrieval.search.fusion import Run
 
 QUERY = {"query": "how do I work with csv files"}
 COLLECTION = small_collection()

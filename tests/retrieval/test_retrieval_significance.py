@@ -14,8 +14,8 @@ from scipy.stats import ttest_rel
 
 from tests.refusals import refused
 from tilefold import retrieval as r
-from tilefold.retrieval.evaluation import conventions
-from tilefold.retrieval.significance import holm
+from tilefold.retrieval.evaluation.measures import conventions
+from tilefold.retrieval.evaluation.significance import holm
 
 
 def table(values: Any, measure: str = "nDCG@10") -> dict[str, dict[str, float]]:

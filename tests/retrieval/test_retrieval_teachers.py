@@ -20,26 +20,26 @@ from tests.recipes.small import VOCABULARY, make_tokenizer_folder, small_collect
 from tests.refusals import refused
 from tests.retrieval.test_retrieval_interruptions import stop_at
 from tilefold import retrieval as r
-from tilefold._precision import scores_in_fp32
+from tilefold._internal.precision import scores_in_fp32
 from tilefold.recipes.loading import load_saved, saved_kind
-from tilefold.retrieval import teachers
-from tilefold.retrieval.collection import Collection, Document
+from tilefold.retrieval.common.provenance import texts_digest
+from tilefold.retrieval.data.collection import Collection, Document
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.mining import (
+from tilefold.retrieval.training_data import teachers
+from tilefold.retrieval.training_data.mining import (
     FalseNegatives,
     Mined,
     Window,
     drop_false_negatives,
     mine_negatives,
 )
-from tilefold.retrieval.provenance import texts_digest
-from tilefold.retrieval.teachers import Teacher, ensemble, score_rows, with_relevant
-from tilefold.retrieval.training_rows import (
+from tilefold.retrieval.training_data.rows import (
     TrainingRows,
     queries_of,
     read_training_rows,
     write_training_rows,
 )
+from tilefold.retrieval.training_data.teachers import Teacher, ensemble, score_rows, with_relevant
 
 COLLECTION = small_collection()
 

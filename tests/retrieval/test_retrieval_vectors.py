@@ -20,8 +20,8 @@ from tests import programs
 from tests.manifests import sum_shards
 from tests.refusals import refused
 from tilefold import retrieval as r
+from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
-from tilefold.retrieval.provenance import Provenance
 
 Make = Callable[..., r.SparseVectors]
 OWN: dict[str, Any] = {"vocab_size": 500, "fingerprint": "f" * 64}
@@ -152,7 +152,7 @@ def test_a_killed_writer_loses_only_its_last_shard(
     place: str,
 ) -> None:
     code = (
-        "import os, sys, tilefold.retrieval._shards as s, tilefold.retrieval.vectors as v\n"
+        "import os, sys, tilefold.retrieval.vectors.shards as s, tilefold.retrieval.vectors.sparse_files as v\n"
         "writer = v.SparseVectorWriter(sys.argv[1], v.VectorManifest(500, 'f' * 64))\n"
         "rows = v.SparseVectors.from_rows({'d0': {1: 1.0}}, 500, 'f' * 64)\n"
         "writer.write_shard(0, rows)\n"

@@ -18,9 +18,9 @@ import torch
 from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold.retrieval import Filter
+from tilefold.retrieval.data.metadata import Metadata, kept_fields
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.metadata import Metadata, kept_fields
-from tilefold.retrieval.searcher import open_index
+from tilefold.retrieval.search.searcher import open_index
 
 Make = Callable[..., r.SparseVectors]
 BACKENDS = ["exact", "seismic", "qdrant", "dense", "bm25"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tilefold import retrieval as r
-from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.index._half_weights import HalfWeights
+from tilefold.retrieval.vectors.sparse import SparseVectors
 
 pytest.importorskip("seismic")
 EXHAUSTIVE = {"heap_factor": 0.0, "query_cut": 1000, "n_postings": 10_000}

@@ -14,7 +14,8 @@ import torch
 from tests.retrieval.test_retrieval_growing import dense_folder
 from tilefold import retrieval as r
 from tilefold.retrieval import Filter
-from tilefold.retrieval._numbers import (
+from tilefold.retrieval.data.metadata import kept_fields
+from tilefold.retrieval.data.numbers import (
     INT64,
     floats_within,
     integers_rounding_to,
@@ -22,8 +23,7 @@ from tilefold.retrieval._numbers import (
     rounded_range,
 )
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.metadata import kept_fields
-from tilefold.retrieval.qdrant import Documents, Layout, QdrantCollection
+from tilefold.retrieval.index.qdrant import Documents, Layout, QdrantCollection
 
 Search = Callable[[Filter], set[str]]
 BACKENDS = ["exact", "seismic", "bm25", "dense", "late", "qdrant"]

@@ -12,7 +12,7 @@ from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.recipes import ColbertRecipe
 from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder
 from tilefold.recipes.loading import load_saved
-from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.data.collection import Collection
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
 

@@ -20,7 +20,7 @@ from tests.refusals import refused
 from tests.sequences import LabelledSeries
 from tests.serve.running import Client, serving
 from tilefold.integrations.sentence_transformers import encode_sparse
-from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.data.collection import Collection
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits

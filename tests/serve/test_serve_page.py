@@ -17,7 +17,7 @@ import pytest
 
 from tests.serve.running import Client, serving
 from tilefold import retrieval as r
-from tilefold.retrieval.collection import Collection, Document
+from tilefold.retrieval.data.collection import Collection, Document
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service

@@ -22,9 +22,9 @@ import torch
 from tests.retrieval.qdrant_over_http import OverHttp
 from tests.serve.running import Client, serving
 from tilefold import retrieval as r
-from tilefold.retrieval.collection import Collection
-from tilefold.retrieval.index.qdrant import QdrantIndex
-from tilefold.retrieval.qdrant import Documents, Layout, QdrantCollection
+from tilefold.retrieval.data.collection import Collection
+from tilefold.retrieval.index.qdrant import Documents, Layout, QdrantCollection
+from tilefold.retrieval.index.qdrant.index import QdrantIndex
 from tilefold.serve import service
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable

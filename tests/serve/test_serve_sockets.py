@@ -24,7 +24,7 @@ import pytest
 from tests.refusals import refused
 from tests.serve.running import Client, Reply, read_all, served, serving
 from tilefold import retrieval as r
-from tilefold.retrieval.index.qdrant import QdrantIndex
+from tilefold.retrieval.index.qdrant.index import QdrantIndex
 from tilefold.serve import server
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilefold._files import atomic_file
-from tilefold._lazy import package_version
+from tilefold._internal.files import atomic_file
+from tilefold._internal.lazy import package_version
 from tilefold._version import __version__
 from tilefold.bench.spec import PHASES
 

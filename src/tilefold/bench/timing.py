@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from tilefold._memory import memory_left
+from tilefold._internal.memory import memory_left
 from tilefold.bench.spec import DTYPES, Ceilings
 
 _FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU so far

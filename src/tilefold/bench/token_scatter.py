@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilefold._csr import to_csr
+from tilefold._internal.csr import to_csr
 from tilefold.bench import spec
 from tilefold.ops.token_scatter import chosen_impl, token_scatter, token_scatter_sparse
 

@@ -50,7 +50,7 @@ def _run(args: list[str], debug: bool) -> int:
     _common.kept.clear()
     _options.arguments[:] = [*args, *(["--debug"] if debug else [])]
     try:
-        from tilefold.retrieval.truncation import tallied
+        from tilefold.retrieval.encoding.truncation import tallied
 
         with tallied() as cuts:
             outcome = typer.main.get_command(_app())(

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import typer
 
-from tilefold.retrieval.fields import DocumentFields
+from tilefold.retrieval.data.fields import DocumentFields
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tilefold.retrieval.collection import Collection
+    from tilefold.retrieval.data.collection import Collection
 
 Asked: TypeAlias = Mapping[str, Any]  # parameters of a command and their values
 Values: TypeAlias = dict[str, Any]  # what a command prints as JSON, or options by name
@@ -252,7 +252,7 @@ def load_data(
     **parts: Any,
 ) -> Collection:
     """``pydocs``, a BEIR folder, or documents alone; `parts` are those of ``load_collection``."""
-    from tilefold.retrieval.datasets import load_collection
+    from tilefold.retrieval.data.datasets import load_collection
 
     return load_collection(
         name_or_path,

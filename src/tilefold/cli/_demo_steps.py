@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from tilefold import retrieval
-from tilefold._typing import Model
+from tilefold._internal.typing import Model
 from tilefold.cli import _common, _models
 from tilefold.cli._common import Values
-from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.common.provenance import texts_digest
+from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.provenance import texts_digest
 
 if TYPE_CHECKING:
     from tilefold.recipes.splade import SpladeRecipe
-    from tilefold.retrieval.fusion import Run
-    from tilefold.retrieval.tokens import TokenStore, TokenVectors
+    from tilefold.retrieval.search.fusion import Run
+    from tilefold.retrieval.vectors.tokens import TokenStore, TokenVectors
 
 Tokens: TypeAlias = "tuple[TokenVectors, TokenStore]"  # of queries, and of documents
 HELD_OUT = 200  # queries that choose the weights of the fusion

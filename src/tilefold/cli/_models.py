@@ -9,12 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold._typing import Model, SparseEncoder
+from tilefold._internal.typing import Model, SparseEncoder
 from tilefold.cli._common import CommandError, UsageError, first_line, note
-from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.common.provenance import texts_digest
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection
+    from tilefold.retrieval.data.collection import Collection
 
 PACKAGED = "minilm"
 KINDS = {
@@ -256,7 +256,7 @@ def _accelerate(model: Model) -> None:
 
 def check_sentence_transformers() -> None:
     """Import sentence-transformers, or say what to install."""
-    from tilefold import _sentence_transformers
+    from tilefold._internal import sentence_transformers as _sentence_transformers
 
     try:
         _sentence_transformers.check_sentence_transformers()

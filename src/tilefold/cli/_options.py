@@ -17,11 +17,11 @@ from typing import Any, TypeAlias, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from tilefold._ranks import MEET, run_ranks, started
 from tilefold._version import __version__
 from tilefold.cli._common import CommandError, UsageError, document_fields, first_line, note
+from tilefold.distributed.ranks import MEET, run_ranks, started
+from tilefold.retrieval.data.fields import DocumentFields
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.fields import DocumentFields
 
 # types of options that may be left out
 Text: TypeAlias = str | None

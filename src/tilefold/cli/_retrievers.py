@@ -8,27 +8,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tilefold import retrieval
-from tilefold._precision import inference_precision
+from tilefold._internal.precision import inference_precision
 from tilefold.cli import _common, _models, _options, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import Count, Number, Place, Text, flag, option, positive
+from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.index import DENSE, LATE
-from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
-    from tilefold._typing import Model
-    from tilefold.retrieval.bm25 import BM25Index
-    from tilefold.retrieval.collection import Document
-    from tilefold.retrieval.feedback import Feedback, Interpolation
-    from tilefold.retrieval.fusion import Run
+    from tilefold._internal.typing import Model
+    from tilefold.retrieval.data.collection import Document
+    from tilefold.retrieval.data.metadata import Filter
+    from tilefold.retrieval.data.passages import Passages
     from tilefold.retrieval.index import SparseIndex
+    from tilefold.retrieval.index.bm25 import BM25Index
     from tilefold.retrieval.index.dense import DenseIndex
     from tilefold.retrieval.index.late import LateIndex
-    from tilefold.retrieval.metadata import Filter
-    from tilefold.retrieval.passages import Passages
-    from tilefold.retrieval.reranking import Reranker, Reranking
-    from tilefold.retrieval.searcher import Searcher, SearchRequest
-    from tilefold.retrieval.tokens import TokenStore
+    from tilefold.retrieval.search.feedback import Feedback, Interpolation
+    from tilefold.retrieval.search.fusion import Run
+    from tilefold.retrieval.search.reranking import Reranker, Reranking
+    from tilefold.retrieval.search.searcher import Searcher, SearchRequest
+    from tilefold.retrieval.vectors.tokens import TokenStore
 
 Texts = Callable[[], Mapping[str, str]]
 AnyIndex: TypeAlias = "SparseIndex | BM25Index | DenseIndex | LateIndex"
@@ -127,7 +127,7 @@ def passages(asked: Asked) -> Passages | None:
     """The cut that --passages, --stride and --cut ask for."""
     if asked["passages"] is None:
         return None
-    from tilefold.retrieval.passages import Passages
+    from tilefold.retrieval.data.passages import Passages
 
     given = _common.known({name: asked[name] for name in ("stride", "cut")})
     with _options.as_options(length="--passages", stride="--stride", cut="--cut"):
@@ -141,7 +141,7 @@ def load_index(asked: Asked, texts: Texts | None) -> tuple[AnyIndex, Model | Non
     `texts` are the documents of --data, from which the untrained start is made again where it is
     not in the cache.
     """
-    from tilefold.retrieval.searcher import check_model, open_index
+    from tilefold.retrieval.search.searcher import check_model, open_index
 
     if (path := asked.get("index")) is None:
         read = read_documents(asked["vectors"])
@@ -236,7 +236,7 @@ def open_searcher(
     """A searcher of what :func:`load_index` loads, with the parts that `load` then loads for its
     provenance.
     """
-    from tilefold.retrieval.searcher import Searcher
+    from tilefold.retrieval.search.searcher import Searcher
 
     index, encoder, options = load_index(asked, texts)
     parts = load(index.provenance)
@@ -266,7 +266,7 @@ def where_of(asked: Asked, searcher: Searcher) -> Filter | None:
     """The conditions of --where, checked against the fields of the index; a line says so where
     nothing matches.
     """
-    from tilefold.retrieval.metadata import Filter
+    from tilefold.retrieval.data.metadata import Filter
 
     if not asked["where"]:
         return None
@@ -281,7 +281,7 @@ def where_of(asked: Asked, searcher: Searcher) -> Filter | None:
 
 def count_matching(index: Any, where: Filter) -> int:
     """Number of documents of an index that match a filter."""
-    from tilefold.retrieval.metadata import allowed_by
+    from tilefold.retrieval.data.metadata import allowed_by
 
     if index.backend == "qdrant":
         return int(index.collection.count(where))
@@ -323,7 +323,7 @@ def ranked(
 
 def read_documents(path: Path) -> Any:
     """The encoded documents that --vectors names, sparse or dense ones."""
-    from tilefold.retrieval.vectors import layout_of
+    from tilefold.retrieval.vectors.sparse_files import layout_of
 
     dense = retrieval.open_dense(path) if layout_of(path) == "dense" else None
     if (kind := (dense.manifest if dense else retrieval.read_manifest(path)).kind) != "document":
@@ -338,7 +338,7 @@ def read_tokens(tokens: Path | None) -> Any:
     if tokens is None:
         raise UsageError("--backend late indexes token vectors: give them with --tokens.")
     if tokens.is_file():
-        from tilefold.retrieval.given_tokens import read_token_file
+        from tilefold.retrieval.vectors.given_tokens import read_token_file
 
         return read_token_file(tokens)
     return retrieval.open_tokens(tokens)
@@ -348,7 +348,7 @@ def open_dense(asked: Asked, texts: Mapping[str, str], **parts: Any) -> Searcher
     """A searcher of `texts` by the dense model at --model, encoded now, and of `parts`, which fit
     the texts.
     """
-    from tilefold.retrieval.searcher import Searcher
+    from tilefold.retrieval.search.searcher import Searcher
 
     _options.refuse(["prf_terms"], "is for sparse queries, and this model is dense")
     _options.refuse(
@@ -363,7 +363,7 @@ def open_dense(asked: Asked, texts: Mapping[str, str], **parts: Any) -> Searcher
 
 def feedback_request(asked: Asked) -> tuple[Feedback | None, Interpolation | None]:
     """Feedback and interpolation, None without --prf."""
-    from tilefold.retrieval.feedback import Feedback, Interpolation
+    from tilefold.retrieval.search.feedback import Feedback, Interpolation
 
     if (method := asked["prf"]) is None:
         return None, None
@@ -389,8 +389,8 @@ def second_ranking(
     made_of: Provenance,
 ) -> BM25Index | Run | None:
     """The BM25 index, or the run of `queries` over texts `made_of`, that --prf-with names."""
-    from tilefold.retrieval.bm25 import BM25Index
-    from tilefold.retrieval.searcher import open_index
+    from tilefold.retrieval.index.bm25 import BM25Index
+    from tilefold.retrieval.search.searcher import open_index
 
     if (path := asked["prf_with"]) is None:
         return None
@@ -417,7 +417,7 @@ def rerank_request(asked: Asked, depth: int | None = None) -> Reranking | None:
     """
     if asked["rerank"] is None:
         return None
-    from tilefold.retrieval.reranking import Reranking
+    from tilefold.retrieval.search.reranking import Reranking
 
     given: Values = _common.known(
         {name: asked.get(f"rerank_{name}") for name in ("depth", "tail", "weight")},
@@ -432,7 +432,7 @@ def rerank_request(asked: Asked, depth: int | None = None) -> Reranking | None:
 
 def load_reranker(asked: Asked, documents: Mapping[str, Document], texts: Provenance) -> Reranker:
     """The reranker of --rerank, for documents with the fingerprint of `texts`."""
-    from tilefold.retrieval.reranking import Reranker
+    from tilefold.retrieval.search.reranking import Reranker
 
     late, tokens = load_late(asked["rerank"], asked["rerank_model"], texts=True)
     with _options.as_options(tokens="--rerank", model="--rerank-model"):

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 import typer
 
 from tilefold import retrieval
-from tilefold._files import atomic_file
+from tilefold._internal.files import atomic_file
 from tilefold.cli import _common
 from tilefold.cli._common import CommandError, UsageError, Values, note
-from tilefold.retrieval.provenance import Provenance, texts_digest
+from tilefold.retrieval.common.provenance import Provenance, texts_digest
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection, Document
-    from tilefold.retrieval.fusion import Run
-    from tilefold.retrieval.searcher import Ranking, Searcher, SearchRequest
-    from tilefold.retrieval.significance import Mean, Table
+    from tilefold.retrieval.data.collection import Collection, Document
+    from tilefold.retrieval.evaluation.significance import Mean, Table
+    from tilefold.retrieval.search.fusion import Run
+    from tilefold.retrieval.search.searcher import Ranking, Searcher, SearchRequest
 
 MEASURE_HELP = "Measure in the notation of ir-measures, such as nDCG@10; may be repeated."
 SPLIT_HELP = "Split of the judgements, by default test; may be repeated."
@@ -100,7 +100,7 @@ class NamedRun:
 
 def check_measures(measures: Sequence[str] | None) -> tuple[Sequence[str], int]:
     """The measures asked for, or those by default, and their deepest cut-off."""
-    from tilefold.retrieval import evaluation
+    from tilefold.retrieval.evaluation import measures as evaluation
 
     chosen = measures or evaluation.DEFAULT_MEASURES
     try:
@@ -172,7 +172,7 @@ def files_of_collection(data: str) -> list[Path]:
 
 def read_run(path: Path, option: str) -> NamedRun:
     """A TREC run file."""
-    from tilefold.retrieval import evaluation
+    from tilefold.retrieval.evaluation import measures as evaluation
 
     if not path.is_file():
         raise UsageError(
@@ -218,7 +218,7 @@ def ignores_identical_ids(
     splits: Sequence[str],
 ) -> bool:
     """Whether hits with the query's own id are left out, the same for all splits."""
-    from tilefold.retrieval import identical_ids
+    from tilefold.retrieval.common import identical_ids
 
     if choice is not None:
         return choice == "ignore"
@@ -227,7 +227,7 @@ def ignores_identical_ids(
 
 def without_identical_ids(named: NamedRun) -> tuple[NamedRun, set[str]]:
     """The run without hits that have the query's own id, and the queries that had one."""
-    from tilefold.retrieval import identical_ids
+    from tilefold.retrieval.common import identical_ids
 
     ignored = identical_ids.queries_with_identical_ids(named.run)
     return replace(named, run=identical_ids.without_identical_ids(named.run)), ignored
@@ -245,7 +245,7 @@ def save(named: NamedRun, texts: Provenance, path: Path | None, k: int | None = 
 
 def check_savable(path: Path | None, documents: Iterable[str], queries: Iterable[str]) -> None:
     """Refuse, before any work, ids that --save-run could not write after it."""
-    from tilefold.retrieval.evaluation import check_word
+    from tilefold.retrieval.evaluation.measures import check_word
 
     if path is None:
         return
@@ -391,7 +391,7 @@ def score(
         ignore_identical_ids: leave out hits with the query's own id.
         ignored: queries whose such hit was left out of the run before.
     """
-    from tilefold.retrieval import evaluation
+    from tilefold.retrieval.evaluation import measures as evaluation
 
     if (longest := max(map(len, named.run.values()))) < min(deepest, len(collection.documents)):
         note(

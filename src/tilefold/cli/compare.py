@@ -14,8 +14,8 @@ from tilefold.cli._common import UsageError, Values
 from tilefold.cli._options import Place, Text, Words, argument, flag, option, preset, required
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection
-    from tilefold.retrieval.significance import Difference, Table
+    from tilefold.retrieval.data.collection import Collection
+    from tilefold.retrieval.evaluation.significance import Difference, Table
 
 SHOWN_CELLS = 60
 
@@ -66,7 +66,7 @@ def compare(
         overwrite=overwrite,
     )
     if plot is not None:
-        from tilefold._figures import new_figure
+        from tilefold._internal.figures import new_figure
 
         new_figure((1, 1))  # says what to install
     named = dict(zip(_labels(run), (_scores.read_run(path, "run") for path in run), strict=True))
@@ -207,7 +207,7 @@ def _print_worst(found: Difference, queries: Sequence[Values]) -> None:
 
 def _draw(found: Sequence[Difference], tables: Mapping[str, Table], path: Path) -> None:
     """Scatter of the first measure, a panel for each two runs and a point for each query."""
-    from tilefold._figures import new_figure, save_figure
+    from tilefold._internal.figures import new_figure, save_figure
 
     shown = [each for each in found if each.measure == found[0].measure]
     across = min(3, len(shown))

@@ -13,16 +13,16 @@ from pathlib import Path
 import typer
 
 from tilefold import retrieval
-from tilefold._files import write_json
+from tilefold._internal.files import write_json
 from tilefold.cli import _common, _models
 from tilefold.cli import _demo_steps as steps
 from tilefold.cli._common import CommandError, UsageError, Values, note
 from tilefold.cli._demo_steps import DEPTH, DOCUMENT_TERMS, EXAMPLE, NDCG, RECALL, Size, Tokens
 from tilefold.cli._options import Number, flag, option, preset
-from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.common.provenance import texts_digest
+from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.errors import MissingPackageError
-from tilefold.retrieval.fusion import Run
-from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.search.fusion import Run
 
 ANSWERS = 3
 SYSTEMS = (
@@ -180,7 +180,7 @@ def _evaluate(
     """Search with the trained model, fuse and rerank, with weights chosen on held-out queries; the
     figures.
     """
-    from tilefold.retrieval.evaluation import choose_weights
+    from tilefold.retrieval.evaluation.measures import choose_weights
 
     encoder = _models.load_encoder(str(folder / "model"))
     with _step(

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tilefold import retrieval
-from tilefold._files import read_json
-from tilefold._ranks import first_rank_first, joined, several
-from tilefold._typing import Model
+from tilefold._internal.files import read_json
+from tilefold._internal.typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import (
@@ -31,12 +30,13 @@ from tilefold.cli._options import (
     preset,
     required,
 )
+from tilefold.distributed.ranks import first_rank_first, joined, several
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection
-    from tilefold.retrieval.encoding import Encoding
-    from tilefold.retrieval.passages import Passages
-    from tilefold.retrieval.text_ranges import Texts
+    from tilefold.retrieval.data.collection import Collection
+    from tilefold.retrieval.data.passages import Passages
+    from tilefold.retrieval.data.text_ranges import Texts
+    from tilefold.retrieval.encoding.sparse import Encoding
 
 _OF_KINDS = {  # option -> as it is spelled, and the kinds of models that it is for
     "top_k": ("--top-k", ("sparse",)),
@@ -183,7 +183,7 @@ def encode(
         with bar as update, _options.as_options("max_length"):
             options: Values = {"shard_size": shard_size, "resume": resume, "progress": update}
             if engine == "ray":
-                from tilefold.retrieval.on_ray import RayCluster, encode_on_ray
+                from tilefold.retrieval.encoding.on_ray import RayCluster, encode_on_ray
 
                 load = functools.partial(_models.load_once, _models.absolute(model), (made,))
                 cluster = RayCluster(address=address, workers=workers, worker_cpus=worker_cpus)
@@ -196,7 +196,7 @@ def encode(
                     **options,
                 )
             else:
-                from tilefold.retrieval.encoding import Output, encode_to_folder
+                from tilefold.retrieval.encoding.sparse import Output, encode_to_folder
 
                 where = Output(output, save_minutes=save_minutes, **options)
                 with _options.as_options("dimension"):
@@ -210,7 +210,7 @@ def encode(
 
 def _print(manifest: Any, output: Path, as_json: bool) -> None:
     """Print a summary of the folder, and the texts that are not in it."""
-    from tilefold.retrieval.truncation import tell_truncated
+    from tilefold.retrieval.encoding.truncation import tell_truncated
 
     cut = manifest.provenance.passages
     tell_truncated(
@@ -284,12 +284,12 @@ def _encoding(made: str, asked: Asked) -> Encoding:
     shared: Values = {name: asked[name] for name in ("batch_size", "batch_tokens", "max_length")}
     shared["kind"] = "query" if asked["queries"] else "document"
     if made != "sparse":
-        from tilefold.retrieval.token_encoding import DenseEncoding, TokenEncoding
+        from tilefold.retrieval.encoding.tokens import DenseEncoding, TokenEncoding
 
         shared["source"] = model if model == _models.PACKAGED else _models.absolute(model)
         shared |= _common.known({name: asked[name] for name in ("storage", "dimension")})
         return (DenseEncoding if made == "dense" else TokenEncoding)(**shared)
-    from tilefold.retrieval.encoding import SparseEncoding
+    from tilefold.retrieval.encoding.sparse import SparseEncoding
 
     return SparseEncoding(
         top_k=asked["top_k"],
@@ -328,8 +328,8 @@ def _has_vectors(output: Path) -> bool:
 
 def _source(data: str, texts: Mapping[str, str] | None) -> Texts:
     """`texts`, or where they are None the documents of a table, which are not loaded."""
-    from tilefold.retrieval.collection import documents_table
-    from tilefold.retrieval.text_ranges import HeldTexts, StoredTexts
+    from tilefold.retrieval.data.collection import documents_table
+    from tilefold.retrieval.data.text_ranges import HeldTexts, StoredTexts
 
     if texts is not None:
         return HeldTexts(texts)
@@ -349,7 +349,7 @@ def _dry_run(
     """
     import torch
 
-    from tilefold.retrieval.truncation import token_counts
+    from tilefold.retrieval.encoding.truncation import token_counts
 
     began = time.monotonic()
     survey = texts.survey(shard_size, sample=_SAMPLE)
@@ -396,7 +396,7 @@ def _dry_run(
 
 def _encoded(model: Model, encoding: Encoding, sample: list[str]) -> tuple[float, float]:
     """Texts per second and bytes per text of a sample, encoded twice; the faster run counts."""
-    from tilefold.retrieval.encoding import Output, encode_to_folder
+    from tilefold.retrieval.encoding.sparse import Output, encode_to_folder
 
     texts = {str(number): text for number, text in enumerate(sample)}
     seconds: list[float] = []

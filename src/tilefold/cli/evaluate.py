@@ -25,12 +25,12 @@ from tilefold.cli._options import (
     preset,
     required,
 )
-from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.common.provenance import Provenance
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection
-    from tilefold.retrieval.fusion import Normalization, Run
-    from tilefold.retrieval.searcher import Ranking, Searcher, SearchRequest
+    from tilefold.retrieval.data.collection import Collection
+    from tilefold.retrieval.search.fusion import Normalization, Run
+    from tilefold.retrieval.search.searcher import Ranking, Searcher, SearchRequest
 
 DEPTH = 100
 
@@ -361,7 +361,7 @@ def _tuned(
     k: int,
     ignore_identical_ids: bool,
 ) -> list[float]:
-    from tilefold.retrieval.evaluation import choose_weights
+    from tilefold.retrieval.evaluation.measures import choose_weights
 
     try:
         weights, _ = choose_weights(

@@ -11,8 +11,8 @@ from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _scores
 from tilefold.cli._common import CommandError, UsageError, Values
 from tilefold.cli._options import Count, Place, Text, flag, option, preset, required
+from tilefold.retrieval.data.passages import Passages
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
-from tilefold.retrieval.passages import Passages
 
 
 def export(

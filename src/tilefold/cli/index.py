@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tilefold import retrieval
-from tilefold._files import hold_path
+from tilefold._internal.files import hold_path
 from tilefold.cli import _common, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import (
@@ -23,10 +23,10 @@ from tilefold.cli._options import (
     preset,
     required,
 )
+from tilefold.retrieval.common.provenance import owned
+from tilefold.retrieval.data.passages import Passages, document_of
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import MANIFEST_NAME, read_description
-from tilefold.retrieval.passages import Passages, document_of
-from tilefold.retrieval.provenance import owned
 
 # Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller,
 # and built in seconds.
@@ -204,7 +204,7 @@ def _check_new(output: Path) -> None:
 
 
 def _words(data: str | None, options: Values, cuts: Passages | None) -> Any:
-    from tilefold.retrieval.bm25 import BM25Options, Tokenizer
+    from tilefold.retrieval.index.bm25 import BM25Options, Tokenizer
 
     if data is None:
         raise UsageError("--backend bm25 indexes the words of a collection: give it with --data.")
@@ -324,7 +324,7 @@ def _change(asked: Asked) -> Values:
     """Remove the documents of --delete, then put those of --vectors or --data in; how many, and
     what there is now.
     """
-    from tilefold.retrieval.merging import merge_segments, update_index
+    from tilefold.retrieval.index.merging import merge_segments, update_index
 
     output, update = asked["output"], asked["update"]
     there = read_description(output)["backend"]
@@ -407,9 +407,9 @@ def _change_qdrant(
     names: list[str],
     metadata: Mapping[str, Mapping[str, object]] | None,
 ) -> Values:
-    from tilefold.retrieval.index.qdrant import QdrantIndex
-    from tilefold.retrieval.metadata import fields_by_id
-    from tilefold.retrieval.qdrant import Documents
+    from tilefold.retrieval.data.metadata import fields_by_id
+    from tilefold.retrieval.index.qdrant import Documents
+    from tilefold.retrieval.index.qdrant.index import QdrantIndex
 
     documents = None
     if read is not None:
@@ -459,7 +459,7 @@ def merge(
     as_json: bool = flag("The result as JSON on stdout.", "--json"),
 ) -> None:
     """Write several folders of vectors as one: sparse, token or dense ones, whose texts differ."""
-    from tilefold.retrieval.merging import merge_vectors
+    from tilefold.retrieval.index.merging import merge_vectors
 
     with (
         _options.as_options(folders="FOLDERS:", output_dir="--output"),

@@ -100,7 +100,7 @@ def collect() -> Values:
 
     import torch
 
-    from tilefold._lazy import package_version
+    from tilefold._internal.lazy import package_version
     from tilefold.bench.results import cpu_name, driver_version
     from tilefold.ops.implementations import kernel_of, releases
 

@@ -26,13 +26,13 @@ from tilefold.cli._options import (
     preset,
     required,
 )
-from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.common.provenance import texts_digest
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection
-    from tilefold.retrieval.mining import FalseNegatives, Mined, Window
-    from tilefold.retrieval.teachers import Teacher
-    from tilefold.retrieval.training_rows import TrainingRows
+    from tilefold.retrieval.data.collection import Collection
+    from tilefold.retrieval.training_data.mining import FalseNegatives, Mined, Window
+    from tilefold.retrieval.training_data.rows import TrainingRows
+    from tilefold.retrieval.training_data.teachers import Teacher
 
 RANKS, PER_QUERY = "1-100", 16
 FILTER_DEPTH = 1000  # a relevant document is looked for that deep
@@ -148,7 +148,7 @@ def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Windo
 
 def check_filter(margin: float | None, max_score_share: float | None) -> FalseNegatives | None:
     """The filter of --margin and --max-score-share, None without them."""
-    from tilefold.retrieval.mining import FalseNegatives
+    from tilefold.retrieval.training_data.mining import FalseNegatives
 
     if margin is None and max_score_share is None:
         return None
@@ -300,7 +300,7 @@ def score(
     for name in models:
         _models.find_model(name, "--teacher")
 
-    from tilefold.retrieval.teachers import with_relevant
+    from tilefold.retrieval.training_data.teachers import with_relevant
 
     rows = retrieval.read_training_rows(mined)
     if like is not None and names.get(like, like) not in {*names.values(), *rows.teachers}:
@@ -376,7 +376,7 @@ def _is_index(name: str) -> bool:
 
 
 def _load(given: str, name: str, collection: Collection, max_length: int | None) -> Teacher:
-    from tilefold.retrieval.teachers import Teacher
+    from tilefold.retrieval.training_data.teachers import Teacher
 
     if given == BM25:
         return Teacher(name, BM25, retrieval.BM25Index.build(collection.contents()))
@@ -408,7 +408,7 @@ def _load(given: str, name: str, collection: Collection, max_length: int | None)
 
 def _stamp(rows: TrainingRows, collection: Collection) -> None:
     """Put fingerprints of the texts into rows, also into those of another program."""
-    from tilefold.retrieval.training_rows import queries_of
+    from tilefold.retrieval.training_data.rows import queries_of
 
     rows.made_by["texts_sha256"] = texts_digest(collection.contents())
     rows.made_by["queries_sha256"] = texts_digest(queries_of(rows, collection))

@@ -15,10 +15,10 @@ from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import Place, Text, Words, argument, flag, option, positive, preset
-from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.common.provenance import Provenance
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.searcher import Searcher, SearchRequest
+    from tilefold.retrieval.search.searcher import Searcher, SearchRequest
 
 SHOWN_TERMS = 6
 SHOWN_CELLS = 80

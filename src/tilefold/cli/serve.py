@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold import retrieval
-from tilefold._typing import Model
+from tilefold._internal.typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import Count, Place, Text, Words, option, positive, preset
@@ -20,7 +20,7 @@ from tilefold.retrieval.index import DENSE, LATE
 from tilefold.serve.settings import Limits, check_origins
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.tokens import TokenStore
+    from tilefold.retrieval.vectors.tokens import TokenStore
     from tilefold.serve.models import Kind, Served
     from tilefold.serve.searchable import Searchable
     from tilefold.serve.service import Service
@@ -208,7 +208,7 @@ def _load(name: str, asked: Asked) -> tuple[list[Served], Searchable | None]:
 
 
 def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
-    from tilefold.retrieval.searcher import open_index
+    from tilefold.retrieval.search.searcher import open_index
     from tilefold.serve.models import Served
     from tilefold.serve.searchable import Searchable
 
@@ -262,7 +262,7 @@ def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
 
 def _limit(model: Model, asked: Asked) -> None:
     """Let a model read as many tokens as --max-length says."""
-    from tilefold.retrieval.truncation import limit_length
+    from tilefold.retrieval.encoding.truncation import limit_length
 
     with _options.as_options("max_length"):
         for side in ("query", "document"):

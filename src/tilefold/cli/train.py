@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tilefold._ranks import first_rank_first, joined
 from tilefold.cli import _common, _models, _options, _retrievers
 from tilefold.cli._common import Asked, UsageError, Values, note
 from tilefold.cli._options import (
@@ -30,11 +29,12 @@ from tilefold.cli._options import (
     preset,
     required,
 )
+from tilefold.distributed.ranks import first_rank_first, joined
 
 if TYPE_CHECKING:
     from tilefold.recipes import Losses, TrainResult
     from tilefold.recipes.catalogue import Entry
-    from tilefold.retrieval.passages import Passages
+    from tilefold.retrieval.data.passages import Passages
 
 _OWN = "by default the recipe's"
 STORED = 1 << 27  # bytes of documents that stay in their file
@@ -171,7 +171,7 @@ def train(
 def _tell(result: TrainResult, config: Any, asked: Asked) -> None:
     from tilefold.recipes import Losses
     from tilefold.recipes.loading import LOG, PLOT
-    from tilefold.retrieval.truncation import tell_truncated
+    from tilefold.retrieval.encoding.truncation import tell_truncated
 
     output = asked["output"]
     if result.exploded:
@@ -221,7 +221,7 @@ def _tell(result: TrainResult, config: Any, asked: Asked) -> None:
 def _train(config: Any, asked: Asked, cuts: Passages | None, rank: int) -> TrainResult:
     from tilefold.recipes import catalogue
     from tilefold.recipes.loading import newest_step
-    from tilefold.retrieval.training_rows import RowsAhead
+    from tilefold.retrieval.training_data.rows import RowsAhead
 
     output = asked["output"]
     splits = (

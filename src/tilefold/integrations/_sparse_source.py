@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from tilefold._arguments import check_encoder, list_of_texts
-from tilefold._typing import Model
+from tilefold._internal.arguments import check_encoder, list_of_texts
+from tilefold._internal.typing import Model
 
 Side = Literal["query", "document"]
 Vector = tuple[list[int], list[float]]

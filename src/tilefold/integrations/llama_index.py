@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tilefold._typing import Model
+from tilefold._internal.typing import Model
 from tilefold.integrations._sparse_source import ServerError, Side, SparseSource
 
 try:

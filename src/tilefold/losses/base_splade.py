@@ -11,7 +11,7 @@ import torch
 from sentence_transformers.sparse_encoder.losses import CachedSpladeLoss, SpladeLoss
 from torch import Tensor
 
-from tilefold._sentence_transformers import check_sentence_transformers
+from tilefold._internal.sentence_transformers import check_sentence_transformers
 
 check_sentence_transformers()
 

@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
-from tilefold.losses._collectives import Columns, Group, columns_of, sum_over_columns, sum_over_rows
+from tilefold.distributed.collectives import (
+    Columns,
+    Group,
+    columns_of,
+    sum_over_columns,
+    sum_over_rows,
+)
 from tilefold.ops.checks import check_tensor
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilefold._process_group import ranks_of
-from tilefold._sigmoid import sigmoid
-from tilefold.losses._collectives import sum_over_rows
+from tilefold._internal.sigmoid import sigmoid
+from tilefold.distributed.collectives import sum_over_rows
+from tilefold.distributed.process_group import ranks_of
 
 __all__ = ["PairwiseSoftmaxLoss", "TermRecallLoss", "WeightedLosses", "WeightedTerms", "check_term"]
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilefold.losses._collectives import Group, columns_of
+from tilefold.distributed.collectives import Group, columns_of
 from tilefold.losses.functional import anti_zero, df_weights, flops, l1, l2
 from tilefold.losses.ranking import WeightedTerms, check_term
 

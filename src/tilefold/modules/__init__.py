@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from tilefold._lazy import lazy_exports
+from tilefold._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder

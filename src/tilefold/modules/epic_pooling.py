@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from tilefold._sigmoid import sigmoid
+from tilefold._internal.sigmoid import sigmoid
 from tilefold.modules import fused_pooling as fused
 from tilefold.modules.fused_pooling import Features, Head, PoolingModule, Wanted
 from tilefold.modules.head_pooling import pool_places

@@ -14,7 +14,7 @@ from sentence_transformers.base.modules.module import Module
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from tilefold._sentence_transformers import check_sentence_transformers
+from tilefold._internal.sentence_transformers import check_sentence_transformers
 from tilefold.ops import lsr_head, lsr_head_sparse
 
 check_sentence_transformers()

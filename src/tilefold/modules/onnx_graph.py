@@ -15,8 +15,8 @@ from sentence_transformers.util import load_file_path
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from tilefold._files import sha256_file
-from tilefold._typing import Tokenizer
+from tilefold._internal.files import sha256_file
+from tilefold._internal.typing import Tokenizer
 from tilefold.modules.fused_pooling import (
     Features,
     FusedPooling,

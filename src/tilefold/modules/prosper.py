@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
-from tilefold._typing import Network
+from tilefold._internal.typing import Network
 from tilefold.modules.fused_pooling import (
     Features,
     Options,

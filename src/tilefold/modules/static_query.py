@@ -9,8 +9,8 @@ from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from tilefold._typing import Tokenizer
-from tilefold._vocabulary import id_bound
+from tilefold._internal.typing import Tokenizer
+from tilefold._internal.vocabulary import id_bound
 from tilefold.modules.fused_pooling import (
     Features,
     FusedPooling,

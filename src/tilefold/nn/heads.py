@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tilefold._sigmoid import sigmoid
+from tilefold._internal.sigmoid import sigmoid
 from tilefold.ops import lsr_head, token_scatter, token_scatter_sparse
 
 _REMEDY = "pass the output embeddings of the model, for instance model.get_output_embeddings()."

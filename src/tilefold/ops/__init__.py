@@ -1,6 +1,6 @@
 """The operators: one package for each, whose public functions are exported here."""
 
-from tilefold._public import PACKAGE_OF as _PACKAGE_OF
+from tilefold._internal.public import PACKAGE_OF as _PACKAGE_OF
 from tilefold.ops.entmax import entmax as entmax
 from tilefold.ops.entmax import sparsemax as sparsemax
 from tilefold.ops.entmax_attention import entmax_attention as entmax_attention

@@ -7,7 +7,7 @@ import inspect
 import torch
 
 from tilefold import ops
-from tilefold._public import PACKAGE_OF
+from tilefold._internal.public import PACKAGE_OF
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.fallback import given_up

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilefold._lazy import lazy_exports
+from tilefold._internal.lazy import lazy_exports
 
 _NAMES = {
     "catalogue": "RECIPES get_recipe train",

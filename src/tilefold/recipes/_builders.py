@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilefold._typing import Module, Transformer
+from tilefold._internal.typing import Module, Transformer
 from tilefold.recipes._settings import NOT_NEGATIVE, EncoderSpec
 from tilefold.recipes.backbone import keep_lowest_layers, minilm_path, minilm_splade
 from tilefold.recipes.loading import (

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tilefold.recipes._settings import TrainingSettings
-from tilefold.retrieval.collection import Collection
-from tilefold.retrieval.identical_ids import ignores_identical_ids
-from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.common.identical_ids import ignores_identical_ids
+from tilefold.retrieval.common.provenance import texts_digest
+from tilefold.retrieval.data.collection import Collection
 
 
 def choose(recipe: TrainingSettings, collection: Collection) -> tuple[Any, str, str]:

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._typing import Model
-from tilefold.retrieval.collection import Collection
+from tilefold._internal.typing import Model
+from tilefold.retrieval.common.provenance import texts_digest
+from tilefold.retrieval.data.collection import Collection
+from tilefold.retrieval.data.stored_documents import Stored, id_key
+from tilefold.retrieval.encoding.truncation import text_cutter
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.provenance import texts_digest
-from tilefold.retrieval.stored import Stored, id_key
-from tilefold.retrieval.training_rows import TrainingRows
-from tilefold.retrieval.truncation import text_cutter
+from tilefold.retrieval.training_data.rows import TrainingRows
 
 Places = npt.NDArray[np.int64]
 _CHARACTERS, _NO_LIMIT = (

@@ -11,9 +11,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilefold._figures import new_figure, save_figure
-from tilefold._files import LOCK, hold_folder, read_json, release_folder, swap_directory, write_json
-from tilefold._typing import Model
+from tilefold._internal.figures import new_figure, save_figure
+from tilefold._internal.files import (
+    LOCK,
+    hold_folder,
+    read_json,
+    release_folder,
+    swap_directory,
+    write_json,
+)
+from tilefold._internal.typing import Model
 from tilefold.recipes._card import extend_card
 
 RECORD = "tilefold_training.json"

@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tilefold._files import read_json
-from tilefold._ranks import several
-from tilefold._typing import Module
+from tilefold._internal.files import read_json
+from tilefold._internal.typing import Module
+from tilefold.distributed.ranks import several
+from tilefold.distributed.world import World
 from tilefold.recipes._rows import Column, Dealt, Reader
 from tilefold.recipes._run import NDCG, WHOLE, TrainingError, TrainingRun
 from tilefold.recipes._steps import PairCounts, announced_pairs, step_warnings
 from tilefold.recipes._training import TrainingJob, TrainResult
-from tilefold.recipes._world import World
 from tilefold.recipes.adapters import count_weights
-from tilefold.retrieval.truncation import Tally
+from tilefold.retrieval.encoding.truncation import Tally
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments

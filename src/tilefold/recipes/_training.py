@@ -12,23 +12,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tilefold._arguments import check_instance
-from tilefold._files import naming_full_disk
-from tilefold._ranks import each_for_itself, first_rank_first, joined, several
-from tilefold._sentence_transformers import check_sentence_transformers
-from tilefold._typing import Model
+from tilefold._internal.arguments import check_instance
+from tilefold._internal.files import naming_full_disk
+from tilefold._internal.sentence_transformers import check_sentence_transformers
+from tilefold._internal.typing import Model
+from tilefold.distributed.ranks import each_for_itself, first_rank_first, joined, several
+from tilefold.distributed.world import World
 from tilefold.recipes import _run
 from tilefold.recipes._card import describe
 from tilefold.recipes._evaluation import choose
 from tilefold.recipes._rows import Examples, document_texts, pair_examples
 from tilefold.recipes._settings import TrainingSettings
 from tilefold.recipes._steps import check_batches, total_steps
-from tilefold.recipes._world import World
 from tilefold.recipes.adapters import check_trainable, train_adapters
 from tilefold.recipes.loading import quiet_libraries, supports_bf16
-from tilefold.retrieval.collection import Collection
-from tilefold.retrieval.provenance import texts_digest
-from tilefold.retrieval.training_rows import RowsAhead
+from tilefold.retrieval.common.provenance import texts_digest
+from tilefold.retrieval.data.collection import Collection
+from tilefold.retrieval.training_data.rows import RowsAhead
 
 EXPLODED = 4.0
 _logger = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ def train(
 
     Args:
         negatives: of the training queries, mined or with teacher scores
-            (:mod:`tilefold.retrieval.training_rows`).
+            (:mod:`tilefold.retrieval.training_data.rows`).
         resume: go on with, or return, an earlier run; False discards its checkpoints.
         overwrite: replace a finished model in `output_dir`.
         progress: called as ``progress(step, steps, losses)`` after every step, on the first rank;

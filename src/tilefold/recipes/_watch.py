@@ -23,13 +23,13 @@ from sentence_transformers.sparse_encoder.losses import SpladeLoss
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from tilefold._files import write_json
-from tilefold._typing import Module
+from tilefold._internal.files import write_json
+from tilefold._internal.typing import Module
+from tilefold.distributed.world import World
 from tilefold.recipes._batches import TrainingBatches
 from tilefold.recipes._run import WHOLE, Losses, OutOfTimeError, TrainingError, complete_checkpoints
 from tilefold.recipes._steps import PairCounts
 from tilefold.recipes._training import TrainingJob
-from tilefold.recipes._world import World
 
 SIDES = ("query", "document")
 # names of sentence-transformers -> those in the log of a run

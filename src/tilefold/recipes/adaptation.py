@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tilefold._typing import Model, Network, Tokenizer
+from tilefold._internal.typing import Model, Network, Tokenizer
 from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, SEED, Settings, checked, flag, whole
 from tilefold.recipes._training import Losses, Progress
 from tilefold.recipes.loading import supports_bf16

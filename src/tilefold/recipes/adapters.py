@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tilefold._typing import Model, Module, Network, SparseEncoder, Tensor
+from tilefold._internal.typing import Model, Module, Network, SparseEncoder, Tensor
 
 _PROBE_TOKENS = 8
 # largest difference of outputs before and after a merge, as a share of the largest output

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tilefold._arguments import list_of_texts
-from tilefold._files import sha256_file
-from tilefold._typing import Model, SentenceTransformer, SparseEncoder, Tokenizer
+from tilefold._internal.arguments import list_of_texts
+from tilefold._internal.files import sha256_file
+from tilefold._internal.typing import Model, SentenceTransformer, SparseEncoder, Tokenizer
 from tilefold.recipes._settings import number, whole
 from tilefold.recipes.loading import local_only, quiet_libraries, seeded, stay_offline
 from tilefold.retrieval.errors import MissingPackageError

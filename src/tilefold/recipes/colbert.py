@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
-from tilefold._typing import MultiVectorEncoder, Tensor
+from tilefold._internal.typing import MultiVectorEncoder, Tensor
 from tilefold.recipes import loading
 from tilefold.recipes._settings import NAME, checked, flag, is_whole, rule, whole
 from tilefold.recipes._trainer import run_trainer
@@ -150,7 +150,7 @@ def scores_of_all_ranks(
     """
     from torch.nn.functional import pad
 
-    from tilefold._process_group import own_and_others
+    from tilefold.distributed.process_group import own_and_others
 
     if documents.size(2) > length:  # other ranks would wait for tokens that never come
         raise ValueError(f"documents must have at most {length} tokens, got {documents.size(2)}.")

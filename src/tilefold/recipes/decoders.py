@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tilefold._typing import Module, Network, Tokenizer, Transformer
+from tilefold._internal.typing import Module, Network, Tokenizer, Transformer
 from tilefold.recipes._builders import (
     Base,
     head_pooling,

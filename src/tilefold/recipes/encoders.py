@@ -12,9 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold._arguments import check_instance
-from tilefold._typing import Module, MultiVectorEncoder, Network, SparseEncoder, Tensor, Transformer
-from tilefold._vocabulary import vocabulary_fingerprint
+from tilefold._internal.arguments import check_instance
+from tilefold._internal.typing import (
+    Module,
+    MultiVectorEncoder,
+    Network,
+    SparseEncoder,
+    Tensor,
+    Transformer,
+)
+from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.recipes import _builders as builders
 from tilefold.recipes._builders import Base, load_transformer, network_of, usual_scale
 from tilefold.recipes._settings import KINDS, EncoderSpec

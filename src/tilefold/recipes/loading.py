@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tilefold._sentence_transformers import check_sentence_transformers
-from tilefold._typing import Model
+from tilefold._internal.sentence_transformers import check_sentence_transformers
+from tilefold._internal.typing import Model
 from tilefold.recipes._run import LOG, PLOT, newest_step
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def fast_inference() -> Iterator[None]:
 
     Weights stay as they are. Vectors and scores come from products of bf16 numbers, which have 8
     bits: they differ from those in fp32 by a percent or so.
-    :func:`tilefold._precision.inference_precision` tells which of both a model computes.
+    :func:`tilefold._internal.precision.inference_precision` tells which of both a model computes.
     """
     import torch
 

@@ -11,16 +11,16 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tilefold._arguments import list_of_texts
-from tilefold._typing import Model, Module, SparseEncoder, Tensor
+from tilefold._internal.arguments import list_of_texts
+from tilefold._internal.typing import Model, Module, SparseEncoder, Tensor
 from tilefold.recipes import _settings as rules
 from tilefold.recipes._rows import Examples, Mined, examples_of, pair_examples, training_pairs
 from tilefold.recipes._settings import REGULARIZERS, EncoderSpec, RegularizerSpec, Settings
 from tilefold.recipes._trainer import run_trainer
 from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, train
 from tilefold.recipes.encoders import Base, build_encoder
-from tilefold.retrieval.collection import Collection
-from tilefold.retrieval.training_rows import RowsAhead, read_training_rows
+from tilefold.retrieval.data.collection import Collection
+from tilefold.retrieval.training_data.rows import RowsAhead, read_training_rows
 
 if TYPE_CHECKING:
     from tilefold.recipes._batches import TrainingBatches
@@ -349,7 +349,7 @@ def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: in
 
 def dot_of_all_ranks(queries: Tensor, documents: Tensor) -> Tensor:
     """Scores of a rank's queries with the documents of all ranks, its own first."""
-    from tilefold._process_group import own_and_others
+    from tilefold.distributed.process_group import own_and_others
 
     return queries @ own_and_others(documents).T
 
@@ -477,7 +477,7 @@ def _batches_of_texts(
     import numpy as np
 
     from tilefold.recipes._batches import TrainingBatches
-    from tilefold.retrieval.stored import id_key
+    from tilefold.retrieval.data.stored_documents import id_key
 
     excluded = {"dataset_name", *(valid_label_columns or ())}
     columns = [

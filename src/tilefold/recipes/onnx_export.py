@@ -17,15 +17,15 @@ from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor, nn
 
-from tilefold._files import atomic_directory, sha256_file
-from tilefold._typing import Model
+from tilefold._internal.files import atomic_directory, sha256_file
+from tilefold._internal.typing import Model
+from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold._version import __version__
-from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.modules import load_encoder
 from tilefold.modules.fused_pooling import STOCK_ACTIVATIONS, activate
 from tilefold.modules.onnx_graph import GRAPH, OnnxGraph
 from tilefold.recipes.loading import load_whole, quiet_loggers
-from tilefold.retrieval.provenance import model_fingerprint, model_settings
+from tilefold.retrieval.common.provenance import model_fingerprint, model_settings
 
 OPSET = 18
 ALLOWED = 8.0  # times the error of the model's own fp32 against fp64

@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from tilefold._files import InUseError, atomic_directory
-from tilefold._typing import SparseEncoder
+from tilefold._internal.files import InUseError, atomic_directory
+from tilefold._internal.typing import SparseEncoder
 from tilefold._version import __version__
 from tilefold.recipes import loading
 from tilefold.recipes._settings import NAME, NOT_NEGATIVE, POSITIVE, RATIO, checked, whole
 from tilefold.recipes._training import TrainingJob, TrainResult, train
 from tilefold.recipes.backbone import freeze_lower_layers, minilm_splade
 from tilefold.recipes.lsr import LsrRecipe, RegularizerSpec, SparseRecipe, fit_sparse
-from tilefold.retrieval.datasets import default_cache_dir
-from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.common.provenance import texts_digest
+from tilefold.retrieval.data.datasets import default_cache_dir
 
 __all__ = ["SpladeRecipe", "TrainResult", "train", "untrained_splade"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tilefold.distributed.errors import RankError
+
 __all__ = [
     "DataError",
     "MissingDocumentError",
@@ -34,7 +36,3 @@ class VocabularyMismatchError(ValueError):
 
 class MissingPackageError(ImportError):
     """An optional package is needed; the message says how to install it."""
-
-
-class RankError(RuntimeError):
-    """Another rank of a process group failed, ended, or did not come."""

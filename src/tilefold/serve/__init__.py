@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from tilefold._lazy import lazy_exports
+from tilefold._internal.lazy import lazy_exports
 
 _NAMES = {
     "settings": "Limits",

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from tilefold._typing import Tensor
+from tilefold._internal.typing import Tensor
 
 Vector = npt.NDArray[np.float32]
 

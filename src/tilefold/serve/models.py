@@ -16,20 +16,20 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from tilefold._precision import inference_precision
-from tilefold._typing import Model, Tokenizer
-from tilefold._vocabulary import TermNames
-from tilefold.integrations.sentence_transformers.encoding_graphs import graphs_of
-from tilefold.integrations.sentence_transformers.packed_inputs import (
+from tilefold._internal.precision import inference_precision
+from tilefold._internal.typing import Model, Tokenizer
+from tilefold._internal.vocabulary import TermNames
+from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_of
+from tilefold.integrations.sentence_transformers.packing.inputs import (
     PackedInputs,
     on_device,
     pack_features,
 )
-from tilefold.integrations.sentence_transformers.stream import prompt_of
+from tilefold.integrations.sentence_transformers.streaming.stream import prompt_of
 from tilefold.integrations.transformers.packed import padding_position
-from tilefold.retrieval.encoding import encode_stock
-from tilefold.retrieval.truncation import Call, cut_texts, watching
-from tilefold.retrieval.vectors import SparseVectors
+from tilefold.retrieval.encoding.sparse import encode_stock
+from tilefold.retrieval.encoding.truncation import Call, cut_texts, watching
+from tilefold.retrieval.vectors.sparse_files import SparseVectors
 from tilefold.serve.bodies import Row, ServeError, Vector, empty, invalid, rows_of, strongest
 
 Kind = Literal["sparse", "multi-vector", "dense"]

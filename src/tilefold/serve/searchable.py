@@ -13,17 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tilefold._vocabulary import vocabulary_fingerprint
-from tilefold.retrieval.bm25 import BM25Index
-from tilefold.retrieval.collection import Document
+from tilefold._internal.vocabulary import vocabulary_fingerprint
+from tilefold.retrieval.data.collection import Document
+from tilefold.retrieval.data.metadata import Where
+from tilefold.retrieval.data.passages import Passage
 from tilefold.retrieval.index import DENSE, SparseIndex
+from tilefold.retrieval.index.bm25 import BM25Index
 from tilefold.retrieval.index.dense import DenseIndex
 from tilefold.retrieval.index.late import LateIndex
-from tilefold.retrieval.metadata import Where
-from tilefold.retrieval.passages import Passage
-from tilefold.retrieval.searcher import Ranking, Searcher, matched_terms
-from tilefold.retrieval.tokens import TokenStore, TokenVectors
-from tilefold.retrieval.vectors import SparseVectors
+from tilefold.retrieval.search.searcher import Ranking, Searcher, matched_terms
+from tilefold.retrieval.vectors.sparse_files import SparseVectors
+from tilefold.retrieval.vectors.tokens import TokenStore, TokenVectors
 from tilefold.serve.bodies import strongest
 from tilefold.serve.models import Served, TextTokens
 
@@ -118,8 +118,8 @@ class Searchable:
         where: Where = None,
     ) -> dict[str, float]:
         """The `k` best documents that match by their dense vectors, in the collection of the index."""
-        from tilefold.retrieval.index.qdrant import QdrantIndex  # needs qdrant
-        from tilefold.retrieval.qdrant import Queries
+        from tilefold.retrieval.index.qdrant import Queries
+        from tilefold.retrieval.index.qdrant.index import QdrantIndex  # needs qdrant
 
         if not isinstance(self.index, QdrantIndex):
             raise ValueError(

@@ -14,16 +14,16 @@ import torch
 from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
 
-from tilefold.retrieval.collection import Document
+from tilefold.retrieval.data.collection import Document
+from tilefold.retrieval.data.metadata import Filter
+from tilefold.retrieval.data.passages import document_of
 from tilefold.retrieval.errors import MissingDocumentError
-from tilefold.retrieval.feedback import Feedback
-from tilefold.retrieval.fusion import Fusion, Normalization, Run
-from tilefold.retrieval.metadata import Filter
-from tilefold.retrieval.passages import document_of
-from tilefold.retrieval.reranking import Reranking
-from tilefold.retrieval.searcher import RERANK_DEPTH, Ranking, SearchRequest
-from tilefold.retrieval.tokens import TokenVectors
-from tilefold.retrieval.vectors import SparseVectors
+from tilefold.retrieval.search.feedback import Feedback
+from tilefold.retrieval.search.fusion import Fusion, Normalization, Run
+from tilefold.retrieval.search.reranking import Reranking
+from tilefold.retrieval.search.searcher import RERANK_DEPTH, Ranking, SearchRequest
+from tilefold.retrieval.vectors.sparse_files import SparseVectors
+from tilefold.retrieval.vectors.tokens import TokenVectors
 from tilefold.serve.bodies import Body, ServeError, invalid, plain
 from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.searchable import QUERY, Explanation, Searchable

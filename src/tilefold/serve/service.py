@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tilefold.integrations.sentence_transformers.encoding_graphs import graphs_of
+from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_of
 from tilefold.serve.batching import Answer, Lane, Metrics, Permits
 from tilefold.serve.bodies import ServeError, empty, invalid, wrong_model
 from tilefold.serve.models import SIDES, Kind, Served, Side, Way

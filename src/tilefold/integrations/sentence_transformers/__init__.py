@@ -10,7 +10,9 @@ evaluators of a ``MultiVectorEncoder``.
 """
 
 try:  # before the modules below, which import what older releases lack
-    from tilefold._sentence_transformers import check_sentence_transformers as _check_release
+    from tilefold._internal.sentence_transformers import (
+        check_sentence_transformers as _check_release,
+    )
 
     _check_release()
 except ImportError as error:
@@ -24,7 +26,7 @@ from tilefold.integrations.sentence_transformers._accelerate import (
     restore,
 )
 from tilefold.integrations.sentence_transformers._warm_up import warm_up
-from tilefold.integrations.sentence_transformers.collating import collate_ahead
+from tilefold.integrations.sentence_transformers.packing.collator import collate_ahead
 
 __all__ = [
     "Acceleration",

@@ -13,25 +13,26 @@ import torch
 from sentence_transformers import SparseEncoder
 from torch import Tensor, nn
 
-from tilefold._arguments import check_instance, list_of_texts
-from tilefold._typing import Model, Transformer
-from tilefold._vocabulary import vocabulary_fingerprint
+from tilefold._internal.arguments import check_instance, list_of_texts
+from tilefold._internal.typing import Model, Transformer
+from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.integrations._patches import Replacement, replacements
-from tilefold.integrations.sentence_transformers import _encoders, _pooling
+from tilefold.integrations.sentence_transformers import _pooling
 from tilefold.integrations.sentence_transformers._heads import (
     check_head,
     find_pairs,
     is_multi_vector,
 )
-from tilefold.integrations.sentence_transformers._packing import pack_inputs
-from tilefold.integrations.sentence_transformers.encoding_graphs import (
+from tilefold.integrations.sentence_transformers.graphs.encoding import (
     GRAPHS,
     EncodingGraphs,
     graphs_of,
 )
 from tilefold.integrations.sentence_transformers.multi_vector import maxsim, maxsim_pairwise
-from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs
-from tilefold.integrations.sentence_transformers.stream import (
+from tilefold.integrations.sentence_transformers.packing.accelerate import pack_inputs
+from tilefold.integrations.sentence_transformers.packing.inputs import PackedInputs
+from tilefold.integrations.sentence_transformers.streaming import encoders as _encoders
+from tilefold.integrations.sentence_transformers.streaming.stream import (
     SparseStream,
     as_csr,
     encode_batch,

@@ -22,7 +22,7 @@ from tilefold.integrations.sentence_transformers._heads import (
     base_linear,
     head_operands,
 )
-from tilefold.integrations.sentence_transformers.packed_inputs import on_device
+from tilefold.integrations.sentence_transformers.packing.inputs import on_device
 from tilefold.integrations.transformers.packed import apart, in_eval_mode
 from tilefold.modules import fused_pooling as poolings
 from tilefold.modules.fused_pooling import (

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 
-from tilefold._arguments import check_instance, list_of
-from tilefold._typing import Model
+from tilefold._internal.arguments import check_instance, list_of
+from tilefold._internal.typing import Model
 from tilefold.integrations.sentence_transformers._accelerate import (
     accelerate,
     is_accelerated,
     restore,
 )
-from tilefold.integrations.sentence_transformers.encoding_graphs import TEXTS, graphs_of
+from tilefold.integrations.sentence_transformers.graphs.encoding import TEXTS, graphs_of
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
-from tilefold.integrations.sentence_transformers.packed_inputs import on_device, packed_inputs
+from tilefold.integrations.sentence_transformers.packing.inputs import on_device, packed_inputs
 from tilefold.integrations.transformers.packed import in_eval_mode
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.implementations import switched_off

@@ -19,8 +19,8 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from tilefold._arguments import check_instance
-from tilefold._typing import Model
+from tilefold._internal.arguments import check_instance
+from tilefold._internal.typing import Model
 from tilefold.ops.implementations import SWITCH, switched_off
 from tilefold.ops.packed_attention import packed_softmax_attention, token_positions
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilefold._csr import csr_tensor
+from tilefold._internal.csr import csr_tensor
 
 
 class CapacityRows(NamedTuple):

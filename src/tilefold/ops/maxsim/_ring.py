@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilefold._process_group import ranks_of
+from tilefold.distributed.process_group import ranks_of
 from tilefold.ops._shared.checks import dtype_name
 from tilefold.ops._shared.impl import host_may_read, impl_with_fallback
 from tilefold.ops.maxsim._arguments import check_labels, check_scale, checked, labelled_loss

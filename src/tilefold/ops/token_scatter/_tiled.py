@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from tilefold._csr import csr_tensor
+from tilefold._internal.csr import csr_tensor
 from tilefold.ops._shared.activation import activate, slope_from_logit
 from tilefold.ops.token_scatter._problem import (
     ScatterOptions,

@@ -9,13 +9,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from tilefold.retrieval._checks import check_choice
-from tilefold.retrieval._sparse import check_vectors
+from tilefold.retrieval.common.checks import check_choice
+from tilefold.retrieval.data.metadata import Metadata
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_to_run, read_description
 from tilefold.retrieval.index.segments import open_segments
-from tilefold.retrieval.metadata import Metadata
-from tilefold.retrieval.vectors import SparseVectors
+from tilefold.retrieval.vectors.sparse import check_vectors
+from tilefold.retrieval.vectors.sparse_files import SparseVectors
 
 __all__ = [
     "BACKENDS",
@@ -48,7 +48,7 @@ def build_index(
 
     The backend ``"exact"`` has no options, ``"seismic"`` those of
     :class:`tilefold.retrieval.index.seismic.SeismicOptions`, and ``"qdrant"`` those of
-    :meth:`tilefold.retrieval.index.qdrant.QdrantIndex.build`. An unknown backend or option, or no
+    :meth:`tilefold.retrieval.index.qdrant.index.QdrantIndex.build`. An unknown backend or option, or no
     vector with a positive weight, is a ``ValueError``; a package that is not installed a
     ``MissingPackageError``, other vectors than :class:`tilefold.retrieval.SparseVectors` a
     ``TypeError``.

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval._checks import check_arrays, check_offsets
-from tilefold.retrieval._sparse import SparseVectors
+from tilefold.retrieval.common.checks import check_arrays, check_offsets
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.exact import Postings
+from tilefold.retrieval.vectors.sparse import SparseVectors
 
 _LARGEST = 65504.0
 _SMALLEST_NORMAL = 2.0**-14  # smaller ones have fewer than 11 bits

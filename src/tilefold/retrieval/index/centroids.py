@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.index.exact import ExactIndex
 from tilefold.retrieval.index.protocol import read_array
+from tilefold.retrieval.vectors.sparse import SparseVectors
 
 Blocks = Callable[
     [],

@@ -11,14 +11,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tilefold._arguments import check_instance, list_of
-from tilefold.retrieval._checks import check_choice, check_k
-from tilefold.retrieval._files import Json
+from tilefold._internal.arguments import check_instance, list_of
+from tilefold.retrieval.common.checks import check_choice, check_k
+from tilefold.retrieval.common.files import Json
+from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.data.metadata import Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.index.protocol import REMEDY, FolderIndex, Hit, StoredIds, hits_of
-from tilefold.retrieval.metadata import Fields, Mask, Metadata, Where, allowed_by
-from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.tokens import (
+from tilefold.retrieval.vectors.tokens import (
     DenseManifest,
     TokenStore,
     TokenVectors,

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold.pipeline.ragged import offsets_of, spans
-from tilefold.retrieval._checks import check_arrays
-from tilefold.retrieval._files import Json
-from tilefold.retrieval._sparse import SparseVectors, check_buildable, check_search
+from tilefold.retrieval.common.checks import check_arrays
+from tilefold.retrieval.common.files import Json
+from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.data.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import (
     REMEDY,
@@ -28,8 +29,7 @@ from tilefold.retrieval.index.protocol import (
     read_array,
     read_offsets,
 )
-from tilefold.retrieval.metadata import Mask, Where, allowed_by
-from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.vectors.sparse import SparseVectors, check_buildable, check_search
 
 if TYPE_CHECKING:
     from tilefold.retrieval.index.on_device import DeviceIndex

@@ -15,10 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tilefold._arguments import check_instance
-from tilefold.retrieval._checks import check_choice, check_count, check_k
-from tilefold.retrieval._files import Json
-from tilefold.retrieval._sparse import check_ids
+from tilefold._internal.arguments import check_instance
+from tilefold.retrieval.common.checks import check_choice, check_count, check_k
+from tilefold.retrieval.common.files import Json
+from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.data.metadata import Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index import centroids, token_blocks
 from tilefold.retrieval.index.centroids import Centroids
@@ -33,9 +34,8 @@ from tilefold.retrieval.index.token_blocks import (
     TokenFiles,
     scores_of,
 )
-from tilefold.retrieval.metadata import Fields, Mask, Metadata, Where, allowed_by
-from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.tokens import TokenManifest, TokenStore, TokenVectors
+from tilefold.retrieval.vectors.sparse import check_ids
+from tilefold.retrieval.vectors.tokens import TokenManifest, TokenStore, TokenVectors
 
 __all__ = ["LateIndex"]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tilefold.ops.sparse_search import BlockedPostings, sparse_topk
 from tilefold.pipeline.rows import SparseRows, repeated
-from tilefold.retrieval._checks import check_k
-from tilefold.retrieval._sparse import SparseVectors, check_search
+from tilefold.retrieval.common.checks import check_k
+from tilefold.retrieval.data.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_of
-from tilefold.retrieval.metadata import Mask, Where, allowed_by
+from tilefold.retrieval.vectors.sparse import SparseVectors, check_search
 
 _WIDTH = 16  # terms of queries on a device are a multiple of it, so that few launches need a plan
 

@@ -16,24 +16,24 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkab
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._arguments import check_instance, list_of, path_of
-from tilefold._files import atomic_directory, sha256_file
-from tilefold._lazy import package_version
+from tilefold._internal.arguments import check_instance, list_of, path_of
+from tilefold._internal.files import atomic_directory, sha256_file
+from tilefold._internal.lazy import package_version
 from tilefold._version import __version__
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval._checks import check_offsets
-from tilefold.retrieval._files import (
+from tilefold.retrieval.common.checks import check_offsets
+from tilefold.retrieval.common.files import (
     Json,
     check_folder,
     listed_file,
     read_json_object,
     write_json_object,
 )
-from tilefold.retrieval._sparse import SparseVectors, check_vectors
+from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.data.metadata import FILE, Metadata, Where
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.fusion import Run
-from tilefold.retrieval.metadata import FILE, Metadata, Where
-from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.search.fusion import Run
+from tilefold.retrieval.vectors.sparse import SparseVectors, check_vectors
 
 __all__ = ["Hit", "SparseIndex", "hits_to_run"]
 
@@ -320,7 +320,7 @@ class FolderIndex(ABC):
     def _new_folder(cls, path: str | Path, *, overwrite: bool) -> AbstractContextManager[Path]:
         """A folder to write an index into, which then becomes `path`.
 
-        See :func:`tilefold._files.atomic_directory`.
+        See :func:`tilefold._internal.files.atomic_directory`.
         """
         return atomic_directory(
             Path(path),

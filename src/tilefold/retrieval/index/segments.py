@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from tilefold._typing import Tensor
-from tilefold.retrieval._files import Json, read_json_object
-from tilefold.retrieval._sparse import SparseVectors
+from tilefold._internal.typing import Tensor
+from tilefold.retrieval.common.files import Json, read_json_object
+from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.data.metadata import Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.index.exact import Postings
 from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit
-from tilefold.retrieval.metadata import Mask, Metadata, Where, allowed_by
-from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.vectors.sparse import SparseVectors
 
 _FEW = 32  # documents removed from a part that a search looks past; more are masked
 

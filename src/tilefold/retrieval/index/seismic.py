@@ -26,15 +26,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval._checks import check_arrays, outside
-from tilefold.retrieval._files import Json, require
-from tilefold.retrieval._sparse import SparseVectors, check_buildable, check_search
+from tilefold.retrieval.common.checks import check_arrays, outside
+from tilefold.retrieval.common.files import Json, require
+from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.data.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index._half_weights import HalfWeights, SmallWeights
 from tilefold.retrieval.index.exact import ExactIndex
 from tilefold.retrieval.index.protocol import REMEDY, FolderIndex, Hit, StoredIds, naming_versions
-from tilefold.retrieval.metadata import Mask, Where, allowed_by
-from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.vectors.sparse import SparseVectors, check_buildable, check_search
 
 __all__ = ["SeismicIndex", "SeismicOptions"]
 

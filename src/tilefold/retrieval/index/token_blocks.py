@@ -20,14 +20,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tilefold._memory import memory_left
-from tilefold._sentence_transformers import check_sentence_transformers
+from tilefold._internal.memory import memory_left
+from tilefold._internal.sentence_transformers import check_sentence_transformers
 from tilefold.ops import QuantizedTokens, maxsim, quantize_tokens
 from tilefold.pipeline.ragged import offsets_of, spans
-from tilefold.retrieval._files import Json
+from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, read_array, read_offsets
-from tilefold.retrieval.tokens import TokenVectors
+from tilefold.retrieval.vectors.tokens import TokenVectors
 
 STORAGES = ("int8", "fp16", "int4")
 VALUES, SCALES, OFFSETS, SUMS = "values.bin", "scales.bin", "offsets.npy", "checksums.npy"

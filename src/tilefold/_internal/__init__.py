@@ -1,0 +1,1 @@
+"""Helpers without a domain: files, lazy imports, memory, CSR tensors and types."""

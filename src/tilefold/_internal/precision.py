@@ -1,0 +1,126 @@
+"""The number type in which a model computes, and the scores of cross-encoders in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from tilefold._internal.typing import Model
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def inference_precision(model: Model) -> str:
+    """Name the number type of a model's matrix products, as they run when it is called now.
+
+    It is that of autocast where autocast is on, around the call or in the model itself
+    (:func:`tilefold.recipes.loading.run_fast`), and else that of the weights.
+
+    Args:
+        model: a model of sentence-transformers.
+
+    Returns:
+        ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"fp64"``; ``"int8"`` for a quantized ONNX graph.
+    """
+    import torch  # retrieval without models is imported without it
+
+    graph = next((module for module in model.modules() if hasattr(module, "made_of")), None)
+    if graph is not None:  # ONNX Runtime knows nothing of autocast
+        return "fp32" if graph.made_of["quantize"] is None else "int8"
+    floating = (weight for weight in model.parameters() if weight.is_floating_point())
+    weight = next(floating, torch.zeros(()))
+    dtype, device = weight.dtype, weight.device.type
+    with getattr(model, "inference_context", nullcontext)():
+        if dtype != torch.float64 and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+    name = str(dtype).removeprefix("torch.")
+    return NAMES.get(name, name)
+
+
+@contextmanager
+def scores_in_fp32(model: Model) -> Iterator[None]:
+    """Compute the scores of a cross-encoder in fp32 while the context is open.
+
+    In bf16, scores between 8 and 16 are multiples of 1/16, and most margins of a teacher are a few
+    of such steps or 0. Here the layers after the encoder (pooler, classification head, LM head) and
+    the modules after the Transformer read fp32 inputs with fp32 weights, without autocast. The
+    encoder itself, which takes the time, runs as before; weights stay as they are.
+
+    Args:
+        model: a ``CrossEncoder`` of sentence-transformers.
+    """
+    with ExitStack() as stack:
+        for layer in _score_layers(model):
+            stack.enter_context(_forward_in_fp32(layer))
+        yield
+
+
+def _score_layers(model: Model) -> list[nn.Module]:
+    """The layers that follow the encoder, in their order."""
+    from torch import nn
+
+    modules: list[nn.Module] = list(model.children())
+    first, others = modules[0], modules[1:]
+    network = getattr(first, "model", None)
+    if not isinstance(network, nn.Module):  # another backend
+        return others
+    encoder = getattr(network, "base_model", network)
+    if encoder is network:
+        return others
+    return [*(layer for layer in network.children() if layer is not encoder), *others]
+
+
+@contextmanager
+def _forward_in_fp32(layer: nn.Module) -> Iterator[None]:
+    """Let one layer compute in fp32; its ``forward`` is put back at the end."""
+    import torch
+    from torch.func import functional_call
+
+    class Stock(torch.nn.Module):
+        """The layer as it is, for a call with other weights."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+            self.run: Callable[..., Any] = layer.forward
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.run(*args, **kwargs)
+
+    stock = Stock()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        weights = {**dict(stock.named_parameters()), **dict(stock.named_buffers())}
+        in_fp32 = {name: _to_fp32(weight) for name, weight in weights.items()}
+        arguments = tuple(_to_fp32(value) for value in args)
+        options = {name: _to_fp32(value) for name, value in kwargs.items()}
+        with ExitStack() as stack:
+            for device in {weight.device.type for weight in weights.values()} | {"cpu"}:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            return functional_call(stock, in_fp32, arguments, options)
+
+    had_own_forward = "forward" in vars(layer)
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        if had_own_forward:
+            layer.forward = stock.run
+        else:
+            del layer.forward
+
+
+def _to_fp32(value: Any) -> Any:
+    """A tensor of 16 bits in fp32, also those of a dictionary of features; others as they are."""
+    import torch
+
+    if isinstance(value, dict):
+        return {name: _to_fp32(item) for name, item in value.items()}
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        widened: Tensor = value.float()
+        return widened
+    return value

@@ -1,0 +1,1 @@
+"""Process groups: starting ranks, joining them, collectives and the state that ranks share."""

@@ -1,0 +1,101 @@
+"""Differentiable sums over ranks, and how a scores tensor is distributed over them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilefold.distributed.process_group import ranks_of
+
+# "world" is all ranks, or this process alone where torch.distributed is not initialised; None is
+# this process alone.
+Group: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
+
+
+class Columns(NamedTuple):
+    """The part of the scores in this process."""
+
+    local: Tensor  # [B, V], or this rank's columns of it, in fp32 (fp64)
+    shards: dist.ProcessGroup | None  # ranks that hold the other columns of the same rows
+    rows: dist.ProcessGroup | None  # ranks that hold other rows of the batch
+
+
+def columns_of(scores: Tensor, group: Group) -> Columns:
+    """Read the layout of ``scores``, whole or with sharded columns."""
+    if not isinstance(scores, Tensor) or not scores.is_floating_point():
+        got = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
+        raise TypeError(
+            f"scores must be a floating-point tensor, got {got}; pass the [B, V] output of a sparse encoder.",
+        )
+    if scores.dim() != 2:
+        raise ValueError(f"scores must have shape [B, V], got {list(scores.shape)}.")
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if (found := _distributed_columns(scores)) is None:
+        return Columns(scores.to(wide), None, ranks_of(group))
+    local, mesh, dim = found
+    if group == "world":
+        if mesh.size() != dist.get_world_size():
+            raise ValueError(
+                "group must name the ranks that hold other rows where scores are a DTensor on some of the ranks, got "
+                "'world'; pass the group of the data-parallel dimension, for instance mesh['dp'].get_group(), or None.",
+            )
+        group = None  # the mesh is the world, and its ranks hold the same rows
+    return Columns(local.to(wide), None if dim is None else mesh.get_group(dim), ranks_of(group))
+
+
+def sum_over_rows(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum over data-parallel ranks; backward multiplies by their number.
+
+    Every rank computes the same loss from the sum, and DDP and FSDP average the ranks' gradients of
+    their own rows.
+    """
+    return statistics if group is None else _sum(statistics, group, dist.get_world_size(group))
+
+
+def sum_over_columns(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum over vocabulary shards; backward passes the gradient on: every rank keeps that of its own
+    columns.
+    """
+    return statistics if group is None else _sum(statistics, group, 1)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, statistics: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
+        ctx.factor = factor
+        total = statistics.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] * ctx.factor if ctx.factor != 1 else grads[0], None, None
+
+
+def _sum(statistics: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
+    total: Tensor = _Sum.apply(statistics, group, factor)  # type: ignore[no-untyped-call]
+    return total
+
+
+def _distributed_columns(scores: Any) -> tuple[Tensor, Any, int | None] | None:
+    """This rank's columns of a DTensor, its mesh, and the mesh dimension that shards them
+    (``None``: not sharded).
+    """
+    if type(scores) is Tensor or not dist.is_available():
+        return None
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if not isinstance(scores, DTensor):
+        return None
+    sharded = [
+        i for i, placement in enumerate(scores.placements) if not isinstance(placement, Replicate)
+    ]
+    if len(sharded) > 1 or any(scores.placements[i] != Shard(1) for i in sharded):
+        raise ValueError(
+            "scores must be Shard(1) on at most one dimension of their mesh and Replicate() on the others, got "
+            f"{scores.placements}; rows of data-parallel ranks are plain tensors here, see the argument group.",
+        )
+    return scores.to_local(), scores.device_mesh, sharded[0] if sharded else None

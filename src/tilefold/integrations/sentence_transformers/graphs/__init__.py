@@ -1,0 +1,1 @@
+"""CUDA graphs of encoding and of training steps."""

@@ -1,0 +1,1 @@
+"""Packed (padding-free) inputs for encoding and training."""

@@ -1,0 +1,1 @@
+"""Streams that tokenize, encode and fetch texts ahead of each other."""

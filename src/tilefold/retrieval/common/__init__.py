@@ -1,0 +1,1 @@
+"""Argument checks, file helpers and provenance for all of the retrieval package."""

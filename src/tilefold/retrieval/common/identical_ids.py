@@ -1,0 +1,69 @@
+"""Queries that are documents as well: hits with the query's own id, which BEIR ignores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tilefold.retrieval.search.fusion import Run
+
+_RunLike = Mapping[str, Mapping[str, float]]
+_QrelsLike = Mapping[str, Mapping[str, int]]
+Search = Callable[[int], Run]
+
+
+def ignores_identical_ids(qrels: _QrelsLike, ignore: bool | None = None) -> bool:
+    """Whether hits with the query's own id are left out before a run is measured.
+
+    BEIR always leaves them out: in ArguAna or Quora a query is one of the documents, and would find
+    itself. Where judgements call such a document relevant, queries and documents are numbered
+    independently, or the document is an answer.
+
+    Args:
+        qrels: query id -> document id -> grade.
+        ignore: the caller's choice; None follows BEIR unless a query's own id is judged relevant.
+    """
+    if ignore is not None:
+        return ignore
+    return not any(grades.get(query, 0) > 0 for query, grades in qrels.items())
+
+
+def queries_with_identical_ids(run: _RunLike) -> set[str]:
+    """Queries that have a hit with their own id."""
+    return {query for query, scores in run.items() if query in scores}
+
+
+def without_identical_ids(run: _RunLike) -> Run:
+    """The run without hits that have the query's own id, in the same order."""
+    return {
+        query: {name: score for name, score in scores.items() if name != query}
+        for query, scores in run.items()
+    }
+
+
+def search_without_identical_ids(
+    search: Search,
+    document_of: Callable[[str], str],
+    ignored: set[str],
+) -> Search:
+    """A search that leaves the query's own document out, and returns as many others.
+
+    Args:
+        search: returns the `n` best results of each query, best first.
+        document_of: id of the document of a result, which may be a passage.
+        ignored: gets the queries whose own document was left out.
+    """
+
+    def search_others(n: int) -> Run:
+        depth = n + 1
+        while True:
+            run = search(depth)
+            others = {
+                query: {name: score for name, score in scores.items() if document_of(name) != query}
+                for query, scores in run.items()
+            }
+            ignored.update(query for query in run if len(others[query]) < len(run[query]))
+            if all(len(others[query]) >= n or len(run[query]) < depth for query in run):
+                return {query: dict(list(scores.items())[:n]) for query, scores in others.items()}
+            depth *= 2  # more passages of the query's own document than were looked past
+
+    return search_others

@@ -1,0 +1,1 @@
+"""Collections: reading corpora, queries, judgements and metadata, and splitting documents into passages."""

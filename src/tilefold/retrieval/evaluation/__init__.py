@@ -1,0 +1,1 @@
+"""Evaluation measures and significance tests."""

@@ -1,0 +1,1 @@
+"""Search: retrieval, feedback, fusion, reranking and explanation."""

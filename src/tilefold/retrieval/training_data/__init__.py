@@ -1,0 +1,1 @@
+"""Training data: mined negatives, teachers' scores and files of training rows."""

@@ -1,0 +1,315 @@
+"""Sparse vectors in memory: CSR arrays with ids, a vocabulary size and a vocabulary fingerprint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefold._internal.arguments import check_instance, check_mapping, list_of
+from tilefold._internal.typing import Tensor
+from tilefold.pipeline.ragged import gathered, offsets_of
+from tilefold.retrieval.common.checks import check_k, check_offsets, no_weight, outside
+from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+
+Longs = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+Row = tuple[Ints, Floats]  # terms and weights
+
+
+@dataclass
+class SparseVectors:
+    """N sparse vectors over a vocabulary of V terms, checked on construction; rows out of order are
+    sorted.
+
+    Attributes:
+        ids: N unique, non-empty strings.
+        indptr: int64 ``[N + 1]``; row `i` is ``indices[indptr[i]:indptr[i + 1]]``.
+        indices: int32 ``[nnz]``, terms in ``[0, V)``, ascending and unique within a row.
+        data: float32 ``[nnz]``, finite and not negative.
+        vocab_size: V.
+        fingerprint: of :func:`vocabulary_fingerprint` for the tokenizer, or None when unknown.
+        provenance: the model and the texts that the vectors were made from, as far as they are
+            known.
+
+    Shapes that do not fit, an index out of range or twice in a row, a weight that is NaN, infinite
+    or negative, or an empty or repeated id is a ``DataError``, which names the row. `ids` may be any
+    sequence, such as a pandas Series, and are read by position.
+    """
+
+    ids: list[str]
+    indptr: Longs
+    indices: Ints
+    data: Floats
+    vocab_size: int
+    fingerprint: str | None = None
+    provenance: Provenance = field(default_factory=Provenance)
+
+    def __post_init__(self) -> None:
+        self.ids = list(list_of("ids", self.ids))
+        self.indptr = np.ascontiguousarray(self.indptr, dtype=np.int64)
+        self.indices = _as_int32(self.indices)
+        self.data = np.ascontiguousarray(self.data, dtype=np.float32)
+        check_ids(self.ids)
+        self._check()
+        if not self._in_order():
+            rows = np.repeat(np.arange(len(self.ids), dtype=np.int64), np.diff(self.indptr))
+            keys = rows * self.vocab_size + self.indices
+            order = np.argsort(keys, kind="stable")
+            self.indices, self.data, steps = (
+                self.indices[order],
+                self.data[order],
+                np.diff(keys[order]),
+            )
+            if (steps == 0).any():
+                at = int(np.flatnonzero(steps == 0)[0])
+                raise DataError(
+                    f"indices: term {self.indices[at]} is given twice for {self._owner(at)}.",
+                )
+
+    def _check(self) -> None:
+        n, nnz = len(self.ids), self.indices.size
+        if self.vocab_size < 1:
+            raise DataError(f"vocab_size: expected at least 1, got {self.vocab_size}.")
+        if self.indptr.shape != (n + 1,):
+            raise DataError(
+                f"indptr: expected {n + 1} offsets for {n} ids, got shape {self.indptr.shape}.",
+            )
+        if self.indices.shape != (nnz,) or self.data.shape != (nnz,):
+            got = f"shapes {self.indices.shape} and {self.data.shape}"
+            raise DataError(f"indices and data: expected two flat arrays of one length, got {got}.")
+        check_offsets(self.indptr, nnz)
+        if (at := outside(self.indices, self.vocab_size)) is not None:
+            got = f"{self.indices[at]} for {self._owner(at)}. Were the vectors made with another vocabulary?"
+            raise DataError(f"indices: expected terms in [0, {self.vocab_size}), got {got}")
+        if (at := no_weight(self.data)) is not None:
+            bad = int((~np.isfinite(self.data) | (self.data < 0)).sum())
+            got = f"{self.data[at]} for {self._owner(at)} ({bad} in all). Check the model's output and its activation"
+            raise DataError(f"data: expected finite weights of at least 0, got {got}.")
+
+    def _in_order(self) -> bool:
+        """Whether terms rise in every row; takes a byte for each, where sorting takes many."""
+        rises = self.indices[1:] > self.indices[:-1]
+        starts = self.indptr[1:-1]
+        rises[starts[(starts > 0) & (starts < self.indices.size)] - 1] = True
+        return bool(rises.all())
+
+    def _owner(self, position: int) -> str:
+        return repr(self.ids[int(np.searchsorted(self.indptr, position, side="right")) - 1])
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Mapping[str, Mapping[int, float]],
+        vocab_size: int,
+        fingerprint: str | None = None,
+    ) -> SparseVectors:
+        """From ``{id: {term index: weight}}``."""
+        check_mapping("rows", rows, "id -> weights by term")
+        for identifier, row in rows.items():
+            check_mapping(f"rows[{identifier!r}]", row, "term -> weight")
+        lengths = np.array([len(row) for row in rows.values()], np.int64)
+        indices = np.fromiter((term for row in rows.values() for term in row), dtype=np.int64)
+        data = np.fromiter(
+            (weight for row in rows.values() for weight in row.values()),
+            dtype=np.float32,
+        )
+        return cls(
+            list(rows),
+            offsets_of(lengths),
+            _as_int32(indices),
+            data,
+            vocab_size,
+            fingerprint,
+        )
+
+    @classmethod
+    def from_torch(
+        cls,
+        ids: Sequence[str],
+        matrix: Tensor,
+        fingerprint: str | None = None,
+        min_weight: float = 0.0,
+    ) -> SparseVectors:
+        """From a torch tensor ``[N, V]``: dense, sparse COO or CSR; any device, any float dtype.
+
+        Without a `fingerprint`, that of a result of ``encode_sparse`` is taken. Entries that are 0,
+        or positive and not above `min_weight`, are dropped; NaN and negative entries are kept so
+        that they are reported.
+        """
+        import torch
+
+        ids = list_of("ids", ids)
+        if not isinstance(matrix, torch.Tensor) or matrix.ndim != 2 or matrix.shape[0] != len(ids):
+            got = tuple(matrix.shape) if isinstance(matrix, torch.Tensor) else type(matrix).__name__
+            raise DataError(
+                f"matrix: expected a tensor [{len(ids)}, V] for {len(ids)} ids, got {got}.",
+            )
+        fingerprint = fingerprint or getattr(matrix, "vocabulary_fingerprint", None)
+        matrix = matrix.detach()
+        if matrix.layout == torch.sparse_csr:
+            parts = matrix.crow_indices(), matrix.col_indices(), matrix.values()
+            offsets, columns, values = (part.cpu() for part in parts)
+            # by numpy: torch wakes all threads for a few rows, which can take ms
+            rows = torch.from_numpy(np.repeat(np.arange(len(ids)), offsets.diff().numpy()))
+        else:
+            sparse = (
+                matrix.coalesce()
+                if matrix.layout == torch.sparse_coo
+                else matrix.to_sparse().coalesce()
+            )
+            rows, columns = sparse.indices().unbind(0)
+            values = sparse.values()
+        keep = (values > min_weight) | (values < 0) | values.isnan()
+        rows, columns, values = (part[keep].cpu() for part in (rows, columns, values))
+        arrays = columns.to(torch.int32).numpy(), values.float().numpy()
+        indptr = offsets_of(np.bincount(rows.numpy(), minlength=len(ids)))
+        return cls(ids, indptr, *arrays, int(matrix.shape[1]), fingerprint)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[SparseVectors]) -> SparseVectors:
+        """All rows of `parts`, at least one of them and all of one vocabulary, in order."""
+        parts = list_of("parts", parts)
+        if not parts:
+            raise ValueError("parts: expected at least one set of vectors, got an empty list.")
+        for number, part in enumerate(parts):
+            check_vectors(f"parts[{number}]", part)
+        for number, part in enumerate(parts[1:], start=1):
+            check_same_vocabulary(parts[0], part, "parts[0]", f"parts[{number}]")
+        return cls(
+            [row_id for part in parts for row_id in part.ids],
+            offsets_of(np.concatenate([np.diff(part.indptr) for part in parts])),
+            np.concatenate([part.indices for part in parts]),
+            np.concatenate([part.data for part in parts]),
+            parts[0].vocab_size,
+            next((part.fingerprint for part in parts if part.fingerprint), None),
+            Provenance.shared(part.provenance for part in parts),
+        )
+
+    def take(self, rows: Sequence[int] | Longs) -> SparseVectors:
+        """The given rows, in the given order, as vectors of their own."""
+        chosen = np.asarray(rows, dtype=np.int64)
+        at, offsets = gathered(self.indptr, chosen)
+        ids = [self.ids[i] for i in chosen.tolist()]
+        return replace(self, ids=ids, indptr=offsets, indices=self.indices[at], data=self.data[at])
+
+    def above(self, min_weight: float) -> SparseVectors:
+        """A copy without weights of at most `min_weight`; the vectors themselves if there are none
+        such.
+        """
+        keep = self.data > min_weight
+        return self if keep.all() else self.selected(keep)
+
+    def without(self, terms: Collection[int]) -> SparseVectors:
+        """A copy without the weights of some terms, given in any order, also as a set."""
+        unwanted = np.asarray(list_of("terms", terms, ordered=False), np.int64)
+        return self.selected(~np.isin(self.indices, unwanted))
+
+    def selected(self, keep: npt.NDArray[np.bool_]) -> SparseVectors:
+        """A copy with the entries of a mask, bool ``[nnz]``."""
+        return replace(
+            self,
+            indptr=offsets_of(keep)[self.indptr],
+            indices=self.indices[keep],
+            data=self.data[keep],
+        )
+
+    @cached_property
+    def row_of(self) -> dict[str, int]:
+        """The row of each id."""
+        return {name: row for row, name in enumerate(self.ids)}
+
+    def row(self, i: int) -> Row:
+        """Terms and weights of row `i`."""
+        low, high = int(self.indptr[i]), int(self.indptr[i + 1])
+        return self.indices[low:high], self.data[low:high]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class HasVocabulary(Protocol):
+    """Vectors, a manifest of some, or an index."""
+
+    @property
+    def vocab_size(self) -> int | None: ...
+    @property
+    def fingerprint(self) -> str | None: ...
+
+
+def check_same_vocabulary(
+    left: HasVocabulary,
+    right: HasVocabulary,
+    left_name: str,
+    right_name: str,
+) -> None:
+    """Raise VocabularyMismatchError unless sizes are equal, and fingerprints too where both are
+    known.
+    """
+    if left.vocab_size != right.vocab_size:
+        expected, got = f"with {left.vocab_size} terms", f"with {right.vocab_size}"
+    elif left.fingerprint and right.fingerprint and left.fingerprint != right.fingerprint:
+        expected = f"(fingerprint {left.fingerprint[:12]})"
+        got = f"of the same size (fingerprint {right.fingerprint[:12]})"
+    else:
+        return
+    wanted = f"expected the vocabulary of {left_name} {expected}, got one {got}"
+    raise VocabularyMismatchError(f"{right_name}: {wanted}. Encode both with the same model.")
+
+
+def check_vectors(
+    name: str,
+    vectors: object,
+    remedy: str = "read_vectors(folder) or SparseVectors.from_rows(rows, vocab_size)",
+) -> None:
+    """Raise ``TypeError`` unless an argument is :class:`SparseVectors`; `remedy` makes such."""
+    check_instance(name, vectors, SparseVectors, remedy)
+
+
+def check_buildable(vectors: SparseVectors) -> None:
+    """Raise ``ValueError`` unless some vector holds a positive weight; ``TypeError`` for others."""
+    check_vectors("vectors", vectors)
+    if not len(vectors) or not bool((vectors.data > 0).any()):
+        got = f"{len(vectors)} vector(s) without"
+        raise ValueError(
+            f"vectors: expected at least one vector with a positive weight, got {got}. Check the model.",
+        )
+
+
+def check_search(index: HasVocabulary, queries: SparseVectors, k: int) -> None:
+    """Raise ``ValueError`` or ``VocabularyMismatchError`` unless ``queries`` and ``k`` suit the
+    index; ``TypeError`` for queries that are no vectors.
+    """
+    check_vectors("queries", queries, "encode_queries(model, {id: text})")
+    check_k(k)
+    check_same_vocabulary(index, queries, "the index", "queries")
+
+
+def _as_int32(indices: npt.ArrayLike) -> Ints:
+    array = np.asarray(indices)
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise DataError(f"indices: expected integers, got {array.dtype}.")
+    limits = np.iinfo(np.int32)
+    if array.size and (array.max() > limits.max or array.min() < limits.min):
+        raise DataError(
+            f"indices: expected terms that fit int32, got {array.min()} to {array.max()}.",
+        )
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def check_ids(ids: list[str]) -> None:
+    """Raise ``DataError`` unless the ids are unique, non-empty strings."""
+    seen: set[str] = set()
+    for number, value in enumerate(ids):
+        if not isinstance(value, str) or not value:
+            raise DataError(f"ids[{number}]: expected a non-empty string, got {value!r}.")
+        if value in seen:
+            raise DataError(f"ids[{number}]: {value!r} was given before. Ids must be unique.")
+        seen.add(value)

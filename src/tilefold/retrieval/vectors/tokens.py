@@ -1,0 +1,454 @@
+"""Token vectors, and dense ones, one of each text, in memory and on disk: safetensors shards with a
+manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType, UnionType
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilefold._internal.arguments import check_instance, list_of, list_of_ids, path_of
+from tilefold.ops import QuantizedTokens, quantize_tokens
+from tilefold.pipeline.ragged import gathered, offsets_of
+from tilefold.retrieval.common.checks import check_choice, check_offsets
+from tilefold.retrieval.common.files import require
+from tilefold.retrieval.data.passages import document_of
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.vectors.shards import REMEDY, Manifest, ShardWriter, check_whole, shard_file
+from tilefold.retrieval.vectors.sparse import check_ids
+
+__all__ = [
+    "DENSE_STORAGES",
+    "STORAGES",
+    "DenseManifest",
+    "TokenManifest",
+    "TokenStore",
+    "TokenVectorWriter",
+]
+__all__ += ["TokenVectors", "open_dense", "open_tokens"]
+
+STORAGES = ("fp16", "int8")
+_DTYPES = {"fp16": torch.float16, "int8": torch.int8, "fp32": torch.float32}
+DENSE_STORAGES = ("fp32", *STORAGES)
+
+
+@dataclass
+class TokenVectors:
+    """The token vectors of N texts in memory, packed.
+
+    Attributes:
+        ids: N unique, non-empty strings.
+        offsets: int64 ``[N + 1]``; text `i` has rows ``offsets[i]`` to ``offsets[i + 1]``, possibly
+            none.
+        values: ``[T, D]`` fp16, fp32 or int8.
+        scales: ``[T]`` fp32 factors of int8 values, else None.
+
+    Shapes, dtypes or offsets that do not fit, and an empty or repeated id, are a ``DataError``.
+    """
+
+    ids: list[str]
+    offsets: Tensor
+    values: Tensor
+    scales: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.ids = list_of("ids", self.ids)
+        check_ids(self.ids)
+        n, offsets, values = len(self.ids), self.offsets, self.values
+        check_values(values, self.scales)
+        if offsets.dtype != torch.int64 or tuple(offsets.shape) != (n + 1,):
+            raise DataError(
+                f"offsets: expected {n + 1} int64 offsets for {n} ids, got {_described(offsets)}.",
+            )
+        check_offsets(offsets.cpu().numpy(), values.size(0), "offsets")
+
+    @classmethod
+    def pack(
+        cls,
+        ids: Sequence[str],
+        vectors: Sequence[Tensor],
+        dimension: int,
+        storage: str,
+    ) -> TokenVectors:
+        """From one ``[n_i, D]`` tensor per text, on any device, to the CPU.
+
+        ``DataError`` names the id of a tensor of another shape, or of an entry that is not finite
+        in `storage`.
+        """
+        ids, vectors = list_of("ids", ids), list_of("vectors", vectors)
+        check_choice("storage", storage, DENSE_STORAGES)
+        for name, rows in zip(ids, vectors, strict=True):
+            check_instance(f"vectors of {name!r}", rows, Tensor, "a tensor [n, D]")
+            if rows.dim() != 2 or rows.size(1) != dimension:
+                raise DataError(
+                    f"vectors: expected [n, {dimension}] for {name!r}, got shape {list(rows.shape)}.",
+                )
+        offsets = torch.tensor([0, *(rows.size(0) for rows in vectors)], dtype=torch.int64).cumsum(
+            0,
+        )
+        packed = (
+            torch.cat([rows.detach().float() for rows in vectors])
+            if vectors
+            else torch.zeros(0, dimension)
+        )
+        kept = packed.half() if storage == "fp16" else packed
+        check_finite(ids, offsets, kept.isfinite().all(dim=1).cpu(), storage, packed)
+        if storage != "int8":
+            return cls(ids, offsets, kept.cpu())
+        quantized = quantize_tokens(packed, "int8")
+        return cls(ids, offsets, quantized.values.cpu(), quantized.scales.cpu())
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def dimension(self) -> int:
+        return int(self.values.size(1))
+
+    def rows(self, i: int) -> Tensor:
+        """The vectors of text `i`, ``[n, D]`` fp32."""
+        low, high = int(self.offsets[i]), int(self.offsets[i + 1])
+        values = self.values[low:high].float()
+        return values if self.scales is None else values * self.scales[low:high, None]
+
+    def packed(self) -> Tensor | QuantizedTokens:
+        """The document argument of :func:`tilefold.ops.maxsim`, with ``offsets`` as its
+        ``cu_seqlens_d``.
+        """
+        return self.values if self.scales is None else QuantizedTokens(self.values, self.scales)
+
+    def take(self, chosen: Sequence[int]) -> TokenVectors:
+        """The given texts, in the given order, copied."""
+        at, offsets = map(
+            torch.from_numpy,
+            gathered(self.offsets.numpy(), np.asarray(chosen, np.int64)),
+        )
+        scales = None if self.scales is None else self.scales[at]
+        return TokenVectors([self.ids[i] for i in chosen], offsets, self.values[at], scales)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[TokenVectors]) -> TokenVectors:
+        """All texts of `parts`, at least one, of one dimension and storage, in order."""
+        lengths = torch.cat([part.offsets.diff() for part in parts])
+        scales = [part.scales for part in parts if part.scales is not None]
+        with torch.autocast(
+            "cpu",
+            enabled=False,
+        ):  # numpy, because torch lacks the operation for fp16 on the CPU
+            values = torch.cat([part.values for part in parts])
+        names, offsets = [name for part in parts for name in part.ids], offsets_of(lengths.numpy())
+        return cls(names, torch.from_numpy(offsets), values, torch.cat(scales) if scales else None)
+
+
+def check_values(values: Tensor, scales: Tensor | None) -> None:
+    """Raise ``DataError`` unless these are vectors, and scales where they are int8."""
+    if values.dim() != 2 or values.dtype not in _DTYPES.values():
+        raise DataError(f"values: expected [T, D] in fp16, fp32 or int8, got {_described(values)}.")
+    if (scales is not None) != (values.dtype == torch.int8):
+        raise DataError(f"scales: expected for int8 values only, got values in {values.dtype}.")
+    if scales is not None and (
+        scales.dtype != torch.float32 or tuple(scales.shape) != (values.size(0),)
+    ):
+        raise DataError(f"scales: expected [{values.size(0)}] in fp32, got {_described(scales)}.")
+
+
+def check_finite(
+    ids: Sequence[str],
+    offsets: Tensor,
+    finite: Tensor,
+    storage: str,
+    numbers: Tensor,
+) -> None:
+    """Raise ``DataError``, with an id and one of its `numbers`, unless all are `finite`, bool
+    ``[T]``, as stored.
+    """
+    if not bool(finite.all()):
+        got = named(
+            ids,
+            offsets,
+            numbers,
+            ~(numbers.half() if storage == "fp16" else numbers).isfinite(),
+        )
+        raise DataError(
+            f"vectors: expected finite numbers within the range of {storage}, got {got}. Check the model.",
+        )
+
+
+def named(ids: Sequence[str], offsets: Tensor, numbers: Tensor, wrong: Tensor) -> str:
+    """The first of the `numbers` of some tokens that is `wrong`, and the id of its text."""
+    at = wrong.nonzero()[0].tolist()
+    owner = ids[int(torch.searchsorted(offsets.contiguous(), at[0], right=True)) - 1]
+    return f"{numbers[tuple(at)].item()} for {owner!r}"
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+@dataclass
+class TokenManifest(Manifest):
+    """The manifest of a folder of token vectors, ``manifest.json`` beside
+    ``part-00000.safetensors``, ...
+
+    A shard packs the vectors of its N texts, T in all, as :func:`tilefold.ops.maxsim` scores them
+    in place: ``values`` ``[T, D]`` fp16 or int8, for int8 ``scales`` ``[T]`` fp32 (see
+    :func:`tilefold.ops.quantize_tokens`), ``offsets`` ``[N + 1]`` int64, and ``ids``, the UTF-8
+    bytes of a JSON list.
+
+    Attributes:
+        dimension: D, the length of a vector.
+        storage: ``"fp16"`` or ``"int8"``.
+        model_name: the model that made the vectors, if known.
+        model_fingerprint: its :func:`tilefold.retrieval.common.provenance.model_fingerprint`.
+        model_source: folder or name that the model was loaded from, if known.
+        n_tokens: vectors in all shards, each of which has its ``tokens``; the others are as in
+            :class:`tilefold.retrieval.VectorManifest`.
+    """
+
+    LAYOUT = "tokens"
+    WHAT = "token vectors of a multi-vector model"
+    INSTEAD = "Encode the collection with a multi-vector model (tilefold train --recipe colbert)."
+    IDENTITY = ("dimension", "storage", "model_name", "model_fingerprint", "kind")
+    TOTALS: ClassVar = {"n_documents": "rows", "n_tokens": "tokens"}
+    STORAGES: ClassVar[tuple[str, ...]] = STORAGES
+
+    dimension: int
+    storage: str
+    model_name: str | None = None
+    model_fingerprint: str | None = None
+    model_source: str | None = None
+    kind: str = "document"
+    n_tokens: int = field(default=0, kw_only=True)
+    layout: str = field(default="tokens", kw_only=True)
+
+    def wrong(self, types: Mapping[str, type | UnionType]) -> list[str]:
+        return super().wrong(types) or ([] if self.storage in self.STORAGES else ["storage"])
+
+
+@dataclass
+class DenseManifest(TokenManifest):
+    """The manifest of a folder of dense vectors, stored as token vectors are, with one of each
+    text.
+
+    ``storage`` may also be ``"fp32"``. Where ``similarity`` is ``"cosine"``, vectors were brought
+    to length 1 before they were rounded.
+    """
+
+    LAYOUT = "dense"
+    WHAT = "dense vectors of a SentenceTransformer"
+    INSTEAD = "Encode the collection with a dense model (tilefold encode --kind dense)."
+    STORAGES = DENSE_STORAGES
+
+    layout: str = field(default="dense", kw_only=True)
+
+    @property
+    def similarity(self) -> str:
+        """``"cosine"``, ``"dot"``, ``"euclidean"`` or ``"manhattan"``, by which the model compares."""
+        return str(self.settings.get("similarity"))
+
+
+class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
+    """Write token vectors as :class:`tilefold.retrieval.SparseVectorWriter` does."""
+
+    suffix, package = "safetensors", ("safetensors.torch", "safetensors", "Storing token vectors")
+    made_with = TokenManifest
+
+    def _check(self, vectors: TokenVectors) -> None:
+        expected = (self.manifest.dimension, _DTYPES[self.manifest.storage])
+        if (vectors.dimension, vectors.values.dtype) != expected:
+            wanted = f"D={expected[0]} in {expected[1]} as in the folder"
+            raise DataError(f"vectors: expected {wanted}, got {_described(vectors.values)}.")
+
+    def _counts(self, vectors: TokenVectors) -> dict[str, int]:
+        return {"rows": len(vectors), "tokens": int(vectors.values.size(0))}
+
+    def _store(self, vectors: TokenVectors, path: Path) -> None:
+        names = json.dumps(vectors.ids, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        ids = torch.from_numpy(np.frombuffer(names, np.uint8).copy())
+        save_tensors(
+            path,
+            values=vectors.values,
+            offsets=vectors.offsets,
+            ids=ids,
+            scales=vectors.scales,
+        )
+
+    def _read(self, path: Path) -> TokenVectors:
+        return _read_shard(path)
+
+
+class TokenStore:
+    """A memory-mapped folder of token vectors, of :func:`open_tokens`; a shard is read and checked
+    when it is scored.
+
+    ``ids`` maps each id to (shard, row); ``manifest`` is that of the folder.
+    """
+
+    def __init__(self, folder: Path, manifest: TokenManifest) -> None:
+        self.folder, self.manifest, self.dimension = folder, manifest, manifest.dimension
+        self._shards: dict[int, TokenVectors] = {}
+        self.ids: dict[str, tuple[int, int]] = {}
+        for number, shard in enumerate(manifest.shards):
+            names = _read_ids(shard_file(folder, shard, verify=False))
+            if len(names) != shard["rows"]:
+                raise DataError(
+                    f"{folder / shard['file']}: expected {shard['rows']} texts, got {len(names)}. {REMEDY}",
+                )
+            for row, name in enumerate(names):
+                if self.ids.setdefault(name, (number, row)) != (number, row):
+                    raise DataError(
+                        f"{folder / shard['file']}: {name!r} was given before. {REMEDY}",
+                    )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def passages(self) -> dict[str, list[str]]:
+        """Document id -> ids of its passages, those that could not be encoded too, of a store of
+        passages.
+        """
+        found: dict[str, list[str]] = {}
+        for name in (*self.ids, *self.manifest.failed):
+            found.setdefault(document_of(name), []).append(name)
+        return found
+
+    def shard(self, number: int) -> TokenVectors:
+        """Shard `number`, memory-mapped; the first time, FileNotFoundError or ``DataError`` for a
+        damaged one.
+        """
+        if number not in self._shards:
+            listed = self.manifest.shards[number]
+            file = shard_file(self.folder, listed)
+            vectors = _read_shard(file)
+            expected = (
+                self.dimension,
+                _DTYPES[self.manifest.storage],
+                listed["rows"],
+                listed["tokens"],
+            )
+            found = (vectors.dimension, vectors.values.dtype, len(vectors), vectors.values.size(0))
+            if found != expected:
+                raise DataError(
+                    f"{file}: expected (D, dtype, texts, vectors) {expected}, got {found}. {REMEDY}",
+                )
+            _check_finite(vectors, file)
+            self._shards[number] = vectors
+        return self._shards[number]
+
+    def each(self) -> Iterator[TokenVectors]:
+        """All shards in turn, of which one at a time is mapped."""
+        for number in range(len(self.manifest.shards)):
+            there = number in self._shards
+            yield self.shard(number)
+            if not there:
+                del self._shards[number]
+
+    def read(self, names: Iterable[str]) -> TokenVectors:
+        """The vectors of some texts, copied into memory, in the given order; KeyError for one that
+        is not there.
+        """
+        wanted = list_of_ids("names", names)
+        rows: dict[int, list[int]] = {}
+        for number, row in (self.ids[name] for name in wanted):
+            rows.setdefault(number, []).append(row)
+        if not wanted:
+            return TokenVectors.pack([], [], self.dimension, self.manifest.storage)
+        found = TokenVectors.concatenate(
+            [self.shard(number).take(chosen) for number, chosen in rows.items()],
+        )
+        place = {name: at for at, name in enumerate(found.ids)}
+        return found.take([place[name] for name in wanted])
+
+
+def open_tokens(path: str | Path) -> TokenStore:
+    """Open a folder of token vectors without loading it; a shard's checksum is compared when it is
+    first used.
+    """
+    return _opened(TokenManifest, path_of("path", path))
+
+
+def open_dense(path: str | Path) -> TokenStore:
+    """Open a folder of dense vectors as :func:`open_tokens` does, a text having one vector each."""
+    return _opened(DenseManifest, path_of("path", path))
+
+
+def _opened(kind: type[TokenManifest], folder: Path) -> TokenStore:
+    manifest = kind.read(folder)
+    check_whole(folder, manifest)
+    return TokenStore(folder, manifest)
+
+
+def safetensors_package() -> ModuleType:
+    """``safetensors``, or an error that says how to install it."""
+    require("safetensors.torch", "safetensors", "Storing token vectors")
+    return require("safetensors", "safetensors", "Storing token vectors")
+
+
+def save_tensors(path: Path, **tensors: Tensor | None) -> None:
+    """Write a shard of those tensors that there are, for :func:`read_tensors`."""
+    there = {name: each.contiguous() for name, each in tensors.items() if each is not None}
+    safetensors_package().torch.save_file(there, str(path), metadata={"format": "pt"})
+
+
+def read_tensors(path: Path, *names: str) -> dict[str, Tensor]:
+    """Tensors of a shard, memory-mapped, and its scales if it has some."""
+    try:
+        with safetensors_package().safe_open(str(path), framework="pt") as file:
+            there = set(file.keys())
+            found = {name: file.get_tensor(name) for name in there & {*names, "scales"}}
+    except (
+        Exception
+    ) as error:  # safetensors raises its own exception, or OSError for a truncated file
+        raise DataError(
+            f"{path}: expected a shard of token vectors, got ({error}). {REMEDY}",
+        ) from error
+    if missing := [name for name in names if name not in found]:
+        raise DataError(f"{path}: expected a tensor {missing[0]!r}, got {sorted(there)}. {REMEDY}")
+    return found
+
+
+def _read_ids(path: Path) -> list[str]:
+    raw = read_tensors(path, "ids")["ids"]
+    try:
+        names = json.loads(raw.numpy().tobytes().decode("utf-8", "surrogatepass"))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{path}: expected the ids of its texts, got ({error}). {REMEDY}",
+        ) from error
+    if not isinstance(names, list):
+        raise DataError(f"{path}: expected a list of ids, got {type(names).__name__}. {REMEDY}")
+    return names
+
+
+def _read_shard(path: Path) -> TokenVectors:
+    found = read_tensors(path, "offsets", "values")
+    try:
+        return TokenVectors(_read_ids(path), found["offsets"], found["values"], found.get("scales"))
+    except DataError as error:
+        if str(error).startswith(str(path)):
+            raise
+        raise DataError(f"{path}: {error} {REMEDY}") from error
+
+
+def _check_finite(vectors: TokenVectors, path: Path) -> None:
+    """Raise ``DataError`` for numbers, or factors of int8 values, that are NaN or infinite."""
+    numbers, least, what = vectors.values, -math.inf, ""
+    if vectors.scales is not None:
+        numbers, least, what = vectors.scales, 0.0, "a scale of "
+    low, high = (
+        numbers.aminmax() if numbers.numel() else (0.0, 0.0)
+    )  # both are NaN where there is one
+    if not (math.isfinite(low) and math.isfinite(high) and low >= least):
+        got = named(vectors.ids, vectors.offsets, numbers, ~numbers.isfinite() | (numbers < least))
+        raise DataError(f"{path}: expected finite token vectors, got {what}{got}. {REMEDY}")
