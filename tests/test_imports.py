@@ -304,6 +304,32 @@ def test_arrows_between_modules_and_rooms_point_one_way() -> None:
     assert backward == SPECIFIED_BY_ANOTHER
 
 
+# Folders of tilefold.retrieval, from bottom to top: each may import those before it.
+RETRIEVAL_LAYERS = (
+    "errors",
+    "common",
+    "data",
+    "vectors",
+    "index",
+    "encoding",
+    "search",
+    "evaluation",
+    "training_data",
+)
+
+
+def test_folders_of_retrieval_import_lower_ones_only() -> None:
+    upward = []
+    for module, target in arrows():
+        if module.startswith("tilefold.retrieval.") and target.startswith("tilefold.retrieval"):
+            importing = module.split(".")[2]
+            imported = [*target.split("."), ""][2]
+            layers = RETRIEVAL_LAYERS[: RETRIEVAL_LAYERS.index(importing) + 1]
+            if imported not in layers:
+                upward.append((module, target))
+    assert upward == []
+
+
 def test_modules_with_an_underscore_are_imported_by_their_own_package_only() -> None:
     crossing = set()
     for module, target in arrows():

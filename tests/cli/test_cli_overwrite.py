@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.program import Call, done, fails, measured, write_articles
-from tilefold.retrieval.search.searcher import open_index
+from tilefold.retrieval.index.opening import open_index
 
 BM25, EXACT, QDRANT, LATE = "bm25", "exact", "qdrant", "late"
 

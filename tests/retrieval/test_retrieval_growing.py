@@ -18,7 +18,7 @@ from tilefold import retrieval as r
 from tilefold._internal import files as _files
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
-from tilefold.retrieval.search.searcher import open_index
+from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.vectors.tokens import DenseManifest
 
 Make = Callable[..., r.SparseVectors]

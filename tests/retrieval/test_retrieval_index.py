@@ -29,9 +29,9 @@ from tilefold.retrieval import SparseIndex, SparseVectors, build_index, load_ind
 from tilefold.retrieval.errors import DataError, MissingPackageError, VocabularyMismatchError
 from tilefold.retrieval.index import exact
 from tilefold.retrieval.index.exact import Postings, fastest, portable, top_positive
+from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.index.protocol import StoredIds, save_ids
 from tilefold.retrieval.index.seismic import SeismicIndex, SeismicOptions
-from tilefold.retrieval.search.searcher import open_index
 
 Make = Callable[..., SparseVectors]
 BACKENDS = ["exact", "seismic"]

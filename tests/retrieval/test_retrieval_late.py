@@ -20,7 +20,7 @@ from tilefold._internal import files as _files
 from tilefold.ops import maxsim
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index import centroids, late, token_blocks
-from tilefold.retrieval.search.searcher import open_index
+from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.vectors.given_tokens import read_token_file
 from tilefold.testing import assert_within_budget
 

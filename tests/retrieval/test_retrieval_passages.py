@@ -25,9 +25,10 @@ from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.recipes.colbert import untrained_colbert
 from tilefold.recipes.splade import untrained_splade
 from tilefold.retrieval.common.provenance import Provenance, model_fingerprint, texts_digest
-from tilefold.retrieval.data.passages import Passage, best_passages
+from tilefold.retrieval.common.runs import Run
+from tilefold.retrieval.data.passages import Passage
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.search.fusion import Run
+from tilefold.retrieval.search.passages import best_passages
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
@@ -119,7 +120,10 @@ def test_a_text_is_cut_behind_sentences_and_long_ones_between_words() -> None:
 def test_training_takes_the_passage_of_a_relevant_document_that_has_the_words() -> None:
     queries = {"q": "read queues", "none": "zebra"}
     judged = {"q": {"a#1:0-3": 2, "b c": 0}, "none": {"a": 1}}
-    cut = r.Passages(9).training(r.Collection("c", DOCUMENTS, queries, {"train": judged}))
+    cut = r.training_passages(
+        r.Passages(9),
+        r.Collection("c", DOCUMENTS, queries, {"train": judged}),
+    )
     texts = {
         query: [cut.documents[name].text for name in names]
         for query, names in cut.qrels["train"].items()

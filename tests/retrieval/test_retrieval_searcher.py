@@ -17,9 +17,9 @@ from tests.recipes.small import small_collection, small_masked_lm
 from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold.recipes import ColbertRecipe
+from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.search.feedback import Feedback, Interpolation
-from tilefold.retrieval.search.fusion import Run
 
 QUERY = {"query": "how do I work with csv files"}
 COLLECTION = small_collection()

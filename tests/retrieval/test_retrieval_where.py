@@ -20,7 +20,7 @@ from tilefold import retrieval as r
 from tilefold.retrieval import Filter
 from tilefold.retrieval.data.metadata import Metadata, kept_fields
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.search.searcher import open_index
+from tilefold.retrieval.index.opening import open_index
 
 Make = Callable[..., r.SparseVectors]
 BACKENDS = ["exact", "seismic", "qdrant", "dense", "bm25"]

@@ -19,7 +19,7 @@ from tilefold.retrieval.errors import DataError
 
 if TYPE_CHECKING:
     from tilefold.recipes.splade import SpladeRecipe
-    from tilefold.retrieval.search.fusion import Run
+    from tilefold.retrieval.common.runs import Run
     from tilefold.retrieval.vectors.tokens import TokenStore, TokenVectors
 
 Tokens: TypeAlias = "tuple[TokenVectors, TokenStore]"  # of queries, and of documents

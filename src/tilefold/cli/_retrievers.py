@@ -17,6 +17,7 @@ from tilefold.retrieval.index import DENSE, LATE
 
 if TYPE_CHECKING:
     from tilefold._internal.typing import Model
+    from tilefold.retrieval.common.runs import Run
     from tilefold.retrieval.data.collection import Document
     from tilefold.retrieval.data.metadata import Filter
     from tilefold.retrieval.data.passages import Passages
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from tilefold.retrieval.index.dense import DenseIndex
     from tilefold.retrieval.index.late import LateIndex
     from tilefold.retrieval.search.feedback import Feedback, Interpolation
-    from tilefold.retrieval.search.fusion import Run
     from tilefold.retrieval.search.reranking import Reranker, Reranking
     from tilefold.retrieval.search.searcher import Searcher, SearchRequest
     from tilefold.retrieval.vectors.tokens import TokenStore
@@ -141,7 +141,8 @@ def load_index(asked: Asked, texts: Texts | None) -> tuple[AnyIndex, Model | Non
     `texts` are the documents of --data, from which the untrained start is made again where it is
     not in the cache.
     """
-    from tilefold.retrieval.search.searcher import check_model, open_index
+    from tilefold.retrieval.index.opening import open_index
+    from tilefold.retrieval.search.searcher import check_model
 
     if (path := asked.get("index")) is None:
         read = read_documents(asked["vectors"])
@@ -390,7 +391,7 @@ def second_ranking(
 ) -> BM25Index | Run | None:
     """The BM25 index, or the run of `queries` over texts `made_of`, that --prf-with names."""
     from tilefold.retrieval.index.bm25 import BM25Index
-    from tilefold.retrieval.search.searcher import open_index
+    from tilefold.retrieval.index.opening import open_index
 
     if (path := asked["prf_with"]) is None:
         return None

@@ -21,9 +21,9 @@ from tilefold.cli._common import CommandError, UsageError, Values, note
 from tilefold.retrieval.common.provenance import Provenance, texts_digest
 
 if TYPE_CHECKING:
+    from tilefold.retrieval.common.runs import Run
     from tilefold.retrieval.data.collection import Collection, Document
     from tilefold.retrieval.evaluation.significance import Mean, Table
-    from tilefold.retrieval.search.fusion import Run
     from tilefold.retrieval.search.searcher import Ranking, Searcher, SearchRequest
 
 MEASURE_HELP = "Measure in the notation of ir-measures, such as nDCG@10; may be repeated."

@@ -20,9 +20,9 @@ from tilefold.cli._common import CommandError, UsageError, Values, note
 from tilefold.cli._demo_steps import DEPTH, DOCUMENT_TERMS, EXAMPLE, NDCG, RECALL, Size, Tokens
 from tilefold.cli._options import Number, flag, option, preset
 from tilefold.retrieval.common.provenance import texts_digest
+from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.errors import MissingPackageError
-from tilefold.retrieval.search.fusion import Run
 
 ANSWERS = 3
 SYSTEMS = (

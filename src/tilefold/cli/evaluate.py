@@ -28,8 +28,9 @@ from tilefold.cli._options import (
 from tilefold.retrieval.common.provenance import Provenance
 
 if TYPE_CHECKING:
+    from tilefold.retrieval.common.runs import Run
     from tilefold.retrieval.data.collection import Collection
-    from tilefold.retrieval.search.fusion import Normalization, Run
+    from tilefold.retrieval.search.fusion import Normalization
     from tilefold.retrieval.search.searcher import Ranking, Searcher, SearchRequest
 
 DEPTH = 100

@@ -208,7 +208,7 @@ def _load(name: str, asked: Asked) -> tuple[list[Served], Searchable | None]:
 
 
 def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
-    from tilefold.retrieval.search.searcher import open_index
+    from tilefold.retrieval.index.opening import open_index
     from tilefold.serve.models import Served
     from tilefold.serve.searchable import Searchable
 

@@ -221,6 +221,7 @@ def _tell(result: TrainResult, config: Any, asked: Asked) -> None:
 def _train(config: Any, asked: Asked, cuts: Passages | None, rank: int) -> TrainResult:
     from tilefold.recipes import catalogue
     from tilefold.recipes.loading import newest_step
+    from tilefold.retrieval.training_data.passages import training_passages
     from tilefold.retrieval.training_data.rows import RowsAhead
 
     output = asked["output"]
@@ -239,7 +240,7 @@ def _train(config: Any, asked: Asked, cuts: Passages | None, rank: int) -> Train
         collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"], **parts)
     if cuts is not None:
         whole = len(collection.documents)
-        collection = cuts.training(collection)
+        collection = training_passages(cuts, collection)
         if rank == 0:
             note(
                 f"{whole:,} documents in {len(collection.documents):,} passages of at most {cuts.length} words",

@@ -14,12 +14,13 @@ import torch
 from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
 
+from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Document
 from tilefold.retrieval.data.metadata import Filter
 from tilefold.retrieval.data.passages import document_of
 from tilefold.retrieval.errors import MissingDocumentError
 from tilefold.retrieval.search.feedback import Feedback
-from tilefold.retrieval.search.fusion import Fusion, Normalization, Run
+from tilefold.retrieval.search.fusion import Fusion, Normalization
 from tilefold.retrieval.search.reranking import Reranking
 from tilefold.retrieval.search.searcher import RERANK_DEPTH, Ranking, SearchRequest
 from tilefold.retrieval.vectors.sparse_files import SparseVectors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from tilefold.retrieval.search.fusion import Run
+from tilefold.retrieval.common.runs import Run
 
 _RunLike = Mapping[str, Mapping[str, float]]
 _QrelsLike = Mapping[str, Mapping[str, int]]

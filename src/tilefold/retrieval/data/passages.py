@@ -1,28 +1,23 @@
-"""Passages of long texts: where they are cut, which document they belong to, and documents by their
-best passage.
-"""
+"""Passages of long texts: where documents are cut, and ids that name document and characters."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-import numpy as np
-
-from tilefold._internal.arguments import check_instance, check_mapping
+from tilefold._internal.arguments import check_mapping
 from tilefold.retrieval.common.checks import check_choice, check_count
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance, texts_digest
-from tilefold.retrieval.data.collection import Collection, Document, documents_by_id
+from tilefold.retrieval.data.collection import Document, documents_by_id
+from tilefold.retrieval.data.scripts import UNSPACED
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index.bm25 import UNSPACED, BM25Index
-from tilefold.retrieval.search.fusion import Run
 
-__all__ = ["Found", "Passage", "PassageTexts", "Passages", "best_passages"]
+__all__ = ["Passage", "PassageTexts", "Passages"]
 
 CUTS = ("sentences", "words")
 _LONGEST = 32  # letters of a word; the rest of a longer one is another
@@ -32,12 +27,6 @@ _SENTENCE_END = re.compile(
     rf"[.!?\u2026\u061f\u0964][{_CLOSING}]*\s+|[\u3002\uff01\uff1f][{_CLOSING}\u300d\u300f]*\s*|\n\s*\n\s*",
 )
 _ID = re.compile(r"(.*)#(\d+):(\d+)-(\d+)", re.DOTALL)
-_FIRST, _MORE = (
-    4,
-    4,
-)  # passages asked for per document that is wanted, and how many times as many the next time
-
-Found = dict[str, dict[str, str]]  # query id -> document id -> id of its best passage
 
 
 class Passage(NamedTuple):
@@ -181,104 +170,8 @@ class Passages:
         digest = texts_digest({name: document.contents for name, document in documents.items()})
         return PassageTexts(texts, Provenance(texts_sha256=digest, passages=str(self)))
 
-    def training(self, collection: Collection) -> Collection:
-        """The collection with passages as documents, for training: relevant is the passage that
-        BM25 scores highest.
-
-        Of passages of a relevant document with equal scores, none shared word among them, the first
-        is taken; grades stay, and of what was judged not relevant no passage is judged.
-        """
-        check_instance("collection", collection, Collection, "load_collection(path)")
-        texts = self.of(collection.documents)
-        words = BM25Index.build(texts)
-        stored, asked = words.document_vectors(), words.query_vectors(collection.queries)
-        rows: dict[str, list[int]] = {}
-        for row, name in enumerate(stored.ids):
-            rows.setdefault(document_of(name), []).append(row)
-        weights = np.zeros(stored.vocab_size)
-
-        def best(query: str, document: str) -> str:
-            terms, values = asked.row(asked.row_of[query])
-            weights[terms] = values
-            scores = [
-                float(weights[terms_] @ parts) for terms_, parts in map(stored.row, rows[document])
-            ]
-            weights[terms] = 0
-            return stored.ids[rows[document][int(np.argmax(scores))]]
-
-        qrels = {
-            split: {
-                query: {best(query, name): grade for name, grade in grades.items() if grade > 0}
-                for query, grades in judged.items()
-            }
-            for split, judged in collection.qrels.items()
-        }
-        cut = {
-            each.id: each.of_document(collection.documents[each.document])
-            for each in map(Passage.of, texts)
-        }
-        return Collection(collection.name, cut, collection.queries, qrels)
-
 
 def document_of(name: str) -> str:
     """The document of a passage's id; ``DataError`` for another id."""
     document, mark, _ = name.rpartition("#")
     return document if mark else Passage.of(name).document
-
-
-def best_passages(run: Mapping[str, Mapping[str, float]]) -> tuple[Run, Found]:
-    """Documents of a run of passages by their best one (MaxP), best first, and which passage that
-    is.
-    """
-    check_mapping("run", run, "query id -> scores by passage")
-    documents, found = Run(), Found()
-    for query, scores in run.items():
-        documents[query], found[query] = {}, {}
-        for name in sorted(scores, key=lambda name: -scores[name]):
-            if (document := document_of(name)) not in documents[query]:
-                documents[query][document], found[query][document] = scores[name], name
-    return documents, found
-
-
-def found_by(
-    search: Callable[[int], Run],
-    k: int,
-    stage: str,
-    best: dict[str, Found] | None,
-) -> Run:
-    """The `k` best results of each query of a search, or with `best` documents by their best
-    passage.
-
-    ``search(n)`` gives the `n` best passages of each query, best first. More are asked for until
-    they are of `k` documents, or there are no more: a passage that is not among them is no better
-    than any that is, so that the ranking is that of all passages. `best` learns which passages they
-    are, as those of `stage`.
-    """
-    if best is None:
-        return search(k)
-    asked, known = _FIRST * k, best.setdefault(stage, {})
-    while True:
-        passages = search(asked)
-        documents, found = best_passages(passages)
-        if all(
-            len(documents[query]) >= k or len(scores) < asked for query, scores in passages.items()
-        ):
-            break
-        asked *= _MORE
-    for query, names in found.items():
-        known[query] = known.get(query, {}) | names
-    return {query: dict(list(scores.items())[:k]) for query, scores in documents.items()}
-
-
-def as_passages(run: Mapping[str, Mapping[str, float]], found: Sequence[Found]) -> Run:
-    """A run of documents as one of passages, by the first of `found` that has one of a document;
-    others as they are.
-    """
-
-    def passage(query: str, name: str) -> str:
-        return next((best[query][name] for best in found if name in best.get(query, {})), name)
-
-    return {
-        query: {passage(query, name): score for name, score in scores.items()}
-        for query, scores in run.items()
-    }

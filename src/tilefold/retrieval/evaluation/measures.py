@@ -25,9 +25,10 @@ from tilefold.retrieval.common.identical_ids import (
     without_identical_ids,
 )
 from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.tables import numbered_lines
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.search.fusion import Normalization, Run, check_scores, interpolate
+from tilefold.retrieval.search.fusion import Normalization, check_scores, interpolate
 from tilefold.retrieval.vectors.sparse import check_vectors
 from tilefold.retrieval.vectors.sparse_files import SparseVectors, check_same_vocabulary
 

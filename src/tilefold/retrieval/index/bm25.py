@@ -24,18 +24,16 @@ from tilefold.retrieval.common.checks import (
 )
 from tilefold.retrieval.common.files import Json, check_text_ids, require
 from tilefold.retrieval.common.provenance import Provenance, owned, provenance_of
+from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.metadata import Fields, Metadata, Where, allowed_by, check_metadata
+from tilefold.retrieval.data.scripts import UNSPACED
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.exact import Postings, top_positive
 from tilefold.retrieval.index.protocol import FolderIndex, StoredIds, naming_versions, read_array
-from tilefold.retrieval.search.fusion import Run
 from tilefold.retrieval.vectors.sparse import SparseVectors
 
 __all__ = ["LANGUAGES", "BM25Index", "BM25Options", "Tokenizer"]
 
-# Scripts that are written without spaces: Thai, Lao, Khmer, kana, CJK ideographs; cut into
-# character pairs.
-UNSPACED = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{UNSPACED}]+|[^\W{UNSPACED}]+")
 _PAIRED = re.compile(rf"[{UNSPACED}]")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|_")

@@ -14,9 +14,9 @@ from tilefold.retrieval.common.files import write_json_object
 from tilefold.retrieval.common.provenance import Provenance, owned
 from tilefold.retrieval.data.metadata import Fields, Metadata, check_fields_by_id, check_metadata
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.index.protocol import SEGMENTS, read_description
 from tilefold.retrieval.index.segments import Segments, listed_parts
-from tilefold.retrieval.search.searcher import open_index
 from tilefold.retrieval.vectors.shards import Manifest, ShardWriter, check_whole, differences
 from tilefold.retrieval.vectors.sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.vectors.sparse_files import (

@@ -30,9 +30,9 @@ from tilefold.retrieval.common.files import (
     write_json_object,
 )
 from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.metadata import FILE, Metadata, Where
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.search.fusion import Run
 from tilefold.retrieval.vectors.sparse import SparseVectors, check_vectors
 
 __all__ = ["Hit", "SparseIndex", "hits_to_run"]

@@ -16,8 +16,9 @@ from tilefold._internal.arguments import check_instance, check_mapping, list_of
 from tilefold._internal.typing import Tensor
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.common.checks import check_choice, check_count, check_share
+from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.search.fusion import Fusion, Normalization, Run
+from tilefold.retrieval.search.fusion import Fusion, Normalization
 from tilefold.retrieval.vectors.sparse import (
     Row,
     SparseVectors,

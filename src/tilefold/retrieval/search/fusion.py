@@ -11,11 +11,9 @@ from typing import Literal
 from tilefold._internal.arguments import check_instance, check_mapping, list_of
 from tilefold.retrieval.common.checks import check_choice, check_least, check_share
 from tilefold.retrieval.common.files import check_text_ids
+from tilefold.retrieval.common.runs import Run
 
-__all__ = ["Fusion", "Normalization", "Run", "interpolate", "reciprocal_rank_fusion"]
-
-Run = dict[str, dict[str, float]]
-"""Query id -> document id -> score, higher is better."""
+__all__ = ["Fusion", "Normalization", "interpolate", "reciprocal_rank_fusion"]
 
 Normalization = Literal["min_max", "z_score", "none"]
 """How :func:`interpolate` makes scores of different retrievers comparable."""

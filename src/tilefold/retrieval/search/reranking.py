@@ -14,11 +14,13 @@ from tilefold._internal.typing import Model
 from tilefold.ops import QuantizedTokens, maxsim
 from tilefold.retrieval.common.checks import check_choice, check_least, check_share
 from tilefold.retrieval.common.provenance import Provenance, model_fingerprint
+from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Document
-from tilefold.retrieval.data.passages import Found, Passage, best_passages
+from tilefold.retrieval.data.passages import Passage
 from tilefold.retrieval.encoding.tokens import encode_texts, token_dimension
 from tilefold.retrieval.errors import DataError, MissingDocumentError
-from tilefold.retrieval.search.fusion import Run, check_scores, interpolate
+from tilefold.retrieval.search.fusion import check_scores, interpolate
+from tilefold.retrieval.search.passages import BestPassages, best_passages
 from tilefold.retrieval.vectors.tokens import TokenStore, TokenVectors
 
 __all__ = ["TAILS", "Reranker", "Reranking", "Tail", "rerank"]
@@ -180,8 +182,8 @@ class Reranker:
         candidates: TokenVectors | None = None,
         *,
         by: str = "document",
-        passages: Found | None = None,
-    ) -> tuple[Run, Run, Found]:
+        passages: BestPassages | None = None,
+    ) -> tuple[Run, Run, BestPassages]:
         """`run` ordered by MaxSim, and mixed with the first scores; which passages were the best,
         where some were read.
 
@@ -209,7 +211,7 @@ class Reranker:
         tail: Tail = reranking.tail if weight is None else "drop"
         reduction = "mean" if self.model.similarity_fn_name == "meanmaxsim" else "sum"
         parts = self._parts(run, depth, by, passages)
-        found: Found = {}
+        found: BestPassages = {}
         if parts is None:
             late = rerank(run, encoded, documents, depth=depth, tail=tail, reduction=reduction)
         else:
@@ -243,7 +245,7 @@ class Reranker:
         run: Run,
         reranking: Reranking,
         by: str = "document",
-        passages: Found | None = None,
+        passages: BestPassages | None = None,
     ) -> dict[str, str]:
         """Texts to encode where there are no `tokens`: id -> text of documents, or of passages that
         they were found by.
@@ -278,7 +280,7 @@ class Reranker:
         run: Run,
         depth: int | None,
         by: str,
-        passages: Found | None,
+        passages: BestPassages | None,
     ) -> dict[str, dict[str, list[str]]] | None:
         """Passages that are scored for the best documents of each query; None where documents are
         scored as `run`.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilefold._internal.typing import Model, Tensor
 from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.metadata import Where
 from tilefold.retrieval.encoding.dense import encode_dense
 from tilefold.retrieval.errors import DataError, MissingDocumentError
@@ -23,7 +24,6 @@ from tilefold.retrieval.search.feedback import (
     expand_sparse,
     feedback_documents,
 )
-from tilefold.retrieval.search.fusion import Run
 from tilefold.retrieval.vectors.sparse import SparseVectors
 from tilefold.retrieval.vectors.sparse_files import read_manifest, read_rows
 

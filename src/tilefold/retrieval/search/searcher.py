@@ -20,15 +20,16 @@ from tilefold.retrieval.common.identical_ids import (
     without_identical_ids,
 )
 from tilefold.retrieval.common.provenance import Provenance, model_fingerprint
+from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Document, documents_by_id
 from tilefold.retrieval.data.metadata import Filter, Where
-from tilefold.retrieval.data.passages import Found, Passage, as_passages, document_of, found_by
+from tilefold.retrieval.data.passages import Passage, document_of
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index import DENSE, LATE, SparseIndex, load_index, open_parts
+from tilefold.retrieval.index import DENSE, LATE, SparseIndex
 from tilefold.retrieval.index.bm25 import BM25Index
-from tilefold.retrieval.index.protocol import read_description
 from tilefold.retrieval.search.feedback import Feedback, Interpolation, with_feedback
-from tilefold.retrieval.search.fusion import Fusion, Run
+from tilefold.retrieval.search.fusion import Fusion
+from tilefold.retrieval.search.passages import BestPassages, as_passages, search_documents
 from tilefold.retrieval.search.retrievers import (
     DenseRetriever,
     LateRetriever,
@@ -43,22 +44,12 @@ if TYPE_CHECKING:
     from tilefold.retrieval.search.reranking import Reranking
     from tilefold.retrieval.vectors.tokens import TokenStore, TokenVectors
 
-__all__ = ["Ranking", "SearchRequest", "Searcher", "check_model", "matched_terms", "open_index"]
+__all__ = ["Ranking", "SearchRequest", "Searcher", "check_model", "matched_terms"]
 
 RERANK_DEPTH = 100  # candidates of a search that is reranked
 WHOLE = (
     1000  # documents of a ranking that is interpolated around feedback, or whose last ones count
 )
-
-
-def open_index(path: str | Path) -> SparseIndex | BM25Index | DenseIndex | LateIndex:
-    """The saved index of any backend, of words, dense and token vectors too; errors as of
-    ``load_index``.
-    """
-    if (backend := read_description(path)["backend"]) in (DENSE, LATE):
-        vectors: DenseIndex | LateIndex = open_parts(path, backend)
-        return vectors
-    return BM25Index.load(path) if backend == BM25Index.backend else load_index(path)
 
 
 def check_model(
@@ -166,7 +157,7 @@ class Ranking:
     after: Any = None
     candidates: Run | None = None  # that were reranked
     by: str = "document"
-    passages: dict[str, Found] = field(
+    passages: dict[str, BestPassages] = field(
         default_factory=dict,
     )  # stage -> best passages of documents, where searched so
     ignored_identical_ids: set[str] = field(
@@ -187,7 +178,7 @@ class Ranking:
         return next((found[query][name] for found in known if name in found.get(query, {})), None)
 
     @property
-    def found(self) -> Found:
+    def found(self) -> BestPassages:
         """Query -> result -> the passage that it was ranked by, where there is one."""
         named = (
             (query, {name: self.passage(query, name) for name in scores})
@@ -364,7 +355,7 @@ class Searcher:
             list(queries),
         )
         self._check_passages(request)
-        best: dict[str, Found] = {}
+        best: dict[str, BestPassages] = {}
         ignored: set[str] = set()
         own: Run
         retriever: Any = self.retriever
@@ -385,7 +376,7 @@ class Searcher:
                 return found
 
             others = _respecting_ids(search_index, request, self.passages, ignored)
-            return found_by(others, k, self.stage, known)
+            return search_documents(others, k, self.stage, known)
 
         run = own = search(before, deep)
         if feedback is not None:
@@ -520,7 +511,7 @@ class Searcher:
         queries: Mapping[str, str],
         k: int,
         request: SearchRequest,
-        best: dict[str, Found],
+        best: dict[str, BestPassages],
         ignored: set[str] | None = None,
     ) -> Run:
         """The `k` best of the second ranking.
@@ -547,7 +538,7 @@ class Searcher:
                 return words.search(queries, n, where=request.where)
 
             others = _respecting_ids(search_words, request, words.provenance.passages, ignored)
-            return found_by(others, k, _SECOND, known)
+            return search_documents(others, k, _SECOND, known)
         if request.where is not None:
             raise ValueError(
                 "second: expected a BM25 index with metadata beside where, got a run, which has none.",

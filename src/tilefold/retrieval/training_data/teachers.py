@@ -300,7 +300,10 @@ def _products(queries: SparseVectors, documents: SparseVectors, task: _Task) -> 
 
 
 def _late(model: Model, task: _Task) -> Floats:
-    from tilefold.retrieval import encode_texts, encode_tokens, open_tokens, rerank  # loads torch
+    # These modules load torch.
+    from tilefold.retrieval.encoding.tokens import encode_texts, encode_tokens
+    from tilefold.retrieval.search.reranking import rerank
+    from tilefold.retrieval.vectors.tokens import open_tokens
 
     _check_all(
         task,

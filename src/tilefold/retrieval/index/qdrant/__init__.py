@@ -10,6 +10,7 @@ _NAMES = {
     "documents": "Documents Queries",
     "engine": "Filter Layout",
     "collection": "QdrantCollection",
+    "index": "QdrantIndex",
     "server": "UnreachableError",
 }
 __all__, __getattr__, __dir__ = lazy_exports(globals(), _NAMES)

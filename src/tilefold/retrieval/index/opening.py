@@ -1,0 +1,31 @@
+"""Opening a saved index of any backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilefold.retrieval.index import DENSE, LATE, SparseIndex, load_index, open_parts
+from tilefold.retrieval.index.bm25 import BM25Index
+from tilefold.retrieval.index.protocol import read_description
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.index.dense import DenseIndex
+    from tilefold.retrieval.index.late import LateIndex
+
+__all__ = ["open_index"]
+
+
+def open_index(path: str | Path) -> SparseIndex | BM25Index | DenseIndex | LateIndex:
+    """Open a saved index of any backend: sparse, BM25, dense or late interaction.
+
+    Raises:
+        DataError: if the folder is no index, is damaged, or was written by a newer release.
+    """
+    backend = read_description(path)["backend"]
+    if backend in (DENSE, LATE):
+        index: DenseIndex | LateIndex = open_parts(path, backend)
+        return index
+    if backend == BM25Index.backend:
+        return BM25Index.load(path)
+    return load_index(path)

@@ -1,0 +1,70 @@
+"""Collections whose documents are passages, for training."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tilefold._internal.arguments import check_instance
+from tilefold.retrieval.data.collection import Collection
+from tilefold.retrieval.data.passages import Passage, Passages, document_of
+from tilefold.retrieval.index.bm25 import BM25Index
+
+__all__ = ["training_passages"]
+
+
+def training_passages(passages: Passages, collection: Collection) -> Collection:
+    """Return the collection with passages as documents.
+
+    Of a relevant document, the passage that BM25 scores highest for the query takes its grade (the
+    first one where scores are equal). Documents that were judged not relevant have no judged
+    passage.
+
+    Args:
+        passages: how documents are cut.
+        collection: whole documents, with judgements.
+
+    Raises:
+        TypeError: if `collection` is not a :class:`Collection`.
+    """
+    check_instance("collection", collection, Collection, "load_collection(path)")
+    texts = passages.of(collection.documents)
+    index = BM25Index.build(texts)
+    choose = _BestPassage(index, collection)
+    qrels = {
+        split: {
+            query: {
+                choose(query, document): grade for document, grade in grades.items() if grade > 0
+            }
+            for query, grades in judged.items()
+        }
+        for split, judged in collection.qrels.items()
+    }
+    documents = {}
+    for passage_id in texts:
+        passage = Passage.of(passage_id)
+        documents[passage.id] = passage.of_document(collection.documents[passage.document])
+    return Collection(collection.name, documents, collection.queries, qrels)
+
+
+class _BestPassage:
+    """Chooses the passage of a document that BM25 scores highest for a query."""
+
+    def __init__(self, index: BM25Index, collection: Collection) -> None:
+        self._vectors = index.document_vectors()
+        self._queries = index.query_vectors(collection.queries)
+        self._rows_of_document: dict[str, list[int]] = {}
+        for row, passage in enumerate(self._vectors.ids):
+            self._rows_of_document.setdefault(document_of(passage), []).append(row)
+        self._query_weights = np.zeros(self._vectors.vocab_size)
+
+    def __call__(self, query: str, document: str) -> str:
+        """Return the id of the best passage."""
+        query_terms, query_weights = self._queries.row(self._queries.row_of[query])
+        self._query_weights[query_terms] = query_weights
+        rows = self._rows_of_document[document]
+        scores = []
+        for row in rows:
+            terms, weights = self._vectors.row(row)
+            scores.append(float(self._query_weights[terms] @ weights))
+        self._query_weights[query_terms] = 0
+        return self._vectors.ids[rows[int(np.argmax(scores))]]
