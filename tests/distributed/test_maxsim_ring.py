@@ -194,15 +194,15 @@ def a_rank_holds_two_blocks_of_others_at_most(rank: Rank) -> None:
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
     most = 0
 
-    def counted(part: Any, like: Any) -> list[Tensor]:
+    def counted(layout: Any, like: Any) -> Any:
         nonlocal most
-        buffers = room(part, like)
-        alive.add(buffers[0])
+        block = empty_block(layout, like)
+        alive.add(block.rows)
         most = max(most, len(alive))
-        return buffers
+        return block
 
-    room = _ring.Ring.room
-    with mock.patch.object(_ring.Ring, "room", staticmethod(counted)):
+    empty_block = _ring._empty_block
+    with mock.patch.object(_ring, "_empty_block", counted):
         ring_results(rank, shard(rank.rank, "full"), labels_of(rank.rank), 0.3)
     assert 1 <= most <= 2, most
     assert not alive

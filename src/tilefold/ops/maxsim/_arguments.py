@@ -1,4 +1,4 @@
-"""Checks of the arguments of MaxSim and its contrastive loss, and the options that they say."""
+"""Checks of the arguments of MaxSim and of its contrastive loss."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ from tilefold.ops._shared.checks import (
     dtype_name,
 )
 from tilefold.ops._shared.operator import Checked
-from tilefold.ops.maxsim._problem import QUANTIZED_DTYPES, MaxSimOptions, MaxSimTensors, sequences
+from tilefold.ops.maxsim._problem import (
+    QUANTIZED_DTYPES,
+    MaxSimOptions,
+    MaxSimTensors,
+    sequence_counts,
+)
 
 PAIRINGS = ("all", "aligned", "grouped")
 REDUCTIONS = ("sum", "mean")
 MASK_MODES = ("exclude", "zero")
-Dtypes = Sequence[torch.dtype]
 
 
-def checked(
+def check_arguments(
     tensors: MaxSimTensors,
     pairing: object,
     reduction: object,
@@ -38,51 +42,67 @@ def checked(
     normalize: bool,
     longest_query: int = 0,
 ) -> Checked:
-    """Check everything that can be checked without reading a value; both sides are cast as autocast
-    asks.
+    """Check everything that can be checked without reading a value of a tensor.
+
+    Args:
+        tensors: the tensors, as the caller passed them.
+        pairing: as in :func:`tilefold.ops.maxsim`; ignored if ``tensors`` has pairs.
+        reduction: as in :func:`tilefold.ops.maxsim`.
+        mask_mode: as in :func:`tilefold.ops.maxsim`.
+        temperature: as in :func:`tilefold.ops.maxsim`.
+        normalize: as in :func:`tilefold.ops.maxsim`.
+        longest_query: tokens of the longest packed query, where pairs are listed and trained.
+
+    Returns:
+        The operator's options, and a function that casts queries and documents under autocast.
 
     Raises:
         TypeError, ValueError: as :func:`tilefold.ops.maxsim`.
     """
-    mode = _check_options(tensors.pairs, pairing, reduction, mask_mode, temperature)
-    queries, documents, query_mask, document_mask, cu_queries, cu_documents, _, scale = tensors
-    if scale is not None:
-        _check_quantized(queries, normalize)
-    dtypes = FLOAT_DTYPES if scale is None else QUANTIZED_DTYPES
-    spec = "B N L D" if mode == "grouped" else "N L D"
-    _check_side(
-        ("queries", "query_mask", "cu_seqlens_q"),
-        queries,
-        query_mask,
-        cu_queries,
-        "N L D",
-        FLOAT_DTYPES,
+    _check_options(reduction, mask_mode, temperature)
+    pairing_name = _check_pairing(tensors.pairs, pairing)
+    quantized = tensors.document_scale is not None
+    if quantized:
+        _check_quantized(tensors.queries, normalize)
+    _check_token_vectors(
+        "queries",
+        tensors.queries,
+        "query_mask",
+        tensors.query_mask,
+        "cu_seqlens_q",
+        tensors.cu_queries,
+        padded_shape="N L D",
+        dtypes=FLOAT_DTYPES,
     )
-    _check_side(
-        ("documents", "document_mask", "cu_seqlens_d"),
-        documents,
-        document_mask,
-        cu_documents,
-        spec,
-        dtypes,
+    _check_token_vectors(
+        "documents",
+        tensors.documents,
+        "document_mask",
+        tensors.document_mask,
+        "cu_seqlens_d",
+        tensors.cu_documents,
+        padded_shape="B N L D" if pairing_name == "grouped" else "N L D",
+        dtypes=QUANTIZED_DTYPES if quantized else FLOAT_DTYPES,
     )
-    _check_together(tensors)
-    cast = None if scale is not None else _autocast_dtype(queries, documents)
-    _check_counts(mode, tensors)
-    mean = reduction == "mean" and divides_itself(tensors)
+    _check_sides_agree(tensors)
+    autocast = None if quantized else _autocast_dtype(tensors.queries, tensors.documents)
+    _check_counts(pairing_name, tensors)
     options = MaxSimOptions(
-        mode,
-        mask_mode == "zero",
-        float(temperature or 0),
-        normalize,
-        mean,
-        longest_query,
+        pairing=pairing_name,
+        mask_zero=mask_mode == "zero",
+        temperature=float(temperature or 0),
+        normalize=normalize,
+        mean=reduction == "mean" and operator_takes_mean(tensors),
+        longest_query=longest_query,
     )
-    return Checked(options, None if cast is None else functools.partial(_cast_to, cast))
+    return Checked(options, None if autocast is None else functools.partial(_cast_to, autocast))
 
 
-def divides_itself(tensors: MaxSimTensors) -> bool:
-    """Whether the operator makes means: of queries that all have one length."""
+def operator_takes_mean(tensors: MaxSimTensors) -> bool:
+    """Return whether the operator itself divides by the number of query tokens.
+
+    It does if all queries have the same number. Otherwise the public function divides the sums.
+    """
     return (
         tensors.query_mask is None and tensors.cu_queries is None and tensors.document_scale is None
     )
@@ -95,13 +115,7 @@ def _cast_to(dtype: torch.dtype, tensors: MaxSimTensors) -> MaxSimTensors:
     )
 
 
-def _check_options(
-    pairs: Tensor | None,
-    pairing: object,
-    reduction: object,
-    mask_mode: object,
-    temperature: object,
-) -> str:
+def _check_options(reduction: object, mask_mode: object, temperature: object) -> None:
     check_choice("reduction", reduction, REDUCTIONS)
     check_choice("mask_mode", mask_mode, MASK_MODES)
     if temperature is not None and (
@@ -112,20 +126,25 @@ def _check_options(
         raise ValueError(
             f"temperature must be a positive Python number or None, got {temperature!r}.",
         )
+
+
+def _check_pairing(pairs: Tensor | None, pairing: object) -> str:
+    """Check which pairs are scored, and return the name of the pairing: ``"index"`` for listed ones."""
     if pairs is not None:
         if pairs.dim() != 2 or pairs.size(1) != 2:
             raise ValueError(f"pairing must have shape [P, 2], got {list(pairs.shape)}.")
         check_dtype("pairing", pairs, (torch.int32, torch.int64), "use pairing.long().")
         return "index"
     if pairing not in PAIRINGS:
-        listed = ", ".join(repr(name) for name in PAIRINGS)
+        names = ", ".join(repr(name) for name in PAIRINGS)
         raise ValueError(
-            f"pairing must be one of {listed}, or an integer tensor [P, 2], got {pairing!r}.",
+            f"pairing must be one of {names}, or an integer tensor [P, 2], got {pairing!r}.",
         )
     return str(pairing)
 
 
 def _check_quantized(queries: object, normalize: bool) -> None:
+    """Raise ``ValueError`` for options that quantized documents do not support."""
     if isinstance(queries, Tensor) and queries.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "documents must be a floating tensor where a gradient is asked for, got QuantizedTokens; score under "
@@ -138,49 +157,81 @@ def _check_quantized(queries: object, normalize: bool) -> None:
         )
 
 
-def _check_side(
-    names: Sequence[str],
-    rows: Tensor,
+def _check_token_vectors(
+    name: str,
+    vectors: Tensor,
+    mask_name: str,
     mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    spec: str,
-    dtypes: Dtypes,
+    offsets_name: str,
+    offsets: Tensor | None,
+    *,
+    padded_shape: str,
+    dtypes: Sequence[torch.dtype],
 ) -> None:
-    name, mask_name, cu_name = names
-    check_tensor(name, rows)
-    check_shape(name, rows, spec if cu_seqlens is None else "T D")
-    check_dtype(name, rows, dtypes, "cast it with .to(torch.bfloat16) or another of these.")
-    if rows.size(-1) == 0:
-        raise ValueError(f"{name} must have D of at least 1, got D=0 in shape {list(rows.shape)}.")
+    """Check the token vectors of queries or documents, with their mask and offsets.
+
+    Args:
+        name: name of the argument ``vectors``.
+        vectors: padded token vectors, or packed ones ``[T, D]``.
+        mask_name: name of the argument ``mask``.
+        mask: mask of the tokens, or ``None``.
+        offsets_name: name of the argument ``offsets``.
+        offsets: offsets of packed sequences, or ``None`` for padded ones.
+        padded_shape: names of the dimensions of padded vectors, such as ``"N L D"``.
+        dtypes: dtypes that the vectors may have.
+    """
+    check_tensor(name, vectors)
+    check_shape(name, vectors, padded_shape if offsets is None else "T D")
+    check_dtype(name, vectors, dtypes, "cast it with .to(torch.bfloat16) or another of these.")
+    if vectors.size(-1) == 0:
+        raise ValueError(
+            f"{name} must have D of at least 1, got D=0 in shape {list(vectors.shape)}.",
+        )
     if mask is not None:
         check_tensor(mask_name, mask)
         if mask.is_complex():
             raise TypeError(f"{mask_name} must be bool, integer or floating, got {mask.dtype}.")
-        if mask.shape != rows.shape[:-1]:
+        if mask.shape != vectors.shape[:-1]:
             raise ValueError(
-                f"{mask_name} must have shape {list(rows.shape[:-1])}, got {list(mask.shape)}.",
+                f"{mask_name} must have shape {list(vectors.shape[:-1])}, got {list(mask.shape)}.",
             )
-    if cu_seqlens is not None:
-        check_offsets(cu_name, cu_seqlens, "[N + 1]")
+    if offsets is not None:
+        check_offsets(offsets_name, offsets, "[N + 1]")
 
 
-def _check_together(tensors: MaxSimTensors) -> None:
-    queries, documents = tensors[:2]
+def _check_sides_agree(tensors: MaxSimTensors) -> None:
+    """Check that queries and documents have one D and that all tensors are on one device."""
+    queries = tensors.queries
+    documents = tensors.documents
     if documents.size(-1) != queries.size(-1):
         raise ValueError(
             f"documents must have the D of queries ({queries.size(-1)}), got {documents.size(-1)} in shape "
             f"{list(documents.shape)}.",
         )
-    names = ("documents", "query_mask", "document_mask", "cu_seqlens_q", "cu_seqlens_d", "pairing")
-    check_same_device("queries", queries, dict(zip(names, tensors[1:7], strict=True)))
+    check_same_device(
+        "queries",
+        queries,
+        {
+            "documents": documents,
+            "query_mask": tensors.query_mask,
+            "document_mask": tensors.document_mask,
+            "cu_seqlens_q": tensors.cu_queries,
+            "cu_seqlens_d": tensors.cu_documents,
+            "pairing": tensors.pairs,
+        },
+    )
 
 
 def _autocast_dtype(queries: Tensor, documents: Tensor) -> torch.dtype | None:
-    """The dtype that autocast asks for, if it asks."""
+    """Return the dtype that autocast casts to, or ``None`` if nothing is cast.
+
+    Raises:
+        TypeError: if queries and documents differ in dtype and autocast does not cast them.
+    """
     device_type = queries.device.type
     if (
         torch.float64 not in (queries.dtype, documents.dtype)
-        and device_type != "meta"  # has no autocast state to ask for
+        and device_type != "meta"  # torch has no autocast state for it
         and torch.is_autocast_enabled(device_type)
     ):
         return torch.get_autocast_dtype(device_type)
@@ -192,22 +243,27 @@ def _autocast_dtype(queries: Tensor, documents: Tensor) -> torch.dtype | None:
     return None
 
 
-def _check_counts(mode: str, tensors: MaxSimTensors) -> None:
-    n_queries, n_documents = sequences(tensors)
-    if mode == "aligned" and n_queries != n_documents:
+def _check_counts(pairing: str, tensors: MaxSimTensors) -> None:
+    """Check that there are as many documents as the pairing needs."""
+    n_queries, n_documents = sequence_counts(tensors)
+    if pairing == "aligned" and n_queries != n_documents:
         raise ValueError(
             f"documents must be as many as queries ({n_queries}) for pairing='aligned', got {n_documents}.",
         )
-    if mode == "grouped":
-        documents, packed = tensors.documents, tensors.cu_documents is not None
-        if n_documents % max(n_queries, 1) if packed else documents.size(0) != n_queries:
+    if pairing == "grouped":
+        documents = tensors.documents
+        if tensors.cu_documents is not None:
+            groups_are_equal = n_documents % max(n_queries, 1) == 0
+        else:
+            groups_are_equal = documents.size(0) == n_queries
+        if not groups_are_equal:
             raise ValueError(
                 f"documents must come in one group of equal size for each of the {n_queries} queries for "
                 f"pairing='grouped', got {n_documents} documents in shape {list(documents.shape)}.",
             )
 
 
-# ---- the contrastive loss
+# Contrastive loss
 
 
 def check_scale(scale: object) -> None:
@@ -228,8 +284,23 @@ def check_labels(
     n_documents: int,
     device: torch.device,
 ) -> Tensor:
-    """The document of each query, checked as far as the host can see without waiting; see
+    """Check the labels, and return the document of each query.
+
+    Values are checked on the CPU only, since reading them would wait for a GPU. See
     :func:`labelled_loss`.
+
+    Args:
+        labels: ``[Nq]`` int64, or ``None``: query i then belongs to document i.
+        n_queries: number of queries.
+        n_documents: number of documents.
+        device: device of the queries.
+
+    Returns:
+        ``[Nq]`` int64 documents.
+
+    Raises:
+        TypeError: for another type or dtype.
+        ValueError: for another shape or device, or for a label out of range.
     """
     if labels is None:
         if n_documents < n_queries:
@@ -250,11 +321,11 @@ def check_labels(
             f"documents must be at least one with labels, got 0 for {n_queries} queries; skip the batch.",
         )
     if device.type == "cpu" and n_queries and not torch.compiler.is_compiling():
-        low, high = (int(bound) for bound in labels.aminmax())
-        if low < 0 or high >= n_documents:
+        smallest, largest = (int(bound) for bound in labels.aminmax())
+        if smallest < 0 or largest >= n_documents:
             raise ValueError(
                 f"labels must be at least 0 and below the number of documents ({n_documents}), got "
-                f"{low if low < 0 else high}.",
+                f"{smallest if smallest < 0 else largest}.",
             )
     return labels
 
@@ -262,21 +333,32 @@ def check_labels(
 def labelled_loss(
     scores: Tensor,
     labels: Tensor | None,
-    checked: Tensor,
+    checked_labels: Tensor,
     n_documents: int,
-    first: int = 0,
+    first_document: int = 0,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross entropy of ``scores`` at the ``checked`` labels plus ``first``, NaN with a label out of
-    range.
+    """Cross entropy of scores and labels; NaN if a label that was not checked is out of range.
 
-    Where the host does not look at the ``labels`` (a GPU, a compiled function), one out of range
-    would be an assertion in a kernel, after which nothing runs on the device any more, or another
-    rank's document.
+    On a GPU, and in a compiled function, the values of labels are not checked. There a label out of
+    range would end in an assertion of a kernel, after which the device runs nothing more, or it
+    would name a document of another rank.
+
+    Args:
+        scores: ``[Nq, N]``.
+        labels: labels as the caller passed them, or ``None``.
+        checked_labels: ``[Nq]`` what :func:`check_labels` returned.
+        n_documents: number of documents that labels may name.
+        first_document: column of ``scores`` of the first such document.
+        reduction: ``"mean"`` or ``"sum"`` over the queries.
     """
-    if labels is None or (labels.device.type == "cpu" and not torch.compiler.is_compiling()):
-        return cross_entropy(scores, checked + first if first else checked, reduction=reduction)
-    within = checked.clamp(0, max(n_documents - 1, 0))
-    # a factor, so that gradients are NaN too
-    factor = torch.where((within == checked).all(), 1.0, math.nan)
-    return cross_entropy(scores, within + first if first else within, reduction=reduction) * factor
+    were_checked = labels is None or (
+        labels.device.type == "cpu" and not torch.compiler.is_compiling()
+    )
+    targets = checked_labels if were_checked else checked_labels.clamp(0, max(n_documents - 1, 0))
+    columns = targets + first_document if first_document else targets
+    loss = cross_entropy(scores, columns, reduction=reduction)
+    if were_checked:
+        return loss
+    # A factor, so that the gradients are NaN too.
+    return loss * torch.where((targets == checked_labels).all(), 1.0, math.nan)

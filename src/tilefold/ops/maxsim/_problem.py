@@ -1,14 +1,23 @@
-"""Layouts of MaxSim: rows of tokens, where each sequence lies among them, which pairs are scored,
-what is saved.
+"""Data of a MaxSim call: tensors, options, layouts of sequences and pairs, and what is saved.
 
-Queries and documents are rows ``[T, D]``. Sequence ``i`` of a padded side is rows ``i * length`` to
-``(i + 1) * length``; of a packed side, ``cu[i]`` to ``cu[i + 1]``. Pairs are "all" of them,
-"grouped" (document ``d`` belongs to query ``d // group``; "aligned" ones are groups of one) or an
-"index" ``[P, 2]``. What backward needs of each (pair, query token) is saved in one place of a
-tensor: "all" ``[Nd, Tq]`` at ``[d, t]``, "grouped" ``[group, Tq]`` at ``[d % group, t]``, "index"
-``[P, longest]`` at ``[p, t - first row of the query]``. A winner is the position of the token in
-its document, padding counted; places past the end of a query hold "no winner", or infinity for
-smooth maxima.
+Queries and documents are rows ``[T, D]``. Sequence ``i`` of padded sequences is rows
+``i * length`` to ``(i + 1) * length``, and of packed sequences rows ``cu[i]`` to ``cu[i + 1]``.
+
+There are three layouts of pairs. The second one includes aligned pairs, which are groups of one:
+
+- "all": every query with every document
+- "grouped": document ``d`` with query ``d // group``
+- "index": pairs that are listed in a tensor ``[P, 2]``
+
+Backward needs one value for each pair and query token. It is saved in a matrix at a position that
+follows from the pair and from the query token's row ``t``:
+
+- "all": ``[d, t]`` of ``[Nd, Tq]``
+- "grouped": ``[d % group, t]`` of ``[group, Tq]``
+- "index": ``[p, t - first row of the query]`` of ``[P, longest query]``
+
+The value is the winner, which is the position of the token in its document with padding counted,
+or the smooth maximum. Entries past the end of a query hold "no winner", or infinity.
 """
 
 from __future__ import annotations
@@ -27,57 +36,89 @@ from tilefold.ops._shared.winners import winner_dtype
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
-def winner_bits(position: Tensor, dtype: torch.dtype) -> Tensor:
-    """Positions as they are stored; uint16, which few operations know, in the bits of int16, where
-    no winner is -1.
+def winner_bits(positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert winners to the dtype in which they are saved.
+
+    uint16, which few operations of torch support, is returned as int16 with the same bits. There
+    "no winner" is -1.
     """
-    return position.to(dtype).view(torch.int16) if dtype == torch.uint16 else position.to(dtype)
+    if dtype == torch.uint16:
+        return positions.to(dtype).view(torch.int16)
+    return positions.to(dtype)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores and sums: fp32, or fp64 for fp64 input."""
+    """Return the dtype of scores and sums: fp32, or fp64 for fp64 input."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class MaxSimTensors(NamedTuple):
-    """The tensors of a call, padded or packed."""
+    """Tensors of a call, padded or packed.
 
-    queries: Tensor  # [.., D]; documents may be the values of quantized ones
+    Attributes:
+        queries: ``[.., D]`` token vectors.
+        documents: ``[.., D]`` token vectors, or the values of quantized ones.
+        query_mask: ``[..]``, nonzero = keep, or ``None``.
+        document_mask: ``[..]``, nonzero = keep, or ``None``.
+        cu_queries: ``[Nq + 1]`` offsets of packed queries, or ``None``.
+        cu_documents: ``[Nd + 1]`` offsets of packed documents, or ``None``.
+        pairs: ``[P, 2]`` listed (query, document) pairs, or ``None``.
+        document_scale: ``[..]`` fp32 factors of the tokens of quantized documents, or ``None``.
+    """
+
+    queries: Tensor
     documents: Tensor
-    query_mask: Tensor | None  # their shapes without D, or None
+    query_mask: Tensor | None
     document_mask: Tensor | None
-    cu_queries: Tensor | None  # first rows of packed sequences, or None
+    cu_queries: Tensor | None
     cu_documents: Tensor | None
-    pairs: Tensor | None  # [P, 2] (query, document), or None
-    document_scale: Tensor | None  # factors of quantized documents' rows, or None
+    pairs: Tensor | None
+    document_scale: Tensor | None
 
 
-def sequences(tensors: MaxSimTensors) -> tuple[int, int]:
-    """How many queries there are, and how many documents."""
-    queries, documents, _, _, cu_queries, cu_documents, _, _ = tensors
-    n_queries = queries.size(0) if cu_queries is None else cu_queries.numel() - 1
-    return n_queries, math.prod(
-        documents.shape[:-2],
-    ) if cu_documents is None else cu_documents.numel() - 1
+def sequence_counts(tensors: MaxSimTensors) -> tuple[int, int]:
+    """Return the number of queries and the number of documents."""
+    if tensors.cu_queries is None:
+        n_queries = tensors.queries.size(0)
+    else:
+        n_queries = tensors.cu_queries.numel() - 1
+    if tensors.cu_documents is None:
+        n_documents = math.prod(tensors.documents.shape[:-2])
+    else:
+        n_documents = tensors.cu_documents.numel() - 1
+    return n_queries, n_documents
 
 
 class MaxSimOptions(NamedTuple):
-    """Options of MaxSim besides the tensors; see :class:`Problem`."""
+    """Checked options of a call.
+
+    Attributes:
+        pairing: ``"all"``, ``"aligned"``, ``"grouped"`` or ``"index"``.
+        mask_zero: whether masked document tokens score 0; otherwise they are left out.
+        temperature: temperature of the smooth maximum; 0 for the maximum.
+        normalize: whether token vectors are divided by their Euclidean norm.
+        mean: whether scores are divided by the length of padded queries.
+        longest_query: upper bound of the tokens of a packed query. It is set only if pairs are
+            listed and a gradient may be asked for.
+    """
 
     pairing: str
     mask_zero: bool
     temperature: float
     normalize: bool
-    mean: bool  # whether scores are divided by the length of padded queries
-    longest_query: int  # a bound of the tokens of packed queries, where pairs are listed and a gradient is asked for
+    mean: bool
+    longest_query: int
 
 
 class MaxSimSaved(NamedTuple):
-    """Tensors saved for backward: those of the call, and results beside the scores, ``None`` if
-    they were not made.
+    """Tensors saved for backward: those of the call, and results other than the scores.
 
-    ``saved`` are winners, or smooth maxima; norms ``[Tq]`` and ``[Td]`` fp32, inverse, of rows that
-    are normalised; ``row_query`` ``[Tq]`` int32 query of each packed row, for all pairs.
+    Attributes:
+        queries: as in :class:`MaxSimTensors`, like the six after it.
+        saved: winners or smooth maxima; see the module's docstring.
+        query_norms: ``[Tq]`` fp32 inverse norms, or ``None`` if rows are not normalized.
+        document_norms: ``[Td]`` fp32 inverse norms, or ``None`` if rows are not normalized.
+        row_query: ``[Tq]`` int32 query of each packed row, for all pairs, or ``None``.
     """
 
     queries: Tensor
@@ -94,14 +135,24 @@ class MaxSimSaved(NamedTuple):
 
     @property
     def tensors(self) -> MaxSimTensors:
-        return MaxSimTensors(*self[:7], None)
+        """Tensors of the call, which had no quantized documents."""
+        return MaxSimTensors(
+            queries=self.queries,
+            documents=self.documents,
+            query_mask=self.query_mask,
+            document_mask=self.document_mask,
+            cu_queries=self.cu_queries,
+            cu_documents=self.cu_documents,
+            pairs=self.pairs,
+            document_scale=None,
+        )
 
 
-RESULTS = ("scores", *MaxSimSaved._fields[7:])
+RESULTS = ("scores", "saved", "query_norms", "document_norms", "row_query")
 
 
 class XtrOptions(NamedTuple):
-    """Options of :func:`tilefold.ops.xtr_scores` besides the tensors."""
+    """Checked options of :func:`tilefold.ops.xtr_scores`."""
 
     top_k: int
     impute: bool
@@ -109,12 +160,24 @@ class XtrOptions(NamedTuple):
 
     @property
     def maximum(self) -> MaxSimOptions:
-        return MaxSimOptions("all", False, 0.0, self.normalize, False, 0)
+        """Options of the MaxSim scores whose maxima XTR selects."""
+        return MaxSimOptions(
+            pairing="all",
+            mask_zero=False,
+            temperature=0.0,
+            normalize=self.normalize,
+            mean=False,
+            longest_query=0,
+        )
 
 
 class XtrSaved(NamedTuple):
-    """Tensors saved for the gradient of XTR scores, with the winners that count, and the divisor of
-    the sums.
+    """Tensors saved for the gradient of XTR scores.
+
+    Attributes:
+        queries: as in :class:`MaxSimTensors`, like the five after it.
+        saved: ``[Nd, Tq]`` winners that were retrieved.
+        divisor: ``[Nq, Nd]`` numbers that the sums were divided by.
     """
 
     queries: Tensor
@@ -128,72 +191,108 @@ class XtrSaved(NamedTuple):
 
     @property
     def maximum(self) -> MaxSimSaved:
-        return MaxSimSaved(*self[:6], None, self.saved, None, None, None)
+        """Saved tensors in the form that backward of the MaxSim scores reads."""
+        return MaxSimSaved(
+            queries=self.queries,
+            documents=self.documents,
+            query_mask=self.query_mask,
+            document_mask=self.document_mask,
+            cu_queries=self.cu_queries,
+            cu_documents=self.cu_documents,
+            pairs=None,
+            saved=self.saved,
+            query_norms=None,
+            document_norms=None,
+            row_query=None,
+        )
 
 
 @dataclass
 class Problem:
-    """Problem for a MaxSim operator to score."""
+    """Tensors and options of a call in one layout for padded and packed sequences.
 
-    queries: Tensor  # [Tq, D] and [Td, D] rows
+    Attributes:
+        queries: ``[Tq, D]`` rows.
+        documents: ``[Td, D]`` rows.
+        query_mask: ``[Tq]``, nonzero = keep, or ``None``.
+        document_mask: ``[Td]``, nonzero = keep, or ``None``.
+        cu_queries: ``[Nq + 1]`` offsets of packed queries, or ``None``.
+        cu_documents: ``[Nd + 1]`` offsets of packed documents, or ``None``.
+        query_length: rows of each padded query; 0 for packed ones.
+        document_length: rows of each padded document; 0 for packed ones.
+        n_queries: number of queries.
+        n_documents: number of documents.
+        group: documents of each query, for "grouped".
+        index: ``[P, 2]`` listed (query, document) pairs, or ``None``.
+        pairing: ``"all"``, ``"aligned"``, ``"grouped"`` or ``"index"``.
+        mask_zero: whether masked document tokens score 0; otherwise they are left out.
+        temperature: temperature of the smooth maximum; 0 for the maximum.
+        normalize: whether rows are divided by their Euclidean norm.
+        mean: whether scores are divided by ``query_length``.
+        longest_query: upper bound of the tokens of a query, for "index".
+        document_scale: ``[Td]`` fp32 factors of quantized documents' rows, or ``None``.
+        query_scale: ``[Tq]`` fp32 factors of the queries' rows if these are quantized as well, or
+            ``None``.
+    """
+
+    queries: Tensor
     documents: Tensor
-    query_mask: Tensor | None  # [Tq] and [Td], nonzero = keep, or None
+    query_mask: Tensor | None
     document_mask: Tensor | None
-    cu_queries: Tensor | None  # first rows of packed sequences, or None
+    cu_queries: Tensor | None
     cu_documents: Tensor | None
-    query_length: int  # rows of every padded sequence; 0 on a packed side
+    query_length: int
     document_length: int
-    n_queries: int  # number of sequences
+    n_queries: int
     n_documents: int
-    group: int  # documents of each query, for "grouped"
-    index: Tensor | None  # [P, 2] (query, document), or None
-    pairing: str  # "all", "aligned", "grouped" or "index"
-    mask_zero: bool  # whether a masked document token scores 0 and takes part; else it is left out
-    temperature: float  # of the smooth maximum; 0 for the maximum itself
-    normalize: bool  # whether rows are divided by their Euclidean norm
-    mean: bool  # whether scores are divided by `query_length`
-    longest_query: int  # for "index", a bound of the tokens of a query
-    document_scale: Tensor | None = None  # [Td] fp32 factors of quantized documents' rows, or None
-    query_scale: Tensor | None = (
-        None  # [Tq] fp32 factors of the rows of queries that were quantized too, or None
-    )
+    group: int
+    index: Tensor | None
+    pairing: str
+    mask_zero: bool
+    temperature: float
+    normalize: bool
+    mean: bool
+    longest_query: int
+    document_scale: Tensor | None = None
+    query_scale: Tensor | None = None
 
     @classmethod
     def of(cls, tensors: MaxSimTensors, options: MaxSimOptions) -> Problem:
-        """The problem of tensors in whatever shape."""
-        queries, documents, query_mask, document_mask, cu_queries, cu_documents, pairs, scale = (
-            tensors
-        )
-        query_length = 0 if cu_queries is not None else queries.size(-2)
-        n_queries, n_documents = sequences(tensors)
-        longest = (
-            query_length if pairs is not None and cu_queries is None else options.longest_query
-        )
-        document_length = 0 if cu_documents is not None else documents.size(-2)
+        """Bring padded or packed tensors into the common layout."""
+        queries = tensors.queries
+        documents = tensors.documents
+        n_queries, n_documents = sequence_counts(tensors)
+        query_length = queries.size(-2) if tensors.cu_queries is None else 0
+        document_length = documents.size(-2) if tensors.cu_documents is None else 0
+        longest_query = options.longest_query
+        if tensors.pairs is not None and tensors.cu_queries is None:
+            longest_query = query_length
         group = documents.size(1) if documents.dim() == 4 else n_documents // max(n_queries, 1)
-        query_mask, document_mask, scale = (
-            None if x is None else x.reshape(-1) for x in (query_mask, document_mask, scale)
-        )
         return cls(
-            queries.reshape(-1, queries.size(-1)),
-            documents.reshape(-1, documents.size(-1)),
-            query_mask,
-            document_mask,
-            cu_queries,
-            cu_documents,
-            query_length,
-            document_length,
-            n_queries,
-            n_documents,
-            group,
-            pairs,
-            *options[:5],
-            longest,
-            scale,
+            queries=queries.reshape(-1, queries.size(-1)),
+            documents=documents.reshape(-1, documents.size(-1)),
+            query_mask=_flat(tensors.query_mask),
+            document_mask=_flat(tensors.document_mask),
+            cu_queries=tensors.cu_queries,
+            cu_documents=tensors.cu_documents,
+            query_length=query_length,
+            document_length=document_length,
+            n_queries=n_queries,
+            n_documents=n_documents,
+            group=group,
+            index=tensors.pairs,
+            pairing=options.pairing,
+            mask_zero=options.mask_zero,
+            temperature=options.temperature,
+            normalize=options.normalize,
+            mean=options.mean,
+            longest_query=longest_query,
+            document_scale=_flat(tensors.document_scale),
         )
 
     @property
     def score_shape(self) -> tuple[int, ...]:
+        """Shape of the scores."""
         if self.pairing == "all":
             return (self.n_queries, self.n_documents)
         if self.pairing == "grouped":
@@ -202,100 +301,145 @@ class Problem:
 
     @property
     def n_pairs(self) -> int:
+        """Number of pairs, for "grouped", "aligned" and "index"."""
         return self.n_documents if self.index is None else self.index.size(0)
 
     @property
     def divisor(self) -> float:
+        """Number that the operator divides its scores by."""
         return float(max(self.query_length, 1)) if self.mean else 1.0
 
-    def made(self, training: bool) -> tuple[bool, ...]:
-        """Which :data:`RESULTS` there are."""
-        norms = training and self.normalize
-        return (
-            True,
-            training,
-            norms,
-            norms,
-            training and self.pairing == "all" and self.cu_queries is not None,
-        )
+    def result_names(self, training: bool) -> set[str]:
+        """Return the names of those :data:`RESULTS` that this problem has."""
+        names = {"scores"}
+        if training:
+            names.add("saved")
+            if self.normalize:
+                names |= {"query_norms", "document_norms"}
+            if self.pairing == "all" and self.cu_queries is not None:
+                names.add("row_query")
+        return names
 
     @property
     def empty(self) -> bool:
-        """Whether one side has no element, so that every score is 0."""
+        """Whether queries or documents have no element, so that every score is 0."""
         return self.queries.numel() == 0 or self.documents.numel() == 0
 
     @property
     def saved_shape(self) -> tuple[int, int]:
-        """Shape of what backward needs."""
+        """Shape of the saved winners or smooth maxima."""
         if self.index is not None:
             return (self.index.size(0), self.longest_query)
         return (self.n_documents if self.pairing == "all" else self.group, self.queries.size(0))
 
     @property
     def saved_dtype(self) -> torch.dtype:
-        """Winners in uint16 or int32, or the smooth maxima in fp32 (fp64)."""
+        """Dtype of the saved values: uint16 or int32 winners, or smooth maxima in fp32 (fp64)."""
         if self.temperature:
             return wide_dtype(self.queries.dtype)
         bound = self.documents.size(0) if self.cu_documents is not None else self.document_length
         return winner_dtype(bound)
 
 
+def _flat(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.reshape(-1)
+
+
 def outputs(tensors: MaxSimTensors, options: MaxSimOptions, training: bool) -> tuple[Buffer, ...]:
-    """Scores, and what backward reads besides the tensors of the call, empty where it is not there."""
-    p = Problem.of(tensors, options)
-    _, _, normalized, _, ragged = p.made(training)
+    """Describe the :data:`RESULTS`. A result that this call does not have is empty."""
+    problem = Problem.of(tensors, options)
+    names = problem.result_names(training)
+    n_query_rows = problem.queries.size(0)
+    n_document_rows = problem.documents.size(0)
     return (
-        Buffer(p.score_shape, wide_dtype(p.queries.dtype)),
-        Buffer(p.saved_shape if training else (0, 0), p.saved_dtype),
-        Buffer((p.queries.size(0) if normalized else 0,), torch.float32),
-        Buffer((p.documents.size(0) if normalized else 0,), torch.float32),
-        Buffer((p.queries.size(0) if ragged else 0,), torch.int32),
+        Buffer(problem.score_shape, wide_dtype(problem.queries.dtype)),
+        Buffer(problem.saved_shape if training else (0, 0), problem.saved_dtype),
+        Buffer((n_query_rows if "query_norms" in names else 0,), torch.float32),
+        Buffer((n_document_rows if "document_norms" in names else 0,), torch.float32),
+        Buffer((n_query_rows if "row_query" in names else 0,), torch.int32),
     )
 
 
 def xtr_outputs(tensors: MaxSimTensors, options: XtrOptions, training: bool) -> tuple[Buffer, ...]:
-    """Scores, winners that count, and what the sums were divided by."""
+    """Describe the results of XTR: scores, retrieved winners, and divisors of the sums."""
     scores, saved, *_ = outputs(tensors, options.maximum, training)
     return scores, saved, scores
 
 
 def check_values(tensors: MaxSimTensors, options: MaxSimOptions | None = None) -> None:
-    """Check offsets and pair indices on the host.
+    """Check the values of offsets and pair indices, which waits for a GPU.
+
+    Args:
+        tensors: tensors of the call.
+        options: not read; operators pass it.
 
     Raises:
-        ValueError: for offsets that are none, and indices out of range.
+        ValueError: for offsets that do not describe the rows, and for indices out of range.
     """
-    queries, documents, _, _, cu_queries, cu_documents, pairs, _ = tensors
-    if cu_queries is not None:
-        check_cu_seqlens("cu_seqlens_q", cu_queries, queries.size(0), "queries")
-    if cu_documents is not None:
-        check_cu_seqlens("cu_seqlens_d", cu_documents, documents.size(0), "documents")
+    pairs = tensors.pairs
+    if tensors.cu_queries is not None:
+        check_cu_seqlens(
+            "cu_seqlens_q",
+            tensors.cu_queries,
+            tensors.queries.size(0),
+            "queries",
+        )
+    if tensors.cu_documents is not None:
+        check_cu_seqlens(
+            "cu_seqlens_d",
+            tensors.cu_documents,
+            tensors.documents.size(0),
+            "documents",
+        )
     if pairs is None or not pairs.numel():
         return
-    sizes = torch.tensor(sequences(tensors), device=pairs.device)
-    bad = ((pairs < 0) | (pairs >= sizes)).nonzero()
-    if bad.numel():
-        pair, side = bad[0].tolist()
-        name = ("queries", "documents")[side]
+    counts = torch.tensor(sequence_counts(tensors), device=pairs.device)
+    out_of_range = ((pairs < 0) | (pairs >= counts)).nonzero()
+    if out_of_range.numel():
+        pair, column = out_of_range[0].tolist()
+        name = ("queries", "documents")[column]
         raise ValueError(
-            f"pairing must hold indices below the number of {name} ({int(sizes[side])}), got "
-            f"{int(pairs[pair, side])} in pair {pair}; drop that pair or fix its index.",
+            f"pairing must hold indices below the number of {name} ({int(counts[column])}), got "
+            f"{int(pairs[pair, column])} in pair {pair}; drop that pair or fix its index.",
         )
 
 
 def no_winners(problem: Problem, like: Tensor, training: bool = True) -> Tensor:
-    """``saved`` where nothing won: infinity, or -1 in any width; uint16, which few operations know,
-    in int16's bits.
+    """Allocate the saved matrix, filled with "no winner", or infinity for smooth maxima.
+
+    uint16, which few operations of torch support, is returned as int16 with the same bits.
+
+    Args:
+        problem: the problem.
+        like: tensor that chooses the device.
+        training: whether anything is saved; otherwise the matrix is empty.
     """
-    dtype, value = problem.saved_dtype, math.inf if problem.temperature else -1
-    shape = problem.saved_shape if training else (0, 0)
-    return like.new_full(shape, value, dtype=torch.int16 if dtype == torch.uint16 else dtype)
+    dtype = problem.saved_dtype
+    return like.new_full(
+        problem.saved_shape if training else (0, 0),
+        math.inf if problem.temperature else -1,
+        dtype=torch.int16 if dtype == torch.uint16 else dtype,
+    )
 
 
-def saved_place(problem: Problem, item: Tensor, row: Tensor, start: Tensor) -> Tensor:
-    """Place in the flattened saved tensor of "grouped" or "index" of (pair, row of its query that
-    begins at start).
+def saved_positions(problem: Problem, pairs: Tensor, rows: Tensor, first_rows: Tensor) -> Tensor:
+    """Return positions in the flattened saved matrix, for "grouped" and "index".
+
+    Args:
+        problem: the problem.
+        pairs: numbers of the pairs.
+        rows: rows of their query tokens.
+        first_rows: first row of each pair's query.
     """
     if problem.index is not None:
-        return item * problem.longest_query + row - start
-    return item % problem.group * problem.queries.size(0) + row
+        return pairs * problem.longest_query + rows - first_rows
+    return pairs % problem.group * problem.queries.size(0) + rows
+
+
+def pair_sequences(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Return the query and the document of each pair, for "grouped", "aligned" and "index"."""
+    if problem.index is not None:
+        query, document = problem.index.long().unbind(1)
+        return query, document
+    document = torch.arange(problem.n_documents, device=problem.documents.device)
+    return document // max(problem.group, 1), document

@@ -1,43 +1,72 @@
-"""MaxSim in plain PyTorch: the specification the other implementations are held to.
+"""MaxSim in plain PyTorch: the specification that the other implementations are held to.
 
-It builds every similarity ``[.., Lq, Ld]``, in at least fp32, on any device, with autograd.
+It computes every similarity ``[.., Lq, Ld]``, in at least fp32, on any device, with autograd.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from tilefold.ops.maxsim._problem import Problem, wide_dtype
+from tilefold.ops.maxsim._problem import Problem, pair_sequences, wide_dtype
 
 
-def padded(
+class PaddedTokens(NamedTuple):
+    """Queries or documents, padded to one length.
+
+    Attributes:
+        vectors: ``[N, L, D]``, 0 where a token is masked or does not exist.
+        exists: ``[N, L]`` bools, false past the end of a packed sequence.
+        unmasked: ``[N, L]`` bools, true for tokens that exist and are not masked.
+    """
+
+    vectors: Tensor
+    exists: Tensor
+    unmasked: Tensor
+
+
+def pad_sequences(
     rows: Tensor,
     mask: Tensor | None,
-    cu: Tensor | None,
+    cu_seqlens: Tensor | None,
     length: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sequences ``[N, L, D]``, and ``[N, L]`` bools: the token exists, and it is not masked."""
-    kept = (
-        torch.ones(rows.size(0), dtype=torch.bool, device=rows.device)
-        if mask is None
-        else mask != 0
-    )
-    rows = rows.masked_fill(~kept[:, None], 0)  # a masked NaN must not reach a product
-    if cu is None:
-        kept = kept.view(-1, length)
-        return rows.view(*kept.shape, -1), torch.ones_like(kept), kept
-    lengths = cu.diff()
+) -> PaddedTokens:
+    """Pad sequences to one length.
+
+    Args:
+        rows: ``[T, D]`` token vectors.
+        mask: ``[T]``, nonzero = keep, or ``None``.
+        cu_seqlens: ``[N + 1]`` offsets of packed sequences, or ``None``.
+        length: rows of each padded sequence.
+    """
+    if mask is None:
+        unmasked = torch.ones(rows.size(0), dtype=torch.bool, device=rows.device)
+    else:
+        unmasked = mask != 0
+    rows = rows.masked_fill(~unmasked[:, None], 0)  # a masked NaN must not reach a product
+    if cu_seqlens is None:
+        unmasked = unmasked.view(-1, length)
+        return PaddedTokens(
+            rows.view(*unmasked.shape, -1),
+            torch.ones_like(unmasked),
+            unmasked,
+        )
+    lengths = cu_seqlens.diff()
     longest = int(lengths.max()) if lengths.numel() else 0
     exists = torch.arange(max(longest, 1), device=rows.device) < lengths[:, None]
-    place = exists.nonzero(as_tuple=True)
-    tokens = rows.new_zeros(*exists.shape, rows.size(1)).index_put(place, rows)
-    return tokens, exists, torch.zeros_like(exists).index_put(place, kept)
+    positions = exists.nonzero(as_tuple=True)
+    return PaddedTokens(
+        rows.new_zeros(*exists.shape, rows.size(1)).index_put(positions, rows),
+        exists,
+        torch.zeros_like(exists).index_put(positions, unmasked),
+    )
 
 
 def unit(x: Tensor) -> Tensor:
-    """Rows divided by their norm; a zero row stays zero and has no gradient."""
-    # divided by the largest entry first, a constant: squares then neither overflow nor vanish
+    """Divide vectors by their norm. A zero vector stays zero and has no gradient."""
+    # The division by the largest entry, a constant, keeps squares from overflow and underflow.
     largest = x.detach().abs().amax(dim=-1, keepdim=True)
     zero = largest == 0
     x = x / torch.where(zero, 1, largest)
@@ -46,82 +75,103 @@ def unit(x: Tensor) -> Tensor:
 
 
 def first_largest(x: Tensor, allowed: Tensor) -> Tensor:
-    """Index of the largest allowed entry along the last dim, the lowest among equals, the first NaN
-    if there is one.
+    """Return the position of the largest allowed entry along the last dimension.
+
+    It is the first one among equals, and the first NaN if there is one.
     """
     masked = x.masked_fill(~allowed, float("-inf"))
-    best = masked.amax(dim=-1, keepdim=True)
-    return (
-        (((masked == best) | (masked.isnan() & best.isnan())) & allowed)
-        .to(torch.uint8)
-        .argmax(dim=-1)
-    )
+    largest = masked.amax(dim=-1, keepdim=True)
+    is_largest = (masked == largest) | (masked.isnan() & largest.isnan())
+    return (is_largest & allowed).to(torch.uint8).argmax(dim=-1)
 
 
-def sides(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Queries ``[Nq, Lq, D]`` and which tokens are kept; documents ``[Nd, Ld, D]``, which tokens
-    exist and are kept.
-    """
+def padded_sides(problem: Problem) -> tuple[PaddedTokens, PaddedTokens]:
+    """Return queries and documents, padded, in fp32 (fp64), and normalized if the problem asks."""
     dtype = wide_dtype(problem.queries.dtype)
-    q, _, q_kept = padded(
+    queries = pad_sequences(
         problem.queries.to(dtype),
         problem.query_mask,
         problem.cu_queries,
         problem.query_length,
     )
-    d, exists, d_kept = padded(
+    documents = pad_sequences(
         problem.documents.to(dtype),
         problem.document_mask,
         problem.cu_documents,
         problem.document_length,
     )
     if problem.normalize:
-        q, d = unit(q), unit(d)
-    return q, q_kept, d, exists, d_kept
+        queries = queries._replace(vectors=unit(queries.vectors))
+        documents = documents._replace(vectors=unit(documents.vectors))
+    return queries, documents
 
 
 def maxsim(problem: Problem) -> Tensor:
-    """Scores, in the shape of the pairing."""
-    q, q_kept, d, exists, d_kept = sides(problem)
+    """Compute MaxSim scores, in the shape of the pairing."""
+    queries, documents = padded_sides(problem)
     if problem.pairing == "all":
-        sims = torch.einsum("qid,njd->qnij", q, d)  # [Nq, Nd, Lq, Ld]
-        q_kept, d_kept, exists = q_kept[:, None], d_kept[None], exists[None]
+        similarities = torch.einsum(
+            "qid,njd->qnij",
+            queries.vectors,
+            documents.vectors,
+        )  # [Nq, Nd, Lq, Ld]
+        query_unmasked = queries.unmasked[:, None]
+        document_unmasked = documents.unmasked[None]
+        document_exists = documents.exists[None]
     else:
-        document = torch.arange(problem.n_documents, device=d.device)
-        which = (
-            (document // max(problem.group, 1), document)
-            if problem.index is None
-            else problem.index.long().unbind(1)
-        )
-        q_kept, d_kept, exists = q_kept[which[0]], d_kept[which[1]], exists[which[1]]
-        sims = torch.einsum("pid,pjd->pij", q[which[0]], d[which[1]])  # [P, Lq, Ld]
-    allowed = (exists if problem.mask_zero else d_kept).unsqueeze(-2)  # [.., 1, Ld]
-    sims = torch.where(d_kept.unsqueeze(-2), sims, 0)
-    some = allowed.any(dim=-1)  # [.., 1]
+        query_of_pair, document_of_pair = pair_sequences(problem)
+        similarities = torch.einsum(
+            "pid,pjd->pij",
+            queries.vectors[query_of_pair],
+            documents.vectors[document_of_pair],
+        )  # [P, Lq, Ld]
+        query_unmasked = queries.unmasked[query_of_pair]
+        document_unmasked = documents.unmasked[document_of_pair]
+        document_exists = documents.exists[document_of_pair]
+    takes_part = document_exists if problem.mask_zero else document_unmasked
+    allowed = takes_part.unsqueeze(-2)  # [.., 1, Ld]
+    similarities = torch.where(document_unmasked.unsqueeze(-2), similarities, 0)
+    any_allowed = allowed.any(dim=-1)  # [.., 1]
     if problem.temperature:
-        inside = sims.masked_fill(~allowed & some[..., None], float("-inf"))
-        peak = inside.detach().amax(dim=-1)
-        peak = torch.where(peak.isfinite(), peak, 0)
-        # the difference first: a similarity divided by a small temperature may be no number of the
-        # dtype any more
-        temperature = max(problem.temperature, torch.finfo(sims.dtype).tiny)
-        best = peak + temperature * ((inside - peak.unsqueeze(-1)) / temperature).logsumexp(dim=-1)
+        excluded = ~allowed & any_allowed[..., None]
+        maxima = _smooth_maxima(
+            similarities.masked_fill(excluded, float("-inf")),
+            problem.temperature,
+        )
     else:
-        winner = first_largest(sims, allowed.expand(sims.shape))
-        best = sims.gather(-1, winner.unsqueeze(-1)).squeeze(-1)  # [.., Lq]
-    return torch.where(some & q_kept, best, 0).sum(dim=-1)
+        winner = first_largest(similarities, allowed.expand(similarities.shape))
+        maxima = similarities.gather(-1, winner.unsqueeze(-1)).squeeze(-1)  # [.., Lq]
+    return torch.where(any_allowed & query_unmasked, maxima, 0).sum(dim=-1)
+
+
+def _smooth_maxima(similarities: Tensor, temperature: float) -> Tensor:
+    """Compute ``temperature * log sum_j exp(s_j / temperature)`` over the last dimension."""
+    peak = similarities.detach().amax(dim=-1)
+    peak = torch.where(peak.isfinite(), peak, 0)
+    # The peak is subtracted first: a similarity divided by a small temperature may overflow.
+    temperature = max(temperature, torch.finfo(similarities.dtype).tiny)
+    exponents = (similarities - peak.unsqueeze(-1)) / temperature
+    return peak + temperature * exponents.logsumexp(dim=-1)
 
 
 def xtr(problem: Problem, top_k: int, impute: bool) -> Tensor:
-    """XTR scores ``[Nq, Nd]``: of the maxima of :func:`maxsim`, those among the ``top_k`` of each
-    query token.
+    """Compute XTR scores ``[Nq, Nd]``.
+
+    Args:
+        problem: the problem, for all pairs.
+        top_k: document tokens that each query token retrieves.
+        impute: whether the threshold counts for a document without a retrieved token.
     """
-    q, q_kept, d, _, d_kept = sides(problem)
-    sims = torch.einsum("qid,njd->qinj", q, d)  # [Nq, Lq, Nd, Ld]
-    kept = d_kept.expand(sims.shape)
+    queries, documents = padded_sides(problem)
+    similarities = torch.einsum(
+        "qid,njd->qinj",
+        queries.vectors,
+        documents.vectors,
+    )  # [Nq, Lq, Nd, Ld]
+    allowed = documents.unmasked.expand(similarities.shape)
     ordered = (
-        sims.detach()
-        .masked_fill(~kept, float("-inf"))
+        similarities.detach()
+        .masked_fill(~allowed, float("-inf"))
         .flatten(2)
         .sort(dim=-1, descending=True)
         .values
@@ -130,11 +180,13 @@ def xtr(problem: Problem, top_k: int, impute: bool) -> Tensor:
         threshold = torch.full_like(ordered[..., :1], float("-inf"))
     else:
         threshold = ordered[..., top_k - 1, None]  # NaN counts as larger than any number
-    winner = first_largest(sims, kept)
-    best = sims.gather(-1, winner.unsqueeze(-1)).squeeze(-1)  # [Nq, Lq, Nd]
-    possible = q_kept[..., None] & d_kept.any(dim=-1)
-    found = possible & ((best >= threshold) | best.isnan())
+    winner = first_largest(similarities, allowed)
+    maxima = similarities.gather(-1, winner.unsqueeze(-1)).squeeze(-1)  # [Nq, Lq, Nd]
+    possible = queries.unmasked[..., None] & documents.unmasked.any(dim=-1)
+    retrieved = possible & ((maxima >= threshold) | maxima.isnan())
     if impute:
-        total = torch.where(found, best, torch.where(possible, threshold, 0)).sum(dim=1)
-        return total / q_kept.sum(dim=1).clamp(min=1)[:, None]
-    return torch.where(found, best, 0).sum(dim=1) / found.sum(dim=1).clamp(min=1)
+        imputed = torch.where(possible, threshold, 0)
+        total = torch.where(retrieved, maxima, imputed).sum(dim=1)
+        return total / queries.unmasked.sum(dim=1).clamp(min=1)[:, None]
+    total = torch.where(retrieved, maxima, 0).sum(dim=1)
+    return total / retrieved.sum(dim=1).clamp(min=1)

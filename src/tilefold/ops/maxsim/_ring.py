@@ -1,16 +1,19 @@
-"""Scores against the documents of every rank: they travel around a ring of ranks, and are never
-gathered.
+"""MaxSim scores and contrastive loss over the documents of all ranks of a process group.
 
-Rank r computes with the documents of rank r, then of r - 1, r - 2 and so on, which arrive from r -
-1 while the block before them is computed; it holds its own block and two more at most. Backward
-sends the documents around once more, and behind them their gradients, which take each rank's part
-along, in the order of the ring, and end at home. Every rank learns the others' sizes first, and
-whether they agree: the only time that the host waits for the others.
+Documents travel around a ring of ranks and are never gathered. Rank r computes with the documents
+of rank r, then of rank r - 1, then of rank r - 2, and so on. The next block arrives from rank r - 1
+while the current one is computed. A rank holds its own block and at most two more.
+
+Backward sends the documents around the ring once more. Their gradients follow one step later: each
+rank adds its share in the order of the ring, and the sums end at the rank that owns the documents.
+
+Before the first block, the ranks exchange the layouts of their inputs and check that they agree.
+This is the only time that the CPU waits for the other ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +24,12 @@ from torch.autograd.function import once_differentiable
 from tilefold.distributed.process_group import ranks_of
 from tilefold.ops._shared.checks import dtype_name
 from tilefold.ops._shared.impl import host_may_read, impl_with_fallback
-from tilefold.ops.maxsim._arguments import check_labels, check_scale, checked, labelled_loss
+from tilefold.ops.maxsim._arguments import (
+    check_arguments,
+    check_labels,
+    check_scale,
+    labelled_loss,
+)
 from tilefold.ops.maxsim._problem import (
     MaxSimOptions,
     MaxSimTensors,
@@ -32,16 +40,28 @@ from tilefold.ops.maxsim._problem import (
 from tilefold.ops.maxsim.api import MAXSIM, by_reference, kept_tokens
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
-Asked = tuple[
-    str,
-    str,
-    float | None,
-    bool,
-]  # reduction, mask mode, temperature, whether to normalize
+# A block is sent as three tensors with the tags 0, 1 and 2.
+BLOCK_TAG = 0
+GRADIENT_TAG = 3
 
 
-class Part(NamedTuple):
-    """Part held by a rank; each rank knows that of all."""
+class RankLayout(NamedTuple):
+    """Layout and options of one rank's inputs, which every rank learns from every other.
+
+    Attributes:
+        device: device type of the queries.
+        dtype: dtype of queries and documents.
+        dim: size D of a token vector.
+        options: scale, reduction, mask mode, temperature and whether to normalize.
+        need_queries: whether the queries require a gradient.
+        need_documents: whether the documents require a gradient.
+        n_queries: number of queries.
+        n_documents: number of documents.
+        n_rows: number of document tokens, padding included.
+        document_length: tokens of each padded document; 0 for packed documents.
+        packed: whether the documents are packed.
+        masked: whether the documents have a mask.
+    """
 
     device: str
     dtype: str
@@ -49,16 +69,16 @@ class Part(NamedTuple):
     options: tuple[object, ...]
     need_queries: bool
     need_documents: bool
-    queries: int
-    documents: int
-    rows: int
-    length: int
+    n_queries: int
+    n_documents: int
+    n_rows: int
+    document_length: int
     packed: bool
     masked: bool
 
 
-# what must agree, and what the error calls it
-_COMMON = {
+# Fields of `RankLayout` that must be equal on all ranks, with the first words of the error.
+_EQUAL_FIELDS = {
     "device": "queries must lie on the same kind of device",
     "dtype": "queries must have the same dtype",
     "dim": "queries must have the same D",
@@ -68,12 +88,32 @@ _COMMON = {
 }
 
 
+class Block(NamedTuple):
+    """Documents of one rank, as they are sent around the ring.
+
+    Attributes:
+        rows: ``[T, D]`` token vectors.
+        mask: ``[T]`` uint8, or empty without a mask.
+        offsets: ``[N + 1]`` int64 offsets of packed documents, or empty for padded ones.
+    """
+
+    rows: Tensor
+    mask: Tensor
+    offsets: Tensor
+
+
 class Ring(NamedTuple):
-    """The ranks of ``group`` in their order, this one among them, and what each holds."""
+    """Ranks of a process group, in the order of the ring.
+
+    Attributes:
+        group: the process group.
+        rank: this rank.
+        layouts: layouts of all ranks' inputs, by rank.
+    """
 
     group: dist.ProcessGroup
     rank: int
-    parts: tuple[Part, ...]
+    layouts: tuple[RankLayout, ...]
 
     def shift(
         self,
@@ -81,88 +121,124 @@ class Ring(NamedTuple):
         incoming: Sequence[Tensor],
         tag: int,
     ) -> list[dist.Work]:
-        """Start to send to the next rank, and to receive from the one before; what to wait for."""
-        ways = (dist.isend, outgoing, self.rank + 1), (dist.irecv, incoming, self.rank - 1)
-        steps = [
-            dist.P2POp(
-                way,
-                tensor,
-                dist.get_global_rank(self.group, rank % len(self.parts)),
-                self.group,
-                tag + i,
-            )
-            for way, tensors, rank in ways
-            for i, tensor in enumerate(tensors)
-            if tensor.numel()
-        ]
-        return dist.batch_isend_irecv(steps) if steps else []
+        """Start to send tensors to the next rank, and to receive tensors from the previous one.
 
-    def blocks(self, own: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
-        """Every rank's documents (rows, mask and offsets, empty where there are none), as they come
-        by.
+        Args:
+            outgoing: tensors to send. Empty ones are left out on both sides.
+            incoming: tensors to receive into.
+            tag: tag of the first tensor; the others have the tags after it.
+
+        Returns:
+            The transfers, which must be waited for.
         """
-        current = own
-        for step in range(len(self.parts)):
-            owner = (self.rank - step) % len(self.parts)
-            coming, waiting = current, []
-            if step + 1 < len(self.parts):
-                coming = self.room(self.parts[owner - 1], own)
-                waiting = self.shift(current, coming, tag=0)
-            yield owner, current
-            for work in waiting:
-                work.wait()
-            current = coming
-
-    @staticmethod
-    def room(part: Part, like: Sequence[Tensor]) -> list[Tensor]:
-        rows, mask, offsets = like
-        return [
-            rows.new_empty(part.rows, part.dim),
-            mask.new_empty(part.rows if part.masked else 0),
-            offsets.new_empty(part.documents + 1 if part.packed else 0),
+        operations = [
+            *self._transfers(dist.isend, outgoing, self.rank + 1, tag),
+            *self._transfers(dist.irecv, incoming, self.rank - 1, tag),
         ]
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def _transfers(
+        self,
+        operation: Callable[..., Any],
+        tensors: Sequence[Tensor],
+        peer: int,
+        tag: int,
+    ) -> Iterator[dist.P2POp]:
+        """Describe transfers with the rank ``peer``, counted around the ring."""
+        global_peer = dist.get_global_rank(self.group, peer % len(self.layouts))
+        for i, tensor in enumerate(tensors):
+            if tensor.numel():
+                yield dist.P2POp(operation, tensor, global_peer, self.group, tag + i)
+
+    def blocks(self, local: Block) -> Iterator[tuple[int, Block]]:
+        """Yield the documents of every rank, in the order in which they arrive at this one.
+
+        The next block is received while the caller works with the current one.
+
+        Args:
+            local: documents of this rank.
+
+        Yields:
+            The rank that owns the documents, and the documents.
+        """
+        n_ranks = len(self.layouts)
+        current = local
+        for step in range(n_ranks):
+            owner = (self.rank - step) % n_ranks
+            upcoming = current
+            transfers: list[dist.Work] = []
+            if step + 1 < n_ranks:
+                upcoming = _empty_block(self.layouts[owner - 1], like=local)
+                transfers = self.shift(current, upcoming, BLOCK_TAG)
+            yield owner, current
+            for transfer in transfers:
+                transfer.wait()
+            current = upcoming
 
 
-def _part(tensors: MaxSimTensors, call: MaxSimOptions, options: tuple[object, ...]) -> Part:
-    grad, problem = torch.is_grad_enabled(), Problem.of(tensors, call)
-    return Part(
+def _empty_block(layout: RankLayout, like: Block) -> Block:
+    """Allocate memory for the documents of a rank, with the dtypes and the device of ``like``."""
+    return Block(
+        rows=like.rows.new_empty(layout.n_rows, layout.dim),
+        mask=like.mask.new_empty(layout.n_rows if layout.masked else 0),
+        offsets=like.offsets.new_empty(layout.n_documents + 1 if layout.packed else 0),
+    )
+
+
+def _layout(
+    tensors: MaxSimTensors,
+    options: MaxSimOptions,
+    loss_options: tuple[object, ...],
+) -> RankLayout:
+    """Describe the inputs of this rank for the other ranks."""
+    problem = Problem.of(tensors, options)
+    grad_enabled = torch.is_grad_enabled()
+    return RankLayout(
         device=problem.queries.device.type,
         dtype=dtype_name(problem.queries.dtype),
         dim=problem.queries.size(1),
-        options=options,
-        need_queries=grad and tensors.queries.requires_grad,
-        need_documents=grad and tensors.documents.requires_grad,
-        queries=problem.n_queries,
-        documents=problem.n_documents,
-        rows=problem.documents.size(0),
-        length=problem.document_length,
+        options=loss_options,
+        need_queries=grad_enabled and tensors.queries.requires_grad,
+        need_documents=grad_enabled and tensors.documents.requires_grad,
+        n_queries=problem.n_queries,
+        n_documents=problem.n_documents,
+        n_rows=problem.documents.size(0),
+        document_length=problem.document_length,
         packed=problem.cu_documents is not None,
         masked=problem.document_mask is not None,
     )
 
 
-def meet(group: dist.ProcessGroup, mine: Part | Exception) -> Ring:
-    """Tell the other ranks what this one holds, or why it cannot go on, and hear what they hold.
+def exchange_layouts(group: dist.ProcessGroup, layout: RankLayout | Exception) -> Ring:
+    """Exchange the layouts of all ranks' inputs, and check that they agree.
 
-    Raises this rank's error, and ``ValueError`` on every rank if ranks do not agree or another one
-    cannot go on.
+    Args:
+        group: the process group.
+        layout: layout of this rank's inputs, or the error that its arguments raised.
+
+    Raises:
+        Exception: the error of this rank, if it passed one.
+        ValueError: on every rank if another rank passed an error, or if the layouts disagree.
     """
-    heard: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(heard, mine if isinstance(mine, Part) else str(mine), group=group)
-    if not isinstance(mine, Part):
-        raise mine
-    failed = ", ".join(
-        f"rank {rank}: {part}" for rank, part in enumerate(heard) if isinstance(part, str)
-    )
-    if failed:
-        raise ValueError(f"arguments must fit on every rank of group, got on {failed}")
-    for field, expected in _COMMON.items():
-        values = [getattr(part, field) for part in heard]
+    messages: list[Any] = [None] * dist.get_world_size(group)
+    message = layout if isinstance(layout, RankLayout) else str(layout)
+    dist.all_gather_object(messages, message, group=group)
+    if not isinstance(layout, RankLayout):
+        raise layout
+    errors = [
+        f"rank {rank}: {message}"
+        for rank, message in enumerate(messages)
+        if isinstance(message, str)
+    ]
+    if errors:
+        raise ValueError(f"arguments must fit on every rank of group, got on {', '.join(errors)}")
+    for field, expected in _EQUAL_FIELDS.items():
+        values = [getattr(rank_layout, field) for rank_layout in messages]
         if len(set(values)) > 1:
             raise ValueError(
                 f"{expected} on every rank of group, got {', '.join(map(str, values))} by rank.",
             )
-    return Ring(group, dist.get_rank(group), tuple(heard))
+    return Ring(group, dist.get_rank(group), tuple(messages))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -171,64 +247,97 @@ def loss_over_ranks(
     labels: Tensor | None,
     scale: float,
     group: object,
-    asked: Asked,
+    reduction: str,
+    mask_mode: str,
+    temperature: float | None,
+    normalize: bool,
     impl: str,
 ) -> Tensor | None:
-    """:func:`tilefold.ops.maxsim_contrastive_loss` over the ranks of ``group``; ``None`` where this
-    rank is alone.
+    """Compute :func:`tilefold.ops.maxsim_contrastive_loss` over the ranks of a process group.
 
-    Compilers leave it out: what the ranks exchange depends on what they hold.
+    Compilers leave this function out, since the transfers depend on the inputs of other ranks.
+
+    Args:
+        tensors: queries and documents of this rank.
+        labels: ``[Nq]`` document of each query among this rank's, or ``None``.
+        scale: factor of the scores.
+        group: the process group, or ``"world"``.
+        reduction: as in :func:`tilefold.ops.maxsim`.
+        mask_mode: as in :func:`tilefold.ops.maxsim`.
+        temperature: as in :func:`tilefold.ops.maxsim`.
+        normalize: as in :func:`tilefold.ops.maxsim`.
+        impl: as in :func:`tilefold.ops.maxsim`.
+
+    Returns:
+        The loss, the same on every rank, or ``None`` if the group has no other rank.
     """
     ranks = ranks_of(group)
     if ranks is None:
         return None
-    try:  # whatever is wrong here, the other ranks must hear of it
+    maxsim_options = (reduction, mask_mode, temperature, normalize)
+    try:  # the other ranks wait for the layout of this one, so they must learn of any error
         check_scale(scale)
-        given: object = tensors.documents
-        if isinstance(given, QuantizedTokens):
+        documents: object = tensors.documents
+        if isinstance(documents, QuantizedTokens):
             raise TypeError(
                 "documents must be a torch.Tensor, got QuantizedTokens; give documents.dequantize().",
             )
-        options, ready = checked(tensors, "all", *asked)
-        tensors = tensors if ready is None else ready(tensors)
+        options, prepare = check_arguments(tensors, "all", *maxsim_options)
+        if prepare is not None:
+            tensors = prepare(tensors)
         impl = impl_with_fallback(impl, MAXSIM.chosen_impl(tensors.queries, impl))
         if host_may_read(tensors.queries.device, impl) or impl == "reference":
             check_values(tensors)
         n_queries, n_documents = Problem.of(tensors, options).score_shape
         checked_labels = check_labels(labels, n_queries, n_documents, tensors.queries.device)
     except (TypeError, ValueError, RuntimeError) as error:
-        meet(ranks, error)
+        exchange_layouts(ranks, error)
         raise
-    ring = meet(ranks, _part(tensors, options, (scale, *asked)))
-    leaves = tensors.queries, tensors.documents
-    scores: Tensor = _RingScores.apply(*leaves, tensors, options._replace(mean=False), ring, impl)  # type: ignore[no-untyped-call]
-    if asked[0] == "mean" and tensors.queries.numel():
+    ring = exchange_layouts(ranks, _layout(tensors, options, (scale, *maxsim_options)))
+    scores: Tensor = _RingScores.apply(  # type: ignore[no-untyped-call]
+        tensors.queries,
+        tensors.documents,
+        tensors,
+        options._replace(mean=False),
+        ring,
+        impl,
+    )
+    if reduction == "mean" and tensors.queries.numel():
         scores = scores / kept_tokens(tensors, scores.dim())
-    before = sum(part.documents for part in ring.parts[: ring.rank])
-    total = labelled_loss(scale * scores, labels, checked_labels, n_documents, before, "sum")
-    mean: Tensor = _SumOverRanks.apply(total / sum(part.queries for part in ring.parts), ring)  # type: ignore[no-untyped-call]
-    return mean
+    first_document = sum(layout.n_documents for layout in ring.layouts[: ring.rank])
+    loss_sum = labelled_loss(
+        scale * scores,
+        labels,
+        checked_labels,
+        n_documents,
+        first_document=first_document,
+        reduction="sum",
+    )
+    n_queries_of_all = sum(layout.n_queries for layout in ring.layouts)
+    loss: Tensor = _SumOverRanks.apply(  # type: ignore[no-untyped-call]
+        loss_sum / n_queries_of_all,
+        ring,
+    )
+    return loss
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of the ranks' shares; backward multiplies by the number of ranks."""
+    """Sum of a scalar over the ranks; backward multiplies by the number of ranks."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, ring: Ring) -> Tensor:
-        ctx.size = len(ring.parts)
-        shares = [share.new_empty(1) for _ in ring.parts]
+        ctx.n_ranks = len(ring.layouts)
+        shares = [share.new_empty(1) for _ in ring.layouts]
         dist.all_gather(shares, share.reshape(1), group=ring.group)
-        return torch.cat(shares).sum()  # in one order on every rank
+        return torch.cat(shares).sum()  # in the same order on every rank
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.size, None
+        return grads[0] * ctx.n_ranks, None
 
 
 class _RingScores(torch.autograd.Function):
-    """``[Nq, sum of Nd]`` scores of this rank's queries with the documents of all ranks, in the
-    order of the ranks.
-    """
+    """Scores of this rank's queries and all ranks' documents: ``[Nq, sum of Nd]``, by rank."""
 
     @staticmethod
     def forward(
@@ -242,113 +351,124 @@ class _RingScores(torch.autograd.Function):
     ) -> Tensor:
         training = any(ctx.needs_input_grad[:2])
         tensors = tensors._replace(queries=queries.detach(), documents=documents.detach())
-        scores: list[Tensor] = [queries] * len(ring.parts)
-        saved: list[Tensor | None] = [None] * len(ring.parts)
-        own = _outgoing(tensors)
-        for owner, block in ring.blocks(own):
-            mine = _with(tensors, ring.parts[owner], block)
+        scores: list[Tensor] = [queries] * len(ring.layouts)
+        winners: list[Tensor | None] = [None] * len(ring.layouts)
+        local = _block(tensors)
+        for owner, block in ring.blocks(local):
+            block_tensors = _with_documents(tensors, ring.layouts[owner], block)
             if impl == "reference":
-                scores[owner] = by_reference(mine, options)
+                scores[owner] = by_reference(block_tensors, options)
             else:
-                scores[owner], saved[owner], *_ = torch.ops.tilefold.maxsim(
-                    *mine,
+                scores[owner], winners[owner], *_ = torch.ops.tilefold.maxsim(
+                    *block_tensors,
                     *options,
                     training,
                     impl,
                 )
-        # the masks and offsets of the queries are the caller's and small; the rows and winners are
-        # not
-        ctx.save_for_backward(queries, documents, *own[1:], *saved)
-        ctx.others = tensors._replace(
+        ctx.save_for_backward(queries, documents, local.mask, local.offsets, *winners)
+        # Masks and offsets of the queries belong to the caller and are small, so the context may
+        # hold them. It must not hold the rows.
+        ctx.tensors_without_rows = tensors._replace(
             queries=queries.new_empty(0),
             documents=documents.new_empty(0),
         )
-        ctx.options, ctx.ring, ctx.impl = options, ring, impl
+        ctx.options = options
+        ctx.ring = ring
+        ctx.impl = impl
         return torch.cat(scores, dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
         ring: Ring = ctx.ring
-        queries, documents, mask, offsets, *saved = ctx.saved_tensors
-        tensors = ctx.others._replace(queries=queries, documents=documents)
-        wide = wide_dtype(queries.dtype)
-        needs = ctx.needs_input_grad[:2]
-        dqueries = (
-            torch.zeros(queries.shape, dtype=wide, device=queries.device) if needs[0] else None
+        queries, documents, mask, offsets, *winners = ctx.saved_tensors
+        tensors = ctx.tensors_without_rows._replace(queries=queries, documents=documents)
+        local = Block(_rows(documents), mask, offsets)
+        need_queries, need_documents = ctx.needs_input_grad[:2]
+        sum_dtype = wide_dtype(queries.dtype)
+        dqueries = None
+        if need_queries:
+            dqueries = torch.zeros(queries.shape, dtype=sum_dtype, device=queries.device)
+        # Sum of the gradients of the current block, over the ranks that the block has visited.
+        received = documents
+        transfers: list[dist.Work] = []
+        dscores_by_rank = torch.split(
+            dscores,
+            [layout.n_documents for layout in ring.layouts],
+            dim=1,
         )
-        coming = documents
-        waiting: list[dist.Work] = []
-        shares = torch.split(dscores, [part.documents for part in ring.parts], dim=1)
-        for step, (owner, block) in enumerate(ring.blocks([_rows(documents), mask, offsets])):
-            part = ring.parts[owner]
-            dq, dd = _gradients(
-                _with(tensors, part, block),
+        for step, (owner, block) in enumerate(ring.blocks(local)):
+            layout = ring.layouts[owner]
+            block_dqueries, block_ddocuments = _gradients(
+                _with_documents(tensors, layout, block),
                 ctx.options,
-                shares[owner],
-                saved[owner],
-                needs,
+                dscores_by_rank[owner],
+                winners[owner],
+                (need_queries, need_documents),
                 ctx.impl,
             )
             if dqueries is not None:
-                dqueries += dq
-            if not needs[1]:
+                dqueries += block_dqueries
+            if not need_documents:
                 continue
-            for work in waiting:
-                work.wait()
-            total = (
-                torch.zeros(part.rows, part.dim, dtype=wide, device=queries.device)
-                if step == 0
-                else coming
-            )
-            total += dd.view(total.shape)
-            coming = torch.empty(
-                ring.parts[owner - 1].rows,
-                part.dim,
-                dtype=wide,
+            for transfer in transfers:
+                transfer.wait()
+            if step == 0:
+                ddocuments = torch.zeros(
+                    layout.n_rows,
+                    layout.dim,
+                    dtype=sum_dtype,
+                    device=queries.device,
+                )
+            else:
+                ddocuments = received
+            ddocuments += block_ddocuments.view(ddocuments.shape)
+            received = torch.empty(
+                ring.layouts[owner - 1].n_rows,
+                layout.dim,
+                dtype=sum_dtype,
                 device=queries.device,
             )
-            waiting = ring.shift([total], [coming], tag=3)
-        for work in waiting:
-            work.wait()
-        return (
-            None if dqueries is None else dqueries.to(queries.dtype),
-            coming.to(documents.dtype).view(documents.shape) if needs[1] else None,
-            None,
-            None,
-            None,
-            None,
-        )
+            transfers = ring.shift([ddocuments], [received], GRADIENT_TAG)
+        for transfer in transfers:
+            transfer.wait()
+        local_ddocuments = None
+        if need_documents:
+            local_ddocuments = received.to(documents.dtype).view(documents.shape)
+        if dqueries is not None:
+            dqueries = dqueries.to(queries.dtype)
+        return dqueries, local_ddocuments, None, None, None, None
 
 
 def _rows(documents: Tensor) -> Tensor:
+    """Return token vectors as contiguous rows ``[T, D]``."""
     return documents.reshape(-1, documents.size(-1)).contiguous()
 
 
-def _outgoing(tensors: MaxSimTensors) -> list[Tensor]:
-    """This rank's documents as they travel: rows, a byte of mask per row, int64 offsets; empty
-    where there are none.
-    """
-    rows, mask, offsets = _rows(tensors.documents), tensors.document_mask, tensors.cu_documents
-    return [
-        rows,
-        rows.new_empty(0, dtype=torch.uint8)
-        if mask is None
-        else (mask != 0).to(torch.uint8).reshape(-1),
-        rows.new_empty(0, dtype=torch.int64)
-        if offsets is None
-        else offsets.to(torch.int64).contiguous(),
-    ]
+def _block(tensors: MaxSimTensors) -> Block:
+    """Return the documents of this rank in the form in which they are sent."""
+    rows = _rows(tensors.documents)
+    if tensors.document_mask is None:
+        mask = rows.new_empty(0, dtype=torch.uint8)
+    else:
+        mask = (tensors.document_mask != 0).to(torch.uint8).reshape(-1)
+    if tensors.cu_documents is None:
+        offsets = rows.new_empty(0, dtype=torch.int64)
+    else:
+        offsets = tensors.cu_documents.to(torch.int64).contiguous()
+    return Block(rows, mask, offsets)
 
 
-def _with(tensors: MaxSimTensors, part: Part, block: Sequence[Tensor]) -> MaxSimTensors:
-    """Replace the documents with those of another rank."""
-    rows, mask, offsets = block
-    shape = (part.rows,) if part.packed else (part.documents, part.length)
+def _with_documents(tensors: MaxSimTensors, layout: RankLayout, block: Block) -> MaxSimTensors:
+    """Replace the documents by those of another rank."""
+    if layout.packed:
+        token_shape: tuple[int, ...] = (layout.n_rows,)
+    else:
+        token_shape = (layout.n_documents, layout.document_length)
     return tensors._replace(
-        documents=rows.view(*shape, part.dim),
-        document_mask=mask.view(shape) if part.masked else None,
-        cu_documents=offsets if part.packed else None,
+        documents=block.rows.view(*token_shape, layout.dim),
+        document_mask=block.mask.view(token_shape) if layout.masked else None,
+        cu_documents=block.offsets if layout.packed else None,
     )
 
 
@@ -356,24 +476,45 @@ def _gradients(
     tensors: MaxSimTensors,
     options: MaxSimOptions,
     dscores: Tensor,
-    saved: Tensor | None,
+    winners: Tensor | None,
     needs: tuple[bool, bool],
     impl: str,
 ) -> Sequence[Tensor]:
-    """Gradients of queries and documents; one that nobody needs may be anything."""
+    """Compute the gradients of queries and of one rank's documents.
+
+    Args:
+        tensors: queries of this rank, and documents of the rank.
+        options: checked options.
+        dscores: ``[Nq, Nd]`` gradient of the scores.
+        winners: what the forward pass saved; ``None`` for the reference.
+        needs: whether the gradients of queries and of documents are used. One that is not used may
+            have any value.
+        impl: implementation.
+    """
     if impl == "reference":
-        leaves = [rows.detach().requires_grad_() for rows in tensors[:2]]
+        queries = tensors.queries.detach().requires_grad_()
+        documents = tensors.documents.detach().requires_grad_()
         with torch.enable_grad():
-            scores = by_reference(tensors._replace(queries=leaves[0], documents=leaves[1]), options)
-        return torch.autograd.grad(scores, leaves, dscores)
-    # offsets and indices were checked; the norms of rows are worked out again, so that no rank's
-    # are kept
-    kept = (*tensors[:7], saved, None, None, None)
-    found: Sequence[Tensor] = torch.ops.tilefold.maxsim_backward(
+            scores = by_reference(
+                tensors._replace(queries=queries, documents=documents),
+                options,
+            )
+        return torch.autograd.grad(scores, [queries, documents], dscores)
+    gradients: Sequence[Tensor] = torch.ops.tilefold.maxsim_backward(
         dscores,
-        *kept,
+        tensors.queries,
+        tensors.documents,
+        tensors.query_mask,
+        tensors.document_mask,
+        tensors.cu_queries,
+        tensors.cu_documents,
+        tensors.pairs,
+        winners,
+        None,  # norms are computed again, so that those of other ranks are not stored
+        None,
+        None,
         *options,
         needs,
         impl,
     )
-    return found
+    return gradients

@@ -1,9 +1,8 @@
-"""Gradients of the maximum in torch operations: each row's is a weighted sum of rows of the other
-side.
+"""Gradients of the maximum in torch operations.
 
-A (pair, query token) without a winner is no entry: nothing is multiplied for it. Entries are taken
-some at a time, in an order that depends on nothing but the layout, so that two runs agree in every
-bit.
+The gradient of a row is a weighted sum of rows of the other side, over the entries (pair, query
+token) in which it takes part. An entry without a winner is left out. Entries are processed in
+slabs, in an order that depends on the layout only, so that two runs agree in every bit.
 """
 
 from __future__ import annotations
@@ -14,167 +13,239 @@ from torch.nn.functional import embedding_bag
 
 from tilefold.ops._shared.winners import no_winner
 from tilefold.ops.maxsim import tiles
-from tilefold.ops.maxsim._problem import Problem, saved_place, wide_dtype
+from tilefold.ops.maxsim._problem import (
+    Problem,
+    pair_sequences,
+    saved_positions,
+    wide_dtype,
+)
 from tilefold.ops.maxsim._walk import chunks
-from tilefold.ops.maxsim.tiles import Side, pairs
+from tilefold.ops.maxsim.tiles import SequenceTokens
 
 
-def all_pairs(
-    queries: Side,
-    documents: Side,
+def all_pairs_gradients(
+    queries: SequenceTokens,
+    documents: SequenceTokens,
     grad: Tensor,
     saved: Tensor,
     dqueries: Tensor | None,
     ddocuments: Tensor | None,
 ) -> None:
-    """Add the gradients of both sides to ``dqueries`` and ``ddocuments``."""
-    n_rows, limit = queries.rows.size(0), tiles.row_limit(queries.rows.size(1))
-    width = min(n_rows, limit)
+    """Add the gradients for all pairs to ``dqueries`` and ``ddocuments``.
+
+    Args:
+        queries: all queries.
+        documents: all documents.
+        grad: ``[Nq, Nd]`` gradient of the scores, in fp32 (fp64).
+        saved: ``[Nd, Tq]`` winners.
+        dqueries: ``[Tq, D]``, or ``None`` if it is not needed.
+        ddocuments: ``[Td, D]``, or ``None`` if it is not needed.
+    """
+    n_query_rows = queries.rows.size(0)
+    limit = tiles.row_limit(queries.rows.size(1))
+    width = min(n_query_rows, limit)
     query_of_row = torch.arange(queries.starts.numel(), device=grad.device).repeat_interleave(
         queries.sizes,
     )
     offsets = [*documents.starts.tolist(), documents.rows.size(0)]
+    max_documents = max(1, tiles.SLAB_ENTRIES // max(width, 1))
     query_table = None
     slabs = (
         (first, last, start, min(start + limit, offsets[last]))
-        for first, last in chunks(offsets, limit, max(1, tiles.SLAB_ENTRIES // max(width, 1)))
-        for start in range(offsets[first], offsets[last], limit)  # a long document comes in parts
+        for first, last in chunks(offsets, limit, max_documents)
+        for start in range(offsets[first], offsets[last], limit)  # a long document is split
     )
     for first, last, start, stop in slabs:
-        table = _table(documents, start, stop) if dqueries is not None else None
-        for q0 in range(0, n_rows, width):
-            rows = slice(q0, min(q0 + width, n_rows))
-            winner = _positions(saved, (slice(first, last), rows))  # [n, w]
-            has = winner != no_winner(saved.dtype)
-            target = winner + (documents.starts[first:last, None] - start)
+        document_table = _table(documents, start, stop) if dqueries is not None else None
+        for first_row in range(0, n_query_rows, width):
+            query_rows = slice(first_row, min(first_row + width, n_query_rows))
+            winners = _winner_positions(saved, (slice(first, last), query_rows))  # [n, width]
+            has_winner = winners != no_winner(saved.dtype)
+            document_rows = winners + (documents.starts[first:last, None] - start)
             if last == first + 1:  # perhaps a part of a long document
-                has &= (target >= 0) & (target < stop - start)
-            weight = grad.T[first:last, query_of_row[rows]]
-            if dqueries is not None and table is not None:
-                dqueries[rows] += _bags(table, documents, start, target.T, weight.T, has.T)
+                has_winner &= (document_rows >= 0) & (document_rows < stop - start)
+            weights = grad.T[first:last, query_of_row[query_rows]]
+            if dqueries is not None and document_table is not None:
+                dqueries[query_rows] += _weighted_sums(
+                    document_table,
+                    documents,
+                    start,
+                    document_rows.T,
+                    weights.T,
+                    has_winner.T,
+                )
             if ddocuments is not None:
-                if query_table is None or width < n_rows:
-                    query_table = _table(queries, rows.start, rows.stop)
-                row = torch.arange(rows.stop - rows.start, device=grad.device).expand(has.shape)[
-                    has
-                ]
-                scaled = _scaled(weight[has], queries.scale, row, rows.start)
-                add_rows(ddocuments[start:stop], query_table, target[has], row, scaled)
+                if query_table is None or width < n_query_rows:
+                    query_table = _table(queries, query_rows.start, query_rows.stop)
+                row_numbers = torch.arange(
+                    query_rows.stop - query_rows.start,
+                    device=grad.device,
+                )
+                entry_rows = row_numbers.expand(has_winner.shape)[has_winner]
+                entry_weights = _scaled(
+                    weights[has_winner],
+                    queries.scale,
+                    entry_rows,
+                    query_rows.start,
+                )
+                add_rows(
+                    ddocuments[start:stop],
+                    query_table,
+                    document_rows[has_winner],
+                    entry_rows,
+                    entry_weights,
+                )
 
 
-def _table(side: Side, start: int, stop: int) -> Tensor:
-    """Rows in fp32 (fp64), not scaled, as they lie: masked ones too, which no entry names."""
-    return side.rows[start:stop].to(wide_dtype(side.rows.dtype)).contiguous()
+def _table(tokens: SequenceTokens, start: int, stop: int) -> Tensor:
+    """Return rows in fp32 (fp64), not scaled. Masked rows are included, which no entry names."""
+    return tokens.rows[start:stop].to(wide_dtype(tokens.rows.dtype)).contiguous()
 
 
-def _scaled(weight: Tensor, scale: Tensor | None, row: Tensor, start: int) -> Tensor:
-    return weight if scale is None else weight * scale[start:].view(-1)[row]
+def _scaled(weights: Tensor, scale: Tensor | None, rows: Tensor, start: int) -> Tensor:
+    """Multiply weights by the factors of the rows that they weigh, counted from ``start``."""
+    return weights if scale is None else weights * scale[start:].view(-1)[rows]
 
 
-def _bags(
+def _weighted_sums(
     table: Tensor,
-    side: Side,
+    tokens: SequenceTokens,
     start: int,
-    target: Tensor,
-    weight: Tensor,
-    has: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    has_winner: Tensor,
 ) -> Tensor:
-    """``[w, D]`` sums of ``weight * table[target]`` over the entries of ``[w, n]`` that exist."""
-    if bool(has.all()):
-        weight = _scaled(weight, side.scale, target, start)
+    """Sum the rows of a table, weighted, for each query token.
+
+    Args:
+        table: ``[T, D]`` rows of ``tokens`` from ``start`` on.
+        tokens: the tokens that the table was made from.
+        start: first row of the table.
+        rows: ``[width, n]`` rows of the table.
+        weights: ``[width, n]``.
+        has_winner: ``[width, n]`` bools; other entries are left out.
+
+    Returns:
+        ``[width, D]`` sums.
+    """
+    if bool(has_winner.all()):
         return embedding_bag(
-            target.contiguous(),
+            rows.contiguous(),
             table,
             mode="sum",
-            per_sample_weights=weight.contiguous(),
+            per_sample_weights=_scaled(weights, tokens.scale, rows, start).contiguous(),
         )
-    counts = has.sum(dim=1)
-    row = target[has]
-    if row.numel() == 0:
-        return table.new_zeros(has.size(0), table.size(1))
-    weight = _scaled(weight[has], side.scale, row, start)
+    counts = has_winner.sum(dim=1)
+    rows = rows[has_winner]
+    if rows.numel() == 0:
+        return table.new_zeros(has_winner.size(0), table.size(1))
     return embedding_bag(
-        row,
+        rows,
         table,
         counts.cumsum(0) - counts,
         mode="sum",
-        per_sample_weights=weight,
+        per_sample_weights=_scaled(weights[has_winner], tokens.scale, rows, start),
     )
 
 
-def some_pairs(
+def listed_pairs_gradients(
     problem: Problem,
-    queries: Side,
-    documents: Side,
+    queries: SequenceTokens,
+    documents: SequenceTokens,
     grad: Tensor,
     saved: Tensor,
-    *sums: Tensor | None,
+    dqueries: Tensor | None,
+    ddocuments: Tensor | None,
 ) -> None:
-    """Like :func:`all_pairs`, for pairs that are aligned, grouped or listed, to ``sums``."""
-    (dqueries, ddocuments), grad = sums, grad.reshape(-1)
-    query_of, document_of = pairs(problem)
-    ends = queries.counts[query_of].cumsum(0)  # entries up to each pair's last
-    count = int(ends[-1]) if ends.numel() else 0
-    step = tiles.row_limit(queries.rows.size(1))
-    for first in range(0, count, step):
-        entry = torch.arange(first, min(first + step, count), device=grad.device)
-        pair = torch.searchsorted(ends, entry, right=True)
-        query = query_of[pair]
-        place = queries.offsets[query] + queries.counts[query] - (ends[pair] - entry)
-        row = place if queries.index is None else queries.index[place]
-        winner = _positions(saved.view(-1), saved_place(problem, pair, row, queries.starts[query]))
-        has = winner != no_winner(saved.dtype)
-        target = documents.starts[document_of[pair]] + winner
-        weight = grad[pair]
-        if not bool(has.all()):
-            row, target, weight = row[has], target[has], weight[has]
-        if dqueries is not None:
-            table, name = _rows_of(documents, target)
-            add_rows(dqueries, table, row, name, _scaled(weight, documents.scale, target, 0))
-        if ddocuments is not None:
-            table, name = _rows_of(queries, row)
-            add_rows(ddocuments, table, target, name, _scaled(weight, queries.scale, row, 0))
+    """Add the gradients for aligned, grouped or listed pairs to ``dqueries`` and ``ddocuments``.
 
-
-def _rows_of(side: Side, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """A table in fp32 (fp64), not scaled, that holds ``rows``, and where; the side itself where it
-    can be.
+    Args:
+        problem: the problem.
+        queries: all queries.
+        documents: all documents.
+        grad: gradient of the scores, in their shape, in fp32 (fp64).
+        saved: winners.
+        dqueries: ``[Tq, D]``, or ``None`` if it is not needed.
+        ddocuments: ``[Td, D]``, or ``None`` if it is not needed.
     """
-    dtype = wide_dtype(side.rows.dtype)
-    if side.rows.dtype == dtype and side.rows.is_contiguous():
-        return side.rows, rows
-    return side.rows.index_select(0, rows).to(dtype), torch.arange(rows.numel(), device=rows.device)
+    grad = grad.reshape(-1)
+    query_of_pair, document_of_pair = pair_sequences(problem)
+    entry_ends = queries.counts[query_of_pair].cumsum(0)  # entries up to the last one of each pair
+    n_entries = int(entry_ends[-1]) if entry_ends.numel() else 0
+    step = tiles.row_limit(queries.rows.size(1))
+    for first in range(0, n_entries, step):
+        entries = torch.arange(first, min(first + step, n_entries), device=grad.device)
+        pairs = torch.searchsorted(entry_ends, entries, right=True)
+        pair_queries = query_of_pair[pairs]
+        token_ends = queries.offsets[pair_queries] + queries.counts[pair_queries]
+        query_rows = queries.rows_of(token_ends - (entry_ends[pairs] - entries))
+        winners = _winner_positions(
+            saved.view(-1),
+            saved_positions(problem, pairs, query_rows, queries.starts[pair_queries]),
+        )
+        has_winner = winners != no_winner(saved.dtype)
+        document_rows = documents.starts[document_of_pair[pairs]] + winners
+        weights = grad[pairs]
+        if not bool(has_winner.all()):
+            query_rows = query_rows[has_winner]
+            document_rows = document_rows[has_winner]
+            weights = weights[has_winner]
+        if dqueries is not None:
+            table, table_rows = _table_of_rows(documents, document_rows)
+            document_weights = _scaled(weights, documents.scale, document_rows, 0)
+            add_rows(dqueries, table, query_rows, table_rows, document_weights)
+        if ddocuments is not None:
+            table, table_rows = _table_of_rows(queries, query_rows)
+            query_weights = _scaled(weights, queries.scale, query_rows, 0)
+            add_rows(ddocuments, table, document_rows, table_rows, query_weights)
 
 
-def _positions(saved: Tensor, where: Tensor | tuple[slice, slice]) -> Tensor:
-    """Saved winners in int64. CUDA has no gather of uint16, so their bits are gathered as int16."""
+def _table_of_rows(tokens: SequenceTokens, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a table in fp32 (fp64), not scaled, that holds these rows, and their positions in it.
+
+    The table is the token vectors themselves if they need no conversion.
+    """
+    dtype = wide_dtype(tokens.rows.dtype)
+    if tokens.rows.dtype == dtype and tokens.rows.is_contiguous():
+        return tokens.rows, rows
+    table = tokens.rows.index_select(0, rows).to(dtype)
+    return table, torch.arange(rows.numel(), device=rows.device)
+
+
+def _winner_positions(saved: Tensor, selection: Tensor | tuple[slice, slice]) -> Tensor:
+    """Return selected winners in int64.
+
+    CUDA cannot gather uint16, so their bits are gathered as int16.
+    """
     if saved.dtype != torch.uint16:
-        return saved[where].to(torch.int64)
-    return saved.view(torch.int16)[where].to(torch.int64).bitwise_and_(0xFFFF)
+        return saved[selection].to(torch.int64)
+    return saved.view(torch.int16)[selection].to(torch.int64).bitwise_and_(0xFFFF)
 
 
 def add_rows(
     out: Tensor,
     table: Tensor,
-    owner: Tensor,
-    row: Tensor | None = None,
-    weight: Tensor | None = None,
+    out_rows: Tensor,
+    table_rows: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> None:
-    """``out[owner] += weight * table[row]`` over all entries, one owner after the other; by default
-    all of it.
+    """Compute ``out[out_rows] += weights * table[table_rows]``, deterministically.
+
+    Args:
+        out: ``[T, D]``.
+        table: ``[M, D]``.
+        out_rows: ``[n]`` rows of ``out``, which may repeat.
+        table_rows: ``[n]`` rows of ``table``, or ``None`` for all in order.
+        weights: ``[n]``, or ``None`` for 1.
     """
-    if owner.numel() == 0:
+    if out_rows.numel() == 0:
         return
-    owner, order = owner.sort(stable=True)
-    unique, counts = torch.unique_consecutive(owner, return_counts=True)
-    rows, weights = (
-        (order if row is None else row[order]),
-        (None if weight is None else weight[order]),
-    )
-    out[unique] += embedding_bag(
-        rows,
+    sorted_rows, order = out_rows.sort(stable=True)
+    unique_rows, counts = torch.unique_consecutive(sorted_rows, return_counts=True)
+    out[unique_rows] += embedding_bag(
+        order if table_rows is None else table_rows[order],
         table,
         counts.cumsum(0) - counts,
         mode="sum",
-        per_sample_weights=weights,
+        per_sample_weights=None if weights is None else weights[order],
     )

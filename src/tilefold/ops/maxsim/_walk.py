@@ -1,10 +1,12 @@
-"""Walk of the tiled path over a problem: tiles of similarities, whatever the layout and the
-pairing.
+"""Division of a problem into tiles of similarities, for the tiled path.
 
-Consecutive documents of all pairs share a product: their kept rows, as they lie, times the query
-tokens; what is gathered and padded is the similarities, by groups of documents of nearly one
-length. Listed pairs gather their documents' kept tokens. A place past a document's end repeats its
-last one. Long sequences are cut.
+The problem is divided into blocks of documents and query tokens, whatever the layout and the
+pairing. A block is divided into tiles, whose documents have nearly one length.
+
+With all pairs, consecutive documents share one product: their unmasked tokens, without padding,
+times the query tokens. Similarities are then gathered and padded by groups of documents. With other
+pairings, the documents' unmasked tokens are gathered and padded. Past the end of a document its
+last token is repeated. Long sequences are split.
 """
 
 from __future__ import annotations
@@ -19,120 +21,190 @@ from torch import Tensor
 
 from tilefold.ops._shared.internals import has_int8_products, int8_products
 from tilefold.ops.maxsim import tiles
-from tilefold.ops.maxsim._problem import Problem
-from tilefold.ops.maxsim.tiles import Side, pairs
+from tilefold.ops.maxsim._problem import Problem, pair_sequences
+from tilefold.ops.maxsim.tiles import SequenceTokens
 
-Index = Tensor | slice
-Gathered = tuple[Tensor, Tensor | None, slice | None, Tensor]  # of a Tile, all but the similarities
+Selection = Tensor | slice
 
-
-def crossed(rows: Index, columns: Index) -> tuple[Index, Index]:
-    """Index of every pair of a row and a column."""
-    return rows[:, None] if isinstance(rows, Tensor) and isinstance(
-        columns,
-        Tensor,
-    ) else rows, columns
+# Documents of a group, and queries that are summed together, differ in length by at most these
+# factors, in eighths.
+DOCUMENT_EIGHTHS = 9
+QUERY_EIGHTHS = 16
 
 
-class Part:
-    """Consecutive query tokens, as ``pieces`` of queries: query, number of its first kept token
-    here, tokens.
+def cross_index(rows: Selection, columns: Selection) -> tuple[Selection, Selection]:
+    """Return an index of every pair of a row and a column of a matrix."""
+    if isinstance(rows, Tensor) and isinstance(columns, Tensor):
+        return rows[:, None], columns
+    return rows, columns
+
+
+class QueryPiece(NamedTuple):
+    """Consecutive unmasked tokens of one query.
+
+    Attributes:
+        query: the query.
+        first_token: number of the first token, counted over all queries.
+        n_tokens: number of tokens.
     """
 
-    def __init__(self, side: Side, pieces: list[tuple[int, int, int]]) -> None:
-        self.side, self.start, self.stop = side, pieces[0][1], pieces[-1][1] + pieces[-1][2]
-        self.columns = (
-            slice(self.start, self.stop)
-            if side.index is None
-            else side.index[self.start : self.stop]
-        )
-        self.held: Tensor | None = None
-        self._sums = list(_sums(pieces, side.counts.device))
+    query: int
+    first_token: int
+    n_tokens: int
 
-    def tokens(self) -> Tensor:
-        """``[C, D]`` in fp32 (fp64), scaled."""
-        return self.side.kept(self.start, self.stop) if self.held is None else self.held
 
-    def integers(self, documents: Side, start: int, stop: int) -> Tensor:
-        """Similarities ``[stop - start, C]`` to some documents' tokens, products of int8 summed
-        exactly.
+class SumGroup(NamedTuple):
+    """Queries of a block whose columns are summed together.
+
+    Attributes:
+        queries: the queries.
+        n_queries: number of queries.
+        columns: ``[n_queries * longest]`` columns of the block, or ``None`` for all columns.
+        padding: ``[n_queries, longest]`` bools, true past the end of a query, or ``None``.
+    """
+
+    queries: Selection
+    n_queries: int
+    columns: Tensor | None
+    padding: Tensor | None
+
+
+class QueryBlock:
+    """Consecutive unmasked query tokens, which are the columns of tiles.
+
+    Args:
+        queries: the tokens of all queries.
+        pieces: the pieces of queries that the block consists of.
+
+    Attributes:
+        start: number of the first token.
+        stop: number after the last token.
+        rows: rows of the tokens.
+    """
+
+    def __init__(self, queries: SequenceTokens, pieces: list[QueryPiece]) -> None:
+        self.queries = queries
+        self.start = pieces[0].first_token
+        self.stop = pieces[-1].first_token + pieces[-1].n_tokens
+        self.rows: Selection = slice(self.start, self.stop)
+        if queries.unmasked_rows is not None:
+            self.rows = queries.unmasked_rows[self.start : self.stop]
+        self._cached_vectors: Tensor | None = None
+        self._sum_groups = list(_sum_groups(pieces, queries.counts.device))
+
+    def cache_vectors(self) -> None:
+        """Compute :meth:`vectors` once for all later calls."""
+        self._cached_vectors = self.vectors()
+
+    def vectors(self) -> Tensor:
+        """Return the token vectors, ``[C, D]`` in fp32 (fp64), scaled."""
+        if self._cached_vectors is not None:
+            return self._cached_vectors
+        return self.queries.vectors(self.start, self.stop)
+
+    def int8_similarities(self, documents: SequenceTokens, start: int, stop: int) -> Tensor:
+        """Return the similarities to int8 document tokens, with exact sums of int8 products.
+
+        Args:
+            documents: documents without a mask.
+            start: first document token.
+            stop: end of the document tokens.
+
+        Returns:
+            ``[stop - start, C]`` fp32, scaled.
         """
-        product = int8_products(documents.rows[start:stop], self.side.rows[self.columns]).float()
-        for side, place in ((documents, (slice(start, stop), None)), (self.side, (self.columns,))):
-            if side.scale is not None:
-                product *= side.scale[:, 0][place]
-        return product
+        products = int8_products(documents.rows[start:stop], self.queries.rows[self.rows])
+        similarities = products.float()
+        if documents.scale is not None:
+            similarities *= documents.scale[start:stop]
+        if self.queries.scale is not None:
+            similarities *= self.queries.scale[:, 0][self.rows]
+        return similarities
 
-    def add_sums(self, values: Tensor, out: Tensor, items: Index) -> None:
-        """Add the sums of ``[n, C]`` values over each query's columns to ``out[query, items]``."""
-        for queries, size, members, missing in self._sums:
-            if members is not None:
-                values_of = values.index_select(1, members).view(values.size(0), size, -1)
-                sums = (values_of if missing is None else values_of.masked_fill_(missing, 0)).sum(
-                    dim=2,
-                )
+    def add_sums(self, values: Tensor, out: Tensor, documents: Selection) -> None:
+        """Add values to ``out``, summed over the tokens of each query.
+
+        Args:
+            values: ``[n, C]``: documents, query tokens.
+            out: ``[Nq, Nd]``.
+            documents: the ``n`` documents.
+        """
+        n_documents = values.size(0)
+        for group in self._sum_groups:
+            if group.columns is not None:
+                values_of_group = values.index_select(1, group.columns)
+                by_query = values_of_group.view(n_documents, group.n_queries, -1)
+                if group.padding is not None:
+                    by_query = by_query.masked_fill_(group.padding, 0)
             else:
-                sums = values.reshape(values.size(0), size, -1).sum(dim=2)
-            out[crossed(queries, items)] += sums.T
+                by_query = values.reshape(n_documents, group.n_queries, -1)
+            out[cross_index(group.queries, documents)] += by_query.sum(dim=2).T
 
 
-def parts(side: Side, limit: int) -> list[Part]:
-    """The kept tokens of all queries in parts of up to ``limit``, which end where queries end if
-    they are shorter.
+def query_blocks(queries: SequenceTokens, limit: int) -> list[QueryBlock]:
+    """Divide the unmasked tokens of all queries into blocks of at most ``limit`` tokens.
+
+    A query of at most ``limit`` tokens is not split.
     """
-    found: list[list[tuple[int, int, int]]] = []
-    free = place = 0
-    for query, count in enumerate(side.counts.tolist()):
-        left = count
-        while left:
-            if free < min(left, limit):
-                found.append([])
+    pieces_of_blocks: list[list[QueryPiece]] = []
+    free = 0
+    first_token = 0
+    for query, count in enumerate(queries.counts.tolist()):
+        remaining = count
+        while remaining:
+            if free < min(remaining, limit):
+                pieces_of_blocks.append([])
                 free = limit
-            size = min(left, free)
-            found[-1].append((query, place, size))
-            place, left, free = place + size, left - size, free - size
-    made = [Part(side, pieces) for pieces in found]
-    if len(made) == 1:
-        made[0].held = made[0].tokens()
-    return made
+            size = min(remaining, free)
+            pieces_of_blocks[-1].append(QueryPiece(query, first_token, size))
+            first_token += size
+            remaining -= size
+            free -= size
+    blocks = [QueryBlock(queries, pieces) for pieces in pieces_of_blocks]
+    if len(blocks) == 1:
+        blocks[0].cache_vectors()
+    return blocks
 
 
-def _sums(
-    pieces: list[tuple[int, int, int]],
-    device: torch.device,
-) -> Iterator[tuple[Index, int, Tensor | None, Tensor | None]]:
-    """Queries that are summed together, their number, columns (``None`` for all), and places that
-    are padding.
-    """
-    ordered = sorted(pieces, key=lambda piece: piece[2])
-    lengths = [size for _, _, size in ordered]
+def _sum_groups(pieces: list[QueryPiece], device: torch.device) -> Iterator[SumGroup]:
+    """Group the pieces of a block by similar length, so that few sums compute all queries."""
+    by_length = sorted(pieces, key=lambda piece: piece.n_tokens)
+    lengths = [piece.n_tokens for piece in by_length]
     if lengths[0] == lengths[-1]:
-        first, last = pieces[0][0], pieces[-1][0]
-        several = last - first + 1 != len(pieces)  # queries without a token lie between
-        queries = (
-            torch.tensor([query for query, _, _ in pieces], device=device)
-            if several
-            else slice(first, last + 1)
-        )
-        yield queries, len(pieces), None, None
+        first_query = pieces[0].query
+        last_query = pieces[-1].query
+        queries: Selection = slice(first_query, last_query + 1)
+        if last_query - first_query + 1 != len(pieces):  # queries without tokens are between them
+            queries = torch.tensor([piece.query for piece in pieces], device=device)
+        yield SumGroup(queries, len(pieces), columns=None, padding=None)
         return
-    table = torch.tensor(ordered, device=device)  # [pieces, 3]
-    for first, last in _alike(lengths, 0, 16, sum(lengths)):
-        which, starts, sizes = table[first:last].unbind(1)
-        places = torch.arange(lengths[last - 1], device=device)
-        members = (starts - pieces[0][1])[:, None] + torch.minimum(places, sizes[:, None] - 1)
-        missing = None if lengths[first] == lengths[last - 1] else places >= sizes[:, None]
-        yield which, last - first, members.view(-1), missing
+    table = torch.tensor(by_length, device=device)  # [pieces, fields of QueryPiece]
+    for first, last in _similar_lengths(lengths, 0, QUERY_EIGHTHS, sum(lengths)):
+        queries, first_tokens, sizes = table[first:last].unbind(1)
+        positions = torch.arange(lengths[last - 1], device=device)
+        first_columns = first_tokens - pieces[0].first_token
+        columns = first_columns[:, None] + torch.minimum(positions, sizes[:, None] - 1)
+        padding = None if lengths[first] == lengths[last - 1] else positions >= sizes[:, None]
+        yield SumGroup(queries, last - first, columns.view(-1), padding)
 
 
-def _alike(
+def _similar_lengths(
     lengths: list[int],
     first: int,
     eighths: int,
     elements: int,
 ) -> Iterator[tuple[int, int]]:
-    """First and last (excluded) of rising ``lengths``, the longest at most ``eighths`` of the
-    shortest.
+    """Divide rising lengths into runs of similar ones.
+
+    Args:
+        lengths: positive lengths, rising.
+        first: the position to begin at.
+        eighths: the longest length of a run is at most this number of eighths of the shortest.
+        elements: bound of the sum of a run, if it has more than one length. All lengths of a run
+            count like its shortest one.
+
+    Yields:
+        First and last (excluded) position of each run.
     """
     while first < len(lengths):
         end = min(first + max(1, elements // lengths[first]), len(lengths))
@@ -142,236 +214,455 @@ def _alike(
 
 
 class Tile(NamedTuple):
-    """Similarities of some documents of a meeting, or of some tokens of its only one."""
+    """Similarities of some documents of a block, or of some tokens of its only document.
 
-    similarities: Tensor  # [n, L, C], nobody else's
-    rows: Tensor  # [n, L] row numbers, kept tokens all of them
-    exists: Tensor | None  # [n, L], or None where every place holds a token of its own
-    span: slice | None  # the rows, where they lie one after the other
-    tokens: Tensor | None  # [n, L, D] in fp32 (fp64), scaled, where they were gathered
+    Attributes:
+        similarities: ``[n, L, C]``; the receiver may change them in place.
+        rows: ``[n, L]`` rows of the document tokens. All are unmasked.
+        exists: ``[n, L]`` bools, false past the end of a document, or ``None`` if all exist.
+        span: the rows, if they are consecutive.
+        vectors: ``[n, L, D]`` token vectors in fp32 (fp64), scaled, if they were gathered.
+    """
 
-
-class Pairs(NamedTuple):
-    """Listed pairs: their numbers and queries ``[n]``, and rows of their query tokens ``[n, C]``."""
-
-    items: Tensor
-    query: Tensor
+    similarities: Tensor
     rows: Tensor
+    exists: Tensor | None
+    span: slice | None
+    vectors: Tensor | None
 
 
-class Meeting(NamedTuple):
-    """Documents that have tokens, and the query tokens that they meet."""
+class PairBlock(NamedTuple):
+    """Pairs of a block, for pairings other than "all".
 
-    items: Index  # [n] numbers of the pairs (of the documents, for "all"), or a slice
-    documents: Index  # [n], or a slice
-    rows: Index  # of the query tokens: [C] or a slice, or [n, C]
-    exists: Tensor | None  # [n, C], or None for all
-    queries: Tensor  # [C, D] or [n, C, D]
-    owner: Part | Pairs  # the part of the queries, for "all"; else the pairs
-    cut: bool  # whether the tiles are of one document, which is longer than a tile may be
-    tiles: Callable[[], Iterator[Tile]]  # makes them, of documents in the order of items
+    Attributes:
+        pairs: ``[n]`` numbers of the pairs.
+        queries: ``[n]`` query of each pair.
+        query_rows: ``[n, C]`` rows of the query tokens.
+    """
+
+    pairs: Tensor
+    queries: Tensor
+    query_rows: Tensor
 
 
-class Group(NamedTuple):
-    """Documents of a chunk whose lengths differ by an eighth."""
+class Block(NamedTuple):
+    """Documents that have tokens, and the query tokens that they are scored with.
 
-    items: Index  # their numbers, or a slice
-    place: Tensor  # [n, L] numbers of their kept tokens
-    exists: Tensor | None  # [n, L], or None where every place holds a token of its own
-    span: slice | None  # the numbers, where they follow each other
+    Attributes:
+        items: ``[n]`` documents for "all", else numbers of the pairs.
+        documents: ``[n]`` documents.
+        query_rows: rows of the query tokens: ``[C]`` or a slice for "all", else ``[n, C]``.
+        query_exists: ``[n, C]`` bools, false past the end of a query, or ``None`` if all exist.
+        query_vectors: ``[C, D]`` if all documents share them, else ``[n, C, D]``.
+        source: the query tokens for "all", else the pairs.
+        is_split: whether the block has one document, which is too long for one tile.
+        tiles: makes the tiles, in the order of the items.
+    """
+
+    items: Selection
+    documents: Selection
+    query_rows: Selection
+    query_exists: Tensor | None
+    query_vectors: Tensor
+    source: QueryBlock | PairBlock
+    is_split: bool
+    tiles: Callable[[], Iterator[Tile]]
+
+
+class DocumentGroup(NamedTuple):
+    """Documents of similar lengths.
+
+    Attributes:
+        documents: the ``n`` documents.
+        token_numbers: ``[n, L]`` numbers of their unmasked tokens.
+        exists: ``[n, L]`` bools, false past the end of a document, or ``None`` if all exist.
+        span: the token numbers, if they are consecutive.
+    """
+
+    documents: Selection
+    token_numbers: Tensor
+    exists: Tensor | None
+    span: slice | None
 
 
 def chunks(offsets: Sequence[int], rows: int, limit: int) -> Iterator[tuple[int, int]]:
-    """First and last (excluded) of up to ``limit`` consecutive sequences of as many ``rows``, or of
-    one sequence.
+    """Divide sequences into chunks of consecutive ones.
+
+    Args:
+        offsets: where each sequence begins, and the end of the last one.
+        rows: largest number of rows of a chunk that has more than one sequence.
+        limit: largest number of sequences of a chunk.
+
+    Yields:
+        First and last (excluded) sequence of each chunk.
     """
     first = 0
     while first < len(offsets) - 1:
-        last = max(first + 1, min(bisect_right(offsets, offsets[first] + rows) - 1, first + limit))
+        last_that_fits = bisect_right(offsets, offsets[first] + rows) - 1
+        last = max(first + 1, min(last_that_fits, first + limit))
         yield first, last
         first = last
 
 
-def groups(documents: Side, first: int, last: int, rows: int) -> Iterator[Group]:
-    """The documents of a chunk that have tokens, by rising length, up to ``rows`` together; in one
-    if all are alike.
+def document_groups(
+    documents: SequenceTokens,
+    first: int,
+    last: int,
+    rows: int,
+) -> Iterator[DocumentGroup]:
+    """Group documents of a chunk by rising length, or all of them if they have one length.
+
+    Args:
+        documents: all documents.
+        first: first document of the chunk.
+        last: end of the chunk.
+        rows: number of tokens that a group has at most, about, if it has more than one document.
+
+    Yields:
+        Groups of documents that have tokens.
     """
-    ordered, order = documents.counts[first:last].sort(stable=True)
-    lengths = ordered.tolist()
+    sorted_lengths, order = documents.counts[first:last].sort(stable=True)
+    lengths = sorted_lengths.tolist()
     if lengths[0] == lengths[-1]:
-        start, items = int(documents.offsets[first]), slice(first, last)
-        place, _ = documents.places(items, 0, lengths[0], True)
-        yield Group(items, place, None, slice(start, start + place.numel()))
+        whole_chunk = slice(first, last)
+        first_token = int(documents.offsets[first])
+        numbers, _ = documents.token_numbers(whole_chunk, 0, lengths[0], all_exist=True)
+        span = slice(first_token, first_token + numbers.numel())
+        yield DocumentGroup(whole_chunk, numbers, None, span)
         return
-    for begin, end in _alike(lengths, bisect_right(lengths, 0), 9, rows):
-        which, alone = order[begin:end] + first, end == begin + 1
-        place, exists = documents.places(
-            which,
-            0,
-            lengths[end - 1],
-            lengths[begin] == lengths[end - 1],
-        )
-        start = int(place[0, 0]) if alone else 0
-        yield Group(which, place, exists, slice(start, start + lengths[begin]) if alone else None)
+    n_without_tokens = bisect_right(lengths, 0)
+    for begin, end in _similar_lengths(lengths, n_without_tokens, DOCUMENT_EIGHTHS, rows):
+        group = order[begin:end] + first
+        shortest = lengths[begin]
+        longest = lengths[end - 1]
+        numbers, exists = documents.token_numbers(group, 0, longest, shortest == longest)
+        single_span = None
+        if end == begin + 1:
+            first_token = int(numbers[0, 0])
+            single_span = slice(first_token, first_token + longest)
+        yield DocumentGroup(group, numbers, exists, single_span)
 
 
-def walk(problem: Problem, queries: Side, documents: Side) -> Iterator[Meeting]:
-    """All meetings of a problem."""
+def blocks_of(
+    problem: Problem,
+    queries: SequenceTokens,
+    documents: SequenceTokens,
+) -> Iterator[Block]:
+    """Divide a problem into blocks."""
     if problem.pairing == "all":
-        return _all_pairs(parts(queries, tiles.column_limit(queries.rows.size(1))), documents)
-    return _some_pairs(*pairs(problem), queries, documents)
+        limit = tiles.column_limit(queries.rows.size(1))
+        return _blocks_of_all_pairs(query_blocks(queries, limit), documents)
+    query_of_pair, document_of_pair = pair_sequences(problem)
+    return _blocks_of_listed_pairs(query_of_pair, document_of_pair, queries, documents)
 
 
-def _all_pairs(queries: list[Part], documents: Side) -> Iterator[Meeting]:
-    if not queries:
+def _blocks_of_all_pairs(
+    blocks: list[QueryBlock],
+    documents: SequenceTokens,
+) -> Iterator[Block]:
+    """Divide all pairs of documents and query tokens into blocks."""
+    if not blocks:
         return
     offsets = [*documents.offsets.tolist(), int(documents.counts.sum())]
-    columns = max(part.stop - part.start for part in queries)
-    budget = max(1, min(documents.rows_at_a_time(), tiles.TILE_ELEMENTS // columns))
-    for first, last in chunks(offsets, budget, budget):
-        start, stop = offsets[first], offsets[last]
-        if stop - start > budget:  # one long document
-            which = torch.tensor([first], device=documents.counts.device)
-            for part in queries:
-                tokens = part.tokens()
-                made = partial(
-                    _gathered_tiles,
-                    documents,
-                    which,
-                    stop - start,
-                    budget,
-                    None,
-                    tokens,
-                )
-                yield Meeting(which, which, part.columns, None, tokens, part, True, made)
+    n_columns = max(block.stop - block.start for block in blocks)
+    max_rows = max(1, min(documents.vectors_limit(), tiles.TILE_ELEMENTS // n_columns))
+    for first, last in chunks(offsets, max_rows, max_rows):
+        start = offsets[first]
+        stop = offsets[last]
+        if stop - start > max_rows:
+            yield from _blocks_of_long_document(blocks, documents, first, stop - start, max_rows)
         elif start < stop:
-            integers = _in_integers(queries[0].side, documents)
-            wide = None if integers else documents.kept(start, stop)
-            found = list(groups(documents, first, last, tiles.GROUP_ELEMENTS // columns))
-            several = [group.items for group in found if isinstance(group.items, Tensor)]
-            items = torch.cat(several) if len(found) > 1 else found[0].items
-            for part in queries:
-                vectors = part.tokens()
-                product = (
-                    part.integers(documents, start, stop) if wide is None else wide @ vectors.T
-                )
-                made = partial(_shared_tiles, documents, found, product, start)
-                yield Meeting(items, items, part.columns, None, vectors, part, False, made)
+            yield from _blocks_of_chunk(blocks, documents, first, last, start, stop, n_columns)
 
 
-def _in_integers(queries: Side, documents: Side) -> bool:
-    """Whether both sides are of int8, the documents whole, and this CPU is fast at their products."""
-    both = queries.rows.dtype == documents.rows.dtype == torch.int8 and documents.index is None
-    return both and documents.rows.device.type == "cpu" and has_int8_products()
+def _blocks_of_long_document(
+    blocks: list[QueryBlock],
+    documents: SequenceTokens,
+    document: int,
+    length: int,
+    max_rows: int,
+) -> Iterator[Block]:
+    """Yield blocks of one document, whose tiles have at most ``max_rows`` tokens."""
+    only_document = torch.tensor([document], device=documents.counts.device)
+    for block in blocks:
+        vectors = block.vectors()
+        yield Block(
+            items=only_document,
+            documents=only_document,
+            query_rows=block.rows,
+            query_exists=None,
+            query_vectors=vectors,
+            source=block,
+            is_split=True,
+            tiles=partial(
+                _gathered_tiles,
+                documents,
+                only_document,
+                longest=length,
+                step=max_rows,
+                gathered=None,
+                query_vectors=vectors,
+            ),
+        )
 
 
-def _shared_tiles(
-    documents: Side,
-    found: list[Group],
+def _blocks_of_chunk(
+    blocks: list[QueryBlock],
+    documents: SequenceTokens,
+    first: int,
+    last: int,
+    start: int,
+    stop: int,
+    n_columns: int,
+) -> Iterator[Block]:
+    """Yield blocks of consecutive documents, which share a product.
+
+    Args:
+        blocks: blocks of query tokens.
+        documents: all documents.
+        first: first document of the chunk.
+        last: end of the chunk.
+        start: first unmasked token of the chunk.
+        stop: end of its unmasked tokens.
+        n_columns: query tokens of the largest block.
+    """
+    document_vectors = None
+    if not _uses_int8_products(blocks[0].queries, documents):
+        document_vectors = documents.vectors(start, stop)
+    groups = list(document_groups(documents, first, last, tiles.GROUP_ELEMENTS // n_columns))
+    items = groups[0].documents
+    if len(groups) > 1:
+        items = torch.cat(
+            [group.documents for group in groups if isinstance(group.documents, Tensor)],
+        )
+    for block in blocks:
+        query_vectors = block.vectors()
+        if document_vectors is None:
+            product = block.int8_similarities(documents, start, stop)
+        else:
+            product = document_vectors @ query_vectors.T
+        yield Block(
+            items=items,
+            documents=items,
+            query_rows=block.rows,
+            query_exists=None,
+            query_vectors=query_vectors,
+            source=block,
+            is_split=False,
+            tiles=partial(_tiles_of_product, documents, groups, product, start),
+        )
+
+
+def _uses_int8_products(queries: SequenceTokens, documents: SequenceTokens) -> bool:
+    """Return whether both sides are int8, no document is masked, and this CPU is fast at int8."""
+    both_int8 = queries.rows.dtype == documents.rows.dtype == torch.int8
+    return (
+        both_int8
+        and documents.unmasked_rows is None
+        and documents.rows.device.type == "cpu"
+        and has_int8_products()
+    )
+
+
+def _tiles_of_product(
+    documents: SequenceTokens,
+    groups: list[DocumentGroup],
     product: Tensor,
     start: int,
 ) -> Iterator[Tile]:
-    """Tiles of the groups of a chunk whose kept tokens, from ``start`` on, were multiplied."""
-    for _, place, exists, span in found:
-        if span is None:
-            sims = product.index_select(0, (place - start).view(-1))
+    """Yield the tiles of a chunk whose unmasked tokens, from ``start`` on, were multiplied."""
+    for group in groups:
+        numbers = group.token_numbers
+        if group.span is None:
+            similarities = product.index_select(0, (numbers - start).view(-1))
         else:
-            sims = product[span.start - start : span.stop - start]
-        together = span if documents.index is None else None
-        yield Tile(sims.view(*place.shape, -1), documents.at(place), exists, together, None)
+            similarities = product[group.span.start - start : group.span.stop - start]
+        yield Tile(
+            similarities=similarities.view(*numbers.shape, -1),
+            rows=documents.rows_of(numbers),
+            exists=group.exists,
+            span=group.span if documents.unmasked_rows is None else None,
+            vectors=None,
+        )
 
 
-def _some_pairs(
-    query_of: Tensor,
-    document_of: Tensor,
-    queries: Side,
-    documents: Side,
-) -> Iterator[Meeting]:
+def _blocks_of_listed_pairs(
+    query_of_pair: Tensor,
+    document_of_pair: Tensor,
+    queries: SequenceTokens,
+    documents: SequenceTokens,
+) -> Iterator[Block]:
+    """Divide aligned, grouped or listed pairs into blocks."""
     limit = tiles.column_limit(queries.rows.size(1))
-    for items, longest, step in _blocks(documents, document_of, queries.counts[query_of]):
-        query, which = query_of[items], document_of[items]
-        held = _gathered(documents, which, 0, longest) if step >= longest else None
-        shared = query.numel() > 1 and bool((query == query[0]).all())
-        shortest, tokens = (int(bound) for bound in queries.counts[query].aminmax())
-        for start in range(0, tokens, limit):  # long queries come in several turns
-            stop = min(start + limit, tokens)
-            place, exists = queries.places(query, start, stop, shortest >= stop)
-            rows = queries.at(place)
-            vectors = queries.take(rows[0] if shared else rows)
-            made = partial(_gathered_tiles, documents, which, longest, step, held, vectors)
-            yield Meeting(
-                items,
-                which,
-                rows,
-                exists,
-                vectors,
-                Pairs(items, query, rows),
-                held is None,
-                made,
+    batches = _pair_batches(documents, document_of_pair, queries.counts[query_of_pair])
+    for batch in batches:
+        pair_queries = query_of_pair[batch.pairs]
+        pair_documents = document_of_pair[batch.pairs]
+        gathered = None
+        if batch.step >= batch.longest:
+            gathered = _gather_tokens(documents, pair_documents, 0, batch.longest)
+        one_query = pair_queries.numel() > 1 and bool((pair_queries == pair_queries[0]).all())
+        shortest_query, longest_query = (
+            int(bound) for bound in queries.counts[pair_queries].aminmax()
+        )
+        for start in range(0, longest_query, limit):  # long queries are split
+            stop = min(start + limit, longest_query)
+            numbers, exists = queries.token_numbers(
+                pair_queries,
+                start,
+                stop,
+                all_exist=shortest_query >= stop,
+            )
+            rows = queries.rows_of(numbers)
+            vectors = queries.gather(rows[0] if one_query else rows)
+            yield Block(
+                items=batch.pairs,
+                documents=pair_documents,
+                query_rows=rows,
+                query_exists=exists,
+                query_vectors=vectors,
+                source=PairBlock(batch.pairs, pair_queries, rows),
+                is_split=gathered is None,
+                tiles=partial(
+                    _gathered_tiles,
+                    documents,
+                    pair_documents,
+                    longest=batch.longest,
+                    step=batch.step,
+                    gathered=gathered,
+                    query_vectors=vectors,
+                ),
             )
 
 
-def _gathered(side: Side, which: Tensor, start: int, stop: int) -> Gathered:
-    place, exists = side.places(which, start, stop, int(side.counts[which].min()) >= stop)
-    rows = side.at(place)
-    if exists is None and side.index is None:
-        begin, size = int(rows[0, 0]), rows.numel()
-        ahead = torch.arange(begin, begin + size, rows.size(1), device=rows.device)
-        if begin + size <= side.rows.size(0) and bool((rows[:, 0] == ahead).all()):
-            tokens = side.kept(begin, begin + size).view(*rows.shape, -1)
-            return rows, None, slice(begin, begin + size), tokens
-    return rows, exists, None, side.take(rows)
+class GatheredTokens(NamedTuple):
+    """Document tokens of a tile.
+
+    Attributes:
+        rows: ``[n, L]`` rows.
+        exists: ``[n, L]`` bools, false past the end of a document, or ``None`` if all exist.
+        span: the rows, if they are consecutive.
+        vectors: ``[n, L, D]`` token vectors in fp32 (fp64), scaled.
+    """
+
+    rows: Tensor
+    exists: Tensor | None
+    span: slice | None
+    vectors: Tensor
+
+
+def _gather_tokens(
+    documents: SequenceTokens,
+    selected: Tensor,
+    start: int,
+    stop: int,
+) -> GatheredTokens:
+    """Gather the unmasked tokens ``start`` to ``stop`` of the selected documents."""
+    numbers, exists = documents.token_numbers(
+        selected,
+        start,
+        stop,
+        all_exist=int(documents.counts[selected].min()) >= stop,
+    )
+    rows = documents.rows_of(numbers)
+    if exists is None and documents.unmasked_rows is None:
+        first_row = int(rows[0, 0])
+        end_row = first_row + rows.numel()
+        if_consecutive = torch.arange(first_row, end_row, rows.size(1), device=rows.device)
+        if end_row <= documents.rows.size(0) and bool((rows[:, 0] == if_consecutive).all()):
+            vectors = documents.vectors(first_row, end_row).view(*rows.shape, -1)
+            return GatheredTokens(rows, None, slice(first_row, end_row), vectors)
+    return GatheredTokens(rows, exists, None, documents.gather(rows))
 
 
 def _gathered_tiles(
-    side: Side,
-    which: Tensor,
+    documents: SequenceTokens,
+    selected: Tensor,
+    *,
     longest: int,
     step: int,
-    held: Gathered | None,
-    queries: Tensor,
+    gathered: GatheredTokens | None,
+    query_vectors: Tensor,
 ) -> Iterator[Tile]:
-    """Tiles of ``step`` places of each document, or of the tokens that are held."""
-    for start in range(0, longest, step):
-        rows, exists, span, tokens = held or _gathered(
-            side,
-            which,
-            start,
-            min(start + step, longest),
-        )
-        yield Tile(tokens @ queries.mT, rows, exists, span, tokens)
+    """Yield tiles of ``step`` tokens of each selected document.
 
-
-def _blocks(side: Side, document_of: Tensor, columns: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """Items whose document and query have a token, in blocks by rising length, each padded to its
-    longest.
-
-    The items of a block have queries of nearly one length, by powers of two; ``columns`` are those
-    lengths. With the items come the kept tokens of the longest document, and places of each in a
-    tile.
+    Args:
+        documents: all documents.
+        selected: ``[n]`` documents.
+        longest: unmasked tokens of the longest of them.
+        step: tokens of each document in a tile.
+        gathered: all tokens, if they fit in one tile and were gathered already.
+        query_vectors: ``[C, D]`` or ``[n, C, D]``.
     """
-    dim, counts = side.rows.size(1), side.counts[document_of]
+    for start in range(0, longest, step):
+        tokens = gathered
+        if tokens is None:
+            tokens = _gather_tokens(documents, selected, start, min(start + step, longest))
+        yield Tile(
+            similarities=tokens.vectors @ query_vectors.mT,
+            rows=tokens.rows,
+            exists=tokens.exists,
+            span=tokens.span,
+            vectors=tokens.vectors,
+        )
+
+
+class PairBatch(NamedTuple):
+    """Pairs that are computed together, padded to the longest document and the longest query.
+
+    Attributes:
+        pairs: numbers of the pairs.
+        longest: unmasked tokens of the longest document.
+        step: tokens of each document in a tile.
+    """
+
+    pairs: Tensor
+    longest: int
+    step: int
+
+
+def _pair_batches(
+    documents: SequenceTokens,
+    document_of_pair: Tensor,
+    query_lengths: Tensor,
+) -> Iterator[PairBatch]:
+    """Batch pairs by the length of their documents and queries.
+
+    The queries of a batch are in one class of lengths, by powers of two. Pairs whose document or
+    query has no unmasked token are left out.
+
+    Args:
+        documents: all documents.
+        document_of_pair: ``[P]`` documents.
+        query_lengths: ``[P]`` unmasked tokens of the queries.
+    """
+    dim = documents.rows.size(1)
+    document_lengths = documents.counts[document_of_pair]
     limit = tiles.row_limit(dim)
-    items = ((counts > 0) & (columns > 0)).nonzero().squeeze(1)
-    classes = torch.frexp(columns[items].double()).exponent.long()
-    order = (counts[items] + classes * (1 << 48)).argsort(stable=True)
-    items = items[order]
-    lengths = counts[items].tolist()
+    pairs = ((document_lengths > 0) & (query_lengths > 0)).nonzero().squeeze(1)
+    query_classes = torch.frexp(query_lengths[pairs].double()).exponent.long()
+    class_first_key = document_lengths[pairs] + query_classes * (1 << 48)
+    order = class_first_key.argsort(stable=True)
+    pairs = pairs[order]
+    lengths = document_lengths[pairs].tolist()
+    class_sizes = torch.unique_consecutive(query_classes[order], return_counts=True)[1].tolist()
     first = 0
-    for size in torch.unique_consecutive(classes[order], return_counts=True)[1].tolist():
-        end, width = first + size, int(columns[items[first : first + size]].max())
-        places = min(limit, tiles.TILE_ELEMENTS // width)  # of a tile
+    for class_size in class_sizes:
+        end = first + class_size
+        width = int(query_lengths[pairs[first:end]].max())
+        max_tile_rows = min(limit, tiles.TILE_ELEMENTS // width)
         while first < end:
             count = 1
-            while first + count < end and (count + 1) * max(lengths[first + count], width) <= limit:
-                if (count + 1) * lengths[first + count] > places:
+            while first + count < end:
+                longest = lengths[first + count]
+                grown = count + 1
+                if grown * max(longest, width) > limit or grown * longest > max_tile_rows:
                     break
-                count += 1
-            longest = step = lengths[first + count - 1]
+                count = grown
+            longest = lengths[first + count - 1]
+            step = longest
             if count == 1:
-                step = max(
-                    1,
-                    min(limit, tiles.TILE_ELEMENTS // min(width, tiles.column_limit(dim))),
-                )
-            yield items[first : first + count], longest, step
+                split_width = min(width, tiles.column_limit(dim))
+                step = max(1, min(limit, tiles.TILE_ELEMENTS // split_width))
+            yield PairBatch(pairs[first : first + count], longest, step)
             first += count

@@ -13,7 +13,7 @@ from tilefold.ops._shared.checks import FLOAT_DTYPES, check_tensor
 from tilefold.ops._shared.fallback import TILED_PATH_RUNS, give_up
 from tilefold.ops._shared.operator import Operator
 from tilefold.ops.maxsim import _reference, _tiled, tiles
-from tilefold.ops.maxsim._arguments import checked, divides_itself
+from tilefold.ops.maxsim._arguments import check_arguments, operator_takes_mean
 from tilefold.ops.maxsim._problem import (
     RESULTS,
     MaxSimOptions,
@@ -26,6 +26,10 @@ from tilefold.ops.maxsim._problem import (
 )
 from tilefold.ops.maxsim.quantized import QuantizedTokens, quantize_rows
 
+# `maxsim_topk` selects groups of documents first if there are at least GROUPS_PER_RESULT groups for
+# each of the k results. With fewer groups that takes longer.
+GROUPS_PER_RESULT = 32
+
 
 def _plans() -> ModuleType:
     from tilefold.ops.maxsim import plans  # needs Triton
@@ -34,20 +38,20 @@ def _plans() -> ModuleType:
 
 
 def by_reference(tensors: MaxSimTensors, options: MaxSimOptions) -> Tensor:
-    """Scores by the specification, part of the graph."""
+    """Compute the scores by the specification, part of the autograd graph."""
     problem = Problem.of(tensors, options)
     scale = problem.document_scale
     with torch.autocast(problem.queries.device.type, enabled=False):
         check_values(tensors)
         if problem.empty:
-            return nothing(problem)
+            return empty_scores(problem)
         scores = _reference.maxsim(problem if scale is None else _dequantized(problem, scale))
     scores = scores.to(wide_dtype(problem.queries.dtype)).view(problem.score_shape)
     return scores / problem.divisor if options.mean else scores
 
 
-def nothing(problem: Problem) -> Tensor:
-    """The scores of an empty problem, part of the graph."""
+def empty_scores(problem: Problem) -> Tensor:
+    """Return the scores of an empty problem, which are 0, part of the autograd graph."""
     zero = problem.queries[..., :0].sum()
     if problem.documents.dtype in FLOAT_DTYPES:
         zero = zero + problem.documents[..., :0].sum()
@@ -55,12 +59,14 @@ def nothing(problem: Problem) -> Tensor:
 
 
 def _choose(tensors: MaxSimTensors, impl: str) -> tuple[str, str]:
-    fp8 = tensors.documents.dtype == torch.float8_e4m3fn and tensors.documents.is_cuda
-    return "maxsim", (_impl_of_fp8 if fp8 else MAXSIM.chosen_impl)(tensors.queries, impl)
+    """Choose the implementation, and the name under which its kernels are given up."""
+    if tensors.documents.dtype == torch.float8_e4m3fn and tensors.documents.is_cuda:
+        return "maxsim", _impl_for_fp8(tensors.queries, impl)
+    return "maxsim", MAXSIM.chosen_impl(tensors.queries, impl)
 
 
-def _impl_of_fp8(queries: Tensor, impl: str) -> str:
-    """The implementation for fp8 documents: there are no kernels before compute capability 8.9."""
+def _impl_for_fp8(queries: Tensor, impl: str) -> str:
+    """Choose the implementation for fp8 documents. Kernels need compute capability 8.9."""
     chosen = MAXSIM.chosen_impl(queries, impl)
     if chosen != "triton" or torch.cuda.get_device_capability(queries.device) >= (8, 9):
         return chosen
@@ -104,44 +110,44 @@ def maxsim(
     normalize: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """Late-interaction scores (ColBERT, arXiv 2004.12832) without the similarities ``[Nq, Nd, Lq,
-    Ld]``.
+    """Late-interaction scores (ColBERT, arXiv 2004.12832) without all similarities in memory.
 
-    For a query with token vectors ``q_i`` and a document with token vectors ``d_j``, over the kept
-    tokens::
+    The similarities are ``[Nq, Nd, Lq, Ld]``. For a query with token vectors ``q_i`` and a document
+    with token vectors ``d_j``, over the tokens that are not masked::
 
         score = sum_i max_j q_i . d_j                                   (reduction="mean": divided by the count of i)
         score = sum_i temperature * log sum_j exp(q_i . d_j / temperature)              (with a temperature)
 
     Products accumulate in fp32 (fp64 for fp64 input), and the scores are fp32 (fp64). Among equal
-    similarities the lowest document token takes the whole gradient. A document without a token that
-    takes part, and an empty query, score 0 with no gradient. NaN in a kept token gives NaN; what a
-    masked token holds is never read into a result. Backward is bitwise deterministic and keeps 2
-    bytes (4 from 65,536 document tokens on, and with a temperature) per query token and pair, and
-    in kernels 4 per normalised token and per packed query token.
+    similarities the first document token takes the whole gradient. A document without a token that
+    takes part, and an empty query, score 0 with no gradient. NaN in an unmasked token gives NaN. The
+    values of masked tokens never influence a result. Backward is bitwise deterministic. It saves 2
+    bytes per query token and pair (4 from 65,536 document tokens on, and with a temperature), and
+    with kernels 4 bytes per normalized token and per packed query token.
 
     Args:
         queries: ``[Nq, Lq, D]``, or ``[T, D]`` packed with ``cu_seqlens_q``; fp16, bf16, fp32 or
             fp64.
         documents: ``[Nd, Ld, D]`` (``[B, N, Ld, D]`` for ``"grouped"``), or ``[T, D]`` packed with
-            ``cu_seqlens_d``; dtype of ``queries`` (any floating dtype under autocast, whose dtype
-            both then take). Or the same in :class:`QuantizedTokens`, for inference: with int8 the
-            queries are rounded to int8 too, products are exact integers; with fp8 they stay as they
-            are.
-        query_mask, document_mask: their tokens' shape, without D; nonzero = keep, in any pattern.
-        cu_seqlens_q, cu_seqlens_d: ``[N + 1]`` int32 first rows of packed sequences, from 0 to T.
-            On the CPU other values raise; on a GPU, where checking costs a synchronisation, the
-            pairs concerned score NaN.
+            ``cu_seqlens_d``. The dtype is that of ``queries``, or any floating dtype under
+            autocast, which casts both. Or the same in :class:`QuantizedTokens`, for inference. With
+            int8 the queries are rounded to int8 too, and products are exact integers. With fp8 the
+            queries are not rounded.
+        query_mask, document_mask: the shape of the tokens, without D; nonzero = keep, in any
+            pattern.
+        cu_seqlens_q, cu_seqlens_d: ``[N + 1]`` int32 offsets of packed sequences, from 0 to T. On
+            the CPU other values raise. On a GPU, where checking costs a synchronisation, the
+            affected pairs score NaN.
         pairing: which pairs are scored. ``"all"``; ``"aligned"`` (query b with document b);
             ``"grouped"`` (query b with its own N documents; packed documents follow each other
             group by group); or a ``[P, 2]`` integer tensor of (query, document) pairs, which are
-            scored in place, without a gathered copy.
-        reduction: ``"sum"``, or ``"mean"`` over the query's kept tokens.
-        mask_mode: for masked document tokens: ``"exclude"`` leaves them out; ``"zero"`` gives them
-            a similarity of 0, as libraries do that multiply by the mask. A masked query token
+            scored without a gathered copy.
+        reduction: ``"sum"``, or ``"mean"`` over the unmasked tokens of the query.
+        mask_mode: how masked document tokens count. ``"exclude"`` leaves them out. ``"zero"`` gives
+            them a similarity of 0, like libraries that multiply by the mask. A masked query token
             counts 0 in both.
         temperature: positive number for the smooth maximum, ``None`` for the maximum.
-        normalize: divide every token vector by its Euclidean norm; a zero vector stays zero and has
+        normalize: divide every token vector by its Euclidean norm. A zero vector stays zero and has
             no gradient.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
 
@@ -155,29 +161,39 @@ def maxsim(
         ValueError: for shapes, devices, offsets, indices or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    rows, scale = (
-        (documents.values, documents.scales)
-        if isinstance(documents, QuantizedTokens)
-        else (documents, None)
-    )
-    pairs = pairing if isinstance(pairing, Tensor) else None
+    document_rows: Tensor
+    document_scale: Tensor | None
+    if isinstance(documents, QuantizedTokens):
+        document_rows = documents.values
+        document_scale = documents.scales
+    else:
+        document_rows = documents
+        document_scale = None
     tensors = MaxSimTensors(
-        queries,
-        rows,
-        query_mask,
-        document_mask,
-        cu_seqlens_q,
-        cu_seqlens_d,
-        pairs,
-        scale,
+        queries=queries,
+        documents=document_rows,
+        query_mask=query_mask,
+        document_mask=document_mask,
+        cu_queries=cu_seqlens_q,
+        cu_documents=cu_seqlens_d,
+        pairs=pairing if isinstance(pairing, Tensor) else None,
+        document_scale=document_scale,
     )
-    named = None if pairs is not None else pairing
-    asked = (named, reduction, mask_mode, temperature, normalize, _longest_query(tensors))
-    scores: Tensor = MAXSIM(tensors, asked, impl, checked)[0]
-    if reduction == "sum" or divides_itself(tensors) or queries.numel() == 0:
+    raw_options = (
+        None if isinstance(pairing, Tensor) else pairing,
+        reduction,
+        mask_mode,
+        temperature,
+        normalize,
+        _longest_query(tensors),
+    )
+    scores: Tensor = MAXSIM(tensors, raw_options, impl, check_arguments)[0]
+    if reduction == "sum" or operator_takes_mean(tensors) or queries.numel() == 0:
         return scores
-    kept = kept_tokens(tensors, scores.dim())
-    return scores / kept if scores.requires_grad else scores.div_(kept)  # nobody else has them
+    n_tokens = kept_tokens(tensors, scores.dim())
+    if scores.requires_grad:
+        return scores / n_tokens
+    return scores.div_(n_tokens)  # nothing else refers to these scores
 
 
 def maxsim_topk(
@@ -193,19 +209,20 @@ def maxsim_topk(
     mask_mode: str = "exclude",
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The ``k`` documents with the highest :func:`maxsim` score for each query. Not differentiable.
+    """Return the ``k`` documents with the highest :func:`maxsim` score for each query.
 
-    Padded documents are scored in blocks, so that the scores held are ``[Nq, 65536]`` or 2^24 at
-    most; packed ones at once.
+    Padded documents are scored in blocks, so that at most ``[Nq, 65536]`` or 2^24 scores are held.
+    Packed documents are scored at once. Not differentiable.
 
     Args:
-        k: how many; all documents where there are fewer. Others are as in :func:`maxsim` for
-            ``pairing="all"``.
+        queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, reduction,
+            mask_mode, impl: as in :func:`maxsim` for ``pairing="all"``.
+        k: number of documents; all documents if there are fewer.
 
     Returns:
         ``[Nq, min(k, Nd)]`` scores, falling, and the int64 numbers of their documents. Equal scores come in any order,
-        as those of ``torch.topk``, which also puts NaN before any number; a document without a kept token ranks with
-        its score of 0.
+        as with ``torch.topk``, which also puts NaN before any number. A document without an unmasked token has its
+        score of 0.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`maxsim`; ``ValueError`` for a ``k`` below 1.
@@ -221,68 +238,72 @@ def maxsim_topk(
         mask_mode=mask_mode,
         impl=impl,
     )
-    rows = (
-        documents.values
-        if isinstance(documents, QuantizedTokens)
-        else check_tensor("documents", documents)
-    )
-    sequences = (
-        cu_seqlens_q if isinstance(cu_seqlens_q, Tensor) else check_tensor("queries", queries)
-    )
-    step = max(tiles.TOPK_DOCUMENTS, tiles.TOPK_SCORES // max([*sequences.shape[:1], 1]))
+    if isinstance(documents, QuantizedTokens):
+        rows = documents.values
+    else:
+        rows = check_tensor("documents", documents)
+    if isinstance(cu_seqlens_q, Tensor):
+        n_queries = _first_size(cu_seqlens_q)
+    else:
+        n_queries = _first_size(check_tensor("queries", queries))
+    block_size = max(tiles.TOPK_DOCUMENTS, tiles.TOPK_SCORES // max(n_queries, 1))
     with torch.no_grad():
-        if cu_seqlens_d is not None or rows.dim() != 3 or rows.size(0) <= step:
-            return _best_of(
-                score(documents, document_mask=document_mask, cu_seqlens_d=cu_seqlens_d),
-                k,
-            )
-        values, places = [], []
-        for start in range(0, rows.size(0), step):
-            part = slice(start, start + step)
-            block: Tensor | QuantizedTokens = rows[part]
+        if cu_seqlens_d is not None or rows.dim() != 3 or rows.size(0) <= block_size:
+            scores = score(documents, document_mask=document_mask, cu_seqlens_d=cu_seqlens_d)
+            return _highest(scores, k)
+        block_values = []
+        block_documents = []
+        for start in range(0, rows.size(0), block_size):
+            selected = slice(start, start + block_size)
+            block: Tensor | QuantizedTokens
             if isinstance(documents, QuantizedTokens):
-                block = QuantizedTokens(documents.values[part], documents.scales[part])
-            best, which = _best_of(
-                score(block, document_mask=None if document_mask is None else document_mask[part]),
-                k,
-            )
-            values.append(best)
-            places.append(which + start)
-        best, order = torch.cat(values, dim=1).topk(min(k, rows.size(0)), dim=1)
-        return best, torch.cat(places, dim=1).gather(1, order)
+                block = QuantizedTokens(documents.values[selected], documents.scales[selected])
+            else:
+                block = rows[selected]
+            block_mask = None if document_mask is None else document_mask[selected]
+            values, numbers = _highest(score(block, document_mask=block_mask), k)
+            block_values.append(values)
+            block_documents.append(numbers + start)
+        values, order = torch.cat(block_values, dim=1).topk(min(k, rows.size(0)), dim=1)
+        return values, torch.cat(block_documents, dim=1).gather(1, order)
 
 
-def _best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` highest of scores ``[Nq, Nd]``, which lie in the ``k`` groups with the highest best
-    ones.
+def _first_size(tensor: Tensor) -> int:
+    """Return the size of the first dimension, 0 for a tensor without dimensions."""
+    return tensor.size(0) if tensor.dim() else 0
+
+
+def _highest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the ``k`` highest of scores ``[Nq, Nd]``, and their documents.
+
+    They are in the ``k`` groups of documents whose highest scores are the highest.
     """
-    n, size = scores.size(1), tiles.TOPK_GROUP
-    if n < 32 * k * size:  # where it would take longer
-        best, which = scores.topk(min(k, n), dim=1)
-        return best, which
-    whole = n // size * size
-    groups = (
-        scores[:, :whole]
-        .reshape(scores.size(0), whole // size, size)
-        .amax(dim=2)
-        .topk(k, dim=1)
-        .indices
-    )
-    members = (groups[..., None] * size + torch.arange(size, device=scores.device)).flatten(1)
-    members = torch.cat(
-        [members, torch.arange(whole, n, device=scores.device).expand(scores.size(0), -1)],
-        dim=1,
-    )
-    best, which = scores.gather(1, members).topk(k, dim=1)
-    return best, members.gather(1, which)
+    n_documents = scores.size(1)
+    group_size = tiles.TOPK_GROUP
+    if n_documents < GROUPS_PER_RESULT * k * group_size:
+        values, documents = scores.topk(min(k, n_documents), dim=1)
+        return values, documents
+    n_queries = scores.size(0)
+    n_groups = n_documents // group_size
+    n_grouped = n_groups * group_size
+    group_maxima = scores[:, :n_grouped].reshape(n_queries, n_groups, group_size).amax(dim=2)
+    groups = group_maxima.topk(k, dim=1).indices
+    members = torch.arange(group_size, device=scores.device)
+    candidates = (groups[..., None] * group_size + members).flatten(1)
+    ungrouped = torch.arange(n_grouped, n_documents, device=scores.device)
+    candidates = torch.cat([candidates, ungrouped.expand(n_queries, -1)], dim=1)
+    values, positions = scores.gather(1, candidates).topk(k, dim=1)
+    return values, candidates.gather(1, positions)
 
 
 def chosen_impl(queries: Tensor, impl: str = "auto") -> str:
-    """Implementation of ``maxsim(queries, ..., impl=impl)``: ``"reference"``, ``"tiled"`` or
-    ``"triton"``.
+    """Return the implementation of ``maxsim(queries, ..., impl=impl)``.
 
-    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else
-    ``"tiled"``.
+    ``"auto"`` chooses ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that supports it, and
+    ``"tiled"`` otherwise.
+
+    Returns:
+        ``"reference"``, ``"tiled"`` or ``"triton"``.
 
     Raises:
         ValueError: for an unknown name.
@@ -293,7 +314,7 @@ def chosen_impl(queries: Tensor, impl: str = "auto") -> str:
 
 
 def _dequantized(problem: Problem, scale: Tensor) -> Problem:
-    """Dequantize documents, and the queries that are rounded like them, in fp64."""
+    """Dequantize documents in fp64, and round queries in the same way if the documents are int8."""
     queries = problem.queries.double()
     if problem.documents.dtype == torch.int8:
         values, query_scale = quantize_rows(problem.queries, torch.int8)
@@ -303,36 +324,49 @@ def _dequantized(problem: Problem, scale: Tensor) -> Problem:
 
 
 def kept_tokens(tensors: MaxSimTensors, dims: int) -> Tensor | float:
-    """Kept tokens of the query of each score, at least 1, for scores of ``dims`` dimensions."""
-    queries, mask, offsets, pairs = (
-        tensors.queries,
-        tensors.query_mask,
-        tensors.cu_queries,
-        tensors.pairs,
-    )
+    """Return the number of unmasked tokens of the query of each score, at least 1.
+
+    Args:
+        tensors: tensors of the call.
+        dims: number of dimensions of the scores.
+
+    Returns:
+        A number, or a tensor that broadcasts to the scores.
+    """
+    mask = tensors.query_mask
+    offsets = tensors.cu_queries
     if offsets is None:
         if mask is None:
-            return float(queries.size(-2))
-        kept = (mask != 0).sum(dim=1)
+            return float(tensors.queries.size(-2))
+        counts = (mask != 0).sum(dim=1)
     elif mask is None:
-        kept = offsets.diff()
+        counts = offsets.diff()
     else:
-        before = torch.nn.functional.pad((mask != 0).cumsum(0), (1, 0))
-        kept = before[offsets.long().clamp(0, mask.size(0))].diff()
-    kept = kept.clamp(min=1).to(torch.float32)
-    if pairs is not None:
-        return kept[pairs[:, 0].clamp(0, kept.numel() - 1)]
-    return kept[:, None] if dims == 2 else kept
+        n_unmasked_before = torch.nn.functional.pad((mask != 0).cumsum(0), (1, 0))
+        counts = n_unmasked_before[offsets.long().clamp(0, mask.size(0))].diff()
+    counts = counts.clamp(min=1).to(torch.float32)
+    if tensors.pairs is not None:
+        return counts[tensors.pairs[:, 0].clamp(0, counts.numel() - 1)]
+    return counts[:, None] if dims == 2 else counts
 
 
 def _longest_query(tensors: MaxSimTensors) -> int:
-    """Tokens of the longest packed query, where the place of what is saved depends on them."""
-    queries, documents, offsets = tensors.queries, tensors.documents, tensors.cu_queries
+    """Return the tokens of the longest packed query if pairs are listed and trained, else 0.
+
+    The positions of saved winners depend on it. This waits for a GPU. The arguments are not checked
+    yet: 0 is returned for wrong ones, which the checks refuse later.
+    """
+    offsets = tensors.cu_queries
     if tensors.pairs is None or not isinstance(offsets, Tensor) or not torch.is_grad_enabled():
         return 0
-    if not (getattr(queries, "requires_grad", False) or getattr(documents, "requires_grad", False)):
+    trained = getattr(tensors.queries, "requires_grad", False) or getattr(
+        tensors.documents,
+        "requires_grad",
+        False,
+    )
+    if not trained:
         return 0
-    fits = (
+    are_offsets = (
         offsets.dtype in (torch.int32, torch.int64) and offsets.dim() == 1 and offsets.numel() > 1
     )
-    return int(offsets.diff().max()) if fits else 0  # the checks refuse others
+    return int(offsets.diff().max()) if are_offsets else 0

@@ -1,4 +1,4 @@
-"""The in-batch contrastive loss of MaxSim scores."""
+"""In-batch contrastive loss of MaxSim scores."""
 
 from __future__ import annotations
 
@@ -31,58 +31,72 @@ def maxsim_contrastive_loss(
     group: ProcessGroup | str | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Cross entropy of each query's document among all documents of the batch, on :func:`maxsim`
-    scores.
+    """Cross entropy of each query's document among all documents of the batch.
 
-    ``loss = mean_q (logsumexp_d(scale * score[q, d]) - scale * score[q, labels[q]])``, in fp32
-    (fp64). Neither direction looks at the device or keeps anything of the size of the similarities.
+    With :func:`maxsim` scores, in fp32 (fp64)::
 
-    With a ``group``, ``d`` runs over the documents of all ranks: the loss, and the mean over all
-    queries, of one process with everything. Documents travel around the ring of ranks, so that a
-    rank holds its own and two ranks' more at most; gradients come home the same way, summed in fp32
-    in a fixed order. Every rank must call, and must run backward. Ranks may hold different numbers
-    of queries and documents, of different lengths, padded or packed; ranks that do not agree in
-    dtype, D or options raise on every rank. Every rank returns the same loss ``L``, and gradients
-    of its own embeddings are ``W * dL/d(embeddings)`` for ``W`` ranks, since DDP and FSDP average
-    over ranks; without such averaging, divide by ``W``.
+        loss = mean_q (logsumexp_d(scale * score[q, d]) - scale * score[q, labels[q]])
+
+    Neither forward nor backward waits for the device or holds anything of the size of the
+    similarities.
+
+    With a ``group``, ``d`` runs over the documents of all ranks. The loss, and the mean over all
+    queries, are those of one process that has everything. Documents travel around the ring of
+    ranks, so that a rank holds its own and at most those of two other ranks. Gradients return the
+    same way, summed in fp32 in a fixed order. Every rank must call, and must run backward. Ranks
+    may hold different numbers of queries and documents, of different lengths, padded or packed.
+    If they do not agree in dtype, D or options, every rank raises.
+
+    Every rank returns the same loss ``L``. Gradients of its embeddings are
+    ``W * dL/d(embeddings)`` for ``W`` ranks, since DDP and FSDP average over ranks. Without such
+    averaging, divide by ``W``.
 
     Args:
-        queries, documents: as in :func:`maxsim` for ``pairing="all"``; at least as many documents
-            as queries, negatives anywhere among them.
-        labels: ``[Nq]`` int64 document of each query; by default query q's is document q. With a
-            group they are numbers of this rank's documents. On the CPU a label out of range raises;
-            on a GPU, where looking costs a synchronisation, the loss and its gradients are NaN (of
-            the rank concerned, and the loss of every rank).
+        queries, documents: as in :func:`maxsim` for ``pairing="all"``. There must be at least as
+            many documents as queries without labels. Negatives may be anywhere among them.
+        labels: ``[Nq]`` int64 document of each query, by default document q for query q. With a
+            group they are numbers of this rank's documents. On the CPU a label out of range raises.
+            On a GPU, where checking costs a synchronisation, the loss of every rank and the
+            gradients of the rank with the label are NaN.
         scale: a number that multiplies the scores.
         query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, reduction, mask_mode, temperature,
-            normalize, impl: as in :func:`maxsim`; ``temperature`` is that of the smooth maximum,
+            normalize, impl: as in :func:`maxsim`. ``temperature`` is that of the smooth maximum,
             not of the loss.
         group: ranks whose documents are negatives too: a process group, ``"world"``, or ``None``
-            for this rank's only.
+            for this rank only.
 
     Returns:
         The loss, a scalar; NaN without a query.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`maxsim`; ``ValueError`` for labels or a scale
-            that do not fit. Where one rank's arguments do not fit, it raises its error, and the
-            others a ``ValueError`` that quotes it.
+            that do not fit. If the arguments of one rank do not fit, it raises its error, and the
+            other ranks raise a ``ValueError`` that quotes it.
     """
     if group is not None:
         from tilefold.ops.maxsim._ring import loss_over_ranks  # needs torch.distributed
 
         tensors = MaxSimTensors(
-            queries,
-            documents,
-            query_mask,
-            document_mask,
-            cu_seqlens_q,
-            cu_seqlens_d,
-            None,
-            None,
+            queries=queries,
+            documents=documents,
+            query_mask=query_mask,
+            document_mask=document_mask,
+            cu_queries=cu_seqlens_q,
+            cu_documents=cu_seqlens_d,
+            pairs=None,
+            document_scale=None,
         )
-        asked = (reduction, mask_mode, temperature, normalize)
-        loss: Tensor | None = loss_over_ranks(tensors, labels, scale, group, asked, impl)
+        loss: Tensor | None = loss_over_ranks(
+            tensors,
+            labels,
+            scale,
+            group,
+            reduction,
+            mask_mode,
+            temperature,
+            normalize,
+            impl,
+        )
         if loss is not None:
             return loss
     check_scale(scale)
@@ -99,5 +113,7 @@ def maxsim_contrastive_loss(
         normalize=normalize,
         impl=impl,
     )
-    checked = check_labels(labels, scores.size(0), scores.size(1), scores.device)
-    return labelled_loss(scores if scale == 1 else scale * scores, labels, checked, scores.size(1))
+    n_queries, n_documents = scores.shape
+    checked_labels = check_labels(labels, n_queries, n_documents, scores.device)
+    scaled_scores = scores if scale == 1 else scale * scores
+    return labelled_loss(scaled_scores, labels, checked_labels, n_documents)

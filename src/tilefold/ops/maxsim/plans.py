@@ -172,9 +172,7 @@ def forward(
     if p.empty or 0 in p.score_shape:
         return Plan((), dict.fromkeys(RESULTS[1:]), {"scores": 0})
     steps = MaxSimSteps(p, setting, tensors._asdict())
-    steps.buffers |= dict.fromkeys(
-        name for name, made in zip(RESULTS, p.made(training), strict=True) if not made
-    )
+    steps.buffers |= dict.fromkeys(name for name in RESULTS if name not in p.result_names(training))
     if training and p.index is not None and p.cu_queries is not None:
         # no token writes the places past the end of a query shorter than the longest
         steps.torch("saved", lambda queries: no_winners(p, queries).view(p.saved_dtype), "queries")

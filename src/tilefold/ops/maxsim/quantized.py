@@ -11,7 +11,7 @@ from torch import Tensor
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_choice, check_dtype, check_tensor
 from tilefold.ops.maxsim._problem import QUANTIZED_DTYPES
 
-# the largest number of each format that a token's largest entry is mapped to
+# Number that the largest entry of a token is mapped to.
 _MAX_VALUE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -22,8 +22,8 @@ class QuantizedTokens:
 
     Attributes:
         values: ``[.., D]`` int8 or float8_e4m3fn.
-        scales: ``[..]`` fp32, not negative; NaN for a token that held one, infinite for one that
-            held an infinity: both score NaN.
+        scales: ``[..]`` fp32, not negative. The scale is NaN for a token with a NaN, and infinite
+            for a token with an infinity. Both score NaN.
     """
 
     values: Tensor
@@ -56,32 +56,33 @@ class QuantizedTokens:
         return QuantizedTokens(self.values, self.scales)
 
     def __reduce__(self) -> tuple[Callable[..., QuantizedTokens], tuple[object, ...]]:
-        # torch neither stores fp8 nor reads it; of a slice only what it shows is kept
-        stored = self.values.detach().contiguous().clone().view(torch.uint8)
-        return _unpickled, (stored, self.values.dtype, self.scales.clone())
+        # torch can neither store nor load fp8, so that values are stored as bytes. The copies leave
+        # out the rest of a larger tensor that the values are a slice of.
+        value_bytes = self.values.detach().contiguous().clone().view(torch.uint8)
+        return _unpickled, (value_bytes, self.values.dtype, self.scales.clone())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The vectors ``[.., D]`` that the numbers stand for, rounded to ``dtype``."""
+        """Return the vectors ``[.., D]``, rounded to ``dtype``."""
         return (self.values.float() * self.scales[..., None]).to(dtype)
 
 
-def _unpickled(stored: Tensor, dtype: torch.dtype, scales: Tensor) -> QuantizedTokens:
-    return QuantizedTokens(stored.view(dtype), scales)
+def _unpickled(value_bytes: Tensor, dtype: torch.dtype, scales: Tensor) -> QuantizedTokens:
+    return QuantizedTokens(value_bytes.view(dtype), scales)
 
 
 def quantize_tokens(documents: Tensor, dtype: str = "int8") -> QuantizedTokens:
     """Round token vectors to one byte per entry, symmetrically, with one fp32 scale per token.
 
-    The token's largest entry becomes 127 (int8) or 448 (fp8 e4m3); each entry is off by at most
-    half a step of ``max|x| / 127`` (int8), or by 1/16 of itself (fp8). Not differentiable.
+    The largest entry of a token becomes 127 (int8) or 448 (fp8 e4m3). The error of an entry is at
+    most half a step of ``max|x| / 127`` (int8), or 1/16 of the entry (fp8). Not differentiable.
 
     Args:
         documents: ``[.., D]`` token vectors, padded or packed; fp16, bf16, fp32 or fp64.
         dtype: ``"int8"`` or ``"fp8"``.
 
     Raises:
-        TypeError, ValueError: for what is no floating tensor; for another name, or a tensor without
-            dimensions.
+        TypeError: if ``documents`` is not a floating tensor.
+        ValueError: for another ``dtype``, or a tensor without dimensions.
     """
     check_tensor("documents", documents)
     check_dtype("documents", documents, FLOAT_DTYPES, "cast it with .to(torch.float32).")
@@ -92,19 +93,25 @@ def quantize_tokens(documents: Tensor, dtype: str = "int8") -> QuantizedTokens:
         return QuantizedTokens(*quantize_rows(documents, _DTYPES[dtype]))
 
 
-def quantize_rows(rows: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Values and scales of ``[.., D]`` rows: ``scale = max|x| / largest``, ``value = round(x /
-    scale)``.
+def quantize_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round rows to one byte per entry: ``scale = max|x| / largest``, ``value = round(x / scale)``.
+
+    Args:
+        rows: ``[.., D]``.
+        dtype: int8 or float8_e4m3fn, whose ``largest`` numbers are 127 and 448.
+
+    Returns:
+        ``[.., D]`` values in ``dtype``, and ``[..]`` fp32 scales.
     """
     rows = rows.float()
     if rows.size(-1) == 0:
-        return rows.to(kind), rows.new_zeros(rows.shape[:-1])
-    # by a tensor: on a GPU, torch multiplies by the inverse of a number, and a last bit decides
-    # ties of the rounding
-    scales = rows.abs().amax(dim=-1) / rows.new_full((), _MAX_VALUE[kind])
+        return rows.to(dtype), rows.new_zeros(rows.shape[:-1])
+    max_value = _MAX_VALUE[dtype]
+    # The divisor is a tensor: on a GPU, torch multiplies by the inverse of a Python number. The last
+    # bit of the scale would differ, which decides ties of the rounding.
+    scales = rows.abs().amax(dim=-1) / rows.new_full((), max_value)
     values = rows / torch.where(scales > 0, scales, 1)[..., None]
-    if kind == torch.int8:
-        values = values.round_().nan_to_num_(0.0).clamp_(-127, 127)
-    else:
-        values = values.nan_to_num_(0.0).clamp_(-448, 448)
-    return values.to(kind), scales
+    if dtype == torch.int8:
+        values = values.round_()
+    values = values.nan_to_num_(0.0).clamp_(-max_value, max_value)
+    return values.to(dtype), scales

@@ -1,7 +1,7 @@
-"""Tiled path: sizes of its tiles, what it may hold, and the rows of either side, kept tokens and
-their factors.
+"""Sizes of the tiles of the tiled path, and the unmasked tokens of queries and documents.
 
-It holds no more beyond inputs, outputs and what backward saves than is said here.
+The constants bound the memory that the tiled path holds apart from inputs, outputs and what
+backward saves.
 """
 
 from __future__ import annotations
@@ -15,197 +15,250 @@ from torch.nn.functional import pad
 
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
 
-# Whatever the lengths, the layout and the pairing, a call holds no more (twice that in fp64), and
-# so much per token, sequence and pair; besides, gradients of 16-bit inputs are in fp32 before they
-# are rounded, and queries in int8 where the documents are. A row of more than two million numbers
-# is not cut.
+# A call holds at most SCRATCH_BYTES (twice that in fp64), and BOOKKEEPING_BYTES per token, sequence
+# and pair, whatever the lengths, the layout and the pairing. Three things come on top: gradients
+# of 16-bit inputs are summed in fp32 before they are rounded, queries are also stored in int8 if
+# the documents are int8, and a row of more than two million numbers is not split.
 SCRATCH_BYTES = 96 << 20
 BOOKKEEPING_BYTES = 200
-TILE_ELEMENTS = (
-    1 << 21
-)  # similarities of one tile: 8 MiB in fp32, so that it stays in the last-level cache
-GROUP_ELEMENTS = (
-    1 << 18
-)  # of those that are gathered together: 1 MiB in fp32, for the second-level cache
-ROW_ELEMENTS = (
-    1 << 21
-)  # numbers of either side that are copied to fp32 at a time (one row at least)
-BLOCK_ROWS = 16384  # document tokens of a tile at most
-BLOCK_COLUMNS = 4096  # query tokens of a tile at most
-SLAB_ENTRIES = 1 << 19  # (document, query token) winners whose gradients are sorted at a time
-# XTR's query tokens of a tile, and its similarities, on the CPU and elsewhere: long rows keep the
-# searches of the largest few; and (query token, document) maxima held at a time on the CPU
+
+# Similarities of a tile: 8 MiB in fp32, so that they stay in the last-level cache.
+TILE_ELEMENTS = 1 << 21
+# Similarities that are gathered together: 1 MiB in fp32, for the second-level cache.
+GROUP_ELEMENTS = 1 << 18
+# Numbers of queries or documents that are copied to fp32 at a time, but at least one row.
+ROW_ELEMENTS = 1 << 21
+# Largest numbers of document tokens and of query tokens of a tile.
+BLOCK_ROWS = 16384
+BLOCK_COLUMNS = 4096
+# Winners of (document, query token) whose gradients are sorted at a time.
+SLAB_ENTRIES = 1 << 19
+
+# Query tokens and similarities of a tile of XTR scores. Rows are long there, since a search for the
+# largest few of a row costs less per entry in a long one.
 CPU_TILE = (1024, 1 << 22)
 DEVICE_TILE = (4096, 1 << 26)
+# Maxima of (query token, document) that XTR scores hold at a time on the CPU.
 MAXIMA = 1 << 21
-# documents scored at a time for the best of them, and scores of a few queries: [Nq, 65536] or 64 MB
-# of them are held; documents of a group, of many
-TOPK_DOCUMENTS, TOPK_SCORES, TOPK_GROUP = 65536, 1 << 24, 256
+
+# `maxsim_topk` scores TOPK_DOCUMENTS at a time, or more for few queries, as long as there are at
+# most TOPK_SCORES scores.
+TOPK_DOCUMENTS = 65536
+TOPK_SCORES = 1 << 24
+# Documents of a group: the best documents are in the groups with the highest best scores.
+TOPK_GROUP = 256
+
+NEVER = torch.iinfo(torch.int64).max  # a position past the end of any sequence
 
 
 def row_limit(dim: int) -> int:
-    """Rows of ``dim`` numbers that may be copied at a time."""
+    """Return the number of rows of ``dim`` numbers that may be copied at a time."""
     return max(1, min(BLOCK_ROWS, ROW_ELEMENTS // max(dim, 1)))
 
 
 def column_limit(dim: int) -> int:
-    """Query tokens of a tile at most."""
+    """Return the largest number of query tokens of a tile."""
     return min(BLOCK_COLUMNS, row_limit(dim))
 
 
 @dataclass(frozen=True)
-class Side:
-    """The kept tokens of all sequences of one side."""
+class SequenceTokens:
+    """Unmasked tokens of all queries, or of all documents.
 
-    rows: Tensor  # [T, D], masked tokens included
-    starts: Tensor  # [N] int64 first row and tokens of each sequence, masked ones included
+    Unmasked tokens are numbered over all sequences. Without a mask, the number of a token is its
+    row.
+
+    Attributes:
+        rows: ``[T, D]`` token vectors, masked ones included.
+        starts: ``[N]`` int64 first row of each sequence.
+        sizes: ``[N]`` int64 tokens of each sequence, masked ones included.
+        offsets: ``[N]`` int64 number of the first unmasked token of each sequence.
+        counts: ``[N]`` int64 unmasked tokens of each sequence.
+        unmasked_rows: rows of the unmasked tokens, or ``None`` if no token is masked.
+        scale: ``[T, 1]`` factors of the rows, or ``None``.
+    """
+
+    rows: Tensor
+    starts: Tensor
     sizes: Tensor
-    offsets: Tensor  # [N] int64 first place in index, and kept tokens, of each sequence
+    offsets: Tensor
     counts: Tensor
-    index: Tensor | None  # [kept] rows of the kept tokens, or None where every token is kept
-    scale: Tensor | None  # [T, 1] factors of the rows, or None
+    unmasked_rows: Tensor | None
+    scale: Tensor | None
 
-    def places(
+    def token_numbers(
         self,
-        which: Tensor | slice,
+        sequences: Tensor | slice,
         start: int,
         stop: int,
-        whole: bool,
+        all_exist: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """``[n, stop - start]`` numbers of kept tokens of sequences that have one, and which exist
-        (``None``: all).
+        """Number the unmasked tokens ``start`` to ``stop`` of each of these sequences.
+
+        Args:
+            sequences: ``[n]`` sequences, each with at least one unmasked token.
+            start: first unmasked token, counted from 0 in each sequence.
+            stop: end of the unmasked tokens.
+            all_exist: whether every sequence has ``stop`` unmasked tokens or more.
+
+        Returns:
+            ``[n, stop - start]`` numbers. Past the end of a sequence its last token is repeated.
+            And ``[n, stop - start]`` bools that say which tokens exist, or ``None`` if all do.
         """
-        places, first = (
-            torch.arange(start, stop, device=self.counts.device),
-            self.offsets[which][:, None],
-        )
-        if whole:
-            return first + places, None
-        counts = self.counts[which][:, None]
-        return first + torch.minimum(places, counts - 1), places < counts
+        positions = torch.arange(start, stop, device=self.counts.device)
+        first_numbers = self.offsets[sequences][:, None]
+        if all_exist:
+            return first_numbers + positions, None
+        counts = self.counts[sequences][:, None]
+        return first_numbers + torch.minimum(positions, counts - 1), positions < counts
 
-    def at(self, place: Tensor) -> Tensor:
-        """Rows of kept tokens."""
-        return place if self.index is None else self.index[place]
+    def rows_of(self, numbers: Tensor) -> Tensor:
+        """Return the rows of unmasked tokens."""
+        return numbers if self.unmasked_rows is None else self.unmasked_rows[numbers]
 
-    def kept(self, start: int, stop: int) -> Tensor:
-        """Kept tokens number ``start`` to ``stop``, ``[.., D]`` in fp32 (fp64), scaled."""
-        if self.index is not None:
-            return self.take(self.index[start:stop])
-        rows = self.rows[start:stop].to(
-            wide_dtype(self.rows.dtype),
-        )  # no copy of what is wide already
+    def vectors(self, start: int, stop: int) -> Tensor:
+        """Return the unmasked tokens ``start`` to ``stop`` as ``[n, D]`` in fp32 (fp64), scaled.
+
+        The result is a view if nothing is masked, converted or scaled.
+        """
+        if self.unmasked_rows is not None:
+            return self.gather(self.unmasked_rows[start:stop])
+        rows = self.rows[start:stop].to(wide_dtype(self.rows.dtype))
         return rows if self.scale is None else rows * self.scale[start:stop]
 
-    def masked(self, counts: bool) -> Tensor | None:
-        """``[N, 1]`` masked tokens of each sequence, ``None`` where there are none or none
-        ``counts``.
-        """
-        return (self.sizes - self.counts)[:, None] if counts and self.index is not None else None
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return the token vectors of rows of any shape, ``[.., D]`` in fp32 (fp64), scaled."""
+        flat_rows = rows.reshape(-1)
+        vectors = self.rows.index_select(0, flat_rows).to(wide_dtype(self.rows.dtype))
+        if self.scale is not None:
+            vectors = vectors.mul_(self.scale.index_select(0, flat_rows))
+        return vectors.view(*rows.shape, vectors.size(1))
 
-    def rows_at_a_time(self) -> int:
-        """Kept tokens that :meth:`kept` may be asked for: a view, where nothing is copied, may have
-        any number.
+    def vectors_limit(self) -> int:
+        """Return the number of tokens that :meth:`vectors` may be called for.
+
+        It is bounded only if they are copied.
         """
         copied = (
             self.rows.dtype != wide_dtype(self.rows.dtype)
-            or self.index is not None
+            or self.unmasked_rows is not None
             or self.scale is not None
         )
         return row_limit(self.rows.size(1)) if copied else self.rows.size(0)
 
-    def first_masked(self) -> Tensor:
-        """``[N]`` position of the first masked token of each sequence, or a huge number where there
-        is none.
-        """
-        if self.index is None:
-            return torch.full_like(self.counts, torch.iinfo(torch.int64).max)
-        # kept tokens before the first masked one lie where they would lie if nothing were masked
+    def masked_counts(self) -> Tensor | None:
+        """Return the ``[N, 1]`` masked tokens of each sequence, or ``None`` if there are none."""
+        if self.unmasked_rows is None:
+            return None
+        return (self.sizes - self.counts)[:, None]
+
+    def first_masked_positions(self) -> Tensor:
+        """Return the ``[N]`` position of the first masked token of each sequence, or ``NEVER``."""
+        if self.unmasked_rows is None:
+            return torch.full_like(self.counts, NEVER)
+        # An unmasked token before the first masked one has the row that it would have if nothing
+        # of its sequence were masked.
+        n_unmasked = self.unmasked_rows.numel()
         shift = (self.starts - self.offsets).repeat_interleave(self.counts)
-        in_place = self.index == shift + torch.arange(self.index.numel(), device=shift.device)
-        before = pad(in_place.cumsum(0), (1, 0))
-        prefix = before[self.offsets + self.counts] - before[self.offsets]
-        return torch.where(self.counts < self.sizes, prefix, torch.iinfo(torch.int64).max)
-
-    def take(self, rows: Tensor) -> Tensor:
-        """Tokens ``[.., D]`` in fp32 (fp64), scaled."""
-        flat = rows.reshape(-1)
-        taken = self.rows.index_select(0, flat).to(wide_dtype(self.rows.dtype))
-        taken = taken if self.scale is None else taken.mul_(self.scale.index_select(0, flat))
-        return taken.view(*rows.shape, taken.size(1))
+        unshifted_rows = shift + torch.arange(n_unmasked, device=shift.device)
+        is_before_masked = self.unmasked_rows == unshifted_rows
+        totals = pad(is_before_masked.cumsum(0), (1, 0))
+        n_before_masked = totals[self.offsets + self.counts] - totals[self.offsets]
+        return torch.where(self.counts < self.sizes, n_before_masked, NEVER)
 
 
-def _side(
+def _sequence_tokens(
     rows: Tensor,
     mask: Tensor | None,
-    cu: Tensor | None,
+    cu_seqlens: Tensor | None,
     length: int,
     normalize: bool,
     scale: Tensor | None,
-) -> Side:
-    if cu is None:
+) -> SequenceTokens:
+    """Describe the unmasked tokens of queries or of documents.
+
+    Args:
+        rows: ``[T, D]`` token vectors.
+        mask: ``[T]``, nonzero = keep, or ``None``.
+        cu_seqlens: ``[N + 1]`` offsets of packed sequences, or ``None``.
+        length: rows of each padded sequence.
+        normalize: whether rows are divided by their Euclidean norm.
+        scale: ``[T]`` factors of the rows, or ``None``.
+    """
+    if cu_seqlens is None:
         starts = torch.arange(0, rows.size(0), length, device=rows.device)
         sizes = torch.full_like(starts, length)
     else:
-        starts, sizes = cu[:-1].long(), cu.diff().long()
+        starts = cu_seqlens[:-1].long()
+        sizes = cu_seqlens.diff().long()
+    factors = None
     if normalize:
-        scale = torch.cat(
-            [inverse_norms(part) for part in torch.split(rows, row_limit(rows.size(1)))],
-        )
+        slabs = torch.split(rows, row_limit(rows.size(1)))
+        factors = torch.cat([inverse_norms(slab) for slab in slabs])
     elif scale is not None:
-        scale = scale[:, None]
-    if mask is None or bool((kept := mask != 0).all()):
-        return Side(rows, starts, sizes, starts, sizes, None, scale)
-    before = pad(kept.cumsum(0), (1, 0))
-    offsets = before[starts]
-    return Side(
-        rows,
-        starts,
-        sizes,
-        offsets,
-        before[starts + sizes] - offsets,
-        kept.nonzero().squeeze(1),
-        scale,
+        factors = scale[:, None]
+    unmasked = None if mask is None else mask != 0
+    if unmasked is None or bool(unmasked.all()):
+        return SequenceTokens(
+            rows=rows,
+            starts=starts,
+            sizes=sizes,
+            offsets=starts,
+            counts=sizes,
+            unmasked_rows=None,
+            scale=factors,
+        )
+    n_unmasked_before = pad(unmasked.cumsum(0), (1, 0))
+    offsets = n_unmasked_before[starts]
+    return SequenceTokens(
+        rows=rows,
+        starts=starts,
+        sizes=sizes,
+        offsets=offsets,
+        counts=n_unmasked_before[starts + sizes] - offsets,
+        unmasked_rows=unmasked.nonzero().squeeze(1),
+        scale=factors,
     )
 
 
 def inverse_norms(rows: Tensor) -> Tensor:
-    """``[T, 1]`` inverse norms in fp32 (fp64); 0 for a zero row, and where the inverse is no number
-    of that dtype.
+    """Return the ``[T, 1]`` inverse Euclidean norms of rows in fp32 (fp64).
+
+    The inverse is 0 for a zero row, and where it would be infinite.
     """
     wide = rows.to(wide_dtype(rows.dtype))
     norm = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-    low = torch.finfo(wide.dtype).tiny ** 0.25
-    unusual = ~((norm > low) & (norm < 1 / low)).view(-1)  # squares may overflow or vanish
-    scale: Tensor = norm.reciprocal_()
-    if bool(unusual.any()):  # divided by the largest entry first
-        wide = wide[unusual]
+    smallest_safe = torch.finfo(wide.dtype).tiny ** 0.25
+    is_safe = (norm > smallest_safe) & (norm < 1 / smallest_safe)
+    unsafe = ~is_safe.view(-1)  # squares of these rows may overflow or vanish
+    inverse: Tensor = norm.reciprocal_()
+    if bool(unsafe.any()):
+        # These rows are divided by their largest entry before they are squared.
+        wide = wide[unsafe]
         largest = torch.linalg.vector_norm(wide, math.inf, dim=1, keepdim=True)
-        inverse = largest.reciprocal() * (wide / largest).square_().sum(dim=1, keepdim=True).rsqrt()
-        scale[unusual] = torch.where((largest == 0) | inverse.isinf(), 0, inverse)
-    return scale
+        squares = (wide / largest).square_().sum(dim=1, keepdim=True)
+        unsafe_inverse = largest.reciprocal() * squares.rsqrt()
+        is_zero = (largest == 0) | unsafe_inverse.isinf()
+        inverse[unsafe] = torch.where(is_zero, 0, unsafe_inverse)
+    return inverse
 
 
-def sides(problem: Problem) -> tuple[Side, Side]:
-    """Queries and documents; reads masks and offsets on the host."""
-    p = problem
-    return (
-        _side(p.queries, p.query_mask, p.cu_queries, p.query_length, p.normalize, p.query_scale),
-        _side(
-            p.documents,
-            p.document_mask,
-            p.cu_documents,
-            p.document_length,
-            p.normalize,
-            p.document_scale,
-        ),
+def sequence_tokens(problem: Problem) -> tuple[SequenceTokens, SequenceTokens]:
+    """Describe the unmasked tokens of queries and of documents. Waits for a GPU if there are masks."""
+    queries = _sequence_tokens(
+        problem.queries,
+        problem.query_mask,
+        problem.cu_queries,
+        problem.query_length,
+        problem.normalize,
+        problem.query_scale,
     )
-
-
-def pairs(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Query and document of each pair, for "grouped" and "index"."""
-    if problem.index is not None:
-        query, document = problem.index.long().unbind(1)
-        return query, document
-    document = torch.arange(problem.n_documents, device=problem.documents.device)
-    return document // max(problem.group, 1), document
+    documents = _sequence_tokens(
+        problem.documents,
+        problem.document_mask,
+        problem.cu_documents,
+        problem.document_length,
+        problem.normalize,
+        problem.document_scale,
+    )
+    return queries, documents

@@ -1,9 +1,12 @@
 """XTR scores: MaxSim of the document tokens that each query token retrieves from the batch.
 
-Forward consists of torch operations on tiles of similarities, on any device: for a part of the
-query tokens the documents stream by twice reduced, into the largest similarities of every query
-token so far, whose last is the threshold in the end, and into the maximum and winner of every
-document. Gradients are those of the maximum, of the winners that passed.
+The forward pass consists of torch operations on tiles of similarities, on any device. For a block
+of query tokens, the similarities to all documents are computed tile by tile, and each tile is
+reduced twice. The first reduction keeps the largest similarities of every query token so far, and
+the last of them is the threshold in the end. The second one gives the maximum and the winner of
+every document.
+
+Gradients are those of the maximum, for the winners that were retrieved.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 from tilefold.ops._shared.impl import host_may_read
 from tilefold.ops._shared.operator import Checked, Operator
 from tilefold.ops.maxsim import _reference, _tiled, tiles
-from tilefold.ops.maxsim._arguments import checked
+from tilefold.ops.maxsim._arguments import check_arguments
 from tilefold.ops.maxsim._problem import (
     MaxSimTensors,
     Problem,
@@ -29,8 +32,8 @@ from tilefold.ops.maxsim._problem import (
     winner_bits,
     xtr_outputs,
 )
-from tilefold.ops.maxsim._walk import Part, chunks, groups, parts
-from tilefold.ops.maxsim.api import nothing
+from tilefold.ops.maxsim._walk import QueryBlock, chunks, document_groups, query_blocks
+from tilefold.ops.maxsim.api import empty_scores
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 
@@ -97,27 +100,40 @@ def xtr_scores(
         or not isinstance(top_k, (int, torch.SymInt))
     ):
         raise ValueError(f"top_k must be a positive integer, got {top_k!r}.")
-    given: object = documents
-    if isinstance(given, QuantizedTokens):
+    any_documents: object = documents
+    if isinstance(any_documents, QuantizedTokens):
         raise TypeError(
             "documents must be a torch.Tensor, got QuantizedTokens; give documents.dequantize().",
         )
     tensors = MaxSimTensors(
-        queries,
-        documents,
-        query_mask,
-        document_mask,
-        cu_seqlens_q,
-        cu_seqlens_d,
-        None,
-        None,
+        queries=queries,
+        documents=documents,
+        query_mask=query_mask,
+        document_mask=document_mask,
+        cu_queries=cu_seqlens_q,
+        cu_documents=cu_seqlens_d,
+        pairs=None,
+        document_scale=None,
     )
-    scores: Tensor = XTR(tensors, (top_k, impute, normalize), impl, _checked)[0]
+    scores: Tensor = XTR(tensors, (top_k, impute, normalize), impl, _check_arguments)[0]
     return scores
 
 
-def _checked(tensors: MaxSimTensors, top_k: int, impute: bool, normalize: bool) -> Checked:
-    ready = checked(tensors, "all", "sum", "exclude", None, normalize).prepare
+def _check_arguments(
+    tensors: MaxSimTensors,
+    top_k: int,
+    impute: bool,
+    normalize: bool,
+) -> Checked:
+    """Check everything that can be checked without reading a value of a tensor."""
+    prepare = check_arguments(
+        tensors,
+        pairing="all",
+        reduction="sum",
+        mask_mode="exclude",
+        temperature=None,
+        normalize=normalize,
+    ).prepare
     if (
         impute
         and torch.is_grad_enabled()
@@ -127,18 +143,17 @@ def _checked(tensors: MaxSimTensors, top_k: int, impute: bool, normalize: bool) 
             "impute must be False where a gradient is asked for, got True; train without it, score under "
             "torch.no_grad().",
         )
-    return Checked(XtrOptions(top_k, bool(impute), normalize), ready)
+    return Checked(XtrOptions(top_k, bool(impute), normalize), prepare)
 
 
 def _by_reference(tensors: MaxSimTensors, options: XtrOptions) -> Tensor:
+    """Compute the scores by the specification, part of the autograd graph."""
     problem = Problem.of(tensors, options.maximum)
     with torch.autocast(problem.queries.device.type, enabled=False):
         check_values(tensors)
-        return (
-            nothing(problem)
-            if problem.empty
-            else _reference.xtr(problem, options.top_k, options.impute)
-        )
+        if problem.empty:
+            return empty_scores(problem)
+        return _reference.xtr(problem, options.top_k, options.impute)
 
 
 def _forward(
@@ -146,38 +161,43 @@ def _forward(
     options: XtrOptions,
     training: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Scores ``[Nq, Nd]``; winners that count where ``training``, and what the sums were divided
-    by.
+    """Compute the scores, and what backward reads.
+
+    Returns:
+        ``[Nq, Nd]`` scores; ``[Nd, Tq]`` winners that were retrieved, or ``None`` unless
+        ``training``; and ``[Nq, Nd]`` divisors of the sums.
     """
     if host_may_read(tensors.queries.device, "tiled"):
         check_values(tensors)
-    problem, (top_k, impute, _) = Problem.of(tensors, options.maximum), options
-    device, dtype = problem.queries.device, wide_dtype(problem.queries.dtype)
-    scores, counts = (
-        torch.zeros(problem.score_shape, dtype=dtype, device=device) for _ in range(2)
-    )
+    problem = Problem.of(tensors, options.maximum)
+    device = problem.queries.device
+    dtype = wide_dtype(problem.queries.dtype)
+    scores = torch.zeros(problem.score_shape, dtype=dtype, device=device)
+    counts = torch.zeros(problem.score_shape, dtype=dtype, device=device)
     if problem.empty:
         return scores, None, counts.fill_(1)
-    queries, documents = tiles.sides(problem)
+    queries, documents = tiles.sequence_tokens(problem)
     saved = no_winners(problem, queries.rows, training)
     has_tokens = documents.counts > 0
-    width, elements = tiles.DEVICE_TILE
+    width, tile_elements = tiles.DEVICE_TILE
     if device.type == "cpu":
-        width, elements = tiles.CPU_TILE
-        most = max(1, tiles.MAXIMA // max(problem.n_documents, 1))
-        width = min(width, tiles.column_limit(queries.rows.size(1)), most)
-    for part in parts(queries, width):
-        best, winner, threshold = _maxima(part, documents, top_k, elements)
-        retrieved = ((best >= threshold) | best.isnan()) & has_tokens
-        imputed = torch.where(has_tokens, threshold, 0) if impute else threshold.new_zeros(())
-        part.add_sums(torch.where(retrieved, best, imputed).T, scores, slice(None))
-        if not impute:
-            part.add_sums(retrieved.T.to(dtype), counts, slice(None))
+        width, tile_elements = tiles.CPU_TILE
+        width_of_maxima = max(1, tiles.MAXIMA // max(problem.n_documents, 1))
+        width = min(width, tiles.column_limit(queries.rows.size(1)), width_of_maxima)
+    for block in query_blocks(queries, width):
+        maxima, winners, threshold = _maxima(block, documents, options.top_k, tile_elements)
+        retrieved = ((maxima >= threshold) | maxima.isnan()) & has_tokens
+        if options.impute:
+            otherwise = torch.where(has_tokens, threshold, 0)
+        else:
+            otherwise = threshold.new_zeros(())
+        block.add_sums(torch.where(retrieved, maxima, otherwise).T, scores, slice(None))
+        if not options.impute:
+            block.add_sums(retrieved.T.to(dtype), counts, slice(None))
         if training:
-            saved[:, part.columns] = (
-                winner_bits(winner, problem.saved_dtype).masked_fill_(~retrieved, -1).T
-            )
-    if impute:
+            bits = winner_bits(winners, problem.saved_dtype)
+            saved[:, block.rows] = bits.masked_fill_(~retrieved, -1).T
+    if options.impute:
         counts += queries.counts[:, None]
     divisor = counts.clamp_(min=1)
     return scores.div_(divisor), saved.view(problem.saved_dtype) if training else None, divisor
@@ -189,54 +209,96 @@ def _backward(
     options: XtrOptions,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of queries and documents: those of the maximum."""
+    """Compute the gradients of queries and documents: those of the maximum."""
     return _tiled.backward(dscores / saved.divisor, saved.maximum, options.maximum, needs)
 
 
 def _maxima(
-    part: Part,
-    documents: tiles.Side,
+    block: QueryBlock,
+    documents: tiles.SequenceTokens,
     top_k: int,
-    elements: int,
+    tile_elements: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``[C, Nd]`` maxima and winners of the query tokens of a part, and ``[C, 1]`` their
-    ``top_k``-th similarities.
+    """Compute the maxima of a block of query tokens over all documents, and the thresholds.
+
+    Args:
+        block: ``C`` query tokens.
+        documents: all documents.
+        top_k: document tokens that a query token retrieves.
+        tile_elements: similarities of a tile.
+
+    Returns:
+        ``[C, Nd]`` maxima, ``[C, Nd]`` int32 winners, and ``[C, 1]`` thresholds: the ``top_k``-th
+        similarity of each query token, minus infinity if there are fewer document tokens.
     """
-    tokens = part.tokens()
-    count, offsets = tokens.size(0), [*documents.offsets.tolist(), int(documents.counts.sum())]
-    budget = max(1, min(documents.rows_at_a_time(), elements // count))
-    best = tokens.new_full((count, len(offsets) - 1), -math.inf)
-    winner = torch.zeros(best.shape, dtype=torch.int32, device=tokens.device)
-    largest = tokens.new_empty(count, 0)
+    query_vectors = block.vectors()
+    n_tokens = query_vectors.size(0)
+    offsets = [*documents.offsets.tolist(), int(documents.counts.sum())]
+    max_rows = max(1, min(documents.vectors_limit(), tile_elements // n_tokens))
+    maxima = query_vectors.new_full((n_tokens, len(offsets) - 1), -math.inf)
+    winners = torch.zeros(maxima.shape, dtype=torch.int32, device=query_vectors.device)
+    largest = query_vectors.new_empty(n_tokens, 0)
     slabs = (
-        (first, last, range(start, min(start + budget, offsets[last])))
-        for first, last in chunks(offsets, budget, budget)
-        for start in range(offsets[first], offsets[last], budget)  # a long document is cut
+        (first, last, range(start, min(start + max_rows, offsets[last])))
+        for first, last in chunks(offsets, max_rows, max_rows)
+        for start in range(offsets[first], offsets[last], max_rows)  # a long document is split
     )
-    for first, last, rows in slabs:
-        sims = tokens @ documents.kept(rows.start, rows.stop).T  # [C, rows]
-        top = sims.topk(min(top_k, len(rows)), dim=1).values  # NaN is the largest
-        largest = torch.cat([largest, top], dim=1)
-        if top.size(1) < largest.size(1) >= top_k:  # the last of them is to be the threshold
-            largest = largest.topk(top_k, dim=1).values
-        if len(rows) < offsets[last] - offsets[first]:
-            value, place = sims.max(dim=1)
-            position = (documents.at(place + rows.start) - documents.starts[first]).int()
-            if rows.start > offsets[first]:
-                value, position = _tiled.merged(best[:, first], winner[:, first], value, position)
-            best[:, first], winner[:, first] = value, position
+    for first, last, token_numbers in slabs:
+        # [C, tokens]
+        similarities = query_vectors @ documents.vectors(token_numbers.start, token_numbers.stop).T
+        largest = _merge_largest(largest, similarities, top_k)
+        is_part_of_document = len(token_numbers) < offsets[last] - offsets[first]
+        if is_part_of_document:
+            part_maxima, positions = similarities.max(dim=1)
+            rows = documents.rows_of(positions + token_numbers.start)
+            part_winners = (rows - documents.starts[first]).int()
+            if token_numbers.start > offsets[first]:
+                part_maxima, part_winners = _tiled.merge_maxima(
+                    maxima[:, first],
+                    winners[:, first],
+                    part_maxima,
+                    part_winners,
+                )
+            maxima[:, first] = part_maxima
+            winners[:, first] = part_winners
             continue
-        for items, places, _, span in groups(documents, first, last, budget):
-            whole = span is not None and len(rows) == places.numel()
-            found = sims if whole else sims.index_select(1, (places - rows.start).view(-1))
-            value, at = found.view(count, *places.shape).max(dim=2)
-            best[:, items] = value
-            winner[:, items] = (
-                documents.at(places).gather(1, at.T) - documents.starts[items][:, None]
+        for group in document_groups(documents, first, last, max_rows):
+            numbers = group.token_numbers  # [n, L]
+            is_whole_slab = group.span is not None and len(token_numbers) == numbers.numel()
+            group_similarities = similarities
+            if not is_whole_slab:
+                columns = (numbers - token_numbers.start).view(-1)
+                group_similarities = similarities.index_select(1, columns)
+            group_maxima, positions = group_similarities.view(n_tokens, *numbers.shape).max(dim=2)
+            rows = documents.rows_of(numbers).gather(1, positions.T)  # [n, C]
+            maxima[:, group.documents] = group_maxima
+            winners[:, group.documents] = (
+                rows - documents.starts[group.documents][:, None]
             ).T.int()
-    enough = largest.size(1) >= top_k
-    threshold = largest[:, top_k - 1 : top_k] if enough else tokens.new_full((count, 1), -math.inf)
-    return best, winner, threshold
+    if largest.size(1) < top_k:
+        return maxima, winners, query_vectors.new_full((n_tokens, 1), -math.inf)
+    return maxima, winners, largest[:, top_k - 1 : top_k]
+
+
+def _merge_largest(largest: Tensor, similarities: Tensor, top_k: int) -> Tensor:
+    """Merge the largest similarities of each query token with those of a further tile.
+
+    NaN counts as larger than any number.
+
+    Args:
+        largest: ``[C, n]`` largest similarities so far, ``n`` at most ``top_k``.
+        similarities: ``[C, tokens]`` similarities of the tile.
+        top_k: number of similarities that are needed.
+
+    Returns:
+        ``[C, m]``. They are sorted, largest first, if there are ``top_k``.
+    """
+    n_tile = min(top_k, similarities.size(1))
+    tile_largest = similarities.topk(n_tile, dim=1).values
+    merged = torch.cat([largest, tile_largest], dim=1)
+    if n_tile < merged.size(1) and merged.size(1) >= top_k:
+        return merged.topk(top_k, dim=1).values
+    return merged
 
 
 def _plans() -> SimpleNamespace:
