@@ -80,25 +80,10 @@ def check_head(
         # A quantised weight is checked as one of its shape in the dtype of hidden.
         hidden_dtype = check_tensor("hidden", hidden).dtype
         weight = torch.empty((), dtype=hidden_dtype, device=weight.device).expand(weight.shape)
-    check_choice("pooling", pooling, tuple(POOLINGS))
-    check_choice("activation", activation, ACTIVATIONS)
-    if not isinstance(logit_scale, (int, float)) or not -math.inf < logit_scale < math.inf:
-        raise ValueError(
-            f"logit_scale must be a finite Python number, got {logit_scale!r}; "
-            "multiply hidden by a tensor to learn a scale.",
-        )
+    _check_options(pooling, activation, logit_scale)
     check_tensor("hidden", hidden)
     check_tensor("weight", weight)
-    check_shape("hidden", hidden, "B S D" if cu_seqlens is None else "T D")
-    check_shape("weight", weight, "V D", D=hidden.size(-1))
-    for name, value, size in (("D", hidden, hidden.size(-1)), ("V", weight, weight.size(0))):
-        if size == 0:
-            raise ValueError(
-                f"{name} must be at least 1, got {name}=0 in shape {list(value.shape)}.",
-            )
-    if bias is not None:
-        check_shape("bias", check_tensor("bias", bias), "V", V=weight.size(0))
-    check_tokens(attention_mask, cu_seqlens, "rows", B=hidden.size(0), S=hidden.size(1))
+    _check_shapes(hidden, weight, bias, attention_mask, cu_seqlens)
     others = {
         "weight": weight,
         "bias": bias,
@@ -115,20 +100,65 @@ def check_head(
                 "cast it with .to(torch.bfloat16) or another of these.",
             )
     compute_dtype = product_dtype(hidden, weight)
-    if weight_scale is not None and pooling != "max":
-        raise ValueError(
-            f"pooling must be 'max' with a QuantizedWeight, got {pooling!r}; use the weight in 16 "
-            f"bits.",
-        )
-    if weight_scale is not None and hidden.dtype == torch.float64:
-        raise TypeError(
-            "hidden must be fp16, bf16 or fp32 with a QuantizedWeight, got float64; use "
-            "hidden.float().",
-        )
+    if weight_scale is not None:
+        _check_quantized(hidden, pooling)
     if out_dtype is None:
         return compute_dtype, compute_dtype
     check_out_dtype(out_dtype)
     return compute_dtype, out_dtype
+
+
+def _check_options(pooling: str, activation: str, logit_scale: float) -> None:
+    """Raise ``ValueError`` for an unknown pooling or activation, or an invalid scale."""
+    check_choice("pooling", pooling, tuple(POOLINGS))
+    check_choice("activation", activation, ACTIVATIONS)
+    if not isinstance(logit_scale, (int, float)) or not -math.inf < logit_scale < math.inf:
+        raise ValueError(
+            f"logit_scale must be a finite Python number, got {logit_scale!r}; "
+            "multiply hidden by a tensor to learn a scale.",
+        )
+
+
+def _check_shapes(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Raise ``ValueError`` for shapes that do not fit together, or without a D or a V.
+
+    Masks and offsets of a wrong type raise ``TypeError``.
+    """
+    check_shape("hidden", hidden, "B S D" if cu_seqlens is None else "T D")
+    check_shape("weight", weight, "V D", D=hidden.size(-1))
+    for name, value, size in (("D", hidden, hidden.size(-1)), ("V", weight, weight.size(0))):
+        if size == 0:
+            raise ValueError(
+                f"{name} must be at least 1, got {name}=0 in shape {list(value.shape)}.",
+            )
+    if bias is not None:
+        check_shape("bias", check_tensor("bias", bias), "V", V=weight.size(0))
+    check_tokens(attention_mask, cu_seqlens, "rows", B=hidden.size(0), S=hidden.size(1))
+
+
+def _check_quantized(hidden: Tensor, pooling: str) -> None:
+    """Raise an error for a pooling or a dtype that a quantised weight does not support.
+
+    Raises:
+        TypeError: for fp64.
+        ValueError: for another pooling than max.
+    """
+    if pooling != "max":
+        raise ValueError(
+            f"pooling must be 'max' with a QuantizedWeight, got {pooling!r}; "
+            "use the weight in 16 bits.",
+        )
+    if hidden.dtype == torch.float64:
+        raise TypeError(
+            "hidden must be fp16, bf16 or fp32 with a QuantizedWeight, got float64; "
+            "use hidden.float().",
+        )
 
 
 def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

@@ -80,6 +80,7 @@ class HeadSteps(Steps):
         options: HeadOptions,
         setting: Setting,
     ) -> None:
+        """Collect the values that the kernels of the head share."""
         self.tensors = tensors
         self.options = options
         self.setting = setting
@@ -535,59 +536,66 @@ def _sum_forward(steps: HeadSteps, training: bool) -> None:
 
 
 def _sum_backward(steps: HeadSteps, needs: Needs) -> None:
-    """Plan the gradients of sum and mean pooling.
+    """Plan the gradients of sum and mean pooling, from logits that are computed again.
 
-    The logits of one vocabulary slab at a time are computed again, and their gradients are
-    multiplied by torch. For few rows, the kernels of one-token pooling multiply the gradients of
-    all logits: torch's products of few rows are limited by the weight's gradient, which is stored
-    in fp32 and then in its dtype, and by the CPU.
+    For few rows, the kernels of one-token pooling multiply the gradients of all logits. Torch's
+    products of few rows are limited by the weight's gradient, which is stored in fp32 and then in
+    its dtype, and by the CPU.
     """
     tokens = steps.tokens
     dtype = steps.dtype
-    n_rows = tokens.n_rows
-    vocab, dim = steps.tensors.weight.shape
     config = configs.constants_of(configs.SUM, dtype, steps.setting)
-    block_v = config["BLOCK_V"]
-    is_scaled = dtype == torch.float16
     has_equal_dtypes = tokens.hidden.dtype == steps.tensors.weight.dtype == dtype
-    has_few_rows = n_rows <= config["FEW_ROWS"] and not is_scaled and has_equal_dtypes
-    if has_few_rows:
-        width = vocab
+    has_few_rows = tokens.n_rows <= config["FEW_ROWS"]
+    if has_few_rows and has_equal_dtypes and dtype != torch.float16:
+        _sum_backward_at_once(steps, needs, config)
     else:
-        slab_width = config["SLAB_ELEMENTS"] // max(n_rows, 1) // block_v * block_v
-        width = min(max(block_v, slab_width), cdiv(vocab, 8) * 8)
-    torch_sums_bias = needs.bias and not has_few_rows
-    steps.buffer("dlogits", (n_rows, width), dtype)
-    # The weight's gradient reads a copy of the rows, in which masked tokens are zero.
-    copies_rows = tokens.attention_mask is not None and needs.weight
-    rows = "hidden"
-    if copies_rows:
-        rows = steps.buffer("clean", (n_rows, dim), dtype)
-    steps.buffer("sum", (tokens.batch if torch_sums_bias else 0, width))  # of dlogits, by sequence
-    if is_scaled:
+        _sum_backward_by_slabs(steps, needs, config)
+
+
+def _sum_backward_at_once(steps: HeadSteps, needs: Needs, config: Constants) -> None:
+    """Plan the gradients for few rows: those of all logits, and their products by our kernels."""
+    vocab = steps.tensors.weight.size(0)
+    rows = _dlogits_buffers(steps, needs, vocab, n_sums=0)
+    steps.values["stride_out"] = vocab
+    steps.values["scale"] = 1.0
+    _launch_dlogits(steps, config, slice(0, vocab), copies_rows=rows == "clean", sums_bias=False)
+    # Each row is a sequence of one token, and the slopes are in the gradients already.
+    steps.values |= {
+        "B": steps.tokens.n_rows,
+        "length": 1,
+        "stride_db": vocab,
+        "stride_dv": 1,
+        "ACTIVATION": "none",
+        "PACKED": False,
+        "MASKED": False,
+        "LAST": False,
+        "NO_WINNER": -1,
+    }
+    steps.renamed |= {"dscores": "dlogits", "scores": "dlogits", "hidden": rows}
+    _row_gradients(steps, needs)
+
+
+def _sum_backward_by_slabs(steps: HeadSteps, needs: Needs, config: Constants) -> None:
+    """Plan the gradients of the logits of one vocabulary slab at a time, and torch's products."""
+    tokens = steps.tokens
+    vocab, dim = steps.tensors.weight.shape
+    block_v = config["BLOCK_V"]
+    slab_width = config["SLAB_ELEMENTS"] // max(tokens.n_rows, 1) // block_v * block_v
+    width = min(max(block_v, slab_width), cdiv(vocab, 8) * 8)
+    rows = _dlogits_buffers(steps, needs, width, n_sums=tokens.batch if needs.bias else 0)
+    if steps.dtype == torch.float16:
         _scale_dscores(steps, vocab)
     steps.values["stride_out"] = width
-    steps.values["scale"] = 1.0 if has_few_rows else steps.options.logit_scale
-    if needs.weight and not has_few_rows:  # torch writes slabs of these
+    steps.values["scale"] = steps.options.logit_scale
+    if needs.weight:  # torch writes slabs of these
         steps.buffer("dweight", (vocab, dim), steps.tensors.weight.dtype)
-    if torch_sums_bias:
-        steps.buffer("dbias", (vocab,), steps.options.bias_dtype or dtype)
+    if needs.bias:
+        steps.buffer("dbias", (vocab,), steps.options.bias_dtype or steps.dtype)
     for v_start in range(0, vocab, width):
         slab = slice(v_start, min(v_start + width, vocab))
-        steps.launch(
-            sum_pooling.dlogits_kernel,
-            (tokens.batch, cdiv(slab.stop - v_start, block_v)),
-            {
-                **config,
-                "v_start": v_start,
-                "v_end": slab.stop,
-                "CLEAN": copies_rows and v_start == 0,
-                "NEED_BIAS": torch_sums_bias,
-            },
-        )
-        if has_few_rows:
-            _gradients_of_few_rows(steps, needs, rows)
-            return
+        copies_rows = rows == "clean" and v_start == 0
+        _launch_dlogits(steps, config, slab, copies_rows, sums_bias=needs.bias)
         _multiply_slab(steps, needs, slab, rows)
     if needs.hidden:
         hidden_shape = tuple(tokens.hidden.shape)
@@ -597,6 +605,57 @@ def _sum_backward(steps: HeadSteps, needs: Needs) -> None:
             lambda drows, unit: rescale(drows, unit).to(hidden_dtype).view(hidden_shape),
             "drows unit",
         )
+
+
+def _dlogits_buffers(steps: HeadSteps, needs: Needs, width: int, n_sums: int) -> str:
+    """Add the buffers that :func:`_launch_dlogits` writes.
+
+    Args:
+        steps: the plan.
+        needs: which gradients are computed.
+        width: columns of a slab.
+        n_sums: sequences whose gradients are summed for the bias.
+
+    Returns:
+        Name of the rows that the weight's gradient reads: with a mask, of a copy in which masked
+        tokens are zero.
+    """
+    n_rows = steps.tokens.n_rows
+    rows = "hidden"
+    steps.buffer("dlogits", (n_rows, width), steps.dtype)
+    if steps.tokens.attention_mask is not None and needs.weight:
+        rows = steps.buffer("clean", (n_rows, steps.tensors.weight.size(1)), steps.dtype)
+    steps.buffer("sum", (n_sums, width))
+    return rows
+
+
+def _launch_dlogits(
+    steps: HeadSteps,
+    config: Constants,
+    slab: slice,
+    copies_rows: bool,
+    sums_bias: bool,
+) -> None:
+    """Plan the gradients of the logits of one vocabulary slab.
+
+    Args:
+        steps: the plan.
+        config: constants of the kernel.
+        slab: columns of the vocabulary.
+        copies_rows: whether the rows are copied to ``clean``, with zeros for masked tokens.
+        sums_bias: whether the gradients of each sequence are summed, for the bias.
+    """
+    steps.launch(
+        sum_pooling.dlogits_kernel,
+        (steps.tokens.batch, cdiv(slab.stop - slab.start, config["BLOCK_V"])),
+        {
+            **config,
+            "v_start": slab.start,
+            "v_end": slab.stop,
+            "CLEAN": copies_rows,
+            "NEED_BIAS": sums_bias,
+        },
+    )
 
 
 def _scale_dscores(steps: HeadSteps, vocab: int) -> None:
@@ -616,26 +675,6 @@ def _scale_dscores(steps: HeadSteps, vocab: int) -> None:
     steps.torch("dscores", torch.div, "dscores unit")
     steps.values["stride_db"] = vocab
     steps.values["stride_dv"] = 1
-
-
-def _gradients_of_few_rows(steps: HeadSteps, needs: Needs, rows: str) -> None:
-    """Plan the products of all logits' gradients by the kernels of one-token pooling.
-
-    Each row is a sequence of one token, and the slopes are in the gradients already.
-    """
-    steps.values |= {
-        "B": steps.tokens.n_rows,
-        "length": 1,
-        "stride_db": steps.values["V"],
-        "stride_dv": 1,
-        "ACTIVATION": "none",
-        "PACKED": False,
-        "MASKED": False,
-        "LAST": False,
-        "NO_WINNER": -1,
-    }
-    steps.renamed |= {"dscores": "dlogits", "scores": "dlogits", "hidden": rows}
-    _row_gradients(steps, needs)
 
 
 def _multiply_slab(steps: HeadSteps, needs: Needs, slab: slice, rows: str) -> None:

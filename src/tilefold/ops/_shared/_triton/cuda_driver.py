@@ -178,6 +178,7 @@ class _ParameterMemory:
         arguments: Sequence[Argument],
         declared: Sequence[tuple[str, int]],
     ) -> None:
+        """Allocate memory for all parameters, and write numbers and TMA maps to it."""
         self.pointer_positions = [
             position for position, value in arguments if value is None and position is not None
         ]
@@ -293,6 +294,7 @@ def driver_launch(
     lock = threading.Lock()
 
     def launch(addresses: Addresses, _references: object = (compiled, memory)) -> None:
+        """Launch the kernel for tensors at these addresses."""
         with lock:
             error = 0
             pack_pointers(pointers, 0, *select_pointers(addresses))

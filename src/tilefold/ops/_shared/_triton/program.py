@@ -57,6 +57,7 @@ class Program:
         device: torch.device,
         aligned: bool,
     ) -> None:
+        """Lay out the memory of a plan, and replace the names in its steps by positions."""
         layout = _layout_memory(plan, input_names, results)
         self.steps, result_positions = _bind_steps(plan, layout, results, device)
         self.bound = False
@@ -72,6 +73,7 @@ class Program:
         ]
 
     def __call__(self, *inputs: Tensor | None) -> Sequence[Tensor | None]:
+        """Run all steps, and return the results in the order of their names."""
         may_bind = self._aligned and not has_launch_hooks()
         bound = may_bind and self.bound
         tensors: list[Any] = [*inputs, *[None] * len(self._empty_addresses)]
@@ -221,7 +223,6 @@ def _layout_memory(
     """
     first_uses = _first_uses(plan)
     torch_steps = [step for step in plan.steps if isinstance(step, TorchStep)]
-    read_by_torch = {name for step in torch_steps for name in step.tensors.split()}
     computed_results = {
         name: buffer
         for name, buffer in results.items()
@@ -233,20 +234,15 @@ def _layout_memory(
         if buffer is not None and name in first_uses
     }
 
-    sizes = {name: _piece_size(buffer) for name, buffer in scratch.items()}
-    is_little = sum(sizes.values()) <= MAX_SCRATCH_BLOCK
+    is_little = sum(_piece_size(buffer) for buffer in scratch.values()) <= MAX_SCRATCH_BLOCK
     pieces: dict[str, Buffer] = {}
-    piece_offsets: list[int] = []
-    block_size = 0
     if is_little:
-        for name in sorted(scratch, key=sizes.__getitem__):
-            # A result outlives the call, and torch functions read tensors, not addresses.
-            if name in computed_results or name in read_by_torch:
-                continue
-            pieces[name] = scratch[name]
-            if sizes[name] > 0:
-                piece_offsets.append(block_size)
-                block_size += sizes[name]
+        # A result outlives the call, and torch functions read tensors, not addresses.
+        read_by_torch = {name for step in torch_steps for name in step.tensors.split()}
+        no_pieces = computed_results.keys() | read_by_torch
+        pieces = {name: scratch[name] for name in scratch if name not in no_pieces}
+        pieces = dict(sorted(pieces.items(), key=lambda item: _piece_size(item[1])))
+    piece_offsets, block_size = _piece_offsets(pieces)
 
     created_by_torch = {step.makes for step in torch_steps} - scratch.keys()
     buffers = {
@@ -268,6 +264,18 @@ def _layout_memory(
         piece_offsets=piece_offsets,
         result_names=set(computed_results),
     )
+
+
+def _piece_offsets(pieces: Mapping[str, Buffer]) -> tuple[list[int], int]:
+    """Return the offsets of the pieces that have elements, and the size of the block, in bytes."""
+    offsets: list[int] = []
+    block_size = 0
+    for buffer in pieces.values():
+        size = _piece_size(buffer)
+        if size > 0:
+            offsets.append(block_size)
+            block_size += size
+    return offsets, block_size
 
 
 def _piece_size(buffer: Buffer) -> int:
@@ -304,20 +312,15 @@ def _bind_steps(
     last_users: dict[int, _ProgramStep] = {}  # the last step that uses a tensor, by its position
     next_output_position = layout.first_output_position
     for step, planned in zip(steps, plan.steps, strict=False):
-        names = planned.tensors.split()
-        for name in names:
+        for name in planned.tensors.split():
             if name in tensor_positions:
                 last_users[tensor_positions[name]] = step
         if isinstance(planned, Launch):
             step.launcher = KernelLauncher(planned)
-            step.select_arguments = selector(
-                [address_positions.get(name, layout.none_position) for name in names],
-            )
+            step.select_arguments = _select(planned.tensors, address_positions, layout)
         else:
             step.function = planned.function
-            step.select_arguments = selector(
-                [tensor_positions.get(name, layout.none_position) for name in names],
-            )
+            step.select_arguments = _select(planned.tensors, tensor_positions, layout)
             step.output_position = next_output_position
             # From here on the name is that of the output.
             tensor_positions[planned.makes] = next_output_position
@@ -333,6 +336,11 @@ def _bind_steps(
         if position >= layout.first_buffer_position and position not in result_positions:
             step.released.append(position)
     return steps, result_positions
+
+
+def _select(names: str, positions: Mapping[str, int], layout: _Layout) -> Selector:
+    """Return a function that selects a step's arguments; ``None`` for names without a position."""
+    return selector([positions.get(name, layout.none_position) for name in names.split()])
 
 
 def _assign_buffers(
