@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tilefold._internal.typing import Model, Tokenizer
-from tilefold.recipes._settings import whole
+from tilefold.recipes._settings import integer
 from tilefold.recipes.backbone import GELU_SHIFT
 from tilefold.recipes.loading import seeded
 
@@ -45,7 +45,7 @@ def fresh_masked_lm(
         ("heads", heads),
         ("max_length", max_length),
     ):
-        whole()(name, value)
+        integer()(name, value)
     if width % heads:
         raise ValueError(f"width must be a multiple of heads ({heads}), got {width}.")
     if tokenizer.pad_token_id is None or tokenizer.mask_token_id is None:

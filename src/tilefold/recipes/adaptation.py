@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilefold._internal.typing import Model, Network, Tokenizer
-from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, SEED, Settings, checked, flag, whole
+from tilefold.recipes._settings import (
+    BOOLEAN,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    Settings,
+    checked,
+    integer,
+)
 from tilefold.recipes._training import Losses, Progress
 from tilefold.recipes.loading import supports_bf16
 
@@ -20,14 +28,14 @@ _DYING = 0.5
 class AdaptationRecipe(Settings):
     """Configuration of the adaptation phase; the defaults are those of the paper."""
 
-    steps: int = checked(10_000, whole())  # of the optimiser
-    batch_size: int = checked(32, whole())  # blocks per step
-    length: int = checked(2048, whole(2))  # tokens per block of packed text
+    steps: int = checked(10_000, integer())  # of the optimiser
+    batch_size: int = checked(32, integer())  # blocks per step
+    length: int = checked(2048, integer(2))  # tokens per block of packed text
     learning_rate: float = checked(1e-5, POSITIVE)  # peak of the cosine schedule
-    warmup_steps: int = checked(1000, whole(0))  # over which the learning rate rises
+    warmup_steps: int = checked(1000, integer(0))  # over which the learning rate rises
     activated_weight: float = checked(1.0, NOT_NEGATIVE)  # of the loss on ``log1p(relu(logits))``
-    chunk: int = checked(1024, whole())  # positions whose logits exist at a time
-    bf16: bool | None = checked(None, flag)  # autocast; None uses it where the hardware has it
+    chunk: int = checked(1024, integer())  # positions whose logits exist at a time
+    bf16: bool | None = checked(None, BOOLEAN)  # autocast; None uses it where the hardware has it
     seed: int = checked(0, SEED)  # of the order of blocks
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from tilefold._internal.arguments import list_of_texts
 from tilefold._internal.files import sha256_file
 from tilefold._internal.typing import Model, SentenceTransformer, SparseEncoder, Tokenizer
-from tilefold.recipes._settings import number, whole
+from tilefold.recipes._settings import integer, number
 from tilefold.recipes.loading import local_only, quiet_libraries, seeded, stay_offline
 from tilefold.retrieval.errors import MissingPackageError
 
@@ -101,7 +101,7 @@ def minilm_splade(
             "sample_texts must hold at least one text, got an empty list: they set the decoder bias.",
         )
     number(lambda value: 0 < value < 100, "in (0, 100)")("percentile", percentile)
-    whole()("layers", layers, True)
+    integer()("layers", layers, True)
     if not 2 < max_length <= 512:
         raise ValueError(f"max_length must be from 3 to 512 tokens for MiniLM, got {max_length!r}.")
     path = minilm_path()

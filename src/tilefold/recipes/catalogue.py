@@ -1,6 +1,4 @@
-"""The published systems by name: their sources, and the settings in which each differs from its
-class of recipe.
-"""
+"""Catalogue of the published systems: a name, sources and a training recipe for each."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tilefold.recipes._settings import KINDS, EncoderSpec, Settings
+from tilefold.recipes._settings import EncoderSpec, Settings
 from tilefold.recipes._training import TrainResult, train
 from tilefold.recipes.colbert import ColbertRecipe
 from tilefold.recipes.lsr import LsrRecipe
@@ -21,25 +19,36 @@ __all__ = ["RECIPES", "Config", "Entry", "TrainResult", "describe", "get_recipe"
 
 Config = SpladeRecipe | ColbertRecipe | LsrRecipe
 _CLASSES: dict[str, type[Config]] = {
-    kind.__name__: kind for kind in (SpladeRecipe, ColbertRecipe, LsrRecipe)
+    recipe_class.__name__: recipe_class for recipe_class in (SpladeRecipe, ColbertRecipe, LsrRecipe)
 }
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A published system under its name."""
+    """A published system of the catalogue.
 
-    name: str  # as ``tilefold train --recipe`` takes it
+    Attributes:
+        name: name that ``tilefold train --recipe`` takes.
+        summary: the system in one sentence.
+        paper: arXiv number, empty without one.
+        recipe: the configuration, whose defaults suit thousands of pairs and one GPU or CPU.
+        published: the settings of the paper or of its code, in words.
+        publishes: the result that the paper reports, and the data set of the result.
+        base: kind of base model: ``"masked-lm"``, ``"causal-lm"``, ``"encoder"`` or
+            ``"multi-vector"``.
+    """
+
+    name: str
     summary: str
-    paper: str  # arXiv number, empty without one
-    recipe: Config  # with the defaults of this package, for thousands of pairs and one GPU or CPU
-    published: str = ""  # the settings of the paper or its code, in words
-    publishes: str = "none published"  # the number of the paper and where it is measured
-    base: str = "masked-lm"  # kind of base model, or "causal-lm", "encoder", "multi-vector"
+    paper: str
+    recipe: Config
+    published: str = ""
+    publishes: str = "none published"
+    base: str = "masked-lm"
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The data that training takes: ``"pairs"``, ``"negatives"``, ``"scores"``."""
+        """The data that training reads: ``"pairs"``, ``"negatives"``, ``"scores"``."""
         return self.recipe.needs
 
     def to_dict(self) -> dict[str, Any]:
@@ -47,20 +56,24 @@ class Entry:
         return {**asdict(self), "needs": list(self.needs), "kind": type(self.recipe).__name__}
 
 
-def _entries() -> Iterator[Entry]:
-    for row in json.loads((Path(__file__).parent / "systems.json").read_text(encoding="utf-8")):
-        settings, kind = row.pop("recipe", {}), row.pop("kind", "LsrRecipe")
-        row.pop("comment", None)
-        named = {"name": row["name"]} if kind == "LsrRecipe" else {}
-        yield Entry(recipe=_CLASSES[kind].from_dict(named | settings), **row)
+def _read_entries() -> Iterator[Entry]:
+    """Read the entries of ``systems.json``."""
+    path = Path(__file__).parent / "systems.json"
+    for system in json.loads(path.read_text(encoding="utf-8")):
+        settings = system.pop("recipe", {})
+        class_name = system.pop("kind", "LsrRecipe")
+        system.pop("comment", None)
+        if class_name == "LsrRecipe":
+            settings = {"name": system["name"], **settings}
+        yield Entry(recipe=_CLASSES[class_name].from_dict(settings), **system)
 
 
 #: Name -> entry, in the order of the documentation.
-RECIPES: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _entries()})
+RECIPES: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _read_entries()})
 
 
 def get_recipe(name: str, **overrides: Any) -> Config:
-    """The configuration of a system, with some fields replaced.
+    """Return the recipe of a system, with some fields replaced.
 
     Raises:
         ValueError: an unknown name or field, or a value out of range.
@@ -68,25 +81,32 @@ def get_recipe(name: str, **overrides: Any) -> Config:
     if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}.")
     recipe = RECIPES[name].recipe
-    return type(recipe).from_dict(recipe.to_dict() | overrides) if overrides else replace(recipe)
+    if not overrides:
+        return replace(recipe)
+    return type(recipe).from_dict(recipe.to_dict() | overrides)
 
 
 def describe(recipe: Config) -> Iterator[tuple[str, object, str]]:
-    """Name as ``--set`` takes it, JSON value and meaning of the fields of a recipe, and of those
-    inside that apply.
+    """Describe the fields of a recipe, and the fields of its encoders and regularizers.
+
+    Fields of an encoder that do not apply to its kind are left out.
+
+    Yields:
+        The name, as ``--set`` takes it, the JSON value, and the meaning of a field.
     """
     values = recipe.to_dict()
-    for name, text in recipe.described().items():
-        inside = getattr(recipe, name)
-        if not isinstance(inside, Settings):
-            if name != "name":
-                yield name, values[name], text
-            continue
-        applies = (
-            KINDS[inside.kind] | {"kind", "base_model"}
-            if isinstance(inside, EncoderSpec)
-            else values[name]
-        )
-        for part, meaning in inside.described().items():
-            if part in applies:
-                yield f"{name}.{part}", values[name][part], meaning
+    for name, description in recipe.field_descriptions().items():
+        setting = getattr(recipe, name)
+        if isinstance(setting, Settings):
+            yield from _describe_nested(name, setting)
+        elif name != "name":
+            yield name, values[name], description
+
+
+def _describe_nested(prefix: str, settings: Settings) -> Iterator[tuple[str, object, str]]:
+    """Describe the applicable fields of an encoder or a regularizer, as ``prefix.field``."""
+    values = settings.to_dict()
+    for name, description in settings.field_descriptions().items():
+        applies = not isinstance(settings, EncoderSpec) or name in settings.applicable_fields
+        if applies:
+            yield f"{prefix}.{name}", values[name], description

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from tilefold._internal.typing import MultiVectorEncoder, Tensor
 from tilefold.recipes import loading
-from tilefold.recipes._settings import NAME, checked, flag, is_whole, rule, whole
+from tilefold.recipes._settings import BOOLEAN, MODEL_NAME, checked, integer, is_integer, rule
 from tilefold.recipes._trainer import run_trainer
 from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, train
 from tilefold.recipes.backbone import MINILM_NAME, minilm_path
@@ -41,20 +41,21 @@ class ColbertRecipe(Recipe):
     """
 
     late: ClassVar[bool] = True
-    base_model: str = checked("minilm", NAME)
+    base_model: str = checked("minilm", MODEL_NAME)
     _: KW_ONLY
     dimension: int | None = checked(
         128,
         rule(
             lambda value: (
-                value is None or (is_whole(value, 1) and value % 8 == 0 and value <= MAX_DIMENSION)
+                value is None
+                or (is_integer(value, 1) and value % 8 == 0 and value <= MAX_DIMENSION)
             ),
             f"a multiple of 8 up to {MAX_DIMENSION} or None",  # for the kernels
         ),
     )
-    query_length: int = checked(32, whole())
-    expand_queries: bool = checked(False, flag)
-    skip_punctuation: bool = checked(True, flag)
+    query_length: int = checked(32, integer())
+    expand_queries: bool = checked(False, BOOLEAN)
+    skip_punctuation: bool = checked(True, BOOLEAN)
 
     def start(self, texts: Sequence[str] = ()) -> MultiVectorEncoder:
         """The stock MultiVectorEncoder that training starts from, whatever the texts."""

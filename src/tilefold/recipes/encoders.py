@@ -24,7 +24,7 @@ from tilefold._internal.typing import (
 from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.recipes import _builders as builders
 from tilefold.recipes._builders import Base, load_transformer, network_of, usual_scale
-from tilefold.recipes._settings import KINDS, EncoderSpec
+from tilefold.recipes._settings import FIELDS_BY_KIND, EncoderSpec
 from tilefold.recipes.colbert import ColbertRecipe
 from tilefold.recipes.decoders import build_causal, build_prosper
 from tilefold.recipes.loading import quiet_libraries, seeded, stay_offline
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BUILDERS",
-    "KINDS",
+    "FIELDS_BY_KIND",
     "Base",
     "EncoderSpec",
     "build_encoder",

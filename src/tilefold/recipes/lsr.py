@@ -59,7 +59,7 @@ class SparseRecipe(Recipe):
         99.95,
         rules.number(lambda value: 0 < value < 100, "in (0, 100)"),
     )
-    group_by_length: bool = rules.checked(False, rules.flag)
+    group_by_length: bool = rules.checked(False, rules.BOOLEAN)
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,17 @@ class LsrRecipe(SparseRecipe):
     """
 
     name: str = "custom"
-    base_model: str = rules.checked("minilm", rules.NAME)
+    base_model: str = rules.checked("minilm", rules.MODEL_NAME)
     query: EncoderSpec | None = None
     document: EncoderSpec = MASKED_LM
     loss: Mapping[str, float] = field(default_factory=lambda: {"infonce": 1.0})
     query_regularizer: RegularizerSpec = FLOPS
     document_regularizer: RegularizerSpec = FLOPS
-    negatives: int = rules.checked(0, rules.whole(0))
+    negatives: int = rules.checked(0, rules.integer(0))
     _: KW_ONLY
-    batch_size: int = rules.checked(32, rules.whole(2))
+    batch_size: int = rules.checked(32, rules.integer(2))
     idf_learning_rate: float | None = rules.checked(None, rules.POSITIVE)
-    max_length: int = rules.checked(256, rules.whole())
+    max_length: int = rules.checked(256, rules.integer())
 
     reads_negatives: ClassVar[bool] = True
 

@@ -17,7 +17,7 @@ from tilefold._internal.files import InUseError, atomic_directory
 from tilefold._internal.typing import SparseEncoder
 from tilefold._version import __version__
 from tilefold.recipes import loading
-from tilefold.recipes._settings import NAME, NOT_NEGATIVE, POSITIVE, RATIO, checked, whole
+from tilefold.recipes._settings import MODEL_NAME, NOT_NEGATIVE, POSITIVE, RATIO, checked, integer
 from tilefold.recipes._training import TrainingJob, TrainResult, train
 from tilefold.recipes.backbone import freeze_lower_layers, minilm_splade
 from tilefold.recipes.lsr import LsrRecipe, RegularizerSpec, SparseRecipe, fit_sparse
@@ -45,13 +45,13 @@ class SpladeRecipe(SparseRecipe):
     The others are those of :class:`SparseRecipe` and :class:`TrainingSettings`.
     """
 
-    base_model: str = checked("minilm", NAME)
+    base_model: str = checked("minilm", MODEL_NAME)
     _: KW_ONLY
     learning_rate: float = checked(2e-4, POSITIVE)
     query_regularizer: float = checked(1e-2, NOT_NEGATIVE)
     document_regularizer: float = checked(1e-2, NOT_NEGATIVE)
     regularizer_warmup_ratio: float = checked(1 / 3, RATIO)
-    frozen_layers: int = checked(0, whole(0))
+    frozen_layers: int = checked(0, integer(0))
 
     def as_lsr(self) -> LsrRecipe:
         """This training as the general record: both sides share a masked language model."""
