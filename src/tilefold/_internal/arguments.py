@@ -1,16 +1,22 @@
-"""Checks of arguments that public functions share: sequences as lists, mappings, models, records."""
+"""Checks of arguments that public functions share: sequences, mappings, models, numbers, choices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MappingView, Set
+from collections.abc import Collection, Iterable, Mapping, MappingView, Set
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "check_choice",
+    "check_count",
     "check_encoder",
     "check_instance",
+    "check_k",
+    "check_least",
     "check_mapping",
+    "check_share",
     "check_texts_by_id",
     "list_of",
     "list_of_ids",
@@ -24,7 +30,7 @@ def list_of(name: str, values: object, *, ordered: bool = True) -> list[Any]:
 
     Takes what users hold their data in: lists, tuples, generators, views of dictionaries, numpy
     and Arrow arrays, pandas and polars Series, columns of ``datasets``. A Series is indexed by
-    label and has no truth value, so no other code of ours sees one.
+    label and has no truth value, so it is converted before any other code reads it.
 
     Args:
         name: the argument, for the error.
@@ -32,8 +38,8 @@ def list_of(name: str, values: object, *, ordered: bool = True) -> list[Any]:
         ordered: whether the order matters, which refuses sets.
 
     Raises:
-        TypeError: for one string, a mapping, an array or a table of several dimensions, what is
-            no sequence, and for a set where the order matters.
+        TypeError: for one string, a mapping, an array or a table of several dimensions, a value
+            that is not iterable, and for a set where the order matters.
     """
     if isinstance(values, list):
         return values
@@ -56,7 +62,8 @@ def list_of(name: str, values: object, *, ordered: bool = True) -> list[Any]:
             "one column or row of it.",
         )
     for method in ("to_pylist", "tolist"):  # of Arrow; of numpy, pandas and torch
-        if callable(convert := getattr(values, method, None)):
+        convert = getattr(values, method, None)
+        if callable(convert):
             return list(convert())
     if not isinstance(values, Iterable):
         raise TypeError(f"{name}: expected a list, got {type(values).__name__}.")
@@ -69,7 +76,9 @@ def list_of_ids(name: str, ids: object) -> list[Any]:
     Raises:
         TypeError: for one string, whose letters may be ids too, and as in :func:`list_of`.
     """
-    return list_of(name, ids.keys() if isinstance(ids, Mapping) else ids, ordered=False)
+    if isinstance(ids, Mapping):
+        ids = ids.keys()
+    return list_of(name, ids, ordered=False)
 
 
 def list_of_texts(name: str, texts: object) -> list[str]:
@@ -139,6 +148,44 @@ def check_instance(
         raise TypeError(f"{name}: expected {names}, got {_described(value)}; pass {remedy}.")
 
 
+def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
+    """Raise ``ValueError`` unless an argument is one of the allowed strings."""
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}.")
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Raise ``ValueError`` unless an argument is an ``int`` of at least `least`.
+
+    A boolean is refused, although it is an instance of ``int``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise _not_a_count(name, value, least)
+
+
+def check_k(k: object) -> None:
+    """Raise ``ValueError`` unless `k` is an integer of at least 1, which may be one of numpy."""
+    if isinstance(k, bool) or not isinstance(k, Integral) or int(k) < 1:
+        raise _not_a_count("k", k, least=1)
+
+
+def _not_a_count(name: str, value: object, least: int) -> ValueError:
+    """Return the error for an argument that is not an integer of at least `least`."""
+    return ValueError(f"{name}: expected an integer of at least {least}, got {value!r}.")
+
+
+def check_least(name: str, value: float | None, least: int = 1) -> None:
+    """Raise ``ValueError`` unless an argument is None or a number of at least `least`."""
+    if value is not None and not value >= least:  # a NaN is refused too
+        raise ValueError(f"{name}: expected at least {least}, got {value}.")
+
+
+def check_share(name: str, value: float) -> None:
+    """Raise ``ValueError`` unless an argument is a number in [0, 1]."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: expected a number in [0, 1], got {value!r}.")
+
+
 def path_of(name: str, path: object) -> Path:
     """Return a path, which may be given as text, or raise ``TypeError`` for anything else."""
     if not isinstance(path, (str, PathLike)):
@@ -155,17 +202,16 @@ def check_encoder(name: str, model: object, expected: str = "SparseEncoder") -> 
             encodes loads nothing.
         expected: the class of sentence-transformers, or several, that the function works with.
     """
-    methods = ("encode_query", "encode_document")
-    if isinstance(model, type) or not all(
-        callable(getattr(model, method, None)) for method in methods
-    ):
-        remedy = "pass a loaded model"
-        if isinstance(model, str):
-            loader = (
-                "load_encoder" if "SparseEncoder" in expected else expected.split(maxsplit=1)[0]
-            )
-            remedy = f"pass a loaded model, such as {loader}({model!r})"
-        raise TypeError(f"{name}: expected a {expected}, got {_described(model)}; {remedy}.")
+    encodes = all(
+        callable(getattr(model, method, None)) for method in ("encode_query", "encode_document")
+    )
+    if encodes and not isinstance(model, type):
+        return
+    remedy = "pass a loaded model"
+    if isinstance(model, str):
+        loader = "load_encoder" if "SparseEncoder" in expected else expected.split(maxsplit=1)[0]
+        remedy = f"pass a loaded model, such as {loader}({model!r})"
+    raise TypeError(f"{name}: expected a {expected}, got {_described(model)}; {remedy}.")
 
 
 def _described(value: object) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._internal.arguments import (
+    check_choice,
     check_instance,
     check_mapping,
     check_texts_by_id,
@@ -20,7 +21,6 @@ from tilefold._internal.arguments import (
     path_of,
 )
 from tilefold._internal.files import atomic_directory
-from tilefold.retrieval.common.checks import check_choice
 from tilefold.retrieval.common.files import Json, check_text_ids, is_unicode, json_line
 from tilefold.retrieval.data import tables as _tables
 from tilefold.retrieval.data.fields import DocumentFields, FieldError, TextColumns, text_columns_of

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from tilefold._internal.arguments import check_mapping
-from tilefold.retrieval.common.checks import check_choice, check_count
+from tilefold._internal.arguments import check_choice, check_count, check_mapping
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance, texts_digest
 from tilefold.retrieval.data.collection import Document, documents_by_id

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from tilefold._internal.arguments import check_encoder, check_mapping
+from tilefold._internal.arguments import check_choice, check_encoder, check_mapping
 from tilefold._internal.typing import Model, Tensor
 from tilefold.pipeline.truncated import Truncation, tell, watching
-from tilefold.retrieval.common.checks import check_choice
 from tilefold.retrieval.common.files import check_text_ids
 from tilefold.retrieval.common.provenance import model_fingerprint, provenance_of
 from tilefold.retrieval.encoding.truncation import cut_texts

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from tilefold._internal.arguments import check_instance
+from tilefold._internal.arguments import check_instance, check_least
 from tilefold._internal.typing import Model
 from tilefold.pipeline.ahead import Behind
-from tilefold.retrieval.common.checks import check_least
 from tilefold.retrieval.common.files import Json, require
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.passages import PassageTexts

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold._internal.arguments import check_encoder, check_mapping
+from tilefold._internal.arguments import check_encoder, check_least, check_mapping
 from tilefold._internal.typing import Model
 from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.distributed.process_group import ranks_of
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.rows import SparseRows
-from tilefold.retrieval.common.checks import check_least
 from tilefold.retrieval.common.provenance import provenance_of
 from tilefold.retrieval.encoding.rank_shards import RankShards, meeting
 from tilefold.retrieval.encoding.streamed import Encoding, FolderShards, Job, Kind, MadeOf, Output

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Generic, Literal
 
 from torch import Tensor
 
+from tilefold._internal.arguments import check_choice, check_least
 from tilefold._internal.precision import inference_precision
 from tilefold._internal.typing import Model
 from tilefold.pipeline.ahead import Behind
@@ -33,7 +34,6 @@ from tilefold.pipeline.rows import (
     say_unused_batch_tokens,
 )
 from tilefold.pipeline.truncated import Truncation, tell, watching
-from tilefold.retrieval.common.checks import check_choice, check_least
 from tilefold.retrieval.common.files import check_text_ids
 from tilefold.retrieval.common.provenance import Provenance, model_fingerprint
 from tilefold.retrieval.encoding.truncation import cut_texts

@@ -12,10 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tilefold._internal.arguments import check_encoder, check_mapping
+from tilefold._internal.arguments import check_choice, check_encoder, check_least, check_mapping
 from tilefold._internal.typing import Model
 from tilefold.pipeline.rows import TokenRows
-from tilefold.retrieval.common.checks import check_choice, check_least
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.encoding.sparse import encode_stock, encode_to_folder, model_name
 from tilefold.retrieval.encoding.streamed import Encoding, Job, Kind, MadeOf, Output

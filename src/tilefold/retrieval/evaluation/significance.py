@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import check_mapping, list_of
-from tilefold.retrieval.common.checks import check_count, check_least
+from tilefold._internal.arguments import check_count, check_least, check_mapping, list_of
 from tilefold.retrieval.common.files import Json, require
 
 __all__ = ["Difference", "Mean", "compare", "mean_of"]

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from tilefold.retrieval.common.checks import check_choice
+from tilefold._internal.arguments import check_choice
 from tilefold.retrieval.data.metadata import Metadata
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_to_run, read_description

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval.common.checks import check_arrays, check_offsets
+from tilefold.retrieval.common.array_checks import check_offsets, check_positions, check_weights
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.exact import Postings
 from tilefold.retrieval.vectors.sparse import SparseVectors
@@ -137,7 +137,8 @@ class HalfWeights:
         if not rows.size:
             return cls(exponent)
         check_offsets(indptr, terms.size)
-        check_arrays(("rows", rows, n_documents), ("weights", weights))
+        check_positions("rows", rows, n_documents)
+        check_weights("weights", weights)
         if (np.diff(rows) <= 0).any() or len(indptr) != rows.size + 1:
             raise DataError(f"{file.name}: expected ascending rows and an offset after each.")
         ids = [str(row) for row in rows.tolist()]

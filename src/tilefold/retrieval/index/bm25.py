@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import check_texts_by_id, list_of_ids
-from tilefold.retrieval.common.checks import (
-    check_arrays,
-    check_k,
+from tilefold._internal.arguments import check_k, check_share, check_texts_by_id, list_of_ids
+from tilefold.retrieval.common.array_checks import (
     check_offsets,
-    check_share,
-    outside,
+    check_positions,
+    check_weights,
+    first_outside,
 )
 from tilefold.retrieval.common.files import Json, check_text_ids, require
 from tilefold.retrieval.common.provenance import Provenance, owned, provenance_of
@@ -365,16 +364,17 @@ def _check_arrays(engine: Any, n_documents: int) -> None:
     if engine.scores["num_docs"] != n_documents:
         raise DataError(f"num_docs: expected {n_documents}, got {engine.scores['num_docs']!r}.")
     check_offsets(offsets, data.size)
-    check_arrays(("indices", documents, n_documents), ("data", data))
+    check_positions("indices", documents, n_documents)
+    check_weights("data", data)
     words = np.array(
         [place for word, place in engine.vocab_dict.items() if word],
         np.int64,
     )  # "" has no postings
-    if words.size != offsets.size - 1 or outside(words, words.size) is not None:
+    if words.size != offsets.size - 1 or first_outside(words, words.size) is not None:
         got = (
             f"{words.size}"
             if words.size != offsets.size - 1
-            else f"one at {words[outside(words, words.size)]}"
+            else f"one at {words[first_outside(words, words.size)]}"
         )
         raise DataError(
             f"vocab_dict: expected {offsets.size - 1} words in [0, {offsets.size - 1}), got {got}.",

@@ -11,8 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tilefold._internal.arguments import check_instance, list_of
-from tilefold.retrieval.common.checks import check_choice, check_k
+from tilefold._internal.arguments import check_choice, check_instance, check_k, list_of
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Fields, Mask, Metadata, Where, allowed_by

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold.pipeline.ragged import offsets_of, spans
-from tilefold.retrieval.common.checks import check_arrays
+from tilefold.retrieval.common.array_checks import check_positions, check_weights
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Mask, Where, allowed_by
@@ -160,10 +160,8 @@ class Postings:
             try:
                 if self.checksums is not None and self.checksum(term) != self.checksums[term]:
                     raise DataError("Their checksum is another.")
-                check_arrays(
-                    ("documents", self.documents[span], self.n_documents),
-                    ("weights", self.weights[span]),
-                )
+                check_positions("documents", self.documents[span], self.n_documents)
+                check_weights("weights", self.weights[span])
             except DataError as error:
                 said = (
                     f"damaged; the postings of term {term} are not those that were saved. {error}"

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tilefold._internal.arguments import check_instance
-from tilefold.retrieval.common.checks import check_choice, check_count, check_k
+from tilefold._internal.arguments import check_choice, check_count, check_instance, check_k
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Fields, Mask, Metadata, Where, allowed_by

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilefold._internal.arguments import check_k
 from tilefold.ops.sparse_search import BlockedPostings, sparse_topk
 from tilefold.pipeline.rows import SparseRows, repeated
-from tilefold.retrieval.common.checks import check_k
 from tilefold.retrieval.data.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_of

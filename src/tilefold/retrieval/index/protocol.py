@@ -21,7 +21,7 @@ from tilefold._internal.files import atomic_directory, sha256_file
 from tilefold._internal.lazy import package_version
 from tilefold._version import __version__
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval.common.checks import check_offsets
+from tilefold.retrieval.common.array_checks import check_offsets
 from tilefold.retrieval.common.files import (
     Json,
     check_folder,

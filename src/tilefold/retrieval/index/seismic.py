@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval.common.checks import check_arrays, outside
+from tilefold.retrieval.common.array_checks import check_positions, check_weights, first_outside
 from tilefold.retrieval.common.files import Json, require
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Mask, Where, allowed_by
@@ -417,7 +417,8 @@ class SeismicIndex(FolderIndex):
             for answer in answers:
                 rows = np.array([int(row) for _, _, row in answer], np.int64)
                 scores = np.array([score for _, score, _ in answer], np.float32)
-                check_arrays(("documents", rows, self.n_documents), ("scores", scores))
+                check_positions("documents", rows, self.n_documents)
+                check_weights("scores", scores)
                 if answer:
                     results[int(answer[0][0])] = (rows, scores)
         return results
@@ -463,7 +464,7 @@ class SeismicIndex(FolderIndex):
                 raise DataError(
                     f"{_TERMS}: expected ascending int32 terms, got {terms.dtype} {terms.shape}.",
                 )
-            if (at := outside(terms, manifest["vocab_size"])) is not None:
+            if (at := first_outside(terms, manifest["vocab_size"])) is not None:
                 raise DataError(
                     f"{_TERMS}: expected terms in [0, {manifest['vocab_size']}), got {terms[at]}.",
                 )
@@ -544,7 +545,7 @@ def _load_engine(file: Path, terms: Terms, filled: Rows, n_documents: int) -> An
     if (
         engine.dim != terms.size
         or engine.len != filled.size
-        or outside(filled, n_documents) is not None
+        or first_outside(filled, n_documents) is not None
     ):
         expected = f"{filled.size} of {n_documents} texts, of {terms.size} terms"
         raise DataError(f"{_FILE}: expected {expected}, got {engine.len}, {engine.dim}.")

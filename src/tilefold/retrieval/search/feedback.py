@@ -12,10 +12,16 @@ from typing import Literal, cast
 
 import numpy as np
 
-from tilefold._internal.arguments import check_instance, check_mapping, list_of
+from tilefold._internal.arguments import (
+    check_choice,
+    check_count,
+    check_instance,
+    check_mapping,
+    check_share,
+    list_of,
+)
 from tilefold._internal.typing import Tensor
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval.common.checks import check_choice, check_count, check_share
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.search.fusion import Fusion, Normalization

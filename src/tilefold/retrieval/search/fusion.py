@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal
 
-from tilefold._internal.arguments import check_instance, check_mapping, list_of
-from tilefold.retrieval.common.checks import check_choice, check_least, check_share
+from tilefold._internal.arguments import (
+    check_choice,
+    check_instance,
+    check_least,
+    check_mapping,
+    check_share,
+    list_of,
+)
 from tilefold.retrieval.common.files import check_text_ids
 from tilefold.retrieval.common.runs import Run
 

@@ -9,10 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tilefold._internal.arguments import check_instance, check_mapping
+from tilefold._internal.arguments import (
+    check_choice,
+    check_instance,
+    check_least,
+    check_mapping,
+    check_share,
+)
 from tilefold._internal.typing import Model
 from tilefold.ops import QuantizedTokens, maxsim
-from tilefold.retrieval.common.checks import check_choice, check_least, check_share
 from tilefold.retrieval.common.provenance import Provenance, model_fingerprint
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Document

@@ -9,10 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tilefold._internal.arguments import check_encoder, check_instance, check_mapping
+from tilefold._internal.arguments import (
+    check_choice,
+    check_encoder,
+    check_instance,
+    check_k,
+    check_mapping,
+)
 from tilefold._internal.typing import Model
 from tilefold._internal.vocabulary import term_names_of
-from tilefold.retrieval.common.checks import check_choice, check_k
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.identical_ids import (
     queries_with_identical_ids,

@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import check_encoder, check_instance, check_mapping
+from tilefold._internal.arguments import check_choice, check_encoder, check_instance, check_mapping
 from tilefold._internal.files import atomic_file
 from tilefold._internal.precision import inference_precision, scores_in_fp32
 from tilefold._internal.typing import Model
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.truncated import tell, watching
-from tilefold.retrieval.common.checks import check_choice
 from tilefold.retrieval.common.files import Json, require
 from tilefold.retrieval.common.provenance import model_fingerprint, texts_digest
 from tilefold.retrieval.data.collection import Collection

@@ -13,11 +13,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import check_instance, check_mapping, list_of
+from tilefold._internal.arguments import (
+    check_choice,
+    check_instance,
+    check_least,
+    check_mapping,
+    list_of,
+)
 from tilefold._internal.files import atomic_directory, read_json, sha256_file, write_json
 from tilefold._internal.vocabulary import fill_missing_names
 from tilefold._version import __version__
-from tilefold.retrieval.common.checks import check_choice, check_least
 from tilefold.retrieval.common.files import Json, is_unicode
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError

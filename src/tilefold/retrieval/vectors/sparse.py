@@ -10,10 +10,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import check_instance, check_mapping, list_of
+from tilefold._internal.arguments import check_instance, check_k, check_mapping, list_of
 from tilefold._internal.typing import Tensor
 from tilefold.pipeline.ragged import gathered, offsets_of
-from tilefold.retrieval.common.checks import check_k, check_offsets, no_weight, outside
+from tilefold.retrieval.common.array_checks import (
+    check_offsets,
+    first_invalid_weight,
+    first_outside,
+)
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 
@@ -86,10 +90,10 @@ class SparseVectors:
             got = f"shapes {self.indices.shape} and {self.data.shape}"
             raise DataError(f"indices and data: expected two flat arrays of one length, got {got}.")
         check_offsets(self.indptr, nnz)
-        if (at := outside(self.indices, self.vocab_size)) is not None:
+        if (at := first_outside(self.indices, self.vocab_size)) is not None:
             got = f"{self.indices[at]} for {self._owner(at)}. Were the vectors made with another vocabulary?"
             raise DataError(f"indices: expected terms in [0, {self.vocab_size}), got {got}")
-        if (at := no_weight(self.data)) is not None:
+        if (at := first_invalid_weight(self.data)) is not None:
             bad = int((~np.isfinite(self.data) | (self.data < 0)).sum())
             got = f"{self.data[at]} for {self._owner(at)} ({bad} in all). Check the model's output and its activation"
             raise DataError(f"data: expected finite weights of at least 0, got {got}.")

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tilefold._internal.arguments import check_mapping, list_of, list_of_ids, path_of
+from tilefold._internal.arguments import check_least, check_mapping, list_of, list_of_ids, path_of
 from tilefold._internal.files import atomic_file
 from tilefold._internal.vocabulary import fill_missing_names, term_names, vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval.common.checks import check_least
 from tilefold.retrieval.common.files import Json, arrow, json_line
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.vectors.shards import (

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilefold._internal.arguments import check_instance, list_of, list_of_ids, path_of
+from tilefold._internal.arguments import check_choice, check_instance, list_of, list_of_ids, path_of
 from tilefold.ops import QuantizedTokens, quantize_tokens
 from tilefold.pipeline.ragged import gathered, offsets_of
-from tilefold.retrieval.common.checks import check_choice, check_offsets
+from tilefold.retrieval.common.array_checks import check_offsets
 from tilefold.retrieval.common.files import require
 from tilefold.retrieval.data.passages import document_of
 from tilefold.retrieval.errors import DataError

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from tilefold.retrieval.common.checks import check_choice, check_count, check_k
+from tilefold._internal.arguments import check_choice, check_count, check_k
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Filter, Where

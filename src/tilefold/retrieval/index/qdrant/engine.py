@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
-from tilefold.retrieval.common.checks import check_choice, check_count
+from tilefold._internal.arguments import check_choice, check_count
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.data.metadata import Filter, Wanted, check_field
 from tilefold.retrieval.data.numbers import Bounds, rounded_range

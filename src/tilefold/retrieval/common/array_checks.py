@@ -1,0 +1,62 @@
+"""Checks of offsets, positions and weights in arrays that were read from files."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefold.retrieval.errors import DataError
+
+Array = npt.NDArray[np.number]
+
+
+def check_offsets(offsets: Array, size: int, name: str = "indptr") -> None:
+    """Raise ``DataError`` unless `offsets` rise from 0 to `size`.
+
+    Args:
+        offsets: where each row begins in packed storage, ``[N + 1]``.
+        size: number of packed entries.
+        name: the array, for the error.
+    """
+    falls = offsets[1:] < offsets[:-1]
+    if not offsets.size:
+        shown = "an empty array"
+    elif bool(falls.any()):
+        position = int(falls.argmax())
+        shown = f"{offsets[position + 1]} after {offsets[position]}"
+    elif offsets[0] != 0 or offsets[-1] != size:
+        shown = f"some from {offsets[0]} to {offsets[-1]}"
+    else:
+        return
+    raise DataError(f"{name}: expected offsets that rise from 0 to {size}, got {shown}.")
+
+
+def first_outside(positions: Array, limit: int) -> int | None:
+    """Return where the first value outside of ``[0, limit)`` is, or None if there is none."""
+    if not positions.size or 0 <= positions.min() <= positions.max() < limit:
+        return None
+    return int(np.flatnonzero((positions < 0) | (positions >= limit))[0])
+
+
+def first_invalid_weight(weights: Array) -> int | None:
+    """Return where the first NaN, infinite or negative weight is, or None if there is none."""
+    # a NaN makes both the minimum and the maximum NaN
+    if not weights.size or 0 <= weights.min() <= weights.max() < np.inf:
+        return None
+    return int(np.flatnonzero(~np.isfinite(weights) | (weights < 0))[0])
+
+
+def check_positions(name: str, positions: Array, limit: int) -> None:
+    """Raise ``DataError``, which names the array, unless all positions are in ``[0, limit)``."""
+    invalid = first_outside(positions, limit)
+    if invalid is not None:
+        raise DataError(f"{name}: expected positions in [0, {limit}), got {positions[invalid]}.")
+
+
+def check_weights(name: str, weights: Array) -> None:
+    """Raise ``DataError``, which names the array, unless all weights are finite and at least 0."""
+    invalid = first_invalid_weight(weights)
+    if invalid is not None:
+        raise DataError(
+            f"{name}: expected finite weights of at least 0, got {weights[invalid]}.",
+        )
