@@ -129,7 +129,7 @@ def _check_options(reduction: object, mask_mode: object, temperature: object) ->
 
 
 def _check_pairing(pairs: Tensor | None, pairing: object) -> str:
-    """Check which pairs are scored, and return the name of the pairing: ``"index"`` for listed ones."""
+    """Check which pairs are scored, and return the pairing's name, ``"index"`` for listed pairs."""
     if pairs is not None:
         if pairs.dim() != 2 or pairs.size(1) != 2:
             raise ValueError(f"pairing must have shape [P, 2], got {list(pairs.shape)}.")
@@ -147,13 +147,13 @@ def _check_quantized(queries: object, normalize: bool) -> None:
     """Raise ``ValueError`` for options that quantized documents do not support."""
     if isinstance(queries, Tensor) and queries.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "documents must be a floating tensor where a gradient is asked for, got QuantizedTokens; score under "
-            "torch.no_grad(), or give documents.dequantize().",
+            "documents must be a floating tensor where a gradient is asked for, got "
+            "QuantizedTokens; score under torch.no_grad(), or give documents.dequantize().",
         )
     if normalize:
         raise ValueError(
-            "normalize must be False with quantized documents, got True; normalize the vectors before quantize_tokens, "
-            "and the queries.",
+            "normalize must be False with quantized documents, got True; normalize the vectors "
+            "before quantize_tokens, and the queries.",
         )
 
 
@@ -205,8 +205,8 @@ def _check_sides_agree(tensors: MaxSimTensors) -> None:
     documents = tensors.documents
     if documents.size(-1) != queries.size(-1):
         raise ValueError(
-            f"documents must have the D of queries ({queries.size(-1)}), got {documents.size(-1)} in shape "
-            f"{list(documents.shape)}.",
+            f"documents must have the D of queries ({queries.size(-1)}), got {documents.size(-1)} "
+            f"in shape {list(documents.shape)}.",
         )
     check_same_device(
         "queries",
@@ -248,7 +248,8 @@ def _check_counts(pairing: str, tensors: MaxSimTensors) -> None:
     n_queries, n_documents = sequence_counts(tensors)
     if pairing == "aligned" and n_queries != n_documents:
         raise ValueError(
-            f"documents must be as many as queries ({n_queries}) for pairing='aligned', got {n_documents}.",
+            f"documents must be as many as queries ({n_queries}) for pairing='aligned', got "
+            f"{n_documents}.",
         )
     if pairing == "grouped":
         documents = tensors.documents
@@ -258,8 +259,9 @@ def _check_counts(pairing: str, tensors: MaxSimTensors) -> None:
             groups_are_equal = documents.size(0) == n_queries
         if not groups_are_equal:
             raise ValueError(
-                f"documents must come in one group of equal size for each of the {n_queries} queries for "
-                f"pairing='grouped', got {n_documents} documents in shape {list(documents.shape)}.",
+                f"documents must come in one group of equal size for each of the {n_queries} "
+                f"queries for pairing='grouped', got {n_documents} documents in shape "
+                f"{list(documents.shape)}.",
             )
 
 
@@ -305,7 +307,8 @@ def check_labels(
     if labels is None:
         if n_documents < n_queries:
             raise ValueError(
-                f"documents must be at least as many as queries ({n_queries}) without labels, got {n_documents}.",
+                f"documents must be at least as many as queries ({n_queries}) without labels, got "
+                f"{n_documents}.",
             )
         return torch.arange(n_queries, device=device)
     check_tensor("labels", labels)
@@ -314,11 +317,13 @@ def check_labels(
         raise ValueError(f"labels must have shape [{n_queries}], got {list(labels.shape)}.")
     if labels.device != device:
         raise ValueError(
-            f"labels must be on the device of queries ({device}), got {labels.device}; move it there.",
+            f"labels must be on the device of queries ({device}), got {labels.device}; move it "
+            "there.",
         )
     if n_queries and not n_documents:
         raise ValueError(
-            f"documents must be at least one with labels, got 0 for {n_queries} queries; skip the batch.",
+            f"documents must be at least one with labels, got 0 for {n_queries} queries; skip the "
+            "batch.",
         )
     if device.type == "cpu" and n_queries and not torch.compiler.is_compiling():
         smallest, largest = (int(bound) for bound in labels.aminmax())

@@ -83,8 +83,12 @@ _EQUAL_FIELDS = {
     "dtype": "queries must have the same dtype",
     "dim": "queries must have the same D",
     "options": "scale, reduction, mask_mode, temperature and normalize must be the same",
-    "need_queries": "queries must require a gradient on all ranks or on none: they must be the same",
-    "need_documents": "documents must require a gradient on all ranks or on none: they must be the same",
+    "need_queries": (
+        "queries must require a gradient on all ranks or on none: they must be the same"
+    ),
+    "need_documents": (
+        "documents must require a gradient on all ranks or on none: they must be the same"
+    ),
 }
 
 
@@ -280,7 +284,8 @@ def loss_over_ranks(
         documents: object = tensors.documents
         if isinstance(documents, QuantizedTokens):
             raise TypeError(
-                "documents must be a torch.Tensor, got QuantizedTokens; give documents.dequantize().",
+                "documents must be a torch.Tensor, got QuantizedTokens; give "
+                "documents.dequantize().",
             )
         options, prepare = check_arguments(tensors, "all", *maxsim_options)
         if prepare is not None:

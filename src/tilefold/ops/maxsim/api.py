@@ -72,8 +72,8 @@ def _impl_for_fp8(queries: Tensor, impl: str) -> str:
         return chosen
     if impl == "triton":
         raise TypeError(
-            "documents must be quantized with dtype='int8' for impl='triton' before compute capability 8.9, got "
-            "fp8; use int8 or impl='tiled'.",
+            "documents must be quantized with dtype='int8' for impl='triton' before compute "
+            "capability 8.9, got fp8; use int8 or impl='tiled'.",
         )
     give_up("maxsim with fp8 documents", queries.device, "it has no fp8 products", TILED_PATH_RUNS)
     return "tiled"
@@ -115,15 +115,17 @@ def maxsim(
     The similarities are ``[Nq, Nd, Lq, Ld]``. For a query with token vectors ``q_i`` and a document
     with token vectors ``d_j``, over the tokens that are not masked::
 
-        score = sum_i max_j q_i . d_j                                   (reduction="mean": divided by the count of i)
-        score = sum_i temperature * log sum_j exp(q_i . d_j / temperature)              (with a temperature)
+        score = sum_i max_j q_i . d_j
+        score = sum_i temperature * log sum_j exp(q_i . d_j / temperature)    (with a temperature)
+
+    With ``reduction="mean"`` they are divided by the number of ``q_i``.
 
     Products accumulate in fp32 (fp64 for fp64 input), and the scores are fp32 (fp64). Among equal
     similarities the first document token takes the whole gradient. A document without a token that
-    takes part, and an empty query, score 0 with no gradient. NaN in an unmasked token gives NaN. The
-    values of masked tokens never influence a result. Backward is bitwise deterministic. It saves 2
-    bytes per query token and pair (4 from 65,536 document tokens on, and with a temperature), and
-    with kernels 4 bytes per normalized token and per packed query token.
+    takes part, and an empty query, score 0 with no gradient. NaN in an unmasked token gives NaN.
+    The values of masked tokens never influence a result. Backward is bitwise deterministic. It
+    saves 2 bytes per query token and pair (4 from 65,536 document tokens on, and with a
+    temperature), and with kernels 4 bytes per normalized token and per packed query token.
 
     Args:
         queries: ``[Nq, Lq, D]``, or ``[T, D]`` packed with ``cu_seqlens_q``; fp16, bf16, fp32 or
@@ -153,8 +155,8 @@ def maxsim(
 
     Returns:
         Scores: ``[Nq, Nd]`` for ``"all"``, ``[B]`` for ``"aligned"``, ``[B, N]`` for ``"grouped"``,
-            ``[P]`` for pairs.
-        With packed queries, pairs and a gradient asked for, the longest query is read from the device once.
+            ``[P]`` for pairs. For packed queries, listed pairs and a gradient, the longest query is
+            read from the device once.
 
     Raises:
         TypeError: for arguments that are not tensors, or of a dtype that is not supported.
@@ -220,9 +222,9 @@ def maxsim_topk(
         k: number of documents; all documents if there are fewer.
 
     Returns:
-        ``[Nq, min(k, Nd)]`` scores, falling, and the int64 numbers of their documents. Equal scores come in any order,
-        as with ``torch.topk``, which also puts NaN before any number. A document without an unmasked token has its
-        score of 0.
+        ``[Nq, min(k, Nd)]`` scores, falling, and the int64 numbers of their documents. Equal scores
+            come in any order, as with ``torch.topk``, which also puts NaN before any number. A
+            document without an unmasked token has its score of 0.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`maxsim`; ``ValueError`` for a ``k`` below 1.

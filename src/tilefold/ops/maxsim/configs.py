@@ -87,7 +87,8 @@ FORWARD = (
     ConfigRow(
         FEW | {"capability": BLACKWELL},
         {"num_warps": 8},
-        "compile gates of 10.0: products lie in a memory of their own, and their copies take registers",
+        "compile gates of 10.0: products lie in a memory of their own, and their copies take "
+        "registers",
     ),
     ConfigRow(
         {
@@ -97,8 +98,8 @@ FORWARD = (
             "release": Between(least=(3, 9)),
         },
         {"num_stages": 4},
-        "H200, Triton 3.9, 128 x 32 with 128 x 300 and 64 x 32 with 64 x 1,030 in us: 203 and 179, with 3 stages 220 "
-        "and 192 (3.6: 204 and 178)",
+        "H200, Triton 3.9, 128 x 32 with 128 x 300 and 64 x 32 with 64 x 1,030 in us: 203 and "
+        "179, with 3 stages 220 and 192 (3.6: 204 and 178)",
     ),
     ConfigRow(
         FP32,
@@ -160,8 +161,8 @@ STREAM = (
     ConfigRow(
         INT8 | SMALL | {"release": Between(least=(3, 9))},
         {"PROGRAMS": 5, "maxnreg": 96},
-        "H200, Triton 3.9, where six programs do not fit packed documents, 32 x 10,000 x 300 in us: 82, with six 98 "
-        "(3.6: 76)",
+        "H200, Triton 3.9, where six programs do not fit packed documents, 32 x 10,000 x 300 in "
+        "us: 82, with six 98 (3.6: 76)",
     ),
     ConfigRow(INT8 | {"wide": True}, {"PROGRAMS": 5}, "H200"),
     ConfigRow(INT8 | {"rows": 64}, {"PROGRAMS": 4, "maxnreg": 128}, "H200"),
@@ -170,8 +171,8 @@ STREAM = (
     ConfigRow(
         FP8 | SMALL | {"release": Between(least=(3, 9))},
         {"PROGRAMS": 4, "maxnreg": 128},
-        "H200, Triton 3.9, where five programs do not fit, 32 x 10,000 x 300 in us: 122, packed 104; with five 153 and "
-        "118 (3.6: 111 and 89)",
+        "H200, Triton 3.9, where five programs do not fit, 32 x 10,000 x 300 in us: 122, packed "
+        "104; with five 153 and 118 (3.6: 111 and 89)",
     ),
     ConfigRow(FP8 | {"rows": 64}, {"PROGRAMS": 3}, "H200"),
     ConfigRow(FP8 | {"wide": True}, {"PROGRAMS": 3}, "H200"),
@@ -209,7 +210,8 @@ SHARED_PASS = (
     ConfigRow(
         {"capability": HOPPER, "slot": Between(most=32), "rows": Between(least=65)},
         {"BLOCK_Q": 128, "PROGRAMS": 4, "maxnreg": 128},
-        "H200, 16 x 32 with 1,000,000 x 64 in ms: 12.4, by tiles of one document and other queries 44",
+        "H200, 16 x 32 with 1,000,000 x 64 in ms: 12.4, by tiles of one document and other "
+        "queries 44",
     ),
     ConfigRow(
         {"capability": HOPPER, "tokens": Between(65, 96)},
@@ -239,7 +241,8 @@ ROLES_PASS = (
     ConfigRow(
         MANY | {"rows": Between(most=32)},
         {"BLOCK_Q": 32},
-        "H200, 32 with 1,000,000 x 64 and 8,800,000 x 67 in ms: 2.0 and 19.7, as a stream of documents 2.4 and 33",
+        "H200, 32 with 1,000,000 x 64 and 8,800,000 x 67 in ms: 2.0 and 19.7, as a stream of "
+        "documents 2.4 and 33",
     ),
     ConfigRow(
         MANY | {"rows": Between(33, 64)},
@@ -318,17 +321,20 @@ BACKWARD = (
     ConfigRow(
         LISTED | WIDE | {"capability": AMPERE},
         {"BLOCK_E": 16, "num_warps": 8, "maxnreg": ALL_REGISTERS},
-        "compile gates of 8.0: assemblers hold lists to 64 to 96 registers by themselves, and these spill",
+        "compile gates of 8.0: assemblers hold lists to 64 to 96 registers by themselves, and "
+        "these spill",
     ),
     ConfigRow(
         SMOOTH | WIDE | {"capability": AMPERE, "release": Between(least=(3, 7))},
         {"maxnreg": ALL_REGISTERS},
-        "compile gates of 8.0: smooth maxima of packed queries are held to 128 registers from 3.7 on, and spill",
+        "compile gates of 8.0: smooth maxima of packed queries are held to 128 registers from 3.7 "
+        "on, and spill",
     ),
     ConfigRow(
         SMOOTH | WIDE | {"capability": AMPERE, "release": frozenset([(3, 4), (3, 9)])},
         {"num_stages": 2},
-        "compile gates of 8.0: smooth maxima spill in 3.4 without a pipeline, and with ptxas 13.4, which 3.9 brings",
+        "compile gates of 8.0: smooth maxima spill in 3.4 without a pipeline, and with ptxas "
+        "13.4, which 3.9 brings",
     ),
     ConfigRow(
         SMOOTH | WIDE | {"capability": BLACKWELL}, {"num_stages": 2}, "compile gates of 10.0"
@@ -341,7 +347,8 @@ BACKWARD = (
     ConfigRow(
         DOCUMENTS | HALF | {"capability": AMPERE},
         {"BLOCK_T": 64, "num_stages": 2},
-        "compile gates of 8.0: where tokens are scaled and masked, tiles of 128 documents' tokens spill but in 3.6",
+        "compile gates of 8.0: where tokens are scaled and masked, tiles of 128 documents' tokens "
+        "spill but in 3.6",
     ),
     ConfigRow(
         ROWS | HALF | {"capability": Between(least=(9, 0)), "release": (3, 4)},

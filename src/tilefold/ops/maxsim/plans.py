@@ -1,10 +1,11 @@
-"""Launch plans of MaxSim and its gradients, for tensors of these layouts."""
+"""Launch plans of MaxSim and its gradients, from the layouts of tensors."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.internals import Tma
 from tilefold.ops._shared.offsets import sequences_of_rows
 from tilefold.ops._shared.plan import (
+    Constants,
     KernelFallback,
     Plan,
     Setting,
@@ -45,14 +47,16 @@ from tilefold.ops.maxsim._triton.device import ENDS
 from tilefold.ops.maxsim._triton.shared import STRIP, shared_pass_kernel
 from tilefold.ops.maxsim._triton.stream import stream_kernel
 
-COMBINED = 256  # documents whose parts of sums a program adds up
-MAX_SLICES = 65535  # of a grid's second axis; programs go on to further tiles
-TILES_OF_PACKED = (
-    4  # programs that share the tiles of a packed document, where lengths are not known
-)
-MANY_ROWS = 16384
-MAX_PROGRAMS = 4096  # that keep a list of winners each; the rest of the work is dealt to them
-BLOCK_ROWS, BLOCK_COLUMNS = 16, 128  # of kernels that go over rows once
+COMBINED = 256  # documents whose partial sums one program adds up
+MAX_SLICES = 65535  # limit of a grid's second axis; programs go on to further tiles
+TILES_OF_PACKED = 4  # programs that share the tiles of a packed document, of unknown length
+MANY_ROWS = 16384  # query rows from which winners are read in larger pieces
+MAX_PROGRAMS = 4096  # programs that hold a list of winners each; the work is divided among them
+
+# Tile of kernels that read rows once.
+BLOCK_ROWS = 16
+BLOCK_COLUMNS = 128
+
 BY_POINTERS = KernelFallback(
     configs.BY_TMA,
     "Documents are read by pointers instead: the same scores, slower.",
@@ -61,103 +65,135 @@ WITHOUT_ROLES = KernelFallback(
     configs.BY_ROLES,
     "Others share the pass over the documents: the same scores to fp32, slower.",
 )
+# Results that take the place of scratch: inverse norms that backward reads.
 SAVED_NORMS = {"query_factors": "query_norms", "document_factors": "document_norms"}
 OFFSETS = ("cu_queries", "cu_documents", "pairs")
 
 
 class MaxSimSteps(Steps):
-    """The steps of a plan in the making: tensors are brought to the form that kernels read, then
-    what is added.
+    """Builder of a plan that begins with bringing tensors into the form that kernels read.
+
+    Args:
+        problem: the problem.
+        setting: facts about the device.
+        tensors: tensors by name. Those without elements count as ``None``, since a registered
+            operator cannot return ``None``.
+        leading: steps after the first copies.
+
+    Attributes:
+        known: the tensors that have elements, by name.
     """
 
     def __init__(
         self,
-        p: Problem,
+        problem: Problem,
         setting: Setting,
         tensors: Mapping[str, Tensor | None],
         *leading: TorchStep,
     ) -> None:
-        self.problem, self.setting = p, setting
-        values = {
-            "Tq": p.queries.size(0),
-            "Td": p.documents.size(0),
-            "Nq": p.n_queries,
-            "Nd": p.n_documents,
-            "length_q": p.query_length,
-            "length_d": p.document_length,
-            "group": max(p.group, 1),
-            "longest": p.longest_query,
-            "temperature": p.temperature,
-            "inverse_temperature": 1.0 / p.temperature if p.temperature else 0.0,
-            "divisor": p.divisor,
-            "one": 1,
-            "D": p.queries.size(1),
-            "UNIFORM_Q": p.cu_queries is None,
-            "UNIFORM_D": p.cu_documents is None,
-            "HAS_SCALE": p.normalize or p.document_scale is not None,
-            "HAS_QMASK": p.query_mask is not None,
-            "HAS_DMASK": p.document_mask is not None,
-            "PAIRING": {"all": 0, "aligned": 1, "grouped": 1, "index": 2}[p.pairing],
-        }
-        super().__init__(values)
-        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        self.known = known = {name: tensor for name, tensor in given.items() if tensor.numel()}
-        self.renamed |= {
-            name: f"no_{name}" for name in given if name not in known
-        }  # not made by the registered one
-        # from a multiple of 16 bytes on: a copy costs less than another build of a kernel, and adds
-        # up alike
-        self.steps += (
-            contiguous(**known)
-            if setting.aligned
-            else [TorchStep(name, _in_order, name) for name in known]
+        self.problem = problem
+        self.setting = setting
+        temperature = problem.temperature
+        super().__init__(
+            {
+                "Tq": problem.queries.size(0),
+                "Td": problem.documents.size(0),
+                "Nq": problem.n_queries,
+                "Nd": problem.n_documents,
+                "length_q": problem.query_length,
+                "length_d": problem.document_length,
+                "group": max(problem.group, 1),
+                "longest": problem.longest_query,
+                "temperature": temperature,
+                "inverse_temperature": 1.0 / temperature if temperature else 0.0,
+                "divisor": problem.divisor,
+                "one": 1,
+                "D": problem.queries.size(1),
+                "UNIFORM_Q": problem.cu_queries is None,
+                "UNIFORM_D": problem.cu_documents is None,
+                "HAS_SCALE": problem.normalize or problem.document_scale is not None,
+                "HAS_QMASK": problem.query_mask is not None,
+                "HAS_DMASK": problem.document_mask is not None,
+                "PAIRING": {"all": 0, "aligned": 1, "grouped": 1, "index": 2}[problem.pairing],
+            },
         )
+        self.known: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            if tensor.numel():
+                self.known[name] = tensor
+            else:
+                self.renamed[name] = f"no_{name}"
+        if setting.aligned:
+            self.steps += contiguous(**self.known)
+        else:
+            # Kernels are built for tensors that begin at multiples of 16 bytes. A copy costs less
+            # than another build, and gives the same sums.
+            self.steps += [TorchStep(name, _aligned, name) for name in self.known]
         self.steps += leading
-        wide = [name for name in OFFSETS if name in known and known[name].dtype == torch.int64]
-        self.steps += [TorchStep(name, _in_int32, name) for name in wide]
+        for name in OFFSETS:
+            if name in self.known and self.known[name].dtype == torch.int64:
+                self.steps.append(TorchStep(name, _to_int32, name))
 
     def over_rows(
         self,
         kernel: object,
-        count: int,
-        places: Mapping[str, str] = {},
-        others: int = 0,
+        n_rows: int,
+        parameter_tensors: Mapping[str, str] = {},
+        n_other_rows: int = 0,
     ) -> None:
-        """A launch that goes over ``count`` rows once, and over ``others``."""
-        own = {
-            "T": count,
+        """Add the launch of a kernel that reads rows once.
+
+        Args:
+            kernel: the ``triton.jit`` function.
+            n_rows: number of rows.
+            parameter_tensors: names of tensors by the names of the kernel's parameters.
+            n_other_rows: number of rows of a second tensor.
+        """
+        n_programs = cdiv(n_rows, BLOCK_ROWS) + cdiv(n_other_rows, BLOCK_ROWS)
+        values = {
+            "T": n_rows,
             "BLOCK_R": BLOCK_ROWS,
             "BLOCK_D": BLOCK_COLUMNS,
             "num_warps": 4,
             "num_stages": 3,
         }
-        self.launch(kernel, (cdiv(count, BLOCK_ROWS) + cdiv(others, BLOCK_ROWS),), own, places)
+        self.launch(kernel, (n_programs,), values, parameter_tensors)
 
     def inverse_norms(self, results: bool) -> None:
-        """``[Tq]`` and ``[Td]`` fp32 by which rows of norm 1 are made, in one launch, as results or
-        buffers.
+        """Add the launch that computes inverse norms ``[Tq]`` and ``[Td]`` in fp32.
+
+        Args:
+            results: whether the norms are results; otherwise they are scratch.
         """
-        sides = self.problem.queries.size(0), self.problem.documents.size(0)
+        n_query_rows = self.problem.queries.size(0)
+        n_document_rows = self.problem.documents.size(0)
         if results:
             self.renamed |= SAVED_NORMS
         else:
-            for name, count in zip(SAVED_NORMS, sides, strict=True):
-                self.buffer(name, (count,))
-        self.over_rows(norms.inverse_norms_kernel, sides[0], others=sides[1])
+            self.buffer("query_factors", (n_query_rows,))
+            self.buffer("document_factors", (n_document_rows,))
+        self.over_rows(
+            norms.inverse_norms_kernel,
+            n_query_rows,
+            n_other_rows=n_document_rows,
+        )
 
 
-def _in_int32(offsets: Tensor) -> Tensor:
-    """Offsets or indices as kernels read them: what int32 does not hold is no offset in it either."""
+def _to_int32(offsets: Tensor) -> Tensor:
+    """Convert offsets or indices to int32. Values that do not fit stay invalid."""
     return offsets.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
 
 
-def _in_order(tensor: Tensor) -> Tensor:
+def _aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if it is not contiguous or not aligned."""
     if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-# ---- scores
+# Scores
 
 
 def forward(
@@ -166,194 +202,329 @@ def forward(
     training: bool,
     setting: Setting,
 ) -> Plan:
-    """Scores, and what backward reads besides the tensors where ``training``."""
-    p = Problem.of(tensors, options)
-    check_interpreted(setting, p.queries.dtype)
-    if p.empty or 0 in p.score_shape:
+    """Plan the scores, and if ``training`` what backward reads in addition to the tensors."""
+    problem = Problem.of(tensors, options)
+    check_interpreted(setting, problem.queries.dtype)
+    if problem.empty or 0 in problem.score_shape:
         return Plan((), dict.fromkeys(RESULTS[1:]), {"scores": 0})
-    steps = MaxSimSteps(p, setting, tensors._asdict())
-    steps.buffers |= dict.fromkeys(name for name in RESULTS if name not in p.result_names(training))
-    if training and p.index is not None and p.cu_queries is not None:
-        # no token writes the places past the end of a query shorter than the longest
-        steps.torch("saved", lambda queries: no_winners(p, queries).view(p.saved_dtype), "queries")
+    steps = MaxSimSteps(problem, setting, tensors._asdict())
+    for name in RESULTS:
+        if name not in problem.result_names(training):
+            steps.buffers[name] = None
+    if training and problem.index is not None and problem.cu_queries is not None:
+        # No token writes the entries past the end of a query that is shorter than the longest.
+        steps.torch(
+            "saved",
+            lambda queries: no_winners(problem, queries).view(problem.saved_dtype),
+            "queries",
+        )
     _add_scores(steps, training)
     return steps.plan()
 
 
 def _add_scores(steps: MaxSimSteps, training: bool) -> None:
-    p, setting = steps.problem, steps.setting
-    everything, stored, dim = p.pairing == "all", p.documents.dtype, p.queries.size(1)
-    rows = p.queries.size(0) if everything else p.query_length or p.queries.size(0)
-    stream = shared = None
-    slot = (
-        power_of_two(p.query_length, STRIP.value) if p.query_length else 0
-    )  # rows of a query that shares the pass
-    if everything and not training and not p.temperature:
-        if _add_roles_pass(steps, slot):
-            return
-        if stored == torch.int8:
-            tokens = p.documents.size(0) // p.n_documents
-            facts = {"capability": setting.capability, "rows": slot * p.n_queries, "tokens": tokens}
-            shared = configs.pass_config(configs.SHARED_PASS, dim, slot, **facts)
-        stream = shared or configs.stream_config(
-            setting.capability,
-            stored,
-            dim,
-            rows,
-            p.queries.dtype,
-        )
-    dtype = (
-        stored if stored == torch.int8 else p.queries.dtype
-    )  # queries of int8 documents are rounded to int8 too
-    winners_in = p.document_length if training else None
-    config = stream or configs.forward_config(
-        setting.capability,
-        dtype,
-        dim,
-        rows,
-        setting.tf32,
-        winners_in,
-    )
-    tma = {}
-    if (
-        config["USE_TMA"]
-        and rows_fit_descriptor(p.documents)
-        and configs.BY_TMA not in setting.given_up
-    ):
-        block = [config["BLOCK_T"], config["BLOCK_K"]]
-        tma["documents"] = Tma(
-            p.documents.size(0),
-            dim,
-            functools.partial(TensorDescriptor, block_shape=block),
-        )
-    if p.document_scale is not None:
+    """Add the launches that compute the scores, with the kernel that fits the shapes."""
+    problem = steps.problem
+    is_int8 = problem.documents.dtype == torch.int8
+    # Rows of a query in the tiles of a pass that queries share.
+    slot = power_of_two(problem.query_length, STRIP.value) if problem.query_length else 0
+    if _is_inference_of_all_pairs(problem, training) and _add_roles_pass(steps, slot):
+        return
+    kind, config = _score_config(steps, training, slot)
+    tma = _document_descriptor(steps, config)
+    if problem.document_scale is not None:
         steps.renamed["document_factors"] = "document_scale"
-    if p.normalize:
+    if problem.normalize:
         steps.inverse_norms(results=training)
-    elif stored == torch.int8 and (shared or not stream):  # which rounds them itself
+    elif is_int8 and kind != "stream":  # the streaming kernel rounds queries itself
         _round_queries(steps)
-    steps.values |= config | {
-        "HAS_QSCALE": p.normalize or stored == torch.int8,
-        "MASK_ZERO": p.mask_zero,
-        "SMOOTH": p.temperature > 0,
+    steps.values |= config
+    steps.values |= {
+        "HAS_QSCALE": problem.normalize or is_int8,
+        "MASK_ZERO": problem.mask_zero,
+        "SMOOTH": problem.temperature > 0,
         "WITH_SAVED": training,
-        "NO_WINNER": 0 if p.temperature else no_winner(p.saved_dtype),
+        "NO_WINNER": 0 if problem.temperature else no_winner(problem.saved_dtype),
         "USE_TMA": bool(tma),
-        "INTEGER": stored == torch.int8,
-        "NORMALIZED": p.normalize,
+        "INTEGER": is_int8,
+        "NORMALIZED": problem.normalize,
     }
     if (
-        p.document_mask is not None
-        and not (stream or p.mask_zero)
-        and p.document_length > config["BLOCK_T"]
+        problem.document_mask is not None
+        and kind in ("tiles", "pairs")
+        and not problem.mask_zero
+        and problem.document_length > config["BLOCK_T"]
     ):
-        steps.buffer("ends", (p.n_documents,), torch.int32)
-        steps.launch(
-            scores.ends_kernel,
-            (p.n_documents,),
-            {"BLOCK": 256, "num_warps": 1, "num_stages": 2},
+        _add_document_ends(steps)
+    _launch_scores(steps, kind, config, slot, tma)
+
+
+def _is_inference_of_all_pairs(problem: Problem, training: bool) -> bool:
+    """Return whether kernels for inference with all pairs may serve, which save no winners."""
+    return problem.pairing == "all" and not training and not problem.temperature
+
+
+def _score_config(steps: MaxSimSteps, training: bool, slot: int) -> tuple[str, Constants]:
+    """Choose the kernel of the scores.
+
+    Args:
+        steps: the plan.
+        training: whether backward may follow.
+        slot: rows of a query in the tiles of a pass that queries share.
+
+    Returns:
+        The constants of the kernel, and which kernel it is:
+
+        - ``"shared"``: a pass over int8 documents that queries share
+        - ``"stream"``: a stream of 8-bit documents past few query tokens
+        - ``"tiles"``: tiles of query tokens and documents, for all pairs
+        - ``"pairs"``: a program for each pair, for other pairings
+    """
+    problem = steps.problem
+    setting = steps.setting
+    is_int8 = problem.documents.dtype == torch.int8
+    dim = problem.queries.size(1)
+    n_query_rows = problem.queries.size(0)
+    if _is_inference_of_all_pairs(problem, training):
+        if is_int8:
+            shared_config = configs.pass_config(
+                configs.SHARED_PASS,
+                dim,
+                slot,
+                capability=setting.capability,
+                rows=slot * problem.n_queries,
+                tokens=problem.documents.size(0) // problem.n_documents,
+            )
+            if shared_config is not None:
+                return "shared", shared_config
+        stream_config = configs.stream_config(
+            setting.capability,
+            problem.documents.dtype,
+            dim,
+            n_query_rows,
+            problem.queries.dtype,
         )
-        steps.renamed["cu_documents"], steps.values["UNIFORM_D"] = "ends", ENDS.value
-    slots = setting.multiprocessors * config["PROGRAMS"]
-    if shared:
-        tiles = cdiv(p.n_queries * slot, config["BLOCK_Q"])
-        splits = plan_splits(tiles, p.n_documents, slots)
-        own = {"splits": splits, "ONE_TILE": 0 < p.document_length <= config["BLOCK_T"]}
-        steps.launch(shared_pass_kernel, (tiles, splits), own, tma=tma, fallback=BY_POINTERS)
-    elif stream:
-        own = {"PREFETCH": config["PREFETCH"] if tma else 0}
+        if stream_config is not None:
+            return "stream", stream_config
+    all_pairs = problem.pairing == "all"
+    rows_that_share_a_tile = n_query_rows if all_pairs else problem.query_length or n_query_rows
+    config = configs.forward_config(
+        setting.capability,
+        torch.int8 if is_int8 else problem.queries.dtype,  # int8 documents: queries are rounded
+        dim,
+        rows_that_share_a_tile,
+        setting.tf32,
+        problem.document_length if training else None,
+    )
+    return "tiles" if all_pairs else "pairs", config
+
+
+def _launch_scores(
+    steps: MaxSimSteps,
+    kind: str,
+    config: Constants,
+    slot: int,
+    tma: Mapping[str, Tma],
+) -> None:
+    """Add the launch of the kernel that :func:`_score_config` chose."""
+    problem = steps.problem
+    max_programs = steps.setting.multiprocessors * config["PROGRAMS"]
+    if kind == "shared":
+        n_tiles = cdiv(problem.n_queries * slot, config["BLOCK_Q"])
+        splits = plan_splits(n_tiles, problem.n_documents, max_programs)
+        one_tile = 0 < problem.document_length <= config["BLOCK_T"]
         steps.launch(
-            stream_kernel,
-            (plan_splits(1, p.n_documents, slots),),
-            own,
+            shared_pass_kernel,
+            (n_tiles, splits),
+            {"splits": splits, "ONE_TILE": one_tile},
             tma=tma,
             fallback=BY_POINTERS,
         )
-    elif everything:
-        _add_all_pairs(steps, config["BLOCK_Q"], slots, tma)
+    elif kind == "stream":
+        steps.launch(
+            stream_kernel,
+            (plan_splits(1, problem.n_documents, max_programs),),
+            {"PREFETCH": config["PREFETCH"] if tma else 0},
+            tma=tma,
+            fallback=BY_POINTERS,
+        )
+    elif kind == "tiles":
+        _add_all_pairs(steps, config["BLOCK_Q"], max_programs, tma)
     else:
-        steps.launch(scores.listed_pairs_kernel, (p.n_pairs,), tma=tma, fallback=BY_POINTERS)
+        steps.launch(
+            scores.listed_pairs_kernel,
+            (problem.n_pairs,),
+            tma=tma,
+            fallback=BY_POINTERS,
+        )
+
+
+def _document_descriptor(steps: MaxSimSteps, config: Constants) -> dict[str, Tma]:
+    """Describe the documents to TMA, if the configuration uses it and they can be described."""
+    documents = steps.problem.documents
+    if (
+        not config["USE_TMA"]
+        or not rows_fit_descriptor(documents)
+        or configs.BY_TMA in steps.setting.given_up
+    ):
+        return {}
+    descriptor = functools.partial(
+        TensorDescriptor,
+        block_shape=[config["BLOCK_T"], config["BLOCK_K"]],
+    )
+    return {"documents": Tma(documents.size(0), documents.size(1), descriptor)}
+
+
+def _add_document_ends(steps: MaxSimSteps) -> None:
+    """Add the launch that finds the last unmasked token of each document.
+
+    Later kernels then read padded documents like packed ones, which end there.
+    """
+    n_documents = steps.problem.n_documents
+    steps.buffer("ends", (n_documents,), torch.int32)
+    steps.launch(
+        scores.ends_kernel,
+        (n_documents,),
+        {"BLOCK": 256, "num_warps": 1, "num_stages": 2},
+    )
+    steps.renamed["cu_documents"] = "ends"
+    steps.values["UNIFORM_D"] = ENDS.value
 
 
 def _round_queries(steps: MaxSimSteps) -> None:
-    p = steps.problem
-    steps.buffer("int8_queries", p.queries.shape, torch.int8)
-    steps.buffer("query_factors", p.queries.shape[:1])
-    rounded = {"rows_ptr": "queries", "out_ptr": "int8_queries", "scale_ptr": "query_factors"}
-    steps.over_rows(norms.quantize_kernel, p.queries.size(0), rounded)
+    """Add the launch that rounds queries to int8, with fp32 factors."""
+    queries = steps.problem.queries
+    steps.buffer("int8_queries", queries.shape, torch.int8)
+    steps.buffer("query_factors", queries.shape[:1])
+    steps.over_rows(
+        norms.quantize_kernel,
+        queries.size(0),
+        {"rows_ptr": "queries", "out_ptr": "int8_queries", "scale_ptr": "query_factors"},
+    )
     steps.renamed["queries"] = "int8_queries"
 
 
 def _add_roles_pass(steps: MaxSimSteps, slot: int) -> bool:
-    """Whether the warps of one kernel have roles: padded queries against many padded int8
-    documents.
+    """Add the pass over int8 documents by warps with roles, if it can run and is fast.
+
+    It serves padded queries against many padded int8 documents.
+
+    Args:
+        steps: the plan.
+        slot: rows of a query in a tile.
+
+    Returns:
+        Whether the pass was added.
     """
-    p, setting = steps.problem, steps.setting
-    length, rows = p.document_length, slot * p.n_queries
-    if p.documents.dtype != torch.int8 or not length or not rows_fit_descriptor(p.documents):
+    problem = steps.problem
+    setting = steps.setting
+    documents = problem.documents
+    if (
+        documents.dtype != torch.int8
+        or not problem.document_length
+        or not rows_fit_descriptor(documents)
+    ):
         return False
-    facts = {
-        "capability": setting.capability,
-        "rows": rows,
-        "documents": p.n_documents,
-        "half": -rows % 512 >= 256,
-    }
-    config = configs.pass_config(configs.ROLES_PASS, p.queries.size(1), slot, **facts)
+    n_rows = slot * problem.n_queries
+    config = configs.pass_config(
+        configs.ROLES_PASS,
+        problem.queries.size(1),
+        slot,
+        capability=setting.capability,
+        rows=n_rows,
+        documents=problem.n_documents,
+        half=-n_rows % 512 >= 256,
+    )
     if config is None or configs.BY_ROLES in setting.given_up or releases.why_no_warp_roles():
         return False
-    from tilefold.ops.maxsim._triton import shared_hopper as hopper  # needs Gluon
+    from tilefold.ops.maxsim._triton import shared_hopper  # needs Gluon
 
     steps.renamed["document_factors"] = "document_scale"
     _round_queries(steps)
-    tiles = cdiv(p.n_queries * slot, config["BLOCK_Q"])
-    splits = max(1, min(cdiv(p.n_documents, hopper.GROUP.value), setting.multiprocessors // tiles))
-    tma = {
-        "documents": Tma(
-            p.documents.size(0),
-            p.documents.size(1),
-            hopper.padded_descriptor(length),
-        ),
-    }
-    own = config | {"MASK_ZERO": p.mask_zero, "MEAN": p.divisor != 1}
-    steps.launch(hopper.shared_hopper_kernel, (tiles, splits), own, tma=tma, fallback=WITHOUT_ROLES)
+    n_tiles = cdiv(n_rows, config["BLOCK_Q"])
+    n_document_groups = cdiv(problem.n_documents, shared_hopper.GROUP.value)
+    splits = max(1, min(n_document_groups, setting.multiprocessors // n_tiles))
+    steps.launch(
+        shared_hopper.shared_hopper_kernel,
+        (n_tiles, splits),
+        {**config, "MASK_ZERO": problem.mask_zero, "MEAN": problem.divisor != 1},
+        tma={
+            "documents": Tma(
+                documents.size(0),
+                documents.size(1),
+                shared_hopper.padded_descriptor(problem.document_length),
+            ),
+        },
+        fallback=WITHOUT_ROLES,
+    )
     return True
 
 
-def _add_all_pairs(steps: MaxSimSteps, block_q: int, slots: int, tma: Mapping[str, Tma]) -> None:
-    p = steps.problem
-    rows, length = p.queries.size(0), p.query_length
-    direct = 0 < length <= block_q
-    tile_rows = block_q // length * length if direct else block_q
-    tiles = cdiv(rows, tile_rows)
-    direct = direct or (not length and tiles == 1)
-    splits = plan_splits(tiles, p.n_documents, slots)
-    own = {
-        "tile_rows": tile_rows,
-        "splits": splits,
-        "steps": p.n_queries.bit_length(),
-        "DIRECT": direct,
-    }
-    own["LQ"] = length if direct and length and block_q % length == 0 else 0
-    if not direct:  # partial sums of queries that several tiles share
-        steps.buffer("parts", (tiles + p.n_queries, p.n_documents))
-    steps.launch(scores.all_pairs_kernel, (tiles, splits), own, tma=tma, fallback=BY_POINTERS)
-    if not direct:
-        own = {"tile_rows": tile_rows, "BLOCK": COMBINED, "num_warps": 4, "num_stages": 3}
-        steps.launch(scores.combine_kernel, (p.n_queries * cdiv(p.n_documents, COMBINED),), own)
+def _add_all_pairs(
+    steps: MaxSimSteps,
+    block_q: int,
+    max_programs: int,
+    tma: Mapping[str, Tma],
+) -> None:
+    """Add the launches that compute scores of all pairs in tiles.
 
+    Where queries are split over tiles, partial sums are written and then added up.
 
-def plan_splits(tiles: int, documents: int, slots: int) -> int:
-    """Into how many parts the documents are dealt, each part of each tile a program, with ``slots``
-    running at a time.
-
-    The split that leaves the fewest documents to the busiest slot, at a price of 0.1 document per
-    program.
+    Args:
+        steps: the plan.
+        block_q: query tokens of a tile.
+        max_programs: programs that run at a time.
+        tma: how documents are described to TMA.
     """
-    limit = min(documents, 4 * cdiv(slots, tiles))
-    return min(
-        range(1, limit + 1),
-        key=lambda n: cdiv(tiles * n, slots) * (cdiv(documents, n) + 0.1),
+    problem = steps.problem
+    n_rows = problem.queries.size(0)
+    length = problem.query_length
+    tiles_hold_queries = 0 < length <= block_q
+    tile_rows = block_q // length * length if tiles_hold_queries else block_q
+    n_tiles = cdiv(n_rows, tile_rows)
+    direct = tiles_hold_queries or (not length and n_tiles == 1)
+    splits = plan_splits(n_tiles, problem.n_documents, max_programs)
+    if not direct:
+        steps.buffer("parts", (n_tiles + problem.n_queries, problem.n_documents))
+    steps.launch(
+        scores.all_pairs_kernel,
+        (n_tiles, splits),
+        {
+            "tile_rows": tile_rows,
+            "splits": splits,
+            "steps": problem.n_queries.bit_length(),
+            "DIRECT": direct,
+            "LQ": length if tiles_hold_queries and block_q % length == 0 else 0,
+        },
+        tma=tma,
+        fallback=BY_POINTERS,
     )
+    if not direct:
+        steps.launch(
+            scores.combine_kernel,
+            (problem.n_queries * cdiv(problem.n_documents, COMBINED),),
+            {"tile_rows": tile_rows, "BLOCK": COMBINED, "num_warps": 4, "num_stages": 3},
+        )
+
+
+def plan_splits(n_tiles: int, n_documents: int, max_programs: int) -> int:
+    """Choose the number of parts that the documents are divided into.
+
+    Each part of each tile is a program. The number is chosen that leaves the fewest documents to
+    the busiest multiprocessor, at a price of 0.1 document per program.
+
+    Args:
+        n_tiles: number of tiles of query tokens.
+        n_documents: number of documents.
+        max_programs: programs that run at a time.
+    """
+    limit = min(n_documents, 4 * cdiv(max_programs, n_tiles))
+
+    def cost(splits: int) -> float:
+        n_rounds = cdiv(n_tiles * splits, max_programs)
+        return n_rounds * (cdiv(n_documents, splits) + 0.1)
+
+    return min(range(1, limit + 1), key=cost)
 
 
 def xtr_forward(
@@ -362,11 +533,11 @@ def xtr_forward(
     training: bool,
     setting: Setting,
 ) -> None:
-    """XTR scores are made of torch operations."""
+    """Return no plan: XTR scores are computed by torch operations."""
     check_interpreted(setting, tensors.queries.dtype)
 
 
-# ---- gradients
+# Gradients
 
 
 def xtr_backward(
@@ -376,9 +547,10 @@ def xtr_backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """The gradients of the maximum, of the winners that passed."""
+    """Plan the gradients of the maximum, for the winners that were retrieved."""
     plan = backward(dscores / saved.divisor, saved.maximum, options.maximum, needs, setting)
-    return plan._replace(steps=(TorchStep("dscores", torch.div, "dscores divisor"), *plan.steps))
+    division = TorchStep("dscores", torch.div, "dscores divisor")
+    return plan._replace(steps=(division, *plan.steps))
 
 
 def backward(
@@ -388,128 +560,220 @@ def backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """The gradients of queries and documents."""
-    p = Problem.of(saved.tensors, options)
-    if p.empty or saved.saved is None or saved.saved.numel() == 0:
+    """Plan the gradients of queries and documents."""
+    problem = Problem.of(saved.tensors, options)
+    if problem.empty or saved.saved is None or saved.saved.numel() == 0:
         return Plan(fills={"dqueries": 0, "ddocuments": 0})
-    everything, strides = p.pairing == "all", dscores.stride()
-    usable = setting.aligned and (
-        everything or dscores.dim() == 1 or dscores.is_contiguous() or not any(strides)
+    all_pairs = problem.pairing == "all"
+    tensors = saved._asdict()
+    # Kernels read the gradient of the scores of all pairs with any strides, and that of other pairs
+    # with one stride for all pairs.
+    strides = dscores.stride()
+    readable = setting.aligned and (
+        all_pairs or dscores.dim() == 1 or dscores.is_contiguous() or not any(strides)
     )
-    strides = (
-        strides if usable else (dscores.size(-1), 1)
-    )  # a copy at another address is contiguous
-    given = saved._asdict() | ({} if usable else {"dscores": dscores})
-    given |= {} if p.temperature else {"query_mask": None, "document_mask": None}
-    has_largest = p.queries.dtype == torch.float16 and (
-        needs[1] or p.temperature > 0
-    )  # scales fp16 products
-    norm = TorchStep(
-        "largest",
-        functools.partial(torch.linalg.vector_norm, ord=math.inf),
-        "dscores",
+    if not readable:
+        tensors["dscores"] = dscores  # which makes a contiguous copy
+        strides = (dscores.size(-1), 1)
+    if not problem.temperature:  # winners are unmasked
+        tensors |= {"query_mask": None, "document_mask": None}
+    need_queries, need_documents = needs
+    # The largest gradient scales products in fp16.
+    has_largest = problem.queries.dtype == torch.float16 and (
+        need_documents or problem.temperature > 0
     )
-    steps = MaxSimSteps(p, setting, given, *[norm] * has_largest)
+    leading = []
+    if has_largest:
+        largest_entry = functools.partial(torch.linalg.vector_norm, ord=math.inf)
+        leading.append(TorchStep("largest", largest_entry, "dscores"))
+    steps = MaxSimSteps(problem, setting, tensors, *leading)
     steps.values |= {
-        "stride_q": strides[0] if everything else 0,
+        "stride_q": strides[0] if all_pairs else 0,
         "stride_d": strides[-1],
-        "factor": 1.0 / p.divisor,
+        "factor": 1.0 / problem.divisor,
         "HAS_LARGEST": has_largest,
         "NO_WINNER": no_winner(saved.saved.dtype),
     }
-    if p.normalize and "query_norms" in steps.known:
+    if problem.normalize and "query_norms" in steps.known:
         steps.renamed |= SAVED_NORMS
-    elif p.normalize:
+    elif problem.normalize:
         steps.inverse_norms(results=False)
-    if everything and p.cu_queries is not None and "row_query" not in steps.known:
+    if all_pairs and problem.cu_queries is not None and "row_query" not in steps.known:
         steps.renamed["row_query"] = "owners"
-        steps.torch("owners", functools.partial(row_queries, p.queries.size(0)), "cu_queries")
-    for side in (
-        1,
-        0,
-    ):  # documents first: their lists of winners are gone when the queries' gradient is made
-        if needs[side]:
-            _add_gradient(steps, side)
+        steps.torch(
+            "owners",
+            functools.partial(row_queries, problem.queries.size(0)),
+            "cu_queries",
+        )
+    # Documents come first: their lists of winners are freed before the gradient of the queries.
+    if need_documents:
+        _add_gradient(steps, of_documents=True)
+    if need_queries:
+        _add_gradient(steps, of_documents=False)
     return steps.plan()
 
 
-def row_queries(rows: int, offsets: Tensor) -> Tensor:
-    """``[Tq]`` int32 query of each packed row, as the forward kernel finds it."""
+def row_queries(n_rows: int, offsets: Tensor) -> Tensor:
+    """Return the ``[Tq]`` int32 query of each packed row, as the forward kernel finds it."""
     last_query = offsets.size(0) - 2
-    return sequences_of_rows(offsets, rows, int32=True).clamp_(max=last_query)
+    return sequences_of_rows(offsets, n_rows, int32=True).clamp_(max=last_query)
 
 
-def _first_pairs(side: int, count: int, index: Tensor, order: Tensor) -> Tensor:
-    """Offsets of the pairs of each of ``count`` queries or documents in that order, and the end of
-    the last one's.
+def _pair_order(column: int, pairs: Tensor) -> Tensor:
+    """Return the order of pairs by query (column 0) or by document (column 1)."""
+    return pairs[:, column].sort(stable=True).indices
+
+
+def _pair_offsets(column: int, count: int, pairs: Tensor, order: Tensor) -> Tensor:
+    """Return where the pairs of each query or document begin in an order.
+
+    Args:
+        column: 0 for queries, 1 for documents.
+        count: number of queries or documents.
+        pairs: ``[P, 2]``.
+        order: ``[P]`` order of the pairs.
+
+    Returns:
+        ``[count + 1]`` offsets.
     """
-    # without sorter=, which has its values checked on the host
+    # Without `sorter=`, whose values torch checks on the CPU.
     return torch.searchsorted(
-        index[:, side][order],
-        torch.arange(count + 1, dtype=index.dtype, device=index.device),
+        pairs[:, column][order],
+        torch.arange(count + 1, dtype=pairs.dtype, device=pairs.device),
     )
 
 
-def _add_gradient(steps: MaxSimSteps, side: int) -> None:
-    """The gradient of queries (0) or documents (1)."""
-    p = steps.problem
-    name, rows = ("documents", p.documents) if side else ("queries", p.queries)
-    everything, dim = p.pairing == "all", p.queries.size(1)
-    facts = steps.setting.capability, p.queries.dtype, steps.setting.tf32
-    few = configs.backward_config("row", *facts)["FEW_ROWS"]
-    kind, kernel = (
-        ("smooth", smooth.smooth_ddocuments_kernel if side else smooth.smooth_dqueries_kernel)
-        if p.temperature
-        else ("listed", gradients.ddocuments_listed_kernel)
-        if side and everything
-        else ("documents", gradients.ddocuments_kernel)
-        if side
-        else ("row", gradients.dqueries_row_kernel)
-        if everything and rows.size(0) <= few
-        else ("rows", gradients.dqueries_kernel)
+def _gradient_kernel(problem: Problem, of_documents: bool, few_rows: int) -> tuple[str, Any]:
+    """Choose the kernel of a gradient.
+
+    Args:
+        problem: the problem.
+        of_documents: whether the gradient is that of documents.
+        few_rows: query rows of all pairs up to which each row has a program.
+
+    Returns:
+        The name of its configuration, and the kernel.
+    """
+    all_pairs = problem.pairing == "all"
+    if problem.temperature:
+        if of_documents:
+            return "smooth", smooth.smooth_ddocuments_kernel
+        return "smooth", smooth.smooth_dqueries_kernel
+    if of_documents:
+        if all_pairs:
+            return "listed", gradients.ddocuments_listed_kernel
+        return "documents", gradients.ddocuments_kernel
+    if all_pairs and problem.queries.size(0) <= few_rows:
+        return "row", gradients.dqueries_row_kernel
+    return "rows", gradients.dqueries_kernel
+
+
+def _gradient_grid(
+    steps: MaxSimSteps,
+    kind: str,
+    of_documents: bool,
+    config: Constants,
+) -> tuple[int, int, int]:
+    """Return the grid of a gradient's kernel, and add what follows from it to ``config``.
+
+    Args:
+        steps: the plan, which gets the scratch of the kernel "listed".
+        kind: the kernel's name from :func:`_gradient_kernel`.
+        of_documents: whether the gradient is that of documents.
+        config: constants of the kernel.
+    """
+    problem = steps.problem
+    n_query_rows, dim = problem.queries.shape
+    n_column_blocks = cdiv(dim, config["BLOCK_D"])
+    if not of_documents:
+        if problem.pairing != "all":
+            return problem.n_queries, n_column_blocks, 1
+        block_rows = config.get("BLOCK_R") or config.get("BLOCK_Q") or 1
+        return cdiv(n_query_rows, block_rows), n_column_blocks, 1
+    # Programs share the tiles of a document.
+    n_tiles = cdiv(problem.document_length, config["BLOCK_T"])
+    slices = min(n_tiles, MAX_SLICES) or TILES_OF_PACKED
+    config["tiles"] = slices
+    config["slices"] = slices
+    if kind != "listed":
+        return problem.n_documents, slices, n_column_blocks
+    if n_query_rows >= MANY_ROWS:
+        config["BLOCK_S"] = config["BLOCK_S_MANY"]
+    config["CAPACITY"] = 2 * config["BLOCK_S"]
+    config["ALIGNED"] = n_query_rows % 8 == 0
+    n_programs = min(problem.n_documents * slices, MAX_PROGRAMS)
+    list_elements = n_programs * n_column_blocks * config["CAPACITY"]
+    steps.buffer("lists", (list_elements,), torch.int32)
+    return n_programs, n_column_blocks, 1
+
+
+def _add_gradient(steps: MaxSimSteps, of_documents: bool) -> None:
+    """Add the launches that compute the gradient of documents, or of queries."""
+    problem = steps.problem
+    setting = steps.setting
+    name = "documents" if of_documents else "queries"
+    rows = problem.documents if of_documents else problem.queries
+    n_rows, dim = rows.shape
+    all_pairs = problem.pairing == "all"
+    few_rows = configs.backward_config(
+        "row",
+        setting.capability,
+        problem.queries.dtype,
+        setting.tf32,
+    )["FEW_ROWS"]
+    kind, kernel = _gradient_kernel(problem, of_documents, few_rows)
+    config = configs.backward_config(
+        kind,
+        setting.capability,
+        problem.queries.dtype,
+        setting.tf32,
     )
-    config = configs.backward_config(kind, *facts)
-    # a kernel that has whole rows projects gradients of unit vectors itself
-    projects = p.normalize and kind in ("row", "listed") and dim <= config["BLOCK_D"]
-    # else that is done in fp32 afterwards, before the only rounding
-    apart = p.normalize and not projects
-    out = steps.buffer(f"unit_d{name}", rows.shape) if apart else f"d{name}"
-    # rows that no sequence holds, should offsets be broken, have none; those of queries of all
-    # pairs are written
-    if p.cu_documents is not None if side else p.cu_queries is not None and not everything:
-        if apart:
-            steps.torch(out, Tensor.zero_, out)
-        else:
-            steps.fills[out] = 0
-    if p.index is not None:
-        count = p.n_documents if side else p.n_queries
-        steps.torch(f"order{side}", lambda index: index[:, side].sort(stable=True).indices, "pairs")
-        steps.torch(
-            f"first{side}",
-            functools.partial(_first_pairs, side, count),
-            f"pairs order{side}",
-        )
-    columns = cdiv(dim, config["BLOCK_D"])
-    if side:  # programs share a document's tiles
-        slices = min(cdiv(p.document_length, config["BLOCK_T"]), MAX_SLICES) or TILES_OF_PACKED
-        config |= {"tiles": slices, "slices": slices}
-        grid = (p.n_documents, slices, columns)
+    # A kernel that has all of a row turns gradients of unit vectors into those of the rows itself.
+    # Otherwise that is done afterwards in fp32, before the only rounding.
+    kernel_projects = problem.normalize and kind in ("row", "listed") and dim <= config["BLOCK_D"]
+    project_afterwards = problem.normalize and not kernel_projects
+    out = f"d{name}"
+    if project_afterwards:
+        out = steps.buffer(f"unit_d{name}", rows.shape)
+    # Should offsets be broken, there are rows of no sequence, which have no gradient. The kernels
+    # for queries of all pairs write every row.
+    if of_documents:
+        may_have_unwritten_rows = problem.cu_documents is not None
     else:
-        block = config.get("BLOCK_R") or config.get("BLOCK_Q") or 1
-        grid = (cdiv(rows.size(0), block) if everything else p.n_queries, columns, 1)
-    if kind == "listed":
-        size = config["BLOCK_S_MANY" if p.queries.size(0) >= MANY_ROWS else "BLOCK_S"]
-        config |= {"BLOCK_S": size, "CAPACITY": 2 * size, "ALIGNED": p.queries.size(0) % 8 == 0}
-        grid = (min(p.n_documents * slices, MAX_PROGRAMS), columns, 1)
-        steps.buffer("lists", (grid[0] * columns * 2 * size,), torch.int32)
-    named = {
-        "order_ptr": f"order{side}",
-        "first_ptr": f"first{side}",
-        "ddoc_ptr": out,
-        "dquery_ptr": out,
-    }
-    steps.launch(kernel, grid, config | {"PROJECTS": projects}, named)
-    if apart:
-        factors = "document_factors" if side else "query_factors"
-        named = {"rows_ptr": name, "scale_ptr": factors, "grad_ptr": out, "out_ptr": f"d{name}"}
-        steps.over_rows(norms.unit_gradient_kernel, rows.size(0), named)
+        may_have_unwritten_rows = problem.cu_queries is not None and not all_pairs
+    if may_have_unwritten_rows and project_afterwards:
+        steps.torch(out, Tensor.zero_, out)
+    elif may_have_unwritten_rows:
+        steps.fills[out] = 0
+    if problem.index is not None:
+        column = 1 if of_documents else 0
+        count = problem.n_documents if of_documents else problem.n_queries
+        steps.torch(f"{name}_order", functools.partial(_pair_order, column), "pairs")
+        steps.torch(
+            f"{name}_first",
+            functools.partial(_pair_offsets, column, count),
+            f"pairs {name}_order",
+        )
+    grid = _gradient_grid(steps, kind, of_documents, config)
+    steps.launch(
+        kernel,
+        grid,
+        {**config, "PROJECTS": kernel_projects},
+        {
+            "order_ptr": f"{name}_order",
+            "first_ptr": f"{name}_first",
+            "ddoc_ptr": out,
+            "dquery_ptr": out,
+        },
+    )
+    if project_afterwards:
+        steps.over_rows(
+            norms.unit_gradient_kernel,
+            n_rows,
+            {
+                "rows_ptr": name,
+                "scale_ptr": "document_factors" if of_documents else "query_factors",
+                "grad_ptr": out,
+                "out_ptr": f"d{name}",
+            },
+        )

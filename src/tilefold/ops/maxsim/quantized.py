@@ -36,8 +36,9 @@ class QuantizedTokens:
         check_dtype("scales", self.scales, (torch.float32,), "use scales.float().")
         if self.scales.shape != self.values.shape[:-1] or self.scales.device != self.values.device:
             raise ValueError(
-                f"scales must have shape {list(self.values.shape[:-1])} on {self.values.device}, got "
-                f"{list(self.scales.shape)} on {self.scales.device}; make both with quantize_tokens.",
+                f"scales must have shape {list(self.values.shape[:-1])} on {self.values.device}, "
+                f"got {list(self.scales.shape)} on {self.scales.device}; make both with "
+                "quantize_tokens.",
             )
 
     @property
@@ -107,8 +108,8 @@ def quantize_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if rows.size(-1) == 0:
         return rows.to(dtype), rows.new_zeros(rows.shape[:-1])
     max_value = _MAX_VALUE[dtype]
-    # The divisor is a tensor: on a GPU, torch multiplies by the inverse of a Python number. The last
-    # bit of the scale would differ, which decides ties of the rounding.
+    # The divisor is a tensor: on a GPU, torch multiplies by the inverse of a Python number. The
+    # last bit of the scale would differ, which decides ties of the rounding.
     scales = rows.abs().amax(dim=-1) / rows.new_full((), max_value)
     values = rows / torch.where(scales > 0, scales, 1)[..., None]
     if dtype == torch.int8:

@@ -244,7 +244,10 @@ def inverse_norms(rows: Tensor) -> Tensor:
 
 
 def sequence_tokens(problem: Problem) -> tuple[SequenceTokens, SequenceTokens]:
-    """Describe the unmasked tokens of queries and of documents. Waits for a GPU if there are masks."""
+    """Describe the unmasked tokens of queries and of documents.
+
+    This waits for a GPU if there are masks.
+    """
     queries = _sequence_tokens(
         problem.queries,
         problem.query_mask,

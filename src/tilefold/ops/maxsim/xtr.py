@@ -50,27 +50,27 @@ def xtr_scores(
     normalize: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """XTR scores (Lee et al. 2023, arXiv 2304.01982) without the similarities ``[Nq, Nd, Lq, Ld]``.
+    """XTR scores (Lee et al. 2023, arXiv 2304.01982) without all similarities in memory.
 
-    Query token i retrieves the document tokens whose similarity ``s_ij = q_i . d_j`` is at least
-    its ``top_k``-th largest over the kept tokens of **all** documents. A document scores the maxima
-    over its retrieved tokens, averaged over the ``Z`` kept query tokens that retrieved any of
-    them::
+    The similarities are ``[Nq, Nd, Lq, Ld]``. Query token i retrieves the document tokens whose
+    similarity ``s_ij = q_i . d_j`` is at least its ``top_k``-th largest over the unmasked tokens of
+    **all** documents. A document scores the maxima over its retrieved tokens, averaged over the
+    ``Z`` unmasked query tokens that retrieved any of them::
 
-        score[q, d] = 1/Z sum_i max_{j in d, retrieved by i} s_ij                              (0 where Z = 0)
-        score[q, d] = 1/n sum_i (the same maximum, or the top_k-th similarity of i)            (impute=True)
+        score[q, d] = 1/Z sum_i max_{j in d, retrieved by i} s_ij                    (0 if Z = 0)
+        score[q, d] = 1/n sum_i (the maximum above, or else the top_k-th s_ij of i)  (impute=True)
 
-    with ``n`` kept query tokens: the training score, and what a search imputes for tokens that were
-    not retrieved (the paper's ``m_i``). Products accumulate in fp32 (fp64 for fp64 input), and the
-    scores are fp32 (fp64).
+    with ``n`` unmasked query tokens. The first is the training score. The second is what a search
+    computes, which imputes a value for tokens that were not retrieved (the paper's ``m_i``).
+    Products accumulate in fp32 (fp64 for fp64 input), and the scores are fp32 (fp64).
 
-    All similarities equal to the ``top_k``-th are retrieved, so ties never depend on an order;
-    among equal maxima of a document the lowest token takes the gradient. ``top_k`` from the number
-    of kept tokens on retrieves everything: ``maxsim(..., reduction="mean")``, whose words on empty
-    sides and on backward hold here too. A NaN similarity is larger than any number: it is
-    retrieved, its score is NaN, and it takes one of the ``top_k`` places. Retrieval and ``Z`` have
-    no gradient. Forward holds tiles of similarities, ``top_k`` numbers per query token of the tile,
-    and 9 bytes per query token and document.
+    All similarities equal to the ``top_k``-th are retrieved, so ties never depend on an order.
+    Among equal maxima of a document the first token takes the gradient. If ``top_k`` is at least
+    the number of unmasked document tokens, everything is retrieved, as in
+    ``maxsim(..., reduction="mean")``, whose remarks on empty documents and on backward also apply.
+    A NaN similarity counts as larger than any number: it is retrieved, its score is NaN, and it is
+    one of the ``top_k``. Retrieval and ``Z`` have no gradient. Forward holds tiles of similarities,
+    ``top_k`` numbers per query token of the tile, and 9 bytes per query token and document.
 
     Args:
         queries: ``[Nq, Lq, D]``, or ``[T, D]`` packed with ``cu_seqlens_q``; fp16, bf16, fp32 or
@@ -79,20 +79,20 @@ def xtr_scores(
             ``queries``.
         top_k: the paper's k', 1 or more: document tokens that a query token retrieves from the
             batch.
-        query_mask, document_mask, normalize: as in :func:`tilefold.ops.maxsim`; a masked token is
-            never retrieved, and takes no place.
-        cu_seqlens_q, cu_seqlens_d: as there; values are checked on every device.
+        query_mask, document_mask, normalize: as in :func:`tilefold.ops.maxsim`. A masked token is
+            never retrieved, and is none of the ``top_k``.
+        cu_seqlens_q, cu_seqlens_d: as in :func:`tilefold.ops.maxsim`, but checked on every device.
         impute: score like a search; for inference, without gradients.
-        impl: as in :func:`tilefold.ops.maxsim`. ``"triton"`` takes the kernels for backward;
-            forward is made of torch operations for both ``"tiled"`` and ``"triton"``, and looks at
-            masks and offsets on the host.
+        impl: as in :func:`tilefold.ops.maxsim`. ``"triton"`` uses kernels for backward. Forward
+            consists of torch operations for both ``"tiled"`` and ``"triton"``, and waits for the
+            device to read masks and offsets.
 
     Returns:
         ``[Nq, Nd]`` scores.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`tilefold.ops.maxsim`; for a gradient with
-            ``impute``.
+        TypeError, ValueError, RuntimeError: as :func:`tilefold.ops.maxsim`; ``ValueError`` for a
+            gradient with ``impute``.
     """
     if (
         isinstance(top_k, bool)
@@ -140,8 +140,8 @@ def _check_arguments(
         and (tensors.queries.requires_grad or tensors.documents.requires_grad)
     ):
         raise ValueError(
-            "impute must be False where a gradient is asked for, got True; train without it, score under "
-            "torch.no_grad().",
+            "impute must be False where a gradient is asked for, got True; train without it, "
+            "score under torch.no_grad().",
         )
     return Checked(XtrOptions(top_k, bool(impute), normalize), prepare)
 
