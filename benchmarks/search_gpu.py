@@ -46,8 +46,8 @@ from tilefold.bench.spec import Runnable, captured
 from tilefold.bench.timing import TimeBudget
 from tilefold.ops import QuantizedTokens, maxsim, maxsim_topk
 from tilefold.ops.sparse_search import sparse_topk
-from tilefold.pipeline.ahead import Ahead
-from tilefold.pipeline.rows import Batch, SparseRows, Window, repeated
+from tilefold.pipeline.rows import Batch, SparseRows, Window, repeat_interleave
+from tilefold.pipeline.threads import Prefetcher
 from tilefold.retrieval import LateIndex, TokenVectors
 from tilefold.retrieval.index import late, token_blocks
 
@@ -335,7 +335,7 @@ def encode_search(case: JobCase, count: int, device: torch.device) -> Iterator[R
         ]  # small ones, for which the GPU waits less
         with (
             torch.inference_mode(),
-            Ahead(batches([*first, *cut(size, 3 * BATCH)]), TOGETHER, "encoded") as found,
+            Prefetcher(batches([*first, *cut(size, 3 * BATCH)]), TOGETHER, "encoded") as found,
         ):
             for batch in found:
                 index.search_tensor(batch.rows, K)
@@ -351,8 +351,10 @@ def encode_search(case: JobCase, count: int, device: torch.device) -> Iterator[R
     ):  # rows of the stream, searched as they are
         counts, columns, values, size = batch.rows
         dense = torch.zeros(len(counts), size, dtype=values.dtype, device=device)
-        dense[repeated(torch.arange(len(counts)), counts, device), columns.long()] = values
-        known = [(row, place) for row, place in enumerate(batch.places) if place < len(truth.rows)]
+        dense[repeat_interleave(torch.arange(len(counts)), counts, device), columns.long()] = values
+        known = [
+            (row, place) for row, place in enumerate(batch.positions) if place < len(truth.rows)
+        ]
         errors = [
             float((dense[row].float().cpu() - truth.rows[place]).abs().max())
             for row, place in known

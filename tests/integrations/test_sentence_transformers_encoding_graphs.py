@@ -28,7 +28,7 @@ from tilefold.integrations.sentence_transformers.graphs.encoding import (
     EncodingGraphs,
 )
 from tilefold.ops.lsr_head import rows_of_scores
-from tilefold.pipeline.rows import NoRoomError, rows_in_room
+from tilefold.pipeline.rows import RowCapacityError, unpack_capacity_rows
 from tilefold.retrieval.encoding.sparse import encode_batch
 
 TEXT = "a list of numbers"
@@ -285,7 +285,7 @@ def test_rows_that_no_graph_has_room_for_are_captured_once(
 @pytest.mark.parametrize("top_k", [None, 3, 200])
 def test_rows_with_room_hold_what_a_matrix_holds(top_k: int | None) -> None:
     scores = torch.rand(9, 50, generator=torch.Generator().manual_seed(1)) - 0.6
-    got = rows_in_room(rows_of_scores(scores, 64, top_k, 0.0)[:4], 64, 50)
+    got = unpack_capacity_rows(*rows_of_scores(scores, 64, top_k, 0.0)[:4], 64, 50)
     kept = scores.clamp(min=0)
     if top_k == 3:
         best = kept.topk(3, dim=1)
@@ -293,8 +293,8 @@ def test_rows_with_room_hold_what_a_matrix_holds(top_k: int | None) -> None:
     rows, columns = kept.nonzero(as_tuple=True)
     assert torch.equal(got.counts, rows.bincount(minlength=9))
     assert torch.equal(got.columns.long(), columns) and torch.equal(got.values, kept[rows, columns])
-    with pytest.raises(NoRoomError):
-        rows_in_room(rows_of_scores(scores, 4, None, 0.0)[:4], 4, 50)
+    with pytest.raises(RowCapacityError):
+        unpack_capacity_rows(*rows_of_scores(scores, 4, None, 0.0)[:4], 4, 50)
 
 
 def test_a_capture_that_fails_is_told_once(stock: Any) -> None:

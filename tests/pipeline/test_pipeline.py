@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
 from tests.refusals import refused
-from tilefold.pipeline.ahead import Ahead, Behind
-from tilefold.pipeline.ragged import TokenIds, cut_batches, offsets_of
-from tilefold.pipeline.truncated import watching
+from tilefold.pipeline.ragged import TokenIds, batches_by_tokens, offsets_of
+from tilefold.pipeline.threads import BackgroundWorker, Prefetcher
+from tilefold.pipeline.truncation import counting_truncation
 
 
 def ours() -> list[threading.Thread]:
@@ -34,7 +34,7 @@ def test_items_come_in_order_and_no_further_ahead_than_asked() -> None:
             made.append(number)
             yield number
 
-    with Ahead(items(), 3) as ahead:
+    with Prefetcher(items(), 3) as ahead:
         time.sleep(0.2)
         assert len(made) <= 5, "three wait, one is in the thread's hands"
         assert list(ahead) == list(range(20))
@@ -47,7 +47,7 @@ def test_an_error_comes_after_the_items_before_it() -> None:
         raise KeyError("two")
 
     got: list[int] = []
-    with Ahead(items(), 3) as ahead, pytest.raises(KeyError, match="two"):
+    with Prefetcher(items(), 3) as ahead, pytest.raises(KeyError, match="two"):
         for item in ahead:
             got.append(item)
     assert got == [1] and not ours()
@@ -57,19 +57,19 @@ def test_leaving_early_ends_the_thread_that_waits_for_room_or_for_an_item() -> N
     for rest in (iter(range(1, 10**9)), itertools.repeat(None)):
         stop = threading.Event()
         with (
-            Ahead(itertools.chain([None, 0], rest), 1, stop=stop) as first,
-            Ahead(first, 1, stop=stop) as second,
+            Prefetcher(itertools.chain([None, 0], rest), 1, stop=stop) as first,
+            Prefetcher(first, 1, stop=stop) as second,
         ):
             assert next(iter(second)) == 0
         assert not ours()
-    with pytest.raises(KeyboardInterrupt), Ahead(iter(range(10**9)), 1):
+    with pytest.raises(KeyboardInterrupt), Prefetcher(iter(range(10**9)), 1):
         raise KeyboardInterrupt
     assert not ours()
 
 
 def test_jobs_run_in_order_and_what_was_submitted_survives_an_error_elsewhere() -> None:
     done: list[int] = []
-    with pytest.raises(ZeroDivisionError), Behind(2) as behind:
+    with pytest.raises(ZeroDivisionError), BackgroundWorker(2) as behind:
         for number in range(5):
             behind.submit(lambda n=number: done.append(n))  # type: ignore[misc]
         raise ZeroDivisionError
@@ -78,12 +78,12 @@ def test_jobs_run_in_order_and_what_was_submitted_survives_an_error_elsewhere() 
 
 def test_an_error_of_a_job_is_raised_once_it_is_known_and_later_jobs_do_not_run() -> None:
     done: list[int] = []
-    with pytest.raises(OSError, match="full"), Behind(2) as behind:
+    with pytest.raises(OSError, match="full"), BackgroundWorker(2) as behind:
         behind.submit(lambda: (_ for _ in ()).throw(OSError("full")))
         refused(OSError, "full", behind.drain)
         behind.submit(lambda: done.append(1))
     assert not done and not ours()
-    with pytest.raises(OSError, match="full"), Behind(2) as behind:
+    with pytest.raises(OSError, match="full"), BackgroundWorker(2) as behind:
         behind.submit(lambda: (_ for _ in ()).throw(OSError("full")))
     assert not ours()
 
@@ -119,7 +119,7 @@ def test_every_text_is_in_one_batch_within_its_limits(
     most: int | None,
 ) -> None:
     sizes = np.array(lengths, np.int64)
-    batches = list(cut_batches(sizes, budget, most))
+    batches = list(batches_by_tokens(sizes, budget, most))
     assert sorted(np.concatenate([*batches, np.zeros(0, np.int64)]).tolist()) == list(
         range(len(lengths)),
     )
@@ -133,12 +133,12 @@ def test_every_text_is_in_one_batch_within_its_limits(
 def test_texts_that_a_tokenizer_without_rust_cuts_are_counted_however_it_is_called() -> None:
     tokenizer, long = ByT5Tokenizer(), "many bytes" * 3
     cut: dict[str, Any] = {"truncation": True, "max_length": 10}
-    with watching() as found:
+    with counting_truncation() as found:
         tokenizer([long, "a"], **cut)
         tokenizer(long, **cut, return_tensors="pt")
         tokenizer(["a", long], None, None, **cut, return_attention_mask=False)
         tokenizer([long], truncation="do_not_truncate")
-    assert [(call.texts, list(call.cut)) for call in found.calls] == [
+    assert [(call.n_texts, list(call.cut)) for call in found.calls] == [
         (2, [0]),
         (1, [0]),
         (2, [1]),
@@ -147,4 +147,8 @@ def test_texts_that_a_tokenizer_without_rust_cuts_are_counted_however_it_is_call
 
 
 def test_batches_are_nearly_equal() -> None:
-    assert [len(batch) for batch in cut_batches(np.full(100, 10, np.int64), 400)] == [34, 34, 32]
+    assert [len(batch) for batch in batches_by_tokens(np.full(100, 10, np.int64), 400)] == [
+        34,
+        34,
+        32,
+    ]

@@ -30,7 +30,7 @@ from tests.retrieval.test_retrieval_interruptions import stop_at
 from tests.retrieval.test_retrieval_teachers import reranker
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.modules.echo import EchoTransformer
-from tilefold.pipeline.truncated import tallied, watching
+from tilefold.pipeline.truncation import counting_truncation, tally_truncation
 from tilefold.retrieval import (
     encode_collection,
     encode_queries,
@@ -150,7 +150,7 @@ def test_queries_have_a_length_of_their_own(
         ],
         device="cpu",
     )
-    with way(model), tallied() as tally:
+    with way(model), tally_truncation() as tally:
         documents = encode_tokens(model, TEXTS, tmp_path / "d", shard_size=4)
         queries = encode_tokens(model, TEXTS, tmp_path / "q", kind="query", shard_size=4)
         encode_texts(model, TEXTS, kind="query")
@@ -195,7 +195,7 @@ def test_texts_that_are_cut_on_the_left_are_counted(
 
 
 def test_what_is_encoded_into_memory_is_told(splade: Any, way: Any) -> None:
-    with way(splade), tallied() as tally:
+    with way(splade), tally_truncation() as tally:
         encode_queries(splade, TEXTS, batch_size=4)
         assert tally.lines() == [f"10 of {len(TEXTS)} queries were cut at {LIMIT} tokens"]
     modules = [Transformer(splade[0].tokenizer.name_or_path), Pooling(32)]
@@ -204,7 +204,7 @@ def test_what_is_encoded_into_memory_is_told(splade: Any, way: Any) -> None:
         prompts={"query": "find: ", "document": ""},
         device="cpu",
     )
-    with tallied() as tally:
+    with tally_truncation() as tally:
         encode_queries(splade, {"q": TEXTS["n200"]})
         encode_dense(dense, TEXTS, kind="document", batch_size=4)
     said = f"{CUT} of {len(TEXTS)} documents were cut at {LIMIT} tokens"
@@ -214,7 +214,7 @@ def test_what_is_encoded_into_memory_is_told(splade: Any, way: Any) -> None:
 def test_pairs_of_a_cross_encoder_are_counted(tmp_path: Path) -> None:
     teacher = CrossEncoder(str(reranker(tmp_path)), device="cpu", max_length=LIMIT)
     pairs = [("cats", text) for text in TEXTS.values()]
-    with watching() as cut:
+    with counting_truncation() as cut:
         teacher.predict(pairs, batch_size=4, show_progress_bar=False)
     whole = AutoTokenizer.from_pretrained(str(tmp_path))(
         [a for a, _ in pairs],
@@ -233,8 +233,8 @@ def test_a_tokenizer_without_rust_is_counted_too(splade: Any, tmp_path: Path) ->
         model_max_length=LIMIT,
     )
     stock = PreTrainedTokenizerBase.__call__
-    with watching() as cut:
-        with watching():
+    with counting_truncation() as cut:
+        with counting_truncation():
             assert PreTrainedTokenizerBase.__call__ is not stock
         slow(list(TEXTS.values()), padding=True, truncation=True, return_tensors="pt")
         slow(TEXTS["n200"], truncation=True, max_length=8)

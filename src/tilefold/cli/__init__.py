@@ -50,9 +50,9 @@ def _run(args: list[str], debug: bool) -> int:
     _common.kept.clear()
     _options.arguments[:] = [*args, *(["--debug"] if debug else [])]
     try:
-        from tilefold.retrieval.encoding.truncation import tallied
+        from tilefold.retrieval.encoding.truncation import tally_truncation
 
-        with tallied() as cuts:
+        with tally_truncation() as cuts:
             outcome = typer.main.get_command(_app())(
                 args or ["--help"],
                 prog_name="tilefold",

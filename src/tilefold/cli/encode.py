@@ -210,10 +210,10 @@ def encode(
 
 def _print(manifest: Any, output: Path, as_json: bool) -> None:
     """Print a summary of the folder, and the texts that are not in it."""
-    from tilefold.retrieval.encoding.truncation import tell_truncated
+    from tilefold.retrieval.encoding.truncation import report_manifest_truncation
 
     cut = manifest.provenance.passages
-    tell_truncated(
+    report_manifest_truncation(
         manifest.kind if cut is None else "passage",
         manifest.n_texts,
         manifest.truncated,

@@ -171,7 +171,7 @@ def train(
 def _tell(result: TrainResult, config: Any, asked: Asked) -> None:
     from tilefold.recipes import Losses
     from tilefold.recipes.loading import LOG, PLOT
-    from tilefold.retrieval.encoding.truncation import tell_truncated
+    from tilefold.retrieval.encoding.truncation import report_manifest_truncation
 
     output = asked["output"]
     if result.exploded:
@@ -180,7 +180,7 @@ def _tell(result: TrainResult, config: Any, asked: Asked) -> None:
             "model did not learn; train with a smaller --lr",
         )
     for found in result.truncated:
-        tell_truncated("training text", found["texts"], found)
+        report_manifest_truncation("training text", found["texts"], found)
     for text in result.warnings:
         note(f"warning: {_options.in_options(text)}")
     how = (

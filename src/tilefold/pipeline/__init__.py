@@ -1,3 +1,1 @@
-"""Parts of the encoding pipeline: token ids, batches cut by tokens, threads that work ahead,
-asynchronous copies.
-"""
+"""Parts of the encoding pipeline: tokens, batches, threads and copies between CPU and device."""

@@ -1,4 +1,4 @@
-"""Token ids of several texts without padding, and how they are cut into batches."""
+"""Packed token ids of several texts, and how texts are grouped into batches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Token ids of N texts, packed; text `i` has ``ids[offsets[i]:offsets[i + 1]]``."""
+    """Packed token ids of N texts with T tokens altogether.
 
-    ids: Int64  # [T]
-    positions: Int64  # [T], of the model's embeddings
-    offsets: Int64  # [N + 1]
+    Text ``i`` has the tokens ``ids[offsets[i]:offsets[i + 1]]``.
+
+    Attributes:
+        ids: token ids, ``[T]``.
+        positions: position ids that the model embeds, ``[T]``.
+        offsets: where each text begins, ``[N + 1]``.
+    """
+
+    ids: Int64
+    positions: Int64
+    offsets: Int64
 
     @property
     def lengths(self) -> Int64:
@@ -26,58 +34,98 @@ class TokenIds:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def take(self, chosen: Int64) -> TokenIds:
-        """The given texts, in the given order."""
-        at, offsets = gathered(self.offsets, chosen)
-        return TokenIds(self.ids[at], self.positions[at], offsets)
+    def take(self, texts: Int64) -> TokenIds:
+        """Return the texts at some positions, in that order."""
+        sources, offsets = gather_positions(self.offsets, texts)
+        return TokenIds(self.ids[sources], self.positions[sources], offsets)
 
 
 def offsets_of(lengths: npt.ArrayLike) -> Int64:
-    """``[0, lengths[0], lengths[0] + lengths[1], ...]``."""
+    """Return ``[0, lengths[0], lengths[0] + lengths[1], ...]``, ``[N + 1]``."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
-def gathered(offsets: Int64, chosen: Int64) -> tuple[Int64, Int64]:
-    """Places of the entries of the given rows, in the given order, and the offsets that they then
-    have.
+def gather_positions(offsets: Int64, rows: Int64) -> tuple[Int64, Int64]:
+    """Find the entries of some rows of packed storage.
+
+    Args:
+        offsets: where each row begins, ``[N + 1]``.
+        rows: row numbers in any order, ``[M]``.
+
+    Returns:
+        The positions of the entries of these rows, one row after another, and the offsets of the
+        rows once their entries have been gathered, ``[M + 1]``.
     """
-    lengths = np.diff(offsets)[chosen]
-    made = offsets_of(lengths)
-    return np.repeat(offsets[chosen] - made[:-1], lengths) + np.arange(made[-1]), made
+    lengths = np.diff(offsets)[rows]
+    new_offsets = offsets_of(lengths)
+    shifts = np.repeat(offsets[rows] - new_offsets[:-1], lengths)
+    return shifts + np.arange(new_offsets[-1]), new_offsets
 
 
-def spans(
+def row_ranges(
     offsets: Int64,
     size: int,
     low: int = 0,
     high: int | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Ranges of consecutive rows of up to `size` entries, of at least one row."""
-    high = len(offsets) - 1 if high is None else high
-    while low < high:
-        reach = int(np.searchsorted(offsets, offsets[low] + size, side="right")) - 1
-        low, start = max(low + 1, min(reach, high)), low
-        yield start, low
+    """Divide consecutive rows into ranges with a limited number of entries.
+
+    Args:
+        offsets: where each row begins, ``[N + 1]``.
+        size: number of entries per range. A row with more entries is a range by itself.
+        low: first row.
+        high: row after the last one; ``None`` means ``N``.
+
+    Yields:
+        First row and end of a range.
+    """
+    if high is None:
+        high = len(offsets) - 1
+    start = low
+    while start < high:
+        last_offset = offsets[start] + size
+        end_of_fitting_rows = int(np.searchsorted(offsets, last_offset, side="right")) - 1
+        end = max(start + 1, min(end_of_fitting_rows, high))
+        yield start, end
+        start = end
 
 
-def cut_batches(lengths: Int64, budget: int | None, most: int | None = None) -> Iterator[Int64]:
-    """Places of the texts of each batch, longest texts first; every text is in one batch.
+def batches_by_tokens(
+    lengths: Int64,
+    max_tokens: int | None,
+    max_texts: int | None = None,
+) -> Iterator[Int64]:
+    """Group texts of similar length into batches, the longest texts first.
 
-    Batches hold at most `budget` tokens and `most` texts, and are nearly equal; a longer text is
-    alone.
+    The batches have nearly equal numbers of tokens, and every text is in one of them.
+
+    Args:
+        lengths: number of tokens of each text.
+        max_tokens: tokens per batch; ``None`` sets no limit. A longer text is a batch by itself.
+        max_texts: texts per batch; ``None`` sets no limit.
+
+    Yields:
+        Positions of the texts of a batch.
     """
     order = np.argsort(-lengths, kind="stable")
     total = int(lengths.sum())
-    budget = max(1, total) if budget is None else budget
-    target = -(
-        -total // max(1, -(-total // budget))
-    )  # as many tokens in each of the fewest batches
-    start = tokens = 0
-    for place, length in enumerate(lengths[order].tolist()):
-        full = tokens >= target or tokens + length > budget or place - start == most
-        if full and place > start:
-            yield order[start:place]
-            start, tokens = place, 0
+    if max_tokens is None:
+        max_tokens = max(1, total)
+    min_batches = max(1, _ceil_divide(total, max_tokens))
+    target_tokens = _ceil_divide(total, min_batches)
+    start = 0
+    tokens = 0
+    for position, length in enumerate(lengths[order].tolist()):
+        n_texts = position - start
+        full = tokens >= target_tokens or tokens + length > max_tokens or n_texts == max_texts
+        if full and n_texts > 0:
+            yield order[start:position]
+            start = position
+            tokens = 0
         tokens += length
     if start < len(order):
         yield order[start:]
+
+
+def _ceil_divide(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)

@@ -1,6 +1,4 @@
-"""Windows of texts that go into a stream, batches that come out, their rows, and copies between
-host and device.
-"""
+"""Windows of texts, batches of encoded rows, and copies between the CPU and a device."""
 
 from __future__ import annotations
 
@@ -17,120 +15,179 @@ from tilefold.pipeline.ragged import offsets_of
 
 R = TypeVar("R")
 Items = TypeVar("Items", bound=Sequence[object])
-IN_FLIGHT = 3  # batches that a stream launches at most before it waits for the one ahead of them
+
+# Number of batches that a stream has launched at most when it waits for the first of them.
+IN_FLIGHT = 3
 
 
 class Batch(NamedTuple):
-    """Some texts of a window, and what was made of them."""
+    """Encoded texts of a window.
+
+    Attributes:
+        window: number of the window.
+        positions: positions of the texts in the window, in the order of the rows.
+        rows: :class:`SparseRows`, :class:`TokenRows`, a list or a matrix with a row for each text;
+            the exception if the batch is one text that could not be encoded.
+        cut: number of texts that the tokenizer truncated.
+        max_length: tokens at which texts are truncated; ``None`` without a limit.
+    """
 
     window: int
-    places: Sequence[int]  # of the texts in the window, in the order of the rows
-    rows: Any  # SparseRows, TokenRows, a row of a list or a matrix for each; of a text that fails alone, an exception
-    cut: int = 0  # how many of the texts were cut by the tokenizer
-    max_length: int | None = None  # tokens that it keeps of a text
+    positions: Sequence[int]
+    rows: Any
+    cut: int = 0
+    max_length: int | None = None
 
     def rows_of(self, texts: range) -> Any:
-        """The rows of some of its texts, which follow one another; raises what they failed with."""
+        """Return the rows of consecutive texts of the batch.
+
+        Args:
+            texts: positions in the batch.
+
+        Raises:
+            Exception: the error of a text that could not be encoded.
+        """
         rows = self.rows
         if isinstance(rows, Exception):
             raise rows
-        if len(texts) == len(self.places):
+        if len(texts) == len(self.positions):
             return rows
+        selected = slice(texts.start, texts.stop)
+        if hasattr(rows, "part"):
+            return rows.part(selected)
         if isinstance(rows, Tensor) and rows.layout != torch.strided:
             rows = rows.to_dense()
-        chosen = slice(texts.start, texts.stop)
-        return rows.part(chosen) if hasattr(rows, "part") else rows[chosen]
+        return rows[selected]
 
 
-def halved(texts: Items, attempt: Callable[[Items], R]) -> Iterator[tuple[Items, R | Exception]]:
-    """Parts of `texts` with what came of them: what fails is halved until the failing text is
-    alone.
+def bisect_failures(
+    items: Items,
+    function: Callable[[Items], R],
+) -> Iterator[tuple[Items, R | Exception]]:
+    """Apply a function to items, and halve items that fail until the failing one is isolated.
+
+    Args:
+        items: the items, such as the texts of a batch.
+        function: takes items and returns their result.
+
+    Yields:
+        Consecutive parts of the items with their result. A part that failed has one item, and its
+        result is the exception.
     """
+    result: R | Exception
     try:
-        outcome: R | Exception = attempt(texts)
-    except Exception as error:  # of one text, which must not lose the others
-        if len(texts) > 1:
-            for part in halves(texts):
-                yield from halved(part, attempt)
+        result = function(items)
+    except Exception as error:  # an error of one item must not lose the others
+        if len(items) > 1:
+            for half in split_in_half(items):
+                yield from bisect_failures(half, function)
             return
-        outcome = error
-    yield texts, outcome
+        result = error
+    yield items, result
 
 
-def halves(texts: Items) -> tuple[Items, Items]:
-    """Two parts of a sequence."""
-    middle = len(texts) // 2
-    return texts[:middle], texts[middle:]  # type: ignore[return-value]
+def split_in_half(items: Items) -> tuple[Items, Items]:
+    """Return the first and the second half of a sequence."""
+    middle = len(items) // 2
+    return items[:middle], items[middle:]  # type: ignore[return-value]
 
 
 class WindowEnd(NamedTuple):
-    """Everything of a window was given before."""
+    """Item of a stream after the last batch of a window."""
 
     window: int
 
 
-class Begun(NamedTuple):
-    """Texts are being tokenised: the first item of a stream, before the device was given anything."""
+class StreamStart(NamedTuple):
+    """First item of a stream: tokenisation has begun, and the device has no work yet."""
 
 
-Item = Begun | Batch | WindowEnd
+Item = StreamStart | Batch | WindowEnd
 
 
 class Window(NamedTuple):
-    """Texts that are tokenised together and cut into batches.
+    """Texts that are tokenised together and divided into batches.
 
-    Rows are known of those at the places to `skip`. Batches are cut as if they were not, so that
-    the others get the same companions, and with them the same bits, as in a run that was not
-    interrupted.
+    Attributes:
+        texts: the texts.
+        skip: positions of texts that need no rows, since an interrupted run has stored them.
+            Batches are composed as if they did, so that the other texts get the same batches, and
+            with them the same bits, as in a run without interruption.
+        prepare: changes texts before they are tokenised, for example by shortening them.
     """
 
     texts: Sequence[str]
     skip: frozenset[int] = frozenset()
-    prepare: Callable[[Sequence[str]], Sequence[str]] | None = (
-        None  # cuts texts before they are tokenised
-    )
+    prepare: Callable[[Sequence[str]], Sequence[str]] | None = None
 
-    def prepared(self) -> list[str]:
-        """The texts that are tokenised."""
+    def prepared_texts(self) -> list[str]:
+        """Return the texts that are tokenised."""
         return list(self.texts if self.prepare is None else self.prepare(self.texts))
 
 
-def say_unused_batch_tokens() -> None:
-    """Warn of a number of tokens that bounds no batch."""
-    why = "a model whose texts are padded: its batches are cut by batch_size."
-    warnings.warn(f"batch_tokens does nothing for {why}", stacklevel=3)
+def warn_unused_batch_tokens() -> None:
+    """Warn that ``batch_tokens`` has no effect for a model whose texts are padded."""
+    warnings.warn(
+        "batch_tokens does nothing for a model whose texts are padded: "
+        "its batches are cut by batch_size.",
+        stacklevel=3,
+    )
 
 
 class SparseRows(NamedTuple):
-    """Sparse rows, on the CPU but for entries that were to stay on the device."""
+    """Sparse rows on the CPU, or with entries on a device.
 
-    counts: Tensor  # int64 [n], entries of each row
-    columns: Tensor  # int32 [sum(counts)], rising in each row; int64 of one row on a device
-    values: Tensor  # [sum(counts)]
+    Attributes:
+        counts: number of entries of each row, int64 ``[N]`` on the CPU.
+        columns: columns in ascending order within a row, int32 ``[sum(counts)]``. Those of a single
+            row on a device are int64.
+        values: ``[sum(counts)]``.
+        vocab_size: number of columns V.
+    """
+
+    counts: Tensor
+    columns: Tensor
+    values: Tensor
     vocab_size: int
 
-    def part(self, chosen: slice) -> SparseRows:
-        at = entries_of(self.counts, chosen)
-        return SparseRows(self.counts[chosen], self.columns[at], self.values[at], self.vocab_size)
+    def part(self, rows: slice) -> SparseRows:
+        """Return consecutive rows."""
+        entries = entry_slice(self.counts, rows)
+        return SparseRows(
+            self.counts[rows],
+            self.columns[entries],
+            self.values[entries],
+            self.vocab_size,
+        )
 
 
-def entries_of(counts: Tensor, chosen: slice) -> slice:
-    """Slice of the entries of some rows, of rows with so many one after the other."""
-    start = int(counts[: chosen.start].sum())
-    return slice(start, start + int(counts[chosen].sum()))
+def entry_slice(counts: Tensor, rows: slice) -> slice:
+    """Return the slice of the entries of consecutive rows in packed storage.
+
+    Args:
+        counts: number of entries of each row, ``[N]``.
+        rows: the rows.
+    """
+    start = int(counts[: rows.start].sum())
+    return slice(start, start + int(counts[rows].sum()))
 
 
-class NoRoomError(Exception):
-    """Rows had more entries than there was room for."""
+class RowCapacityError(Exception):
+    """A sparse row has more entries than fit into storage of fixed capacity.
 
-    def __init__(self, most: int) -> None:
-        super().__init__(f"a row has {most} entries, more than there was room for.")
-        self.most = most
+    Attributes:
+        max_entries: number of entries of the longest row.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        super().__init__(f"a row has {max_entries} entries, more than its capacity.")
+        self.max_entries = max_entries
 
 
-class Fetched:
-    """Tensors on their way to the host: from a GPU into pinned memory, in the order of its current
-    stream.
+class HostCopy:
+    """Asynchronous copy of tensors to the CPU.
+
+    Tensors of a GPU are copied to pinned memory, in the order of the GPU's current CUDA stream.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -147,19 +204,24 @@ class Fetched:
             self._host = [tensor.cpu() for tensor in tensors]
 
     def ready(self) -> bool:
-        """Whether they are there."""
+        """Return whether the copies have finished."""
         return self._event is None or bool(self._event.query())
 
-    def fetched(self) -> list[Tensor]:
-        """The tensors on the CPU; waits for the copies, and for nothing after them."""
+    def wait(self) -> list[Tensor]:
+        """Wait for the copies, but for no later work of the device, and return them."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
 
 
-class PendingRows(Fetched):
-    """Sparse rows on their way to the host: ``[B, V]`` CSR, or (counts, kept, columns, values, V)
-    of fixed capacity.
+class PendingSparseRows(HostCopy):
+    """Sparse rows that are being copied to the CPU.
+
+    Args:
+        rows: CSR ``[B, V]``, or rows of fixed capacity: (counts, stored counts, columns, values,
+            V), as :func:`unpack_capacity_rows` takes them.
+        capacity: number of entries that each row of fixed capacity can store.
+        to_host: whether columns and values are copied too. Otherwise they stay on the device.
     """
 
     def __init__(
@@ -168,67 +230,119 @@ class PendingRows(Fetched):
         capacity: int = 0,
         to_host: bool = True,
     ) -> None:
-        self.capacity: int | None = None if isinstance(rows, Tensor) else capacity
+        self.capacity: int | None
         if isinstance(rows, Tensor):
+            self.capacity = None
             self.vocab_size = int(rows.size(1))
-            parts = [rows.crow_indices().diff(), rows.col_indices().to(torch.int32), rows.values()]
+            counts = [rows.crow_indices().diff()]
+            columns = rows.col_indices().to(torch.int32)
+            values = rows.values()
         else:
-            *parts, self.vocab_size = rows
-        self._there = [] if to_host else parts[-2:]
-        super().__init__(parts if to_host else parts[:-2])
+            self.capacity = capacity
+            all_counts, stored_counts, columns, values, self.vocab_size = rows
+            counts = [all_counts, stored_counts]
+        entries = [columns, values]
+        self._device_entries = [] if to_host else entries
+        super().__init__([*counts, *entries] if to_host else counts)
 
     def get(self) -> SparseRows:
-        """All rows; :class:`NoRoomError` if one has more entries than there was room for."""
-        parts = [*self.fetched(), *self._there]
+        """Wait for the copies and return the rows.
+
+        Raises:
+            RowCapacityError: if a row has more entries than the capacity.
+        """
+        tensors = [*self.wait(), *self._device_entries]
         if self.capacity is None:
-            counts, columns, values = parts
+            counts, columns, values = tensors
             return SparseRows(counts.to(torch.int64), columns, values, self.vocab_size)
-        return rows_in_room(parts, self.capacity, self.vocab_size)
+        counts, stored_counts, columns, values = tensors
+        return unpack_capacity_rows(
+            counts,
+            stored_counts,
+            columns,
+            values,
+            self.capacity,
+            self.vocab_size,
+        )
 
 
-def rows_in_room(parts: Sequence[Tensor], capacity: int, vocab_size: int) -> SparseRows:
-    """Rows of (counts, kept, columns, values) of a `capacity`; :class:`NoRoomError` if one has
-    more.
+def unpack_capacity_rows(
+    counts: Tensor,
+    stored_counts: Tensor,
+    columns: Tensor,
+    values: Tensor,
+    capacity: int,
+    vocab_size: int,
+) -> SparseRows:
+    """Convert rows of fixed capacity to packed rows.
 
-    Columns and values may lie on a device, and stay there; nothing waits for it.
+    Columns and values may be on a device. The results then stay there as copies, since a graph
+    overwrites its buffers, and nothing waits for the device.
+
+    Args:
+        counts: number of non-zero entries of each row, ``[N]`` on the CPU.
+        stored_counts: number of entries that are kept of each row, ``[N]`` on the CPU.
+        columns: ``[N, capacity]``.
+        values: ``[N, capacity]``.
+        capacity: number of entries that each row can store.
+        vocab_size: number of columns V.
+
+    Raises:
+        RowCapacityError: if a row has more entries than `capacity`.
     """
-    counts, kept, columns, values = parts
-    if (most := max(counts.tolist(), default=0)) > capacity:
-        raise NoRoomError(most)
-    if columns.device.type != "cpu":
-        kept = kept.to(torch.int64)
-        if len(kept) == 1:
-            size = int(
-                kept,
-            )  # copies, since what is lent is written again; of columns as sparse tensors take them
-            return SparseRows(
-                kept,
-                columns[0, :size].to(torch.int64, copy=True),
-                values[0, :size].clone(),
-                vocab_size,
-            )
-        behind = torch.arange(len(kept)) * columns.size(1) - (kept.cumsum(0) - kept)
-        at = places(behind, kept, columns.device)
-        return SparseRows(kept, columns.flatten()[at], values.flatten()[at], vocab_size)
-    sizes = kept.tolist()
+    max_entries = max(counts.tolist(), default=0)
+    if max_entries > capacity:
+        raise RowCapacityError(max_entries)
+    if columns.device.type == "cpu":
+        sizes = stored_counts.tolist()
+        return SparseRows(
+            stored_counts.to(torch.int64),
+            _row_beginnings(columns, sizes),
+            _row_beginnings(values, sizes),
+            vocab_size,
+        )
+    stored_counts = stored_counts.to(torch.int64)
+    if len(stored_counts) == 1:
+        size = int(stored_counts)
+        return SparseRows(
+            stored_counts,
+            columns[0, :size].to(torch.int64, copy=True),  # int64, as sparse tensors need it
+            values[0, :size].clone(),
+            vocab_size,
+        )
+    starts = torch.arange(len(stored_counts)) * columns.size(1)
+    new_starts = stored_counts.cumsum(0) - stored_counts
+    sources = source_positions(starts - new_starts, stored_counts, columns.device)
     return SparseRows(
-        kept.to(torch.int64),
-        _firsts(columns, sizes),
-        _firsts(values, sizes),
+        stored_counts,
+        columns.flatten()[sources],
+        values.flatten()[sources],
         vocab_size,
     )
 
 
-def _firsts(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The first entries of each row, by numpy: it starts no threads beside those of the tokenizer."""
-    plain = rows.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]).numpy()
-    parts = [row[:size] for row, size in zip(plain, sizes, strict=True)]
-    return torch.from_numpy(np.concatenate(parts) if parts else plain.reshape(-1)).view(rows.dtype)
+def _row_beginnings(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Concatenate the first ``sizes[i]`` entries of each row ``i`` of a CPU matrix.
+
+    numpy does it, since torch would start threads that compete with the tokenizer's.
+    """
+    # numpy has no bfloat16: the entries are copied as integers of the same size.
+    integer_types = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    array = rows.view(integer_types[rows.element_size()]).numpy()
+    parts = [row[:size] for row, size in zip(array, sizes, strict=True)]
+    packed = np.concatenate(parts) if parts else array.reshape(-1)
+    return torch.from_numpy(packed).view(rows.dtype)
 
 
-def stacked(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets ``[total + 1]``, columns and values of the rows of batches, in the order of `total`
-    texts.
+def concatenate_rows(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Concatenate the sparse rows of batches in the order of the texts.
+
+    Args:
+        batches: batches with :class:`SparseRows`. Their positions are those of `total` texts.
+        total: number of texts N.
+
+    Returns:
+        Offsets ``[N + 1]`` on the CPU, columns and values of CSR rows.
     """
     if not batches:
         return (
@@ -236,121 +350,165 @@ def stacked(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tensor, Tenso
             torch.zeros(0, dtype=torch.int64),
             torch.zeros(0),
         )
-    if len(batches) == 1 and batches[0].places == range(total):
+    if len(batches) == 1 and batches[0].positions == range(total):
         rows = batches[0].rows
         return (
             torch.from_numpy(offsets_of(rows.counts.numpy())),
             rows.columns.clone(),
             rows.values.clone(),
         )
-    counts = torch.cat([batch.rows.counts for batch in batches])
+    batch_counts = torch.cat([batch.rows.counts for batch in batches])
     columns = torch.cat([batch.rows.columns for batch in batches])
     values = torch.cat([batch.rows.values for batch in batches])
-    order = torch.cat([torch.as_tensor(batch.places, dtype=torch.int64) for batch in batches])
-    wanted = torch.zeros(total, dtype=torch.int64)
-    wanted[order] = counts
+    order = torch.cat([torch.as_tensor(batch.positions, dtype=torch.int64) for batch in batches])
+    counts = torch.zeros(total, dtype=torch.int64)
+    counts[order] = batch_counts
     starts = torch.zeros(total, dtype=torch.int64)
-    starts[order] = counts.cumsum(0) - counts
-    offsets = torch.cat([counts.new_zeros(1), wanted.cumsum(0)])
-    source = places(starts - offsets[:-1], wanted, values.device)
-    return offsets, columns[source], values[source]
+    starts[order] = batch_counts.cumsum(0) - batch_counts
+    offsets = torch.cat([batch_counts.new_zeros(1), counts.cumsum(0)])
+    sources = source_positions(starts - offsets[:-1], counts, values.device)
+    return offsets, columns[sources], values[sources]
 
 
-def places(behind: Tensor, counts: Tensor, device: torch.device) -> Tensor:
-    """Where the entries of rows with so many come from, which lie so many places `behind` where
-    they will.
+def source_positions(shifts: Tensor, counts: Tensor, device: torch.device) -> Tensor:
+    """Compute where each entry of packed rows is copied from.
+
+    Args:
+        shifts: position of a row's first entry in the source minus that in the result, ``[N]``.
+        counts: number of entries of each row, ``[N]``.
+        device: device of the result.
+
+    Returns:
+        Positions in the source, int64 ``[sum(counts)]``.
     """
-    found = repeated(behind, counts, device)
-    return found.add_(torch.arange(len(found), device=device))
+    positions = repeat_interleave(shifts, counts, device)
+    return positions.add_(torch.arange(len(positions), device=device))
 
 
-def repeated(values: Tensor, counts: Tensor, device: torch.device | None = None) -> Tensor:
-    """``torch.repeat_interleave`` of values on the CPU, on `device`, which nothing waits for."""
-    if (
-        device is None or device.type == "cpu"
-    ):  # by numpy: torch wakes all threads for a few rows, which can take ms
+def repeat_interleave(
+    values: Tensor,
+    counts: Tensor,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Compute ``torch.repeat_interleave`` of CPU tensors on a device, without waiting for it.
+
+    Args:
+        values: int64 ``[N]`` on the CPU.
+        counts: how often each value is repeated, int64 ``[N]`` on the CPU.
+        device: device of the result; ``None`` means the CPU.
+
+    Returns:
+        ``[sum(counts)]``.
+    """
+    if device is None or device.type == "cpu":
+        # By numpy: torch wakes all threads for a few rows, which can take milliseconds.
         return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
-    there, of_each = to_device(np.stack([values.numpy(), counts.numpy()]), device)
-    return torch.repeat_interleave(there, of_each, output_size=int(counts.sum()))
+    stacked = np.stack([values.numpy(), counts.numpy()])
+    device_values, device_counts = to_device(stacked, device)
+    return torch.repeat_interleave(device_values, device_counts, output_size=int(counts.sum()))
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A numpy array on `device`, in the order of the current stream."""
+    """Copy a numpy array to a device, in the order of its current CUDA stream."""
     tensor = torch.from_numpy(array)
-    return (
-        tensor.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else tensor.to(device)
-    )
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class TokenRows(NamedTuple):
-    """Token vectors of some texts, packed, on the CPU."""
+    """Packed token vectors of N texts on the CPU, T altogether.
 
-    counts: Tensor  # int64 [n], vectors of each text
-    finite: Tensor  # bool [T]
-    values: Tensor  # [T, D] as they are stored
-    scales: Tensor | None = None  # [T] of int8 values
+    Attributes:
+        counts: number of vectors of each text, int64 ``[N]``.
+        finite: whether all elements of a vector are finite, bool ``[T]``.
+        values: vectors in the stored number type, ``[T, D]``.
+        scales: scales of int8 vectors, ``[T]``.
+    """
 
-    def part(self, chosen: slice) -> TokenRows:
-        at = entries_of(self.counts, chosen)
-        scales = None if self.scales is None else self.scales[at]
-        return TokenRows(self.counts[chosen], self.finite[at], self.values[at], scales)
+    counts: Tensor
+    finite: Tensor
+    values: Tensor
+    scales: Tensor | None = None
+
+    def part(self, texts: slice) -> TokenRows:
+        """Return the vectors of consecutive texts."""
+        tokens = entry_slice(self.counts, texts)
+        scales = None if self.scales is None else self.scales[tokens]
+        return TokenRows(self.counts[texts], self.finite[tokens], self.values[tokens], scales)
 
 
-class PendingTokens(Fetched):
-    """Token vectors ``[B, S, D]`` that count, packed and stored on the device, of unknown number
-    there.
+class PendingTokenRows(HostCopy):
+    """Stored token vectors that are being copied to the CPU.
 
-    `stored` makes of ``[T, D]`` fp32 which are finite ``[T]``, values, and scales if any.
+    They are packed on the device. The CPU learns their number when it has received them.
+
+    Args:
+        vectors: ``[B, S, D]``.
+        mask: which tokens count, ``[B, S]``.
+        to_stored: converts fp32 vectors ``[T, D]`` to (finite ``[T]``, values ``[T, D]``), and
+            scales ``[T]`` for int8, as in :class:`TokenRows`.
     """
 
     def __init__(
         self,
         vectors: Tensor,
         mask: Tensor,
-        stored: Callable[[Tensor], tuple[Tensor, ...]],
+        to_stored: Callable[[Tensor], tuple[Tensor, ...]],
     ) -> None:
-        keep = mask.bool()
-        super().__init__([keep.sum(1), *stored(packed_rows(vectors, keep).float())])
+        mask = mask.bool()
+        counts = mask.sum(1)
+        packed = packed_rows(vectors, mask)
+        super().__init__([counts, *to_stored(packed.float())])
 
     def get(self) -> TokenRows:
-        counts, *others = self.fetched()
-        return TokenRows(
-            counts,
-            *(part[:total] for total in [int(counts.sum())] for part in others),
-        )
+        """Wait for the copies and return the vectors."""
+        counts, *tensors = self.wait()
+        total = int(counts.sum())
+        return TokenRows(counts, *(tensor[:total] for tensor in tensors))
 
 
-class PendingVectors(Fetched):
-    """Token vectors ``[B, S, D]`` that count, packed on the device, of whose numbers the host does
-    not know yet.
+class PendingTokenVectors(HostCopy):
+    """Token vectors, packed on a device, whose counts are being copied to the CPU.
+
+    Args:
+        vectors: ``[B, S, D]``.
+        mask: which tokens count, ``[B, S]``.
+        to_host: whether the vectors are copied too. Otherwise they stay on the device.
     """
 
     def __init__(self, vectors: Tensor, mask: Tensor, to_host: bool) -> None:
-        keep = mask.bool()
-        self._rows = packed_rows(vectors, keep)
-        super().__init__([keep.sum(1), *([self._rows] if to_host else [])])
+        mask = mask.bool()
+        self._packed = packed_rows(vectors, mask)
+        counts = mask.sum(1)
+        super().__init__([counts, self._packed] if to_host else [counts])
 
     def get(self) -> list[Tensor]:
-        """``[n, D]`` of each text, parts of one tensor."""
-        counts, *rows = self.fetched()
+        """Wait for the copies and return vectors ``[n, D]`` of each text, views of one tensor."""
+        counts, *copies = self.wait()
+        vectors = copies[0] if copies else self._packed
         total = int(counts.sum())
-        found = (rows or [self._rows])[0]
-        # a copy where rows are spare, so that nobody keeps them
-        found = found if found.size(0) == total else found[:total].clone()
-        return list(torch.split(found, counts.tolist()))
+        if vectors.size(0) != total:
+            vectors = vectors[:total].clone()  # a copy, so that the spare rows are freed
+        return list(torch.split(vectors, counts.tolist()))
 
 
-def packed_rows(vectors: Tensor, keep: Tensor) -> Tensor:
-    """``[T, D]`` vectors that count; on a GPU as many rows as there are places, the last of which
-    mean nothing.
+def packed_rows(vectors: Tensor, mask: Tensor) -> Tensor:
+    """Move the vectors of the tokens that count to the beginning.
+
+    Args:
+        vectors: ``[B, S, D]``.
+        mask: which tokens count, bool ``[B, S]``.
+
+    Returns:
+        ``[T, D]`` on the CPU. On a device ``[B * S, D]``, since the CPU does not know T without
+        waiting: rows from T on mean nothing.
     """
     if vectors.device.type == "cpu":
-        return vectors[keep]
-    flat = keep.reshape(-1)
-    spare = flat.numel()
-    at = torch.where(flat, flat.cumsum(0) - 1, spare)
-    return vectors.new_zeros(spare + 1, vectors.size(-1)).index_copy_(0, at, vectors.flatten(0, 1))[
-        :spare
-    ]
+        return vectors[mask]
+    flat_mask = mask.reshape(-1)
+    size = flat_mask.numel()
+    # Masked tokens go to an additional last row, which is dropped.
+    targets = torch.where(flat_mask, flat_mask.cumsum(0) - 1, size)
+    rows = vectors.new_zeros(size + 1, vectors.size(-1))
+    return rows.index_copy_(0, targets, vectors.flatten(0, 1))[:size]

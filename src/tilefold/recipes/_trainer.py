@@ -238,7 +238,7 @@ def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> Train
         negatives_among=recipe.negatives_among,
     )
     cuts = Tally()  # of all ranks, for each length
-    own_cuts = getattr(trainer.data_collator, "cut", cuts).seen.values()
+    own_cuts = getattr(trainer.data_collator, "cut", cuts).counts.values()
     for truncation in itertools.chain(*job.world.all(list(own_cuts))):
         cuts.add("text", truncation.texts, truncation.count, truncation.max_length)
     return replace(
@@ -260,7 +260,7 @@ def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> Train
         warnings=warnings,
         truncated=tuple(
             {key: vars(cut)[key] for key in ("texts", "count", "max_length")}
-            for cut in cuts.seen.values()
+            for cut in cuts.counts.values()
         ),
     )
 

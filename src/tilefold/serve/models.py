@@ -28,7 +28,7 @@ from tilefold.integrations.sentence_transformers.packing.inputs import (
 from tilefold.integrations.sentence_transformers.streaming.stream import prompt_of
 from tilefold.integrations.transformers.packed import padding_position
 from tilefold.retrieval.encoding.sparse import encode_stock
-from tilefold.retrieval.encoding.truncation import Call, cut_texts, watching
+from tilefold.retrieval.encoding.truncation import TokenizerCall, counting_truncation, cut_texts
 from tilefold.retrieval.vectors.sparse_files import SparseVectors
 from tilefold.serve.bodies import Row, ServeError, Vector, empty, invalid, rows_of, strongest
 
@@ -198,11 +198,11 @@ class Served:
         """
         return inference_precision(self.model)
 
-    def _call(self, side: Side) -> Call:
+    def _call(self, side: Side) -> TokenizerCall:
         """Tokenizer call of the model for a text of this side."""
-        with watching() as seen:
+        with counting_truncation() as seen:
             self.model.preprocess(["a"], task=side)
-        return seen.calls[-1] if seen.calls else Call(1, (), None)
+        return seen.calls[-1] if seen.calls else TokenizerCall(1, (), None)
 
     def limit(self, side: Side) -> int:
         """The most tokens that the model reads of a text."""

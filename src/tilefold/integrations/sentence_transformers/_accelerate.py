@@ -427,7 +427,9 @@ def encode_sparse(
             encoded = (
                 encode_batch(model, [texts[i] for i in cut], task, prompt, options) for cut in cuts
             )
-            batches = [batch._replace(places=cut) for batch, cut in zip(encoded, cuts, strict=True)]
+            batches = [
+                batch._replace(positions=cut) for batch, cut in zip(encoded, cuts, strict=True)
+            ]
         vocab_size = (
             0
             if batches

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tilefold._internal.arguments import check_choice, check_encoder, check_mapping
 from tilefold._internal.typing import Model, Tensor
-from tilefold.pipeline.truncated import Truncation, tell, watching
+from tilefold.pipeline.truncation import Truncation, counting_truncation, report_truncation
 from tilefold.retrieval.common.files import check_text_ids
 from tilefold.retrieval.common.provenance import model_fingerprint, provenance_of
 from tilefold.retrieval.encoding.truncation import cut_texts
@@ -80,7 +80,7 @@ def encode_dense(
     encode, cut = model.encode_document if kind == "document" else model.encode_query, Truncation()
     for start in range(0, len(contents), DOCUMENT_CHUNK):
         chunk = contents[start : start + DOCUMENT_CHUNK]
-        with watching(cut):
+        with counting_truncation(cut):
             parts.append(
                 encode(
                     chunk,
@@ -91,5 +91,5 @@ def encode_dense(
             )
         if progress is not None:
             progress(min(start + DOCUMENT_CHUNK, len(contents)), len(contents))
-    tell(kind, len(contents), cut)
+    report_truncation(kind, len(contents), cut)
     return torch.cat(parts)

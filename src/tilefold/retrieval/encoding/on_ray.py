@@ -20,7 +20,7 @@ import torch
 
 from tilefold._internal.arguments import check_instance, check_least
 from tilefold._internal.typing import Model
-from tilefold.pipeline.ahead import Behind
+from tilefold.pipeline.threads import BackgroundWorker
 from tilefold.retrieval.common.files import Json, require
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.passages import PassageTexts
@@ -376,7 +376,7 @@ class Worker:
         folder, key = self.writer.path, self.writer.key
         if missing := [part for part in ranges if Receipt.read(folder, part.number, key) is None]:
             tried = self._tried(missing)
-            with Behind(WAITING_SHARDS, "tilefold-writer") as behind:
+            with BackgroundWorker(WAITING_SHARDS, "tilefold-writer") as behind:
                 list(encode_shards(self.job, map(self._read, missing), self._leave, behind))
             tried.unlink(missing_ok=True)
 

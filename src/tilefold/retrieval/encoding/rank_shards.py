@@ -19,8 +19,8 @@ from typing import Any, Generic
 import torch.distributed as dist
 
 from tilefold._internal.files import LOCK, InUseError, hold_folder, scratch_folder
-from tilefold.pipeline.ahead import Behind
 from tilefold.pipeline.rows import IN_FLIGHT
+from tilefold.pipeline.threads import BackgroundWorker
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.encoding.streamed import WAITING_SHARDS, Job, Shard, encode_shards
 from tilefold.retrieval.errors import DataError, RankError
@@ -235,7 +235,7 @@ class RankShards(Generic[M, V]):
 
     def _encode(self, open_late: Callable[[], None] | None) -> None:
         with (
-            Behind(WAITING_SHARDS, "tilefold-writer") as behind,
+            BackgroundWorker(WAITING_SHARDS, "tilefold-writer") as behind,
             closing(
                 encode_shards(self.job, self._taken(), self._write, behind, open_late),
             ) as steps,

@@ -23,17 +23,17 @@ from torch import Tensor
 from tilefold._internal.arguments import check_choice, check_least
 from tilefold._internal.precision import inference_precision
 from tilefold._internal.typing import Model
-from tilefold.pipeline.ahead import Behind
 from tilefold.pipeline.rows import (
     Batch,
-    Begun,
     Item,
+    StreamStart,
     Window,
     WindowEnd,
-    halved,
-    say_unused_batch_tokens,
+    bisect_failures,
+    warn_unused_batch_tokens,
 )
-from tilefold.pipeline.truncated import Truncation, tell, watching
+from tilefold.pipeline.threads import BackgroundWorker
+from tilefold.pipeline.truncation import Truncation, counting_truncation, report_truncation
 from tilefold.retrieval.common.files import check_text_ids
 from tilefold.retrieval.common.provenance import Provenance, model_fingerprint
 from tilefold.retrieval.encoding.truncation import cut_texts
@@ -140,7 +140,7 @@ class Job(ABC, Generic[M, V]):
             }
             self.stream = functools.partial(stream, task=how.kind, **options)
         elif how.batch_tokens is not None:
-            say_unused_batch_tokens()
+            warn_unused_batch_tokens()
 
     @abstractmethod
     def run(self, texts: list[str]) -> Tensor | list[Tensor]:
@@ -148,22 +148,22 @@ class Job(ABC, Generic[M, V]):
 
     def plain(self, windows: Iterator[Window | None]) -> Generator[Item, None, None]:
         """Batches of all texts without threads, as :class:`tilefold.pipeline.rows.Item` says."""
-        yield Begun()
+        yield StreamStart()
         size, seen = self.how.batch_size or PLAIN_TEXTS, Truncation()
 
         def attempt(part: list[int]) -> Tensor | list[Tensor]:
             nonlocal seen
-            with watching() as seen:
+            with counting_truncation() as seen:
                 return self.run([texts[place] for place in part])
 
         for number, window in enumerate(filter(None, windows)):
-            texts = window.prepared()
+            texts = window.prepared_texts()
             order = sorted(range(len(texts)), key=lambda place: len(texts[place]), reverse=True)
             for start in range(0, len(order), size):
                 places = [
                     place for place in order[start : start + size] if place not in window.skip
                 ]
-                for part, rows in halved(places, attempt) if places else ():
+                for part, rows in bisect_failures(places, attempt) if places else ():
                     yield Batch(number, part, rows, seen.count, seen.max_length)
             yield WindowEnd(number)
 
@@ -214,7 +214,7 @@ class Job(ABC, Generic[M, V]):
             for item in items:
                 if isinstance(item, Batch):
                     shard.take(item, self)
-        tell(self.how.kind, len(self.texts), shard.cut)
+        report_truncation(self.how.kind, len(self.texts), shard.cut)
         vectors, failed = shard.assembled(self)
         if failed:
             name, why = next(iter(failed.items()))
@@ -277,12 +277,12 @@ class Shard(Generic[V]):
     def take(self, batch: Batch, job: Job[Any, V]) -> None:
         """A batch of the stream; what fails of it, such as NaN in a row, loses no other text."""
         self.cut.add(0, batch.cut, batch.max_length)
-        names = [self.strings[place] for place in batch.places]
+        names = [self.strings[place] for place in batch.positions]
 
         def vectors(texts: range) -> V:
             return job.vectors(names[texts.start : texts.stop], batch.rows_of(texts))
 
-        for texts, outcome in halved(range(len(names)), vectors):
+        for texts, outcome in bisect_failures(range(len(names)), vectors):
             if isinstance(outcome, Exception):
                 self.failed[names[texts.start]] = reason(outcome)
             else:
@@ -314,7 +314,7 @@ def encode_shards(
     job: Job[Any, V],
     shards: Iterable[Shard[V] | None],
     write: Callable[[Shard[V]], None],
-    behind: Behind,
+    behind: BackgroundWorker,
     open_late: Callable[[], None] | None = None,
 ) -> Generator[Shard[V], None, None]:
     """Encode shards of a source, which gives None where there is none yet, and yield them as
@@ -373,7 +373,7 @@ class FolderShards(Generic[M, V]):
         shards, begin = list(self.left), self._begin if late else None
         try:
             with (
-                Behind(WAITING_SHARDS, "tilefold-writer") as behind,
+                BackgroundWorker(WAITING_SHARDS, "tilefold-writer") as behind,
                 closing(encode_shards(self.job, shards, self._write, behind, begin)) as steps,
             ):
                 for shard in steps:

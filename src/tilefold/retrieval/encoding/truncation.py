@@ -11,19 +11,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from tilefold._internal.typing import Model, Tokenizer
-from tilefold.pipeline.truncated import Call, Tally, Truncation, tallied, tell, unwatched, watching
+from tilefold.pipeline.truncation import (
+    Tally,
+    TokenizerCall,
+    Truncation,
+    counting_truncation,
+    ignoring_truncation,
+    report_truncation,
+    tally_truncation,
+)
 
 __all__ = [
-    "Call",
     "Tally",
+    "TokenizerCall",
+    "counting_truncation",
     "cut_texts",
     "limit_length",
     "limited",
-    "tallied",
-    "tell_truncated",
+    "report_manifest_truncation",
+    "tally_truncation",
     "text_cutter",
+    "token_counts",
 ]
-__all__ += ["token_counts", "watching"]
 
 _CHARACTERS_PER_TOKEN = (
     16  # of the first attempt at white space; shorter texts than twice that are left alone
@@ -71,7 +80,7 @@ def text_cutter(model: Model, *, beside: bool = False) -> Callable[[Sequence[str
         return own, None if getattr(own, "backend_tokenizer", None) is None else Beginnings(own)
 
     def cut(texts: Sequence[str]) -> list[str]:
-        with unwatched():
+        with ignoring_truncation():
             return [
                 text if len(text) <= longest else _cut(*tools(), prompts, text, most)
                 for text in texts
@@ -90,20 +99,24 @@ def token_counts(model: Model, texts: Sequence[str]) -> list[int | Exception]:
     def counts(part: list[str]) -> list[int]:
         return [len(ids) for ids in model.tokenizer(cut_texts(model, part), **cut)["input_ids"]]
 
-    from tilefold.pipeline.rows import halved  # it needs torch, which --help does not load
+    from tilefold.pipeline.rows import bisect_failures  # it needs torch, which --help does not load
 
     found: list[int | Exception] = []
-    for _, outcome in halved(list(texts), counts):
+    for _, outcome in bisect_failures(list(texts), counts):
         found += [outcome] if isinstance(outcome, Exception) else outcome
     return found
 
 
-def tell_truncated(kind: str, texts: int, truncated: Mapping[str, int | None]) -> None:
-    """Say to who counts (:func:`tallied`) how many of so many texts were cut, as a manifest or a
-    result says it.
+def report_manifest_truncation(kind: str, texts: int, truncated: Mapping[str, int | None]) -> None:
+    """Add the truncation counts of a manifest or a result to every active tally.
+
+    Args:
+        kind: what the texts are, such as ``"document"``.
+        texts: number of texts that were encoded.
+        truncated: ``count`` and ``max_length`` of the truncated texts; empty if there are none.
     """
     if truncated:
-        tell(
+        report_truncation(
             kind,
             texts,
             Truncation(count=truncated["count"] or 0, max_length=truncated["max_length"]),

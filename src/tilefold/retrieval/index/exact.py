@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tilefold.pipeline.ragged import offsets_of, spans
+from tilefold.pipeline.ragged import offsets_of, row_ranges
 from tilefold.retrieval.common.array_checks import check_positions, check_weights
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
@@ -82,7 +82,7 @@ class Postings:
         MB.
         """
         counts = np.zeros(vectors.vocab_size, np.int64)
-        for low, high in spans(vectors.indptr, _PIECE):
+        for low, high in row_ranges(vectors.indptr, _PIECE):
             span = slice(vectors.indptr[low], vectors.indptr[high])
             counts += np.bincount(
                 vectors.indices[span][vectors.data[span] > 0],
@@ -92,7 +92,7 @@ class Postings:
         documents, weights = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], np.float32)
         free = offsets[:-1].copy()  # where the next posting of each term goes
         short = vectors.vocab_size <= _SHORT_TERMS
-        for low, high in spans(vectors.indptr, _PIECE):
+        for low, high in row_ranges(vectors.indptr, _PIECE):
             span = slice(vectors.indptr[low], vectors.indptr[high])
             keep = vectors.data[span] > 0
             rows = np.repeat(
@@ -150,8 +150,10 @@ class Postings:
         term, in float32.
         """
         self.check(terms)
-        spans = map(slice, self.offsets[terms].tolist(), self.offsets[terms + 1].tolist())
-        fastest()(scores, [(self.documents[span], self.weights[span]) for span in spans], values)
+        posting_slices = map(slice, self.offsets[terms].tolist(), self.offsets[terms + 1].tolist())
+        fastest()(
+            scores, [(self.documents[span], self.weights[span]) for span in posting_slices], values
+        )
 
     def check(self, terms: npt.NDArray[np.int32]) -> None:
         """Raise ``DataError`` for postings of some terms that are not those that were saved."""
@@ -352,8 +354,8 @@ class ExactIndex(FolderIndex):
         """Positions of the documents of each term, rising; a ``DataError`` for damaged ones."""
         self._postings.check(terms)
         offsets = self._postings.offsets
-        spans = map(slice, offsets[terms].tolist(), offsets[terms + 1].tolist())
-        return [self._postings.documents[span] for span in spans]
+        posting_slices = map(slice, offsets[terms].tolist(), offsets[terms + 1].tolist())
+        return [self._postings.documents[span] for span in posting_slices]
 
     def on(self, device: str = "cuda") -> DeviceIndex:
         """Check all of the index and copy it to a GPU, for :meth:`DeviceIndex.search` there."""

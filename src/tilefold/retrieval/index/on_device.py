@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilefold._internal.arguments import check_k
 from tilefold.ops.sparse_search import BlockedPostings, sparse_topk
-from tilefold.pipeline.rows import SparseRows, repeated
+from tilefold.pipeline.rows import SparseRows, repeat_interleave
 from tilefold.retrieval.data.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_of
@@ -118,7 +118,7 @@ class DeviceIndex:
         if isinstance(queries, SparseRows):
             counts, found, values = queries.counts, queries.columns.long(), queries.values
             owner, most = (
-                repeated(torch.arange(shape[0]), counts, found.device),
+                repeat_interleave(torch.arange(shape[0]), counts, found.device),
                 max(counts.tolist(), default=0),
             )
         elif queries.layout == torch.strided:

@@ -23,7 +23,7 @@ from torch import Tensor
 from tilefold._internal.memory import memory_left
 from tilefold._internal.sentence_transformers import check_sentence_transformers
 from tilefold.ops import QuantizedTokens, maxsim, quantize_tokens
-from tilefold.pipeline.ragged import offsets_of, spans
+from tilefold.pipeline.ragged import offsets_of, row_ranges
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, read_array, read_offsets
@@ -241,7 +241,7 @@ class TokenFiles:
 
     def blocks(self, tokens: int) -> Iterator[tuple[Places, Tensor]]:
         """Lengths of documents, and the vectors of all their tokens in fp32."""
-        for low, high in spans(self.offsets, tokens):
+        for low, high in row_ranges(self.offsets, tokens):
             yield self.lengths[low:high], self.between(low, high).floats()
 
 
@@ -307,11 +307,11 @@ class Share:
         first = int(self.files.offsets[self.low])
         if self.held is not None:
             size = _DECODED if self.files.storage == "int4" else 1 << 30
-            for low, high in spans(self.files.offsets, size, self.low, self.high):
+            for low, high in row_ranges(self.files.offsets, size, self.low, self.high):
                 span = (int(self.files.offsets[at]) - first for at in (low, high))
                 yield self._block(low, high, self.held.part(*span))
             return
-        ranges = list(spans(self.files.offsets, tokens, self.low, self.high))
+        ranges = list(row_ranges(self.files.offsets, tokens, self.low, self.high))
         there = (
             (self.files.between(*each) for each in ranges)
             if self.device.type == "cpu"

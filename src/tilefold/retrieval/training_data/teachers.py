@@ -19,12 +19,12 @@ from tilefold._internal.files import atomic_file
 from tilefold._internal.precision import inference_precision, scores_in_fp32
 from tilefold._internal.typing import Model
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.pipeline.truncated import tell, watching
+from tilefold.pipeline.truncation import counting_truncation, report_truncation
 from tilefold.retrieval.common.files import Json, require
 from tilefold.retrieval.common.provenance import model_fingerprint, texts_digest
 from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.encoding.sparse import encode_collection, encode_queries
-from tilefold.retrieval.encoding.truncation import tell_truncated
+from tilefold.retrieval.encoding.truncation import report_manifest_truncation
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.bm25 import BM25Index
 from tilefold.retrieval.training_data.rows import Floats, TrainingRows, check_rows
@@ -215,7 +215,7 @@ def _cross_encoder(model: Model, task: _Task) -> Floats:
                     strict=True,
                 )
             ]
-            with watching() as cut, scores_in_fp32(model):
+            with counting_truncation() as cut, scores_in_fp32(model):
                 predicted = model.predict(
                     pairs,
                     batch_size=task.size,
@@ -223,7 +223,7 @@ def _cross_encoder(model: Model, task: _Task) -> Floats:
                     apply_softmax=False,
                     show_progress_bar=False,
                 )
-            tell("pair", len(pairs), cut)
+            report_truncation("pair", len(pairs), cut)
             shard = np.asarray(predicted, np.float32)
             _keep(file, shard)
             done += len(shard)
@@ -326,7 +326,7 @@ def _late(model: Model, task: _Task) -> Floats:
 
 def _check_all(task: _Task, manifest: Manifest) -> None:
     """Say what was cut of the documents; raise ``DataError`` where one could not be encoded."""
-    tell_truncated("document", len(task.documents), manifest.truncated)
+    report_manifest_truncation("document", len(task.documents), manifest.truncated)
     if failed := manifest.failed:
         said = f"{len(failed)} texts could not be encoded, {next(iter(failed.values()))}"
         raise DataError(f"teacher {task.teacher.name}: {said}.")

@@ -20,7 +20,7 @@ from tilefold._internal.files import (
     remove_leftovers,
     sha256_file,
 )
-from tilefold.pipeline.truncated import Truncation
+from tilefold.pipeline.truncation import Truncation
 from tilefold.retrieval.common.files import (
     Json,
     check_folder,

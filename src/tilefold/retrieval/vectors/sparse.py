@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tilefold._internal.arguments import check_instance, check_k, check_mapping, list_of
 from tilefold._internal.typing import Tensor
-from tilefold.pipeline.ragged import gathered, offsets_of
+from tilefold.pipeline.ragged import gather_positions, offsets_of
 from tilefold.retrieval.common.array_checks import (
     check_offsets,
     first_invalid_weight,
@@ -200,7 +200,7 @@ class SparseVectors:
     def take(self, rows: Sequence[int] | Longs) -> SparseVectors:
         """The given rows, in the given order, as vectors of their own."""
         chosen = np.asarray(rows, dtype=np.int64)
-        at, offsets = gathered(self.indptr, chosen)
+        at, offsets = gather_positions(self.indptr, chosen)
         ids = [self.ids[i] for i in chosen.tolist()]
         return replace(self, ids=ids, indptr=offsets, indices=self.indices[at], data=self.data[at])
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilefold._internal.arguments import check_choice, check_instance, list_of, list_of_ids, path_of
 from tilefold.ops import QuantizedTokens, quantize_tokens
-from tilefold.pipeline.ragged import gathered, offsets_of
+from tilefold.pipeline.ragged import gather_positions, offsets_of
 from tilefold.retrieval.common.array_checks import check_offsets
 from tilefold.retrieval.common.files import require
 from tilefold.retrieval.data.passages import document_of
@@ -131,7 +131,7 @@ class TokenVectors:
         """The given texts, in the given order, copied."""
         at, offsets = map(
             torch.from_numpy,
-            gathered(self.offsets.numpy(), np.asarray(chosen, np.int64)),
+            gather_positions(self.offsets.numpy(), np.asarray(chosen, np.int64)),
         )
         scales = None if self.scales is None else self.scales[at]
         return TokenVectors([self.ids[i] for i in chosen], offsets, self.values[at], scales)

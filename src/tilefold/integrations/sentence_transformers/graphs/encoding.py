@@ -43,7 +43,7 @@ from tilefold.integrations.sentence_transformers.packing.inputs import (
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops.implementations import switched_off, tf32_allowed
 from tilefold.ops.lsr_head import CapacityRows, rows_of_scores
-from tilefold.pipeline.rows import NoRoomError, SparseRows, packed_rows, rows_in_room
+from tilefold.pipeline.rows import RowCapacityError, SparseRows, packed_rows, unpack_capacity_rows
 
 TEXTS = (1, 4, 16, 64)  # that graphs are made for; the next larger one takes a batch
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # of all texts of a batch
@@ -269,7 +269,15 @@ class EncodingGraphs(Replacement):
             there = not to_host and count == 1 and self.device.type == "cuda"
             if there:
                 parts[2:] = graph.device[2:]
-            rows = rows_in_room(parts, self._room(*inputs.sizes), self._vocab_size)
+            counts, stored_counts, columns, values = parts
+            rows = unpack_capacity_rows(
+                counts,
+                stored_counts,
+                columns,
+                values,
+                capacity=self._room(*inputs.sizes),
+                vocab_size=self._vocab_size,
+            )
             if there:
                 graph.lent()
             return rows
@@ -277,7 +285,7 @@ class EncodingGraphs(Replacement):
         while self.may_run(texts):
             try:
                 return self._run(texts, prompt, _Asked(body, ("sparse", *options), task), read)
-            except NoRoomError:
+            except RowCapacityError:
                 continue
         return None
 
@@ -362,8 +370,8 @@ class EncodingGraphs(Replacement):
                 if held:
                     try:
                         return read(inputs, graph, len(texts))
-                    except NoRoomError as error:
-                        self._widen(inputs.sizes, error.most)
+                    except RowCapacityError as error:
+                        self._widen(inputs.sizes, error.max_entries)
                         raise
                 self._forget()
         return None

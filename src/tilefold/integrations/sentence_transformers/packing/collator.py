@@ -36,7 +36,7 @@ from tilefold.losses.base_splade import JOINED
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.implementations import switched_off
 from tilefold.pipeline.rows import to_device
-from tilefold.pipeline.truncated import Tally, Truncation, watching
+from tilefold.pipeline.truncation import Tally, Truncation, counting_truncation
 
 
 class Columns:
@@ -378,14 +378,14 @@ class AheadCollator:
 
         def taken() -> None:
             for call in seen.calls:
-                if call.texts >= len(features):  # else it was a prompt alone, for its length
-                    self.cut.add("text", call.texts, len(call.cut), call.max_length)
+                if call.n_texts >= len(features):  # else it was a prompt alone, for its length
+                    self.cut.add("text", call.n_texts, len(call.cut), call.max_length)
 
         return PendingBatch(self._thread, self._thread.submit(self._made, features, seen), taken)
 
     def _made(self, features: list[Any], seen: Truncation) -> Batch:
         features = self.read(features)
-        with watching(seen):
+        with counting_truncation(seen):
             if not self.join:
                 return Batch(self.collator(features))
             with packed_inputs():

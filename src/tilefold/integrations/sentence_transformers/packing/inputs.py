@@ -34,7 +34,7 @@ from tilefold.integrations.transformers.packed import (
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.packed_attention import token_positions
 from tilefold.pipeline.ragged import Int64, offsets_of
-from tilefold.pipeline.truncated import unwatched, watched
+from tilefold.pipeline.truncation import current_truncation, ignoring_truncation
 
 _PROBES = ("a", "", "Cats, dogs \u00e9t\u00e9 \u4e2d\u6587 x1-y2?")
 _LONGEST_PROBE = 8192  # tokens of the probe that shows where texts are truncated
@@ -145,8 +145,8 @@ class PackedInputs(Replacement):
                     if plan.expanded is None or max(map(len, encodings[0])) < plan.expanded[
                         "input_ids"
                     ].size(1):
-                        if (watch := watched()) is not None:
-                            watch.see_encodings(encodings[0], plan.truncation)
+                        if (watch := current_truncation()) is not None:
+                            watch.add_encodings(encodings[0], plan.truncation)
                         return lambda: self._features(encodings.pop(), plan)
         features = self._stock(inputs, prompt, kwargs)
         if expansion is None:
@@ -198,7 +198,7 @@ class PackedInputs(Replacement):
         backend: Any,
         expanded: int | None,
     ) -> _Plan | None:
-        with padded_inputs(), unwatched():
+        with padded_inputs(), ignoring_truncation():
             self._stock([_PROBES[0]], prompt, kwargs)
             limit = (backend.truncation or {}).get("max_length", _LONGEST_PROBE + 1)
             cut = limit <= _LONGEST_PROBE and not expanded

@@ -40,8 +40,16 @@ from tilefold.integrations.sentence_transformers.streaming.stream import (
 )
 from tilefold.integrations.transformers.packed import in_eval_mode
 from tilefold.modules.fused_pooling import Options, SparseOptions
-from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd, repeated, stacked
-from tilefold.pipeline.truncated import watched
+from tilefold.pipeline.rows import (
+    Batch,
+    Item,
+    StreamStart,
+    Window,
+    WindowEnd,
+    concatenate_rows,
+    repeat_interleave,
+)
+from tilefold.pipeline.truncation import current_truncation
 
 FIRST_TEXTS, GROWTH = (
     512,
@@ -70,7 +78,7 @@ def batches_of(
     texts: Sequence[str],
     progress: Callable[[int], object],
 ) -> Iterator[Batch]:
-    """Batches of texts through a stream, longest first; ``places`` are those in `texts`.
+    """Batches of texts through a stream, longest first; ``positions`` are those in `texts`.
 
     Raises what the model raised for the first text that could not be encoded; `progress` gets
     numbers of new texts.
@@ -82,17 +90,17 @@ def batches_of(
     ]
     with closing(stream(Window([texts[i] for i in window]) for window in windows)) as items:
         for item in items:
-            if isinstance(item, (Begun, WindowEnd)):
+            if isinstance(item, (StreamStart, WindowEnd)):
                 continue
             if isinstance(item.rows, Exception):
                 raise item.rows
             if (
-                watch := watched()
+                watch := current_truncation()
             ) is not None:  # of who called, whose thread tokenises nothing itself
-                watch.add(len(item.places), item.cut, item.max_length)
+                watch.add(len(item.positions), item.cut, item.max_length)
             window = windows[item.window]
-            yield item._replace(places=[window[place] for place in item.places])
-            progress(len(item.places))
+            yield item._replace(positions=[window[place] for place in item.positions])
+            progress(len(item.positions))
 
 
 def _starts(lengths: Tensor) -> list[int]:
@@ -358,7 +366,7 @@ def _rows(model: Model, asked: Options, how: Options, show: bool) -> object:
     to_host = asked["save_to_cpu"] or model.device.type == "cpu"
     stream = SparseStream(model, options, to_host, task=asked["kwargs"].get("task"), **how)
     batches = list(_shown(stream, texts, show, "Texts"))
-    offsets, columns, values = stacked(batches, len(texts))
+    offsets, columns, values = concatenate_rows(batches, len(texts))
     return _as_asked(
         _as_coo(offsets.diff(), columns, values, batches[0].rows.vocab_size, values.device),
         asked,
@@ -388,7 +396,7 @@ def _vectors(model: Model, asked: Options, how: Options, show: bool) -> object:
         show,
         f"Encoding {'queries' if task == 'query' else 'documents'}",
     ):
-        for place, vectors in zip(batch.places, batch.rows, strict=True):
+        for place, vectors in zip(batch.positions, batch.rows, strict=True):
             found[place] = _as_numpy(vectors) if numpy else vectors
     return found
 
@@ -402,7 +410,7 @@ def _as_coo(
 ) -> Tensor:
     """Rows with so many entries as coalesced COO on `device`, as ``encode`` returns it."""
     indices = torch.empty(2, len(values), dtype=torch.int64, device=device)
-    indices[0] = repeated(torch.arange(len(counts)), counts, device)
+    indices[0] = repeat_interleave(torch.arange(len(counts)), counts, device)
     indices[1] = columns
     return coo_tensor(indices, values.to(device), (len(counts), vocab_size))
 

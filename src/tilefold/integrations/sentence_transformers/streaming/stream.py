@@ -41,18 +41,18 @@ from tilefold.ops import quantize_tokens
 from tilefold.ops.cpu_linear import fast_linear
 from tilefold.ops.lsr_head import CapacityRows
 from tilefold.pipeline import rows as pipeline_rows
-from tilefold.pipeline.ahead import Ahead
-from tilefold.pipeline.ragged import TokenIds, cut_batches
+from tilefold.pipeline.ragged import TokenIds, batches_by_tokens
 from tilefold.pipeline.rows import (
     Batch,
-    PendingRows,
-    PendingTokens,
-    PendingVectors,
+    PendingSparseRows,
+    PendingTokenRows,
+    PendingTokenVectors,
     Window,
     WindowEnd,
     to_device,
 )
-from tilefold.pipeline.truncated import Truncation, unwatched, watching
+from tilefold.pipeline.threads import Prefetcher
+from tilefold.pipeline.truncation import Truncation, counting_truncation, ignoring_truncation
 
 T = TypeVar("T")
 
@@ -107,15 +107,15 @@ def _pending_rows(
     options: SparseOptions,
     capacity: int | None = None,
     to_host: bool = True,
-) -> PendingRows:
+) -> PendingSparseRows:
     """Sparse rows of features, on their way to the host; with a `capacity` in rows of this size
     where they can be.
     """
     with torch.inference_mode(), sparse_scores(options, capacity):
         rows = _encode_features(model, features, task_kwargs)["sentence_embedding"]
         if isinstance(rows, CapacityRows):
-            return PendingRows((*rows,), capacity or 0, to_host)
-        return PendingRows(
+            return PendingSparseRows((*rows,), capacity or 0, to_host)
+        return PendingSparseRows(
             rows if rows.layout == torch.sparse_csr else _pruned(rows.to_dense(), options),
             0,
             to_host,
@@ -147,7 +147,7 @@ def as_csr(batches: Sequence[Batch], count: int, vocab_size: int) -> Tensor:
     at all.
     """
     vocab_size = batches[0].rows.vocab_size if batches else vocab_size
-    offsets, columns, values = pipeline_rows.stacked(batches, count)
+    offsets, columns, values = pipeline_rows.concatenate_rows(batches, count)
     return csr_tensor(offsets, columns.long(), values, (count, vocab_size))
 
 
@@ -219,7 +219,7 @@ class TextStream(ABC):
         self._lock = (
             threading.Lock()
         )  # held while texts are tokenised, which changes settings of the tokenizer
-        with unwatched():
+        with ignoring_truncation():
             features = _or_none(model.preprocess, ["a"], prompt=prompt, **self.task) or {}
         self.others = {
             key: value for key, value in features.items() if not isinstance(value, Tensor)
@@ -228,7 +228,7 @@ class TextStream(ABC):
             features.keys() - self.others.keys() == PACKED
         )  # packed tokens and nothing else
         if batch_tokens is not None and not self.packed:
-            pipeline_rows.say_unused_batch_tokens()
+            pipeline_rows.warn_unused_batch_tokens()
         self._tokenised: Any = (
             packing.texts_to(model) if self.packed else None
         ) or model.preprocess
@@ -247,7 +247,7 @@ class TextStream(ABC):
         loses no other.
         """
         with self.tokenised(windows) as works:
-            yield pipeline_rows.Begun()
+            yield pipeline_rows.StreamStart()
             yield from self._run(works)
 
     def _run(self, works: Iterable[Work | WindowEnd]) -> Iterator[object]:
@@ -271,8 +271,10 @@ class TextStream(ABC):
         """Batches of token ids, made by two threads that work ahead."""
         stop = threading.Event()
         with (
-            Ahead(self._begun(windows), 1, "tilefold-tokenizer", stop) as begun,
-            Ahead[Work | WindowEnd](self._works(begun), AHEAD, "tilefold-tokens", stop) as works,
+            Prefetcher(self._begun(windows), 1, "tilefold-tokenizer", stop) as begun,
+            Prefetcher[Work | WindowEnd](
+                self._works(begun), AHEAD, "tilefold-tokens", stop
+            ) as works,
         ):
             yield works
 
@@ -284,8 +286,8 @@ class TextStream(ABC):
             if window is None:
                 yield None
                 continue
-            with self._lock, watching() as cut:
-                texts = window.prepared()
+            with self._lock, counting_truncation() as cut:
+                texts = window.prepared_texts()
                 begun = _or_none(self._begin, texts) if self.packed and texts else None
             yield _Begun(window.skip, texts, begun, cut)
 
@@ -310,11 +312,13 @@ class TextStream(ABC):
             or {key for key, value in features.items() if isinstance(value, Tensor)} != PACKED
         ):
             lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-            for cut in cut_batches(lengths, None, self.batch_size or PADDED_TEXTS):
+            for cut in batches_by_tokens(lengths, None, self.batch_size or PADDED_TEXTS):
                 places, chosen = cut.tolist(), [texts[place] for place in cut]
-                with self._lock, watching() as seen:
+                with self._lock, counting_truncation() as seen:
                     features = _or_none(self._tokenised, chosen, prompt=self.prompt, **self.task)
-                count = sum(places[row] not in window.skip for row in seen.places(len(chosen)))
+                count = sum(
+                    places[row] not in window.skip for row in seen.cut_positions(len(chosen))
+                )
                 yield Work(
                     number,
                     places,
@@ -328,8 +332,8 @@ class TextStream(ABC):
             return
         ids, positions = (features[name][0].numpy() for name in ("input_ids", "position_ids"))
         whole = TokenIds(ids, positions, features["cu_seq_lens_q"].numpy().astype(np.int64))
-        short = window.cut.places(len(texts)) - window.skip
-        for cut in cut_batches(whole.lengths, self.batch_tokens, self.batch_size):
+        short = window.cut.cut_positions(len(texts)) - window.skip
+        for cut in batches_by_tokens(whole.lengths, self.batch_tokens, self.batch_size):
             places = cut.tolist()
             chosen, count = (
                 [texts[place] for place in places],
@@ -378,26 +382,26 @@ class TextStream(ABC):
             try:
                 rows = self._arrived(pending)
             except Exception as error:  # of the device, told late
-                whole = isinstance(error, pipeline_rows.NoRoomError)
+                whole = isinstance(error, pipeline_rows.RowCapacityError)
             else:
                 yield Batch(work.window, work.places, rows, work.cut, work.max_length)
                 return
         yield from self._again(work, whole=whole)
 
     def _again(self, work: Work, *, whole: bool) -> Iterator[Batch]:
-        """Without the pipeline: all texts together if `whole`, else the halves."""
+        """Without the pipeline: all texts together if `whole`, else the split_in_half."""
         seen = Truncation()
 
         def attempt(texts: range) -> Any:
             nonlocal seen
-            with watching() as seen:
+            with counting_truncation() as seen:
                 return self._arrived(self._plain(work.texts[texts.start : texts.stop]))
 
         every = range(len(work.texts))
-        for part in (every,) if whole or len(every) == 1 else pipeline_rows.halves(every):
-            for texts, rows in pipeline_rows.halved(part, attempt):
+        for part in (every,) if whole or len(every) == 1 else pipeline_rows.split_in_half(every):
+            for texts, rows in pipeline_rows.bisect_failures(part, attempt):
                 places = work.places[texts.start : texts.stop]
-                cut = sum(places[at] not in work.skip for at in seen.places(len(texts)))
+                cut = sum(places[at] not in work.skip for at in seen.cut_positions(len(texts)))
                 yield Batch(work.window, places, rows, cut, seen.max_length)
 
     def _plain(self, texts: list[str]) -> Any:
@@ -426,15 +430,15 @@ class SparseStream(TextStream):
             max(CAPACITY, _needed.get(self.model, 0)),
         )
 
-    def _pending(self, features: Features, *, again: bool = False) -> PendingRows:
+    def _pending(self, features: Features, *, again: bool = False) -> PendingSparseRows:
         capacity = None if again else self.capacity
         return _pending_rows(self.model, features, self.task, self.options, capacity, self.to_host)
 
-    def _arrived(self, pending: PendingRows) -> pipeline_rows.SparseRows:
+    def _arrived(self, pending: PendingSparseRows) -> pipeline_rows.SparseRows:
         try:
             return pending.get()
-        except pipeline_rows.NoRoomError as error:
-            while self.capacity < min(error.most, MAX_CAPACITY):
+        except pipeline_rows.RowCapacityError as error:
+            while self.capacity < min(error.max_entries, MAX_CAPACITY):
                 self.capacity *= 2
             _needed[self.model] = self.capacity
             raise
@@ -447,10 +451,12 @@ class TokenStream(TextStream):
         super().__init__(model, **how)
         self.storage = storage
 
-    def _pending(self, features: Features, *, again: bool = False) -> PendingTokens:
+    def _pending(self, features: Features, *, again: bool = False) -> PendingTokenRows:
         with torch.inference_mode():
             found = _encode_features(self.model, features, self.task)
-            return PendingTokens(found["token_embeddings"], found["attention_mask"], self._stored)
+            return PendingTokenRows(
+                found["token_embeddings"], found["attention_mask"], self._stored
+            )
 
     def _stored(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Token vectors ``[T, D]`` fp32 as they are stored, after which of them are finite then."""
@@ -468,10 +474,10 @@ class VectorStream(TextStream):
         super().__init__(model, **how)
         self.to_host, self.normalize = to_host, normalize
 
-    def _pending(self, features: Features, *, again: bool = False) -> PendingVectors:
+    def _pending(self, features: Features, *, again: bool = False) -> PendingTokenVectors:
         with torch.inference_mode():
             found = _encode_features(self.model, features, self.task)
             vectors: Tensor = found["token_embeddings"]
             if self.normalize:
                 vectors = torch.nn.functional.normalize(vectors, p=2, dim=-1)
-            return PendingVectors(vectors, found["attention_mask"], self.to_host)
+            return PendingTokenVectors(vectors, found["attention_mask"], self.to_host)
