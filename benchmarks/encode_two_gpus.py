@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tilefold.distributed.ranks import joined, run_ranks, started
+from tilefold.distributed.ranks import is_rank, join_ranks, run_ranks
 
 
 def main() -> int:
@@ -38,12 +38,12 @@ def main() -> int:
     parser.add_argument("--texts", type=int, default=65536)
     parser.add_argument("--turns", type=int, default=2)
     options = parser.parse_args()
-    if not started():
+    if not is_rank():
         return run_ranks(
             [sys.executable, "-m", "benchmarks.encode_two_gpus", *sys.argv[1:]],
             options.devices,
         )
-    with joined() as rank:
+    with join_ranks() as rank:
         return measure(options, rank)
 
 

@@ -46,7 +46,7 @@ from unittest import mock
 from benchmarks.train_data import BASE, MAX_LENGTH, TINY, load_tokenizer, made_pairs
 from benchmarks.train_run import busy_seconds
 from tilefold.bench.results import collect, read_csv, write_csv
-from tilefold.distributed.ranks import first_rank_first, joined, run_ranks, started
+from tilefold.distributed.ranks import first_rank_first, is_rank, join_ranks, run_ranks
 
 FILE = "train_scale.csv"
 KERNELS = 25
@@ -123,16 +123,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--one", type=Path, help="folder of the rows of one device")
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
-    if not started():
+    if not is_rank():
         shutil.rmtree(options.output / "work", ignore_errors=True)
     if options.killed:
         return killed(options)
-    if not started() and options.devices > 1:
+    if not is_rank() and options.devices > 1:
         return run_ranks(
             [sys.executable, "-m", "benchmarks.train_scale", *sys.argv[1:]],
             options.devices,
         )
-    with joined(training=True) as rank:
+    with join_ranks(training=True) as rank:
         for name in options.run:
             setting = RUNS[name]
             if options.tiny:

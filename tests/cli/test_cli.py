@@ -195,7 +195,7 @@ def test_search_reads_the_documents_of_its_hits_only(
 ) -> None:
     from tilefold.cli import _scores
     from tilefold.retrieval.data import collection
-    from tilefold.retrieval.data import stored_documents as stored
+    from tilefold.retrieval.data import lazy_documents as stored
 
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(work / "cache"))
     monkeypatch.setattr(_scores, "SMALLEST", 0)

@@ -149,10 +149,10 @@ def test_a_rank_that_fails_does_not_wait_for_nccl(monkeypatch: pytest.MonkeyPatc
         lambda backend, **_: calls.append(backend),
     )
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: calls.append("ended"))
-    with pytest.raises(ValueError, match=r"^mine$"), ranks.joined(training=True):
+    with pytest.raises(ValueError, match=r"^mine$"), ranks.join_ranks(training=True):
         raise ValueError("mine")
     assert calls == ["cpu:gloo,cuda:nccl"]
-    with ranks.joined(training=True):
+    with ranks.join_ranks(training=True):
         pass
     assert calls[1:] == ["cpu:gloo,cuda:nccl", "ended"]
 

@@ -21,7 +21,7 @@ from sentence_transformers import MultiVectorEncoder, SparseEncoder
 from tests.distributed.ranks import Rank, Ranks
 from tests.integrations.multi_vector_models import build_colbert
 from tests.refusals import refused
-from tilefold._internal.files import LOCK, hold_folder
+from tilefold._internal.files import LOCK, lock_folder
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.integrations.sentence_transformers.streaming.stream import SparseStream
 from tilefold.retrieval import encode_collection, encode_tokens, read_manifest
@@ -346,14 +346,14 @@ def test_a_rank_that_dies_is_told_at_once_and_nothing_that_was_reported_is_lost(
 
 
 def test_a_rank_whose_folder_is_just_being_removed_has_left(tmp_path: Path) -> None:
-    hold_folder(tmp_path / "home", again=False).release()
-    with mock.patch.object(_meeting, "hold_folder", side_effect=FileNotFoundError):
+    lock_folder(tmp_path / "home", again=False).release()
+    with mock.patch.object(_meeting, "lock_folder", side_effect=FileNotFoundError):
         assert _meeting._has_left(tmp_path / "home")
 
 
 def test_of_several_errors_the_first_ends_the_work_of_all(tmp_path: Path) -> None:
     homes = [tmp_path / "first", tmp_path / "second"]
-    locks = [hold_folder(home) for home in homes]
+    locks = [lock_folder(home) for home in homes]
     ranks = [Meeting(rank, homes) for rank in (0, 1)]
     for rank, said in ((1, "the cause"), (0, "a consequence")):
         with pytest.raises(ValueError, match=said), ranks[rank].stopping():

@@ -17,7 +17,7 @@ from tests.refusals import refused
 from tilefold.recipes import LsrRecipe, train
 from tilefold.recipes._rows import Column, Dealt, Held, Reader, _draw
 from tilefold.recipes.lsr import make_examples
-from tilefold.retrieval.data import stored_documents as stored
+from tilefold.retrieval.data import lazy_documents as stored
 from tilefold.retrieval.data.datasets import load_collection
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.training_data.rows import RowsAhead, read_training_rows
@@ -137,7 +137,7 @@ def test_documents_that_stay_in_their_file_train_the_same_model(tmp_path: Path) 
     ahead = RowsAhead(triples)
     for part in (None, 0):
         data = load_collection(tmp_path / "data", tmp_path / "cache", stored=part)
-        assert isinstance(data.documents, stored.Stored) == (part == 0)
+        assert isinstance(data.documents, stored.LazyDocuments) == (part == 0)
         made = train(
             recipe,
             data,

@@ -466,7 +466,7 @@ def test_what_others_train_or_made_is_left_alone(
     collection: Collection,
     tmp_path: Path,
 ) -> None:
-    with held("hold_folder", tmp_path / "m.training"):
+    with held("lock_folder", tmp_path / "m.training"):
         refused(
             InUseError,
             "another process is writing there",

@@ -25,8 +25,8 @@ from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold.retrieval.common.provenance import TextsDigest, texts_digest
 from tilefold.retrieval.data import document_lines as _document_lines
-from tilefold.retrieval.data import stored_documents as stored
-from tilefold.retrieval.data.text_ranges import StoredTexts
+from tilefold.retrieval.data import lazy_documents as stored
+from tilefold.retrieval.data.shard_texts import FileTexts
 from tilefold.retrieval.errors import DataError
 
 from .conftest import DOCUMENTS, QUERIES
@@ -462,7 +462,7 @@ def test_a_first_line_that_names_columns_is_no_document(
     assert len(told) == bool(header) and all(
         f"{name}:1: this line is taken as names of columns" in s for s in told
     )
-    assert StoredTexts(path).survey(10).count == 1
+    assert FileTexts(path).plan_shards(10).count == 1
 
 
 def test_queries_are_read_from_files_of_every_kind_and_names_of_columns_are_none(
@@ -576,7 +576,7 @@ def test_documents_read_one_by_one_are_those_of_the_whole_file(
     whole = r.load_documents(corpus)
     contents = {name: document.contents for name, document in whole.items()}
     for _ in range(2):  # the second time from the cache
-        assert opened(corpus) == (stored.Stored, whole, texts_digest(contents))
+        assert opened(corpus) == (stored.LazyDocuments, whole, texts_digest(contents))
     collection = load(corpus)
     documents, texts = collection.documents, collection.contents()
     assert list(documents) == list(whole) == ["d0", "7", "ü"] and len(documents) == len(texts) == 3
@@ -674,8 +674,10 @@ def test_a_file_that_changed_is_read_again(corpus: Path) -> None:
     corpus.write_bytes(corpus.read_bytes().replace(b"trees", b"trams"))
     os.utime(corpus, ns=(found.st_atime_ns, found.st_mtime_ns))
     kind, documents, digest = opened(corpus)
-    assert kind is stored.Stored and digest != before and documents == r.load_documents(corpus)
-    assert opened(corpus) == (stored.Stored, documents, digest)
+    assert (
+        kind is stored.LazyDocuments and digest != before and documents == r.load_documents(corpus)
+    )
+    assert opened(corpus) == (stored.LazyDocuments, documents, digest)
     reading = load(corpus).documents
     corpus.write_bytes(b" " * 30 + corpus.read_bytes())
     refused(DataError, "has changed since it was opened", lambda: reading["7"])
@@ -705,7 +707,7 @@ def test_a_damaged_or_unwritable_cache_costs_only_time(corpus: Path, damage: str
     (file,) = (corpus.parent / "cache").rglob(damage)
     file.write_bytes(file.read_bytes()[:50])
     assert opened(corpus) == whole
-    assert opened(corpus)[0] is stored.Stored
+    assert opened(corpus)[0] is stored.LazyDocuments
 
 
 def test_a_folder_is_read_at_its_corpus_and_malformed_lines_are_named(corpus: Path) -> None:
@@ -717,7 +719,7 @@ def test_a_folder_is_read_at_its_corpus_and_malformed_lines_are_named(corpus: Pa
             "beir",
             r.load_beir(folder).documents,
         )
-    assert isinstance(collection.documents, stored.Stored) and not collection.queries
+    assert isinstance(collection.documents, stored.LazyDocuments) and not collection.queries
     corpus.write_text(json.dumps({"_id": "d0", "text": 3}))
     refused(DataError, "'text' must be a string", load, corpus)
     corpus.write_text("5\n")

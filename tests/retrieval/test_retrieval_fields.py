@@ -13,7 +13,7 @@ import pytest
 
 from tilefold import retrieval as r
 from tilefold.retrieval.data import document_lines as _document_lines
-from tilefold.retrieval.data.text_ranges import StoredTexts
+from tilefold.retrieval.data.shard_texts import FileTexts
 from tilefold.retrieval.errors import DataError
 
 ROWS = [{"id": "a", "text": "cats sleep"}, {"id": "b", "text": 'dogs, "cats"\nand trees'}]
@@ -73,7 +73,7 @@ def test_names_of_fields_of_json_lines_hold_where_documents_stay_in_their_file(
     stored = r.load_collection(file, tmp_path / "cache", stored=0)
     assert dict(stored.documents) == r.load_documents(file)
     texts: dict[str, str] = {}
-    for part in StoredTexts(file).survey(1).ranges:
+    for part in FileTexts(file).plan_shards(1).ranges:
         texts |= part.read()
     assert texts == {"a": "cats", "b": "dogs"}
 
@@ -109,7 +109,7 @@ def test_fields_of_other_names_are_read_where_they_are_named(tmp_path: Path, suf
     for stored in (None, 0):
         collection = r.load_collection(file, tmp_path / "cache", fields=fields, stored=stored)
         assert dict(collection.documents) == {"a": expected}
-    (part,) = StoredTexts(file, fields).survey(9).ranges
+    (part,) = FileTexts(file, fields).plan_shards(9).ranges
     assert part.read() == {"a": "Cats\nThey sleep."}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests import programs
-from tests.inside import LOCK, InUseError, atomic_file, hold_path, swap_directory
+from tests.inside import LOCK, InUseError, atomic_file, lock_path, swap_directory
 from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold.retrieval.errors import DataError
@@ -76,7 +76,7 @@ def held(how: str, path: Path) -> Iterator[None]:
 def test_a_folder_that_another_process_writes_to_is_refused(splade: Any, tmp_path: Path) -> None:
     r.encode_collection(splade, TEXTS, tmp_path, top_k=20)
     before = (tmp_path / "manifest.json").read_text()
-    with held("hold_folder", tmp_path):
+    with held("lock_folder", tmp_path):
         with pytest.raises(InUseError, match="another process is writing there"):
             r.encode_collection(splade, TEXTS, tmp_path, top_k=5, resume=False)
         assert (tmp_path / "manifest.json").read_text() == before
@@ -183,7 +183,7 @@ def test_a_file_that_fails_leaves_the_former_one_alone(
 
 def test_an_index_that_another_process_writes_is_refused(tmp_path: Path, make_vectors: Any) -> None:
     built = r.build_index(make_vectors(3), "exact")
-    with held("hold_path", tmp_path / "index"):
+    with held("lock_path", tmp_path / "index"):
         for index in (built, r.BM25Index.build({"a": "cats sleep"})):
             refused(
                 InUseError,
@@ -193,7 +193,7 @@ def test_an_index_that_another_process_writes_is_refused(tmp_path: Path, make_ve
             )
         built.save(tmp_path / "other")
     built.save(tmp_path / "index")
-    with hold_path(tmp_path / "index"):
+    with lock_path(tmp_path / "index"):
         built.save(tmp_path / "index", overwrite=True)
         assert len(list(tmp_path.iterdir())) == 3, "it is held until the outer block ends"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["index", "other"]

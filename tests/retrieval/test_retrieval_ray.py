@@ -19,7 +19,7 @@ from tests.refusals import refused
 from tests.retrieval import ray_killed
 from tilefold.retrieval import encode_collection, read_manifest
 from tilefold.retrieval.common.provenance import Provenance
-from tilefold.retrieval.data.text_ranges import HeldTexts, StoredTexts
+from tilefold.retrieval.data.shard_texts import FileTexts, InMemoryTexts
 from tilefold.retrieval.encoding.on_ray import (
     TRIED,
     TRIES,
@@ -52,8 +52,8 @@ def alone(splade: Any, tmp_path: Path) -> Path:
 class Held:
     """A folder that a command holds, and the worker's side of it."""
 
-    def __init__(self, model: Any, folder: Path, texts: HeldTexts | StoredTexts) -> None:
-        self.model, self.survey, self.folder = model, texts.survey(2), folder
+    def __init__(self, model: Any, folder: Path, texts: InMemoryTexts | FileTexts) -> None:
+        self.model, self.survey, self.folder = model, texts.plan_shards(2), folder
         self.writer = self.open()
         (folder / "here.shared.tmp").touch()
 
@@ -90,7 +90,7 @@ class Held:
 
 @pytest.fixture
 def held(splade: Any, tmp_path: Path) -> Held:
-    return Held(splade, tmp_path / "v", HeldTexts(TEXTS))
+    return Held(splade, tmp_path / "v", InMemoryTexts(TEXTS))
 
 
 @pytest.fixture(autouse=True)
@@ -229,9 +229,9 @@ def test_when_every_text_of_a_shard_fails_the_model_is_at_fault(
     tmp_path: Path,
 ) -> None:
     texts: dict[str, Any] = dict.fromkeys(map(str, range(40)), 5)
-    held = Held(splade, tmp_path / "v", HeldTexts(texts))
+    held = Held(splade, tmp_path / "v", InMemoryTexts(texts))
     assert held.ask(held.worker(), 0) == [""], "two texts may be wrong"
-    held.survey = HeldTexts(texts).survey(20)
+    held.survey = InMemoryTexts(texts).plan_shards(20)
     (problem,) = held.ask(held.worker(), 1)
     assert "all 20 of shard 1 failed, '20' first (expected a string, got int)" in problem
 
@@ -250,7 +250,7 @@ def test_rows_of_a_table_are_read_by_ranges_that_go_over_files(table: Path) -> N
     from tilefold.retrieval import load_documents
     from tilefold.retrieval.common.provenance import texts_digest
 
-    survey = StoredTexts(table).survey(2, sample=2)
+    survey = FileTexts(table).plan_shards(2, sample=2)
     texts = {name: document.contents for name, document in load_documents(table).items()}
     assert (
         survey.count == 7 and survey.sha256 == texts_digest(texts) and 2 <= len(survey.sample) < 4
@@ -261,7 +261,7 @@ def test_rows_of_a_table_are_read_by_ranges_that_go_over_files(table: Path) -> N
     assert [len(part.rows) for part in survey.ranges] == [1, 2, 1, 1]
     with (table / "b.jsonl").open("a", encoding="utf-8") as stream:
         stream.write('{"_id": "d1", "text": "again"}\n')
-    refused(DataError, r"b.jsonl:5: '_id' 'd1' was given before", StoredTexts(table).survey, 2)
+    refused(DataError, r"b.jsonl:5: '_id' 'd1' was given before", FileTexts(table).plan_shards, 2)
 
 
 def test_parquet_and_saved_datasets_are_read_by_ranges(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_parquet_and_saved_datasets_are_read_by_ranges(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=2)
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     for path in (tmp_path / "rows.parquet", tmp_path / "saved"):
-        read = [name for part in StoredTexts(path).survey(3).ranges for name in part.read()]
+        read = [name for part in FileTexts(path).plan_shards(3).ranges for name in part.read()]
         assert read == [f"d{i}" for i in range(7)]
 
 
@@ -282,7 +282,7 @@ def test_a_table_that_changes_while_it_is_encoded_is_refused(
     splade: Any,
     tmp_path: Path,
 ) -> None:
-    held = Held(splade, tmp_path / "v", StoredTexts(table))
+    held = Held(splade, tmp_path / "v", FileTexts(table))
     text = (table / "b.jsonl").read_text(encoding="utf-8")
     (table / "b.jsonl").write_text(text.replace("sleep 5", "wake 5"), encoding="utf-8")
     assert held.ask(held.worker(), 0, 1) == ["", ""]

@@ -32,7 +32,7 @@ class InUseError(RuntimeError):
     """Another process writes to the same folder."""
 
 
-def hold_folder(folder: Path, *, again: bool = True) -> FileLock:
+def lock_folder(folder: Path, *, again: bool = True) -> FileLock:
     """Keep other processes from writing to `folder`, made when missing, until it is released or
     this process ends.
 
@@ -50,7 +50,7 @@ def hold_folder(folder: Path, *, again: bool = True) -> FileLock:
     return lock
 
 
-def release_folder(lock: FileLock) -> None:
+def unlock_folder(lock: FileLock) -> None:
     """Let other processes write to a folder again."""
     Path(lock.lock_file).unlink(missing_ok=True)
     lock.release(force=True)
@@ -80,7 +80,7 @@ class DiskFullError(OSError):
 
 
 @contextmanager
-def hold_path(path: Path) -> Iterator[None]:
+def lock_path(path: Path) -> Iterator[None]:
     """Keep other processes from writing the file or folder `path` while the block runs; blocks may
     be nested.
     """
@@ -123,7 +123,7 @@ def _hold_scratch(folder: Path, *, again: bool) -> FileLock | None:
     for attempt in range(_ATTEMPTS):
         time.sleep(_PAUSE_SECONDS * min(attempt, 1))
         with suppress(InUseError, FileNotFoundError):
-            lock = hold_folder(folder, again=again)
+            lock = lock_folder(folder, again=again)
             if Path(lock.lock_file).exists():
                 return lock
             lock.release(force=True)
@@ -135,7 +135,7 @@ def remove_leftovers(parent: Path) -> None:
     for left in parent.glob(f".*{SCRATCH}"):
         with suppress(OSError, InUseError):  # of somebody else, gone by now, or alive
             if not left.is_symlink() and (left / LOCK).is_file():
-                lock = hold_folder(left, again=False)
+                lock = lock_folder(left, again=False)
                 shutil.rmtree(left)
                 lock.release()
             elif time.time() - left.lstat().st_mtime > _UNLOCKED_SECONDS:
@@ -194,7 +194,7 @@ def atomic_directory(
             without `overwrite` a directory that is not empty.
     """
     check_replaceable(path, own_names, overwrite=overwrite)
-    with hold_path(path), scratch_folder(path) as temporary:
+    with lock_path(path), scratch_folder(path) as temporary:
         check_replaceable(path, own_names, overwrite=overwrite)  # another process may be done
         made = temporary / "made"
         made.mkdir()

@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 
 from tilefold._version import __version__
 from tilefold.cli._common import CommandError, UsageError, document_fields, first_line, note
-from tilefold.distributed.ranks import MEET, run_ranks, started
+from tilefold.distributed.ranks import RENDEZVOUS, is_rank, run_ranks
 from tilefold.retrieval.data.fields import DocumentFields
 from tilefold.retrieval.errors import DataError
 
@@ -415,9 +415,9 @@ def as_options(*same: str, **names: str) -> Iterator[None]:
 
 def on_devices(devices: str | None) -> int | None:
     """Run the command on so many devices; its exit code, or None where this process is to run it."""
-    if devices is None or MEET in os.environ:
+    if devices is None or RENDEZVOUS in os.environ:
         return None
-    if started():
+    if is_rank():
         raise UsageError("--devices: torchrun has started the ranks already; leave --devices out.")
     import torch
 

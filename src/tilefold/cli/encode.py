@@ -30,12 +30,12 @@ from tilefold.cli._options import (
     preset,
     required,
 )
-from tilefold.distributed.ranks import first_rank_first, joined, several
+from tilefold.distributed.ranks import first_rank_first, has_other_ranks, join_ranks
 
 if TYPE_CHECKING:
     from tilefold.retrieval.data.collection import Collection
     from tilefold.retrieval.data.passages import Passages
-    from tilefold.retrieval.data.text_ranges import Texts
+    from tilefold.retrieval.data.shard_texts import Texts
     from tilefold.retrieval.encoding.sparse import Encoding
 
 _OF_KINDS = {  # option -> as it is spelled, and the kinds of models that it is for
@@ -125,7 +125,7 @@ def encode(
     With --devices, or under torchrun, several processes share the work; the result is that of one.
     """
     asked = locals()
-    if several():
+    if has_other_ranks():
         _options.refuse_useless(
             ["save_minutes"],
             "where several processes share the work, which keep whole shards",
@@ -143,7 +143,7 @@ def encode(
     _models.find_model(model, "--model")
     if (code := _options.on_devices(devices)) is not None:
         raise typer.Exit(code)
-    with joined() as rank:
+    with join_ranks() as rank:
         stored = (
             (engine == "ray" or dry_run)
             and not queries
@@ -329,11 +329,11 @@ def _has_vectors(output: Path) -> bool:
 def _source(data: str, texts: Mapping[str, str] | None) -> Texts:
     """`texts`, or where they are None the documents of a table, which are not loaded."""
     from tilefold.retrieval.data.collection import documents_table
-    from tilefold.retrieval.data.text_ranges import HeldTexts, StoredTexts
+    from tilefold.retrieval.data.shard_texts import FileTexts, InMemoryTexts
 
     if texts is not None:
-        return HeldTexts(texts)
-    return StoredTexts(documents_table(Path(data)), _common.fields_of_documents())
+        return InMemoryTexts(texts)
+    return FileTexts(documents_table(Path(data)), _common.fields_of_documents())
 
 
 def _dry_run(
@@ -352,7 +352,7 @@ def _dry_run(
     from tilefold.retrieval.encoding.truncation import token_counts
 
     began = time.monotonic()
-    survey = texts.survey(shard_size, sample=_SAMPLE)
+    survey = texts.plan_shards(shard_size, sample=_SAMPLE)
     reading = time.monotonic() - began
     counts = token_counts(model, survey.sample)
     sample = [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tilefold import retrieval
-from tilefold._internal.files import hold_path
+from tilefold._internal.files import lock_path
 from tilefold.cli import _common, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import (
@@ -23,7 +23,7 @@ from tilefold.cli._options import (
     preset,
     required,
 )
-from tilefold.retrieval.common.provenance import owned
+from tilefold.retrieval.common.provenance import ids_to_delete
 from tilefold.retrieval.data.passages import Passages, document_of
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import MANIFEST_NAME, read_description
@@ -144,7 +144,7 @@ def index(
             {"collection": output.resolve().name} if "url" in options else {"folder": output}
         ) | options
         options["overwrite"] = overwrite
-    with hold_path(output), _common.heartbeat(f"indexing ({backend})"):
+    with lock_path(output), _common.heartbeat(f"indexing ({backend})"):
         words, of_words = backend == BM25, _retrievers.passages(asked)
         if backend == LATE:
             built: Any = _late(tokens, data, output, options | {"overwrite": overwrite})
@@ -384,7 +384,7 @@ def _change(asked: Asked) -> Values:
 def _change_words(output: Path, names: Sequence[str], data: str | None) -> Values:
     if data is None and "update" in _options.given:
         raise UsageError("--update: a BM25 index reads the new documents: give them with --data.")
-    with hold_path(output), _options.as_options(index="--output", documents="--data"):
+    with lock_path(output), _options.as_options(index="--output", documents="--data"):
         index = retrieval.BM25Index.load(output)
         cut = index.provenance.passages
         collection = None if data is None else _common.load_data(data, documents_only=True)
@@ -395,7 +395,7 @@ def _change_words(output: Path, names: Sequence[str], data: str | None) -> Value
                 if cut is None
                 else Passages.parse(cut).of(collection.documents)
             )
-        deleted = len(owned(index.ids, set(names), (), cut))
+        deleted = len(ids_to_delete(index.ids, set(names), (), cut))
         changed = index.updated(texts, names, {} if collection is None else collection.metadata())
         changed.save(output, overwrite=True)
     return {"n_documents": changed.n_documents, "written": len(texts), "deleted": deleted}

@@ -29,7 +29,7 @@ from tilefold.cli._options import (
     preset,
     required,
 )
-from tilefold.distributed.ranks import first_rank_first, joined
+from tilefold.distributed.ranks import first_rank_first, join_ranks
 
 if TYPE_CHECKING:
     from tilefold.recipes import Losses, TrainResult
@@ -162,7 +162,7 @@ def train(
         _models.find_model(config.base_model, "--model")
     if (code := _options.on_devices(devices)) is not None:
         raise typer.Exit(code)
-    with joined(training=True) as rank:
+    with join_ranks(training=True) as rank:
         result = _train(config, asked, cuts, rank)
     if rank == 0:
         _tell(result, config, asked)

@@ -23,7 +23,7 @@ def ranks_of(group: object) -> dist.ProcessGroup | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def own_and_others(rows: Tensor) -> Tensor:
+def gather_rows(rows: Tensor) -> Tensor:
     """Rows of all ranks of the world, this rank's first, of equal shapes; a gradient is the sum of
     all ranks'.
     """

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-MEET = "TILEFOLD_RANKS_MEET"  # names a file by which the ranks of a command find each other
+RENDEZVOUS = "TILEFOLD_RANKS_MEET"  # names a file by which the ranks of a command find each other
 INTERRUPTED = 130
 _GRACE_SECONDS = 20.0  # for the other ranks to tell why they end too
 _KILLED_SECONDS = (
@@ -25,18 +25,18 @@ _CTRL_C_SECONDS = 120.0  # to keep what is done
 _POLL_SECONDS = 0.1
 
 
-def started() -> bool:
+def is_rank() -> bool:
     """Whether this process is a rank, of :func:`run_ranks` or of torchrun."""
-    return MEET in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    return RENDEZVOUS in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def several() -> bool:
+def has_other_ranks() -> bool:
     """Whether this process is one of at least two ranks."""
-    return started() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return is_rank() and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def run_ranks(command: Sequence[str], count: int) -> int:
-    """Run `command`, which calls :func:`joined`, as `count` ranks of this machine; its exit code.
+    """Run `command`, which calls :func:`join_ranks`, as `count` ranks of this machine; its exit code.
 
     The first rank writes to the terminal. What another one wrote to stderr is shown if it was the
     first to fail. Ctrl-C reaches all ranks once, and none of them outlives this process.
@@ -63,7 +63,7 @@ def run_ranks(command: Sequence[str], count: int) -> int:
 def _start(command: Sequence[str], rank: int, count: int, home: Path) -> subprocess.Popen[bytes]:
     share = str(share_of_cores(count))
     environment = os.environ | {
-        MEET: str(home / "meet"),
+        RENDEZVOUS: str(home / "meet"),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
@@ -117,14 +117,14 @@ def share_of_cores(count: int) -> int:
 
 
 @contextmanager
-def joined(*, training: bool = False) -> Iterator[int]:
+def join_ranks(*, training: bool = False) -> Iterator[int]:
     """Join the other ranks, if this process is one; its number, 0 where it is alone.
 
     A rank takes the GPU of its number, which must be there, and its share of the cores. Where ranks
     are `training`, tensors on GPUs go over NCCL; a process group that there is already is used as
     it is.
     """
-    if not several() and not training:
+    if not has_other_ranks() and not training:
         yield 0
         return
     import torch
@@ -133,11 +133,11 @@ def joined(*, training: bool = False) -> Iterator[int]:
     if training and dist.is_available() and dist.is_initialized():
         yield dist.get_rank()
         return
-    if not several():
+    if not has_other_ranks():
         yield 0
         return
 
-    if MEET in os.environ:
+    if RENDEZVOUS in os.environ:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     local, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
     share = share_of_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -148,9 +148,9 @@ def joined(*, training: bool = False) -> Iterator[int]:
                 f"expected at most {torch.cuda.device_count()} ranks, one for each GPU, got {local + 1}.",
             )
         torch.cuda.set_device(local)
-    elif MEET not in os.environ:  # torchrun says one
+    elif RENDEZVOUS not in os.environ:  # torchrun says one
         torch.set_num_threads(share)
-    meet = os.environ.get(MEET)
+    meet = os.environ.get(RENDEZVOUS)
     nccl, done = training and torch.cuda.is_available(), False
     backend, count = "cpu:gloo,cuda:nccl" if nccl else "gloo", int(os.environ["WORLD_SIZE"])
     place = None if meet is None else f"file://{meet}"
@@ -181,7 +181,7 @@ def first_rank_first() -> Iterator[None]:
 
 
 @contextmanager
-def each_for_itself() -> Iterator[None]:
+def as_single_process() -> Iterator[None]:
     """Libraries take this process for the only one within it: transformers saves a model on the
     first rank alone.
     """

@@ -31,7 +31,7 @@ class World:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self._group = dist.new_group(backend="gloo")
             with (
-                self.telling()
+                self.naming_lost_ranks()
             ):  # or a rank that fails at once closes what another still connects to
                 dist.barrier(self._group)
 
@@ -39,7 +39,7 @@ class World:
         if self._group is not None:
             self._dist.destroy_process_group(self._group)
 
-    def first(self, make: Callable[[], T]) -> T:
+    def call_on_first(self, make: Callable[[], T]) -> T:
         """Have the first rank call `make`; its result on every rank, or an error on every rank."""
         if self._group is None:
             return make()
@@ -50,7 +50,7 @@ class World:
                 said[0] = make()
             except Exception as raised:  # whatever it is, the others must hear of it
                 error, said[1] = raised, f"rank 0: {type(raised).__name__}: {raised}"
-        with self.telling():
+        with self.naming_lost_ranks():
             self._dist.broadcast_object_list(said, 0, group=self._group)
         if error is not None:
             raise error
@@ -59,16 +59,16 @@ class World:
         found: T = said[0]
         return found
 
-    def all(self, value: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """The values of all ranks, in their order."""
         if self._group is None:
             return [value]
         found: list[Any] = [None] * self.size
-        with self.telling():
+        with self.naming_lost_ranks():
             self._dist.all_gather_object(found, value, group=self._group)
         return found
 
-    def highest(self, number: int) -> int:
+    def max_over_ranks(self, number: int) -> int:
         """The highest number of all ranks: of this call if there is one rank, else of the one
         before; nothing waits.
 
@@ -79,7 +79,7 @@ class World:
         import torch
 
         before, mine = self._numbers, torch.tensor([number])
-        with self.telling():
+        with self.naming_lost_ranks():
             self._numbers = [
                 mine,
                 self._dist.all_reduce(
@@ -94,7 +94,7 @@ class World:
         return int(before[0].item()) if before else 0
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def naming_lost_ranks(self) -> Iterator[None]:
         """Turn what libraries say of a rank that is gone into an error that says what to do."""
         try:
             yield

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tilefold._internal.typing import Model
 from tilefold.retrieval.common.provenance import texts_digest
 from tilefold.retrieval.data.collection import Collection
-from tilefold.retrieval.data.stored_documents import Stored, id_key
+from tilefold.retrieval.data.lazy_documents import LazyDocuments, id_key
 from tilefold.retrieval.encoding.truncation import text_cutter
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.training_data.rows import TrainingRows
@@ -31,7 +31,7 @@ _TEXTS_AT_ONCE = 4096  # that are measured together
 
 
 class Held(list[str]):
-    """Texts in memory, with what :class:`Stored` has."""
+    """Texts in memory, with what :class:`LazyDocuments` has."""
 
     def at(self, places: Sequence[int]) -> list[str]:
         return [self[place] for place in places]
@@ -48,7 +48,7 @@ class Held(list[str]):
 class Column(Sequence[str]):
     """The texts of n rows, by their places ``[n]`` among all queries or documents."""
 
-    texts: Held | Stored[str]
+    texts: Held | LazyDocuments[str]
     places: Places
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ def document_texts(collection: Collection) -> Column:
     """The contents of all documents, in their order."""
     contents: Mapping[str, str] = collection.contents()
     return Column(
-        contents if isinstance(contents, Stored) else Held(contents.values()),
+        contents if isinstance(contents, LazyDocuments) else Held(contents.values()),
         np.arange(len(contents)),
     )
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from tilefold._internal.figures import new_figure, save_figure
 from tilefold._internal.files import (
     LOCK,
-    hold_folder,
+    lock_folder,
     read_json,
-    release_folder,
     swap_directory,
+    unlock_folder,
     write_json,
 )
 from tilefold._internal.typing import Model
@@ -102,7 +102,7 @@ class TrainingRun:
         Returns:
             The newest complete checkpoint, its step, and whether short batches are filled.
         """
-        self._lock = hold_folder(self.work_dir)
+        self._lock = lock_folder(self.work_dir)
         left = read_json(self.work_dir / RECORD)
         found = complete_checkpoints(self.work_dir) if resume else {}
         if found and left is not None:
@@ -147,13 +147,13 @@ class TrainingRun:
         write_json(made / RECORD, {"settings": self.settings, "result": result})
         swap_directory(made, self.output_dir)
         shutil.rmtree(self.work_dir)
-        release_folder(self._lock)
+        unlock_folder(self._lock)
 
     def close(self) -> None:
         """Drop a work folder that training never began in."""
         if self.checkpoint is None:
             shutil.rmtree(self.work_dir)
-        release_folder(self._lock)
+        unlock_folder(self._lock)
 
     def _difference(self, record: Record) -> str:
         """Names of the settings in which a record differs from this run's; empty if it does not."""

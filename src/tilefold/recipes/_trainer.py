@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold._internal.files import read_json
 from tilefold._internal.typing import Module
-from tilefold.distributed.ranks import several
+from tilefold.distributed.ranks import has_other_ranks
 from tilefold.distributed.world import World
 from tilefold.recipes._rows import Column, Dealt, Reader
 from tilefold.recipes._run import NDCG, WHOLE, TrainingError, TrainingRun
@@ -239,7 +239,7 @@ def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> Train
     )
     cuts = Tally()  # of all ranks, for each length
     own_cuts = getattr(trainer.data_collator, "cut", cuts).counts.values()
-    for truncation in itertools.chain(*job.world.all(list(own_cuts))):
+    for truncation in itertools.chain(*job.world.gather(list(own_cuts))):
         cuts.add("text", truncation.texts, truncation.count, truncation.max_length)
     return replace(
         job.result,
@@ -350,7 +350,7 @@ def say_unused_gpus() -> None:
     import torch
 
     gpus = torch.cuda.device_count()
-    if gpus > 1 and not several():
+    if gpus > 1 and not has_other_ranks():
         remedy = (
             "For all of them: tilefold train --devices all, or torchrun --nproc-per-node %d SCRIPT"
         )

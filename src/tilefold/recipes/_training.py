@@ -16,7 +16,12 @@ from tilefold._internal.arguments import check_instance
 from tilefold._internal.files import naming_full_disk
 from tilefold._internal.sentence_transformers import check_sentence_transformers
 from tilefold._internal.typing import Model
-from tilefold.distributed.ranks import each_for_itself, first_rank_first, joined, several
+from tilefold.distributed.ranks import (
+    as_single_process,
+    first_rank_first,
+    has_other_ranks,
+    join_ranks,
+)
 from tilefold.distributed.world import World
 from tilefold.recipes import _run
 from tilefold.recipes._card import describe
@@ -228,13 +233,17 @@ def train(
             known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
             raise ValueError(f"report_to must be none, all or one of {known}, got {report_to!r}.")
     processes = int(os.environ.get("WORLD_SIZE") or 1)
-    if processes > 1 and not several() and not (dist.is_available() and dist.is_initialized()):
+    if (
+        processes > 1
+        and not has_other_ranks()
+        and not (dist.is_available() and dist.is_initialized())
+    ):
         remedy = "Start it with torchrun, accelerate launch or tilefold train --devices, or unset WORLD_SIZE."
         raise RuntimeError(
             f"several processes must come from a known launcher, got WORLD_SIZE={processes}. {remedy}",
         )
     check_sentence_transformers()
-    with joined(training=True):
+    with join_ranks(training=True):
         world = World()
         try:
             call, shown = (
@@ -272,11 +281,13 @@ def _train(
     data = texts_digest(collection.contents()) if untrained else made.digest() + texts
     bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
     run = _run.TrainingRun(output_dir, recipe.to_dict() | {"bf16": bf16}, data)
-    if any(settings != run.settings for settings in world.all(run.settings)):
+    if any(settings != run.settings for settings in world.gather(run.settings)):
         raise ValueError(
             "recipe and data must be the same on all ranks, got others; give each rank the same call.",
         )
-    finished = world.first(lambda: run.finished(overwrite=call.overwrite, resume=call.resume))
+    finished = world.call_on_first(
+        lambda: run.finished(overwrite=call.overwrite, resume=call.resume)
+    )
     if finished is not None:
         now = {"seconds": time.monotonic() - started, "reused": True, "model_dir": str(output_dir)}
         lists = {
@@ -285,14 +296,14 @@ def _train(
         return TrainResult(**finished | now | lists)
     check_graphs(recipe.graphs)
     full_batches = world.size > 1 or recipe.fill_batches
-    opened = world.first(lambda: run.open(resume=call.resume, full_batches=full_batches))
+    opened = world.call_on_first(lambda: run.open(resume=call.resume, full_batches=full_batches))
     run.checkpoint, run.resumed_from, run.full_batches = opened
     with quiet_libraries(call.verbose):
         from tilefold.integrations.transformers import register
 
         register()  # of entmax attention
         try:
-            with first_rank_first(), each_for_itself():  # what it fetches, the others find
+            with first_rank_first(), as_single_process():  # what it fetches, the others find
                 model = recipe.start(document_texts(collection))
             _use_attention(model, recipe)
             adapters = () if untrained else train_adapters(model)
@@ -325,14 +336,14 @@ def _train(
             ranks=world.size,
             evaluated=evaluated,
         )
-        with naming_full_disk(run.work_dir), world.telling():
+        with naming_full_disk(run.work_dir), world.naming_lost_ranks():
             if not untrained:
                 result = recipe.fit(
                     TrainingJob(recipe, model, made, run, result, progress, world, call, evaluator),
                 )
             result = replace(result, seconds=time.monotonic() - started)
             told = describe(recipe, result, collection.name, made.pairs, run.history, call.command)
-            world.first(lambda: run.finish(model, asdict(result), told))
+            world.call_on_first(lambda: run.finish(model, asdict(result), told))
     return result
 
 

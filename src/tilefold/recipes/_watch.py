@@ -128,7 +128,7 @@ class Watcher(TrainerCallback):
             and now - self.began >= 3600 * self.hours
         ):
             asked = 2
-        found = self.world.highest(asked)
+        found = self.world.max_over_ranks(asked)
         control.should_save = (
             control.should_save or found > 0 or bool(steps and state.global_step % steps == 0)
         )
@@ -142,7 +142,7 @@ class Watcher(TrainerCallback):
         **_: object,
     ) -> None:
         folder = self.run.work_dir / f"checkpoint-{state.global_step}"
-        self.world.all(None)  # every rank has left its part
+        self.world.gather(None)  # every rank has left its part
         if folder.is_dir() and self.world.rank == 0:
             write_json(
                 folder / WHOLE,
@@ -216,7 +216,7 @@ class _Counting:
         """The means since the last call, over all ranks."""
         if not self.steps:
             return None
-        means = world.all(torch.stack(self.steps).mean(dim=0).tolist())
+        means = world.gather(torch.stack(self.steps).mean(dim=0).tolist())
         active, empty = (sum(column) / world.size for column in zip(*means, strict=True))
         self.steps = []
         return _Seen(active, empty, self.width)

@@ -151,14 +151,14 @@ def scores_of_all_ranks(
     """
     from torch.nn.functional import pad
 
-    from tilefold.distributed.process_group import own_and_others
+    from tilefold.distributed.process_group import gather_rows
 
     if documents.size(2) > length:  # other ranks would wait for tokens that never come
         raise ValueError(f"documents must have at most {length} tokens, got {documents.size(2)}.")
     room = length - documents.size(2)
     masks, every = (
-        own_and_others(pad(documents_mask, (0, room))),
-        own_and_others(pad(documents, (0, 0, 0, room))),
+        gather_rows(pad(documents_mask, (0, room))),
+        gather_rows(pad(documents, (0, 0, 0, room))),
     )
     found: Tensor = scores(queries, every, queries_mask=queries_mask, documents_mask=masks)
     return found

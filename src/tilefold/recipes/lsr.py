@@ -349,9 +349,9 @@ def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: in
 
 def dot_of_all_ranks(queries: Tensor, documents: Tensor) -> Tensor:
     """Scores of a rank's queries with the documents of all ranks, its own first."""
-    from tilefold.distributed.process_group import own_and_others
+    from tilefold.distributed.process_group import gather_rows
 
-    return queries @ own_and_others(documents).T
+    return queries @ gather_rows(documents).T
 
 
 def make_regularizer(spec: RegularizerSpec, positions: int = 1) -> Module:
@@ -477,7 +477,7 @@ def _batches_of_texts(
     import numpy as np
 
     from tilefold.recipes._batches import TrainingBatches
-    from tilefold.retrieval.data.stored_documents import id_key
+    from tilefold.retrieval.data.lazy_documents import id_key
 
     excluded = {"dataset_name", *(valid_label_columns or ())}
     columns = [

@@ -135,7 +135,9 @@ def check_text_ids(what: str, ids: Collection[object]) -> None:
     try:
         whole = "".join(ids)  # type: ignore[arg-type]
     except TypeError:
-        raise no_string(what, next(name for name in ids if not isinstance(name, str))) from None
+        raise not_a_string_error(
+            what, next(name for name in ids if not isinstance(name, str))
+        ) from None
     if "\0" in whole or not is_unicode(whole):
         wrong = next(name for name in ids if "\0" in str(name) or not is_unicode(str(name)))
         raise DataError(
@@ -143,7 +145,7 @@ def check_text_ids(what: str, ids: Collection[object]) -> None:
         )
 
 
-def no_string(what: str, name: object) -> TypeError:
+def not_a_string_error(what: str, name: object) -> TypeError:
     """Error for an id that is not a string."""
     said = f"expected strings as ids, as they are in files and indexes, got {name!r} ({type(name).__name__})"
     return TypeError(f"{what}: {said}. Turn ids into strings: str({name!r}).")

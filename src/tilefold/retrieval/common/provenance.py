@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tilefold._internal.typing import Model
-from tilefold.retrieval.common.files import Json, no_string
+from tilefold.retrieval.common.files import Json, not_a_string_error
 
 __all__ = ["Provenance", "TextsDigest", "model_fingerprint", "provenance_of", "texts_digest"]
 
@@ -113,7 +113,7 @@ class TextsDigest:
 
     def add(self, name: object, text: object) -> None:
         if not isinstance(name, str):
-            raise no_string("texts", name)
+            raise not_a_string_error("texts", name)
         given = (name, text if isinstance(text, str) else repr(text))
         parts = [part.encode("utf-8", "surrogatepass") for part in given]
         self._digest.update(encoded_texts(parts[:1], parts[1:]))
@@ -193,7 +193,7 @@ def provenance_of(texts: Mapping[str, str]) -> Provenance:
     return known if isinstance(known, Provenance) else Provenance(texts_sha256=texts_digest(texts))
 
 
-def owned(
+def ids_to_delete(
     names: Iterable[str],
     delete: Collection[str],
     replaced: Collection[str],

@@ -31,7 +31,7 @@ from tilefold.retrieval.data.collection import (
     load_beir,
 )
 from tilefold.retrieval.data.fields import DocumentFields
-from tilefold.retrieval.data.stored_documents import stored_documents
+from tilefold.retrieval.data.lazy_documents import open_lazy_documents
 from tilefold.retrieval.data.tables import USUAL_FIELDS
 from tilefold.retrieval.errors import DataError
 
@@ -97,7 +97,7 @@ def load_collection(
     def load(path: Path) -> Collection:
         file, documents = documents_table(path), None
         if stored is not None and file.is_file() and file.stat().st_size >= stored:
-            documents = stored_documents(file, cache, fields)
+            documents = open_lazy_documents(file, cache, fields)
         return load_beir(
             path,
             unknown,

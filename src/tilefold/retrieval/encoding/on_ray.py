@@ -24,7 +24,7 @@ from tilefold.pipeline.threads import BackgroundWorker
 from tilefold.retrieval.common.files import Json, require
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.passages import PassageTexts
-from tilefold.retrieval.data.text_ranges import HeldTexts, Range, StoredTexts, Texts
+from tilefold.retrieval.data.shard_texts import FileTexts, InMemoryTexts, ShardTexts, Texts
 from tilefold.retrieval.encoding.streamed import (
     WAITING_SHARDS,
     Encoding,
@@ -36,7 +36,14 @@ from tilefold.retrieval.encoding.streamed import (
 )
 from tilefold.retrieval.encoding.truncation import limit_length
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.vectors.shards import M, Receipt, ShardWriter, V, check_some, differences
+from tilefold.retrieval.vectors.shards import (
+    M,
+    Receipt,
+    ShardWriter,
+    V,
+    check_not_all_failed,
+    differences,
+)
 
 __all__ = ["ClusterError", "RayCluster", "encode_on_ray"]
 
@@ -132,16 +139,16 @@ def encode_on_ray(
     check_instance(
         "texts",
         texts,
-        (Mapping, str, Path, HeldTexts, StoredTexts),
+        (Mapping, str, Path, InMemoryTexts, FileTexts),
         "the path of the documents",
     )
     output = Output(Path(output_dir).resolve(), shard_size, 0.0, None, resume)
     if not isinstance(texts, Texts):
-        texts = HeldTexts(texts) if isinstance(texts, Mapping) else StoredTexts(Path(texts))
+        texts = InMemoryTexts(texts) if isinstance(texts, Mapping) else FileTexts(Path(texts))
     report = progress or (lambda done, total: None)
     with _connected(cluster or RayCluster()) as ray:
         pool = _pool_of(ray, cluster or RayCluster())
-        survey = texts.survey(shard_size)
+        survey = texts.plan_shards(shard_size)
         model = load()
         model = model.to("cpu") if hasattr(model, "to") else model  # the GPUs are for the workers
         cut = getattr(texts, "texts", None)  # passages know their documents
@@ -174,7 +181,9 @@ def encode_on_ray(
     return writer.finish(survey.count)
 
 
-def _written(ray: ModuleType, pool: Pool, work: Work, missing: list[Range]) -> Iterator[list[int]]:
+def _written(
+    ray: ModuleType, pool: Pool, work: Work, missing: list[ShardTexts]
+) -> Iterator[list[int]]:
     """Numbers of shards as they are written, some at a time."""
     size = max(1, min(SHARDS_PER_TASK, len(missing) // (2 * pool.most)))
     tasks = [{"ranges": missing[start : start + size]} for start in range(0, len(missing), size)]
@@ -359,7 +368,7 @@ class Worker:
                 f"{said}. Give all machines the same folder, or the same release, of the model.",
             )
 
-    def __call__(self, batch: Mapping[str, Sequence[Sequence[Range]]]) -> dict[str, list[Any]]:
+    def __call__(self, batch: Mapping[str, Sequence[Sequence[ShardTexts]]]) -> dict[str, list[Any]]:
         """Write the shards of a task; rows of a number and a problem, which is empty where the
         shard is written.
         """
@@ -372,7 +381,7 @@ class Worker:
         numbers = [part.number for part in ranges]
         return {"number": numbers, "problem": [problem] * len(numbers)}
 
-    def _write(self, ranges: Sequence[Range]) -> None:
+    def _write(self, ranges: Sequence[ShardTexts]) -> None:
         folder, key = self.writer.path, self.writer.key
         if missing := [part for part in ranges if Receipt.read(folder, part.number, key) is None]:
             tried = self._tried(missing)
@@ -380,20 +389,20 @@ class Worker:
                 list(encode_shards(self.job, map(self._read, missing), self._leave, behind))
             tried.unlink(missing_ok=True)
 
-    def _read(self, part: Range) -> Shard[Any]:
+    def _read(self, part: ShardTexts) -> Shard[Any]:
         """In the thread that works ahead."""
         texts = part.read()
         return Shard(part.number, list(texts), texts)
 
     def _leave(self, shard: Shard[Any]) -> None:
         vectors, failed = shard.assembled(self.job)
-        check_some(shard.number, len(vectors), failed, nothing_yet=False)
+        check_not_all_failed(shard.number, len(vectors), failed, nothing_yet=False)
         if not (self.writer.path / self.work.beacon).is_file():
             raise FileNotFoundError("the command has ended, and what comes late is not written.")
         self.writer.leave_shard(shard.number, vectors, failed, shard.cut)
         shard.written()
 
-    def _tried(self, missing: Sequence[Range]) -> Path:
+    def _tried(self, missing: Sequence[ShardTexts]) -> Path:
         """Count how often workers have begun here: Ray repeats a task without end when its worker
         dies.
         """

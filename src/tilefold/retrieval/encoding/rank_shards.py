@@ -18,13 +18,13 @@ from typing import Any, Generic
 
 import torch.distributed as dist
 
-from tilefold._internal.files import LOCK, InUseError, hold_folder, scratch_folder
+from tilefold._internal.files import LOCK, InUseError, lock_folder, scratch_folder
 from tilefold.pipeline.rows import IN_FLIGHT
 from tilefold.pipeline.threads import BackgroundWorker
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.encoding.streamed import WAITING_SHARDS, Job, Shard, encode_shards
 from tilefold.retrieval.errors import DataError, RankError
-from tilefold.retrieval.vectors.shards import M, Receipt, V, check_some, differences
+from tilefold.retrieval.vectors.shards import M, Receipt, V, check_not_all_failed, differences
 
 # that a rank has taken and not yet encoded: few at the end of the work, but more than a stream
 # holds back of one batch
@@ -108,7 +108,7 @@ def _ended(rank: int) -> RankError:
 def _has_left(home: Path) -> bool:
     try:
         if (home / LOCK).exists():
-            hold_folder(home, again=False).release()
+            lock_folder(home, again=False).release()
     except InUseError:
         return False
     except FileNotFoundError:  # it is being removed
@@ -305,7 +305,7 @@ class RankShards(Generic[M, V]):
             number, rows = self.left[0], int(receipt.shard["rows"])
             nothing_yet = number == len(self.chunks) - 1 and self.writer.manifest.n_documents == 0
             try:
-                check_some(number, rows, receipt.failed, nothing_yet=nothing_yet)
+                check_not_all_failed(number, rows, receipt.failed, nothing_yet=nothing_yet)
             except DataError:
                 Receipt.file_of(folder, number).unlink()
                 raise

@@ -38,7 +38,7 @@ from tilefold.retrieval.common.files import check_text_ids
 from tilefold.retrieval.common.provenance import Provenance, model_fingerprint
 from tilefold.retrieval.encoding.truncation import cut_texts
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.vectors.shards import M, Part, ShardWriter, V, check_some
+from tilefold.retrieval.vectors.shards import M, PartialShard, ShardWriter, V, check_not_all_failed
 
 WAITING_SHARDS = 2  # that are encoded and not written
 PLAIN_TEXTS = 32  # of a batch of a model that is not accelerated
@@ -254,7 +254,7 @@ class Shard(Generic[V]):
     def is_whole(self) -> bool:
         return len(self) == len(self.ids)
 
-    def resumed(self, before: Part[V] | None) -> Shard[V]:
+    def resumed(self, before: PartialShard[V] | None) -> Shard[V]:
         """The shard, of which an earlier run kept a part."""
         if before is not None:
             self.done, self.failed, self.cut = (
@@ -403,7 +403,7 @@ class FolderShards(Generic[M, V]):
         """In the thread that works behind, or after it."""
         vectors, failed = shard.assembled(self.job)
         last = (shard.number + 1) * self.job.output.shard_size >= self.total
-        check_some(
+        check_not_all_failed(
             shard.number,
             len(vectors),
             failed,
@@ -418,7 +418,9 @@ class FolderShards(Generic[M, V]):
         if shard is None or self.writer is None:
             return
         if shard.done and shard.kept < len(shard) and not shard.is_whole:
-            self.writer.write_partial(shard.number, Part(shard.part(), shard.failed, shard.cut))
+            self.writer.write_partial(
+                shard.number, PartialShard(shard.part(), shard.failed, shard.cut)
+            )
         elif shard.done and shard.is_whole and at_the_end:  # else it is about to be submitted
             self._write(shard)
         shard.kept, shard.saved = len(shard), time.monotonic()

@@ -22,7 +22,7 @@ from tilefold.retrieval.common.array_checks import (
     first_outside,
 )
 from tilefold.retrieval.common.files import Json, check_text_ids, require
-from tilefold.retrieval.common.provenance import Provenance, owned, provenance_of
+from tilefold.retrieval.common.provenance import Provenance, ids_to_delete, provenance_of
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.metadata import Fields, Metadata, Where, allowed_by, check_metadata
 from tilefold.retrieval.data.scripts import UNSPACED
@@ -258,7 +258,7 @@ class BM25Index(FolderIndex):
             raise DataError(
                 f"documents: expected passages {cut!r} as in the index, got {new.passages!r}.",
             )
-        gone = owned((*corpus, *documents), delete, documents, cut)
+        gone = ids_to_delete((*corpus, *documents), delete, documents, cut)
         left = {row: name for row, name in enumerate(self.ids) if name not in gone}
         kept = {name: corpus[name] for name in left.values()}
         kept |= {name: self._tokenize(text) for name, text in documents.items()}

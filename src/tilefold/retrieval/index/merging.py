@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold._internal.arguments import list_of, list_of_ids, path_of
-from tilefold._internal.files import hold_path
+from tilefold._internal.files import lock_path
 from tilefold.retrieval.common.files import write_json_object
-from tilefold.retrieval.common.provenance import Provenance, owned
+from tilefold.retrieval.common.provenance import Provenance, ids_to_delete
 from tilefold.retrieval.data.metadata import Fields, Metadata, check_fields_by_id, check_metadata
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.index.protocol import SEGMENTS, read_description
 from tilefold.retrieval.index.segments import Segments, listed_parts
-from tilefold.retrieval.vectors.shards import Manifest, ShardWriter, check_whole, differences
+from tilefold.retrieval.vectors.shards import Manifest, ShardWriter, check_complete, differences
 from tilefold.retrieval.vectors.sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.vectors.sparse_files import (
     SparseVectorWriter,
@@ -109,7 +109,7 @@ class _Source:
         self.manifest: Any
         if self.layout == "sparse":
             self.manifest = VectorManifest.read(folder)
-            check_whole(folder, self.manifest)
+            check_complete(folder, self.manifest)
         else:
             from tilefold.retrieval.vectors.tokens import open_dense, open_tokens  # needs torch
 
@@ -174,7 +174,7 @@ def update_index(
         raise ValueError(
             f"path: expected an index of {', '.join(GROWING)}, got one of {backend} in {folder}.",
         )
-    with hold_path(folder):
+    with lock_path(folder):
         index: Any = open_index(folder)
         held = index if isinstance(index, Segments) else Segments([index], [()])
         if vectors is not None:
@@ -194,8 +194,8 @@ def update_index(
         asked, new = deleted_ids, set() if added is None else set(added.ids)
         deleted = 0
         for part, gone in held.pairs():
-            there = owned(part.ids, asked, new, held.provenance.passages) - gone
-            deleted += len(owned(there, asked, (), held.provenance.passages))
+            there = ids_to_delete(part.ids, asked, new, held.provenance.passages) - gone
+            deleted += len(ids_to_delete(there, asked, (), held.provenance.passages))
             gone.update(there)
         if added is not None:
             names.append(f"{number:05d}")
@@ -219,7 +219,7 @@ def merge_segments(path: str | Path) -> int:
     loses nothing.
     """
     folder = path_of("path", path)
-    with hold_path(folder):
+    with lock_path(folder):
         index: Any = open_index(folder)
         if isinstance(index, Segments):
             index = index.merged(folder)

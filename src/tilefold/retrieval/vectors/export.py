@@ -26,7 +26,7 @@ from tilefold._version import __version__
 from tilefold.retrieval.common.files import Json, is_unicode
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
-from tilefold.retrieval.vectors.shards import check_whole
+from tilefold.retrieval.vectors.shards import check_complete
 from tilefold.retrieval.vectors.sparse import SparseVectors
 from tilefold.retrieval.vectors.sparse_files import VectorManifest, iter_shards, read_manifest
 
@@ -290,7 +290,7 @@ def _survey(
     source = vectors if isinstance(vectors, SparseVectors) else Path(vectors)
     about = source if isinstance(source, SparseVectors) else read_manifest(source)
     if isinstance(source, Path) and isinstance(about, VectorManifest):
-        check_whole(source, about)
+        check_complete(source, about)
         if about.kind != "document":
             raise DataError(
                 f"{source}: expected vectors of documents, got vectors of kind {about.kind!r}.",

@@ -15,10 +15,10 @@ from tilefold._internal import files as _files
 from tilefold._internal.files import (
     LOCK,
     atomic_file,
-    hold_folder,
-    release_folder,
+    lock_folder,
     remove_leftovers,
     sha256_file,
+    unlock_folder,
 )
 from tilefold.pipeline.truncation import Truncation
 from tilefold.retrieval.common.files import (
@@ -38,7 +38,7 @@ REMEDY = "Write the vectors again (tilefold encode)."
 SCHEMA_VERSION = 1
 RECEIPTS = "part-*.receipt.json"
 _ANEW = "resume=False"
-TOO_MANY = 16  # when every text of a shard of at least this size fails, the model is at fault, not the texts
+MIN_ALL_FAILED = 16  # when every text of a shard of at least this size fails, the model is at fault, not the texts
 _OF_CUTS = {"count": int, "max_length": int | None}
 
 
@@ -49,8 +49,8 @@ class Manifest:
     """
 
     LAYOUT: ClassVar[str]
-    WHAT: ClassVar[str]  # is in a folder of this kind
-    INSTEAD: ClassVar[str]  # what to do with a folder of another kind
+    CONTENTS: ClassVar[str]  # is in a folder of this kind
+    OTHER_KIND_REMEDY: ClassVar[str]  # what to do with a folder of another kind
     IDENTITY: ClassVar[tuple[str, ...]]  # fields that make a folder this one, beside its settings
     TOTALS: ClassVar[dict[str, str]] = {
         "n_documents": "rows",
@@ -84,7 +84,9 @@ class Manifest:
                 if layout == "tokens"
                 else f"{layout} vectors"
             )
-            raise DataError(f"{folder}: expected {cls.WHAT}, got {got}. {cls.INSTEAD}")
+            raise DataError(
+                f"{folder}: expected {cls.CONTENTS}, got {got}. {cls.OTHER_KIND_REMEDY}"
+            )
         if (version := value.get("schema_version")) != SCHEMA_VERSION:
             raise refused(f"schema_version {SCHEMA_VERSION}, got {version!r}")
         types = {name: kind for name, kind in get_type_hints(cls).items() if name.islower()}
@@ -172,7 +174,7 @@ V = TypeVar("V", bound=Vectors)
 
 
 @dataclass(frozen=True)
-class Part(Generic[V]):
+class PartialShard(Generic[V]):
     """A part of a shard from an earlier run: vectors, failed texts, and how many texts were cut."""
 
     vectors: V
@@ -210,11 +212,13 @@ class Receipt:
         return receipt if file.is_file() and file.stat().st_size == receipt.size else None
 
 
-def check_some(number: int, rows: int, failed: Mapping[str, str], *, nothing_yet: bool) -> None:
+def check_not_all_failed(
+    number: int, rows: int, failed: Mapping[str, str], *, nothing_yet: bool
+) -> None:
     """Raise ``DataError`` where all texts of a shard failed: of a large one, or of all where
     `nothing_yet` has rows.
     """
-    if failed and not rows and (len(failed) >= TOO_MANY or nothing_yet):
+    if failed and not rows and (len(failed) >= MIN_ALL_FAILED or nothing_yet):
         name, why = next(iter(failed.items()))
         said = f"texts: all {len(failed)} of shard {number} failed, {name!r} first ({why})"
         raise DataError(f"{said}. Check the model; earlier shards are kept.")
@@ -256,7 +260,7 @@ class ShardWriter(ABC, Generic[M, V]):
 
     suffix: ClassVar[str]
     package: ClassVar[tuple[str, str, str]]  # arguments of :func:`require`
-    made_with: ClassVar[type[Manifest]]
+    manifest_type: ClassVar[type[Manifest]]
 
     def __init__(
         self,
@@ -270,10 +274,10 @@ class ShardWriter(ABC, Generic[M, V]):
     ) -> None:
         require(*self.package)
         self.precision = precision
-        if not isinstance(manifest, self.made_with):
+        if not isinstance(manifest, self.manifest_type):
             got = type(manifest).__name__
             raise TypeError(
-                f"manifest: expected a {self.made_with.__name__}, got {got}. Make one for these vectors.",
+                f"manifest: expected a {self.manifest_type.__name__}, got {got}. Make one for these vectors.",
             )
         self.path, self._kind = Path(path), type(manifest)
         self._received: dict[int, Receipt] = {}
@@ -286,12 +290,12 @@ class ShardWriter(ABC, Generic[M, V]):
                 f"manifest: expected that of a new folder, got {got}. Make a new one with its settings.",
             )
         self._earlier()  # refuses a foreign folder before anything is written there
-        self._lock = hold_folder(self.path)
+        self._lock = lock_folder(self.path)
         try:
             self._open(manifest, resume=resume, overwrite=overwrite)
         except BaseException:
             if self._lock.lock_counter == 1:
-                release_folder(self._lock)
+                unlock_folder(self._lock)
             else:  # another writer of this process goes on
                 self._lock.release()
             raise
@@ -403,7 +407,7 @@ class ShardWriter(ABC, Generic[M, V]):
         taken = {
             n: each
             for n, each in found
-            if each and (each.shard["rows"] or len(each.failed) < TOO_MANY)
+            if each and (each.shard["rows"] or len(each.failed) < MIN_ALL_FAILED)
         }
         self._received |= taken
         for number in sorted(taken):
@@ -416,7 +420,7 @@ class ShardWriter(ABC, Generic[M, V]):
         while (number := len(self.manifest.shards)) in self._received:
             self.list_shard(number, self._received[number].shard, self._received[number].failed)
 
-    def read_partial(self, number: int) -> Part[V] | None:
+    def read_partial(self, number: int) -> PartialShard[V] | None:
         """The part of shard `number` that :meth:`write_partial` kept, if any."""
         partial = self.manifest.partial
         file = self.path / str(partial.get("file"))
@@ -425,7 +429,7 @@ class ShardWriter(ABC, Generic[M, V]):
         try:
             if sha256_file(file) != partial["sha256"]:
                 return None
-            return Part(
+            return PartialShard(
                 self._read(file),
                 dict(partial["failed"]),
                 _truncation(partial) or Truncation(),
@@ -435,7 +439,7 @@ class ShardWriter(ABC, Generic[M, V]):
         ):  # another rank's shard was listed meanwhile, which forgets what was kept
             return None
 
-    def write_partial(self, number: int, part: Part[V]) -> None:
+    def write_partial(self, number: int, part: PartialShard[V]) -> None:
         """Keep what is done of shard `number`, until it is written whole or this is called again."""
         self._check(part.vectors)
         file = self.path / f"part-{number:05d}.partial.{self.suffix}"
@@ -540,7 +544,7 @@ class ShardWriter(ABC, Generic[M, V]):
         self.manifest.n_texts = n_texts
         self.manifest.complete = True
         self._save()
-        release_folder(self._lock)
+        unlock_folder(self._lock)
         return self.manifest
 
     def _save(self) -> None:
@@ -592,7 +596,7 @@ def _counts_cuts(value: Json) -> bool:
     return value == {} or (_has(value, _OF_CUTS) and len(value) == len(_OF_CUTS))
 
 
-def check_whole(folder: Path, manifest: Manifest) -> None:
+def check_complete(folder: Path, manifest: Manifest) -> None:
     """Raise ``DataError`` unless the writer of `folder` has finished."""
     if not manifest.complete:
         got = f"{len(manifest.shards)} shard(s) of an unfinished run. Run the same `tilefold encode` again to resume it"

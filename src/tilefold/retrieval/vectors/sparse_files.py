@@ -19,7 +19,7 @@ from tilefold.retrieval.vectors.shards import (
     REMEDY,
     Manifest,
     ShardWriter,
-    check_whole,
+    check_complete,
     layout_of,
     shard_file,
 )
@@ -78,8 +78,8 @@ class VectorManifest(Manifest):
     """
 
     LAYOUT = "sparse"
-    WHAT = "sparse vectors"
-    INSTEAD = (
+    CONTENTS = "sparse vectors"
+    OTHER_KIND_REMEDY = (
         "Token vectors are for reranking (--rerank); encode with a SparseEncoder for an index."
     )
     IDENTITY = ("vocab_size", "fingerprint", "model_name", "kind")
@@ -130,7 +130,7 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
     """
 
     suffix, package = "parquet", ("pyarrow.parquet", "pyarrow", "Storing vectors")
-    made_with = VectorManifest
+    manifest_type = VectorManifest
 
     def _check(self, vectors: SparseVectors) -> None:
         check_same_vocabulary(self.manifest, vectors, "the folder", "vectors")
@@ -184,7 +184,7 @@ def read_vectors(path: str | Path) -> SparseVectors:
     """
     folder = path_of("path", path)
     manifest = read_manifest(folder)
-    check_whole(folder, manifest)
+    check_complete(folder, manifest)
     return SparseVectors.concatenate([manifest.no_vectors(), *iter_shards(folder, manifest)])
 
 
@@ -194,7 +194,7 @@ def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
     """
     folder, wanted = path_of("path", path), set(list_of_ids("names", names))
     manifest = read_manifest(folder)
-    check_whole(folder, manifest)
+    check_complete(folder, manifest)
     parts = [manifest.no_vectors()]
     for shard in manifest.shards:
         if not wanted:

@@ -24,7 +24,13 @@ from tilefold.retrieval.common.array_checks import check_offsets
 from tilefold.retrieval.common.files import require
 from tilefold.retrieval.data.passages import document_of
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.vectors.shards import REMEDY, Manifest, ShardWriter, check_whole, shard_file
+from tilefold.retrieval.vectors.shards import (
+    REMEDY,
+    Manifest,
+    ShardWriter,
+    check_complete,
+    shard_file,
+)
 from tilefold.retrieval.vectors.sparse import check_ids
 
 __all__ = [
@@ -216,8 +222,10 @@ class TokenManifest(Manifest):
     """
 
     LAYOUT = "tokens"
-    WHAT = "token vectors of a multi-vector model"
-    INSTEAD = "Encode the collection with a multi-vector model (tilefold train --recipe colbert)."
+    CONTENTS = "token vectors of a multi-vector model"
+    OTHER_KIND_REMEDY = (
+        "Encode the collection with a multi-vector model (tilefold train --recipe colbert)."
+    )
     IDENTITY = ("dimension", "storage", "model_name", "model_fingerprint", "kind")
     TOTALS: ClassVar = {"n_documents": "rows", "n_tokens": "tokens"}
     STORAGES: ClassVar[tuple[str, ...]] = STORAGES
@@ -245,8 +253,8 @@ class DenseManifest(TokenManifest):
     """
 
     LAYOUT = "dense"
-    WHAT = "dense vectors of a SentenceTransformer"
-    INSTEAD = "Encode the collection with a dense model (tilefold encode --kind dense)."
+    CONTENTS = "dense vectors of a SentenceTransformer"
+    OTHER_KIND_REMEDY = "Encode the collection with a dense model (tilefold encode --kind dense)."
     STORAGES = DENSE_STORAGES
 
     layout: str = field(default="dense", kw_only=True)
@@ -261,7 +269,7 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
     """Write token vectors as :class:`tilefold.retrieval.SparseVectorWriter` does."""
 
     suffix, package = "safetensors", ("safetensors.torch", "safetensors", "Storing token vectors")
-    made_with = TokenManifest
+    manifest_type = TokenManifest
 
     def _check(self, vectors: TokenVectors) -> None:
         expected = (self.manifest.dimension, _DTYPES[self.manifest.storage])
@@ -385,7 +393,7 @@ def open_dense(path: str | Path) -> TokenStore:
 
 def _opened(kind: type[TokenManifest], folder: Path) -> TokenStore:
     manifest = kind.read(folder)
-    check_whole(folder, manifest)
+    check_complete(folder, manifest)
     return TokenStore(folder, manifest)
 
 

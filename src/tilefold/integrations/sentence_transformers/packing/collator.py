@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tilefold._internal.typing import Model, Transformer
-from tilefold.distributed.ranks import several
+from tilefold.distributed.ranks import has_other_ranks
 from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers.graphs.training import (
     LONGEST,
@@ -339,7 +339,7 @@ def collate_ahead(
     trainer.args.logging_nan_inf_filter = False
     if one:
         model[0].forward.graphs = (
-            StepGraphs(model[0], compiled=compiled, halved=several()) if graphs else None
+            StepGraphs(model[0], compiled=compiled, halved=has_other_ranks()) if graphs else None
         )
     if not isinstance(collator, AheadCollator):
         collator = _without_detours(collator, model) if one else collator

@@ -30,10 +30,10 @@ from tilefold._internal.files import (
     LOCK,
     DiskFullError,
     InUseError,
-    hold_folder,
+    lock_folder,
     naming_full_disk,
-    release_folder,
     sync,
+    unlock_folder,
 )
 from tilefold.retrieval.common.files import Json, read_json_object, require, write_json_object
 from tilefold.retrieval.errors import DataError
@@ -72,7 +72,7 @@ class EdgeEngine(Engine):
         self.point, self.range = self.api.Point, self.api.RangeFloat
         self.folder, self.place = folder, str(folder)
         try:
-            self._lock = hold_folder(folder, again=False)
+            self._lock = lock_folder(folder, again=False)
         except InUseError:
             said = (
                 "the collection is open elsewhere, and an embedded one can be open once at a time"
@@ -85,7 +85,7 @@ class EdgeEngine(Engine):
             if (record := self.record()) is not None:
                 self._load(record, verify)
         except BaseException as error:
-            release_folder(self._lock)
+            unlock_folder(self._lock)
             if isinstance(error, RuntimeError):
                 raise DataError(f"{error} {REMEDY}") from error
             raise
@@ -198,7 +198,7 @@ class EdgeEngine(Engine):
                 self._keep_checksums()
         finally:
             self._shard = None
-            release_folder(self._lock)
+            unlock_folder(self._lock)
 
     def _changing(self, more: int = 0) -> None:
         """Comes before every change, which may write 64 MB and `more` bytes."""

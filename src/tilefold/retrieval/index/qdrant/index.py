@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tilefold._internal.files import atomic_directory, check_replaceable, hold_path, swap_directory
+from tilefold._internal.files import atomic_directory, check_replaceable, lock_path, swap_directory
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Where, fields_by_id
@@ -193,7 +193,7 @@ class QdrantIndex:
         check_replaceable(folder, _NAMES, overwrite=overwrite)
         documents.check(layout, str(folder))
         unfinished = folder.parent / f".{folder.name}.building"
-        with hold_path(folder):
+        with lock_path(folder):
             check_replaceable(folder, _NAMES, overwrite=overwrite)  # another process may be done
             try:
                 with QdrantCollection.of(

@@ -17,18 +17,18 @@ import numpy as np
 from tilefold.retrieval.common.provenance import TextsDigest, texts_digest
 from tilefold.retrieval.data.collection import document_of_row
 from tilefold.retrieval.data.fields import DocumentFields
-from tilefold.retrieval.data.stored_documents import id_key
+from tilefold.retrieval.data.lazy_documents import id_key
 from tilefold.retrieval.data.tables import USUAL_FIELDS, table_files, table_rows
 from tilefold.retrieval.errors import DataError
 
-__all__ = ["HeldTexts", "Range", "Rows", "StoredTexts", "Survey", "Texts"]
+__all__ = ["FileTexts", "InMemoryTexts", "RowRange", "ShardPlan", "ShardTexts", "Texts"]
 
 
 _Row = tuple[tuple[Path, int] | None, str, str]  # file and row, id, text
 
 
-class Rows(NamedTuple):
-    """Rows ``start`` to ``stop`` of a file."""
+class RowRange(NamedTuple):
+    """RowRange ``start`` to ``stop`` of a file."""
 
     file: Path
     start: int
@@ -36,13 +36,13 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Range:
+class ShardTexts:
     """The texts of a shard, in rows of files, or `held` where they are in no file."""
 
     number: int
     count: int
     sha256: str  # texts_digest
-    rows: tuple[Rows, ...] = ()
+    rows: tuple[RowRange, ...] = ()
     held: Mapping[str, str] | None = None
     fields: DocumentFields = USUAL_FIELDS  # names of the fields of the rows
 
@@ -66,18 +66,18 @@ class Range:
 
 
 @dataclass
-class Survey:
+class ShardPlan:
     """Ranges of shards, counts, the digest of all texts and an evenly spaced sample, from one
     reading.
     """
 
-    ranges: list[Range] = field(default_factory=list)
+    ranges: list[ShardTexts] = field(default_factory=list)
     count: int = 0
     sha256: str = ""
     sample: list[str] = field(default_factory=list)
 
 
-class HeldTexts:
+class InMemoryTexts:
     """Texts in the memory of this process, id -> text in a fixed order; they travel with the
     ranges.
     """
@@ -85,7 +85,7 @@ class HeldTexts:
     def __init__(self, texts: Mapping[str, str]) -> None:
         self.texts = texts
 
-    def survey(self, shard_size: int, sample: int = 0) -> Survey:
+    def plan_shards(self, shard_size: int, sample: int = 0) -> ShardPlan:
         """Read all texts once; `sample` of them are kept, at most twice as many."""
         return _survey(
             ((None, name, text) for name, text in self.texts.items()),
@@ -94,7 +94,7 @@ class HeldTexts:
         )
 
 
-class StoredTexts:
+class FileTexts:
     """Documents as :func:`tilefold.retrieval.load_documents` reads them, which others read for
     themselves.
 
@@ -107,8 +107,8 @@ class StoredTexts:
         self.path = path.resolve()
         self.fields = fields
 
-    def survey(self, shard_size: int, sample: int = 0) -> Survey:
-        """See :class:`HeldTexts`; ``DataError`` names the line of a malformed row, or of a missing
+    def plan_shards(self, shard_size: int, sample: int = 0) -> ShardPlan:
+        """See :class:`InMemoryTexts`; ``DataError`` names the line of a malformed row, or of a missing
         or repeated id.
         """
         keys = array("Q")  # of ids: the texts are not kept
@@ -129,7 +129,7 @@ class StoredTexts:
                 yield (file, at), document.id, document.contents
 
 
-Texts = HeldTexts | StoredTexts  # that can be given to other processes
+Texts = InMemoryTexts | FileTexts  # that can be given to other processes
 
 
 def _survey(
@@ -137,11 +137,11 @@ def _survey(
     shard_size: int,
     wanted: int,
     fields: DocumentFields = USUAL_FIELDS,
-) -> Survey:
+) -> ShardPlan:
     """Ranges of texts; every n-th text is kept, n doubling when there are more than twice as many
     as wanted.
     """
-    found, digest, every = Survey(), TextsDigest(), 1
+    found, digest, every = ShardPlan(), TextsDigest(), 1
     while part := list(islice(given, shard_size)):
         own = TextsDigest()
         for _, name, text in part:
@@ -158,10 +158,10 @@ def _survey(
             (file, [at for _, at in group]) for file, group in groupby(places, itemgetter(0))
         )
         spans = tuple(
-            Rows(file, rows[0], rows[-1] + 1) for file, rows in grouped
+            RowRange(file, rows[0], rows[-1] + 1) for file, rows in grouped
         )  # consecutive rows of each file
         found.ranges.append(
-            Range(len(found.ranges), len(part), own.hexdigest(), spans, held or None, fields),
+            ShardTexts(len(found.ranges), len(part), own.hexdigest(), spans, held or None, fields),
         )
     found.sha256 = digest.hexdigest()
     if not found.count:

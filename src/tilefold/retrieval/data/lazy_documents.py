@@ -36,7 +36,7 @@ from tilefold.retrieval.data.fields import DocumentFields
 from tilefold.retrieval.data.tables import USUAL_FIELDS, numbered_lines, text_columns
 from tilefold.retrieval.errors import DataError
 
-__all__ = ["Stored", "id_key", "stored_documents"]
+__all__ = ["LazyDocuments", "id_key", "open_lazy_documents"]
 
 SETTLED_SECONDS = (
     2.0  # a file that was written just now may be written again within the resolution of its times
@@ -49,7 +49,7 @@ Parse = Callable[..., tuple[str, V]]  # a line, its file, and names of fields ->
 _logger = logging.getLogger(__name__)
 
 
-class Stored(Mapping[str, V]):
+class LazyDocuments(Mapping[str, V]):
     """Document id -> what `parse` makes of its line, read when asked for; ``DataError`` once the
     file has changed.
 
@@ -74,9 +74,9 @@ class Stored(Mapping[str, V]):
         self._fields = fields
         self._parse: Callable[[str, str], tuple[str, V]] = functools.partial(parse, fields=fields)
 
-    def contents(self) -> Stored[str]:
+    def contents(self) -> LazyDocuments[str]:
         """Document id -> contents."""
-        return Stored(
+        return LazyDocuments(
             self.path,
             self.state,
             self.sha256,
@@ -181,24 +181,24 @@ class Stored(Mapping[str, V]):
 
 
 class _Items(ItemsView[str, V]):
-    _mapping: Stored[V]
+    _mapping: LazyDocuments[V]
 
     def __iter__(self) -> Iterator[tuple[str, V]]:
         return self._mapping.pairs()
 
 
 class _Values(ValuesView[V]):
-    _mapping: Stored[V]
+    _mapping: LazyDocuments[V]
 
     def __iter__(self) -> Iterator[V]:
         return (value for _, value in self._mapping.pairs())
 
 
-def stored_documents(
+def open_lazy_documents(
     file: Path,
     cache: Path,
     fields: DocumentFields = USUAL_FIELDS,
-) -> Stored[Document] | None:
+) -> LazyDocuments[Document] | None:
     """The documents of JSON lines or of lines of an id, a tab and a text; None for a file of
     another kind.
 
@@ -228,7 +228,7 @@ def _is_stored(file: Path, fields: DocumentFields) -> bool:
     return not text_columns(first.rstrip("\r\n").split("\t"), f"{file}:1")
 
 
-def _indexed(file: Path, state: list[int], fields: DocumentFields) -> Stored[Document]:
+def _indexed(file: Path, state: list[int], fields: DocumentFields) -> LazyDocuments[Document]:
     found, digest, told = [np.empty((3, 0), np.uint64)], TextsDigest(), None
     try:
         with ThreadPoolExecutor(
@@ -254,7 +254,7 @@ def _indexed(file: Path, state: list[int], fields: DocumentFields) -> Stored[Doc
         np.append(starts.astype(np.int64), state[0]),
         texts,
     )
-    return Stored(file, state, digest.hexdigest(), arrays, document_of_line, fields)
+    return LazyDocuments(file, state, digest.hexdigest(), arrays, document_of_line, fields)
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
@@ -278,7 +278,7 @@ def _cached(
     file: Path,
     state: list[int],
     fields: DocumentFields,
-) -> Stored[Document] | None:
+) -> LazyDocuments[Document] | None:
     facts = read_json(folder / _FACTS) or {}
     if (
         facts.get("keys") != _KEYS
@@ -301,10 +301,10 @@ def _cached(
         (count,),
     ]:
         return None
-    return Stored(file, state, facts["texts_sha256"], arrays, document_of_line, fields)
+    return LazyDocuments(file, state, facts["texts_sha256"], arrays, document_of_line, fields)
 
 
-def _keep(folder: Path, found: Stored[Document]) -> None:
+def _keep(folder: Path, found: LazyDocuments[Document]) -> None:
     """Note where the documents lie, unless the file has changed meanwhile, or may change unnoticed."""
     written = max(found.state[1], found.state[2]) / 1e9
     if _state(found.path) != found.state or time.time() - written < SETTLED_SECONDS:
