@@ -127,7 +127,7 @@ def evaluate(
         searcher, request, ranking = _searched(asked, collection, queries, texts, request)
         name = f"--model {model}" if index is None else f"--index {index}"
         found = _scores.NamedRun(name, ranking.run, searcher.provenance)
-        passages = ranking.found if searcher.passages else None
+        passages = ranking.best_passages if searcher.passages else None
         ignored = ranking.ignored_identical_ids
     _scores.check_answers(found, collection, splits)
     if reranker is not None and reranking is not None:

@@ -332,7 +332,6 @@ class _SearchRoutes:
                 {QUERY: body.query},
                 depth,
                 request,
-                {},
             )
         if found.dense is not None:
             outcome = await self.service.encode("dense", [body.query], Asked("query"))

@@ -1,5 +1,6 @@
-"""Pseudo relevance feedback (arXiv 2108.11044, 2205.00235): a query moved towards the documents
-that it found.
+"""Pseudo relevance feedback (arXiv 2108.11044, 2205.00235).
+
+A query is moved towards the documents that it retrieved, and searched with again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.search.fusion import Fusion, Normalization
 from tilefold.retrieval.vectors.sparse import (
+    Floats,
     Row,
     SparseVectors,
     check_same_vocabulary,
@@ -43,13 +45,14 @@ __all__ = [
 
 METHODS = ("average", "rocchio")
 PLACES = ("before", "after", "both")
-_LARGEST = float(np.finfo(np.float32).max)
-_DEPTHS = {"average": 3, "rocchio": 5}  # of the published tables
-PUBLISHED = 0.4, 0.6  # Rocchio's alpha and beta, of vectors as they are
-EQUAL = (
-    0.9,
-    0.1,
-)  # of vectors of equal length: docs/cli.md has what they were chosen on, of every kind of vectors
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+# Depths of the published tables.
+_DEFAULT_DEPTHS = {"average": 3, "rocchio": 5}
+# Rocchio's published alpha and beta, for documents' vectors of their own lengths.
+PUBLISHED_WEIGHTS = (0.4, 0.6)
+# Rocchio's alpha and beta for documents' vectors of the query's length. docs/cli.md says which
+# measurements they were chosen by.
+EQUAL_LENGTH_WEIGHTS = (0.9, 0.1)
 
 
 @dataclass(frozen=True)
@@ -60,21 +63,21 @@ class Feedback:
         method: ``"average"`` or ``"rocchio"``.
         depth: k, the best documents that count as relevant; by default 3 for average and 5 for
             Rocchio.
-        alpha, beta: Rocchio's weights of the query and of the mean of the best documents. By
-            default 0.9 and 0.1 of vectors of equal length, which were measured to do little harm,
-            else the published 0.4 and 0.6.
-        gamma: Rocchio's weight of the mean of the worst ones, which is subtracted.
-        bottom: m, how many documents at the end of the ranking are the worst ones; those among the
-            best are not.
-        top_terms: sparse queries keep this many heaviest terms; None keeps all. Equal weights: the
-            lower index stays.
-        equal_lengths: bring each document's vector to the query's length (Euclidean norm) before
-            they are added, so that weights are shares, and not shares times lengths, of which
-            documents mostly have the larger ones. None does so for Rocchio without alpha and beta,
-            and takes vectors as they are otherwise.
+        alpha, beta: Rocchio's weights of the query and of the mean of the best documents. The
+            default is 0.9 and 0.1 with `equal_lengths`, which were measured to do little harm,
+            and the published 0.4 and 0.6 without.
+        gamma: Rocchio's weight of the mean of the worst documents, which is subtracted.
+        bottom: m, the number of documents at the end of the ranking that count as the worst ones.
+            A document that is among the best is not among the worst.
+        top_terms: number of heaviest terms that a sparse query keeps; None keeps all. Of equal
+            weights, the lower term is kept.
+        equal_lengths: scale each document's vector to the query's length (Euclidean norm) before
+            they are added. Without, longer vectors count more, and those of documents mostly are
+            longer. None scales for Rocchio without alpha and beta only.
 
-    A value out of range, an option of Rocchio with average, or gamma without bottom is a
-    ``ValueError``.
+    Raises:
+        ValueError: for a value out of range, an option of Rocchio with ``"average"``, or gamma
+            without bottom.
     """
 
     method: Literal["average", "rocchio"] = "average"
@@ -88,18 +91,16 @@ class Feedback:
 
     def __post_init__(self) -> None:
         check_choice("method", self.method, METHODS)
-        for name, least in (("depth", 1), ("bottom", 0), ("top_terms", 1)):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), least)
+        for name, minimum in (("depth", 1), ("bottom", 0), ("top_terms", 1)):
+            count = getattr(self, name)
+            if count is not None:
+                check_count(name, count, minimum)
         for name in ("alpha", "beta", "gamma"):
-            if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}.")
-        if self.method == "average" and (self.alpha, self.beta, self.gamma, self.bottom) != (
-            None,
-            None,
-            0.0,
-            0,
-        ):
+            weight = getattr(self, name)
+            if weight is not None and not 0 <= weight < math.inf:
+                raise ValueError(f"{name}: expected a finite number of at least 0, got {weight!r}.")
+        rocchio_options = (self.alpha, self.beta, self.gamma, self.bottom)
+        if self.method == "average" and rocchio_options != (None, None, 0.0, 0):
             raise ValueError(
                 "alpha, beta, gamma, bottom: expected none of them with method='average', got one.",
             )
@@ -112,28 +113,32 @@ class Feedback:
 
     @property
     def k(self) -> int:
-        return self.depth or _DEPTHS[self.method]
+        """Number of best documents that count as relevant."""
+        return self.depth or _DEFAULT_DEPTHS[self.method]
 
-    def chosen(self, ranking: Iterable[str]) -> tuple[list[str], list[str]]:
-        """The best and the worst documents of a ranking, best first."""
+    def best_and_worst(self, ranking: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Return the best and the worst documents of a ranking, both in its order."""
         ranked = list(ranking)
         best = ranked[: self.k]
-        return best, ranked[max(len(best), len(ranked) - self.bottom) :] if self.bottom else []
+        if not self.bottom:
+            return best, []
+        worst_begin = max(len(best), len(ranked) - self.bottom)
+        return best, ranked[worst_begin:]
 
     def weights(self, n_best: int, n_worst: int) -> tuple[float, float, float]:
-        """Weights of the query, of each of the best, and of each of the worst documents."""
+        """Return the weights of the query, of each best document and of each worst document."""
         if self.method == "average":
             return 1 / (1 + n_best), 1 / (1 + n_best), 0.0
-        alpha, beta = EQUAL if self.scales else PUBLISHED
-        alpha, beta = (
-            (alpha if self.alpha is None else self.alpha),
-            (beta if self.beta is None else self.beta),
-        )
+        alpha, beta = EQUAL_LENGTH_WEIGHTS if self.scales else PUBLISHED_WEIGHTS
+        if self.alpha is not None:
+            alpha = self.alpha
+        if self.beta is not None:
+            beta = self.beta
         return alpha, beta / max(1, n_best), -self.gamma / max(1, n_worst)
 
     @property
     def scales(self) -> bool:
-        """Whether documents' vectors are brought to the query's length."""
+        """Whether documents' vectors are scaled to the query's length."""
         if self.equal_lengths is None:
             return self.method == "rocchio" and self.alpha is None and self.beta is None
         return self.equal_lengths
@@ -141,15 +146,15 @@ class Feedback:
 
 @dataclass(frozen=True)
 class Interpolation:
-    """Options of mixing a second ranking in: ``weight`` of it, ``1 - weight`` of the one with
-    feedback.
+    """Options of mixing a second ranking with the one that feedback is applied to.
 
     Attributes:
-        place: ``"before"`` feedback, ``"after"`` it, or ``"both"``.
-        weight: of the second ranking, in [0, 1].
+        place: mix ``"before"`` feedback, ``"after"`` it, or ``"both"``.
+        weight: weight of the second ranking, in [0, 1]; the other ranking has ``1 - weight``.
         normalization: of :func:`tilefold.retrieval.interpolate`. ``"none"`` with weight w orders as
             Pyserini's ``alpha * second + first`` with ``alpha = w / (1 - w)``, and ``"min_max"`` as
-            its normalised form. A document that one side lacks takes that side's minimum.
+            its normalised form. A document that one ranking lacks takes the minimum of that
+            ranking.
     """
 
     place: Literal["before", "after", "both"] = "both"
@@ -161,8 +166,16 @@ class Interpolation:
         check_share("weight", self.weight)
 
     def mix(self, run: Run, second: Run, k: int) -> Run:
-        """Both rankings of the queries of `run`, `k` documents each."""
+        """Mix two runs for the queries of `run`; `k` documents are kept of each query."""
         return Fusion("interpolation", self.weight, self.normalization).mix(run, second, k)
+
+    def before_feedback(self, run: Run, second: Run, k: int) -> Run:
+        """Return the run that feedback reads, mixed unless `place` is ``"after"``."""
+        return run if self.place == "after" else self.mix(run, second, k)
+
+    def after_feedback(self, run: Run, second: Run, k: int) -> Run:
+        """Return the result of a run with feedback, mixed unless `place` is ``"before"``."""
+        return run if self.place == "before" else self.mix(run, second, k)
 
 
 def with_feedback(
@@ -172,22 +185,26 @@ def with_feedback(
     second: Run | None = None,
     mix: Interpolation | None = None,
 ) -> Run:
-    """The ranking after feedback from `first`, interpolated with a `second` one where `mix` says;
-    both or neither.
+    """Search again with feedback from a run, and interpolate with a second run.
 
-    `again` expands queries by the documents of a given ranking (:func:`expand_sparse`,
-    :func:`expand_dense`), and searches; an interpolation keeps `k` documents per query.
+    Args:
+        first: run without feedback.
+        again: expands the queries by the documents of a run (:func:`expand_sparse`,
+            :func:`expand_dense`), searches with them and returns the new run.
+        k: documents per query that an interpolation keeps.
+        second: run that is mixed in; None for no interpolation.
+        mix: options of the interpolation; goes with `second`.
     """
     if (second is None) != (mix is None):
         raise ValueError("second, mix: expected both or neither, got one alone.")
     if second is None or mix is None:
         return again(first)
-    found = again(first if mix.place == "after" else mix.mix(first, second, k))
-    return found if mix.place == "before" else mix.mix(found, second, k)
+    basis = mix.before_feedback(first, second, k)
+    return mix.after_feedback(again(basis), second, k)
 
 
 def _check_run_and_feedback(run: object, feedback: object) -> None:
-    """Raise ``TypeError`` unless these are a run and options of feedback."""
+    """Raise ``TypeError`` unless the arguments are a run and options of feedback."""
     check_mapping("run", run, "query id -> scores by document")
     for query, scores in cast("Mapping[object, object]", run).items():
         check_mapping(f"run[{query!r}]", scores, "document id -> score")
@@ -195,13 +212,16 @@ def _check_run_and_feedback(run: object, feedback: object) -> None:
 
 
 def feedback_documents(run: Run, feedback: Feedback) -> list[str]:
-    """The distinct documents whose vectors :func:`expand_sparse` and :func:`expand_dense` need."""
+    """Return the documents whose vectors :func:`expand_sparse` and :func:`expand_dense` need.
+
+    Each document is in the list once.
+    """
     _check_run_and_feedback(run, feedback)
-    return list(
-        dict.fromkeys(
-            name for scores in run.values() for part in feedback.chosen(scores) for name in part
-        ),
-    )
+    documents: dict[str, None] = {}
+    for scores in run.values():
+        best, worst = feedback.best_and_worst(scores)
+        documents.update(dict.fromkeys([*best, *worst]))
+    return list(documents)
 
 
 def expand_sparse(
@@ -210,31 +230,41 @@ def expand_sparse(
     run: Run,
     feedback: Feedback,
 ) -> SparseVectors:
-    """The queries after feedback from the documents that `run` ranks first (and last) for them.
+    """Expand sparse queries by the documents that a run ranks first (and last) for them.
 
-    Sums of the Q vectors ``[Q, V]`` and those of at least :func:`feedback_documents` are taken in
-    float64; weights below 0, which Rocchio's gamma can give, become 0. Where fewer than k documents
-    were found, the mean is over those, and a query for which none was found stays as it is.
-    Documents of another vocabulary are a ``VocabularyMismatchError``, a missing one or weights so
-    large that the query's overflows a ``DataError``.
+    Sums are taken in float64. Weights below 0, which Rocchio's gamma can give, become 0.
+
+    Args:
+        queries: ``[Q, V]``.
+        documents: ``[N, V]``, at least the documents of :func:`feedback_documents`.
+        run: query id -> document id -> score, best first. If it has fewer than k documents for a
+            query, the mean is over those. A query without documents is not changed.
+        feedback: options.
+
+    Raises:
+        VocabularyMismatchError: if queries and documents have different vocabularies.
+        DataError: for a document without vector, or if a weight of a query overflows float32.
     """
     check_vectors("queries", queries)
     check_vectors("documents", documents)
     _check_run_and_feedback(run, feedback)
     check_same_vocabulary(queries, documents, "queries", "documents")
-    rows = [(np.zeros(0, np.int32), np.zeros(0, np.float32))]
-    for i, name in enumerate(queries.ids):
-        rows.append(
-            _expanded(
-                queries.row(i),
-                *_parts(name, run, documents.row_of, feedback),
-                documents,
-                feedback,
-            ),
-        )
-    terms, weights = (np.concatenate(part) for part in zip(*rows, strict=True))
-    offsets = offsets_of(np.array([len(row) for row, _ in rows[1:]], np.int64))
-    return replace(queries, indptr=offsets, indices=terms, data=weights)
+    # The empty arrays give the result its dtypes if there are no queries.
+    term_rows = [np.zeros(0, np.int32)]
+    weight_rows = [np.zeros(0, np.float32)]
+    lengths: list[int] = []
+    for row, query in enumerate(queries.ids):
+        best, worst = _document_rows(query, run, documents.row_of, feedback)
+        terms, weights = _expanded_row(queries.row(row), best, worst, documents, feedback)
+        term_rows.append(terms)
+        weight_rows.append(weights)
+        lengths.append(len(terms))
+    return replace(
+        queries,
+        indptr=offsets_of(np.array(lengths, np.int64)),
+        indices=np.concatenate(term_rows),
+        data=np.concatenate(weight_rows),
+    )
 
 
 def expand_dense(
@@ -245,12 +275,26 @@ def expand_dense(
     run: Run,
     feedback: Feedback,
 ) -> Tensor:
-    """Expand dense vectors ``[Q, D]`` by ``[N, D]``, as :func:`expand_sparse`: float32 ``[Q, D]``,
-    on their device.
+    """Expand dense queries by the documents that a run ranks first (and last) for them.
 
-    With a model that compares by cosine, give normalised vectors or ask for ``equal_lengths``.
-    Shapes that do not fit are a ``ValueError``, and so is `top_terms`, which is for sparse queries.
+    With a model that compares by cosine, pass normalised vectors or ask for ``equal_lengths``.
+
+    Args:
+        queries: ``[Q, D]``.
+        query_ids: ids of the rows of `queries`.
+        documents: ``[N, D]``, at least the documents of :func:`feedback_documents`.
+        document_ids: ids of the rows of `documents`.
+        run: query id -> document id -> score, best first, see :func:`expand_sparse`.
+        feedback: options.
+
+    Returns:
+        Vectors ``[Q, D]`` in float32, on the device of `queries`.
+
+    Raises:
+        ValueError: for shapes that do not match, or `top_terms`, which is for sparse queries.
+        DataError: for a document without vector, or if an entry of a query overflows float32.
     """
+    torch = import_module("torch")
     _check_run_and_feedback(run, feedback)
     query_ids = list_of("query_ids", query_ids)
     document_ids = list_of("document_ids", document_ids)
@@ -258,7 +302,7 @@ def expand_dense(
         ("queries", queries, query_ids),
         ("documents", documents, document_ids),
     ):
-        check_instance(name, vectors, import_module("torch").Tensor, "a tensor [N, D]")
+        check_instance(name, vectors, torch.Tensor, "a tensor [N, D]")
         if (
             vectors.ndim != 2
             or vectors.shape[0] != len(ids)
@@ -269,81 +313,105 @@ def expand_dense(
             )
     if feedback.top_terms is not None:
         raise ValueError("top_terms: expected None for dense vectors, which have no terms to cut.")
-    double = import_module("torch").float64
-    row_of = {name: row for row, name in enumerate(document_ids)}
+    row_of = {document: row for row, document in enumerate(document_ids)}
     expanded = queries.float().clone()
-    for i, name in enumerate(query_ids):
-        best, worst = _parts(name, run, row_of, feedback)
-        if best:
-            own, each, each_worst = feedback.weights(len(best), len(worst))
-            query, moves = queries[i].to(double), documents[[*best, *worst]].to(double)
-            if feedback.scales:
-                moves *= (query.norm() / moves.norm(dim=1, keepdim=True)).nan_to_num(0.0, 0.0)
-            total = (
-                own * query
-                + each * moves[: len(best)].sum(0)
-                + each_worst * moves[len(best) :].sum(0)
-            )
-            _check_finite(float(total.abs().max()))
-            expanded[i] = total.float()
+    for query_row, query_id in enumerate(query_ids):
+        best, worst = _document_rows(query_id, run, row_of, feedback)
+        if not best:
+            continue
+        query_weight, best_weight, worst_weight = feedback.weights(len(best), len(worst))
+        query = queries[query_row].to(torch.float64)
+        vectors = documents[[*best, *worst]].to(torch.float64)
+        if feedback.scales:
+            vectors *= (query.norm() / vectors.norm(dim=1, keepdim=True)).nan_to_num(0.0, 0.0)
+        total = (
+            query_weight * query
+            + best_weight * vectors[: len(best)].sum(0)
+            + worst_weight * vectors[len(best) :].sum(0)
+        )
+        _check_fits_float32(float(total.abs().max()))
+        expanded[query_row] = total.float()
     return expanded
 
 
-def _parts(
+def _document_rows(
     query: str,
     run: Run,
     row_of: Mapping[str, int],
     feedback: Feedback,
 ) -> tuple[list[int], list[int]]:
-    """Rows of the best and the worst documents of a query."""
-    best, worst = feedback.chosen(run.get(query, {}))
-    if (
-        missing := next((name for name in (*best, *worst) if name not in row_of), None)
-    ) is not None:
-        got = f"those of {len(row_of)} others, {list(row_of)[:3]} first. Give those searched"
+    """Return the rows of the best and of the worst documents of a query.
+
+    Raises:
+        DataError: for a document without a row.
+    """
+    best, worst = feedback.best_and_worst(run.get(query, {}))
+    for document in [*best, *worst]:
+        if document not in row_of:
+            raise DataError(
+                f"documents: expected a vector of {document!r}, which was found for query "
+                f"{query!r}, got those of {len(row_of)} others, {list(row_of)[:3]} first. "
+                "Give those searched.",
+            )
+    return [row_of[document] for document in best], [row_of[document] for document in worst]
+
+
+def _check_fits_float32(largest: float) -> None:
+    """Raise ``DataError`` if the largest entry of a query is NaN or overflows float32."""
+    if not largest <= _LARGEST_FLOAT32:
         raise DataError(
-            f"documents: expected a vector of {missing!r}, which was found for query {query!r}, got {got}.",
-        )
-    return [row_of[name] for name in best], [row_of[name] for name in worst]
-
-
-def _check_finite(largest: float) -> None:
-    if not largest <= _LARGEST:
-        got = f"got an entry of {largest:.3g}; give smaller ones"
-        raise DataError(
-            f"alpha, beta, gamma: expected weights that keep a query below {_LARGEST:.1e}, {got}.",
+            "alpha, beta, gamma: expected weights that keep a query below "
+            f"{_LARGEST_FLOAT32:.1e}, got an entry of {largest:.3g}; give smaller ones.",
         )
 
 
-def _expanded(
+def _expanded_row(
     query: Row,
     best: list[int],
     worst: list[int],
     documents: SparseVectors,
     feedback: Feedback,
 ) -> Row:
-    """Terms, ascending, and positive weights of one query after feedback."""
+    """Return the terms, ascending, and the positive weights of one query after feedback.
+
+    Args:
+        query: terms and weights before feedback.
+        best: rows of the best documents.
+        worst: rows of the worst documents.
+        documents: vectors of the documents.
+        feedback: options.
+    """
     if not best:
         return query
-    own, each, each_worst = feedback.weights(len(best), len(worst))
-    parts = [query, *map(documents.row, (*best, *worst))]
-    factors = [own, *[each] * len(best), *[each_worst] * len(worst)]
+    query_weight, best_weight, worst_weight = feedback.weights(len(best), len(worst))
+    summands = [query, *(documents.row(row) for row in (*best, *worst))]
+    factors = [query_weight] + [best_weight] * len(best) + [worst_weight] * len(worst)
     if feedback.scales:
-        length, *others = (
-            math.sqrt(float(np.square(row, dtype=np.float64).sum())) for _, row in parts
-        )
-        factors[1:] = [
-            each * length / other if other else 0.0
-            for each, other in zip(factors[1:], others, strict=True)
-        ]
-    terms, where = np.unique(np.concatenate([row for row, _ in parts]), return_inverse=True)
-    values = np.concatenate(
-        [row.astype(np.float64) * factor for (_, row), factor in zip(parts, factors, strict=True)],
+        lengths = [_length(weights) for _, weights in summands]
+        query_length = lengths[0]
+        for position in range(1, len(summands)):
+            length = lengths[position]
+            factors[position] = factors[position] * query_length / length if length else 0.0
+    terms, term_positions = np.unique(
+        np.concatenate([terms for terms, _ in summands]),
+        return_inverse=True,
     )
-    sums = np.bincount(where, values, minlength=len(terms))
-    _check_finite(float(sums.max(initial=0.0)))
+    products = np.concatenate(
+        [
+            weights.astype(np.float64) * factor
+            for (_, weights), factor in zip(summands, factors, strict=True)
+        ],
+    )
+    sums = np.bincount(term_positions, products, minlength=len(terms))
+    _check_fits_float32(float(sums.max(initial=0.0)))
     totals = np.maximum(sums, 0.0).astype(np.float32)
-    keep = np.flatnonzero(totals > 0)
-    if feedback.top_terms is not None and keep.size > feedback.top_terms:
-        keep = np.sort(keep[np.lexsort((terms[keep], -totals[keep]))[: feedback.top_terms]])
-    return terms[keep], totals[keep]
+    positions = np.flatnonzero(totals > 0)
+    if feedback.top_terms is not None and positions.size > feedback.top_terms:
+        heaviest_first = np.lexsort((terms[positions], -totals[positions]))
+        positions = np.sort(positions[heaviest_first[: feedback.top_terms]])
+    return terms[positions], totals[positions]
+
+
+def _length(weights: Floats) -> float:
+    """Euclidean norm of weights, summed in float64."""
+    return math.sqrt(float(np.square(weights, dtype=np.float64).sum()))

@@ -10,9 +10,9 @@ from tilefold.retrieval.data.passages import document_of
 
 __all__ = ["BestPassages", "best_passages"]
 
-# Passages that are asked for at first, for each document that is wanted.
+# Passages of the first search for each document that is needed.
 PASSAGES_PER_DOCUMENT = 4
-# Factor on the number of passages where the first ones belong to too few documents.
+# Factor on the number of passages when they belong to too few documents.
 GROWTH = 4
 
 BestPassages = dict[str, dict[str, str]]
@@ -51,24 +51,21 @@ def best_passages(run: Mapping[str, Mapping[str, float]]) -> tuple[Run, BestPass
 def search_documents(
     search_passages: Callable[[int], Run],
     k: int,
-    stage: str,
-    best_by_stage: dict[str, BestPassages] | None,
-) -> Run:
+) -> tuple[Run, BestPassages]:
     """Return the `k` best documents of each query, searched through their passages.
 
-    More and more passages are asked for, until they belong to `k` documents or there are no more.
+    The number of passages grows until they belong to `k` documents, or there are no more.
     Passages that were not returned score no higher than those that were, so the ranking equals that
     over all passages.
 
     Args:
         search_passages: maps a number n to the n best passages of each query, best first.
         k: the number of documents per query.
-        stage: name of the retriever, under which its best passages are stored.
-        best_by_stage: receives the best passages of each document. ``None`` if the index holds
-            whole documents, whose `k` best are then returned.
+
+    Returns:
+        The run of documents, best first, and the best passage of each document that was retrieved,
+        also of those below the `k` best.
     """
-    if best_by_stage is None:
-        return search_passages(k)
     n_passages = PASSAGES_PER_DOCUMENT * k
     while True:
         passages = search_passages(n_passages)
@@ -80,10 +77,8 @@ def search_documents(
         if complete:
             break
         n_passages *= GROWTH
-    stage_best = best_by_stage.setdefault(stage, {})
-    for query, passage_of in best.items():
-        stage_best.setdefault(query, {}).update(passage_of)
-    return {query: dict(list(scores.items())[:k]) for query, scores in documents.items()}
+    run = {query: dict(list(scores.items())[:k]) for query, scores in documents.items()}
+    return run, best
 
 
 def as_passages(
@@ -94,8 +89,8 @@ def as_passages(
 
     Args:
         run: query id -> document id -> score.
-        best: best passages by stage. The first one that knows a document decides; a document that
-            none of them knows keeps its id.
+        best: best passages by stage. The first one that contains a document decides. A
+            document that none of them contains keeps its id.
     """
 
     def passage_of(query: str, document: str) -> str:
