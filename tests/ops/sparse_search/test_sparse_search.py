@@ -95,7 +95,7 @@ def test_the_order_of_terms_and_the_queries_beside_do_not_matter(
 ) -> None:
     lists, terms, weights, _ = made(9000, target)
     once = sparse_topk(lists, terms, weights, 20, impl=target.impl)
-    monkeypatch.setattr(api, "HELD", 9000)  # one query at a time
+    monkeypatch.setattr(api, "MAX_SCORES", 9000)  # one query at a time
     again = sparse_topk(lists, terms.flip(1), weights.flip(1), 20, impl=target.impl)
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
@@ -136,7 +136,7 @@ def test_postings_are_cut_into_blocks_piece_by_piece(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole, *_ = made(20000, target)
-    monkeypatch.setattr(postings, "PIECE", 999)
+    monkeypatch.setattr(postings, "SLAB", 999)
     pieces, *_ = made(20000, target)
     for field in dataclasses.fields(whole):
         a, b = getattr(whole, field.name), getattr(pieces, field.name)

@@ -1,4 +1,4 @@
-"""The records of exact sparse search."""
+"""Data of an exact sparse search: tensors, options and results."""
 
 from __future__ import annotations
 
@@ -11,27 +11,43 @@ from tilefold.ops._shared.plan import Buffer
 
 
 class SearchTensors(NamedTuple):
-    """Queries, and the fields of :class:`~tilefold.ops.sparse_search.BlockedPostings`."""
+    """Queries, and the fields of :class:`~tilefold.ops.sparse_search.BlockedPostings`.
 
-    weights: Tensor  # [Nq, T]
+    Attributes:
+        weights: ``[Nq, T]`` fp32 weights of the query terms.
+        terms: ``[Nq, T]`` int32 query terms.
+        offsets: where the postings of each block and term begin.
+        places: ``[nnz]`` documents of the postings.
+        postings: ``[nnz]`` weights of the postings.
+        largest: ``[V]`` largest weight of each term.
+        allowed: ``[N]`` uint8, nonzero for documents that may be returned, or ``None`` for all.
+    """
+
+    weights: Tensor
     terms: Tensor
     offsets: Tensor
     places: Tensor
     postings: Tensor
     largest: Tensor
-    allowed: Tensor | None  # [N] uint8
+    allowed: Tensor | None
 
 
 class SearchOptions(NamedTuple):
-    """Sizes that no tensor has."""
+    """Sizes that no tensor has.
 
-    k: int  # at most the documents
+    Attributes:
+        k: number of documents to return, at most ``n_documents``.
+        n_documents: number of documents.
+        n_terms: size of the vocabulary.
+    """
+
+    k: int
     n_documents: int
     n_terms: int
 
 
 class SearchSaved(NamedTuple):
-    """Nothing: there is no gradient."""
+    """Tensors saved for backward: none, since there is no gradient."""
 
 
 def outputs(
@@ -39,6 +55,6 @@ def outputs(
     options: SearchOptions,
     training: bool,
 ) -> tuple[Buffer, Buffer]:
-    """Bits of the scores, and documents."""
+    """Describe the results: the bits of the scores, and the documents."""
     shape = tensors.terms.size(0), options.k
     return Buffer(shape, torch.int32), Buffer(shape, torch.int64)

@@ -1,4 +1,4 @@
-"""Exact search over sparse vectors on a device, public function: checks, and dispatch."""
+"""Exact search over sparse vectors on a device: public function, checks and dispatch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ from tilefold.ops.sparse_search import _reference
 from tilefold.ops.sparse_search._problem import SearchOptions, SearchSaved, SearchTensors, outputs
 from tilefold.ops.sparse_search.postings import BlockedPostings
 
-HELD = 1 << 29  # scores of several queries that are held at a time: 2 GB
+MAX_SCORES = 1 << 29  # scores of several queries that are held at a time: 2 GB
+
+
+def _tiled_forward(
+    tensors: SearchTensors,
+    options: SearchOptions,
+    training: bool,
+) -> tuple[Tensor, Tensor]:
+    return _reference.topk(tensors, options)
+
+
 SEARCH = Operator(
     "sparse_topk",
     SearchTensors,
@@ -25,9 +35,7 @@ SEARCH = Operator(
     outputs=outputs,
     gradients={},
     plans=partial(importlib.import_module, "tilefold.ops.sparse_search.plans"),  # needs Triton
-    tiled=SimpleNamespace(
-        forward=lambda tensors, options, training: _reference.topk(tensors, options),
-    ),
+    tiled=SimpleNamespace(forward=_tiled_forward),
     reference=_reference.topk,
 )
 
@@ -41,29 +49,31 @@ def sparse_topk(
     allowed: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The ``k`` documents of the highest inner product with each sparse query, exact and the same
-    bits in every run.
+    """Return the ``k`` documents with the highest inner product with each sparse query.
 
-    With query weights ``q_t`` and document weights ``w_t``, and ``s`` the largest power of two for
-    which ``s sum_t q_t max w_t`` is below 2^31::
+    The result is exact, and has the same bits in every run. With query weights ``q_t`` and document
+    weights ``w_t``, and ``s`` the largest power of two for which ``s sum_t q_t max w_t`` is below
+    2^31::
 
-        score = 1/s sum_t max(1, round(s q_t w_t))                          over the terms that both have
+        score = 1/s sum_t max(1, round(s q_t w_t))    over the terms that query and document share
 
-    Sums of integers do not depend on their order, so that additions may happen in any. A term adds
-    an error of at most 2^-30 of the highest score that a document could have. Not differentiable.
+    Sums of integers do not depend on the order of the additions. A term adds an error of at most
+    2^-30 of the highest score that a document could have. Not differentiable.
 
     Args:
-        postings: of the documents, on the device of the queries.
-        terms: ``[Nq, T]`` int32. What lies outside of the vocabulary counts nothing. It is fast to
-            have the terms of most documents first.
-        weights: ``[Nq, T]`` fp32, finite; those of 0 and below count nothing.
-        k: how many; all documents where there are fewer.
-        allowed: ``[N]`` bool or uint8, nonzero for documents that may be found; ``None`` for all.
+        postings: postings of the documents, on the device of the queries.
+        terms: ``[Nq, T]`` int32. Terms outside of the vocabulary are ignored. The search is fastest
+            if the terms that most documents have come first.
+        weights: ``[Nq, T]`` fp32, finite. Terms with a weight of 0 or less are ignored.
+        k: number of documents; all documents if there are fewer.
+        allowed: ``[N]`` bool or uint8, nonzero for documents that may be returned; ``None`` for
+            all.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` (the same) or ``"triton"``.
 
     Returns:
-        ``[Nq, min(k, N)]`` fp32 scores, falling, and int64 documents, equal scores by document. Documents that share
-        no term are not found: 0 and -1 stand behind the last.
+        ``[Nq, min(k, N)]`` fp32 scores, falling, and int64 documents. Equal scores are in the order
+            of the documents. Documents that share no term are not returned: the scores after the
+            last one are 0, and the documents -1.
 
     Raises:
         TypeError, ValueError: for tensors of other dtypes, shapes and devices, and a ``k`` below 1.
@@ -77,36 +87,45 @@ def sparse_topk(
         check_dtype("allowed", allowed, (torch.bool, torch.uint8), "use allowed != 0.")
         allowed = allowed.contiguous().view(torch.uint8)
     tensors = SearchTensors(
-        weights,
-        terms,
-        postings.offsets,
-        postings.places,
-        postings.weights,
-        postings.largest,
-        allowed,
+        weights=weights,
+        terms=terms,
+        offsets=postings.offsets,
+        places=postings.places,
+        postings=postings.weights,
+        largest=postings.largest,
+        allowed=allowed,
     )
-    options = SearchOptions(min(k, postings.n_documents), postings.n_documents, postings.n_terms)
-    step = max(1, HELD // max(1, postings.n_documents))
-    if terms.dim() == 2 and terms.numel() and options.k and terms.size(0) <= step:
-        values, documents = SEARCH(tensors, options, impl, _checked)
+    options = SearchOptions(
+        k=min(k, postings.n_documents),
+        n_documents=postings.n_documents,
+        n_terms=postings.n_terms,
+    )
+    batch_size = max(1, MAX_SCORES // max(1, postings.n_documents))
+    if terms.dim() == 2 and terms.numel() and options.k and terms.size(0) <= batch_size:
+        values, documents = SEARCH(tensors, options, impl, _check_arguments)
         return values.view(torch.float32), documents
-    _checked(tensors, *options)
+    _check_arguments(tensors, *options)
+    n_queries = terms.size(0)
     if not terms.numel() or not options.k:
-        shape = terms.size(0), options.k
+        shape = n_queries, options.k
         return weights.new_zeros(shape), terms.new_full(shape, -1, dtype=torch.int64)
-    parts = [
-        tensors._replace(weights=weights[low : low + step], terms=terms[low : low + step])
-        for low in range(0, terms.size(0), step)
-    ]
-    values, documents = map(
-        torch.cat,
-        zip(*(SEARCH(part, options, impl, _checked) for part in parts), strict=True),
-    )
-    return values.view(torch.float32), documents
+    all_values = []
+    all_documents = []
+    for start in range(0, n_queries, batch_size):
+        batch = tensors._replace(
+            weights=weights[start : start + batch_size],
+            terms=terms[start : start + batch_size],
+        )
+        values, documents = SEARCH(batch, options, impl, _check_arguments)
+        all_values.append(values)
+        all_documents.append(documents)
+    return torch.cat(all_values).view(torch.float32), torch.cat(all_documents)
 
 
-def _checked(tensors: SearchTensors, *options: int) -> Checked:
-    weights, terms = tensors.weights, tensors.terms
+def _check_arguments(tensors: SearchTensors, *options: int) -> Checked:
+    """Check everything that can be checked without reading a value of a tensor."""
+    weights = tensors.weights
+    terms = tensors.terms
     check_shape("terms", terms, "Nq T")
     check_dtype("terms", terms, (torch.int32,), "use terms.int().")
     check_shape(

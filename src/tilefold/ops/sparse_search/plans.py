@@ -1,4 +1,4 @@
-"""Launch plan of exact search over sparse vectors."""
+"""Launch plan of exact search over sparse vectors, and its configurations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from tilefold.ops.sparse_search._problem import SearchOptions, SearchTensors
 from tilefold.ops.sparse_search._triton.search import best_kernel, block_scores_kernel
 from tilefold.ops.sparse_search.postings import BLOCK
 
-GROUP, CHUNK = (
-    64,
-    8192,
-)  # documents of a group, and groups of a group of them; values that a program holds
-# Facts: capability, programs (blocks of documents times queries)
+GROUP = 64  # documents of a group, and groups of a group of groups
+CHUNK = 8192  # values that a program holds
+# Configurations of the first kernel. Facts: capability, programs (blocks of documents times
+# queries).
 SCORES = (
     ConfigRow(
         {}, {"ROWS": 4, "WIDE": 256, "num_warps": 4, "num_stages": 3, "SHARED": True}, "H200"
@@ -34,49 +33,55 @@ def forward(
     training: bool,
     setting: Setting,
 ) -> Plan:
-    """Scores of blocks of documents, and the best of their groups; then the best of all for each
-    query.
+    """Plan the scores of all documents by block, and then the best documents of each query.
+
+    The first kernel also writes the highest score of each group of documents, and of each group of
+    groups. The second kernel searches the best groups of groups, then the best groups in them, then
+    the best documents in those.
     """
-    (n_queries, length), (k, n_documents, n_terms) = tensors.terms.shape, options
-    blocks = -(-n_documents // BLOCK)
-    groups, most = blocks * (BLOCK // GROUP), k // GROUP * GROUP + GROUP
-    if k <= CHUNK // GROUP:  # whose groups a program holds
-        most = min(most, CHUNK // GROUP)
-    values = {
-        "T": length,
-        "V": n_terms,
-        "N": n_documents,
-        "Nq": n_queries,
-        "blocks": blocks,
-        "k": k,
-        "most": most,
-        "BLOCK": BLOCK,
-        "GROUP": GROUP,
-        "BLOCK_T": 64,
-        "HAS_ALLOWED": tensors.allowed is not None,
-        "CHUNK": CHUNK,
-        "ONE": most * GROUP <= CHUNK,
-        "FIRST": min(power_of_two(groups // GROUP, 512), CHUNK),
-        "ONE_FIRST": groups // GROUP <= CHUNK,
-        "num_warps": 8,
-        "num_stages": 3,
-    }
-    steps = Steps(values)
+    n_queries, n_query_terms = tensors.terms.shape
+    k = options.k
+    n_documents = options.n_documents
+    n_blocks = -(-n_documents // BLOCK)
+    n_groups = n_blocks * (BLOCK // GROUP)
+    n_high_groups = n_groups // GROUP
+    # Groups that are listed at most, a multiple of GROUP. If the k best ones fit in a program, it
+    # does not list more than fit.
+    max_listed = k // GROUP * GROUP + GROUP
+    if k <= CHUNK // GROUP:
+        max_listed = min(max_listed, CHUNK // GROUP)
+    n_programs = n_blocks * n_queries
+    steps = Steps(
+        {
+            "T": n_query_terms,
+            "V": options.n_terms,
+            "N": n_documents,
+            "Nq": n_queries,
+            "blocks": n_blocks,
+            "k": k,
+            "most": max_listed,
+            "BLOCK": BLOCK,
+            "GROUP": GROUP,
+            "BLOCK_T": 64,
+            "HAS_ALLOWED": tensors.allowed is not None,
+            "CHUNK": CHUNK,
+            "ONE": max_listed * GROUP <= CHUNK,
+            "FIRST": min(power_of_two(n_high_groups, 512), CHUNK),
+            "ONE_FIRST": n_high_groups <= CHUNK,
+            "num_warps": 8,
+            "num_stages": 3,
+        },
+    )
     steps.steps += contiguous(**tensors._asdict())
-    widths = {
-        "score": n_documents,
-        "group": groups,
-        "high": groups // GROUP,
-        "member": 3 * most,
-        "listed": most,
-    }
-    for name, width in widths.items():
-        steps.buffer(name, (n_queries, width), torch.int32)
-    programs = blocks * n_queries
+    steps.buffer("score", (n_queries, n_documents), torch.int32)
+    steps.buffer("group", (n_queries, n_groups), torch.int32)
+    steps.buffer("high", (n_queries, n_high_groups), torch.int32)
+    steps.buffer("member", (n_queries, 3 * max_listed), torch.int32)
+    steps.buffer("listed", (n_queries, max_listed), torch.int32)
     steps.launch(
         block_scores_kernel,
-        (programs,),
-        lookup(SCORES, capability=setting.capability, programs=programs),
+        (n_programs,),
+        lookup(SCORES, capability=setting.capability, programs=n_programs),
     )
     steps.launch(best_kernel, (n_queries,))
     return steps.plan()

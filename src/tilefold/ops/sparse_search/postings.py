@@ -1,30 +1,30 @@
-"""Postings on a device, cut into blocks of documents."""
+"""Postings of sparse vectors on a device, divided into blocks of documents."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 BLOCK = 8192  # documents of a block, whose sums are in shared memory: 32 KB
-PIECE = 1 << 25  # postings that are put in their places at a time
+SLAB = 1 << 25  # postings that are sorted into blocks at a time
 
 
 @dataclass(frozen=True)
 class BlockedPostings:
-    """Postings of blocks of 8,192 documents one after the other, those of a block by term and
-    document.
+    """Postings in blocks of 8,192 documents, and in each block by term and document.
 
     Attributes:
-        offsets: ``[blocks * V + 1]`` int64: of block `b` and term `t` from ``offsets[b * V + t]``
-            to the next.
-        places: ``[nnz]`` int16, documents counted from the first of their block.
+        offsets: ``[blocks * V + 1]`` int64. Postings of block `b` and term `t` are
+            ``offsets[b * V + t]`` to the next offset.
+        places: ``[nnz]`` int16 documents, counted from the first one of their block.
         weights: ``[nnz]`` fp32, positive.
-        largest: ``[V]`` fp32 largest weight of each term, 0 without one.
-        counts: ``[V]`` int64 documents of each term.
-        n_documents: how many there are.
+        largest: ``[V]`` fp32 largest weight of each term, 0 for a term without postings.
+        counts: ``[V]`` int64 number of documents of each term.
+        n_documents: number of documents.
     """
 
     offsets: Tensor
@@ -36,19 +36,19 @@ class BlockedPostings:
 
     @property
     def n_terms(self) -> int:
+        """Size of the vocabulary."""
         return self.largest.numel()
 
     @property
     def n_blocks(self) -> int:
+        """Number of blocks."""
         return -(-self.n_documents // BLOCK)
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(
-            x.numel() * x.element_size()
-            for x in (self.offsets, self.places, self.weights, self.largest)
-        )
+        tensors = (self.offsets, self.places, self.weights, self.largest)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @classmethod
     def of(
@@ -59,61 +59,91 @@ class BlockedPostings:
         n_documents: int,
         device: torch.device | str,
     ) -> BlockedPostings:
-        """From lists of terms: ``documents[offsets[t]:offsets[t + 1]]``, rising, and their positive
-        weights.
+        """Make blocked postings from one list of documents for each term.
 
-        Takes 6 bytes per posting and 8 per block and term on `device`, and less than 2 GB besides
-        while it is made.
+        They take 6 bytes per posting and 8 bytes per block and term on ``device``. Another 2 GB at
+        most are needed meanwhile.
+
+        Args:
+            offsets: ``[V + 1]`` int64. The list of term `t` is ``offsets[t]`` to
+                ``offsets[t + 1]``.
+            documents: ``[nnz]`` documents, rising in each list.
+            weights: ``[nnz]`` positive weights.
+            n_documents: number of documents.
+            device: where to store the postings.
         """
-        device, n_terms = torch.device(device), offsets.numel() - 1
-        blocks = -(-n_documents // BLOCK)
-        counts = offsets.diff().to(device)
-        inside = torch.zeros(blocks * n_terms, dtype=torch.int64, device=device)
-        for _, _, keys, _, _ in _pieces(offsets, documents, weights, n_terms, device):
-            inside += torch.bincount(keys, minlength=inside.numel())
-        starts = torch.nn.functional.pad(inside.cumsum(0), (1, 0))
-        # what is added to a posting's place in the list of its term
-        inside = inside.view(blocks, n_terms)
-        shift = (
-            inside.cumsum(0)
-            .sub_(inside)
-            .add_(offsets[:-1].to(device))
-            .neg_()
-            .add_(starts[:-1].view_as(inside))
-        )
-        places = torch.empty(documents.numel(), dtype=torch.int16, device=device)
-        values = torch.empty(documents.numel(), dtype=torch.float32, device=device)
+        device = torch.device(device)
+        n_terms = offsets.numel() - 1
+        n_blocks = -(-n_documents // BLOCK)
+        n_postings = documents.numel()
+        document_counts = offsets.diff().to(device)
+        key_counts = torch.zeros(n_blocks * n_terms, dtype=torch.int64, device=device)
+        for slab in _slabs(offsets, documents, weights, n_terms, device):
+            key_counts += torch.bincount(slab.keys, minlength=key_counts.numel())
+        starts = torch.nn.functional.pad(key_counts.cumsum(0), (1, 0))
+        # The list of a term is divided by block. Added to the position of a posting in the lists,
+        # the shift of its block and term gives its position in the blocked postings.
+        by_block = key_counts.view(n_blocks, n_terms)
+        n_in_earlier_blocks = by_block.cumsum(0).sub_(by_block)
+        list_positions = n_in_earlier_blocks.add_(offsets[:-1].to(device))
+        shift = list_positions.neg_().add_(starts[:-1].view_as(by_block)).view(-1)
+        places = torch.empty(n_postings, dtype=torch.int16, device=device)
+        values = torch.empty(n_postings, dtype=torch.float32, device=device)
         largest = torch.zeros(n_terms, dtype=torch.float32, device=device)
-        for low, terms, keys, rows, part in _pieces(offsets, documents, weights, n_terms, device):
-            at = shift.view(-1)[keys] + torch.arange(low, low + keys.numel(), device=device)
-            places[at] = (rows % BLOCK).to(torch.int16)
-            values[at] = part
-            largest.scatter_reduce_(0, terms, part, "amax")
-        return cls(starts, places, values, largest, counts, n_documents)
+        for slab in _slabs(offsets, documents, weights, n_terms, device):
+            end = slab.start + slab.keys.numel()
+            positions = shift[slab.keys] + torch.arange(slab.start, end, device=device)
+            places[positions] = (slab.documents % BLOCK).to(torch.int16)
+            values[positions] = slab.weights
+            largest.scatter_reduce_(0, slab.terms, slab.weights, "amax")
+        return cls(
+            offsets=starts,
+            places=places,
+            weights=values,
+            largest=largest,
+            counts=document_counts,
+            n_documents=n_documents,
+        )
 
 
-def _pieces(
+class _Slab(NamedTuple):
+    """Consecutive postings of the lists of terms, on the device.
+
+    Attributes:
+        start: number of the first posting.
+        terms: term of each posting.
+        keys: block and term of each posting as one number, ``block * V + term``.
+        documents: document of each posting.
+        weights: weight of each posting.
+    """
+
+    start: int
+    terms: Tensor
+    keys: Tensor
+    documents: Tensor
+    weights: Tensor
+
+
+def _slabs(
     offsets: Tensor,
     documents: Tensor,
     weights: Tensor,
     n_terms: int,
     device: torch.device,
-) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
-    """First posting, terms, blocks and terms as one number, documents and weights of pieces of the
-    lists.
-    """
+) -> Iterator[_Slab]:
+    """Copy the postings to the device, a slab at a time."""
     ends = offsets[1:].to(device).contiguous()
-    for low in range(0, documents.numel(), PIECE):
-        rows = documents[low : low + PIECE].to(device).long()
+    for start in range(0, documents.numel(), SLAB):
+        slab_documents = documents[start : start + SLAB].to(device).long()
         terms = torch.searchsorted(
             ends,
-            torch.arange(low, low + rows.numel(), device=device),
+            torch.arange(start, start + slab_documents.numel(), device=device),
             right=True,
         )
-        yield (
-            low,
-            terms,
-            rows // BLOCK * n_terms + terms,
-            rows,
-            weights[low : low + PIECE].to(device),
+        yield _Slab(
+            start=start,
+            terms=terms,
+            keys=slab_documents // BLOCK * n_terms + terms,
+            documents=slab_documents,
+            weights=weights[start : start + SLAB].to(device),
         )

@@ -1,10 +1,9 @@
-"""Kernels of exact search over sparse vectors: scores of a block of documents, and the best of each
-query.
+"""Kernels of exact search over sparse vectors: scores of blocks of documents, and their top k.
 
-A program adds the postings of a query in one block of documents, in integers, in shared memory:
-additions of integers give the same sum in any order. Shared memory that Triton does not know of is
-declared, written and read by lines of PTX; where kernels are interpreted, the sums are atomic
-additions to the scores' own memory, which give the same bits.
+A program adds the postings of a query in one block of documents, as integers, in shared memory.
+Additions of integers give the same sum in any order. Triton cannot declare such shared memory, so
+PTX declares, writes and reads it. Interpreted kernels add atomically to the scores in global memory
+instead, which gives the same bits.
 """
 
 import triton
@@ -13,8 +12,9 @@ import triton.language as tl
 
 @triton.jit
 def _tile_address(BLOCK: tl.constexpr):
-    """Address of ``BLOCK`` words of shared memory; written out, since the text of the instruction
-    must be constant.
+    """Declare ``BLOCK`` words of shared memory, and return their address.
+
+    ``BLOCK`` is written out, since the text of the instruction must be constant.
     """
     tl.static_assert(BLOCK == 8192)
     return tl.inline_asm_elementwise(
@@ -29,6 +29,7 @@ def _tile_address(BLOCK: tl.constexpr):
 
 @triton.jit
 def _set(at, value):
+    """Write words of shared memory."""
     tl.inline_asm_elementwise(
         "st.shared.b32 [$1], $2; mov.u32 $0, 0;",
         "=r,r,r",
@@ -41,7 +42,7 @@ def _set(at, value):
 
 @triton.jit
 def _add(at, value, product):
-    """Add values where products are positive."""
+    """Add values to words of shared memory where products are positive."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.f32 p, $3, 0f00000000; @p red.shared.add.u32 [$1], $2; mov.u32 $0, 0; }",
         "=r,r,r,r",
@@ -54,6 +55,7 @@ def _add(at, value, product):
 
 @triton.jit
 def _get(at):
+    """Read words of shared memory."""
     return tl.inline_asm_elementwise(
         "ld.shared.b32 $0, [$1];",
         "=r,r",
@@ -66,8 +68,10 @@ def _get(at):
 
 @triton.jit
 def _bytes(at, inside):
-    """Bytes, 0 outside: Triton's own load passes them from thread to thread, by as much shared
-    memory as sums take.
+    """Load bytes, 0 where ``inside`` is false.
+
+    Triton's load would exchange them between threads through as much shared memory as the sums
+    take.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.u32 $0, 0; @p ld.global.u8 $0, [$1]; }",
@@ -81,8 +85,10 @@ def _bytes(at, inside):
 
 @triton.jit
 def _exponent(terms_ptr, weights_ptr, largest_ptr, T, V, BLOCK_T: tl.constexpr):
-    """Exponent field of the least power of two that is larger than any score of a query with these
-    terms, and where its last positive weight ends.
+    """Bound the scores of a query.
+
+    Returns the exponent field of the smallest power of two that is larger than any score, and the
+    number of terms up to the last one with a positive weight.
     """
     bound = tl.zeros((BLOCK_T,), tl.float32)
     last = tl.zeros((BLOCK_T,), tl.int32)
@@ -120,8 +126,14 @@ def block_scores_kernel(
     HAS_ALLOWED: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """Bits of the scores ``[Nq, N]`` of one block for one query, and the highest of each group of
-    documents and of each group of groups. ``ROWS`` terms at a time add ``WIDE`` postings each.
+    """Compute the scores of one block of documents for one query.
+
+    Writes the bits of the scores ``[Nq, N]``, the highest of each group of ``GROUP`` documents
+    ``[Nq, groups]``, and the highest of each ``GROUP`` groups. ``ROWS`` terms at a time add
+    ``WIDE`` postings each.
+
+    Grid: ``[blocks * Nq]``. ``terms``, ``weights``: ``[Nq, T]``. ``offsets``, ``places``,
+    ``postings``, ``largest``: see ``BlockedPostings``. ``allowed``: ``[N]``.
     """
     block = tl.program_id(0) // Nq
     query = (tl.program_id(0) % Nq).to(tl.int64)
@@ -141,7 +153,7 @@ def block_scores_kernel(
         tl.store(score_ptr + document, tl.zeros((BLOCK,), tl.int32), mask=inside)
     tl.debug_barrier()
     offsets_ptr += block.to(tl.int64) * V
-    first = tl.load(offsets_ptr)  # of the block, whose postings are fewer than 2^31
+    first = tl.load(offsets_ptr)  # first posting of the block, which has fewer than 2^31
     places_ptr += first
     postings_ptr += first
     for t0 in range(0, length, ROWS):
@@ -162,7 +174,7 @@ def block_scores_kernel(
             product = weight[:, None] * tl.load(postings_ptr + at, mask=inside_list, other=0.0)
             whole = (
                 tl.maximum(product * factor + 0.5, 1.0).to(tl.uint32).to(tl.int32, bitcast=True)
-            )  # cut, not rounded
+            )  # truncated, since 0.5 was added
             if SHARED:
                 _add(base + 4 * where, whole, product)
             else:
@@ -183,7 +195,7 @@ def block_scores_kernel(
         else:
             allowed = tl.load(allowed_ptr + document, mask=inside, other=0).to(tl.int32)
         total = tl.where(allowed != 0, total, 0)
-    # two factors, of which neither leaves the numbers of fp32
+    # Multiplied by the inverse of the factor, a normal number like the factor.
     score = total.to(tl.uint32, bitcast=True).to(tl.float32) * ((254 - up) << 23).to(
         tl.float32,
         bitcast=True,
@@ -200,8 +212,17 @@ def block_scores_kernel(
 
 @triton.jit
 def _values(ptr, member_ptr, i, count, n, GROUP: tl.constexpr):
-    """Bits of entries ``i`` of ``count``, and where they come from: by place, or of the groups that
-    are listed.
+    """Load entries of a row, or of the groups of it that are listed.
+
+    Args:
+        ptr: ``[n]`` bits of scores.
+        member_ptr: ``[count]`` listed groups; not read if ``GROUP`` is 0.
+        i: numbers of the entries, counted over the listed groups.
+        count: number of listed groups, or of entries if ``GROUP`` is 0.
+        n: number of entries of the row.
+        GROUP: entries of a group, or 0 for the row itself.
+
+    Returns the bits, 0 past the end, and the positions in the row.
     """
     if GROUP == 0:
         place = i
@@ -213,7 +234,7 @@ def _values(ptr, member_ptr, i, count, n, GROUP: tl.constexpr):
     return tl.load(ptr + place, mask=known, other=0), place
 
 
-NEAR = tl.constexpr(1 << 24)  # bits of numbers: a fourth of the highest is tried first
+NEAR = tl.constexpr(1 << 24)  # subtracted from bits: a quarter of the highest score is tried first
 
 
 @triton.jit
@@ -232,9 +253,28 @@ def _best(
     CHUNK: tl.constexpr,
     ONE: tl.constexpr,
 ):
-    """List the places of the ``k`` highest positive values, or of up to ``most``, rising, the first
-    of equal ones; how many, a number that ``k`` values reach (0, if there are fewer), and the
-    highest. The last two are given where known.
+    """List the positions of the ``k`` highest positive values, in rising order.
+
+    Up to ``most`` may be listed, if that takes fewer steps. Among equal values the first are
+    listed. A bisection finds a bound that ``k`` values reach.
+
+    Args:
+        ptr: ``[n]`` bits of scores, or of maxima of groups.
+        member_ptr: ``[count]`` groups to search; not read if ``GROUP`` is 0.
+        out_ptr: ``[most]`` listed positions.
+        values_ptr: ``[most]`` their values, or ``None``.
+        count: number of groups to search, or of values if ``GROUP`` is 0.
+        n: number of values.
+        k: number of values to list.
+        most: largest number of values to list.
+        bound: bits that ``k`` values reach, if ``GROUP`` is not 0.
+        top: bits of the highest value, if ``GROUP`` is not 0.
+        GROUP: values of a group, or 0 to search all values.
+        CHUNK: values that are held at a time.
+        ONE: whether all values are held.
+
+    Returns the number of listed positions, bits that ``k`` values reach (0 if there are fewer), and
+    the bits of the highest value.
     """
     size = count if GROUP == 0 else count * GROUP
     lane = tl.arange(0, CHUNK)
@@ -248,7 +288,7 @@ def _best(
         bound = top * 0
     reach = 0
     high = top
-    while (bound < high) & ((reach < k) | (reach > most)):  # halves what is left
+    while (bound < high) & ((reach < k) | (reach > most)):  # halves the interval
         tried = bound + (high - bound) // 2
         tried = tl.where((bound == 0) & (high == top), tl.maximum(top - NEAR, tried), tried) + 1
         reach = tl.sum((value >= tried).to(tl.int32))
@@ -258,7 +298,7 @@ def _best(
                 reach += tl.sum((other >= tried).to(tl.int32))
         bound = tl.where(reach >= k, tried, bound)
         high = tl.where(reach >= k, high, tried - 1)
-    ties = k  # that are still wanted
+    ties = k  # values equal to the bound that are still to be listed
     apart = (reach < k) | (reach > most)
     if apart:
         ties -= tl.sum((value > bound).to(tl.int32))
@@ -306,12 +346,16 @@ def best_kernel(
     CHUNK: tl.constexpr,
     ONE: tl.constexpr,
 ):
-    """Documents ``[Nq, k]`` with the highest positive scores of each query and their bits, best
-    first; -1 and 0 behind.
+    """Select the ``k`` documents with the highest positive scores of one query, best first.
 
-    They lie in the ``k`` groups with the highest best document, the first ones where those are
-    equal; likewise groups. Up to ``most`` are as good, and found with fewer steps, since all that
-    were found are put in order.
+    They are in the ``k`` groups of documents whose highest scores are the highest, the first groups
+    among equal ones. The same holds for groups in groups of groups. So three searches suffice: for
+    groups of groups, for groups, and for documents. Each may list up to ``most``, with fewer steps.
+    At last the listed documents are sorted.
+
+    Writes ``[Nq, k]`` documents and bits of scores, -1 and 0 after the last one. Grid: ``[Nq]``.
+    ``score``, ``group`` and ``high``: what ``block_scores_kernel`` writes. ``member``:
+    ``[Nq, 3, most]`` scratch for the lists. ``listed``: ``[Nq, most]`` scratch for values.
     """
     query = tl.program_id(0).to(tl.int64)
     groups = blocks * (BLOCK // GROUP)
