@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -19,17 +19,18 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_of
 from tilefold.retrieval.vectors.sparse import SparseVectors, check_search
 
-_WIDTH = 16  # terms of queries on a device are a multiple of it, so that few launches need a plan
+# Queries on a device are padded to a multiple of this number of terms, so that the launches of
+# different batches share few plans.
+_WIDTH_STEP = 16
 
 
 class DeviceIndex:
-    """An exact index on a device: :meth:`ExactIndex.search` with sums in fixed point, the same bits
-    in every run.
+    """An exact index on a device: :meth:`ExactIndex.search` with sums in fixed point.
 
-    Scores are off by at most one part in 2^30 of the highest score that any document could have,
-    per term of the query; equal ones are in document order. The device holds 6 bytes per weight, 8
-    per term and 8,192 documents, and scores of 4 bytes per document and query, of at most 2 GB at a
-    time.
+    Every run gives the same bits. Scores are off by at most one part in 2^30 of the highest score
+    that any document could have, per term of the query. Equal scores are in document order. The
+    device holds 6 bytes per weight, 8 bytes per term and 8,192 documents, and scores of 4 bytes per
+    document and query, of at most 2 GB at a time.
     """
 
     backend: ClassVar[str] = "exact"
@@ -42,26 +43,38 @@ class DeviceIndex:
         device: torch.device | str = "cuda",
         there: Mask | None = None,
     ) -> None:
-        """Copy `lists`, checked ``Postings``, to `device` (:meth:`ExactIndex.on`). Documents not
-        `there` are gone.
+        """Copy postings to a device.
+
+        Args:
+            ids: of the documents, in the order of the postings.
+            lists: checked ``Postings`` (:meth:`ExactIndex.on`).
+            described: the index that has the postings; gives metadata, sizes and provenance.
+            device: to copy to.
+            there: bool ``[N]``, False for documents that were removed; None if there are none.
         """
-        self.ids, self._places, self.metadata = ids, dict[str, int](), described.metadata
-        self._there = (
-            None
-            if there is None or there.all()
-            else torch.from_numpy(there.view(np.uint8)).to(device)
-        )
-        self.n_documents, self.vocab_size = described.n_documents, described.vocab_size
-        self.fingerprint, self.provenance = described.fingerprint, described.provenance
-        by_length = np.argsort(-np.diff(lists.offsets), kind="stable")
-        self._by_length, self._ranks = np.append(by_length, 0).astype(np.int32), by_length.argsort()
+        self.ids = ids
+        self.metadata = described.metadata
+        self.n_documents = described.n_documents
+        self.vocab_size = described.vocab_size
+        self.fingerprint = described.fingerprint
+        self.provenance = described.provenance
+        self._position_of: dict[str, int] = {}  # filled by the first mask()
+        self._present: Tensor | None = None  # uint8 [N]; None if all documents are
+        if there is not None and not there.all():
+            self._present = torch.from_numpy(there.view(np.uint8)).to(device)
+        # Terms by the length of their postings, longest first. The last entry is that of padding.
+        terms_by_length = np.argsort(-np.diff(lists.offsets), kind="stable")
+        self._terms_by_length = np.append(terms_by_length, 0).astype(np.int32)
+        self._length_rank_of = terms_by_length.argsort()
         with warnings.catch_warnings():  # nobody writes to arrays that are mapped for reading
             warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
-            offsets, *others = map(
-                torch.from_numpy,
-                (lists.offsets, lists.documents, lists.weights),
+            self.postings = BlockedPostings.of(
+                torch.from_numpy(lists.offsets),
+                torch.from_numpy(lists.documents),
+                torch.from_numpy(lists.weights),
+                len(ids),
+                device,
             )
-        self.postings = BlockedPostings.of(offsets, others[0], others[1], len(ids), device)
 
     @property
     def device(self) -> torch.device:
@@ -75,18 +88,26 @@ class DeviceIndex:
         *,
         where: Where = None,
     ) -> list[list[Hit]]:
-        """See :class:`SparseIndex`; with `among`, a mask of :meth:`mask`, only those documents are
-        found.
+        """Search on the device, see :class:`SparseIndex`.
+
+        Args:
+            queries: sparse vectors on the CPU.
+            k: documents per query.
+            among: a mask of :meth:`mask`; other documents are not returned.
+            where: filter of the documents' metadata.
         """
         check_search(self, queries, k)
-        if (matching := allowed_by(self.metadata, where)) is not None:
+        matching = allowed_by(self.metadata, where)
+        if matching is not None:
             mask = torch.from_numpy(matching.view(np.uint8)).to(self.device)
             among = mask if among is None else mask * among
-        best = self._best(*self._padded(queries), k, among)
-        scores, documents = (part.to("cpu", non_blocking=True) for part in best)
-        if self.device.type == "cuda":  # is waited for once
+        terms, weights = self._padded(queries)
+        scores, positions = self._search_padded(terms, weights, k, among)
+        scores = scores.to("cpu", non_blocking=True)
+        positions = positions.to("cpu", non_blocking=True)
+        if self.device.type == "cuda":  # waits once for both copies
             torch.cuda.current_stream(self.device).synchronize()
-        return hits_of(self.ids, documents.numpy(), scores.numpy())
+        return hits_of(self.ids, positions.numpy(), scores.numpy())
 
     @torch.no_grad()
     def search_tensor(
@@ -95,116 +116,209 @@ class DeviceIndex:
         k: int,
         among: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores and positions ``[Nq, k]`` of the best documents, on the device; 0 and -1 where
-        there are no more.
+        """Search with queries that are on the device, and leave the results there.
 
-        `queries` are on the index's device, ``[Nq, V]`` dense, CSR or COO, as an encoder returns
-        them, or rows of a stream. Nothing goes to the host but the number of terms of the longest,
-        which such rows have there, and whether all weights are valid.
+        Only two values are copied to the CPU: the number of terms of the longest query, which rows
+        of a stream have there already, and whether all weights are valid.
+
+        Args:
+            queries: ``[Nq, V]`` on the index's device, dense, CSR or COO, as an encoder returns
+                them, or rows of a stream.
+            k: documents per query.
+            among: a mask of :meth:`mask`; other documents are not returned.
+
+        Returns:
+            Scores and positions of documents, both ``[Nq, k]``, on the device; 0 and -1 after the
+            last document that shares a term with the query.
 
         Raises:
             ValueError: for queries over another vocabulary, or a wrong `k`.
             DataError: for a weight that is NaN, infinite in float32, or negative.
         """
         check_k(k)
-        shape = (
-            (len(queries.counts), queries.vocab_size)
-            if isinstance(queries, SparseRows)
-            else tuple(queries.shape)
-        )
-        if len(shape) != 2 or shape[1] != self.vocab_size:
-            raise ValueError(f"queries: expected [.., {self.vocab_size}], got {list(shape)}.")
-        most: int | None = None  # terms of the longest
-        if isinstance(queries, SparseRows):
-            counts, found, values = queries.counts, queries.columns.long(), queries.values
-            owner, most = (
-                repeat_interleave(torch.arange(shape[0]), counts, found.device),
-                max(counts.tolist(), default=0),
-            )
-        elif queries.layout == torch.strided:
-            owner, found = queries.nonzero(as_tuple=True)
-            values = queries[owner, found]
+        self._check_shape(queries)
+        entries = _entries_of(queries)
+        check = _WeightCheck(entries.weights, entries.rows)
+        entries = entries._replace(weights=check.valid_weights)
+        if entries.n_rows == 1:  # without padding
+            lengths = self.postings.counts.take(entries.terms)
+            order = lengths.argsort(descending=True)
+            terms = entries.terms.take(order)[None].int()
+            weights = entries.weights.take(order)[None]
         else:
-            rows = queries.to_sparse().coalesce()
-            (owner, found), values = rows.indices(), rows.values()
-        values = values.float()
-        _check_weights(values, owner)
-        if shape[0] == 1:  # nothing to be padded
-            order = self.postings.counts.take(found).argsort(descending=True)
-            terms, weights = (part.take(order)[None] for part in (found, values))
-            return self._best(terms.int(), weights, k, among)
-        starts = torch.searchsorted(
-            owner.contiguous(),
-            torch.arange(shape[0] + 1, device=owner.device),
-        )
-        most = int(starts.diff().max()) if most is None and found.numel() else most or 1
-        longest = -(-most // _WIDTH) * _WIDTH
-        order = (
-            owner * (len(self.ids) + 1) + len(self.ids) - self.postings.counts[found]
-        ).argsort()
-        place = owner * longest + torch.arange(found.numel(), device=found.device) - starts[owner]
-        terms = torch.zeros(shape[0], longest, dtype=torch.int32, device=found.device)
-        weights = torch.zeros(shape[0], longest, device=found.device)
-        terms.view(-1)[place] = found[order].int()
-        weights.view(-1)[place] = values[order]
-        return self._best(terms, weights, k, among)
+            terms, weights = self._pad_entries(entries)
+        result = self._search_padded(terms, weights, k, among)
+        check.raise_if_invalid()
+        return result
 
-    def _best(
+    def _check_shape(self, queries: Tensor | SparseRows) -> None:
+        """Raise ``ValueError`` unless queries are rows over the vocabulary of the index."""
+        if isinstance(queries, SparseRows):
+            shape = [len(queries.counts), queries.vocab_size]
+        else:
+            shape = list(queries.shape)
+        if len(shape) != 2 or shape[1] != self.vocab_size:
+            raise ValueError(f"queries: expected [.., {self.vocab_size}], got {shape}.")
+
+    def _pad_entries(self, entries: _Entries) -> tuple[Tensor, Tensor]:
+        """Terms and weights ``[Nq, T]`` of queries, padded with zeros.
+
+        Terms with the longest postings come first in each row, which programs then read together.
+        """
+        rows, terms, weights = entries.rows, entries.terms, entries.weights
+        device = terms.device
+        offsets = torch.searchsorted(
+            rows.contiguous(),
+            torch.arange(entries.n_rows + 1, device=device),
+        )
+        longest = entries.longest
+        if longest is None:
+            longest = int(offsets.diff().max()) if terms.numel() else 0
+        width = _padded_width(longest)
+        n_documents = len(self.ids)
+        lengths = self.postings.counts[terms]
+        order = (rows * (n_documents + 1) + n_documents - lengths).argsort()
+        positions = rows * width + torch.arange(terms.numel(), device=device) - offsets[rows]
+        padded_terms = torch.zeros(entries.n_rows, width, dtype=torch.int32, device=device)
+        padded_weights = torch.zeros(entries.n_rows, width, device=device)
+        padded_terms.view(-1)[positions] = terms[order].int()
+        padded_weights.view(-1)[positions] = weights[order]
+        return padded_terms, padded_weights
+
+    def _search_padded(
         self,
         terms: Tensor,
         weights: Tensor,
         k: int,
         among: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        if self._there is not None:
-            among = self._there if among is None else self._there * among
+        """Scores and positions ``[Nq, k]`` of documents that were not removed and are `among`."""
+        if self._present is not None:
+            among = self._present if among is None else self._present * among
         return sparse_topk(self.postings, terms, weights, k, allowed=among)
 
     def mask(self, ids: Iterable[str]) -> Tensor:
-        """Mask ``[N]`` of the documents with these ids, for `among`; ``ValueError`` for an id that
-        is not there.
+        """Return a mask ``[N]`` of documents, for the argument `among` of a search.
+
+        Raises:
+            ValueError: for an id that the index does not have.
         """
-        if not self._places:
-            there = [True] * len(self.ids) if self._there is None else self._there.tolist()
-            self._places = {name: place for place, name in enumerate(self.ids) if there[place]}
-        found = torch.zeros(len(self.ids), dtype=torch.uint8)
+        if not self._position_of:
+            present = [True] * len(self.ids)
+            if self._present is not None:
+                present = self._present.tolist()
+            self._position_of = {
+                name: position for position, name in enumerate(self.ids) if present[position]
+            }
+        mask = torch.zeros(len(self.ids), dtype=torch.uint8)
         for name in ids:
-            if name not in self._places:
+            if name not in self._position_of:
                 raise ValueError(
-                    f"ids: expected ids of documents of the index, got {name!r}. Is it in the collection?",
+                    f"ids: expected ids of documents of the index, got {name!r}. "
+                    "Is it in the collection?",
                 )
-            found[self._places[name]] = 1
-        return found.to(self.device)
+            mask[self._position_of[name]] = 1
+        return mask.to(self.device)
 
     def _padded(self, queries: SparseVectors) -> tuple[Tensor, Tensor]:
-        """Terms and weights ``[Nq, T]`` there, those of the longest lists first, which programs
-        then read together.
+        """Terms and weights ``[Nq, T]`` of queries on the device, padded with zeros.
+
+        Terms with the longest postings come first in each row, which programs then read together.
         """
         lengths = np.diff(queries.indptr)
-        width = np.arange(-(-max(1, int(lengths.max(initial=1))) // _WIDTH) * _WIDTH)
-        keys = np.full(
-            (len(queries), len(width)),
-            self._ranks.size << 32,
-        )  # ranks of terms above bits of weights
-        keys[width < lengths[:, None]] = self._ranks[queries.indices] << 32 | queries.data.view(
-            np.uint32,
-        )
+        columns = np.arange(_padded_width(int(lengths.max(initial=1))))
+        # One sort orders both: a key is the rank of the term above the bits of its weight.
+        padding_key = self._length_rank_of.size << 32
+        keys = np.full((len(queries), len(columns)), padding_key)
+        ranks = self._length_rank_of[queries.indices]
+        keys[columns < lengths[:, None]] = ranks << 32 | queries.data.view(np.uint32)
         keys.sort(axis=1)
-        both = torch.from_numpy(np.stack([self._by_length[keys >> 32], keys.astype(np.int32)]))
-        terms, weights = both.to(
+        terms = self._terms_by_length[keys >> 32]
+        weight_bits = keys.astype(np.int32)
+        # One copy for both. CUDA has read the array when the call returns.
+        copied = torch.from_numpy(np.stack([terms, weight_bits])).to(
             self.device,
             non_blocking=True,
-        ).unbind()  # CUDA has read it when that returns
-        return terms, weights.view(torch.float32)
+        )
+        device_terms, device_bits = copied.unbind()
+        return device_terms, device_bits.view(torch.float32)
 
 
-def _check_weights(weights: Tensor, queries: Tensor) -> None:
-    """Raise ``DataError`` for weights ``[n]`` of `queries` ``[n]`` that sparse vectors cannot have."""
-    valid = (weights >= 0) & (weights < math.inf)  # False for NaN
-    if bool(valid.all()):
-        return
-    first = int((~valid).int().argmax())
-    raise DataError(
-        f"queries: expected finite weights of at least 0, got {weights[first].item()} for query "
-        f"{int(queries[first])}. Check the model's output and its activation.",
-    )
+class _Entries(NamedTuple):
+    """Non-zero weights of queries, row after row.
+
+    Attributes:
+        rows: int64 ``[n]``, position of the query.
+        terms: int64 ``[n]``.
+        weights: float32 ``[n]``.
+        n_rows: number of queries.
+        longest: number of terms of the longest query, if it is known without a wait.
+    """
+
+    rows: Tensor
+    terms: Tensor
+    weights: Tensor
+    n_rows: int
+    longest: int | None = None
+
+
+def _entries_of(queries: Tensor | SparseRows) -> _Entries:
+    """Return the non-zero weights of queries of any layout."""
+    if isinstance(queries, SparseRows):
+        n_rows = len(queries.counts)
+        terms = queries.columns.long()
+        return _Entries(
+            rows=repeat_interleave(torch.arange(n_rows), queries.counts, terms.device),
+            terms=terms,
+            weights=queries.values.float(),
+            n_rows=n_rows,
+            longest=max(queries.counts.tolist(), default=0),
+        )
+    if queries.layout == torch.strided:
+        rows, terms = queries.nonzero(as_tuple=True)
+        return _Entries(rows, terms, queries[rows, terms].float(), queries.shape[0])
+    coordinates = queries.to_sparse().coalesce()
+    rows, terms = coordinates.indices()
+    return _Entries(rows, terms, coordinates.values().float(), queries.shape[0])
+
+
+def _padded_width(longest: int) -> int:
+    """Number of terms that queries of at most `longest` terms are padded to."""
+    return math.ceil(max(1, longest) / _WIDTH_STEP) * _WIDTH_STEP
+
+
+class _WeightCheck:
+    """Check of query weights that leaves no gap in the work of a GPU.
+
+    The result is copied to the CPU while the search is launched. :meth:`raise_if_invalid` waits
+    for that copy only, not for the search.
+
+    Attributes:
+        valid_weights: the weights, with 0 for those that sparse vectors cannot have, so that a
+            search before the error is well defined.
+    """
+
+    def __init__(self, weights: Tensor, rows: Tensor) -> None:
+        """Begin to check weights ``[n]`` of the queries `rows` ``[n]``."""
+        self._weights = weights
+        self._rows = rows
+        self._valid = (weights >= 0) & (weights < math.inf)  # False for NaN
+        self.valid_weights = weights.where(self._valid, 0.0)
+        self._all_valid = self._valid.all().to("cpu", non_blocking=True)
+        self._copied: torch.cuda.Event | None = None
+        if weights.device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(weights.device))
+
+    def raise_if_invalid(self) -> None:
+        """Raise ``DataError`` for the first weight that sparse vectors cannot have."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if bool(self._all_valid):
+            return
+        position = int((~self._valid).int().argmax())
+        raise DataError(
+            "queries: expected finite weights of at least 0, got "
+            f"{self._weights[position].item()} for query {int(self._rows[position])}. "
+            "Check the model's output and its activation.",
+        )
