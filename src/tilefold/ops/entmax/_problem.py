@@ -1,4 +1,4 @@
-"""The records of alpha-entmax."""
+"""Data of alpha-entmax: tensors, options and results."""
 
 from __future__ import annotations
 
@@ -11,20 +11,34 @@ from tilefold.ops._shared.plan import Buffer
 
 
 class EntmaxTensors(NamedTuple):
-    """Rows ``x`` ``[R, n]``, and ``alpha`` ``[R]`` or ``None`` where it is a number."""
+    """Tensors of a call, as rows.
+
+    Attributes:
+        x: ``[R, n]`` scores.
+        alpha: ``[R]`` alpha of each row, or ``None`` if it is a number.
+    """
 
     x: Tensor
     alpha: Tensor | None
 
 
 class EntmaxOptions(NamedTuple):
-    """The alpha of all rows, where it is a number."""
+    """Checked options of a call.
+
+    Attributes:
+        alpha_value: alpha of all rows, if it is a number.
+    """
 
     alpha_value: float
 
 
 class EntmaxSaved(NamedTuple):
-    """Tensors saved for gradients: probabilities ``p`` ``[R, n]``, and ``alpha``."""
+    """Tensors saved for backward.
+
+    Attributes:
+        p: ``[R, n]`` probabilities.
+        alpha: ``[R]`` alpha of each row, or ``None`` if it is a number.
+    """
 
     p: Tensor
     alpha: Tensor | None
@@ -35,5 +49,5 @@ def outputs(
     options: EntmaxOptions,
     training: bool,
 ) -> tuple[Buffer, Buffer]:
-    """``p`` like ``x``, and the support size of each row."""
+    """Describe the results: probabilities like ``x``, and the support size of each row."""
     return Buffer(tensors.x.shape, tensors.x.dtype), Buffer((tensors.x.size(0),), torch.int32)

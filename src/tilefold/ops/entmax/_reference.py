@@ -1,8 +1,8 @@
-"""Alpha-entmax in plain PyTorch: the specification the other implementations are held to.
+"""Alpha-entmax in plain PyTorch: the specification that the other implementations are held to.
 
-Bisection in fp64 for ``log p_max`` (see ``README.md`` for the maths), then two steps of Newton that
-autograd sees: the first makes the first derivative of the root right, the second the second one.
-Any device that has fp64.
+``log p_max`` is found by bisection in fp64 (``README.md`` has the mathematics). Two Newton steps
+follow, which autograd differentiates: the first makes the first derivative of the root exact, the
+second the second derivative. It runs on any device that has fp64.
 """
 
 from __future__ import annotations
@@ -15,41 +15,58 @@ from torch import Tensor
 from tilefold.ops._shared.entmax_root import log_weights
 from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxTensors
 
+BISECTIONS = 64  # halve the bracket to the resolution of fp64
+NEWTON_STEPS = 2
+
 
 def entmax(tensors: EntmaxTensors, options: EntmaxOptions) -> Tensor:
-    """``[R, n]`` probabilities of the rows of ``x`` in its dtype."""
+    """Compute the probabilities ``[R, n]`` of the rows of ``x``, in its dtype."""
     x, alpha = tensors
     if x.numel() == 0:
         return x.clone()
-    given = x.new_full((1,), options.alpha_value, dtype=torch.float64) if alpha is None else alpha
-    s, e = x.double(), given.double()[:, None] - 1
-    peak = s.detach().amax(dim=-1, keepdim=True)
-    proper = peak.isfinite() & (e >= 0) & (e <= 1)
-    empty = peak == -math.inf
-    d = torch.where(proper, peak - s, 0.0)
-    # a row's own maximum moves with it: without this its gradient would be lost
+    if alpha is None:
+        alpha = x.new_full((1,), options.alpha_value, dtype=torch.float64)
+    scores = x.double()
+    e = alpha.double()[:, None] - 1
+    peak = scores.detach().amax(dim=-1, keepdim=True)
+    is_proper = peak.isfinite() & (e >= 0) & (e <= 1)
+    is_empty = peak == -math.inf
+    d = torch.where(is_proper, peak - scores, 0.0)
+    # The peak is detached. Subtracting the smallest distance, which is 0, restores the gradient of
+    # the row's maximum.
     d = d - d.amin(dim=-1, keepdim=True)
-    e = torch.where(proper, e, 1.0)
+    e = torch.where(is_proper, e, 1.0)
     root = _root(d.detach(), e.detach())
-    for _ in range(2):
+    for _ in range(NEWTON_STEPS):
         log_p = log_weights(d, root, e)
-        support = log_p > -math.inf
-        log_p = torch.where(support, log_p, 0.0)
-        p = torch.where(support, torch.exp(log_p), 0.0)
-        slope = torch.where(support, torch.exp((1 - e) * log_p), 0.0).sum(dim=-1, keepdim=True)
+        in_support = log_p > -math.inf
+        log_p = torch.where(in_support, log_p, 0.0)
+        p = torch.where(in_support, torch.exp(log_p), 0.0)
+        slopes = torch.where(in_support, torch.exp((1 - e) * log_p), 0.0)
+        slope = slopes.sum(dim=-1, keepdim=True)
         mass = p.sum(dim=-1, keepdim=True)
         root = root - torch.log(mass) * mass / (torch.exp(e * root) * slope)
     p = torch.exp(log_weights(d, root, e))
-    p = torch.where(proper, p, torch.where(empty, 0.0, math.nan))
-    return p.to(x.dtype)
+    improper_p = torch.where(is_empty, 0.0, math.nan)
+    return torch.where(is_proper, p, improper_p).to(x.dtype)
 
 
 def _root(d: Tensor, e: Tensor) -> Tensor:
-    """``log p_max`` by bisection in fp64."""
+    """Find ``log p_max`` by bisection in fp64.
+
+    Args:
+        d: ``[R, n]`` distances from the row's maximum.
+        e: ``[R, 1]`` or ``[1, 1]``, alpha minus 1.
+
+    Returns:
+        ``[R, 1]``.
+    """
     low = torch.full_like(d[:, :1], -math.log(d.size(-1)))
     high = torch.zeros_like(low)
-    for _ in range(64):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        above = torch.exp(log_weights(d, middle, e)).sum(dim=-1, keepdim=True) > 1
-        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+        mass = torch.exp(log_weights(d, middle, e)).sum(dim=-1, keepdim=True)
+        is_too_large = mass > 1
+        low = torch.where(is_too_large, low, middle)
+        high = torch.where(is_too_large, middle, high)
     return (low + high) / 2

@@ -1,6 +1,8 @@
-"""Alpha-entmax in torch operations on blocks of rows: the CPU path, and the fallback on any device."""
+"""Alpha-entmax in torch operations on blocks of rows: the CPU path and portable fallback."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -8,7 +10,8 @@ from torch import Tensor
 from tilefold.ops._shared.entmax_root import check_alphas, kind_of, row_gradients, row_weights
 from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors
 
-TILE_ELEMENTS = 1 << 18  # entries of a block: its few temporaries stay in the cache
+# Entries of a block of rows, whose few temporaries then stay in the cache.
+TILE_ELEMENTS = 1 << 18
 
 
 def forward(
@@ -16,21 +19,26 @@ def forward(
     options: EntmaxOptions,
     training: bool,
 ) -> tuple[Tensor, Tensor]:
-    """``[R, n]`` probabilities in the dtype of ``x`` and ``[R]`` int32 support sizes."""
-    check_alphas(tensors.alpha)
-    x, alpha, alpha_value = tensors.x.contiguous(), tensors.alpha, options.alpha_value
-    kind = kind_of(alpha, alpha_value)
-    out = torch.empty_like(x)
+    """Compute the probabilities.
+
+    Returns:
+        ``[R, n]`` probabilities in the dtype of ``x``, and ``[R]`` int32 support sizes.
+    """
+    alpha = tensors.alpha
+    check_alphas(alpha)
+    x = tensors.x.contiguous()
+    kind = kind_of(alpha, options.alpha_value)
+    probabilities = torch.empty_like(x)
     support = torch.empty(x.size(0), dtype=torch.int32, device=x.device)
     if x.numel() == 0:
-        return out, support.zero_()
-    rows = max(1, TILE_ELEMENTS // max(x.size(1), 1))
-    for r in range(0, x.size(0), rows):
-        s = x[r : r + rows].to(torch.promote_types(x.dtype, torch.float32))
-        p, *_ = row_weights(s, _exponent(alpha, alpha_value, s, r, rows), kind)
-        out[r : r + rows] = p
-        support[r : r + rows] = (p > 0).sum(dim=-1)
-    return out, support
+        return probabilities, support.zero_()
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    for rows in _row_blocks(x):
+        block = x[rows].to(dtype)
+        p, *_ = row_weights(block, _exponents(alpha, options.alpha_value, block, rows), kind)
+        probabilities[rows] = p
+        support[rows] = (p > 0).sum(dim=-1)
+    return probabilities, support
 
 
 def backward(
@@ -39,30 +47,48 @@ def backward(
     options: EntmaxOptions,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradient of ``x`` ``[R, n]`` and of ``alpha`` ``[R]`` in their dtypes."""
-    (p, alpha), alpha_value, (need_x, need_alpha) = saved, options.alpha_value, needs
-    kind = kind_of(alpha, alpha_value)
-    wide = torch.promote_types(p.dtype, torch.float32)
+    """Compute the gradients of ``x`` ``[R, n]`` and of ``alpha`` ``[R]``, in their dtypes.
+
+    Args:
+        dp: ``[R, n]`` gradient of the probabilities.
+        saved: what the forward pass saved.
+        options: checked options.
+        needs: whether the gradients of ``x`` and of ``alpha`` are needed.
+    """
+    p, alpha = saved
+    need_x, need_alpha = needs
+    kind = kind_of(alpha, options.alpha_value)
+    dtype = torch.promote_types(p.dtype, torch.float32)
     dx = torch.empty_like(p, memory_format=torch.contiguous_format) if need_x else None
-    dalpha = torch.empty(p.size(0), dtype=wide, device=p.device) if need_alpha else None
-    rows = max(1, TILE_ELEMENTS // max(p.size(1), 1))
-    for r in range(0, p.size(0), rows):
-        tile, grad = p[r : r + rows].to(wide), dp[r : r + rows].to(wide)
-        of_x, of_alpha = row_gradients(
-            tile,
-            grad,
-            _exponent(alpha, alpha_value, tile, r, rows),
+    dalpha = torch.empty(p.size(0), dtype=dtype, device=p.device) if need_alpha else None
+    for rows in _row_blocks(p):
+        block = p[rows].to(dtype)
+        block_dx, block_dalpha = row_gradients(
+            block,
+            dp[rows].to(dtype),
+            _exponents(alpha, options.alpha_value, block, rows),
             kind,
             need_alpha,
         )
         if dx is not None:
-            dx[r : r + rows] = of_x
-        if dalpha is not None and of_alpha is not None:
-            dalpha[r : r + rows] = of_alpha
-    return dx, dalpha if dalpha is None or alpha is None else dalpha.to(alpha.dtype)
+            dx[rows] = block_dx
+        if dalpha is not None and block_dalpha is not None:
+            dalpha[rows] = block_dalpha
+    if dalpha is not None and alpha is not None:
+        dalpha = dalpha.to(alpha.dtype)
+    return dx, dalpha
 
 
-def _exponent(alpha: Tensor | None, alpha_value: float, like: Tensor, r: int, rows: int) -> Tensor:
+def _row_blocks(matrix: Tensor) -> Iterator[slice]:
+    """Divide the rows of a matrix into blocks of about ``TILE_ELEMENTS`` entries."""
+    n_rows, n_columns = matrix.shape
+    size = max(1, TILE_ELEMENTS // max(n_columns, 1))
+    for start in range(0, n_rows, size):
+        yield slice(start, start + size)
+
+
+def _exponents(alpha: Tensor | None, alpha_value: float, block: Tensor, rows: slice) -> Tensor:
+    """Return ``alpha - 1`` of these rows in the dtype of ``block``: ``[n, 1]``, or ``[1, 1]``."""
     if alpha is None:
-        return torch.full((1, 1), alpha_value - 1, dtype=like.dtype, device=like.device)
-    return alpha[r : r + rows, None].to(like.dtype) - 1
+        return torch.full((1, 1), alpha_value - 1, dtype=block.dtype, device=block.device)
+    return alpha[rows, None].to(block.dtype) - 1

@@ -1,4 +1,4 @@
-"""Alpha-entmax, public functions: arguments, checks and dispatch."""
+"""Alpha-entmax, public functions: checks and dispatch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ ENTMAX = Operator(
 
 
 def chosen_impl(x: Tensor, impl: str = "auto") -> str:
-    """Implementation of ``entmax(x, ..., impl=impl)``; see
-    :func:`tilefold.ops.lsr_head.chosen_impl`.
+    """Return the implementation of ``entmax(x, ..., impl=impl)``.
+
+    See :func:`tilefold.ops.lsr_head.chosen_impl`.
     """
     return ENTMAX.chosen_impl(x, impl)
 
@@ -45,18 +46,18 @@ def entmax(
     return_support_size: bool = False,
     impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Alpha-entmax along a dimension: softmax whose small entries are exactly 0 (Peters et al.,
-    arXiv 1905.05702).
+    """Alpha-entmax along a dimension: softmax whose small entries are exactly 0.
 
-    ``p_i = [(alpha - 1) x_i - tau]_+^(1 / (alpha - 1))`` with ``tau`` such that the row sums to 1;
-    alpha = 1 is softmax, alpha = 2 sparsemax. The root is found by Halley's method on the norm of
-    the row, safeguarded by bisection (the hybrid of AdaSplash, arXiv 2502.12082, made to converge
-    for any row), and what residual is left is divided out, so rows sum to 1 to rounding. fp16 and
-    bf16 are computed in fp32. Shifting a row changes nothing but rounding.
+    Of Peters et al., arXiv 1905.05702: ``p_i = [(alpha - 1) x_i - tau]_+^(1 / (alpha - 1))`` with
+    ``tau`` such that the row sums to 1. Alpha = 1 is softmax, alpha = 2 sparsemax. The root is
+    found by Halley's method on the norm of the row, safeguarded by bisection (the hybrid of
+    AdaSplash, arXiv 2502.12082, changed to converge for any row). The remaining residual is divided
+    out, so that rows sum to 1 up to rounding. fp16 and bf16 are computed in fp32. Shifting a row
+    changes nothing but rounding.
 
-    An entry of ``-inf`` gets probability 0; a row of nothing but ``-inf`` is 0, with no gradient. A
-    row that holds NaN or ``+inf`` is NaN. Gradients are those of Correia et al. (arXiv 1909.00015),
-    in a form that stays finite down to alpha = 1; one derivative, except for ``impl="reference"``.
+    An entry of ``-inf`` gets probability 0. A row of ``-inf`` only is 0, with no gradient. A row
+    that has NaN or ``+inf`` is NaN. Gradients are those of Correia et al. (arXiv 1909.00015), in a
+    form that stays finite down to alpha = 1. Only ``impl="reference"`` can be differentiated twice.
 
     Args:
         x: scores; fp16, bf16, fp32 or fp64.
@@ -64,26 +65,31 @@ def entmax(
             alpha per row or head, or for all), differentiable. On a GPU, where checking costs a
             synchronisation, a tensor's value outside [1, 2] makes its rows NaN instead of raising.
         dim: the dimension that sums to 1.
-        return_support_size: also return how many entries of each row are positive.
+        return_support_size: also return the number of positive entries of each row.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see
             :func:`tilefold.ops.entmax.chosen_impl`.
 
     Returns:
-        Probabilities shaped like ``x``, in its dtype; with ``return_support_size`` also the int32 sizes, of that shape
-        without ``dim``.
+        Probabilities shaped like ``x``, in its dtype. With ``return_support_size`` also the int32
+            sizes, of that shape without ``dim``.
 
     Raises:
         TypeError: for arguments that are not tensors, or of a dtype that is not supported.
         ValueError: for an alpha outside [1, 2], shapes, devices or a ``dim`` that do not fit.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    given, value = (alpha, 0.0) if isinstance(alpha, Tensor) else (None, alpha)
-    p, support = ENTMAX(EntmaxTensors(x, given), (value, dim), impl, _checked)
-    if support is None:  # of the reference
+    if isinstance(alpha, Tensor):
+        tensors = EntmaxTensors(x, alpha)
+        alpha_value = 0.0
+    else:
+        tensors = EntmaxTensors(x, None)
+        alpha_value = alpha
+    p, support = ENTMAX(tensors, (alpha_value, dim), impl, _check_arguments)
+    if support is None:  # the reference returns probabilities only
         support = (p > 0).sum(dim=-1, dtype=torch.int32)
-    shape = x.movedim(dim, -1).shape
-    p = p.view(shape).movedim(-1, dim)
-    return (p, support.view(shape[:-1])) if return_support_size else p
+    moved_shape = x.movedim(dim, -1).shape
+    p = p.view(moved_shape).movedim(-1, dim)
+    return (p, support.view(moved_shape[:-1])) if return_support_size else p
 
 
 def sparsemax(x: Tensor, dim: int = -1, *, impl: str = "auto") -> Tensor:
@@ -104,43 +110,58 @@ def sparsemax(x: Tensor, dim: int = -1, *, impl: str = "auto") -> Tensor:
     return p if isinstance(p, Tensor) else p[0]
 
 
-def _checked(tensors: EntmaxTensors, alpha_value: float, dim: int) -> Checked:
-    """Check everything that can be checked without reading a value; the operator's tensors are
-    rows.
+def _check_arguments(tensors: EntmaxTensors, alpha_value: float, dim: int) -> Checked:
+    """Check everything that can be checked without reading a value of a tensor.
+
+    Returns:
+        The operator's options, and a function that brings the tensors into rows.
     """
     x, alpha = tensors
     check_tensor("x", x)
     check_dtype("x", x, FLOAT_DTYPES, "cast it with .float() or another of these.")
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise ValueError(
-            f"dim must be an integer in [{-x.dim()}, {x.dim() - 1}] for x of {x.dim()} dims, got {dim!r}.",
+            f"dim must be an integer in [{-x.dim()}, {x.dim() - 1}] for x of {x.dim()} dims, got "
+            f"{dim!r}.",
         )
-    if alpha is not None:
+    if alpha is None:
+        options = EntmaxOptions(alpha_number(alpha_value))
+    else:
         _check_alpha(alpha, x, dim)
-    value = 0.0 if alpha is not None else alpha_number(alpha_value)
-    return Checked(EntmaxOptions(value), partial(_rows, dim))
+        options = EntmaxOptions(0.0)
+    return Checked(options, partial(_rows, dim))
 
 
 def _rows(dim: int, tensors: EntmaxTensors) -> EntmaxTensors:
-    """``x`` as rows along ``dim``, and the alpha of each."""
+    """Return ``x`` as rows along ``dim``, and the alpha of each row."""
     x, alpha = tensors
     moved = x.movedim(dim, -1)
-    shape = moved.shape
+    *outer_shape, row_length = moved.shape
     if alpha is not None:
-        alpha = alpha.view((1,) * (x.dim() - alpha.dim()) + tuple(alpha.shape))
-        alpha = alpha.movedim(dim, -1).expand(*shape[:-1], 1).reshape(-1)
-    return EntmaxTensors(moved.reshape(math.prod(shape[:-1]), shape[-1]), alpha)
+        alpha = alpha.view(_padded_shape(alpha, x.dim()))
+        alpha = alpha.movedim(dim, -1).expand(*outer_shape, 1).reshape(-1)
+    return EntmaxTensors(moved.reshape(math.prod(outer_shape), row_length), alpha)
+
+
+def _padded_shape(tensor: Tensor, dims: int) -> tuple[int, ...]:
+    """Return the shape of a tensor with leading dimensions of size 1, as broadcasting adds them."""
+    return (1,) * (dims - tensor.dim()) + tuple(tensor.shape)
 
 
 def _check_alpha(alpha: Tensor, x: Tensor, dim: int) -> None:
+    """Check dtype, device and shape of an alpha tensor."""
     check_dtype("alpha", alpha, FLOAT_DTYPES, "cast it with .float().")
     check_same_device("x", x, {"alpha": alpha})
-    padded = (1,) * (x.dim() - alpha.dim()) + tuple(alpha.shape)
-    sizes = list(x.shape)
-    sizes[dim] = 1
-    # not `a not in (1, b)`: torch.compile answers that without a look at symbolic sizes
-    if len(padded) != x.dim() or any(a != 1 and a != b for a, b in zip(padded, sizes, strict=True)):  # noqa: PLR1714
+    shape = _padded_shape(alpha, x.dim())
+    target_shape = list(x.shape)
+    target_shape[dim] = 1
+    broadcasts = len(shape) == x.dim() and all(
+        # Not `size in (1, target)`: torch.compile answers that without looking at symbolic sizes.
+        size == 1 or size == target  # noqa: PLR1714
+        for size, target in zip(shape, target_shape, strict=True)
+    )
+    if not broadcasts:
         raise ValueError(
-            f"alpha must broadcast to {sizes} (x with size 1 in dim {dim}), got shape {list(alpha.shape)}; "
-            "reshape it, for instance to [heads, 1, 1].",
+            f"alpha must broadcast to {target_shape} (x with size 1 in dim {dim}), got shape "
+            f"{list(alpha.shape)}; reshape it, for instance to [heads, 1, 1].",
         )

@@ -1,6 +1,4 @@
-"""Launch plans of alpha-entmax and its gradient, for rows of these layouts, and their
-configurations.
-"""
+"""Launch plans of alpha-entmax and its gradient, and their configurations."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from tilefold.ops._shared.entmax_root import kernel_kind, tolerance
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.plan import (
     Buffer,
+    Constants,
     Launch,
     Plan,
     Setting,
@@ -26,8 +25,7 @@ from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors
 from tilefold.ops.entmax._triton.rows import _backward_kernel, _forward_kernel
 
-# Rows in registers are held whole: several in a program of 256 entries, and 8 to 16 entries a
-# thread of 16 warps.
+# Configurations by the length n of a row. RESIDENT rows are in registers and are read once.
 CONFIGS = (
     ConfigRow({}, {"BLOCK_R": 1, "BLOCK_N": 4096, "RESIDENT": False, "num_warps": 16}, "H200"),
     ConfigRow(
@@ -43,16 +41,28 @@ CONFIGS = (
 )
 
 
-def rows_config(n: int, gradient: bool = False) -> dict[str, int]:
-    """Tile of rows of ``n`` entries, of the forward kernel or of that of the gradient; resident
-    ones are read once.
+# Entries of a program for short resident rows, and of a warp.
+PROGRAM_ENTRIES = 256
+WARP_ENTRIES = 256
+
+
+def rows_config(n: int, gradient: bool = False) -> Constants:
+    """Return the configuration of a kernel for rows of ``n`` entries.
+
+    Args:
+        n: entries of a row.
+        gradient: whether the kernel is that of the gradient.
     """
     config = lookup(CONFIGS, n=n, gradient=gradient)
     if not config["RESIDENT"]:
         return config
     block = power_of_two(n)
-    rows, warps = max(1, 256 // block), max(4, min(16, block // 256))
-    return {"BLOCK_R": rows, "BLOCK_N": block, "RESIDENT": True, "num_warps": warps}
+    return {
+        "BLOCK_R": max(1, PROGRAM_ENTRIES // block),
+        "BLOCK_N": block,
+        "RESIDENT": True,
+        "num_warps": max(4, min(16, block // WARP_ENTRIES)),
+    }
 
 
 def forward(
@@ -61,14 +71,15 @@ def forward(
     training: bool,
     setting: Setting,
 ) -> Plan:
-    """Probabilities and support sizes."""
+    """Plan the probabilities and support sizes."""
     x, alpha = tensors
     check_interpreted(setting, x.dtype)
     if x.numel() == 0:
         return Plan(fills={"support": 0})
-    constants = rows_config(x.size(1)) | {"TOLERANCE": tolerance(x.dtype)}
-    rows = _launch(_forward_kernel, "x alpha p support", x, alpha, options, constants)
-    return Plan((*contiguous(x=x, alpha=alpha), rows))
+    constants = rows_config(x.size(1))
+    constants["TOLERANCE"] = tolerance(x.dtype)
+    launch = _launch(_forward_kernel, "x alpha p support", x, alpha, options, constants)
+    return Plan((*contiguous(x=x, alpha=alpha), launch))
 
 
 def backward(
@@ -78,35 +89,54 @@ def backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """The gradients of rows, and of alpha, which is computed in fp32."""
+    """Plan the gradients of rows and of alpha. The gradient of alpha is computed in fp32."""
     p, alpha = saved
+    need_x, need_alpha = needs
     if p.numel() == 0:
         return Plan(fills={"dalpha": 0})
-    constants = rows_config(p.size(1), gradient=True) | {"NEED_X": needs[0], "NEED_ALPHA": needs[1]}
+    constants = rows_config(p.size(1), gradient=True)
+    constants["NEED_X"] = need_x
+    constants["NEED_ALPHA"] = need_alpha
     copies = contiguous(dp=dp, p=p, alpha=alpha)
-    if alpha is None or alpha.dtype == torch.float32 or not needs[1]:
-        return Plan(
-            (
-                *copies,
-                _launch(_backward_kernel, "dp p alpha dx dalpha", p, alpha, options, constants),
-            ),
-        )
-    rows = _launch(_backward_kernel, "dp p alpha dx wide", p, alpha, options, constants)
-    rounded = TorchStep("dalpha", methodcaller("to", alpha.dtype), "wide")
-    return Plan((*copies, rows, rounded), {"wide": Buffer((p.size(0),), torch.float32)})
+    if alpha is None or alpha.dtype == torch.float32 or not need_alpha:
+        tensors = "dp p alpha dx dalpha"
+        return Plan((*copies, _launch(_backward_kernel, tensors, p, alpha, options, constants)))
+    tensors = "dp p alpha dx wide_dalpha"
+    launch = _launch(_backward_kernel, tensors, p, alpha, options, constants)
+    cast = TorchStep("dalpha", methodcaller("to", alpha.dtype), "wide_dalpha")
+    return Plan(
+        (*copies, launch, cast),
+        {"wide_dalpha": Buffer((p.size(0),), torch.float32)},
+    )
 
 
 def _launch(
     kernel: Any,
-    names: str,
+    tensors: str,
     x: Tensor,
     alpha: Tensor | None,
     options: EntmaxOptions,
-    constants: dict[str, Any],
+    constants: Constants,
 ) -> Launch:
-    form = {
-        "KIND": kernel_kind(x.dtype, alpha, options.alpha_value),
-        "HAS_ALPHA": alpha is not None,
-    }
-    grid = cdiv(x.size(0), constants["BLOCK_R"]), 1, 1
-    return Launch(kernel, grid, names, (*x.shape, *options), constants | form)
+    """Describe the launch of a kernel over rows.
+
+    Args:
+        kernel: the ``triton.jit`` function.
+        tensors: names of its tensors, separated by spaces.
+        x: ``[R, n]`` rows.
+        alpha: ``[R]`` alpha of each row, or ``None``.
+        options: checked options.
+        constants: constants that depend on the kernel.
+    """
+    n_rows, row_length = x.shape
+    return Launch(
+        kernel,
+        grid=(cdiv(n_rows, constants["BLOCK_R"]), 1, 1),
+        tensors=tensors,
+        numbers=(n_rows, row_length, options.alpha_value),
+        constants={
+            **constants,
+            "KIND": kernel_kind(x.dtype, alpha, options.alpha_value),
+            "HAS_ALPHA": alpha is not None,
+        },
+    )

@@ -1,5 +1,6 @@
-"""Alpha-entmax of rows: a program owns a few whole rows, in registers, or a long one that it reads
-again each step.
+"""Kernels of alpha-entmax and its gradient over rows.
+
+A program holds a few short rows in registers, or reads one long row again in each step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from tilefold.ops._shared._triton.activation import nan_max
 
 @triton.jit
 def _scores(x_ptr, offs, cols, n, mask_r):
-    """``[BLOCK_R, BLOCK_N]`` in fp32; -inf where there is no entry."""
+    """Load scores ``[BLOCK_R, BLOCK_N]`` in fp32, -inf past the end of a row."""
     return tl.load(
         x_ptr + offs[:, None] + cols[None, :],
         mask=mask_r[:, None] & (cols < n)[None, :],
@@ -23,7 +24,7 @@ def _scores(x_ptr, offs, cols, n, mask_r):
 
 @triton.jit
 def _distances(s, peak, e, KIND: tl.constexpr):
-    """Distances from the maximum, times e for the closed forms; inf where there is no entry."""
+    """Return distances from the maximum, times e for closed forms, and inf past a row's end."""
     d = peak[:, None] - s
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         d *= e[:, None]
@@ -32,6 +33,7 @@ def _distances(s, peak, e, KIND: tl.constexpr):
 
 @triton.jit
 def _exponents(alpha_ptr, alpha_value, rows, mask_r, HAS_ALPHA: tl.constexpr):
+    """Load ``e = alpha - 1`` of each row."""
     if HAS_ALPHA:
         return tl.load(alpha_ptr + rows, mask=mask_r, other=1.5).to(tl.float32) - 1
     else:
@@ -54,6 +56,11 @@ def _forward_kernel(
     RESIDENT: tl.constexpr,
     TOLERANCE: tl.constexpr,
 ):
+    """Compute probabilities and support sizes of ``BLOCK_R`` rows.
+
+    Grid: ``[ceil(R / BLOCK_R)]``. ``x``, ``out``: ``[R, n]``. ``alpha``: ``[R]``, or ``None``
+    without ``HAS_ALPHA``. ``support``: ``[R]`` int32.
+    """
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < R
     offs = rows.to(tl.int64) * n
@@ -145,10 +152,8 @@ def _forward_kernel(
         if not RESIDENT:
             d = _distances(_scores(x_ptr, offs, cols, n, mask_r), peak, e, KIND)
             p = entmax.weight(d, y[:, None], c[:, None], e[:, None], careful, KIND)
-        p *= scale[
-            :,
-            None,
-        ]  # a row in registers still has the weights of its last evaluation, which was at the root
+        # A row in registers still has the weights of its last evaluation, which was at the root.
+        p *= scale[:, None]
         p = tl.where(empty[:, None], 0.0, p)
         p = tl.where(broken[:, None], float("nan"), p)
         inside = mask_r[:, None] & (cols < n)[None, :]
@@ -163,7 +168,7 @@ def _forward_kernel(
 
 @triton.jit
 def _gradient_tile(dp_ptr, p_ptr, offs, cols, n, mask_r, e, KIND: tl.constexpr):
-    """Gradient of the output, probability and slope of a tile."""
+    """Load the gradient of the output and the probability of a tile, and compute its slope."""
     inside = mask_r[:, None] & (cols < n)[None, :]
     grad = tl.load(dp_ptr + offs[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     p = tl.load(p_ptr + offs[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -201,6 +206,11 @@ def _backward_kernel(
     NEED_X: tl.constexpr,
     NEED_ALPHA: tl.constexpr,
 ):
+    """Compute the gradients of the scores and of alpha, for ``BLOCK_R`` rows.
+
+    Grid: ``[ceil(R / BLOCK_R)]``. ``dp``, ``p``, ``dx``: ``[R, n]``. ``alpha``: ``[R]``, or
+    ``None`` without ``HAS_ALPHA``. ``dalpha``: ``[R]`` fp32, written if ``NEED_ALPHA``.
+    """
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < R
     offs = rows.to(tl.int64) * n
