@@ -154,10 +154,8 @@ def weight_power(d, x, y, a, e, careful):
             float("-inf"),
         )
     else:
-        power = log2_of(x) * tl.maximum(
-            a / tl.maximum(e, 1e-30),
-            1e-20,
-        )  # 0 times -inf would be NaN
+        # 0 times -inf would be NaN
+        power = log2_of(x) * tl.maximum(a / tl.maximum(e, 1e-30), 1e-20)
     return power_of_2(power)
 
 

@@ -44,9 +44,8 @@ def append_kernel(
     for c0 in range(0, C, BLOCK):
         c = c0 + tl.arange(0, BLOCK)
         score = tl.load(scores_ptr + b * C + c, mask=c < C, other=0.0)
-        kept = ((score > minimum) | (score != score)) & (
-            c < C
-        )  # NaN is selected, so that it is noticed
+        # NaN is selected, so that it is noticed
+        kept = ((score > minimum) | (score != score)) & (c < C)
         ones = kept.to(tl.int32)
         place = count + tl.cumsum(ones) - 1
         fits = kept & (place < capacity)

@@ -257,11 +257,8 @@ def dhidden_kernel(
     rows = tl.arange(0, BLOCK_R)
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     power = tl.full((), MIN_POWER, tl.float32)
-    for e0 in range(
-        0,
-        count,
-        BLOCK_E,
-    ):  # in 32 bits: with 64, Triton 3.9 takes 254 registers and loads without copies
+    # in 32 bits: with 64, Triton 3.9 takes 254 registers and loads without asynchronous copies
+    for e0 in range(0, count, BLOCK_E):
         e = e0 + tl.arange(0, BLOCK_E)
         code = tl.load(code_ptr + e, mask=e < count, other=0)  # [BLOCK_E]
         grad = tl.load(grad_ptr + e, mask=e < count, other=0.0)  # [BLOCK_E]
@@ -375,9 +372,8 @@ def dweight_kernel(
                 else:
                     start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))  # [BLOCK_B]
                 row = winner + start[:, None]
-                active = (
-                    active & (row >= 0) & (row < N)
-                )  # a broken cu_seqlens must not read elsewhere
+                # invalid cu_seqlens must not make this read elsewhere
+                active = active & (row >= 0) & (row < N)
                 flag = tl.reshape(active.to(tl.int32), (BLOCK_B * BLOCK_V,))
                 count = tl.sum(flag)
                 if count > 0:

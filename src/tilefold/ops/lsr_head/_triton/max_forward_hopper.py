@@ -272,13 +272,8 @@ def _fold_tiles(
         seq = _first_sequence(offset_ptr, split_row, B, uniform_length, UNIFORM)
         start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
         end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
-        next_end = sequence_offset(
-            offset_ptr,
-            seq + 2,
-            B,
-            uniform_length,
-            UNIFORM,
-        )  # on its way before it is needed
+        # loaded before it is needed
+        next_end = sequence_offset(offset_ptr, seq + 2, B, uniform_length, UNIFORM)
         best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
         winner = gl.full([HALF_V], 0, gl.int32, layout=column) + gl.maximum(start, split_row)
         for t in range(t0, t1):

@@ -368,13 +368,8 @@ def list_kernel(
     """
     b = tl.program_id(0).to(tl.int64)
     start = sequence_offset(offset_ptr, b, B, uniform_length, UNIFORM)
-    any_token = start < sequence_offset(
-        offset_ptr,
-        b + 1,
-        B,
-        uniform_length,
-        UNIFORM,
-    )  # else its scores are there
+    # the scores of a sequence without tokens are written by the packing kernel
+    any_token = start < sequence_offset(offset_ptr, b + 1, B, uniform_length, UNIFORM)
     if any_token & runs_screened(state_ptr, sample_limit, limit):
         v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         offs = b * V + v

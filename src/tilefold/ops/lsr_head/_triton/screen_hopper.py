@@ -201,9 +201,8 @@ def _fold_tiles(
                         end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
                         best = gl.full([HALF_V], LOWEST, gl.int32, layout=column)
                         more = seq < B
-        if (start < t1 * BLOCK_T) & (
-            seq < B
-        ):  # the sequence continues in the next split, which marks its scores too
+        # a sequence that continues in the next split is marked there too
+        if (start < t1 * BLOCK_T) & (seq < B):
             kept += _keep(
                 best,
                 offs_v,
