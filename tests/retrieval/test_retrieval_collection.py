@@ -567,10 +567,10 @@ def test_documents_read_one_by_one_are_those_of_the_whole_file(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(_document_lines, "RANGE", size)
+    monkeypatch.setattr(_document_lines, "RANGE_BYTES", size)
     monkeypatch.setattr(
         _document_lines,
-        "ALONE",
+        "SINGLE_PROCESS_BYTES",
         1 if size == 8 else 1 << 27,
     )  # by several processes
     whole = r.load_documents(corpus)
@@ -611,7 +611,7 @@ def test_what_a_process_that_ends_has_not_read_is_read(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     whole = list(_document_lines.all_lines(corpus, corpus.stat().st_size))
-    monkeypatch.setattr(_document_lines, "ALONE", 0)
+    monkeypatch.setattr(_document_lines, "SINGLE_PROCESS_BYTES", 0)
     monkeypatch.setattr(_document_lines, "share_of_cores", lambda processes: 2)
     (corpus.parent / "noise").write_text("#!/bin/sh\necho 'something else, longer than a header'\n")
     (corpus.parent / "noise").chmod(0o755)
@@ -636,7 +636,7 @@ def test_a_link_to_a_file_of_another_name_is_read_by_its_own(
     whole = opened(corpus)
     corpus.rename(corpus.parent / "blob")
     corpus.symlink_to(corpus.parent / "blob")
-    monkeypatch.setattr(_document_lines, "ALONE", 0)
+    monkeypatch.setattr(_document_lines, "SINGLE_PROCESS_BYTES", 0)
     assert opened(corpus) == whole and "ended early" not in caplog.text
 
 
@@ -655,7 +655,7 @@ def test_lines_of_several_kinds_have_the_keys_of_their_texts(tmp_path: Path) -> 
     size = (tmp_path / "c.tsv").stat().st_size
     for length in range(1, 90):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_document_lines, "RANGE", length)
+            patch.setattr(_document_lines, "RANGE_BYTES", length)
             found = list(_document_lines.all_lines(tmp_path / "c.tsv", size))
         starts, keys, contents = np.concatenate([part.numbers for part in found], 1).tolist()
         assert starts == np.cumsum([0, *map(len, lines)])[:-1].tolist()

@@ -129,8 +129,8 @@ def test_processes_that_read_a_large_file_take_the_names_of_its_fields(
 ) -> None:
     rows = [{"pk": f"d{i}", "abstract": f"text {i}"} for i in range(300)]
     file = write_jsonl(tmp_path / "d.jsonl", rows)
-    monkeypatch.setattr(_document_lines, "ALONE", 0)
-    monkeypatch.setattr(_document_lines, "RANGE", 1024)
+    monkeypatch.setattr(_document_lines, "SINGLE_PROCESS_BYTES", 0)
+    monkeypatch.setattr(_document_lines, "RANGE_BYTES", 1024)
     monkeypatch.setattr(_document_lines, "share_of_cores", lambda ranks: 2)
     fields = r.DocumentFields(id="pk", text="abstract")
     collection = r.load_collection(file, tmp_path / "cache", fields=fields, stored=0)

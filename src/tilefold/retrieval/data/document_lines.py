@@ -1,5 +1,4 @@
-"""Lines of a file of documents: where they begin, keys of ids and texts, and what their digest is
-of.
+"""Lines of a file of documents: their offsets, keys of ids and contents, and bytes to digest.
 
 A large file is read by several processes, which run :func:`main`.
 """
@@ -13,8 +12,8 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
@@ -31,23 +30,30 @@ from tilefold.retrieval.data.fields import DocumentFields
 from tilefold.retrieval.data.tables import USUAL_FIELDS, json_object
 from tilefold.retrieval.errors import DataError
 
-RANGE, ALONE, MOST = (
-    1 << 18,
-    1 << 27,
-    8,
-)  # bytes read at once, and of a file that one process reads; processes
+RANGE_BYTES = 1 << 18  # read at once
+SINGLE_PROCESS_BYTES = 1 << 27  # smaller files are read by this process
+MAX_PROCESSES = 8
+
+# The message of a process for one range: the header, the numbers [3, n] and the bytes to digest.
 _MARK = b"\0lines\0\0"
-_HEADER = struct.Struct("<8sQQ")  # the mark, lines, and bytes of what a digest is of
+_HEADER = struct.Struct("<8sQQ")  # the mark, the number of lines n, and the bytes to digest
+_BYTES_PER_LINE = 3 * 8  # three uint64 numbers
+
+_LONGEST_NUMBER = 18  # digits that fit 64 bits
 _logger = logging.getLogger(__name__)
 
 
 class Lines(NamedTuple):
-    """n lines that are not blank."""
+    """The n lines of a range of bytes that are not blank.
 
-    numbers: npt.NDArray[
-        np.uint64
-    ]  # [3, n]: the bytes before each, the key of its id, and of its contents
-    encoded: bytes  # ids and contents as a digest takes them
+    Attributes:
+        numbers: uint64 ``[3, n]``: the offset of each line in bytes, the :func:`id_key` of its id,
+            and that of its contents.
+        encoded: ids and contents as :func:`encoded_texts` encodes them for a digest.
+    """
+
+    numbers: npt.NDArray[np.uint64]
+    encoded: bytes
 
 
 def all_lines(
@@ -55,87 +61,134 @@ def all_lines(
     size: int,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> Iterator[Lines]:
-    """The lines of a file of so many bytes, in order; `fields` as in ``load_documents``."""
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-    alone = size < ALONE or not sys.executable or getattr(sys, "frozen", False)
-    count = 1 if alone else min(MOST, share_of_cores(ranks))
-    place, begins, workers = 0, range(0, size, RANGE), list[subprocess.Popen[bytes]]()
-    try:
-        with suppress(OSError, ValueError):  # no process more, or broken pipes
-            workers.extend(
-                _start(file, size, number, count, fields) for number in range(count) if count > 1
-            )
-            while (
-                workers
-                and place < len(begins)
-                and (found := _received(workers[place % count].stdout))
-            ):
-                yield found
-                place += 1
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
+    """Yield the lines of a file in order, range by range.
+
+    Several processes read a large file. If they cannot be started or end early, this process reads
+    the remaining ranges.
+
+    Args:
+        file: JSON lines, or lines of an id, a tab and a text.
+        size: bytes of the file.
+        fields: names of the fields of documents that are not the usual ones.
+    """
+    n_processes = _number_of_processes(size)
+    range_starts = range(0, size, RANGE_BYTES)
+    n_received = 0
+    if n_processes > 1:
+        from_processes = _lines_of_processes(file, size, n_processes, len(range_starts), fields)
+        with closing(from_processes):  # ends the processes if the caller stops early
+            for lines in from_processes:
+                yield lines
+                n_received += 1
+    remaining = range_starts[n_received:]
     with file.open("rb") as stream:
-        yield from (
-            _lines(stream, str(file), begin, begin + RANGE, fields) for begin in begins[place:]
-        )
-    if count > 1 and place < len(begins):  # else an error said which line is broken
+        for start in remaining:
+            yield _lines(stream, str(file), start, start + RANGE_BYTES, fields)
+    if n_processes > 1 and remaining:  # a malformed line has raised its error by now
         _logger.warning(
             "%s: a process that read its lines ended early; this one has read the rest.",
             file,
         )
 
 
+def _number_of_processes(size: int) -> int:
+    """Return how many processes read a file of `size` bytes."""
+    can_start_python = sys.executable and not getattr(sys, "frozen", False)
+    if size < SINGLE_PROCESS_BYTES or not can_start_python:
+        return 1
+    ranks_of_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return min(MAX_PROCESSES, share_of_cores(max(1, ranks_of_machine)))
+
+
+def _lines_of_processes(
+    file: Path,
+    size: int,
+    n_processes: int,
+    n_ranges: int,
+    fields: DocumentFields,
+) -> Generator[Lines, None, None]:
+    """Yield the lines that processes read, in order, until a process fails to deliver a range.
+
+    Process p reads the ranges p, p + n_processes, p + 2 n_processes, and so on.
+    """
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        with suppress(OSError, ValueError):  # no further process can be started, or a broken pipe
+            for number in range(n_processes):
+                workers.append(_start(file, size, number, n_processes, fields))
+            for range_number in range(n_ranges):
+                lines = _received(workers[range_number % n_processes].stdout)
+                if lines is None:
+                    return
+                yield lines
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+
+
 def _start(
     file: Path,
     size: int,
     number: int,
-    count: int,
+    n_processes: int,
     fields: DocumentFields,
 ) -> subprocess.Popen[bytes]:
-    path = [entry for entry in sys.path if isinstance(entry, str)]
+    """Start process `number` of `n_processes`, which runs :func:`main`."""
+    import_path = [entry for entry in sys.path if isinstance(entry, str)]
     code = (
-        f"import sys; sys.path[:] = {path!r}; from {__spec__.name} import main; main(sys.argv[1:])"
+        f"import sys; sys.path[:] = {import_path!r}; "
+        f"from {__spec__.name} import main; main(sys.argv[1:])"
     )
     command = [
         sys.executable,
         "-c",
         code,
         str(file.absolute()),
-        *map(str, (size, number, count, RANGE)),
+        str(size),
+        str(number),
+        str(n_processes),
+        str(RANGE_BYTES),
         json.dumps(asdict(fields)),
     ]
     worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # noqa: S603 - this program
     if sys.platform == "linux" and worker.stdout:
         import fcntl
 
-        with suppress(
-            OSError,
-        ):  # as far as a user may have pipes of this size; in smaller ones they wait for another
-            fcntl.fcntl(worker.stdout, fcntl.F_SETPIPE_SZ, 4 * RANGE)
+        # A larger pipe lets a process work ahead. A user may not be allowed to have one.
+        with suppress(OSError):
+            fcntl.fcntl(worker.stdout, fcntl.F_SETPIPE_SZ, 4 * RANGE_BYTES)
     return worker
 
 
 def _received(stream: IO[bytes] | None) -> Lines | None:
-    header = stream.read(_HEADER.size) if stream else b""
-    if not stream or len(header) < _HEADER.size or not header.startswith(_MARK):
+    """Return the lines of the next range from a process, or None if it ended or wrote noise."""
+    if stream is None:
         return None
-    _, count, length = _HEADER.unpack(header)
-    numbers, encoded = stream.read(24 * count), stream.read(length)
-    if len(numbers) != 24 * count or len(encoded) != length:
+    header = stream.read(_HEADER.size)
+    if len(header) < _HEADER.size or not header.startswith(_MARK):
         return None
-    return Lines(np.frombuffer(numbers, np.uint64).reshape(3, count), encoded)
+    _, n_lines, n_encoded = _HEADER.unpack(header)
+    numbers = stream.read(_BYTES_PER_LINE * n_lines)
+    encoded = stream.read(n_encoded)
+    if len(numbers) != _BYTES_PER_LINE * n_lines or len(encoded) != n_encoded:
+        return None
+    return Lines(np.frombuffer(numbers, np.uint64).reshape(3, n_lines), encoded)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write every n-th range of a file to stdout."""
-    path, *numbers_of_ranges, named_fields = arguments
-    size, number, count, length = map(int, numbers_of_ranges)
+    """Write every n-th range of a file to stdout.
+
+    Args:
+        arguments: the path, the size of the file, the number of this process, the number of
+            processes, the bytes of a range, and the named fields as JSON.
+    """
+    path, size, number, n_processes, range_bytes, named_fields = arguments
+    length = int(range_bytes)
     fields = DocumentFields(**json.loads(named_fields))
     with Path(path).open("rb") as stream:
-        for begin in range(number * length, size, count * length):
-            numbers, encoded = _lines(stream, path, begin, begin + length, fields)
+        for start in range(int(number) * length, int(size), int(n_processes) * length):
+            numbers, encoded = _lines(stream, path, start, start + length, fields)
             header = _HEADER.pack(_MARK, numbers.shape[1], len(encoded))
             sys.stdout.buffer.write(header + numbers.tobytes() + encoded)
     sys.stdout.buffer.flush()
@@ -144,52 +197,93 @@ def main(arguments: Sequence[str]) -> None:
 def _lines(
     stream: IO[bytes],
     path: str,
-    begin: int,
-    end: int,
+    start: int,
+    stop: int,
     fields: DocumentFields,
 ) -> Lines:
-    """The lines that begin in a range of bytes."""
-    if begin:
-        stream.seek(begin - 1)
-        begin += len(stream.readline()) - 1
-    lines = [stream.readline()] if end - begin == 1 else []
-    if end - begin > 1:
-        lines = stream.readlines(end - begin - 1)  # until more bytes than that are read
-    *starts, _ = accumulate(map(len, lines), initial=begin)
-    found = None if path.endswith(".jsonl") else _plain(lines)
-    if found is None:
-        texts = [(at, line.decode(encoding(at))) for at, line in zip(starts, lines, strict=True)]
-        kept = [(at, *contents_of_line(text, path, fields)) for at, text in texts if text.strip()]
-        if any("\0" in name for _, name, _ in kept):
-            check_text_ids("documents", [name for _, name, _ in kept])
-        starts = [at for at, _, _ in kept]
-        found = [_bytes(name) for _, name, _ in kept], [_bytes(text) for _, _, text in kept]
-    names, contents = found
-    keys = ([id_key(text) for text in texts] for texts in (names, contents))
-    return Lines(np.array([starts, *keys], np.uint64), encoded_texts(names, contents))
+    """Read the lines that begin in a range of bytes.
+
+    Args:
+        stream: the open file.
+        path: its path, whose suffix says what its lines are.
+        start: first byte of the range.
+        stop: the byte after the range.
+        fields: names of the fields of documents that are not the usual ones.
+    """
+    offset, lines = _lines_beginning_in(stream, start, stop)
+    *offsets, _ = accumulate(map(len, lines), initial=offset)
+    columns = None if path.endswith(".jsonl") else _split_plain_lines(lines)
+    if columns is None:
+        offsets, columns = _parse_lines(offsets, lines, path, fields)
+    ids, contents = columns
+    numbers = [offsets, [id_key(name) for name in ids], [id_key(text) for text in contents]]
+    return Lines(np.array(numbers, np.uint64), encoded_texts(ids, contents))
 
 
-def _plain(lines: list[bytes]) -> tuple[Sequence[bytes], Sequence[bytes]] | None:
-    """Ids and texts of lines of an id, which begins with an ASCII letter or so, a tab and a text;
-    None for others.
+def _lines_beginning_in(stream: IO[bytes], start: int, stop: int) -> tuple[int, list[bytes]]:
+    """Return the offset of the first line that begins in a range of bytes, and all such lines."""
+    if start:
+        # The line that begins before the range may end in it. The byte before the range is read
+        # too, because it may be the line break after which the range's first line begins.
+        stream.seek(start - 1)
+        start += len(stream.readline()) - 1
+    n_bytes = stop - start
+    if n_bytes < 1:
+        return start, []
+    if n_bytes == 1:
+        return start, [stream.readline()]
+    return start, stream.readlines(n_bytes - 1)  # stops once more bytes than that are read
+
+
+def _parse_lines(
+    offsets: list[int],
+    lines: list[bytes],
+    path: str,
+    fields: DocumentFields,
+) -> tuple[list[int], tuple[Sequence[bytes], Sequence[bytes]]]:
+    """Return the offsets, and ids and contents, of the lines that are not blank."""
+    kept_offsets: list[int] = []
+    ids: list[str] = []
+    contents: list[bytes] = []
+    for offset, line in zip(offsets, lines, strict=True):
+        text = line.decode(encoding(offset))
+        if text.strip():
+            name, content = contents_of_line(text, path, fields)
+            kept_offsets.append(offset)
+            ids.append(name)
+            contents.append(_bytes(content))
+    if any("\0" in name for name in ids):
+        check_text_ids("documents", ids)
+    return kept_offsets, ([_bytes(name) for name in ids], contents)
+
+
+def _split_plain_lines(lines: list[bytes]) -> tuple[Sequence[bytes], Sequence[bytes]] | None:
+    """Split lines of an id, a tab and a text without decoding each, which is much faster.
+
+    Returns:
+        Ids and texts; None if a line is blank or has no tab, a zero byte or an id that does not
+        begin with a printable ASCII character.
+
+    Raises:
+        UnicodeDecodeError: for lines that are not UTF-8.
     """
     if not lines:
         return (), ()
-    names, tabs, texts = zip(
+    ids, tabs, texts = zip(
         *(line.rstrip(b"\r\n").partition(b"\t") for line in lines),
         strict=True,
     )
-    whole = b"".join(lines)
-    if min(names) < b"!" or max(names) > b"~" or not min(tabs) or b"\0" in whole:
+    joined = b"".join(lines)
+    if min(ids) < b"!" or max(ids) > b"~" or not min(tabs) or b"\0" in joined:
         return None
-    if not whole.isascii():
-        whole.decode()
-    return names, texts
+    if not joined.isascii():
+        joined.decode()
+    return ids, texts
 
 
-def encoding(start: int) -> str:
-    """The encoding of a line that begins there."""
-    return "utf-8" if start else "utf-8-sig"
+def encoding(offset: int) -> str:
+    """Return the encoding of a line: only the first one of a file may have a byte order mark."""
+    return "utf-8" if offset else "utf-8-sig"
 
 
 def document_of_line(
@@ -197,12 +291,18 @@ def document_of_line(
     file: str,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> tuple[str, Document]:
-    """Id and document of a line."""
-    row = (
-        json_object(text, file)
-        if file.endswith(".jsonl")
-        else dict(zip(("_id", "text"), _pair(text), strict=True))
-    )
+    """Return the id and the document of a line.
+
+    Args:
+        text: the line.
+        file: path of the file, whose suffix says what its lines are.
+        fields: names of the fields of documents that are not the usual ones.
+    """
+    if file.endswith(".jsonl"):
+        row = json_object(text, file)
+    else:
+        name, content = _id_and_text(text)
+        row = {"_id": name, "text": content}
     document = document_of_row(row, file, (), fields)
     return document.id, document
 
@@ -212,18 +312,19 @@ def contents_of_line(
     file: str,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> tuple[str, str]:
-    """Id and contents of the document of a line."""
+    """Return the id and the contents of the document of a line; see :func:`document_of_line`."""
     if not file.endswith(".jsonl"):
-        return _pair(text)
+        return _id_and_text(text)
     name, document = document_of_line(text, file, fields)
     return name, document.contents
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, tab, rest = text.rstrip("\r\n").partition("\t")
+def _id_and_text(line: str) -> tuple[str, str]:
+    """Split a line at its first tab."""
+    name, tab, text = line.rstrip("\r\n").partition("\t")
     if not (name and tab):
-        raise DataError(f"expected an id, a tab and a text, got {text!r}.")
-    return name, rest
+        raise DataError(f"expected an id, a tab and a text, got {line!r}.")
+    return name, text
 
 
 def _bytes(text: str) -> bytes:
@@ -231,10 +332,12 @@ def _bytes(text: str) -> bytes:
 
 
 def id_key(name: str | bytes) -> int:
-    """64 bits of an id or a text, which another one shares once in 2^64: a number of up to 18
-    digits is its own.
+    """Return a 64-bit key of an id or a text.
+
+    The key of a number of up to 18 digits without a leading zero is the number itself. Others have
+    a digest, which two different texts share with a probability of 2^-64.
     """
     text = name if isinstance(name, bytes) else _bytes(name)
-    if len(text) < 19 and text.isdigit() and text[0] != 48:
+    if len(text) <= _LONGEST_NUMBER and text.isdigit() and not text.startswith(b"0"):
         return int(text)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

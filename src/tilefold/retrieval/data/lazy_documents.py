@@ -1,8 +1,7 @@
-"""Documents that stay in their file, JSON lines or a table of ids and texts: where each line begins
-is kept in a cache.
+"""Documents that are read from their file one by one: JSON lines, or lines of an id and a text.
 
-8-byte keys of an id, sorted, and of a text, 12 bytes for a line: 8.8 million passages take 250 MB,
-mapped into memory.
+The offset of each line is kept in a cache, with 8-byte keys of ids and texts. The arrays of 8.8
+million passages take 250 MB, which are mapped into memory.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,44 +37,74 @@ from tilefold.retrieval.errors import DataError
 
 __all__ = ["LazyDocuments", "id_key", "open_lazy_documents"]
 
-SETTLED_SECONDS = (
-    2.0  # a file that was written just now may be written again within the resolution of its times
-)
-_ARRAYS, _FACTS = ("keys.npy", "order.npy", "starts.npy", "texts.npy"), "facts.json"
-_KEYS = 2  # which :func:`id_key` the arrays are of
+# A file that was written just now may be written again within the resolution of its times.
+SETTLED_SECONDS = 2.0
+_ARRAYS = ("keys.npy", "order.npy", "starts.npy", "texts.npy")
+_FACTS = "facts.json"
+_KEYS_VERSION = 2  # of :func:`id_key`, whose keys the arrays hold
 
 V = TypeVar("V")
 Parse = Callable[..., tuple[str, V]]  # a line, its file, and names of fields -> id and value
 _logger = logging.getLogger(__name__)
 
 
+class FileState(NamedTuple):
+    """Size, times and inode of a file, by which a change is noticed."""
+
+    size: int  # bytes
+    modified_ns: int
+    changed_ns: int  # also by a new link or owner
+    inode: int
+
+    @classmethod
+    def of(cls, file: Path) -> FileState:
+        """Read the state of a file."""
+        status = file.stat()
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+    def same_contents(self, other: FileState) -> bool:
+        """Whether only a link or the owner of the file may have changed."""
+        return self._replace(changed_ns=0) == other._replace(changed_ns=0)
+
+
 class LazyDocuments(Mapping[str, V]):
-    """Document id -> what `parse` makes of its line, read when asked for; ``DataError`` once the
-    file has changed.
+    """Document id -> value, which `parse` makes of the document's line when it is asked for.
+
+    A ``DataError`` is raised once the file has changed. A position is that of a document in the
+    file, from 0.
+
+    Args:
+        path: the file.
+        state: its size, times and inode when it was indexed.
+        sha256: :func:`tilefold.retrieval.texts_digest` of all contents.
+        arrays: sorted keys of ids ``[N]``, the position of each ``[N]``, the offset of each line
+            and the size of the file ``[N + 1]``, and keys of contents ``[N]``.
+        parse: returns id and value of a line.
+        fields: names of the fields of documents that are not the usual ones.
 
     Attributes:
-        path: the file.
-        sha256: :func:`tilefold.retrieval.texts_digest` of all contents.
-        text_keys: :func:`id_key` of the contents of each place ``[N]``.
+        text_keys: :func:`id_key` of the contents at each position ``[N]``.
     """
 
     def __init__(
         self,
         path: Path,
-        state: list[int],
+        state: FileState,
         sha256: str,
         arrays: Sequence[npt.NDArray[Any]],
         parse: Parse[V],
         fields: DocumentFields = USUAL_FIELDS,
     ) -> None:
-        self.path, self.state, self.sha256, self.arrays = path, state, sha256, arrays
-        # sorted [N]; the place of each [N]; where each line begins, and the end of the file [N + 1]
-        self._keys, self._order, self._starts, self.text_keys = arrays
+        self.path = path
+        self.state = state
+        self.sha256 = sha256
+        self.arrays = arrays
+        self._keys, self._order, self._offsets, self.text_keys = arrays
         self._fields = fields
         self._parse: Callable[[str, str], tuple[str, V]] = functools.partial(parse, fields=fields)
 
     def contents(self) -> LazyDocuments[str]:
-        """Document id -> contents."""
+        """Return the same documents as document id -> contents."""
         return LazyDocuments(
             self.path,
             self.state,
@@ -85,90 +114,95 @@ class LazyDocuments(Mapping[str, V]):
             self._fields,
         )
 
-    def at(self, places: Sequence[int]) -> list[V]:
-        """The values of places in the file, from 0."""
-        return [value for _, value in self.pairs_at(places)]
+    def at(self, positions: Sequence[int]) -> list[V]:
+        """Return the values at n positions."""
+        return [value for _, value in self.pairs_at(positions)]
 
-    def sizes(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Bytes of the lines of n places, ``[n]``; none is read."""
-        return np.asarray(self._starts[places + 1] - self._starts[places])
+    def sizes(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the bytes of the lines at n positions, ``[n]``, without reading them."""
+        return np.asarray(self._offsets[positions + 1] - self._offsets[positions])
 
-    def pairs_at(self, places: Sequence[int]) -> list[tuple[str, V]]:
-        """Ids and values of places in the file, from 0."""
+    def pairs_at(self, positions: Sequence[int]) -> list[tuple[str, V]]:
+        """Return ids and values at n positions."""
         self.check()
-        chosen, found, name = np.asarray(places), [], str(self.path)
+        chosen = np.asarray(positions)
+        starts = self._offsets[chosen].tolist()
+        stops = self._offsets[chosen + 1].tolist()
+        pairs = []
         with self.path.open("rb", buffering=0) as stream:
-            for start, stop in zip(
-                self._starts[chosen].tolist(),
-                self._starts[chosen + 1].tolist(),
-                strict=True,
-            ):
+            for start, stop in zip(starts, stops, strict=True):
                 stream.seek(start)
-                line = stream.read(stop - start).decode(encoding(start))
-                found.append(self._parse(line.partition("\n")[0], name))
-        return found
+                text = stream.read(stop - start).decode(encoding(start))
+                line = text.partition("\n")[0]  # blank lines may follow
+                pairs.append(self._parse(line, str(self.path)))
+        return pairs
 
     def check(self) -> None:
-        """Raise a ``DataError`` if the file is not the one that was opened."""
+        """Raise ``DataError`` if the file has changed since it was opened."""
         try:
-            now = _state(self.path)
+            unchanged = FileState.of(self.path).same_contents(self.state)
         except FileNotFoundError:
-            now = []
-        if (
-            now[:2] + now[3:] != self.state[:2] + self.state[3:]
-        ):  # a new link or owner changes the third alone
+            unchanged = False
+        if not unchanged:
             raise DataError(
                 f"{self.path}: has changed since it was opened, or is gone. Start the command again.",
             )
 
     def places(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
-        """The place of each of n names, -1 for an unknown one, int64 ``[n]``; one in 2^40 unknown
-        ones has a place.
+        """Return the position of each of n ids, int64 ``[n]``; -1 for an unknown one.
+
+        Only keys are compared where no two ids of the file share one, so an unknown id has a
+        position with a probability of N / 2^64.
         """
-        names = names if self._distinct else list(names)
+        if not self._keys_are_unique:
+            positions = [self._position(name) for name in names]
+            return np.array([-1 if found is None else found for found in positions], np.int64)
         keys = np.fromiter(map(id_key, names), np.uint64)
-        sorted_first = np.argsort(keys)  # keys that are near each other are in one page
-        at = np.empty(len(keys), np.int64)
-        at[sorted_first] = np.searchsorted(self._keys, keys[sorted_first])
-        at[at == len(self._keys)] = 0
-        found = np.where(self._keys[at] == keys, self._order[at], -1).astype(np.int64)
-        if not self._distinct:
-            found[:] = [-1 if (place := self._place(name)) is None else place for name in names]
-        return found
+        # in sorted order, because neighbouring keys are in one page of the mapped file
+        order = np.argsort(keys)
+        ranks = np.empty(len(keys), np.int64)
+        ranks[order] = np.searchsorted(self._keys, keys[order])
+        ranks[ranks == len(self._keys)] = 0
+        return np.where(self._keys[ranks] == keys, self._order[ranks], -1).astype(np.int64)
 
     @cached_property
-    def _distinct(self) -> bool:
+    def _keys_are_unique(self) -> bool:
         """Whether no two ids have one key."""
         return not bool((self._keys[1:] == self._keys[:-1]).any())
 
-    def _place(self, name: str) -> int | None:
+    def _position(self, name: str) -> int | None:
+        """Return the position of an id, None for an unknown one; the file is read to make sure."""
         key = np.uint64(id_key(name))
-        at = int(np.searchsorted(self._keys, key))
-        while at < len(self._keys) and self._keys[at] == key:
-            if self.pairs_at([place := int(self._order[at])])[0][0] == name:
-                return place
-            at += 1
+        first = int(np.searchsorted(self._keys, key))
+        last = int(np.searchsorted(self._keys, key, side="right"))
+        for position in self._order[first:last].tolist():
+            ((stored_name, _),) = self.pairs_at([position])
+            if stored_name == name:
+                return int(position)
         return None
 
     def __getitem__(self, name: str) -> V:
-        place = self._place(name) if isinstance(name, str) else None
-        if place is None:
+        position = self._position(name) if isinstance(name, str) else None
+        if position is None:
             raise KeyError(name)
-        return self.at([place])[0]
+        return self.at([position])[0]
 
     def __contains__(self, name: object) -> bool:
-        if not isinstance(name, str) or not self._distinct:
-            return isinstance(name, str) and self._place(name) is not None
-        at = int(self._keys.searchsorted(key := np.uint64(id_key(name))))
-        return at < len(self._keys) and bool(self._keys[at] == key)
+        if not isinstance(name, str):
+            return False
+        if not self._keys_are_unique:
+            return self._position(name) is not None
+        key = np.uint64(id_key(name))
+        rank = int(self._keys.searchsorted(key))
+        return rank < len(self._keys) and bool(self._keys[rank] == key)
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def pairs(self) -> Iterator[tuple[str, V]]:
-        """All ids and values, in the order of the file, which is read once."""
+        """Return all ids and values in the order of the file, which is read once."""
         self.check()
-        return (self._parse(text, str(self.path)) for _, text in _lines(self.path))
+        return (self._parse(text, str(self.path)) for text in _filled_lines(self.path))
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, _ in self.pairs())
@@ -181,6 +215,8 @@ class LazyDocuments(Mapping[str, V]):
 
 
 class _Items(ItemsView[str, V]):
+    """Ids and values in one pass over the file; the usual view would look up each id."""
+
     _mapping: LazyDocuments[V]
 
     def __iter__(self) -> Iterator[tuple[str, V]]:
@@ -188,6 +224,8 @@ class _Items(ItemsView[str, V]):
 
 
 class _Values(ValuesView[V]):
+    """Values in one pass over the file; the usual view would look up each id."""
+
     _mapping: LazyDocuments[V]
 
     def __iter__(self) -> Iterator[V]:
@@ -199,91 +237,108 @@ def open_lazy_documents(
     cache: Path,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> LazyDocuments[Document] | None:
-    """The documents of JSON lines or of lines of an id, a tab and a text; None for a file of
-    another kind.
+    """Open a file of documents without holding them in memory.
 
-    What reading it once finds out is kept in `cache` with the size, times and inode of the file,
-    and is used until one of those changes, for the same names of `fields`. Errors are those of
-    :func:`tilefold.retrieval.load_documents`.
+    The file is read once. Offsets and keys of its lines are kept in the cache, and used until the
+    size, the times or the inode of the file change.
+
+    Args:
+        file: JSON lines, or lines of an id, a tab and a text.
+        cache: folder of the cache.
+        fields: names of the fields of documents that are not the usual ones.
+
+    Returns:
+        The documents, or None for a file of another kind.
+
+    Raises:
+        DataError: as :func:`tilefold.retrieval.load_documents`.
     """
-    if not _is_stored(file, fields):
+    if not _has_a_document_per_line(file, fields):
         return None
-    state = _state(file)
+    state = FileState.of(file)
     key = os.fsencode(file.resolve())
     if fields != USUAL_FIELDS:
         key += b"\0" + json.dumps(fields.names).encode()
     folder = cache / "stored" / hashlib.sha256(key).hexdigest()[:32]
-    if (found := _cached(folder, file, state, fields)) is None:
-        found = _indexed(file, state, fields)
-        _keep(folder, found)
-    return found
+    documents = _read_cache(folder, file, state, fields)
+    if documents is None:
+        documents = _index_file(file, state, fields)
+        _write_cache(folder, documents)
+    return documents
 
 
-def _is_stored(file: Path, fields: DocumentFields) -> bool:
+def _has_a_document_per_line(file: Path, fields: DocumentFields) -> bool:
+    """Whether a file has JSON lines, or lines of an id, a tab and a text without column names."""
     if file.name.endswith(".jsonl"):
         return True
     if not file.name.endswith((".tsv", ".txt")) or fields != USUAL_FIELDS:
         return False
-    first = next((text for _, text in numbered_lines(file) if text.strip()), "")
-    return not text_columns(first.rstrip("\r\n").split("\t"), f"{file}:1")
+    first_line = next((text for _, text in numbered_lines(file) if text.strip()), "")
+    return not text_columns(first_line.rstrip("\r\n").split("\t"), f"{file}:1")
 
 
-def _indexed(file: Path, state: list[int], fields: DocumentFields) -> LazyDocuments[Document]:
-    found, digest, told = [np.empty((3, 0), np.uint64)], TextsDigest(), None
+def _index_file(
+    file: Path,
+    state: FileState,
+    fields: DocumentFields,
+) -> LazyDocuments[Document]:
+    """Read a file once, and note offsets, keys and the digest of its lines."""
+    parts = [np.empty((3, 0), np.uint64)]
+    digest = TextsDigest()
     try:
-        with ThreadPoolExecutor(
-            1,
-        ) as beside:  # a digest of many bytes leaves the interpreter to others
-            for numbers, encoded in all_lines(file, state[0], fields):
-                found.append(numbers)
-                if told:
-                    told.result()
-                told = beside.submit(digest.add_encoded, encoded)
-            if told:
-                told.result()
+        # hashlib releases the interpreter lock, so that a thread computes the digest meanwhile
+        with ThreadPoolExecutor(1) as executor:
+            pending: Future[None] | None = None
+            for numbers, encoded in all_lines(file, state.size, fields):
+                parts.append(numbers)
+                if pending is not None:
+                    pending.result()
+                pending = executor.submit(digest.add_encoded, encoded)
+            if pending is not None:
+                pending.result()
     except (ValueError, RecursionError, UnicodeError):
-        load_documents(file, fields)  # says which line it is
+        load_documents(file, fields)  # raises an error that names the line
         raise
-    starts, keys, texts = np.concatenate(found, axis=1)
-    order = np.argsort(keys, kind="stable")
-    if not len(keys) or bool((np.diff(keys[order]) == 0).any()):
-        load_documents(file, fields)  # raises an error, but for two ids of one key
+    offsets, id_keys, text_keys = np.concatenate(parts, axis=1)
+    order = np.argsort(id_keys, kind="stable")
+    has_equal_keys = bool((np.diff(id_keys[order]) == 0).any())
+    if not len(id_keys) or has_equal_keys:
+        load_documents(file, fields)  # raises an error, unless two ids share one key
     arrays = (
-        keys[order],
+        id_keys[order],
         order.astype(np.int32),
-        np.append(starts.astype(np.int64), state[0]),
-        texts,
+        np.append(offsets.astype(np.int64), state.size),
+        text_keys,
     )
     return LazyDocuments(file, state, digest.hexdigest(), arrays, document_of_line, fields)
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    """The bytes before each line that is not blank, and its text."""
-    start = 0
+def _filled_lines(file: Path) -> Iterator[str]:
+    """Yield the lines of a file that are not blank."""
+    offset = 0
     with file.open("rb") as stream:
         for line in stream:
-            text = line.decode(encoding(start))
+            text = line.decode(encoding(offset))
             if text.strip():
-                yield start, text
-            start += len(line)
+                yield text
+            offset += len(line)
 
 
-def _state(file: Path) -> list[int]:
-    found = file.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
-
-def _cached(
+def _read_cache(
     folder: Path,
     file: Path,
-    state: list[int],
+    state: FileState,
     fields: DocumentFields,
 ) -> LazyDocuments[Document] | None:
+    """Return the documents of an earlier run, None where the file or the keys have changed since."""
     facts = read_json(folder / _FACTS) or {}
+    count = facts.get("documents")
+    sha256 = facts.get("texts_sha256")
     if (
-        facts.get("keys") != _KEYS
-        or facts.get("state") != state
-        or not isinstance(facts.get("texts_sha256"), str)
+        facts.get("keys") != _KEYS_VERSION
+        or facts.get("state") != list(state)
+        or not isinstance(sha256, str)
+        or not isinstance(count, int)
     ):
         return None
     try:
@@ -293,32 +348,35 @@ def _cached(
         ]
     except (OSError, ValueError, EOFError):
         return None
-    count = facts.get("documents")
-    if not isinstance(count, int) or [found.shape for found in arrays] != [
-        (count,),
-        (count,),
-        (count + 1,),
-        (count,),
-    ]:
+    if [array.shape for array in arrays] != [(count,), (count,), (count + 1,), (count,)]:
         return None
-    return LazyDocuments(file, state, facts["texts_sha256"], arrays, document_of_line, fields)
+    return LazyDocuments(file, state, sha256, arrays, document_of_line, fields)
 
 
-def _keep(folder: Path, found: LazyDocuments[Document]) -> None:
-    """Note where the documents lie, unless the file has changed meanwhile, or may change unnoticed."""
-    written = max(found.state[1], found.state[2]) / 1e9
-    if _state(found.path) != found.state or time.time() - written < SETTLED_SECONDS:
+def _write_cache(folder: Path, documents: LazyDocuments[Document]) -> None:
+    """Keep the arrays of documents, unless the file has changed, or may change unnoticed."""
+    state = documents.state
+    last_written = max(state.modified_ns, state.changed_ns) / 1e9
+    if FileState.of(documents.path) != state or time.time() - last_written < SETTLED_SECONDS:
         return
+    facts = {
+        "state": list(state),
+        "documents": len(documents),
+        "texts_sha256": documents.sha256,
+        "keys": _KEYS_VERSION,
+    }
     try:
-        with atomic_directory(folder, own_names=(*_ARRAYS, _FACTS), overwrite=True) as made:
-            for name, values in zip(_ARRAYS, found.arrays, strict=True):
-                np.save(made / name, values, allow_pickle=False)
-            facts = {
-                "state": found.state,
-                "documents": len(found),
-                "texts_sha256": found.sha256,
-                "keys": _KEYS,
-            }
-            write_json(made / _FACTS, facts)
+        with atomic_directory(
+            folder,
+            own_names=(*_ARRAYS, _FACTS),
+            overwrite=True,
+        ) as temporary:
+            for name, array in zip(_ARRAYS, documents.arrays, strict=True):
+                np.save(temporary / name, array, allow_pickle=False)
+            write_json(temporary / _FACTS, facts)
     except (OSError, InUseError) as error:
-        _logger.warning("where the documents of %s lie could not be kept: %s", found.path, error)
+        _logger.warning(
+            "where the documents of %s lie could not be kept: %s",
+            documents.path,
+            error,
+        )

@@ -1,6 +1,4 @@
-"""Texts in ranges of rows, one per shard, each with a digest: what other processes are told to
-encode.
-"""
+"""Texts of shards as ranges of rows of files, each with a digest, for other processes to read."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, islice
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,30 +21,49 @@ from tilefold.retrieval.errors import DataError
 __all__ = ["FileTexts", "InMemoryTexts", "RowRange", "ShardPlan", "ShardTexts", "Texts"]
 
 
-_Row = tuple[tuple[Path, int] | None, str, str]  # file and row, id, text
-
-
 class RowRange(NamedTuple):
-    """RowRange ``start`` to ``stop`` of a file."""
+    """Rows ``start`` to ``stop`` of a file."""
 
     file: Path
     start: int
     stop: int
 
 
+class _Row(NamedTuple):
+    """A text with its id, and where it was read."""
+
+    file: Path | None  # None for a text in memory
+    number: int  # of the row in the file, from 0
+    id: str
+    text: str
+
+
 @dataclass(frozen=True)
 class ShardTexts:
-    """The texts of a shard, in rows of files, or `held` where they are in no file."""
+    """The texts of one shard: rows of files, or `held` for texts in memory.
+
+    Attributes:
+        number: number of the shard.
+        count: number of texts.
+        sha256: :func:`texts_digest` of the texts.
+        rows: ranges of rows, of one or several files.
+        held: id -> text, for texts that are in no file.
+        fields: names of the fields of the rows that are not the usual ones.
+    """
 
     number: int
     count: int
-    sha256: str  # texts_digest
+    sha256: str
     rows: tuple[RowRange, ...] = ()
     held: Mapping[str, str] | None = None
-    fields: DocumentFields = USUAL_FIELDS  # names of the fields of the rows
+    fields: DocumentFields = USUAL_FIELDS
 
     def read(self) -> dict[str, str]:
-        """Id -> text; ``DataError`` where they are not those of the digest."""
+        """Return id -> text.
+
+        Raises:
+            DataError: if the texts have changed since the shards were planned.
+        """
         if self.held is not None:
             return dict(self.held)
         texts: dict[str, str] = {}
@@ -58,17 +74,23 @@ class ShardTexts:
                 texts[document.id] = document.contents
         if texts_digest(texts) != self.sha256:
             file, start, _ = self.rows[0]
-            said = f"from row {start + 1} on, the {self.count} rows are not those that were read at the beginning"
             raise DataError(
-                f"{file}: {said}: the file has changed, or is another one on this machine. Start again.",
+                f"{file}: from row {start + 1} on, the {self.count} rows are not those that were "
+                "read at the beginning: the file has changed, or is another one on this machine. "
+                "Start again.",
             )
         return texts
 
 
 @dataclass
 class ShardPlan:
-    """Ranges of shards, counts, the digest of all texts and an evenly spaced sample, from one
-    reading.
+    """Shards of texts, from one pass over them.
+
+    Attributes:
+        ranges: the texts of each shard.
+        count: number of all texts.
+        sha256: digest of all texts.
+        sample: an evenly spaced sample of the texts.
     """
 
     ranges: list[ShardTexts] = field(default_factory=list)
@@ -78,25 +100,34 @@ class ShardPlan:
 
 
 class InMemoryTexts:
-    """Texts in the memory of this process, id -> text in a fixed order; they travel with the
-    ranges.
+    """Texts in the memory of this process, which are sent to other processes with their shards.
+
+    Args:
+        texts: id -> text, in a fixed order.
     """
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self.texts = texts
 
     def plan_shards(self, shard_size: int, sample: int = 0) -> ShardPlan:
-        """Read all texts once; `sample` of them are kept, at most twice as many."""
-        return _survey(
-            ((None, name, text) for name, text in self.texts.items()),
-            shard_size,
-            sample,
-        )
+        """Cut the texts into shards.
+
+        Args:
+            shard_size: texts of a shard.
+            sample: how many texts to sample at least, where there are that many. At most twice as
+                many are kept.
+
+        Raises:
+            ValueError: if there are no texts.
+        """
+        rows = (_Row(None, 0, name, text) for name, text in self.texts.items())
+        return _plan_shards(rows, shard_size, sample, USUAL_FIELDS)
 
 
 class FileTexts:
-    """Documents as :func:`tilefold.retrieval.load_documents` reads them, which others read for
-    themselves.
+    """Texts in files, as :func:`tilefold.retrieval.load_documents` reads them.
+
+    Other processes read the rows of their shards themselves.
 
     Args:
         path: file, folder or saved dataset.
@@ -108,62 +139,102 @@ class FileTexts:
         self.fields = fields
 
     def plan_shards(self, shard_size: int, sample: int = 0) -> ShardPlan:
-        """See :class:`InMemoryTexts`; ``DataError`` names the line of a malformed row, or of a missing
-        or repeated id.
-        """
-        keys = array("Q")  # of ids: the texts are not kept
-        found = _survey(self._rows(keys), shard_size, sample, self.fields)
-        if len(np.unique(np.frombuffer(keys, np.uint64))) < len(
-            keys,
-        ):  # an id twice, or two ids of one key
-            seen: set[str] = set()
-            for where, row in table_rows(self.path, fields=self.fields):
-                seen.add(document_of_row(row, where, seen, self.fields).id)
-        return found
+        """Read all texts once and cut them into shards, as :meth:`InMemoryTexts.plan_shards`.
 
-    def _rows(self, keys: array[int]) -> Iterator[_Row]:
+        Raises:
+            DataError: for a malformed row, or a missing or repeated id; it names file and line.
+            ValueError: if there are no texts.
+        """
+        id_keys = array("Q")  # instead of the ids, which may need much memory
+        plan = _plan_shards(self._rows(id_keys), shard_size, sample, self.fields)
+        n_different = len(np.unique(np.frombuffer(id_keys, np.uint64)))
+        if n_different < len(id_keys):  # an id twice, or two ids that share a key
+            self._check_ids_differ()
+        return plan
+
+    def _rows(self, id_keys: array[int]) -> Iterator[_Row]:
+        """Yield the rows of all files, and append the key of each id to `id_keys`."""
         for file in table_files(self.path):
-            for at, (where, row) in enumerate(table_rows(file, fields=self.fields)):
-                document = document_of_row(row, where, {}, self.fields)
-                keys.append(id_key(document.id))
-                yield (file, at), document.id, document.contents
+            for number, (where, row) in enumerate(table_rows(file, fields=self.fields)):
+                document = document_of_row(row, where, (), self.fields)
+                id_keys.append(id_key(document.id))
+                yield _Row(file, number, document.id, document.contents)
+
+    def _check_ids_differ(self) -> None:
+        """Raise ``DataError`` for the first row whose id an earlier row has."""
+        ids: set[str] = set()
+        for where, row in table_rows(self.path, fields=self.fields):
+            ids.add(document_of_row(row, where, ids, self.fields).id)
 
 
 Texts = InMemoryTexts | FileTexts  # that can be given to other processes
 
 
-def _survey(
-    given: Iterator[_Row],
-    shard_size: int,
-    wanted: int,
-    fields: DocumentFields = USUAL_FIELDS,
-) -> ShardPlan:
-    """Ranges of texts; every n-th text is kept, n doubling when there are more than twice as many
-    as wanted.
+class _Sample:
+    """An evenly spaced sample of a stream of unknown length.
+
+    Every n-th text is kept. Once there are twice as many as needed, every second one of them is
+    dropped, and n doubles.
+
+    Args:
+        size: texts to keep; 0 for none.
     """
-    found, digest, every = ShardPlan(), TextsDigest(), 1
-    while part := list(islice(given, shard_size)):
-        own = TextsDigest()
-        for _, name, text in part:
-            digest.add(name, text)
-            own.add(name, text)
-            if isinstance(text, str) and wanted and found.count % every == 0:
-                found.sample.append(text)
-                if len(found.sample) >= 2 * wanted:
-                    found.sample, every = found.sample[::2], 2 * every
-            found.count += 1
-        held = {name: text for place, name, text in part if place is None}
-        places = (place for place, _, _ in part if place is not None)
-        grouped = (
-            (file, [at for _, at in group]) for file, group in groupby(places, itemgetter(0))
+
+    def __init__(self, size: int) -> None:
+        self.texts: list[str] = []
+        self._size = size
+        self._step = 1
+
+    def add(self, position: int, text: str) -> None:
+        """Keep the text at a position of the stream if it is in the sample."""
+        if not self._size or position % self._step:
+            return
+        self.texts.append(text)
+        if len(self.texts) >= 2 * self._size:
+            self.texts = self.texts[::2]
+            self._step *= 2
+
+
+def _plan_shards(
+    rows: Iterator[_Row],
+    shard_size: int,
+    sample_size: int,
+    fields: DocumentFields,
+) -> ShardPlan:
+    """Cut rows into shards; see :meth:`InMemoryTexts.plan_shards`."""
+    plan = ShardPlan()
+    digest = TextsDigest()
+    sample = _Sample(sample_size)
+    while shard_rows := list(islice(rows, shard_size)):
+        shard_digest = TextsDigest()
+        for row in shard_rows:
+            digest.add(row.id, row.text)
+            shard_digest.add(row.id, row.text)
+            if isinstance(row.text, str):
+                sample.add(plan.count, row.text)
+            plan.count += 1
+        held = {row.id: row.text for row in shard_rows if row.file is None}
+        shard = ShardTexts(
+            len(plan.ranges),
+            len(shard_rows),
+            shard_digest.hexdigest(),
+            _row_ranges(shard_rows),
+            held or None,
+            fields,
         )
-        spans = tuple(
-            RowRange(file, rows[0], rows[-1] + 1) for file, rows in grouped
-        )  # consecutive rows of each file
-        found.ranges.append(
-            ShardTexts(len(found.ranges), len(part), own.hexdigest(), spans, held or None, fields),
-        )
-    found.sha256 = digest.hexdigest()
-    if not found.count:
+        plan.ranges.append(shard)
+    if not plan.count:
         raise ValueError("texts: expected at least one, got an empty collection.")
-    return found
+    plan.sha256 = digest.hexdigest()
+    plan.sample = sample.texts
+    return plan
+
+
+def _row_ranges(rows: list[_Row]) -> tuple[RowRange, ...]:
+    """Return the range of consecutive rows of each file."""
+    ranges = []
+    for file, group in groupby(rows, key=lambda row: row.file):
+        if file is not None:
+            numbers = [row.number for row in group]
+            ranges.append(RowRange(file, numbers[0], numbers[-1] + 1))
+    return tuple(ranges)
