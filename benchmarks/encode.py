@@ -111,15 +111,19 @@ class Prepared:
     """
 
     def __init__(self, model: Any, texts: Sequence[str]) -> None:
-        from tilefold.integrations.sentence_transformers.streaming.stream import SparseStream, Work
+        from tilefold.integrations.sentence_transformers.streaming.stream import (
+            SparseStream,
+            TokenBatch,
+        )
 
         self.model = model
         self.stream = SparseStream(model, SparseOptions(None, 0.0), task="document", prompt=None)
         self.tokens = 0
         self.batches: list[dict[str, Any]] = []
-        for work in self.stream._works(filter(None, self.stream._begun(self._windows(texts)))):
-            if isinstance(work, Work):
-                self._add(work)
+        tokenized = filter(None, self.stream._tokenize_windows(self._windows(texts)))
+        for batch in self.stream._divide_windows(tokenized):
+            if isinstance(batch, TokenBatch):
+                self._add(batch)
         self.note = (
             "" if self.stream.packed else "padded: this model does not take packed tokens here"
         )
@@ -152,13 +156,13 @@ class Prepared:
 
     def tokenise(self, texts: Sequence[str]) -> None:
         """Texts to batches of packed ids, on all cores, as the stream does it."""
-        with self.stream.tokenised(self._windows(texts)) as works:
-            for _ in works:
+        with self.stream.token_batches(self._windows(texts)) as batches:
+            for _ in batches:
                 pass
 
     def rust(self, texts: Sequence[str]) -> None:
         """The Rust tokenizer's part of that, without a look at its results."""
-        for _ in self.stream._begun(self._windows(texts)):
+        for _ in self.stream._tokenize_windows(self._windows(texts)):
             pass
 
     @staticmethod

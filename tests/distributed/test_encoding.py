@@ -74,7 +74,7 @@ def encode(
         if options.pop("stop_inside", False) and rank.rank
         else itertools.repeat(0)
     )
-    arrived = SparseStream._arrived
+    arrived = SparseStream._fetch
 
     def interrupted(self: Any, pending: Any) -> Any:
         if next(batches) == 2:
@@ -89,7 +89,7 @@ def encode(
             raise KeyboardInterrupt
 
     try:
-        with mock.patch.object(SparseStream, "_arrived", interrupted):
+        with mock.patch.object(SparseStream, "_fetch", interrupted):
             manifest = encode_collection(
                 load(model_folder, fast),
                 texts,

@@ -278,8 +278,10 @@ transformer.max_seq_length = 16
 model = SparseEncoder(modules=[transformer, SpladePooling()], device="cpu")
 expected = model.encode(texts).to_dense()
 accelerate(model, impl="triton", check=False)
-again, plain = [], stream.SparseStream._plain
-stream.SparseStream._plain = lambda self, texts: again.append(texts) or plain(self, texts)
+again, launch_texts = [], stream.SparseStream._launch_texts
+stream.SparseStream._launch_texts = lambda self, texts: (
+    again.append(texts) or launch_texts(self, texts)
+)
 for capacity, top_k in ((1024, None), (4, None), (4, None), (1024, 5)):
     stream.CAPACITY = capacity
     again.clear()

@@ -417,9 +417,15 @@ def encode_sparse(
                     batch_size=batch_size or FEW,
                 )
         if len(texts) > FEW or batch_tokens is not None:
-            limits = {"batch_size": batch_size, "batch_tokens": batch_tokens}
             with in_eval_mode(model):
-                stream = SparseStream(model, options, task=task, prompt=prompt, **limits)
+                stream = SparseStream(
+                    model,
+                    options,
+                    task=task,
+                    prompt=prompt,
+                    batch_size=batch_size,
+                    batch_tokens=batch_tokens,
+                )
                 batches = list(_encoders.batches_of(stream, texts, lambda done: None))
         else:
             order, size = sorted(range(len(texts)), key=lambda i: -len(texts[i])), batch_size or FEW

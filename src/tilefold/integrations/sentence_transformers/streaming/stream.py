@@ -1,9 +1,8 @@
-"""Texts to rows in a stream: tokenised ahead, encoded without padding, fetched a batch or two
-later.
+"""Streaming encoders: windows of texts to batches of rows, with tokenisation in background threads.
 
-A thread gives windows of texts to the tokenizer; another makes batches of what comes out; the
-caller's thread, which alone touches the model, launches the next batches before it waits for the
-rows of the last one.
+One thread passes windows of texts to the tokenizer. A second one divides the token ids into
+batches. Only the caller's thread runs the model: it launches up to ``IN_FLIGHT`` batches before it
+waits for the rows of the first of them.
 """
 
 from __future__ import annotations
@@ -40,44 +39,65 @@ from tilefold.modules.window import keep_heaviest
 from tilefold.ops import quantize_tokens
 from tilefold.ops.cpu_linear import fast_linear
 from tilefold.ops.lsr_head import CapacityRows
-from tilefold.pipeline import rows as pipeline_rows
 from tilefold.pipeline.ragged import TokenIds, batches_by_tokens
 from tilefold.pipeline.rows import (
+    IN_FLIGHT,
     Batch,
+    Item,
     PendingSparseRows,
     PendingTokenRows,
     PendingTokenVectors,
+    RowCapacityError,
+    SparseRows,
+    StreamStart,
     Window,
     WindowEnd,
+    bisect_failures,
+    concatenate_rows,
+    split_in_half,
     to_device,
+    warn_unused_batch_tokens,
 )
 from tilefold.pipeline.threads import Prefetcher
 from tilefold.pipeline.truncation import Truncation, counting_truncation, ignoring_truncation
 
 T = TypeVar("T")
 
-GPU_TOKENS = 131072  # of a batch: the launches of 12 layers then take the host a fraction of what they take the GPU
+# Tokens of a batch on a GPU. The CPU then launches 12 layers in a fraction of the time in which the
+# GPU computes them.
+GPU_TOKENS = 131072
 SMALL_GPU_TOKENS = 32768
-SMALL_GPU = 32 << 30  # bytes of memory
-CPU_TOKENS = 4096  # measured beside half and a quarter of it, docs/performance.md
-PADDED_TEXTS = 32  # of a batch whose texts are padded
-AHEAD = 8  # batches of token ids that wait
-_needed: WeakKeyDictionary[Any, int] = (
-    WeakKeyDictionary()
-)  # room of a model's rows, which its next streams begin with
+SMALL_GPU = 32 << 30  # bytes of memory below which a GPU is small
+CPU_TOKENS = 4096  # measured against a half and a quarter of it, docs/performance.md
+PADDED_TEXTS = 32  # texts of a padded batch
+WAITING_BATCHES = 8  # batches of token ids that wait for the model
+
+# Row capacity with which the next stream of a model starts, once a row needed more than CAPACITY.
+_learned_capacities: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+_TASK_PROMPTS = {"query": ["query"], "document": ["document", "passage", "corpus"]}
 
 
 def prompt_of(model: Model, task: str | None, prompt_name: str | None = None) -> str | None:
-    """The prompt that ``encode``, ``encode_query`` and ``encode_document`` choose."""
+    """Return the prompt that ``encode``, ``encode_query`` or ``encode_document`` would use.
+
+    Args:
+        model: a sentence-transformers model.
+        task: ``"query"``, ``"document"`` or ``None``.
+        prompt_name: name of a prompt; takes precedence over that of the task.
+
+    Raises:
+        ValueError: if the model has no prompt of that name.
+    """
     if prompt_name is not None:
         if prompt_name not in model.prompts:
             raise ValueError(
                 f"prompt_name must be one of {list(model.prompts)}, got {prompt_name!r}.",
             )
         return str(model.prompts[prompt_name])
-    names = {"query": ["query"], "document": ["document", "passage", "corpus"]}.get(task or "", [])
-    found = next((name for name in names if name in model.prompts), model.default_prompt_name)
-    prompt: str | None = model.prompts.get(found)
+    task_names = [name for name in _TASK_PROMPTS.get(task or "", []) if name in model.prompts]
+    default_name = task_names[0] if task_names else model.default_prompt_name
+    prompt: str | None = model.prompts.get(default_name)
     return prompt
 
 
@@ -88,19 +108,23 @@ def encode_batch(
     prompt: str | None,
     options: SparseOptions,
 ) -> Batch:
-    """Texts to sparse rows on the CPU in one forward pass: by a graph where there is one, else in
-    eval mode.
+    """Encode texts to sparse rows on the CPU in one forward pass.
+
+    A CUDA graph runs it if the model has one for these texts. Otherwise the model runs in eval mode.
     """
+    rows = None
     graphs = graphs_of(model)
-    if (rows := graphs and graphs.sparse(texts, task=task, prompt=prompt, options=options)) is None:
+    if graphs is not None:
+        rows = graphs.sparse(texts, task=task, prompt=prompt, options=options)
+    if rows is None:
         task_kwargs = {} if task is None else {"task": task}
         with in_eval_mode(model), packed_inputs():
             features = model.preprocess(list(texts), prompt=prompt, **task_kwargs)
-            rows = _pending_rows(model, features, task_kwargs, options).get()
+            rows = _launch_sparse(model, features, task_kwargs, options).get()
     return Batch(0, range(len(texts)), rows)
 
 
-def _pending_rows(
+def _launch_sparse(
     model: Model,
     features: Features,
     task_kwargs: dict[str, str],
@@ -108,95 +132,135 @@ def _pending_rows(
     capacity: int | None = None,
     to_host: bool = True,
 ) -> PendingSparseRows:
-    """Sparse rows of features, on their way to the host; with a `capacity` in rows of this size
-    where they can be.
+    """Run the model on features and start copying its sparse rows to the CPU.
+
+    Args:
+        model: an accelerated SparseEncoder.
+        features: output of its ``preprocess``.
+        task_kwargs: the argument ``task`` of the model's forward, if any.
+        options: which entries of a row are kept.
+        capacity: number of entries that a row may have. Poolings that can then return rows of
+            fixed capacity, which need no synchronisation.
+        to_host: whether entries are copied to the CPU, too.
     """
     with torch.inference_mode(), sparse_scores(options, capacity):
-        rows = _encode_features(model, features, task_kwargs)["sentence_embedding"]
-        if isinstance(rows, CapacityRows):
-            return PendingSparseRows((*rows,), capacity or 0, to_host)
-        return PendingSparseRows(
-            rows if rows.layout == torch.sparse_csr else _pruned(rows.to_dense(), options),
-            0,
-            to_host,
-        )
+        scores = _run_model(model, features, task_kwargs)["sentence_embedding"]
+        if isinstance(scores, CapacityRows):
+            return PendingSparseRows(scores, capacity or 0, to_host)
+        if scores.layout != torch.sparse_csr:
+            scores = _prune(scores.to_dense(), options)
+        return PendingSparseRows(scores, to_host=to_host)
 
 
-def _encode_features(model: Model, features: Features, task_kwargs: dict[str, str]) -> Features:
-    """Run the model on features, moved to its device; a batch without any token gets a place of
-    padding.
+def _run_model(model: Model, features: Features, task_kwargs: dict[str, str]) -> Features:
+    """Run the model on features, which are moved to its device.
+
+    Features without any token get one padding token, since models refuse tensors of length 0.
     """
     ids = features.get("input_ids")
-    if (
-        isinstance(ids, Tensor)
-        and "attention_mask" in features
-        and ids.dim() == 2
-        and not ids.size(1)
-    ):
-        place = torch.zeros(ids.size(0), 1, dtype=torch.int64)
-        features = features | {
-            key: place for key, value in features.items() if isinstance(value, Tensor)
-        }
+    is_padded = isinstance(ids, Tensor) and ids.dim() == 2 and "attention_mask" in features
+    if is_padded and features["input_ids"].size(1) == 0:
+        padding = torch.zeros(features["input_ids"].size(0), 1, dtype=torch.int64)
+        tensors = [name for name, value in features.items() if isinstance(value, Tensor)]
+        features = {**features, **dict.fromkeys(tensors, padding)}
     with fast_linear(model, torch.device(model.device)):
-        found: Features = model(packing.on_device(features, model.device), **task_kwargs)
-    return found
+        outputs: Features = model(packing.on_device(features, model.device), **task_kwargs)
+    return outputs
 
 
 def as_csr(batches: Sequence[Batch], count: int, vocab_size: int) -> Tensor:
-    """``[count, V]`` CSR of sparse rows in the order of the texts; `vocab_size` is that of no batch
-    at all.
+    """Combine batches of sparse rows in the order of the texts.
+
+    Args:
+        batches: batches of :class:`SparseRows`.
+        count: number of texts N.
+        vocab_size: number of columns V if there is no batch.
+
+    Returns:
+        ``torch.sparse_csr`` matrix ``[N, V]``.
     """
-    vocab_size = batches[0].rows.vocab_size if batches else vocab_size
-    offsets, columns, values = pipeline_rows.concatenate_rows(batches, count)
+    if batches:
+        vocab_size = batches[0].rows.vocab_size
+    offsets, columns, values = concatenate_rows(batches, count)
     return csr_tensor(offsets, columns.long(), values, (count, vocab_size))
 
 
-def _pruned(rows: Tensor, options: SparseOptions) -> Tensor:
-    """Dense ``[B, V]`` to CSR, under the same options."""
-    kept = rows.where(rows > options.min_weight, 0)
-    return to_csr(kept if options.top_k is None else keep_heaviest(kept, options.top_k))
+def _prune(scores: Tensor, options: SparseOptions) -> Tensor:
+    """Convert dense scores ``[B, V]`` to CSR with the entries that the options keep."""
+    scores = scores.where(scores > options.min_weight, 0)
+    if options.top_k is not None:
+        scores = keep_heaviest(scores, options.top_k)
+    return to_csr(scores)
 
 
-class Work(NamedTuple):
-    """A batch before it is encoded: packed token ids, or features; neither where tokenising it
+class TokenBatch(NamedTuple):
+    """A batch of a stream before it is encoded.
+
+    It holds packed token ids, or features of padded texts, or neither of them if tokenisation
     failed.
+
+    Attributes:
+        window: number of the window.
+        positions: positions of the texts in the window.
+        texts: the texts.
+        ids: packed token ids.
+        features: output of the model's ``preprocess``.
+        skip: positions of texts of the window that need no rows, see :class:`Window`.
+        cut: number of texts that need rows and were truncated.
+        max_length: tokens at which texts are truncated.
     """
 
     window: int
-    places: list[int]
+    positions: list[int]
     texts: list[str]
     ids: TokenIds | None = None
     features: Features | None = None
-    skip: frozenset[int] = (
-        frozenset()
-    )  # places of texts whose rows are known, in batches of which others are not
-    cut: int = 0  # how many of the other texts were cut
-    max_length: int | None = None  # tokens that are read of a text
+    skip: frozenset[int] = frozenset()
+    cut: int = 0
+    max_length: int | None = None
 
 
-class _Begun(NamedTuple):
-    """A window that was given to the tokenizer."""
+class _TokenizedWindow(NamedTuple):
+    """A window that the tokenizer has received.
+
+    Attributes:
+        skip: positions of texts that need no rows.
+        texts: the texts.
+        finish: returns the features of all texts; ``None`` if batches are tokenised one by one.
+        truncation: which texts were truncated.
+    """
 
     skip: frozenset[int]
     texts: list[str]
-    finish: Callable[[], Features] | None  # its features; None where it is not tokenised as a whole
-    cut: Truncation
+    finish: Callable[[], Features] | None
+    truncation: Truncation
 
 
-def _or_none(make: Callable[..., T], *args: object, **kwargs: object) -> T | None:
-    """The result, or None where texts could not be tokenised, which is told when they are encoded
-    one by one.
+def _tokenize_or_none(tokenize: Callable[..., T], *args: object, **kwargs: object) -> T | None:
+    """Call a tokenizing function, and return None if it raises.
+
+    The error is raised again when the texts are encoded one by one.
     """
     try:
         with packed_inputs():
-            return make(*args, **kwargs)
+            return tokenize(*args, **kwargs)
     except Exception:
         return None
 
 
+def _tensor_names(features: Features) -> set[str]:
+    return {name for name, value in features.items() if isinstance(value, Tensor)}
+
+
 class TextStream(ABC):
-    """Encodes windows of texts with an accelerated model in eval mode, in batches of so many texts
-    or tokens.
+    """Encodes windows of texts with an accelerated model in eval mode.
+
+    Args:
+        model: an accelerated model.
+        task: ``"query"``, ``"document"`` or ``None``.
+        prompt: text that is put before every text.
+        batch_tokens: tokens per batch of packed texts; by default what suits the device.
+        batch_size: texts per batch; by default not limited for packed texts, 32 for padded ones.
     """
 
     def __init__(
@@ -208,211 +272,297 @@ class TextStream(ABC):
         batch_tokens: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        self.model, self.prompt = model, prompt
-        self.task: dict[str, str] = {} if task is None else {"task": task}
+        self.model = model
+        self.prompt = prompt
+        self.task_kwargs: dict[str, str] = {} if task is None else {"task": task}
         self.device = torch.device(model.device)
-        usual = CPU_TOKENS
-        if self.device.type == "cuda":
-            memory = torch.cuda.get_device_properties(self.device).total_memory
-            usual = GPU_TOKENS if memory >= SMALL_GPU else SMALL_GPU_TOKENS
-        self.batch_tokens, self.batch_size = batch_tokens or usual, batch_size
-        self._lock = (
-            threading.Lock()
-        )  # held while texts are tokenised, which changes settings of the tokenizer
+        self.batch_tokens = batch_tokens or _default_batch_tokens(self.device)
+        self.batch_size = batch_size
+        # Held while texts are tokenised, which changes settings of the tokenizer.
+        self._lock = threading.Lock()
         with ignoring_truncation():
-            features = _or_none(model.preprocess, ["a"], prompt=prompt, **self.task) or {}
-        self.others = {
-            key: value for key, value in features.items() if not isinstance(value, Tensor)
+            features = self._features_or_none(model.preprocess, ["a"]) or {}
+        self.constant_features = {
+            name: value for name, value in features.items() if not isinstance(value, Tensor)
         }
-        self.packed = (
-            features.keys() - self.others.keys() == PACKED
-        )  # packed tokens and nothing else
+        self.packed = _tensor_names(features) == PACKED
         if batch_tokens is not None and not self.packed:
-            pipeline_rows.warn_unused_batch_tokens()
-        self._tokenised: Any = (
-            packing.texts_to(model) if self.packed else None
-        ) or model.preprocess
+            warn_unused_batch_tokens()
+        packed_preprocess = packing.texts_to(model) if self.packed else None
+        self._preprocess: Any = packed_preprocess or model.preprocess
 
     @abstractmethod
-    def _pending(self, features: Features, *, again: bool = False) -> Any:
-        """Run the model on features, `again` after a failure; ``get()`` of the result waits for the
-        host's copy.
+    def _launch(self, features: Features, *, is_retry: bool = False) -> Any:
+        """Run the model on features and return pending rows.
+
+        Args:
+            features: output of the model's ``preprocess``.
+            is_retry: whether a batch with these texts has failed before.
+
+        Returns:
+            An object whose ``get()`` waits for the copy on the CPU, and whose ``ready()`` says
+            whether it is there.
         """
 
-    def _arrived(self, pending: Any) -> Any:
+    def _fetch(self, pending: Any) -> Any:
+        """Wait for the rows of a launched batch."""
         return pending.get()
 
-    def __call__(self, windows: Iterable[Window | None]) -> Generator[Any, None, None]:
-        """Batches of all texts, then a :class:`WindowEnd`, window by window; a text that fails
-        loses no other.
+    def __call__(self, windows: Iterable[Window | None]) -> Generator[Item, None, None]:
+        """Encode windows of texts. A text that fails does not affect the others.
+
+        Args:
+            windows: the windows; ``None`` means that none is ready yet.
+
+        Yields:
+            A :class:`StreamStart`, then the batches of each window and a :class:`WindowEnd`.
         """
-        with self.tokenised(windows) as works:
-            yield pipeline_rows.StreamStart()
-            yield from self._run(works)
+        with self.token_batches(windows) as batches:
+            yield StreamStart()
+            yield from self._encode_batches(batches)
 
-    def _run(self, works: Iterable[Work | WindowEnd]) -> Iterator[object]:
-        waiting: deque[tuple[Work | WindowEnd, Any]] = deque()
-        launched = 0
-        for work in works:
-            waiting.append((work, None if isinstance(work, WindowEnd) else self._launched(work)))
-            launched += not isinstance(work, WindowEnd)
-            while waiting and (
-                launched > pipeline_rows.IN_FLIGHT or waiting[0][1] is None or waiting[0][1].ready()
-            ):
-                launched -= not isinstance(waiting[0][0], WindowEnd)
-                yield from self._collected(*waiting.popleft())
+    def _encode_batches(self, batches: Iterable[TokenBatch | WindowEnd]) -> Iterator[Item]:
+        """Launch batches, and yield their rows in the same order once they are on the CPU."""
+        # Batches with their pending rows, which are None if a batch could not be launched.
+        waiting: deque[tuple[TokenBatch | WindowEnd, Any]] = deque()
+        n_launched = 0
+
+        def may_collect() -> bool:
+            _, pending = waiting[0]
+            return n_launched > IN_FLIGHT or pending is None or pending.ready()
+
+        for batch in batches:
+            if isinstance(batch, WindowEnd):
+                waiting.append((batch, None))
+            else:
+                waiting.append((batch, self._launch_or_none(batch)))
+                n_launched += 1
+            while waiting and may_collect():
+                collected, pending = waiting.popleft()
+                if not isinstance(collected, WindowEnd):
+                    n_launched -= 1
+                yield from self._collect(collected, pending)
         while waiting:
-            yield from self._collected(*waiting.popleft())
+            yield from self._collect(*waiting.popleft())
 
-    # in the threads that work ahead
+    # Methods of the background threads
 
     @contextmanager
-    def tokenised(self, windows: Iterable[Window | None]) -> Iterator[Iterable[Work | WindowEnd]]:
-        """Batches of token ids, made by two threads that work ahead."""
+    def token_batches(
+        self,
+        windows: Iterable[Window | None],
+    ) -> Iterator[Iterable[TokenBatch | WindowEnd]]:
+        """Tokenise windows in two background threads, which stop at the end of the context."""
         stop = threading.Event()
         with (
-            Prefetcher(self._begun(windows), 1, "tilefold-tokenizer", stop) as begun,
-            Prefetcher[Work | WindowEnd](
-                self._works(begun), AHEAD, "tilefold-tokens", stop
-            ) as works,
+            Prefetcher(
+                self._tokenize_windows(windows),
+                depth=1,
+                name="tilefold-tokenizer",
+                stop=stop,
+            ) as tokenized,
+            Prefetcher[TokenBatch | WindowEnd](
+                self._divide_windows(tokenized),
+                depth=WAITING_BATCHES,
+                name="tilefold-tokens",
+                stop=stop,
+            ) as batches,
         ):
-            yield works
+            yield batches
 
-    def _begun(self, windows: Iterable[Window | None]) -> Iterator[_Begun | None]:
-        """In the first thread: the Rust tokenizer at work, which leaves Python's lock to the
-        others.
-        """
+    def _tokenize_windows(
+        self,
+        windows: Iterable[Window | None],
+    ) -> Iterator[_TokenizedWindow | None]:
+        """Pass windows to the Rust tokenizer, which releases the GIL (in the first thread)."""
         for window in windows:
             if window is None:
                 yield None
                 continue
-            with self._lock, counting_truncation() as cut:
+            with self._lock, counting_truncation() as truncation:
                 texts = window.prepared_texts()
-                begun = _or_none(self._begin, texts) if self.packed and texts else None
-            yield _Begun(window.skip, texts, begun, cut)
+                finish = None
+                if self.packed and texts:
+                    finish = _tokenize_or_none(self._start_tokenizing, texts)
+            yield _TokenizedWindow(window.skip, texts, finish, truncation)
 
-    def _begin(self, texts: list[str]) -> Callable[[], Features]:
-        if isinstance(self._tokenised, PackedInputs):
-            return self._tokenised.begin(texts, prompt=self.prompt, **self.task)
-        features = self._tokenised(texts, prompt=self.prompt, **self.task)
+    def _start_tokenizing(self, texts: list[str]) -> Callable[[], Features]:
+        """Tokenise texts and return a function that makes features of the result."""
+        if isinstance(self._preprocess, PackedInputs):
+            return self._preprocess.begin(texts, prompt=self.prompt, **self.task_kwargs)
+        features = self._preprocess(texts, prompt=self.prompt, **self.task_kwargs)
         return lambda: features
 
-    def _works(self, begun: Iterable[_Begun]) -> Iterator[Work | WindowEnd]:
-        """In the second thread: ids into one array, and batches cut from it."""
-        for number, window in enumerate(begun):
-            for work in self._works_of(number, window):
-                if not work.skip.issuperset(work.places):
-                    yield work
+    def _features_or_none(
+        self,
+        preprocess: Callable[..., Features],
+        texts: list[str],
+    ) -> Features | None:
+        return _tokenize_or_none(preprocess, texts, prompt=self.prompt, **self.task_kwargs)
+
+    def _divide_windows(
+        self,
+        windows: Iterable[_TokenizedWindow],
+    ) -> Iterator[TokenBatch | WindowEnd]:
+        """Divide tokenised windows into batches (in the second thread).
+
+        Batches whose texts need no rows are left out.
+        """
+        for number, window in enumerate(windows):
+            features = None if window.finish is None else _tokenize_or_none(window.finish)
+            if features is not None and _tensor_names(features) == PACKED:
+                batches = self._packed_batches(number, window, features)
+            else:
+                batches = self._separate_batches(number, window)
+            for batch in batches:
+                if not batch.skip.issuperset(batch.positions):
+                    yield batch
             yield WindowEnd(number)
 
-    def _works_of(self, number: int, window: _Begun) -> Iterator[Work]:
-        texts, features = window.texts, None if window.finish is None else _or_none(window.finish)
-        if (
-            features is None
-            or {key for key, value in features.items() if isinstance(value, Tensor)} != PACKED
-        ):
-            lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-            for cut in batches_by_tokens(lengths, None, self.batch_size or PADDED_TEXTS):
-                places, chosen = cut.tolist(), [texts[place] for place in cut]
-                with self._lock, counting_truncation() as seen:
-                    features = _or_none(self._tokenised, chosen, prompt=self.prompt, **self.task)
-                count = sum(
-                    places[row] not in window.skip for row in seen.cut_positions(len(chosen))
-                )
-                yield Work(
-                    number,
-                    places,
-                    chosen,
-                    None,
-                    features,
-                    window.skip,
-                    count,
-                    seen.max_length,
-                )
-            return
-        ids, positions = (features[name][0].numpy() for name in ("input_ids", "position_ids"))
-        whole = TokenIds(ids, positions, features["cu_seq_lens_q"].numpy().astype(np.int64))
-        short = window.cut.cut_positions(len(texts)) - window.skip
-        for cut in batches_by_tokens(whole.lengths, self.batch_tokens, self.batch_size):
-            places = cut.tolist()
-            chosen, count = (
-                [texts[place] for place in places],
-                sum(place in short for place in places),
-            )
-            yield Work(
-                number,
-                places,
-                chosen,
-                whole.take(cut),
-                None,
-                window.skip,
-                count,
-                window.cut.max_length,
+    def _packed_batches(
+        self,
+        number: int,
+        window: _TokenizedWindow,
+        features: Features,
+    ) -> Iterator[TokenBatch]:
+        """Divide a window that was tokenised as a whole, by numbers of tokens."""
+        token_ids = TokenIds(
+            ids=features["input_ids"][0].numpy(),
+            positions=features["position_ids"][0].numpy(),
+            offsets=features["cu_seq_lens_q"].numpy().astype(np.int64),
+        )
+        cut = window.truncation.cut_positions(len(window.texts)) - window.skip
+        batches = batches_by_tokens(token_ids.lengths, self.batch_tokens, self.batch_size)
+        for batch_positions in batches:
+            positions = batch_positions.tolist()
+            yield TokenBatch(
+                window=number,
+                positions=positions,
+                texts=[window.texts[position] for position in positions],
+                ids=token_ids.take(batch_positions),
+                skip=window.skip,
+                cut=sum(position in cut for position in positions),
+                max_length=window.truncation.max_length,
             )
 
-    # in the caller's thread
+    def _separate_batches(self, number: int, window: _TokenizedWindow) -> Iterator[TokenBatch]:
+        """Divide a window by numbers of texts, and tokenise each batch by itself."""
+        texts = window.texts
+        n_characters = np.fromiter(map(len, texts), np.int64, len(texts))
+        max_texts = self.batch_size or PADDED_TEXTS
+        for batch_positions in batches_by_tokens(n_characters, None, max_texts):
+            positions = batch_positions.tolist()
+            batch_texts = [texts[position] for position in positions]
+            with self._lock, counting_truncation() as truncation:
+                features = self._features_or_none(self._preprocess, batch_texts)
+            yield TokenBatch(
+                window=number,
+                positions=positions,
+                texts=batch_texts,
+                features=features,
+                skip=window.skip,
+                cut=_count_cut(truncation, positions, window.skip),
+                max_length=truncation.max_length,
+            )
 
-    def _launched(self, work: Work) -> Any:
+    # Methods of the caller's thread
+
+    def _launch_or_none(self, batch: TokenBatch) -> Any:
+        """Launch a batch and return its pending rows, or None if that fails."""
         try:
-            features = work.features if work.ids is None else self.packed_features(work.ids)
-            return None if features is None else self._pending(features)
+            features = batch.features
+            if batch.ids is not None:
+                features = self.packed_features(batch.ids)
+            return None if features is None else self._launch(features)
         except Exception:  # an error of one text must not lose the others
             return None
 
     def packed_features(self, ids: TokenIds) -> Features:
-        """Features of packed token ids, on their way to the device."""
-        parts = ids.ids, ids.positions, ids.offsets  # in one copy
+        """Return features of packed token ids, copied to the device in one piece."""
+        arrays = [ids.ids, ids.positions, ids.offsets]
         tokens, positions, offsets = torch.split(
-            to_device(np.concatenate(parts), self.device),
-            [*map(len, parts)],
+            to_device(np.concatenate(arrays), self.device),
+            [len(array) for array in arrays],
         )
-        return self.others | packed_arguments(
-            tokens,
-            positions,
-            offsets.int(),
-            int(ids.lengths.max(initial=0)),
-        )
+        longest = int(ids.lengths.max(initial=0))
+        packed = packed_arguments(tokens, positions, offsets.int(), longest)
+        return {**self.constant_features, **packed}
 
-    def _collected(self, work: Work | WindowEnd, pending: Any) -> Iterator[object]:
-        if isinstance(work, WindowEnd):
-            yield work
+    def _collect(self, batch: TokenBatch | WindowEnd, pending: Any) -> Iterator[Item]:
+        """Wait for the rows of a batch; encode its texts again if it failed."""
+        if isinstance(batch, WindowEnd):
+            yield batch
             return
-        whole = False  # may all of it be tried once more
+        too_many_entries = False
         if pending is not None:
             try:
-                rows = self._arrived(pending)
-            except Exception as error:  # of the device, told late
-                whole = isinstance(error, pipeline_rows.RowCapacityError)
+                rows = self._fetch(pending)
+            except Exception as error:  # the device reports errors late
+                too_many_entries = isinstance(error, RowCapacityError)
             else:
-                yield Batch(work.window, work.places, rows, work.cut, work.max_length)
+                yield Batch(batch.window, batch.positions, rows, batch.cut, batch.max_length)
                 return
-        yield from self._again(work, whole=whole)
+        yield from self._encode_again(batch, together=too_many_entries)
 
-    def _again(self, work: Work, *, whole: bool) -> Iterator[Batch]:
-        """Without the pipeline: all texts together if `whole`, else the split_in_half."""
-        seen = Truncation()
+    def _encode_again(self, batch: TokenBatch, *, together: bool) -> Iterator[Batch]:
+        """Encode the texts of a failed batch without the pipeline.
 
-        def attempt(texts: range) -> Any:
-            nonlocal seen
-            with counting_truncation() as seen:
-                return self._arrived(self._plain(work.texts[texts.start : texts.stop]))
+        Args:
+            batch: the batch.
+            together: whether all texts are tried together first. Otherwise each half is.
+        """
+        truncation = Truncation()
 
-        every = range(len(work.texts))
-        for part in (every,) if whole or len(every) == 1 else pipeline_rows.split_in_half(every):
-            for texts, rows in pipeline_rows.bisect_failures(part, attempt):
-                places = work.places[texts.start : texts.stop]
-                cut = sum(places[at] not in work.skip for at in seen.cut_positions(len(texts)))
-                yield Batch(work.window, places, rows, cut, seen.max_length)
+        def encode(texts: range) -> Any:
+            nonlocal truncation
+            with counting_truncation() as truncation:
+                return self._fetch(self._launch_texts(batch.texts[texts.start : texts.stop]))
 
-    def _plain(self, texts: list[str]) -> Any:
+        all_texts = range(len(batch.texts))
+        parts: tuple[range, ...] = (all_texts,)
+        if not together and len(all_texts) > 1:
+            parts = split_in_half(all_texts)
+        for part in parts:
+            for texts, rows in bisect_failures(part, encode):
+                positions = batch.positions[texts.start : texts.stop]
+                cut = _count_cut(truncation, positions, batch.skip)
+                yield Batch(batch.window, positions, rows, cut, truncation.max_length)
+
+    def _launch_texts(self, texts: list[str]) -> Any:
+        """Tokenise texts and run the model on them, for a second attempt."""
         with self._lock, packed_inputs():
-            features = self.model.preprocess(texts, prompt=self.prompt, **self.task)
-        return self._pending(features, again=True)
+            features = self.model.preprocess(texts, prompt=self.prompt, **self.task_kwargs)
+        return self._launch(features, is_retry=True)
+
+
+def _default_batch_tokens(device: torch.device) -> int:
+    """Return the number of tokens per batch that suits a device."""
+    if device.type != "cuda":
+        return CPU_TOKENS
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return GPU_TOKENS if memory >= SMALL_GPU else SMALL_GPU_TOKENS
+
+
+def _count_cut(truncation: Truncation, positions: Sequence[int], skip: frozenset[int]) -> int:
+    """Count the truncated texts of a batch that need rows.
+
+    Args:
+        truncation: the tokenizer's calls for the texts of the batch.
+        positions: positions of these texts in their window.
+        skip: positions of texts that need no rows.
+    """
+    rows = truncation.cut_positions(len(positions))
+    return sum(positions[row] not in skip for row in rows)
 
 
 class SparseStream(TextStream):
-    """Encodes windows of texts to :class:`tilefold.pipeline.rows.SparseRows`, whose entries may
-    stay on the device.
+    """Encodes windows of texts to :class:`tilefold.pipeline.rows.SparseRows`.
+
+    Args:
+        model: an accelerated SparseEncoder.
+        options: which entries of a row are kept.
+        to_host: whether entries are copied to the CPU. Otherwise they stay on the device.
+        task, prompt, batch_tokens, batch_size: see :class:`TextStream`.
     """
 
     def __init__(
@@ -420,64 +570,132 @@ class SparseStream(TextStream):
         model: Model,
         options: SparseOptions,
         to_host: bool = True,
-        /,
-        **how: Any,
+        *,
+        task: str | None,
+        prompt: str | None,
+        batch_tokens: int | None = None,
+        batch_size: int | None = None,
     ) -> None:
-        super().__init__(model, **how)
-        self.options, self.to_host, self.capacity = (
-            options,
-            to_host,
-            max(CAPACITY, _needed.get(self.model, 0)),
+        super().__init__(
+            model,
+            task=task,
+            prompt=prompt,
+            batch_tokens=batch_tokens,
+            batch_size=batch_size,
+        )
+        self.options = options
+        self.to_host = to_host
+        self.capacity = max(CAPACITY, _learned_capacities.get(self.model, 0))
+
+    def _launch(self, features: Features, *, is_retry: bool = False) -> PendingSparseRows:
+        return _launch_sparse(
+            self.model,
+            features,
+            self.task_kwargs,
+            self.options,
+            capacity=None if is_retry else self.capacity,
+            to_host=self.to_host,
         )
 
-    def _pending(self, features: Features, *, again: bool = False) -> PendingSparseRows:
-        capacity = None if again else self.capacity
-        return _pending_rows(self.model, features, self.task, self.options, capacity, self.to_host)
-
-    def _arrived(self, pending: PendingSparseRows) -> pipeline_rows.SparseRows:
+    def _fetch(self, pending: PendingSparseRows) -> SparseRows:
         try:
             return pending.get()
-        except pipeline_rows.RowCapacityError as error:
+        except RowCapacityError as error:
             while self.capacity < min(error.max_entries, MAX_CAPACITY):
                 self.capacity *= 2
-            _needed[self.model] = self.capacity
+            _learned_capacities[self.model] = self.capacity
             raise
 
 
 class TokenStream(TextStream):
-    """Encodes windows of texts to packed token vectors in ``"fp16"`` or ``"int8"``."""
+    """Encodes windows of texts to packed token vectors as a folder of vectors stores them.
 
-    def __init__(self, model: Model, storage: str, **how: Any) -> None:
-        super().__init__(model, **how)
+    Args:
+        model: an accelerated MultiVectorEncoder.
+        storage: ``"fp16"`` or ``"int8"``.
+        task, prompt, batch_tokens, batch_size: see :class:`TextStream`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        storage: str,
+        *,
+        task: str | None,
+        prompt: str | None,
+        batch_tokens: int | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            task=task,
+            prompt=prompt,
+            batch_tokens=batch_tokens,
+            batch_size=batch_size,
+        )
         self.storage = storage
 
-    def _pending(self, features: Features, *, again: bool = False) -> PendingTokenRows:
+    def _launch(self, features: Features, *, is_retry: bool = False) -> PendingTokenRows:
         with torch.inference_mode():
-            found = _encode_features(self.model, features, self.task)
+            outputs = _run_model(self.model, features, self.task_kwargs)
             return PendingTokenRows(
-                found["token_embeddings"], found["attention_mask"], self._stored
+                outputs["token_embeddings"],
+                outputs["attention_mask"],
+                self._to_stored,
             )
 
-    def _stored(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Token vectors ``[T, D]`` fp32 as they are stored, after which of them are finite then."""
+    def _to_stored(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        """Convert token vectors to the stored number type.
+
+        Args:
+            vectors: fp32 ``[T, D]``.
+
+        Returns:
+            Whether each vector is finite ``[T]``, the values ``[T, D]``, and for int8 the scales
+            ``[T]``.
+        """
         if self.storage == "fp16":
-            half = rows.half()
+            half = vectors.half()
             return half.isfinite().all(dim=1), half
-        quantized = quantize_tokens(rows, "int8")
-        return rows.isfinite().all(dim=1), quantized.values, quantized.scales
+        quantized = quantize_tokens(vectors, "int8")
+        return vectors.isfinite().all(dim=1), quantized.values, quantized.scales
 
 
 class VectorStream(TextStream):
-    """Encodes windows of texts to token vectors ``[n, D]`` of each text, as the model makes them."""
+    """Encodes windows of texts to token vectors ``[n, D]`` of each text, in the model's dtype.
 
-    def __init__(self, model: Model, *, to_host: bool, normalize: bool, **how: Any) -> None:
-        super().__init__(model, **how)
-        self.to_host, self.normalize = to_host, normalize
+    Args:
+        model: an accelerated MultiVectorEncoder.
+        to_host: whether vectors are copied to the CPU. Otherwise they stay on the device.
+        normalize: whether vectors are scaled to length 1.
+        task, prompt, batch_tokens, batch_size: see :class:`TextStream`.
+    """
 
-    def _pending(self, features: Features, *, again: bool = False) -> PendingTokenVectors:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        to_host: bool,
+        normalize: bool,
+        task: str | None,
+        prompt: str | None,
+        batch_tokens: int | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            task=task,
+            prompt=prompt,
+            batch_tokens=batch_tokens,
+            batch_size=batch_size,
+        )
+        self.to_host = to_host
+        self.normalize = normalize
+
+    def _launch(self, features: Features, *, is_retry: bool = False) -> PendingTokenVectors:
         with torch.inference_mode():
-            found = _encode_features(self.model, features, self.task)
-            vectors: Tensor = found["token_embeddings"]
+            outputs = _run_model(self.model, features, self.task_kwargs)
+            vectors: Tensor = outputs["token_embeddings"]
             if self.normalize:
                 vectors = torch.nn.functional.normalize(vectors, p=2, dim=-1)
-            return PendingTokenVectors(vectors, found["attention_mask"], self.to_host)
+            return PendingTokenVectors(vectors, outputs["attention_mask"], self.to_host)
