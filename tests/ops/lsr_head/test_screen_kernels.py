@@ -146,7 +146,7 @@ def test_what_is_positive_stays_and_has_its_score(kind: str, uniform: bool) -> N
         BLOCK_SAMPLES=8,
         **constants,
     )
-    sampled = int(state[screen.MIN_ALL_FAILED.value]) / (32 * B)
+    sampled = int(state[screen.TOO_MANY.value]) / (32 * B)
     assert (
         sampled == 1 if kind == "everything" else sampled < 0.6 or kind not in ("trained", "small")
     )

@@ -242,7 +242,7 @@ def efficient_attention_varlen(
 ) -> Tensor:
     """Torch's memory-efficient attention within packed sequences, differentiable, also for fp32.
 
-    Args are those of :func:`flash_attention_varlen`.
+    Args are as in :func:`flash_attention_varlen`.
     """
     query, key, value = qkv
     out: Tensor = torch.ops.aten._efficient_attention_forward.default(

@@ -226,7 +226,7 @@ def lsr_head_sparse(
         min_weight: only entries strictly greater than this are selected. NaN always is, so that it
             is noticed.
 
-    The other arguments and errors are those of :func:`lsr_head`.
+    The other arguments and errors are as in :func:`lsr_head`.
 
     Returns:
         ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row. With

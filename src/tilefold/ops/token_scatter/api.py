@@ -151,7 +151,7 @@ def token_scatter_sparse(
         min_weight: only entries strictly greater than this are selected. NaN always is, so that it
             is noticed. A negative number also selects scores of 0, of entries that a token has.
 
-    The other arguments and errors are those of :func:`token_scatter`.
+    The other arguments and errors are as in :func:`token_scatter`.
 
     Returns:
         ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row.

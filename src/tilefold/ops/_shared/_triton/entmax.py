@@ -145,7 +145,7 @@ def log2_weight(d, x, y, e, careful):
 def weight_power(d, x, y, a, e, careful):
     """``p^a`` on the support, and 0 elsewhere, for ``0 <= a <= 1``.
 
-    Args are those of :func:`log2_weight`.
+    Args are as in :func:`log2_weight`.
     """
     if careful:
         power = tl.where(
@@ -198,7 +198,7 @@ def weight_and_slope(d, y, c, e, careful, KIND: tl.constexpr):
 def row_terms(d, y, c, e, careful, KIND: tl.constexpr):
     """Terms of F, U and Q for every distance.
 
-    From alpha = 1.5 on, the terms of Q are 1 on the support. Args are those of
+    From alpha = 1.5 on, the terms of Q are 1 on the support. Args are as in
     :func:`weight_and_slope`.
     """
     if KIND == "entmax15":

@@ -168,7 +168,7 @@ def list_kernel(
         code_ptr: codes of the entries, int32; written.
         grad_ptr: gradients of the entries; written.
 
-    The other arguments are those of :func:`count_kernel`.
+    The other arguments are as in :func:`count_kernel`.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -334,7 +334,7 @@ def dweight_kernel(
         dweight_ptr: gradient ``[V, D]``; written, or added to with ACCUMULATE.
         dbias_ptr: gradient ``[V]``; written.
 
-    The other arguments are those of the kernels above.
+    The other arguments are as in the kernels above.
     """
     D_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D if NEED_WEIGHT else 1
     own = tl.program_id(0).to(tl.int64) * BLOCK_B * BLOCK_V

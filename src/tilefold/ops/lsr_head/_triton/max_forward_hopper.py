@@ -483,7 +483,7 @@ def max_forward_hopper_kernel(
     """Compute the scores of max pooling, with warps of different roles.
 
     One warp loads tiles by TMA into a ring of STAGES buffers, and two groups of four warps compute
-    half of the vocabulary tile each. Items, partial maxima and arguments are those of
+    half of the vocabulary tile each. Items, partial maxima and arguments are as in
     :func:`tilefold.ops.lsr_head._triton.max_forward.max_forward_kernel`. With SCREENED nothing is
     done if the screen computes the scores.
 

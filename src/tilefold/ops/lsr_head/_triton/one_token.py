@@ -284,7 +284,7 @@ def weight_gradient_kernel(
         dweight_ptr: gradient ``[V, D]``; written if NEED_WEIGHT.
         dbias_ptr: gradient ``[V]``; written if NEED_BIAS.
 
-    The other arguments are those of :func:`forward_kernel`.
+    The other arguments are as in :func:`forward_kernel`.
     """
     D_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D if NEED_WEIGHT else 1
     item = tl.program_id(0)
@@ -386,7 +386,7 @@ def split_gradient_kernel(
         dhidden_ptr: gradient ``[N, D]``; cleared, CLEAR numbers at a time.
         split_v: columns of a split.
 
-    The other arguments are those of :func:`weight_gradient_kernel`.
+    The other arguments are as in :func:`weight_gradient_kernel`.
     """
     programs = tl.num_programs(0) * tl.num_programs(1)
     program = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1) + programs * tl.program_id(2)

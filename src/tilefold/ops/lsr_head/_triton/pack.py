@@ -268,7 +268,7 @@ def copy_packed_kernel(
         hidden_ptr: token states ``[T, D]``.
         cu_ptr: offsets ``[B + 1]``.
 
-    The other arguments are those of :func:`copy_padded_kernel`.
+    The other arguments are as in :func:`copy_padded_kernel`.
     """
     r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     seq = tl.zeros((BLOCK_ROWS,), tl.int32)

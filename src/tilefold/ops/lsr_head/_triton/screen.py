@@ -29,7 +29,7 @@ SLACK = tl.constexpr(2.0**-20)  # of a rounded sum of a few terms
 PRODUCT_SLACK = tl.constexpr(2.0**-21)  # of a product in fp32, by its terms
 SMALLEST, LARGEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**100)
 # The state begins with two counters of scores that may be positive: in the sample, and of all.
-MIN_ALL_FAILED = tl.constexpr(0)
+TOO_MANY = tl.constexpr(0)
 KEPT = tl.constexpr(1)
 BLOCK_CLEAR = tl.constexpr(32)  # sequences whose marks are cleared at a time
 # From this offset on the state has four numbers per sequence: the largest entry, the norm and the
@@ -48,9 +48,7 @@ def runs_screened(state_ptr, sample_limit, limit):
         sample_limit: largest count in the sample.
         limit: largest count of all scores.
     """
-    return (tl.load(state_ptr + MIN_ALL_FAILED) <= sample_limit) & (
-        tl.load(state_ptr + KEPT) <= limit
-    )
+    return (tl.load(state_ptr + TOO_MANY) <= sample_limit) & (tl.load(state_ptr + KEPT) <= limit)
 
 
 @triton.jit(do_not_specialize=["B", "V", "uniform_length", "logit_scale"])
@@ -181,7 +179,7 @@ def largest_kernel(
     each = tl.arange(0, BLOCK_SAMPLES)
     count = tl.sum(tl.load(counts_ptr + each, mask=each < samples, other=0))
     if tl.program_id(0) == 0:
-        tl.store(state_ptr + MIN_ALL_FAILED, count)
+        tl.store(state_ptr + TOO_MANY, count)
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     row = tl.program_id(0) * GROUP
     if (row < n_rows) & (count <= sample_limit):
@@ -279,12 +277,12 @@ def round_kernel(
         terms_ptr: scales, norms and errors of the weight's rows ``[3, V]``; written.
         kept_ptr: marks ``[B, V]`` of scores that may be positive; cleared.
 
-    The other arguments are those of :func:`sample_kernel`.
+    The other arguments are as in :func:`sample_kernel`.
     """
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     of_weight = (V + GROUP - 1) // GROUP
     n_groups = tl.where(
-        tl.load(state_ptr + MIN_ALL_FAILED) <= sample_limit,
+        tl.load(state_ptr + TOO_MANY) <= sample_limit,
         of_weight + (n_rows + GROUP - 1) // GROUP,
         0,
     )

@@ -16,7 +16,7 @@ from tilefold.ops.lsr_head._triton.max_forward_hopper import (
     _load_tiles,
     _multiply_tile,
 )
-from tilefold.ops.lsr_head._triton.screen import KEPT, MIN_ALL_FAILED, stays
+from tilefold.ops.lsr_head._triton.screen import KEPT, TOO_MANY, stays
 from tilefold.ops.lsr_head._triton.sequences import column_terms, sequence_offset, split_tiles_of
 
 LOWEST = gl.constexpr(-2147483648)
@@ -274,7 +274,7 @@ def screen_hopper_kernel(
         n_rows = gl.load(offset_ptr + B)
     n_tiles, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
     n_items = gl.cdiv(V, 2 * HALF_V) * gl.cdiv(n_tiles, split_tiles)
-    n_items = gl.where(gl.load(state_ptr + MIN_ALL_FAILED) > sample_limit, 0, n_items)
+    n_items = gl.where(gl.load(state_ptr + TOO_MANY) > sample_limit, 0, n_items)
     w_ring = gl.allocate_shared_memory(
         weight_desc.dtype,
         [2 * STAGES, HALF_V, BLOCK_K],

@@ -202,7 +202,7 @@ def dlogits_kernel(
         v_start: first column of the slab.
         v_end: column after the last one.
 
-    The other arguments are those of :func:`sum_forward_kernel`.
+    The other arguments are as in :func:`sum_forward_kernel`.
     """
     b = tl.program_id(0)
     offs_v = v_start + tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)

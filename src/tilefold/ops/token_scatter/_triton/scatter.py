@@ -339,7 +339,7 @@ def gather_kernel(
         counted_ptr: uint8, which tokens have a gradient.
         dweights_ptr: gradient in the shape of the weights; written.
 
-    The other arguments are those of :func:`scatter_kernel`.
+    The other arguments are as in :func:`scatter_kernel`.
     """
     b = tl.program_id(0).to(tl.int64)
     start, length, ok = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
