@@ -17,8 +17,8 @@ steps on ``G(c) = 1`` need far fewer evaluations than on ``F(c) = 1``:
     newton = (1 - F^-e) F / U,    halley = newton / (1 - (1 - F^-e) (1-e)/(2e) (F Q / U^2 - 1)).
 
 At alpha = 2 both are Newton's, which ends in the closed form ``c = (1 + sum e d) / n`` on the
-support. A step that leaves the bracket, or comes after a step that did not halve the residual, is replaced by
-bisection: the bracket or the residual halves with every evaluation, for any row.
+support. A step that leaves the bracket, or comes after a step that did not halve the residual, is
+replaced by bisection: the bracket or the residual halves with every evaluation, for any row.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def kernel_kind(dtype: torch.dtype, alpha: Tensor | None, alpha_value: float) ->
 
 
 def log_weights(d: Tensor, log_peak: Tensor, e: Tensor) -> Tensor:
-    """``log p`` for distances ``d``, differentiable in all arguments and ``-inf`` off the support."""
+    """``log p`` for distances ``d``, or ``-inf`` off the support, differentiable in all arguments."""
     c = torch.exp(e * log_peak)
     absent = d == math.inf  # e = 0 would make it 0 * inf
     t = d.masked_fill(absent, 0) / c
