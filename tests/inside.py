@@ -19,7 +19,7 @@ from tilefold.distributed import ranks
 from tilefold.integrations._sparse_source import ServerError, SparseSource
 from tilefold.ops._shared import fallback
 from tilefold.ops._shared._triton import releases
-from tilefold.retrieval.encoding import streamed
+from tilefold.retrieval.encoding import pending_shards
 
 __all__ = [
     "LOCK",
@@ -36,9 +36,9 @@ __all__ = [
     "load_encoder",
     "load_model",
     "lock_path",
+    "pending_shards",
     "ranks",
     "releases",
-    "streamed",
     "swap_directory",
     "write_json",
 ]

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from tests import programs
 from tests.cli.program import Call, done, fails, measured, run_steps
-from tests.inside import common, load_encoder, streamed, write_json
+from tests.inside import common, load_encoder, pending_shards, write_json
 from tests.recipes.small import SUBJECTS, small_collection
 from tilefold.recipes import loading
 from tilefold.retrieval import read_manifest, read_vectors, write_trec_run
@@ -256,7 +256,7 @@ def test_ctrl_c_before_anything_is_kept_says_so(call: Call, work: Path, tmp_path
     )
     searched = ("search", "csv files", "--index", work / "index", "--model", work / "model")
     for owner, name, command in (
-        (streamed.Shard, "take", asked),
+        (pending_shards.PendingShard, "add_batch", asked),
         (encoding, "encode_batch", searched),
     ):
         with interrupted(owner, name, 0):
@@ -509,7 +509,7 @@ def test_ctrl_c_ends_a_process_that_trains(work: Path, masked_lm: str, tmp_path:
 def test_encode_says_where_it_resumes(call: Call, cut: Path, tmp_path: Path) -> None:
     made_of = ("encode", "--model", cut / "model", "--data", cut / "data")
     asked = (*made_of, "--shard-size", "4", "--output", tmp_path / "v")
-    with interrupted(streamed.Shard, "take", 2):
+    with interrupted(pending_shards.PendingShard, "add_batch", 2):
         first = call(*asked)
     assert first.code == 130 and "resumes" not in first.err and "Finished work is kept" in first.err
     kept = read_manifest(tmp_path / "v").n_documents

@@ -22,12 +22,12 @@ from tests.distributed.ranks import Rank, Ranks
 from tests.integrations.multi_vector_models import build_colbert
 from tests.refusals import refused
 from tilefold._internal.files import LOCK, lock_folder
+from tilefold.distributed import rank_store
+from tilefold.distributed.rank_store import RESUME_HINT, RankStore
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.integrations.sentence_transformers.streaming.stream import SparseStream
 from tilefold.retrieval import encode_collection, encode_tokens, read_manifest
-from tilefold.retrieval.encoding import rank_shards as _meeting
-from tilefold.retrieval.encoding.rank_shards import KEPT, Meeting
-from tilefold.retrieval.encoding.streamed import Shard
+from tilefold.retrieval.encoding.pending_shards import PendingShard
 from tilefold.retrieval.errors import RankError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -117,7 +117,7 @@ def few_texts() -> dict[str, Any]:
 
 def one_does_not_come(rank: Rank, model_folder: Path, output: Path) -> Any:
     """What the first rank is told when it calls alone."""
-    with mock.patch.object(_meeting, "MEET_SECONDS", 1.0):
+    with mock.patch.object(rank_store, "JOIN_SECONDS", 1.0):
         return None if rank.rank else encode(rank, model_folder, output)
 
 
@@ -131,16 +131,16 @@ def dies(rank: Rank, model_folder: Path, folder: Path) -> tuple[float, int, str]
     progress, and what.
     """
     if rank.rank:
-        take, left = Shard.take, [3]
+        add_batch, left = PendingShard.add_batch, [3]
 
         def kill(self: Any, batch: Any, job: Any) -> None:
             left[0] -= 1
             if not left[0]:
                 (folder / "died").write_text(str(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
-            take(self, batch, job)
+            add_batch(self, batch, job)
 
-        Shard.take = kill  # type: ignore[method-assign, assignment]
+        PendingShard.add_batch = kill  # type: ignore[method-assign, assignment]
     reported = [0]
     try:
         model = load(model_folder, True)
@@ -300,7 +300,7 @@ def test_what_fails_on_one_rank_ends_all(
     assert (kind, other) == (
         "FileExistsError",
         "RankError",
-    ) and second == f"rank 0: FileExistsError: {first} {KEPT}"
+    ) and second == f"rank 0: FileExistsError: {first} {RESUME_HINT}"
     texts = [dict.fromkeys((f"d{i}" for i in range(40)), 3)] * 2
     (kind, first, _), (other, second, _) = two_ranks.run(
         encode,
@@ -339,7 +339,7 @@ def test_a_rank_that_dies_is_told_at_once_and_nothing_that_was_reported_is_lost(
     waited, reported, told = first.result(timeout=100)
     refused(BrokenProcessPool, "terminated abruptly", second.result)
     two_ranks.close()
-    assert waited < 5 and told == f"rank 1 ended before the work was done. {KEPT}"
+    assert waited < 5 and told == f"rank 1 ended before the work was done. {RESUME_HINT}"
     assert read_manifest(tmp_path / "v").n_documents >= reported - 2
     encode_collection(load(tiny_folder, True), TEXTS, tmp_path / "v", **OPTIONS)
     assert contents(tmp_path / "v") == contents(whole)
@@ -347,18 +347,18 @@ def test_a_rank_that_dies_is_told_at_once_and_nothing_that_was_reported_is_lost(
 
 def test_a_rank_whose_folder_is_just_being_removed_has_left(tmp_path: Path) -> None:
     lock_folder(tmp_path / "home", again=False).release()
-    with mock.patch.object(_meeting, "lock_folder", side_effect=FileNotFoundError):
-        assert _meeting._has_left(tmp_path / "home")
+    with mock.patch.object(rank_store, "lock_folder", side_effect=FileNotFoundError):
+        assert rank_store.has_left(tmp_path / "home")
 
 
 def test_of_several_errors_the_first_ends_the_work_of_all(tmp_path: Path) -> None:
     homes = [tmp_path / "first", tmp_path / "second"]
     locks = [lock_folder(home) for home in homes]
-    ranks = [Meeting(rank, homes) for rank in (0, 1)]
+    ranks = [RankStore(rank, homes) for rank in (0, 1)]
     for rank, said in ((1, "the cause"), (0, "a consequence")):
-        with pytest.raises(ValueError, match=said), ranks[rank].stopping():
+        with pytest.raises(ValueError, match=said), ranks[rank].sharing_failures():
             raise ValueError(said)
     for each in ranks:
-        refused(RankError, r"^rank 1: ValueError: the cause ", each.check)
+        refused(RankError, r"^rank 1: ValueError: the cause ", each.raise_failure)
     for lock in locks:
         lock.release()

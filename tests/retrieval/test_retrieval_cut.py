@@ -251,10 +251,8 @@ def test_an_enormous_text_is_cut_and_read_as_before(
     (cut,) = cut_texts(splade, [long])
     assert long.startswith(cut) and len(cut) < 40 * splade.max_seq_length
     fast = encode_queries(splade, {"q": long}, top_k=30)
-    for module in ("sparse", "streamed"):
-        monkeypatch.setattr(
-            f"tilefold.retrieval.encoding.{module}.cut_texts", lambda model, texts: texts
-        )
+    for module in ("encoding.sparse", "encoding.pending_shards"):
+        monkeypatch.setattr(f"tilefold.retrieval.{module}.cut_texts", lambda model, texts: texts)
     whole = encode_queries(splade, {"q": long}, top_k=30)
     assert np.array_equal(fast.indices, whole.indices) and np.array_equal(fast.data, whole.data)
 

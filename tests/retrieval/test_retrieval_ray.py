@@ -21,12 +21,12 @@ from tilefold.retrieval import encode_collection, read_manifest
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.shard_texts import FileTexts, InMemoryTexts
 from tilefold.retrieval.encoding.on_ray import (
-    TRIED,
-    TRIES,
+    ATTEMPTS_SUFFIX,
+    MAX_ATTEMPTS,
     ClusterError,
     RayCluster,
-    Work,
     Worker,
+    WorkerConfig,
     encode_on_ray,
 )
 from tilefold.retrieval.encoding.sparse import Output, SparseEncoding
@@ -59,12 +59,12 @@ class Held:
 
     def open(self) -> Any:
         output = Output(self.folder, shard_size=2)
-        return ENCODING.job(
+        return ENCODING.create_job(
             self.model,
             {},
             output,
             lambda: Provenance(texts_sha256=self.survey.sha256),
-        ).open_writer(True)
+        ).open_writer(lists=True)
 
     def worker(self, **other: Any) -> Worker:
         made: dict[str, Any] = {
@@ -75,7 +75,7 @@ class Held:
             "beacon": "here.shared.tmp",
             "threads": 1,
         }
-        return Worker(Work(**made | other))
+        return Worker(WorkerConfig(**made | other))
 
     def same(self, alone: Path) -> bool:
         (self.folder / "here.shared.tmp").unlink()
@@ -83,7 +83,7 @@ class Held:
 
     def ask(self, worker: Worker, *numbers: int) -> list[str]:
         """What a worker says after being given shards: their problems."""
-        rows = worker({"ranges": [[self.survey.ranges[number] for number in numbers]]})
+        rows = worker({"shards": [[self.survey.ranges[number] for number in numbers]]})
         assert rows["number"] == list(numbers)
         return rows["problem"]
 
@@ -95,7 +95,7 @@ def held(splade: Any, tmp_path: Path) -> Held:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilefold.retrieval.encoding.on_ray.PATIENCE", 0.1)
+    monkeypatch.setattr("tilefold.retrieval.encoding.on_ray.APPEAR_SECONDS", 0.1)
 
 
 @pytest.mark.filterwarnings("default")  # Ray leaves files and sockets to the collector of garbage
@@ -217,11 +217,11 @@ def test_a_machine_that_does_not_have_what_the_command_has_is_told(held: Held) -
 
 
 def test_texts_that_end_their_worker_every_time_end_the_command(held: Held) -> None:
-    (held.folder / f"00002{TRIED}").write_text(str(TRIES))
+    (held.folder / f"00002{ATTEMPTS_SUFFIX}").write_text(str(MAX_ATTEMPTS))
     problem, _ = held.ask(held.worker(), 2, 3)
     assert "shards 2 to 3 have ended 5 workers" in problem and "'d4' to 'd5'" in problem
     assert held.ask(held.worker(), 0) == [""], "others go on"
-    assert not (held.folder / f"00000{TRIED}").exists()
+    assert not (held.folder / f"00000{ATTEMPTS_SUFFIX}").exists()
 
 
 def test_when_every_text_of_a_shard_fails_the_model_is_at_fault(

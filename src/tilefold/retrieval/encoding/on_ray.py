@@ -1,6 +1,4 @@
-"""Encode a collection on several machines: Ray Data with a pool of actors, each of which has a
-model.
-"""
+"""Encode a collection on several machines, with a pool of actors of Ray Data."""
 
 from __future__ import annotations
 
@@ -24,15 +22,19 @@ from tilefold.pipeline.threads import BackgroundWorker
 from tilefold.retrieval.common.files import Json, require
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.passages import PassageTexts
-from tilefold.retrieval.data.shard_texts import FileTexts, InMemoryTexts, ShardTexts, Texts
-from tilefold.retrieval.encoding.streamed import (
+from tilefold.retrieval.data.shard_texts import (
+    FileTexts,
+    InMemoryTexts,
+    ShardPlan,
+    ShardTexts,
+    Texts,
+)
+from tilefold.retrieval.encoding.job import Encoding, Job, Output
+from tilefold.retrieval.encoding.pending_shards import (
     WAITING_SHARDS,
-    Encoding,
-    Job,
-    Output,
-    Shard,
+    PendingShard,
+    describe_error,
     encode_shards,
-    reason,
 )
 from tilefold.retrieval.encoding.truncation import limit_length
 from tilefold.retrieval.errors import DataError
@@ -47,14 +49,17 @@ from tilefold.retrieval.vectors.shards import (
 
 __all__ = ["ClusterError", "RayCluster", "encode_on_ray"]
 
-SHARDS_PER_TASK = (
-    16  # at most: within a task the next texts are tokenised while the last ones are encoded
-)
-_BEACON = ".shared.tmp"
-HERE = "local"  # a Ray of its own on this machine
-TRIES = 5  # of shards whose workers die
-TRIED = ".tries.tmp"
-PATIENCE = 10.0  # seconds for a file that another machine has written to appear here
+# Shards per task, at most. Within a task, the next texts are tokenised while the last ones are
+# encoded.
+SHARDS_PER_TASK = 16
+LOCAL = "local"  # address that starts Ray on this machine
+MAX_ATTEMPTS = 5  # workers that may die at the same shards
+APPEAR_SECONDS = 10.0  # until a file that another machine has written appears on this one
+
+_BEACON_SUFFIX = ".shared.tmp"
+ATTEMPTS_SUFFIX = ".tries.tmp"
+_APPEAR_POLL_SECONDS = 0.2
+_DEFAULT_CORES = 4  # of a worker without a GPU, at most
 
 
 class ClusterError(ConnectionError):
@@ -63,17 +68,18 @@ class ClusterError(ConnectionError):
 
 @dataclass(frozen=True)
 class RayCluster:
-    """Ray cluster of the workers; a connection that the process has already is used as it is.
+    """The Ray cluster that workers run on. An open connection of this process is used.
 
     Attributes:
-        address: ``host:port`` of a cluster, ``"auto"`` for the one that this machine belongs to,
-            ``"local"`` to start Ray on this machine alone; None takes the variable ``RAY_ADDRESS``,
-            else ``"local"``.
-        workers: at most; by default as many as fit when the command begins. More start when the
-            cluster has grown.
-        worker_gpus: of each worker; by default one where there are GPUs.
-        worker_cpus: cores of each; by default its share beside the GPUs, and without any up to 4.
-        patience: seconds to wait for an answer.
+        address: ``host:port`` of a cluster, ``"auto"`` for the cluster of this machine, or
+            ``"local"`` to start Ray on this machine. ``None`` reads the variable ``RAY_ADDRESS``,
+            and is ``"local"`` without it.
+        workers: number of workers, at most. By default as many as fit when the command begins. More
+            start when the cluster has grown.
+        worker_gpus: GPUs per worker. By default one if the cluster has GPUs.
+        worker_cpus: cores per worker. By default an equal share for each GPU, and up to 4 without a
+            GPU.
+        patience: seconds to wait for an answer of the cluster.
     """
 
     address: str | None = None
@@ -89,11 +95,18 @@ class RayCluster:
 
 
 @dataclass(frozen=True)
-class Pool:
-    """Workers: how many at the beginning and at most, and what each of them takes."""
+class WorkerPool:
+    """Number and size of the workers.
 
-    first: int
-    most: int
+    Attributes:
+        min_workers: workers that start at once.
+        max_workers: workers if the cluster grows.
+        cpus: cores per worker.
+        gpus: GPUs per worker.
+    """
+
+    min_workers: int
+    max_workers: int
     cpus: int
     gpus: float
 
@@ -109,32 +122,38 @@ def encode_on_ray(
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
 ) -> Any:
-    """Encode texts into a folder that all machines of a Ray cluster share, resuming an earlier run
-    of any engine.
+    """Encode texts into a folder that all machines of a Ray cluster share.
 
-    Shards, manifest and failed texts are those of :func:`tilefold.retrieval.encode_collection`,
-    with the same bytes where workers have the same kind of device, the same releases, and on a CPU
-    as many threads. A task is some shards, told as ranges of rows with a digest: a worker reads and
-    encodes them, and leaves each in the folder with a receipt. If it is killed, another one gets
-    the task, and a command goes on from the receipts of one that was killed.
+    The result is that of :func:`tilefold.retrieval.encode_collection`: shards, manifest and failed
+    texts. It has the same bytes if all workers have the same kind of device, the same releases,
+    and, on a CPU, the same number of threads. A run of any engine can be resumed.
+
+    A task is a few shards, each described by ranges of rows and a digest. A worker reads and
+    encodes them, and leaves each shard in the folder with a receipt. If it is killed, another
+    worker gets the task. If the command is killed, the next one continues from the receipts.
 
     Args:
-        load: makes the model, once in each worker and once here; a function that workers can
-            import, or a pickled one.
-        texts: id -> text in a fixed order, which are sent to the workers; or a file, folder or
-            saved dataset as :func:`tilefold.retrieval.load_documents` reads, which all machines
-            must see and which is read row by row.
+        load: returns the model. It is called once in each worker and once in this process. It must
+            be a function that workers can import, or that can be pickled.
+        texts: id -> text in a fixed order, which is sent to the workers; or a file, folder or saved
+            dataset for :func:`tilefold.retrieval.load_documents`, which all machines must see and
+            which is read row by row.
         output_dir: the folder, at the same path on all machines.
-        encoding: ``SparseEncoding`` or ``TokenEncoding``.
-        cluster: where workers run; by default the machine alone.
-        shard_size, progress, resume: as there.
+        encoding: ``SparseEncoding``, ``TokenEncoding`` or ``DenseEncoding``.
+        cluster: where workers run; by default on this machine.
+        shard_size: consecutive texts per shard.
+        progress: called as ``progress(texts done, texts in all)``.
+        resume: keep the complete shards of an earlier run.
+
+    Returns:
+        The complete manifest.
 
     Raises:
         MissingPackageError: Ray is not installed.
-        ClusterError: the cluster cannot be reached, has no room for a worker, or workers died again
-            and again.
-        DataError: as there; bad or repeated rows; a machine does not see the same folder, texts or
-            model.
+        ClusterError: the cluster cannot be reached, has no room for a worker, or workers died
+            several times.
+        DataError: as in ``encode_collection``; or rows are malformed or repeated; or a machine has
+            another folder, other texts or another model.
     """
     check_instance(
         "texts",
@@ -142,87 +161,143 @@ def encode_on_ray(
         (Mapping, str, Path, InMemoryTexts, FileTexts),
         "the path of the documents",
     )
-    output = Output(Path(output_dir).resolve(), shard_size, 0.0, None, resume)
-    if not isinstance(texts, Texts):
-        texts = InMemoryTexts(texts) if isinstance(texts, Mapping) else FileTexts(Path(texts))
-    report = progress or (lambda done, total: None)
-    with _connected(cluster or RayCluster()) as ray:
-        pool = _pool_of(ray, cluster or RayCluster())
-        survey = texts.plan_shards(shard_size)
+    output = Output(
+        folder=Path(output_dir).resolve(),
+        shard_size=shard_size,
+        save_minutes=0.0,
+        resume=resume,
+    )
+    report = progress or _ignore_progress  # not in `output`, which is sent to the workers
+    source = _text_source(texts)
+    cluster = cluster or RayCluster()
+    with _connect(cluster) as ray:
+        pool = _size_pool(ray, cluster)
+        plan = source.plan_shards(shard_size)
         model = load()
-        model = model.to("cpu") if hasattr(model, "to") else model  # the GPUs are for the workers
-        cut = getattr(texts, "texts", None)  # passages know their documents
-        made_of = (
-            cut.provenance
-            if isinstance(cut, PassageTexts)
-            else Provenance(texts_sha256=survey.sha256)
-        )
-        job = encoding.job(model, {}, output, lambda: made_of)
-        job.precision = None  # that of the workers counts, whose devices are others
-        writer = job.open_writer(True)
-        missing = {part.number: part for part in survey.ranges if not writer.has_shard(part.number)}
+        if hasattr(model, "to"):
+            model = model.to("cpu")  # the GPUs are for the workers
+        provenance = _provenance_of(source, plan)
+        job = encoding.create_job(model, {}, output, lambda: provenance)
+        job.precision = None  # that of the workers' devices counts
+        writer = job.open_writer(lists=True)
+        missing = {
+            shard_texts.number: shard_texts
+            for shard_texts in plan.ranges
+            if not writer.has_shard(shard_texts.number)
+        }
         with _beacon(writer.path) as beacon:
-            work = Work(encoding, load, output, writer.manifest.identity, beacon, pool.cpus)
-            finished = survey.count - sum(part.count for part in missing.values())
-            report(finished, survey.count)
-            for numbers in _written(ray, pool, work, list(missing.values())) if missing else ():
+            config = WorkerConfig(
+                encoding=encoding,
+                load=load,
+                output=output,
+                identity=writer.manifest.identity,
+                beacon=beacon,
+                threads=pool.cpus,
+            )
+            n_done = plan.count - sum(shard_texts.count for shard_texts in missing.values())
+            report(n_done, plan.count)
+            for numbers in _encode_missing(ray, pool, config, list(missing.values())):
                 _receive(writer, numbers)
-                finished += sum(missing.pop(number).count for number in numbers)
-                report(finished, survey.count)
+                n_done += sum(missing.pop(number).count for number in numbers)
+                report(n_done, plan.count)
     if missing:
         raise DataError(
             f"{writer.path}: {len(missing)} shards were not written. Start the command again.",
         )
     if writer.manifest.n_documents == 0:
-        name, reason = next(iter(writer.manifest.failed.items()))
+        text_id, failure = next(iter(writer.manifest.failed.items()))
         raise DataError(
-            f"texts: all {survey.count} failed, {name!r} first ({reason}). Check the model.",
+            f"texts: all {plan.count} failed, {text_id!r} first ({failure}). Check the model.",
         )
-    return writer.finish(survey.count)
+    return writer.finish(plan.count)
 
 
-def _written(
-    ray: ModuleType, pool: Pool, work: Work, missing: list[ShardTexts]
+def _ignore_progress(n_done: int, n_texts: int) -> None:
+    pass
+
+
+def _text_source(texts: Mapping[str, str] | str | Path | Texts) -> Texts:
+    """Return the source that workers read `texts` from."""
+    if isinstance(texts, Texts):
+        return texts
+    if isinstance(texts, Mapping):
+        return InMemoryTexts(texts)
+    return FileTexts(Path(texts))
+
+
+def _provenance_of(source: Texts, plan: ShardPlan) -> Provenance:
+    """Return the provenance of the texts: passages know that of their documents."""
+    texts = getattr(source, "texts", None)
+    if isinstance(texts, PassageTexts):
+        return texts.provenance
+    return Provenance(texts_sha256=plan.sha256)
+
+
+def _encode_missing(
+    ray: ModuleType,
+    pool: WorkerPool,
+    config: WorkerConfig,
+    shards: list[ShardTexts],
 ) -> Iterator[list[int]]:
-    """Numbers of shards as they are written, some at a time."""
-    size = max(1, min(SHARDS_PER_TASK, len(missing) // (2 * pool.most)))
-    tasks = [{"ranges": missing[start : start + size]} for start in range(0, len(missing), size)]
-    with _quiet_data(ray):
-        actors = ray.data.ActorPoolStrategy(min_size=pool.first, max_size=pool.most)
-        each = {"compute": actors, "num_cpus": pool.cpus, "num_gpus": pool.gpus or None}
-        rows = ray.data.from_items(tasks, override_num_blocks=len(tasks))
-        rows = rows.map_batches(Worker, fn_constructor_args=(work,), batch_size=1, **each)
+    """Encode `shards` in the workers, and yield the numbers of shards as they are written."""
+    if not shards:
+        return
+    task_size = max(1, min(SHARDS_PER_TASK, len(shards) // (2 * pool.max_workers)))
+    tasks = [
+        {"shards": shards[start : start + task_size]} for start in range(0, len(shards), task_size)
+    ]
+    with _quiet_ray_data(ray):
+        dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+        results = dataset.map_batches(
+            Worker,
+            fn_constructor_args=(config,),
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(
+                min_size=pool.min_workers,
+                max_size=pool.max_workers,
+            ),
+            num_cpus=pool.cpus,
+            num_gpus=pool.gpus or None,
+        )
         try:
-            for batch in rows.iter_batches(batch_size=None):
-                if problem := next(filter(None, batch["problem"]), ""):
-                    raise DataError(
-                        f"a worker could not go on: {problem} What was written is kept.",
-                    )
+            for batch in results.iter_batches(batch_size=None):
+                _check_problems(batch["problem"])
                 yield [int(number) for number in batch["number"]]
         except ray.exceptions.RayError as error:
-            said = f"the workers were lost ({' '.join(str(error).split())[:300]})"
+            cause = " ".join(str(error).split())[:300]
             raise ClusterError(
-                f"Ray: {said}. What was written is kept: run the same command again.",
+                f"Ray: the workers were lost ({cause}). What was written is kept: run the same "
+                "command again.",
             ) from error
 
 
+def _check_problems(problems: Sequence[str]) -> None:
+    """Raise ``DataError`` with the first problem of a worker, if there is one."""
+    for problem in problems:
+        if problem:
+            raise DataError(f"a worker could not go on: {problem} What was written is kept.")
+
+
 def _receive(writer: ShardWriter[M, V], numbers: list[int]) -> None:
-    left = set(numbers)
+    """List shards that a worker has written, once their files appear on this machine."""
+    missing = set(numbers)
 
-    def all_there() -> bool:
-        left.difference_update(writer.receive(sorted(left)))
-        return not left
+    def receive_all() -> bool:
+        missing.difference_update(writer.receive(sorted(missing)))
+        return not missing
 
-    if not appears(all_there):
-        said = f"shard {min(left)} was written by a worker, and is not there where the command runs"
-        raise DataError(f"{writer.path}: {said}. Choose an output folder that all machines share.")
+    if not becomes_true(receive_all):
+        raise DataError(
+            f"{writer.path}: shard {min(missing)} was written by a worker, and is not there where "
+            "the command runs. Choose an output folder that all machines share.",
+        )
 
 
 @contextmanager
 def _beacon(folder: Path) -> Iterator[str]:
-    """The name of a new file in a folder, by which other machines know it."""
+    """Yield the name of a new file in `folder`, by which other machines recognise the folder."""
     _remove_notes(folder)
-    file = folder / f"{uuid.uuid4().hex}{_BEACON}"
+    file = folder / f"{uuid.uuid4().hex}{_BEACON_SUFFIX}"
     file.touch()
     try:
         yield file.name
@@ -231,33 +306,43 @@ def _beacon(folder: Path) -> Iterator[str]:
 
 
 def _remove_notes(folder: Path) -> None:
-    for left in (*folder.glob(f"*{_BEACON}"), *folder.glob(f"*{TRIED}")):
-        left.unlink(missing_ok=True)
+    """Remove the beacons and the counts of attempts of a command."""
+    for suffix in (_BEACON_SUFFIX, ATTEMPTS_SUFFIX):
+        for note in folder.glob(f"*{suffix}"):
+            note.unlink(missing_ok=True)
 
 
 @contextmanager
-def _connected(cluster: RayCluster) -> Iterator[ModuleType]:
-    """``ray``, connected; what was started is ended."""
+def _connect(cluster: RayCluster) -> Iterator[ModuleType]:
+    """Yield the module ``ray``, connected to `cluster`. A connection made here is closed."""
     purpose = "Encoding on several machines"
     require("ray.data", "ray[data]", purpose, extra="ray")
     ray = require("ray", "ray[data]", purpose, extra="ray")
     if ray.is_initialized():
         yield ray
         return
-    if (address := cluster.address or os.environ.get("RAY_ADDRESS") or HERE) not in (HERE, "auto"):
+    address = cluster.address or os.environ.get("RAY_ADDRESS") or LOCAL
+    if address not in (LOCAL, "auto"):
         _check_reachable(address, cluster.patience)
-    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
-        os.environ.setdefault(name, "0")
-    options = {"include_dashboard": False} if address == HERE else {}
-    began = time.monotonic()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    start = time.monotonic()
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        if address == LOCAL:
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                include_dashboard=False,
+            )
+        else:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        said = (
-            f"at {address} after {time.monotonic() - began:.0f} s ({' '.join(str(error).split())})"
-        )
-        remedy = "Is it running there, in the same release of Ray and Python?"
-        raise ClusterError(f"Ray: no cluster could be used {said}. {remedy}") from error
+        cause = " ".join(str(error).split())
+        raise ClusterError(
+            f"Ray: no cluster could be used at {address} after {time.monotonic() - start:.0f} s "
+            f"({cause}). Is it running there, in the same release of Ray and Python?",
+        ) from error
     try:
         yield ray
     finally:
@@ -265,165 +350,231 @@ def _connected(cluster: RayCluster) -> Iterator[ModuleType]:
 
 
 def _check_reachable(address: str, patience: float) -> None:
-    host, colon, port = address.rpartition(":")
+    """Raise an error unless something answers at `address` within `patience` seconds.
+
+    Raises:
+        ValueError: if `address` is not ``host:port``.
+        ClusterError: if there is no answer.
+    """
+    expected = f"address: expected host:port, 'auto' or 'local', got {address!r}."
     if "://" in address:
-        remedy = "Ray's client is not for Ray Data: run it on a machine of the cluster, or with `ray job submit`."
         raise ValueError(
-            f"address: expected host:port, 'auto' or 'local', got {address!r}. {remedy}",
+            f"{expected} Ray's client is not for Ray Data: run it on a machine of the cluster, or "
+            "with `ray job submit`.",
         )
+    host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit():
-        raise ValueError(f"address: expected host:port, 'auto' or 'local', got {address!r}.")
-    began, problem = time.monotonic(), ""
-    while (waited := time.monotonic() - began) < patience:
+        raise ValueError(expected)
+    start = time.monotonic()
+    deadline = start + patience
+    problem = ""
+    while (remaining := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((host, int(port)), timeout=max(0.1, patience - waited)):
+            with socket.create_connection((host, int(port)), timeout=max(0.1, remaining)):
                 return
         except OSError as error:
             problem = str(error)
             time.sleep(min(1.0, patience / 10))
-    said = f"after {time.monotonic() - began:.0f} s ({problem})"
     raise ClusterError(
-        f"Ray: no answer from {address} {said}. Start it (ray start --head), or mend the address.",
+        f"Ray: no answer from {address} after {time.monotonic() - start:.0f} s ({problem}). "
+        "Start it (ray start --head), or mend the address.",
     )
 
 
-def _pool_of(ray: ModuleType, cluster: RayCluster) -> Pool:
-    """The workers that `cluster` asks for; :class:`ClusterError` where there is no room for one."""
-    has = ray.cluster_resources()
-    cores, gpus = int(has.get("CPU", 0)), float(has.get("GPU", 0))
-    of_gpus = cluster.worker_gpus if cluster.worker_gpus is not None else float(gpus >= 1)
-    share = cores // int(gpus / of_gpus) if of_gpus and gpus >= of_gpus else min(4, cores)
-    of_cores = cluster.worker_cpus or max(1, share)
-    if not (room := min(cores // of_cores, int(gpus / of_gpus) if of_gpus else cores)):
-        wanted, got = (
-            f"a worker of {of_cores} cores and {of_gpus:g} GPUs",
-            f"{cores} cores and {gpus:g} GPUs in all",
-        )
+def _size_pool(ray: ModuleType, cluster: RayCluster) -> WorkerPool:
+    """Return the number and size of the workers that fit on the cluster.
+
+    Raises:
+        ClusterError: if not a single worker fits.
+    """
+    resources = ray.cluster_resources()
+    cores = int(resources.get("CPU", 0))
+    gpus = float(resources.get("GPU", 0))
+    worker_gpus = cluster.worker_gpus
+    if worker_gpus is None:
+        worker_gpus = 1.0 if gpus >= 1 else 0.0
+    worker_cpus = cluster.worker_cpus or _default_cpus(cores, gpus, worker_gpus)
+    n_fitting = cores // worker_cpus
+    if worker_gpus:
+        n_fitting = min(n_fitting, int(gpus / worker_gpus))
+    if not n_fitting:
         raise ClusterError(
-            f"Ray: expected room for {wanted}, got {got}. Lower worker_cpus or worker_gpus.",
+            f"Ray: expected room for a worker of {worker_cpus} cores and {worker_gpus:g} GPUs, "
+            f"got {cores} cores and {gpus:g} GPUs in all. Lower worker_cpus or worker_gpus.",
         )
-    most = cluster.workers or room
-    return Pool(min(room, most), most, of_cores, of_gpus)
+    max_workers = cluster.workers or n_fitting
+    return WorkerPool(min(n_fitting, max_workers), max_workers, worker_cpus, worker_gpus)
+
+
+def _default_cpus(cores: int, gpus: float, worker_gpus: float) -> int:
+    """Return the cores of a worker: an equal share of each GPU, else up to ``_DEFAULT_CORES``."""
+    if worker_gpus and gpus >= worker_gpus:
+        n_gpu_workers = int(gpus / worker_gpus)
+        return max(1, cores // n_gpu_workers)
+    return max(1, min(_DEFAULT_CORES, cores))
 
 
 @contextmanager
-def _quiet_data(ray: ModuleType) -> Iterator[None]:
-    """Ray Data without its bars and notes."""
-    context, logger = ray.data.DataContext.get_current(), logging.getLogger("ray.data")
-    before = context.enable_progress_bars, context.print_on_execution_start, logger.level
-    context.enable_progress_bars = context.print_on_execution_start = False
+def _quiet_ray_data(ray: ModuleType) -> Iterator[None]:
+    """Silence the progress bars and log messages of Ray Data in the block."""
+    context = ray.data.DataContext.get_current()
+    logger = logging.getLogger("ray.data")
+    shows_progress = context.enable_progress_bars
+    prints_start = context.print_on_execution_start
+    level = logger.level
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        context.enable_progress_bars, context.print_on_execution_start = before[:2]
-        logger.setLevel(before[2])
+        context.enable_progress_bars = shows_progress
+        context.print_on_execution_start = prints_start
+        logger.setLevel(level)
 
 
 @dataclass(frozen=True)
-class Work:
-    """The work that all workers of a command share."""
+class WorkerConfig:
+    """Configuration that all workers of a command share.
+
+    Attributes:
+        encoding: options of encoding.
+        load: returns the model.
+        output: the folder, at the same path on all machines.
+        identity: settings of the folder in the command's process.
+        beacon: name of a file that the command has put into the folder.
+        threads: torch threads on a CPU.
+    """
 
     encoding: Encoding
-    load: Callable[[], Model]  # makes the model
-    output: Output  # at the same path everywhere
-    identity: Json  # of the folder, as the command knows it
-    beacon: str  # name of a file that the command has put into the folder
-    threads: int  # of torch on a CPU
+    load: Callable[[], Model]
+    output: Output
+    identity: Json
+    beacon: str
+    threads: int
 
 
 class Worker:
-    """An actor of the pool; what goes wrong is told as a row, so that the command can say it in its
-    words.
+    """Ray actor that encodes shards.
+
+    Errors are returned as rows, so that the command can raise them with a message of its own.
+
+    Args:
+        config: the configuration of the command.
     """
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        self.problem = ""
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.problem = ""  # why the worker could not start
         try:
-            self._load()
+            self._start()
         except Exception as error:
-            self.problem = reason(error)
+            self.problem = describe_error(error)
 
-    def _load(self) -> None:
-        work = self.work
-        if not appears((work.output.folder / work.beacon).is_file):
-            said = f"is not the folder of the command on the machine {socket.gethostname()}"
+    def _start(self) -> None:
+        """Load the model, and check that folder and model are those of the command."""
+        config = self.config
+        machine = socket.gethostname()
+        beacon = config.output.folder / config.beacon
+        if not becomes_true(beacon.is_file):
             raise FileNotFoundError(
-                f"{work.output.folder}: {said}. Choose an output folder that all machines share.",
+                f"{config.output.folder}: is not the folder of the command on the machine "
+                f"{machine}. Choose an output folder that all machines share.",
             )
-        torch.set_num_threads(work.threads)
-        made_of = Provenance.from_dict(work.identity)
-        self.job: Job[Any, Any] = work.encoding.job(work.load(), {}, work.output, lambda: made_of)
-        self.writer = self.job.open_writer(False)
-        limit_length(self.job.model, work.encoding.kind, work.encoding.max_length)
-        if changed := differences(
-            work.identity,
-            self.writer.manifest.identity,
-            "in the command",
-            "here",
-        ):
-            said = f"the machine {socket.gethostname()} would encode something else ({changed})"
+        torch.set_num_threads(config.threads)
+        provenance = Provenance.from_dict(config.identity)
+        self.job: Job[Any, Any] = config.encoding.create_job(
+            config.load(),
+            {},
+            config.output,
+            lambda: provenance,
+        )
+        self.writer = self.job.open_writer(lists=False)
+        limit_length(self.job.model, config.encoding.kind, config.encoding.max_length)
+        identity = self.writer.manifest.identity
+        changed = differences(config.identity, identity, "in the command", "here")
+        if changed:
             raise ValueError(
-                f"{said}. Give all machines the same folder, or the same release, of the model.",
+                f"the machine {machine} would encode something else ({changed}). Give all machines "
+                "the same folder, or the same release, of the model.",
             )
 
     def __call__(self, batch: Mapping[str, Sequence[Sequence[ShardTexts]]]) -> dict[str, list[Any]]:
-        """Write the shards of a task; rows of a number and a problem, which is empty where the
-        shard is written.
+        """Write the shards of a task.
+
+        Args:
+            batch: column ``shards`` with one row, the texts of each shard of the task.
+
+        Returns:
+            Column ``number`` of the shards, and column ``problem``, empty if they are written.
         """
-        (ranges,) = batch["ranges"]
-        if not (problem := self.problem):
+        (shards,) = batch["shards"]
+        problem = self.problem
+        if not problem:
             try:
-                self._write(ranges)
+                self._encode(shards)
             except Exception as error:
-                problem = reason(error)
-        numbers = [part.number for part in ranges]
+                problem = describe_error(error)
+        numbers = [shard_texts.number for shard_texts in shards]
         return {"number": numbers, "problem": [problem] * len(numbers)}
 
-    def _write(self, ranges: Sequence[ShardTexts]) -> None:
-        folder, key = self.writer.path, self.writer.key
-        if missing := [part for part in ranges if Receipt.read(folder, part.number, key) is None]:
-            tried = self._tried(missing)
-            with BackgroundWorker(WAITING_SHARDS, "tilefold-writer") as behind:
-                list(encode_shards(self.job, map(self._read, missing), self._leave, behind))
-            tried.unlink(missing_ok=True)
+    def _encode(self, shards: Sequence[ShardTexts]) -> None:
+        """Encode the shards of a task that have no receipt yet."""
+        missing = [
+            shard_texts
+            for shard_texts in shards
+            if Receipt.read(self.writer.path, shard_texts.number, self.writer.key) is None
+        ]
+        if not missing:
+            return
+        attempts_file = self._count_attempt(missing)
+        with BackgroundWorker(WAITING_SHARDS, "tilefold-writer") as writer_thread:
+            shards = map(self._read_shard, missing)
+            for _ in encode_shards(self.job, shards, self._write, writer_thread):
+                pass
+        attempts_file.unlink(missing_ok=True)
 
-    def _read(self, part: ShardTexts) -> Shard[Any]:
-        """In the thread that works ahead."""
-        texts = part.read()
-        return Shard(part.number, list(texts), texts)
+    def _read_shard(self, shard_texts: ShardTexts) -> PendingShard[Any]:
+        """Read the texts of a shard, in the thread that tokenises."""
+        texts = shard_texts.read()
+        return PendingShard(shard_texts.number, list(texts), texts)
 
-    def _leave(self, shard: Shard[Any]) -> None:
-        vectors, failed = shard.assembled(self.job)
+    def _write(self, shard: PendingShard[Any]) -> None:
+        """Leave a shard for the command, in the thread that writes."""
+        vectors, failed = shard.assemble(self.job)
         check_not_all_failed(shard.number, len(vectors), failed, nothing_yet=False)
-        if not (self.writer.path / self.work.beacon).is_file():
+        if not (self.writer.path / self.config.beacon).is_file():
             raise FileNotFoundError("the command has ended, and what comes late is not written.")
-        self.writer.leave_shard(shard.number, vectors, failed, shard.cut)
-        shard.written()
+        self.writer.leave_shard(shard.number, vectors, failed, shard.truncation)
+        shard.mark_written()
 
-    def _tried(self, missing: Sequence[ShardTexts]) -> Path:
-        """Count how often workers have begun here: Ray repeats a task without end when its worker
-        dies.
+    def _count_attempt(self, shards: Sequence[ShardTexts]) -> Path:
+        """Count the workers that have begun a task, and return the file with the count.
+
+        Ray repeats a task without end when its worker dies.
+
+        Raises:
+            RuntimeError: if ``MAX_ATTEMPTS`` workers have died at the same task.
         """
-        first = missing[0]
-        file = self.writer.path / f"{first.number:05d}{TRIED}"
-        count = int(file.read_text()) if file.is_file() else 0
-        if count >= TRIES:
-            ids = list(first.read())
-            cause = f"A text of {ids[0]!r} to {ids[-1]!r} probably does it: take it out, or give workers more memory."
+        first_shard = shards[0]
+        file = self.writer.path / f"{first_shard.number:05d}{ATTEMPTS_SUFFIX}"
+        n_attempts = int(file.read_text()) if file.is_file() else 0
+        if n_attempts >= MAX_ATTEMPTS:
+            ids = list(first_shard.read())
             raise RuntimeError(
-                f"shards {first.number} to {missing[-1].number} have ended {count} workers. {cause}",
+                f"shards {first_shard.number} to {shards[-1].number} have ended {n_attempts} "
+                f"workers. A text of {ids[0]!r} to {ids[-1]!r} probably does it: take it out, or "
+                "give workers more memory.",
             )
-        file.write_text(str(count + 1))
+        file.write_text(str(n_attempts + 1))
         return file
 
 
-def appears(there: Callable[[], bool]) -> bool:
-    """Whether something is there, now or within the time that a shared folder may take to show it."""
-    end = time.monotonic() + PATIENCE
-    while not there():
-        if time.monotonic() > end:
+def becomes_true(condition: Callable[[], bool]) -> bool:
+    """Return whether `condition` holds now, or within the time that a shared folder may take."""
+    deadline = time.monotonic() + APPEAR_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
             return False
-        time.sleep(0.2)
+        time.sleep(_APPEAR_POLL_SECONDS)
     return True

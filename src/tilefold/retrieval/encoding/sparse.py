@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,14 @@ from tilefold._internal.arguments import check_encoder, check_least, check_mappi
 from tilefold._internal.typing import Model
 from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.distributed.process_group import ranks_of
+from tilefold.distributed.rank_store import open_rank_store
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.rows import SparseRows
 from tilefold.retrieval.common.provenance import provenance_of
-from tilefold.retrieval.encoding.rank_shards import RankShards, meeting
-from tilefold.retrieval.encoding.streamed import Encoding, FolderShards, Job, Kind, MadeOf, Output
+from tilefold.retrieval.encoding.folder_encoder import FolderEncoder
+from tilefold.retrieval.encoding.job import Encoding, GetProvenance, Job, Kind, Output, Stream
+from tilefold.retrieval.encoding.pending_shards import encode_in_memory
+from tilefold.retrieval.encoding.rank_encoder import RankEncoder
 from tilefold.retrieval.encoding.truncation import cut_texts, limited
 from tilefold.retrieval.vectors.sparse import SparseVectors
 from tilefold.retrieval.vectors.sparse_files import SparseVectorWriter, VectorManifest
@@ -31,8 +35,8 @@ __all__ = [
     "encode_batch",
     "encode_collection",
     "encode_queries",
+    "encode_to_folder",
 ]
-__all__ += ["encode_to_folder"]
 
 
 def encode_collection(
@@ -55,65 +59,73 @@ def encode_collection(
 ) -> VectorManifest:
     """Encode `texts` into a folder of vectors, shard by shard, resuming an earlier run.
 
-    A text that cannot be encoded (not a string, an error or NaN in the model) is left out and
-    listed with the reason in ``manifest.failed``; the others are not lost. With an accelerated
-    model, threads tokenise and write while it encodes batches of equal numbers of tokens, without
-    padding where the model allows. Rows are those of the plain model up to the order in which sums
-    are evaluated: in 16 bits, bits of a row may depend on the texts it was encoded with.
+    A text that cannot be encoded (it is not a string, or the model fails or returns NaN) is left
+    out, and listed with the reason in ``manifest.failed``. Other texts are not lost.
+
+    With an accelerated model, threads tokenise and write while it encodes batches of equal numbers
+    of tokens, without padding where the model allows it. Rows are equal to those of the plain model
+    up to the order in which sums are evaluated. In 16 bits, the bits of a row may depend on the
+    texts that it was encoded with.
 
     Args:
         model: a ``SparseEncoder``, plain or accelerated.
-        texts: id -> text, in a fixed order; or passages of long ones
+        texts: id -> text, in a fixed order; or passages of long documents
             (:class:`tilefold.retrieval.Passages`).
         output_dir: the folder; see :mod:`tilefold.retrieval.vectors.sparse_files`.
-        kind: ``"document"`` or ``"query"``: the model's prompt and route.
-        batch_size: texts encoded at a time, at most; 32 of a plain model, else as many as
-            `batch_tokens` allows.
-        batch_tokens: tokens that an accelerated model encodes at a time; by default what suits the
-            device.
-        shard_size: consecutive texts of a shard, which is written atomically.
-        save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
-        top_k: heaviest terms kept per text; None uses the model's own ``max_active_dims``.
-        min_weight: terms are kept above this weight.
-        special_tokens: keep weights of the tokenizer's special tokens, such as ``[CLS]``, which
-            match in every text.
-        max_length: tokens read of a text, at most those that the model reads; None takes the
-            model's own limit.
-        progress: called as ``progress(texts done, texts in all)`` after each batch, and once at the
-            start.
+        kind: ``"document"`` or ``"query"``, which selects the model's prompt and route.
+        batch_size: texts per batch, at most. By default 32 for a plain model, and as many as
+            `batch_tokens` allows for an accelerated one.
+        batch_tokens: tokens per batch of an accelerated model, at most. By default a number that
+            suits the device.
+        shard_size: consecutive texts per shard, which is written atomically.
+        save_minutes: minutes after which the finished part of a shard is saved. It is also saved on
+            Ctrl-C.
+        top_k: number of heaviest terms to keep per text; None uses the model's own
+            ``max_active_dims``.
+        min_weight: terms are kept if their weight is above this.
+        special_tokens: whether weights of the tokenizer's special tokens, such as ``[CLS]``, are
+            kept. They match in every text.
+        max_length: tokens read per text, at most as many as the model reads; None uses the model's
+            limit.
+        progress: called as ``progress(texts done, texts in all)`` at the start and after each
+            batch.
         resume: keep the complete shards of an earlier run; a different model, text or setting is an
             error. With False, earlier vectors are discarded.
         group: the ranks of ``torch.distributed`` that share the work: a process group, ``"world"``
-            for all of them, if there are any, or None for this process alone. Every rank calls with
-            the same arguments and gets the same manifest; the folder holds the bytes that one
-            process writes, on a CPU with as many threads. A rank takes the next shard when it is
-            ready for one, so shards should be many more than ranks; only whole ones are kept. The
-            first calls `progress`.
+            for all ranks if there are any, or None for this process alone. Every rank calls with
+            the same arguments and gets the same manifest. On a CPU with the same number of threads,
+            the folder has the same bytes as one process writes. A rank takes the next shard when it
+            is ready for it, so there should be many more shards than ranks. Only complete shards
+            are kept. Rank 0 calls `progress`.
 
     Returns:
         The complete manifest.
 
     Raises:
-        TypeError: `model` is no loaded model, or `texts` is no mapping.
-        ValueError: a wrong argument, or no text.
-        DataError: ``resume=True`` and the folder holds vectors with other settings; or every text
-            failed, or every one of a shard of at least 16, which points at the model and not at the
-            texts.
-        FileExistsError: the folder holds other files.
+        TypeError: `model` is not a loaded model, or `texts` is not a mapping.
+        ValueError: an argument is wrong, or there is no text.
+        DataError: with `resume`, the folder has vectors with other settings; or every text failed,
+            or every text of a shard of at least 16, which is the fault of the model.
+        FileExistsError: the folder has other files.
         InUseError: another process writes there.
-        RankError: another rank of the group failed or ended, or some did not come within five
-            minutes.
+        RankError: another rank of the group failed or ended, or did not join within five minutes.
     """
     encoding = SparseEncoding(
-        kind,
-        batch_size,
-        batch_tokens,
-        max_length,
-        top_k,
-        min_weight,
-        special_tokens,
+        kind=kind,
+        batch_size=batch_size,
+        batch_tokens=batch_tokens,
+        max_length=max_length,
+        top_k=top_k,
+        min_weight=min_weight,
+        special_tokens=special_tokens,
     )
-    output = Output(Path(output_dir), shard_size, save_minutes, progress, resume)
+    output = Output(
+        folder=Path(output_dir),
+        shard_size=shard_size,
+        save_minutes=save_minutes,
+        progress=progress,
+        resume=resume,
+    )
     manifest: VectorManifest = encode_to_folder(encoding, model, texts, output, group)
     return manifest
 
@@ -125,26 +137,43 @@ def encode_to_folder(
     output: Output,
     group: object = None,
 ) -> Any:
-    """The complete manifest of texts that were encoded as :func:`encode_collection` says, with its
-    errors.
+    """Encode `texts` into a folder of vectors of any kind.
+
+    Args:
+        encoding: options, which select the kind of vectors.
+        model: a model of the class ``encoding.MODEL``.
+        texts: id -> text.
+        output: the folder.
+        group: the ranks that share the work, as in :func:`encode_collection`.
+
+    Returns:
+        The complete manifest.
+
+    Raises:
+        Exception: the errors of :func:`encode_collection`.
     """
     check_encoder("model", model, encoding.MODEL)
     check_mapping("texts", texts, "id -> text")
     if not texts:
         raise ValueError("texts: expected at least one, got an empty mapping.")
-    job = encoding.job(model, texts, output, lambda: provenance_of(texts))
-    ranks = ranks_of(group)
+    job = encoding.create_job(model, texts, output, lambda: provenance_of(texts))
+    process_group = ranks_of(group)
     with limited(model, encoding.kind, encoding.max_length, before=lambda: job.fingerprint):
-        if ranks is None:
-            return FolderShards(job).run()
-        with meeting(ranks) as found, found.stopping():
-            shards = RankShards(job, found)
-            return shards.lead() if found.rank == 0 else shards.help()
+        if process_group is None:
+            return FolderEncoder(job).run()
+        with open_rank_store(process_group) as store, store.sharing_failures():
+            return RankEncoder(job, store).run()
 
 
 @dataclass(frozen=True)
 class SparseEncoding(Encoding):
-    """Sparse vectors of a ``SparseEncoder``; the fields are those of :func:`encode_collection`."""
+    """Options of encoding sparse vectors with a ``SparseEncoder``.
+
+    Attributes:
+        top_k: number of heaviest terms to keep per text; ``None`` uses the model's own limit.
+        min_weight: terms are kept if their weight is above this.
+        special_tokens: whether weights of special tokens are kept.
+    """
 
     top_k: int | None = None
     min_weight: float = 0.0
@@ -155,75 +184,103 @@ class SparseEncoding(Encoding):
         check_least("top_k", self.top_k)
         check_least("min_weight", self.min_weight, 0)
 
-    def job(
+    def create_job(
         self,
         model: Model,
         texts: Mapping[str, str],
         output: Output,
-        made_of: MadeOf,
+        get_provenance: GetProvenance,
     ) -> SparseJob:
-        return SparseJob(self, model, _vocab_size(model, self.kind), texts, output, made_of)
+        return SparseJob(
+            encoding=self,
+            model=model,
+            size=_vocab_size(model, self.kind),
+            texts=texts,
+            output=output,
+            get_provenance=get_provenance,
+        )
 
 
 class SparseJob(Job[VectorManifest, SparseVectors]):
-    """Texts that become sparse vectors."""
+    """A ``SparseEncoder`` and the texts that it encodes into sparse vectors."""
 
-    fused, options = "encode_sparse_batch", ("top_k", "min_weight")
-    how: SparseEncoding
+    STREAM_OWNER = "encode_sparse_batch"
+    encoding: SparseEncoding
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.vocabulary = vocabulary_fingerprint(getattr(self.model, "tokenizer", None))
-        self.dropped = [] if self.how.special_tokens else list(self.model.tokenizer.all_special_ids)
+        self._removed_terms: list[int] = []
+        if not self.encoding.special_tokens:
+            self._removed_terms = list(self.model.tokenizer.all_special_ids)
 
-    def run(self, texts: list[str]) -> Tensor:
-        return encode_batch(self.model, texts, self.how.kind, self.how.top_k, self.how.min_weight)
+    def _configure_stream(self, model_stream: Callable[..., Any]) -> Stream:
+        return functools.partial(
+            model_stream,
+            task=self.encoding.kind,
+            batch_size=self.encoding.batch_size,
+            batch_tokens=self.encoding.batch_tokens,
+            top_k=self.encoding.top_k,
+            min_weight=self.encoding.min_weight,
+        )
 
-    def vectors(self, names: list[str], rows: SparseRows | Tensor) -> SparseVectors:
+    def encode_batch(self, texts: list[str]) -> Tensor:
+        return encode_batch(
+            self.model,
+            texts,
+            self.encoding.kind,
+            self.encoding.top_k,
+            self.encoding.min_weight,
+        )
+
+    def to_vectors(self, ids: list[str], rows: SparseRows | Tensor) -> SparseVectors:
+        min_weight = self.encoding.min_weight
         if isinstance(rows, SparseRows):
-            indptr = offsets_of(rows.counts.numpy())
-            weights = rows.values.float().numpy()
-            made = SparseVectors(
-                names,
-                indptr,
+            vectors = SparseVectors(
+                ids,
+                offsets_of(rows.counts.numpy()),
                 rows.columns.numpy(),
-                weights,
+                rows.values.float().numpy(),
                 rows.vocab_size,
                 self.vocabulary,
             )
-            made = made.above(self.how.min_weight)
+            vectors = vectors.above(min_weight)
         else:
-            made = SparseVectors.from_torch(names, rows, self.vocabulary, self.how.min_weight)
-        return made.without(self.dropped) if self.dropped else made
+            vectors = SparseVectors.from_torch(ids, rows, self.vocabulary, min_weight)
+        return vectors.without(self._removed_terms) if self._removed_terms else vectors
 
-    def nothing(self) -> SparseVectors:
+    def empty_vectors(self) -> SparseVectors:
         return SparseVectors.from_rows({}, self.size, self.vocabulary)
 
-    def open_writer(self, lists: bool) -> SparseVectorWriter:
-        how, output = self.how, self.output
-        settings = {
-            "model_fingerprint": self.fingerprint,
-            **how.settings(self.made_of()),
-            "shard_size": output.shard_size,
-            "top_k": how.top_k,
-            "min_weight": how.min_weight,
-            **({} if how.special_tokens else {"special_tokens": False}),
-        }
+    def open_writer(self, *, lists: bool) -> SparseVectorWriter:
         manifest = VectorManifest(
             self.size,
             self.vocabulary,
             model_name(self.model),
-            how.kind,
-            settings=settings,
+            self.encoding.kind,
+            settings=self._manifest_settings(),
         )
         return SparseVectorWriter(
-            output.folder,
+            self.output.folder,
             manifest,
-            resume=output.resume,
+            resume=self.output.resume,
             lists=lists,
-            overwrite=not output.resume,
+            overwrite=not self.output.resume,
             precision=self.precision,
         )
+
+    def _manifest_settings(self) -> dict[str, object]:
+        """Return the settings that a resumed run must share. Their order is that of the file."""
+        settings = {
+            "model_fingerprint": self.fingerprint,
+            **self.encoding.settings(self.get_provenance()),
+            "shard_size": self.output.shard_size,
+            "top_k": self.encoding.top_k,
+            "min_weight": self.encoding.min_weight,
+        }
+        if not self.encoding.special_tokens:
+            settings["special_tokens"] = False
+        return settings
 
 
 def encode_queries(
@@ -234,10 +291,18 @@ def encode_queries(
     top_k: int | None = None,
     min_weight: float = 0.0,
 ) -> SparseVectors:
-    """Encode id -> query text into memory with the model's query prompt and route.
+    """Encode queries into sparse vectors in memory, with the model's query prompt and route.
 
-    No query or a wrong argument is a ``ValueError``, a query that cannot be encoded a ``DataError``
-    that names it.
+    Args:
+        model: a ``SparseEncoder``, plain or accelerated.
+        queries: id -> text.
+        batch_size: texts per batch, at most; 32 by default.
+        top_k: number of heaviest terms to keep per query; None uses the model's own limit.
+        min_weight: terms are kept if their weight is above this.
+
+    Raises:
+        ValueError: if there is no query, or an argument is wrong.
+        DataError: if a query cannot be encoded; the message names it.
     """
     check_encoder("model", model)
     check_mapping("queries", queries, "id -> text")
@@ -247,18 +312,25 @@ def encode_queries(
         top_k=top_k,
         min_weight=min_weight,
     )
-    return SparseJob(encoding, model, 1, queries).in_memory("queries")
+    # The length of the vectors is needed for empty ones only, and here every query has a vector.
+    job = SparseJob(encoding, model, size=1, texts=queries)
+    return encode_in_memory(job, "queries")
 
 
 def _vocab_size(model: Model, kind: Kind) -> int:
-    """Length of the model's vectors: of its fused head, else found by encoding one word."""
-    known = getattr(getattr(model, "encode_sparse_batch", None), "vocab_size", None)
-    if isinstance(known, int):
-        return known
+    """Return the length of the model's vectors.
+
+    It is read from the fused head of an accelerated model, and else measured on one word.
+    """
+    head_vocab_size = getattr(getattr(model, "encode_sparse_batch", None), "vocab_size", None)
+    if isinstance(head_vocab_size, int):
+        return head_vocab_size
     vectors = encode_batch(model, ["a"], kind)
     if vectors.ndim != 2:
-        got = f"{type(model).__name__}, whose vectors for one text have shape {tuple(vectors.shape)} and not [1, V]"
-        raise ValueError(f"model: expected a SparseEncoder, got {got}.")
+        raise ValueError(
+            f"model: expected a SparseEncoder, got {type(model).__name__}, whose vectors for one "
+            f"text have shape {tuple(vectors.shape)} and not [1, V].",
+        )
     return int(vectors.shape[1])
 
 
@@ -269,20 +341,36 @@ def encode_batch(
     top_k: int | None = None,
     min_weight: float = 0.0,
 ) -> Tensor:
-    """The texts of one forward pass, ``[len(texts), V]``: dense from a stock model, CSR from an
-    accelerated one.
+    """Encode the texts of one forward pass into sparse rows.
+
+    Returns:
+        ``[len(texts), V]``, dense from a plain model and CSR from an accelerated one. A plain model
+        ignores `min_weight`.
     """
     encode: Callable[..., Tensor] | None = getattr(model, "encode_sparse_batch", None)
     if encode is not None:
         return encode(cut_texts(model, texts), task=kind, top_k=top_k, min_weight=min_weight)
-    made = {"convert_to_tensor": True, "convert_to_sparse_tensor": False}
-    rows: Tensor = encode_stock(model, texts, kind, max_active_dims=top_k, **made)
+    rows: Tensor = encode_stock(
+        model,
+        texts,
+        kind,
+        max_active_dims=top_k,
+        convert_to_tensor=True,
+        convert_to_sparse_tensor=False,
+    )
     return rows
 
 
 @torch.no_grad()
 def encode_stock(model: Model, texts: Sequence[str], kind: Kind, **options: object) -> Any:
-    """Result of ``encode_document`` or ``encode_query`` for the texts of one forward pass."""
+    """Return the result of ``encode_document`` or ``encode_query`` for one forward pass.
+
+    Args:
+        model: a plain model of sentence-transformers.
+        texts: the texts of one batch.
+        kind: selects the method.
+        options: passed to the method.
+    """
     encode = model.encode_document if kind == "document" else model.encode_query
     return encode(
         cut_texts(model, texts),
@@ -293,7 +381,7 @@ def encode_stock(model: Model, texts: Sequence[str], kind: Kind, **options: obje
 
 
 def model_name(model: Model) -> str | None:
-    """The name on the model's card, if it has one."""
+    """Return the name on the model's card, if it has one."""
     card = getattr(model, "model_card_data", None)
     name = getattr(card, "model_name", None) or getattr(card, "base_model", None)
     return str(name) if name else None

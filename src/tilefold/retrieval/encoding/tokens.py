@@ -1,13 +1,12 @@
-"""Encode texts into token vectors with a ``MultiVectorEncoder``, or into dense ones with a
-``SentenceTransformer``.
-"""
+"""Encode texts into token vectors, or into dense vectors, with sentence-transformers."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,8 +15,9 @@ from tilefold._internal.arguments import check_choice, check_encoder, check_leas
 from tilefold._internal.typing import Model
 from tilefold.pipeline.rows import TokenRows
 from tilefold.retrieval.common.files import Json
+from tilefold.retrieval.encoding.job import Encoding, GetProvenance, Job, Kind, Output, Stream
+from tilefold.retrieval.encoding.pending_shards import encode_in_memory
 from tilefold.retrieval.encoding.sparse import encode_stock, encode_to_folder, model_name
-from tilefold.retrieval.encoding.streamed import Encoding, Job, Kind, MadeOf, Output
 from tilefold.retrieval.vectors import tokens as stored
 from tilefold.retrieval.vectors.tokens import (
     DenseManifest,
@@ -52,30 +52,47 @@ def encode_tokens(
     resume: bool = True,
     group: object = "world",
 ) -> TokenManifest:
-    """Encode `texts` into a folder of token vectors as :func:`tilefold.retrieval.encode_collection`
-    does sparse ones.
+    """Encode `texts` into a folder of token vectors, shard by shard, resuming an earlier run.
 
     Shards, failed texts, resuming, ranks, errors, and the arguments that are not named here are the
-    same.
+    same as in :func:`tilefold.retrieval.encode_collection`.
 
     Args:
-        model: a ``MultiVectorEncoder``.
-        kind: ``"document"`` or ``"query"``: the model's prompt, length, expansion and skipped
-            words.
-        storage: ``"fp16"``, or ``"int8"`` with one scale per token: half the bytes, and an error of
-            at most half of 1/127 of the token's largest entry.
+        model: a ``MultiVectorEncoder``, plain or accelerated.
+        kind: ``"document"`` or ``"query"``, which selects the model's prompt, length, expansion and
+            skipped words.
+        storage: ``"fp16"``; or ``"int8"`` with one scale per token, which takes half the bytes and
+            has an error of at most half of 1/127 of the token's largest entry.
         source: folder or name that `model` was loaded from, stored so that queries can be encoded
             with it.
     """
-    encoding = TokenEncoding(kind, batch_size, batch_tokens, max_length, storage, source)
-    output = Output(Path(output_dir), shard_size, save_minutes, progress, resume)
+    encoding = TokenEncoding(
+        kind=kind,
+        batch_size=batch_size,
+        batch_tokens=batch_tokens,
+        max_length=max_length,
+        storage=storage,
+        source=source,
+    )
+    output = Output(
+        folder=Path(output_dir),
+        shard_size=shard_size,
+        save_minutes=save_minutes,
+        progress=progress,
+        resume=resume,
+    )
     manifest: TokenManifest = encode_to_folder(encoding, model, texts, output, group)
     return manifest
 
 
 @dataclass(frozen=True)
 class TokenEncoding(Encoding):
-    """Token vectors of a ``MultiVectorEncoder``; the fields are those of :func:`encode_tokens`."""
+    """Options of encoding token vectors with a ``MultiVectorEncoder``.
+
+    Attributes:
+        storage: number type of the stored vectors, one of ``STORAGES``.
+        source: folder or name that the model was loaded from.
+    """
 
     MODEL: ClassVar[str] = "MultiVectorEncoder"
     STORAGES: ClassVar[tuple[str, ...]] = stored.STORAGES
@@ -87,61 +104,85 @@ class TokenEncoding(Encoding):
         super().__post_init__()
         check_choice("storage", self.storage, self.STORAGES)
 
-    def job(
+    def create_job(
         self,
         model: Model,
         texts: Mapping[str, str],
         output: Output,
-        made_of: MadeOf,
+        get_provenance: GetProvenance,
     ) -> TokenJob:
-        return TokenJob(self, model, token_dimension(model, self.kind), texts, output, made_of)
+        return TokenJob(
+            encoding=self,
+            model=model,
+            size=token_dimension(model, self.kind),
+            texts=texts,
+            output=output,
+            get_provenance=get_provenance,
+        )
 
 
 class TokenJob(Job[TokenManifest, TokenVectors]):
-    """Texts that become token vectors."""
+    """A ``MultiVectorEncoder`` and the texts that it encodes into token vectors."""
 
-    fused, options = "encode_token_batch", ("storage",)
-    how: TokenEncoding
+    STREAM_OWNER = "encode_token_batch"
+    MANIFEST: ClassVar[type[TokenManifest]] = TokenManifest
+    encoding: TokenEncoding
 
-    def run(self, texts: list[str]) -> list[Tensor]:
-        rows: list[Tensor] = encode_stock(self.model, texts, self.how.kind)
+    def _configure_stream(self, model_stream: Callable[..., Any]) -> Stream:
+        return functools.partial(
+            model_stream,
+            task=self.encoding.kind,
+            batch_size=self.encoding.batch_size,
+            batch_tokens=self.encoding.batch_tokens,
+            storage=self.encoding.storage,
+        )
+
+    def encode_batch(self, texts: list[str]) -> list[Tensor]:
+        """Return a tensor ``[tokens, D]`` for each text."""
+        rows: list[Tensor] = encode_stock(self.model, texts, self.encoding.kind)
         return rows
 
-    def vectors(self, names: list[str], rows: TokenRows | list[Tensor]) -> TokenVectors:
-        storage = self.how.storage
+    def to_vectors(self, ids: list[str], rows: TokenRows | list[Tensor]) -> TokenVectors:
+        storage = self.encoding.storage
         if not isinstance(rows, TokenRows):
-            return TokenVectors.pack(names, rows, self.size, storage)
+            return TokenVectors.pack(ids, rows, self.size, storage)
         offsets = torch.nn.functional.pad(rows.counts.cumsum(0), (1, 0))
         stored.check_finite(
-            names,
+            ids,
             offsets,
             rows.finite,
             storage,
             rows.values if rows.scales is None else rows.scales,
         )
-        return TokenVectors(names, offsets, rows.values, rows.scales)
+        return TokenVectors(ids, offsets, rows.values, rows.scales)
 
-    def nothing(self) -> TokenVectors:
-        return TokenVectors.pack([], [], self.size, self.how.storage)
+    def empty_vectors(self) -> TokenVectors:
+        return TokenVectors.pack([], [], self.size, self.encoding.storage)
 
-    manifest: ClassVar[type[TokenManifest]] = TokenManifest
-
-    @property
-    def settings(self) -> Json:
-        return self.how.settings(self.made_of()) | {"shard_size": self.output.shard_size}
-
-    def open_writer(self, lists: bool) -> TokenVectorWriter:
-        how, output = self.how, self.output
-        made_by = (model_name(self.model), self.fingerprint, how.source, how.kind)
-        manifest = self.manifest(self.size, how.storage, *made_by, settings=self.settings)
+    def open_writer(self, *, lists: bool) -> TokenVectorWriter:
+        manifest = self.MANIFEST(
+            self.size,
+            self.encoding.storage,
+            model_name(self.model),
+            self.fingerprint,
+            self.encoding.source,
+            self.encoding.kind,
+            settings=self._manifest_settings(),
+        )
         return TokenVectorWriter(
-            output.folder,
+            self.output.folder,
             manifest,
-            resume=output.resume,
+            resume=self.output.resume,
             lists=lists,
-            overwrite=not output.resume,
+            overwrite=not self.output.resume,
             precision=self.precision,
         )
+
+    def _manifest_settings(self) -> Json:
+        """Return the settings that a resumed run must share. Their order is that of the file."""
+        settings = self.encoding.settings(self.get_provenance())
+        settings["shard_size"] = self.output.shard_size
+        return settings
 
 
 def encode_dense_collection(
@@ -160,30 +201,43 @@ def encode_dense_collection(
     resume: bool = True,
     group: object = "world",
 ) -> DenseManifest:
-    """Encode `texts` into a folder of dense vectors as :func:`tilefold.retrieval.encode_collection`
-    does sparse ones.
+    """Encode `texts` into a folder of dense vectors, shard by shard, resuming an earlier run.
 
     Shards, failed texts, resuming, ranks, errors, and the arguments that are not named here are the
-    same.
+    same as in :func:`tilefold.retrieval.encode_collection`.
 
     Args:
         model: a ``SentenceTransformer``, with its prompts, routes and similarity.
         storage: ``"fp32"``; ``"fp16"``, half the bytes with relative errors up to 2^-11; or
-            ``"int8"``, a quarter, with one scale per vector and errors of at most half of 1/127 of
-            its largest entry.
-        dimension: keep the first entries of a vector, for models trained so (Matryoshka, arXiv
-            2205.13147).
+            ``"int8"``, a quarter of the bytes, with one scale per vector and errors of at most half
+            of 1/127 of its largest entry.
+        dimension: number of leading entries of a vector to keep, for models that are trained for it
+            (Matryoshka, arXiv 2205.13147).
     """
-    encoding = DenseEncoding(kind, batch_size, None, max_length, storage, None, dimension)
-    output = Output(Path(output_dir), shard_size, save_minutes, progress, resume)
+    encoding = DenseEncoding(
+        kind=kind,
+        batch_size=batch_size,
+        max_length=max_length,
+        storage=storage,
+        dimension=dimension,
+    )
+    output = Output(
+        folder=Path(output_dir),
+        shard_size=shard_size,
+        save_minutes=save_minutes,
+        progress=progress,
+        resume=resume,
+    )
     manifest: DenseManifest = encode_to_folder(encoding, model, texts, output, group)
     return manifest
 
 
 @dataclass(frozen=True)
 class DenseEncoding(TokenEncoding):
-    """Dense vectors of a ``SentenceTransformer``; the fields are those of
-    :func:`encode_dense_collection`.
+    """Options of encoding dense vectors with a ``SentenceTransformer``.
+
+    Attributes:
+        dimension: number of leading entries to keep; ``None`` keeps all.
     """
 
     MODEL = "SentenceTransformer"
@@ -196,53 +250,70 @@ class DenseEncoding(TokenEncoding):
         super().__post_init__()
         check_least("dimension", self.dimension)
 
-    def job(
+    def create_job(
         self,
         model: Model,
         texts: Mapping[str, str],
         output: Output,
-        made_of: MadeOf,
+        get_provenance: GetProvenance,
     ) -> DenseJob:
-        size = dense_dimension(model, self.kind)
-        if self.dimension is not None and self.dimension > size:
+        model_dimension = dense_dimension(model, self.kind)
+        if self.dimension is not None and self.dimension > model_dimension:
             raise ValueError(
-                f"dimension: expected at most {size}, as the model's vectors have, got {self.dimension}.",
+                f"dimension: expected at most {model_dimension}, as the model's vectors have, "
+                f"got {self.dimension}.",
             )
-        return DenseJob(self, model, self.dimension or size, texts, output, made_of)
+        return DenseJob(
+            encoding=self,
+            model=model,
+            size=self.dimension or model_dimension,
+            texts=texts,
+            output=output,
+            get_provenance=get_provenance,
+        )
 
 
 class DenseJob(TokenJob):
-    """Texts that become one vector each."""
+    """A ``SentenceTransformer`` and the texts that it encodes into one vector each.
 
-    fused, manifest = "encode_dense_batch", DenseManifest
-    how: DenseEncoding
+    Dense vectors are stored as token vectors, where every text has one token.
+    """
 
-    def run(self, texts: list[str]) -> list[Tensor]:
-        rows = encode_stock(self.model, texts, self.how.kind, convert_to_tensor=True)[
-            :,
-            : self.size,
-        ].float()
+    STREAM_OWNER = "encode_dense_batch"
+    MANIFEST = DenseManifest
+    encoding: DenseEncoding
+
+    def encode_batch(self, texts: list[str]) -> list[Tensor]:
+        """Return a tensor ``[1, D]`` for each text, normalised if the similarity is the cosine."""
+        vectors = encode_stock(self.model, texts, self.encoding.kind, convert_to_tensor=True)
+        rows = vectors[:, : self.size].float()
         if self.model.similarity_fn_name == "cosine":
             rows = torch.nn.functional.normalize(rows)
         return list(rows.unsqueeze(1))
 
-    @property
-    def settings(self) -> Json:
-        return super().settings | {"similarity": str(self.model.similarity_fn_name)}
+    def _manifest_settings(self) -> Json:
+        settings = super()._manifest_settings()
+        settings["similarity"] = str(self.model.similarity_fn_name)
+        return settings
 
 
 def dense_dimension(model: Model, kind: Kind) -> int:
-    """Dimension of the model's vectors, found by encoding one word."""
+    """Return the dimension of the model's dense vectors, measured on one word.
+
+    Raises:
+        ValueError: if the model does not make one dense vector per text.
+    """
     expected = "model: expected a SentenceTransformer of dense vectors"
     if type(model).__name__ == "MultiVectorEncoder" or not hasattr(model, "similarity_fn_name"):
         raise ValueError(f"{expected}, got {type(model).__name__}.")
     vectors = encode_stock(model, ["a"], kind, convert_to_tensor=True)
-    if (
-        not isinstance(vectors, Tensor)
-        or vectors.is_sparse
-        or vectors.layout != torch.strided
-        or vectors.dim() != 2
-    ):
+    is_dense_matrix = (
+        isinstance(vectors, Tensor)
+        and not vectors.is_sparse
+        and vectors.layout == torch.strided
+        and vectors.dim() == 2
+    )
+    if not is_dense_matrix:
         raise ValueError(f"{expected}, got {type(model).__name__}, which makes others of a text.")
     return int(vectors.size(1))
 
@@ -255,21 +326,38 @@ def encode_texts(
     storage: str = "fp16",
     batch_size: int = 32,
 ) -> TokenVectors:
-    """Encode id -> text into memory, queries or few texts; errors as of
-    :func:`tilefold.retrieval.encode_queries`.
+    """Encode queries, or a few documents, into token vectors in memory.
+
+    Args:
+        model: a ``MultiVectorEncoder``.
+        texts: id -> text.
+        kind: ``"document"`` or ``"query"``.
+        storage: ``"fp16"``, or ``"int8"`` with one scale per token.
+        batch_size: texts per batch, at most.
+
+    Raises:
+        ValueError: if there is no text, or an argument is wrong.
+        DataError: if a text cannot be encoded; the message names it.
     """
     check_encoder("model", model, TokenEncoding.MODEL)
     check_mapping("texts", texts, "id -> text")
     encoding = TokenEncoding(kind=kind, batch_size=batch_size, storage=storage)
-    return TokenJob(encoding, model, token_dimension(model, kind), texts).in_memory("texts")
+    job = TokenJob(encoding, model, token_dimension(model, kind), texts)
+    return encode_in_memory(job, "texts")
 
 
 def token_dimension(model: Model, kind: Kind) -> int:
-    """Dimension of the model's vectors, found by encoding one word."""
+    """Return the dimension of the model's token vectors, measured on one word.
+
+    Raises:
+        ValueError: if the model does not make token vectors.
+    """
     if not hasattr(model, "encode_query") or not hasattr(model, "similarity_fn_name"):
         raise ValueError(f"model: expected a MultiVectorEncoder, got {type(model).__name__}.")
     (vectors,) = encode_stock(model, ["a"], kind)
     if not isinstance(vectors, Tensor) or vectors.dim() != 2:
-        got = f"{type(model).__name__}, whose vectors for one text are not a tensor [tokens, D]"
-        raise ValueError(f"model: expected a MultiVectorEncoder, got {got}.")
+        raise ValueError(
+            f"model: expected a MultiVectorEncoder, got {type(model).__name__}, whose vectors for "
+            "one text are not a tensor [tokens, D].",
+        )
     return int(vectors.size(1))

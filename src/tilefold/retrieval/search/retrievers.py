@@ -209,10 +209,12 @@ class LateRetriever(_IndexRetriever):
     made_by = "MultiVectorEncoder"
 
     def encode(self, queries: Mapping[str, str]) -> TokenVectors:
+        from tilefold.retrieval.encoding.pending_shards import encode_in_memory
         from tilefold.retrieval.encoding.tokens import TokenEncoding, TokenJob
 
         encoding = TokenEncoding("query", batch_size=32)
-        return TokenJob(encoding, self._encoder(), self.index.dimension, queries).in_memory("texts")
+        job = TokenJob(encoding, self._encoder(), self.index.dimension, queries)
+        return encode_in_memory(job, "texts")
 
     def search(
         self,

@@ -1,0 +1,246 @@
+"""Key-value store of the ranks of a process group, which ends all of them when one fails.
+
+Used where ranks share work without collectives, so that no rank waits for the batch of another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tilefold._internal.files import LOCK, InUseError, lock_folder, scratch_folder
+from tilefold.distributed.errors import RankError
+
+__all__ = ["POLL_SECONDS", "RESUME_HINT", "RankStore", "open_rank_store"]
+
+JOIN_SECONDS = 300.0  # until all ranks must have joined: loading a model may take minutes
+POLL_SECONDS = 0.1
+RESUME_HINT = "What was reported is kept: run the same again, with any number of ranks, to go on."
+FINISHED = "finished"  # key that rank 0 puts when the work of all ranks is complete
+
+_LEAVE_SECONDS = 20.0  # that rank 0 waits for the others to leave: a batch may take a while
+_STORE_SECONDS = 1.0  # time-out of one access to the store
+_COUNTER = "counter"
+_FAILURE = "failure"  # message of the failure that ends all ranks
+_N_FAILURES = "n_failures"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class RankStore:
+    """Key-value store shared by all ranks of a process group, for use from any thread.
+
+    Every rank holds the lock of a folder while it works. Rank 0 watches the locks of all other
+    ranks, and they watch rank 0's, so that a rank that dies ends the others with an error instead
+    of a time-out.
+
+    Args:
+        rank: the rank of this process.
+        rank_folders: the folder that each rank holds, in the order of the ranks. The store is a
+            file in the folder of rank 0.
+    """
+
+    def __init__(self, rank: int, rank_folders: Sequence[Path]) -> None:
+        self.rank = rank
+        self._watched_folders = _watched_folders(rank, rank_folders)
+        self._store = dist.FileStore(  # type: ignore[attr-defined]
+            str(rank_folders[0] / "store"),
+            len(rank_folders),
+        )
+        self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+        self._last_watch = 0.0  # time of the last look at the locks of other ranks
+
+    @property
+    def watched_ranks(self) -> list[int]:
+        """Ranks that this one watches: all others on rank 0, and rank 0 on the others."""
+        return list(self._watched_folders)
+
+    def put(self, key: str, value: object) -> None:
+        """Store a JSON value under `key`, for all ranks."""
+        self._store.set(key, json.dumps(value))
+
+    def has(self, *keys: str) -> bool:
+        """Return whether values of all `keys` have been put.
+
+        Raises:
+            RankError: if rank 0 has ended.
+        """
+        try:
+            return bool(self._store.check(list(keys)))
+        except RuntimeError:  # rank 0 has removed the store
+            raise _ended_early(0) from None
+
+    def wait_for(self, key: str) -> Any:
+        """Return the value of `key` once a rank has put it.
+
+        Raises:
+            RankError: if a rank failed or died in the meantime.
+            KeyboardInterrupt: if a rank was interrupted.
+        """
+        while not self.has(key):
+            self.raise_failure()
+            time.sleep(POLL_SECONDS)
+        return json.loads(self._store.get(key))
+
+    def count_up(self) -> int:
+        """Increment the counter of all ranks, and return its value before."""
+        return int(self._store.add(_COUNTER, 1)) - 1
+
+    @contextmanager
+    def sharing_failures(self) -> Iterator[None]:
+        """End the work of all ranks when the block raises. They all raise the first failure."""
+        try:
+            yield
+        except BaseException as error:
+            message = " ".join(str(error).split())
+            if not isinstance(error, RankError):
+                message = f"rank {self.rank}: {type(error).__name__}: {message}"
+            with suppress(RuntimeError):  # rank 0 has removed the store
+                is_first_failure = self._store.add(_N_FAILURES, 1) == 1
+                if is_first_failure:
+                    self.put(_FAILURE, message)
+            raise
+
+    def raise_failure(self) -> None:
+        """Raise the failure that ended the work, if there was one.
+
+        Raises:
+            RankError: if a rank failed or died; the message names the rank.
+            KeyboardInterrupt: if a rank was interrupted.
+        """
+        # Locks are read before the failure: a rank puts its failure before it releases its lock.
+        dead_rank = self._find_dead_rank()
+        if self.has(_FAILURE):
+            message = self.wait_for(_FAILURE)
+            if "KeyboardInterrupt: " in message:
+                raise KeyboardInterrupt
+            raise RankError(message if RESUME_HINT in message else f"{message} {RESUME_HINT}")
+        if dead_rank is not None and not self.has(FINISHED):
+            raise _ended_early(dead_rank)
+
+    def wait_until_others_left(self, seconds: float) -> None:
+        """Wait until the watched ranks have released their locks, at most for `seconds`."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if all(has_left(folder) for folder in self._watched_folders.values()):
+                return
+            time.sleep(POLL_SECONDS / 4)
+
+    def _find_dead_rank(self) -> int | None:
+        """Return a watched rank without a lock, looking at most once in ``POLL_SECONDS``."""
+        if time.monotonic() - self._last_watch < POLL_SECONDS:
+            return None
+        self._last_watch = time.monotonic()
+        for rank, folder in self._watched_folders.items():
+            if has_left(folder):
+                return rank
+        return None
+
+
+def _watched_folders(rank: int, rank_folders: Sequence[Path]) -> Mapping[int, Path]:
+    """Return the lock folders that `rank` watches, by rank."""
+    watched_ranks = range(1, len(rank_folders)) if rank == 0 else range(1)
+    return {watched: rank_folders[watched] for watched in watched_ranks}
+
+
+def _ended_early(rank: int) -> RankError:
+    return RankError(f"rank {rank} ended before the work was done. {RESUME_HINT}")
+
+
+def has_left(rank_folder: Path) -> bool:
+    """Return whether the rank that held `rank_folder` has released it, or died."""
+    try:
+        if (rank_folder / LOCK).exists():
+            lock_folder(rank_folder, again=False).release()
+    except InUseError:
+        return False
+    except FileNotFoundError:  # the folder is being removed
+        pass
+    return True
+
+
+@contextmanager
+def open_rank_store(group: dist.ProcessGroup) -> Iterator[RankStore]:
+    """Wait for all ranks of `group`, and yield the store that they share.
+
+    Rank 0 leaves the block last, because the store is a file in its folder.
+
+    Raises:
+        RankError: if a rank does not join within ``JOIN_SECONDS``, or runs on another machine.
+    """
+    rank = dist.get_rank(group)
+    with scratch_folder(Path(tempfile.gettempdir()) / "tilefold-rank") as rank_folder:
+        store = RankStore(rank, _gather_rank_folders(group, rank_folder))
+        try:
+            yield store
+        finally:
+            store.wait_until_others_left(_LEAVE_SECONDS if rank == 0 else 0.0)
+
+
+def _gather_rank_folders(group: dist.ProcessGroup, rank_folder: Path) -> list[Path]:
+    """Return the lock folder of each rank, once all ranks have joined."""
+    cpu_group = _cpu_group(group)
+    try:
+        with _naming_missing_ranks():
+            dist.monitored_barrier(
+                cpu_group,
+                timeout=timedelta(seconds=JOIN_SECONDS),
+                wait_all_ranks=True,
+            )
+        locations = [("", "")] * dist.get_world_size(cpu_group)
+        dist.all_gather_object(locations, (_machine_digest(), str(rank_folder)), group=cpu_group)
+    finally:
+        if cpu_group is not group:
+            dist.destroy_process_group(cpu_group)
+    machines = {machine for machine, _ in locations}
+    if len(machines) > 1:
+        raise RankError(
+            "group: expected ranks of one machine, got several machines. Give each machine a part "
+            "of the texts, or encode with an engine that is made for it.",
+        )
+    return [Path(folder) for _, folder in locations]
+
+
+def _cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return `group` if it communicates over gloo, else a new group of the same ranks that does."""
+    if dist.get_backend(group) == "gloo":
+        return group
+    with _naming_missing_ranks():
+        cpu_group: dist.ProcessGroup = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timedelta(seconds=JOIN_SECONDS),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+    return cpu_group
+
+
+@contextmanager
+def _naming_missing_ranks() -> Iterator[None]:
+    """Turn the time-out of a rendezvous into a ``RankError`` with a remedy."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = " ".join(str(error).split())[:200]
+        raise RankError(
+            "group: expected a call on every rank of the process group within "
+            f"{JOIN_SECONDS:.0f} s, and some did not come ({cause}). Call it on all ranks, or with "
+            "group=None on one alone.",
+        ) from error
+
+
+def _machine_digest() -> str:
+    """Return a digest that identifies this machine since it was booted."""
+    name = platform.node()
+    with suppress(OSError):
+        name += _BOOT_ID.read_text(encoding="ascii")
+    return hashlib.sha256(name.encode()).hexdigest()

@@ -1,0 +1,165 @@
+"""Encoding into a folder by one process, which lists each shard and saves parts of unfinished ones.
+
+A shard counts when the manifest lists it. Reported progress is ahead of that by at most a part of
+the first unwritten shard, which is saved after some minutes and on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any, Generic
+
+from tilefold.pipeline.threads import BackgroundWorker
+from tilefold.retrieval.encoding.job import Job
+from tilefold.retrieval.encoding.pending_shards import WAITING_SHARDS, PendingShard, encode_shards
+from tilefold.retrieval.vectors.shards import M, PartialShard, V, check_not_all_failed
+
+__all__ = ["FolderEncoder"]
+
+
+class FolderEncoder(Generic[M, V]):
+    """Encodes the shards that a folder lacks, in one process.
+
+    Args:
+        job: the model, the texts and the folder.
+    """
+
+    def __init__(self, job: Job[M, V]) -> None:
+        self.job = job
+        self._save_seconds = 60 * job.output.save_minutes
+        self._n_texts = len(job.texts)
+        self._writer: Any = None  # a ShardWriter, once the folder is open
+        self._shards: deque[PendingShard[V]] = deque()  # without those that were seen to be written
+        self._n_finished = 0  # texts of written shards
+        self._n_reported = 0
+
+    def run(self) -> M:
+        """Encode and write all shards, and return the complete manifest."""
+        if self.job.defers_opening():
+            self._shards.extend(self._all_shards())
+            self._encode_and_save(opens_folder=True)
+        else:
+            self._open_folder()
+            self._shards.extend(self._missing_shards())
+            self._n_finished = self._n_texts - sum(len(shard.ids) for shard in self._shards)
+            self._report_start()
+            self._encode_and_save(opens_folder=False)
+        self._report()
+        manifest: M = self._writer.finish(self._n_texts)
+        return manifest
+
+    def _encode_and_save(self, *, opens_folder: bool) -> None:
+        """Encode and write the shards. On Ctrl-C, what is finished is saved."""
+        try:
+            self._encode(opens_folder=opens_folder)
+        except KeyboardInterrupt:  # the thread that writes has ended
+            self._save_finished()
+            raise
+
+    def _encode(self, *, opens_folder: bool) -> None:
+        """Encode and write the shards. After some minutes, the part that is finished is saved."""
+        with (
+            BackgroundWorker(WAITING_SHARDS, "tilefold-writer") as writer_thread,
+            closing(
+                encode_shards(
+                    self.job,
+                    list(self._shards),
+                    self._write,
+                    writer_thread,
+                    self._open_new_folder if opens_folder else None,
+                ),
+            ) as updated_shards,
+        ):
+            for shard in updated_shards:
+                is_due = time.monotonic() - shard.last_saved >= self._save_seconds
+                if is_due and not shard.is_finished:
+                    writer_thread.drain()
+                    self._save_part()
+                self._report()
+
+    def _open_folder(self) -> None:
+        self._writer = self.job.open_writer(lists=True)
+
+    def _open_new_folder(self) -> None:
+        """Open a folder that has nothing to resume."""
+        self._open_folder()
+        self._report_start()
+
+    def _all_shards(self) -> Iterator[PendingShard[V]]:
+        for number, ids in enumerate(self.job.shard_ids()):
+            yield PendingShard(number, ids, self.job.texts)
+
+    def _missing_shards(self) -> Iterator[PendingShard[V]]:
+        """Yield the shards that the folder lacks, with the part that an earlier run saved."""
+        for shard in self._all_shards():
+            if not self._writer.has_shard(shard.number):
+                shard.restore(self._writer.read_partial(shard.number))
+                yield shard
+
+    def _write(self, shard: PendingShard[V]) -> None:
+        """Write a finished shard, in the thread that writes or after it has ended."""
+        vectors, failed = shard.assemble(self.job)
+        is_last = (shard.number + 1) * self.job.output.shard_size >= self._n_texts
+        check_not_all_failed(
+            shard.number,
+            len(vectors),
+            failed,
+            nothing_yet=is_last and self._writer.manifest.n_documents == 0,
+        )
+        self._writer.write_shard(shard.number, vectors, failed, shard.truncation)
+        shard.mark_written()
+
+    def _first_unwritten(self) -> PendingShard[V] | None:
+        return next((shard for shard in self._shards if not shard.is_written), None)
+
+    def _save_part(self) -> None:
+        """Save what is finished of the first unwritten shard, if it is unfinished.
+
+        The thread that writes must be idle. A finished shard is about to be written.
+        """
+        shard = self._first_unwritten()
+        if shard is None or self._writer is None:
+            return
+        if shard.encoded and shard.n_finished > shard.n_saved and not shard.is_finished:
+            part = PartialShard(shard.concatenate(), shard.failed, shard.truncation)
+            self._writer.write_partial(shard.number, part)
+        shard.n_saved = shard.n_finished
+        shard.last_saved = time.monotonic()
+
+    def _save_finished(self) -> None:
+        """Save what is finished of the first unwritten shard, when nothing else will write it."""
+        shard = self._first_unwritten()
+        if shard is None or self._writer is None:
+            return
+        if shard.encoded and shard.is_finished:
+            self._write(shard)
+        else:
+            self._save_part()
+
+    def _report_start(self) -> None:
+        self._n_reported = self._n_finished
+        self.job.output.report(self._n_finished, self._n_texts)
+
+    def _report(self) -> None:
+        """Report the texts of written shards, and those that are finished of the next one."""
+        while self._shards and self._shards[0].is_written:
+            self._n_finished += len(self._shards.popleft().ids)
+        n_done = self._n_finished
+        if self._shards:
+            n_done += self._n_reportable(self._shards[0])
+        if n_done > self._n_reported:
+            self._n_reported = n_done
+            self.job.output.report(n_done, self._n_texts)
+
+    def _n_reportable(self, shard: PendingShard[V]) -> int:
+        """Return how many texts of an unwritten shard count as done.
+
+        The last text counts only once the shard is written. Without a stream, the shard is written
+        before the next batch, and counts then.
+        """
+        if not shard.is_finished:
+            return shard.n_finished
+        return shard.n_finished - 1 if self.job.is_streaming else 0

@@ -1,0 +1,260 @@
+"""Options of encoding, and jobs: a model with the options and texts that it encodes."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal
+
+from torch import Tensor
+
+from tilefold._internal.arguments import check_choice, check_least
+from tilefold._internal.precision import inference_precision
+from tilefold._internal.typing import Model
+from tilefold.pipeline.rows import (
+    Batch,
+    Item,
+    StreamStart,
+    Window,
+    WindowEnd,
+    bisect_failures,
+    warn_unused_batch_tokens,
+)
+from tilefold.pipeline.truncation import Truncation, counting_truncation
+from tilefold.retrieval.common.provenance import Provenance, model_fingerprint
+from tilefold.retrieval.vectors.shards import M, ShardWriter, V
+
+__all__ = ["Encoding", "GetProvenance", "Job", "Kind", "Output", "Stream"]
+
+PLAIN_BATCH_SIZE = 32  # texts per batch of a model that is not accelerated
+
+Kind = Literal["document", "query"]
+# Returns the provenance of the texts. It is called when a folder is opened, because the digest of
+# many texts takes a while.
+GetProvenance = Callable[[], Provenance]
+# Encodes windows of texts; a window that is None means that there is none yet.
+Stream = Callable[[Iterator[Window | None]], Generator[Any, None, None]]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Folder of vectors, and how it is written.
+
+    Attributes:
+        folder: path of the folder.
+        shard_size: texts per shard.
+        save_minutes: minutes after which the finished part of a shard is saved.
+        progress: called as ``progress(texts done, texts in all)``.
+        resume: whether complete shards of an earlier run are kept.
+    """
+
+    folder: Path
+    shard_size: int = 1024
+    save_minutes: float = 1.0
+    progress: Callable[[int, int], None] | None = None
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        check_least("shard_size", self.shard_size)
+        check_least("save_minutes", self.save_minutes, 0)
+
+    def report(self, n_done: int, n_texts: int) -> None:
+        """Call ``progress``, if there is one."""
+        if self.progress is not None:
+            self.progress(n_done, n_texts)
+
+
+IN_MEMORY = Output(Path())
+
+
+@dataclass(frozen=True)
+class Encoding(ABC):
+    """Options of encoding texts, without the model.
+
+    Attributes:
+        kind: whether texts are documents or queries, which selects the model's prompt and route.
+        batch_size: texts per batch, at most.
+        batch_tokens: tokens per batch of an accelerated model, at most.
+        max_length: tokens read per text; ``None`` uses the model's limit.
+    """
+
+    MODEL: ClassVar[str] = "SparseEncoder"  # class of sentence-transformers that it is for
+
+    kind: Kind = "document"
+    batch_size: int | None = None
+    batch_tokens: int | None = None
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_least("max_length", self.max_length)
+        check_choice("kind", self.kind, ("document", "query"))
+        check_least("batch_size", self.batch_size)
+        check_least("batch_tokens", self.batch_tokens)
+
+    @abstractmethod
+    def create_job(
+        self,
+        model: Model,
+        texts: Mapping[str, str],
+        output: Output,
+        get_provenance: GetProvenance,
+    ) -> Job[Any, Any]:
+        """Return the job of encoding `texts` with `model`.
+
+        Raises:
+            ValueError: if `model` does not make vectors of this kind.
+        """
+
+    def settings(self, provenance: Provenance) -> dict[str, object]:
+        """Return the manifest settings that all kinds of vectors have.
+
+        Options without a value are left out.
+        """
+        settings: dict[str, object] = {"texts_sha256": provenance.texts_sha256}
+        if provenance.passages:
+            settings["passages"] = provenance.passages
+        if self.max_length:
+            settings["max_length"] = self.max_length
+        return settings
+
+
+@dataclass
+class Job(ABC, Generic[M, V]):
+    """A model, the texts that it encodes, and where their vectors go.
+
+    Attributes:
+        encoding: options of encoding.
+        model: a model of sentence-transformers, plain or accelerated.
+        size: length of a vector.
+        texts: id -> text.
+        output: the folder of vectors; unused where vectors stay in memory.
+        get_provenance: returns the provenance of the texts.
+        stream: encodes windows of texts into batches.
+        is_streaming: whether the stream's threads work while the device computes. Otherwise a shard
+            is written before the next one is encoded.
+    """
+
+    STREAM_OWNER: ClassVar[str]  # attribute of an accelerated model that has a stream
+
+    encoding: Encoding
+    model: Model
+    size: int
+    texts: Mapping[str, object]
+    output: Output = IN_MEMORY
+    get_provenance: GetProvenance = Provenance
+
+    def __post_init__(self) -> None:
+        model_stream = getattr(getattr(self.model, self.STREAM_OWNER, None), "stream", None)
+        self.is_streaming = model_stream is not None
+        self.stream: Stream = self.plain_stream
+        if model_stream is not None:
+            self.stream = self._configure_stream(model_stream)
+        elif self.encoding.batch_tokens is not None:
+            warn_unused_batch_tokens()
+
+    @abstractmethod
+    def _configure_stream(self, model_stream: Callable[..., Any]) -> Stream:
+        """Return the stream of an accelerated model with the options of this job."""
+
+    @abstractmethod
+    def encode_batch(self, texts: list[str]) -> Tensor | list[Tensor]:
+        """Return a row for each text, from one forward pass of a model that is not accelerated."""
+
+    @abstractmethod
+    def to_vectors(self, ids: list[str], rows: Any) -> V:
+        """Return the rows of a batch as vectors with ids.
+
+        Raises:
+            Exception: if a row is invalid, such as one with NaN.
+        """
+
+    @abstractmethod
+    def empty_vectors(self) -> V:
+        """Return vectors of no text."""
+
+    @abstractmethod
+    def open_writer(self, *, lists: bool) -> ShardWriter[M, V]:
+        """Open the output folder.
+
+        Args:
+            lists: whether the writer lists its shards in the manifest. Otherwise it leaves them to
+                the writer that does.
+        """
+
+    def plain_stream(self, windows: Iterator[Window | None]) -> Generator[Item, None, None]:
+        """Encode windows without threads, in batches of texts of similar length."""
+        yield StreamStart()
+        available_windows = (window for window in windows if window is not None)
+        for number, window in enumerate(available_windows):
+            texts = window.prepared_texts()
+            for positions in self._batches_by_length(texts, window.skip):
+                yield from self._encode_positions(number, texts, positions)
+            yield WindowEnd(number)
+
+    def _batches_by_length(
+        self,
+        texts: Sequence[str],
+        skipped_positions: frozenset[int],
+    ) -> Iterator[list[int]]:
+        """Yield the positions of each batch, longest texts first.
+
+        Skipped positions are removed after batches are formed, so that a resumed run has the same
+        batches as one that was not interrupted.
+        """
+        batch_size = self.encoding.batch_size or PLAIN_BATCH_SIZE
+        longest_first = sorted(
+            range(len(texts)),
+            key=lambda position: len(texts[position]),
+            reverse=True,
+        )
+        for start in range(0, len(longest_first), batch_size):
+            batch = longest_first[start : start + batch_size]
+            positions = [position for position in batch if position not in skipped_positions]
+            if positions:
+                yield positions
+
+    def _encode_positions(
+        self,
+        window_number: int,
+        texts: Sequence[str],
+        positions: list[int],
+    ) -> Iterator[Batch]:
+        """Encode the texts at `positions`, in smaller batches where one fails."""
+        truncation = Truncation()
+
+        def encode(batch: list[int]) -> Tensor | list[Tensor]:
+            nonlocal truncation
+            with counting_truncation() as truncation:
+                return self.encode_batch([texts[position] for position in batch])
+
+        for batch, rows in bisect_failures(positions, encode):
+            yield Batch(window_number, batch, rows, truncation.count, truncation.max_length)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Digest of the model's weights and settings. Computing it takes a while."""
+        return model_fingerprint(self.model)
+
+    @functools.cached_property
+    def precision(self) -> str | None:
+        """Number type in which the model computes in this process, such as ``"bf16"``."""
+        return inference_precision(self.model)
+
+    def shard_ids(self) -> list[list[str]]:
+        """Return the ids of the texts of each shard."""
+        ids = list(self.texts)
+        shard_size = self.output.shard_size
+        return [ids[start : start + shard_size] for start in range(0, len(ids), shard_size)]
+
+    def defers_opening(self) -> bool:
+        """Return whether the folder is opened only when the device has its first batch.
+
+        Opening needs the fingerprint, which reads the whole model. Where the folder has nothing to
+        resume, a streaming model can compute at the same time.
+        """
+        folder = self.output.folder
+        is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+        return self.is_streaming and is_new

@@ -1,0 +1,226 @@
+"""Shards while they are encoded: the loop that all drivers share, from texts to assembled vectors.
+
+One thread tokenises, the caller's thread encodes, and one thread assembles and writes shards.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any, Generic
+
+from tilefold._internal.typing import Model
+from tilefold.pipeline.rows import Batch, Window, WindowEnd, bisect_failures
+from tilefold.pipeline.threads import BackgroundWorker
+from tilefold.pipeline.truncation import Truncation, report_truncation
+from tilefold.retrieval.common.files import check_text_ids
+from tilefold.retrieval.encoding.job import Job
+from tilefold.retrieval.encoding.truncation import cut_texts
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.vectors.shards import PartialShard, V
+
+__all__ = [
+    "WAITING_SHARDS",
+    "PendingShard",
+    "describe_error",
+    "encode_in_memory",
+    "encode_shards",
+]
+
+WAITING_SHARDS = 2  # encoded shards that wait for the thread that writes, at most
+
+
+@dataclass
+class PendingShard(Generic[V]):
+    """Texts of one shard, and the vectors of those that have been encoded.
+
+    Attributes:
+        number: position of the shard in its folder.
+        ids: ids of its texts, in their order.
+        texts: id -> text, of this shard and perhaps of others.
+        encodable_ids: ids of the texts that are strings. The window has these texts.
+        encoded: vectors of the batches that are done.
+        failed: id -> reason, of texts without a vector.
+        truncation: how many texts were truncated.
+        n_saved: finished texts that are on disk.
+        last_saved: time of the last save, by the monotonic clock.
+        is_written: whether the manifest lists the shard.
+    """
+
+    number: int
+    ids: list[str]
+    texts: Mapping[str, object]
+    encodable_ids: list[str] = field(default_factory=list)
+    encoded: list[V] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    truncation: Truncation = field(default_factory=Truncation)
+    n_saved: int = 0
+    last_saved: float = field(default_factory=time.monotonic)
+    is_written: bool = False
+
+    def __post_init__(self) -> None:
+        for text_id in self.ids:
+            text = self.texts[text_id]
+            if isinstance(text, str):
+                self.encodable_ids.append(text_id)
+            else:
+                self.failed[text_id] = f"expected a string, got {type(text).__name__}"
+
+    @property
+    def n_finished(self) -> int:
+        """Number of texts that are encoded or have failed."""
+        return sum(len(vectors) for vectors in self.encoded) + len(self.failed)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every text is encoded or has failed."""
+        return self.n_finished == len(self.ids)
+
+    def restore(self, partial: PartialShard[V] | None) -> None:
+        """Continue from the part of this shard that an earlier run saved, if there is one."""
+        if partial is None:
+            return
+        self.encoded = [partial.vectors]
+        self.failed = {**partial.failed, **self.failed}
+        self.truncation = partial.cut
+        self.n_saved = self.n_finished
+
+    def window(self, model: Model) -> Window:
+        """Return the encodable texts, where those that are finished are skipped."""
+        finished_ids = set(self.failed)
+        for vectors in self.encoded:
+            finished_ids.update(vectors.ids)
+        finished_positions = (
+            position
+            for position, text_id in enumerate(self.encodable_ids)
+            if text_id in finished_ids
+        )
+        return Window(
+            [str(self.texts[text_id]) for text_id in self.encodable_ids],
+            frozenset(finished_positions),
+            functools.partial(cut_texts, model),
+        )
+
+    def add_batch(self, batch: Batch, job: Job[Any, V]) -> None:
+        """Add the vectors of a batch.
+
+        A row that is invalid, such as one with NaN, fails by itself. Other texts of the batch are
+        not lost.
+        """
+        self.truncation.add(0, batch.cut, batch.max_length)
+        ids = [self.encodable_ids[position] for position in batch.positions]
+
+        def to_vectors(rows: range) -> V:
+            return job.to_vectors(ids[rows.start : rows.stop], batch.rows_of(rows))
+
+        for rows, outcome in bisect_failures(range(len(ids)), to_vectors):
+            if isinstance(outcome, Exception):
+                self.failed[ids[rows.start]] = describe_error(outcome)
+            else:
+                self.encoded.append(outcome)
+
+    def assemble(self, job: Job[Any, V]) -> tuple[V, dict[str, str]]:
+        """Return the vectors and the failed texts, both in the order of the texts."""
+        failed = {text_id: self.failed[text_id] for text_id in self.ids if text_id in self.failed}
+        if not self.encoded:
+            return job.empty_vectors(), failed
+        vectors = self.concatenate()
+        row_of_id = {text_id: row for row, text_id in enumerate(vectors.ids)}
+        rows = [row_of_id[text_id] for text_id in self.ids if text_id in row_of_id]
+        return vectors.take(rows), failed
+
+    def concatenate(self) -> V:
+        """Return all vectors in the order in which they were encoded; there must be some."""
+        return type(self.encoded[0]).concatenate(self.encoded)
+
+    def mark_written(self) -> None:
+        """Release the vectors, which are on disk."""
+        self.is_written = True
+        self.encoded = []
+
+
+def describe_error(error: Exception) -> str:
+    """Return the type and the message of an error, as a manifest stores them."""
+    return f"{type(error).__name__}: {error}"
+
+
+def encode_shards(
+    job: Job[Any, V],
+    shards: Iterable[PendingShard[V] | None],
+    write: Callable[[PendingShard[V]], None],
+    writer_thread: BackgroundWorker,
+    open_folder: Callable[[], None] | None = None,
+) -> Generator[PendingShard[V], None, None]:
+    """Encode shards, and yield a shard whenever a batch of it is done.
+
+    Args:
+        job: the model and its options.
+        shards: the shards to encode, read by the thread that tokenises. ``None`` means that there
+            is no shard yet.
+        write: writes a finished shard. It runs in `writer_thread`.
+        writer_thread: the thread that writes.
+        open_folder: opens the folder once the device has its first batch; ``None`` if the folder is
+            open (:meth:`Job.defers_opening`).
+    """
+    started_shards: list[PendingShard[V]] = []  # by the number of their window
+
+    def windows() -> Iterator[Window | None]:
+        for shard in shards:
+            if shard is None:
+                yield None
+            else:
+                started_shards.append(shard)
+                yield shard.window(job.model)
+
+    with closing(job.stream(windows())) as items:
+        next(items)  # starts the threads of the stream
+        first_items: list[Batch | WindowEnd] = []
+        if open_folder is not None:
+            # The fingerprint reads the model, which waits for the device: it is computed while the
+            # first texts are tokenised.
+            _ = job.fingerprint
+            first_items = list(islice(items, 1))
+            open_folder()
+        for item in chain(first_items, items):
+            shard = started_shards[item.window]
+            if isinstance(item, Batch):
+                shard.add_batch(item, job)
+            else:
+                writer_thread.submit(functools.partial(write, shard))
+                if not job.is_streaming:
+                    writer_thread.drain()
+            yield shard
+        writer_thread.drain()
+
+
+def encode_in_memory(job: Job[Any, V], argument: str) -> V:
+    """Return the vectors of all texts of a job, in their order.
+
+    Args:
+        job: the model and the texts. Its output folder is not used.
+        argument: name of the argument that has the texts, for errors.
+
+    Raises:
+        ValueError: if there is no text.
+        DataError: if a text cannot be encoded.
+    """
+    if not job.texts:
+        raise ValueError(f"{argument}: expected at least one, got an empty mapping.")
+    check_text_ids(argument, job.texts)
+    shard: PendingShard[V] = PendingShard(0, list(job.texts), job.texts)
+    with closing(job.plain_stream(iter([shard.window(job.model)]))) as items:
+        for item in items:
+            if isinstance(item, Batch):
+                shard.add_batch(item, job)
+    report_truncation(job.encoding.kind, len(job.texts), shard.truncation)
+    vectors, failed = shard.assemble(job)
+    if failed:
+        text_id, failure = next(iter(failed.items()))
+        raise DataError(
+            f"{argument}: {len(failed)} of {len(job.texts)} failed, {text_id!r} first ({failure}).",
+        )
+    return vectors
