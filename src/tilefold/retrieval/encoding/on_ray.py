@@ -529,8 +529,8 @@ class Worker:
             return
         attempts_file = self._count_attempt(missing)
         with BackgroundWorker(WAITING_SHARDS, "tilefold-writer") as writer_thread:
-            shards = map(self._read_shard, missing)
-            for _ in encode_shards(self.job, shards, self._write, writer_thread):
+            pending_shards = map(self._read_shard, missing)
+            for _ in encode_shards(self.job, pending_shards, self._write, writer_thread):
                 pass
         attempts_file.unlink(missing_ok=True)
 
