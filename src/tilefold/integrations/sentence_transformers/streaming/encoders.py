@@ -1,6 +1,4 @@
-"""``encode``, ``encode_sparse_batch`` and ``encode_token_batch`` of an accelerated model: texts
-through a stream.
-"""
+"""``encode``, ``encode_sparse_batch`` and ``encode_token_batch`` of an accelerated model."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ from collections.abc import (
     Generator,
     Iterable,
     Iterator,
-    Mapping,
     MappingView,
     Sequence,
 )
@@ -43,32 +40,30 @@ from tilefold.modules.fused_pooling import Options, SparseOptions
 from tilefold.pipeline.rows import (
     Batch,
     Item,
-    StreamStart,
     Window,
-    WindowEnd,
     concatenate_rows,
     repeat_interleave,
 )
 from tilefold.pipeline.truncation import current_truncation
 
-FIRST_TEXTS, GROWTH = (
-    512,
-    4,
-)  # of the first window, so that the device need not wait long, for a later one neither
-WINDOW_TEXTS, WINDOW_CHARACTERS = (
-    2048,
-    1 << 18,
-)  # of a later one, at least; half the tokens of a batch on a GPU
-_USUAL = 32  # the stock batch size, from which on batches are cut by tokens
+# Texts of the first window: few, so that the device starts early.
+FIRST_TEXTS = 512
+# How many times as many texts a window has as the one before it, at most.
+GROWTH = 4
+# Texts and characters of a later window, at least: about half the tokens of a batch on a GPU.
+WINDOW_TEXTS = 2048
+WINDOW_CHARACTERS = 1 << 18
+# The default batch size of ``encode``. From it on batches are limited by tokens instead.
+_DEFAULT_BATCH_SIZE = 32
 
 
 def sparse_options(model: Model, top_k: int | None, min_weight: float) -> SparseOptions:
-    """Options of a row: by default the model's ``max_active_dims`` entries are kept."""
+    """Return which entries of a row are kept: by default as many as ``max_active_dims`` says."""
     return SparseOptions(model.max_active_dims if top_k is None else top_k, min_weight)
 
 
 def fused_vocab_size(model: Model) -> int | None:
-    """V of an accelerated model with an LM head, else None."""
+    """Return the vocabulary size V of an accelerated model with an LM head, else None."""
     heads = [fused.head for fused in fused_forwards(model) if fused.head is not None]
     return base_linear(heads[0]).out_features if heads else None
 
@@ -78,45 +73,63 @@ def batches_of(
     texts: Sequence[str],
     progress: Callable[[int], object],
 ) -> Iterator[Batch]:
-    """Batches of texts through a stream, longest first; ``positions`` are those in `texts`.
+    """Encode texts by a stream, the longest first.
 
-    Raises what the model raised for the first text that could not be encoded; `progress` gets
-    numbers of new texts.
+    Args:
+        stream: the stream.
+        texts: texts of any number.
+        progress: called with the number of texts of each batch.
+
+    Yields:
+        Batches, whose positions are those in `texts`.
+
+    Raises:
+        Exception: the error of the first text that cannot be encoded.
     """
     lengths = torch.tensor([len(text) for text in texts])
     order = lengths.argsort(descending=True, stable=True)
-    windows = [
-        order[start:stop].tolist() for start, stop in itertools.pairwise(_starts(lengths[order]))
-    ]
+    boundaries = _window_boundaries(lengths[order])
+    windows = [order[start:stop].tolist() for start, stop in itertools.pairwise(boundaries)]
+    # The tokenizer runs in the stream's thread, so its counts are added to those of this thread.
+    truncation = current_truncation()
     with closing(stream(Window([texts[i] for i in window]) for window in windows)) as items:
         for item in items:
-            if isinstance(item, (StreamStart, WindowEnd)):
+            if not isinstance(item, Batch):
                 continue
             if isinstance(item.rows, Exception):
                 raise item.rows
-            if (
-                watch := current_truncation()
-            ) is not None:  # of who called, whose thread tokenises nothing itself
-                watch.add(len(item.positions), item.cut, item.max_length)
+            n_texts = len(item.positions)
+            if truncation is not None:
+                truncation.add(n_texts, item.cut, item.max_length)
             window = windows[item.window]
-            yield item._replace(positions=[window[place] for place in item.positions])
-            progress(len(item.positions))
+            yield item._replace(positions=[window[position] for position in item.positions])
+            progress(n_texts)
 
 
-def _starts(lengths: Tensor) -> list[int]:
-    """Where windows of texts with so many characters, which fall, begin and end."""
-    ends, starts = lengths.cumsum(0), [0, min(FIRST_TEXTS, len(lengths))]
-    while starts[-1] < len(lengths):
-        last = starts[-1]
-        enough = int(torch.searchsorted(ends, ends[last - 1] + WINDOW_CHARACTERS))
-        size = min(max(enough - last, WINDOW_TEXTS), GROWTH * (last - starts[-2]))
-        starts.append(min(last + size, len(lengths)))
-    return starts
+def _window_boundaries(lengths: Tensor) -> list[int]:
+    """Divide texts into windows that grow up to a number of texts and characters.
+
+    Args:
+        lengths: numbers of characters in descending order, ``[N]``.
+
+    Returns:
+        Where each window begins, and N.
+    """
+    ends = lengths.cumsum(0)
+    boundaries = [0, min(FIRST_TEXTS, len(lengths))]
+    while boundaries[-1] < len(lengths):
+        start = boundaries[-1]
+        last_size = start - boundaries[-2]
+        end = int(torch.searchsorted(ends, ends[start - 1] + WINDOW_CHARACTERS))
+        size = min(max(end - start, WINDOW_TEXTS), GROWTH * last_size)
+        boundaries.append(min(start + size, len(lengths)))
+    return boundaries
 
 
 class SparseBatchEncoder(Replacement):
-    """``encode_sparse_batch`` of an accelerated SparseEncoder, by which others need not know
-    tilefold.
+    """``encode_sparse_batch`` of an accelerated SparseEncoder.
+
+    It lets other packages encode sparse rows without importing tilefold.
     """
 
     def __call__(
@@ -127,15 +140,17 @@ class SparseBatchEncoder(Replacement):
         top_k: int | None = None,
         min_weight: float = 0.0,
     ) -> Tensor:
-        """``[len(texts), V]`` CSR on the CPU, in one forward pass; arguments as in
-        ``encode_sparse``.
+        """Encode texts in one forward pass.
+
+        Args:
+            texts, task, top_k, min_weight: as in ``encode_sparse``.
+
+        Returns:
+            CSR ``[len(texts), V]`` on the CPU.
         """
         texts = list_of("texts", texts)
-        return streams.as_csr(
-            [self.batch(texts, task=task, top_k=top_k, min_weight=min_weight)],
-            len(texts),
-            0,
-        )
+        batch = self.batch(texts, task=task, top_k=top_k, min_weight=min_weight)
+        return streams.as_csr([batch], len(texts), vocab_size=0)
 
     def batch(
         self,
@@ -146,14 +161,13 @@ class SparseBatchEncoder(Replacement):
         top_k: int | None = None,
         min_weight: float = 0.0,
     ) -> Batch:
-        """Rows as of the call, without a matrix around them."""
-        options = sparse_options(self.owner, top_k, min_weight)
+        """Encode texts in one forward pass and return their rows without building a matrix."""
         return streams.encode_batch(
             self.owner,
             list_of("texts", texts),
             task,
             prompt_of(self.owner, task, prompt_name),
-            options,
+            sparse_options(self.owner, top_k, min_weight),
         )
 
     @property
@@ -169,14 +183,30 @@ class SparseBatchEncoder(Replacement):
         top_k: int | None = None,
         min_weight: float = 0.0,
         to_host: bool = True,
-        **limits: int | None,
+        batch_tokens: int | None = None,
+        batch_size: int | None = None,
     ) -> Generator[Item, None, None]:
-        """Rows of many texts, with entries on the device unless `to_host`; limits as
-        :class:`TextStream` takes them.
+        """Encode many texts to sparse rows.
+
+        Args:
+            windows: windows of texts.
+            task, top_k, min_weight: as in ``encode_sparse``.
+            to_host: whether entries are copied to the CPU. Otherwise they stay on the device.
+            batch_tokens, batch_size: see :class:`TextStream`.
+
+        Yields:
+            The items of :meth:`TextStream.__call__`.
         """
-        options, prompt = sparse_options(self.owner, top_k, min_weight), prompt_of(self.owner, task)
         with in_eval_mode(self.owner):
-            stream = SparseStream(self.owner, options, to_host, task=task, prompt=prompt, **limits)
+            stream = SparseStream(
+                self.owner,
+                sparse_options(self.owner, top_k, min_weight),
+                to_host,
+                task=task,
+                prompt=prompt_of(self.owner, task),
+                batch_tokens=batch_tokens,
+                batch_size=batch_size,
+            )
             yield from stream(windows)
 
 
@@ -189,10 +219,19 @@ class TokenBatchEncoder(Replacement):
         *,
         task: str,
         storage: str,
-        **limits: int | None,
+        batch_tokens: int | None = None,
+        batch_size: int | None = None,
     ) -> Generator[Item, None, None]:
-        """Token vectors of many texts, stored as ``"fp16"`` or ``"int8"``; limits as for sparse
-        rows.
+        """Encode many texts to stored token vectors.
+
+        Args:
+            windows: windows of texts.
+            task: ``"query"`` or ``"document"``.
+            storage: ``"fp16"`` or ``"int8"``.
+            batch_tokens, batch_size: see :class:`TextStream`.
+
+        Yields:
+            The items of :meth:`TextStream.__call__`.
         """
         with in_eval_mode(self.owner):
             stream = streams.TokenStream(
@@ -200,54 +239,75 @@ class TokenBatchEncoder(Replacement):
                 storage,
                 task=task,
                 prompt=prompt_of(self.owner, task),
-                **limits,
+                batch_tokens=batch_tokens,
+                batch_size=batch_size,
             )
             yield from stream(windows)
 
 
 class FusedEncode(Replacement):
-    """Replaces ``encode`` of one model: few texts go through a CUDA graph, many through a stream,
-    all else is as stock.
+    """Replaces ``encode`` of one model.
 
-    A ``batch_size`` below 32 bounds the texts of a batch; otherwise batches hold a number of tokens
-    that suits the device. Neither serves inputs but strings, several processes, or options of the
-    processor.
+    Few texts are encoded by a CUDA graph, many by a stream. The stock method runs for everything
+    else: inputs that are no strings, several processes, options of the processor.
+
+    A ``batch_size`` below 32 limits the texts of a batch. Otherwise batches hold a number of tokens
+    that suits the device.
     """
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Arguments and result of the stock ``encode``."""
-        model, stock = self.owner, type(self.owner).encode
+        """Encode inputs, with the arguments and the result of the stock ``encode``."""
+        model = self.owner
+        stock = type(model).encode
         if args:
             args = (_listed_inputs(model, args[0]), *args[1:])
         elif "inputs" in kwargs:
             kwargs["inputs"] = _listed_inputs(model, kwargs["inputs"])
-        if (asked := _served(stock, model, args, kwargs)) is None:
-            with packed_inputs():
-                return stock(model, *args, **kwargs)
-        single, size = isinstance(asked["inputs"], str), asked["batch_size"]
-        texts = [asked["inputs"]] if single else asked["inputs"]
-        prompt, show = (
-            model._resolve_prompt(asked["prompt"], asked["prompt_name"]),
-            asked["show_progress_bar"],
-        )
-        if show is None:
-            show = logging.getLogger(stock.__module__).getEffectiveLevel() <= logging.INFO
-        several = is_multi_vector(model)
-        if len(texts) > size:
-            model.eval()
-            how = {"prompt": prompt, "batch_size": size if size < _USUAL else None}
-            return (_vectors if several else _rows)(model, asked, how, show)
-        found = (
-            None if show else (_few_vectors if several else _few_rows)(model, asked, texts, prompt)
-        )
-        if found is None:
-            with packed_inputs():
-                return stock(model, *args, **kwargs)
-        return found[0] if single else found
+        arguments = _bind_arguments(stock, args, kwargs)
+        if arguments is not None and _is_supported(model, arguments):
+            result = _encode(model, stock, arguments)
+            if result is not None:
+                return result
+        with packed_inputs():
+            return stock(model, *args, **kwargs)
+
+
+def _encode(model: Model, stock: Any, arguments: Options) -> Any:
+    """Encode texts by a graph or a stream.
+
+    Args:
+        model: an accelerated model.
+        stock: the stock ``encode``.
+        arguments: its arguments by name.
+
+    Returns:
+        The result of the stock method, or None if it must run.
+    """
+    inputs = arguments["inputs"]
+    is_single = isinstance(inputs, str)
+    texts = [inputs] if is_single else inputs
+    batch_size = arguments["batch_size"]
+    prompt = model._resolve_prompt(arguments["prompt"], arguments["prompt_name"])
+    show_progress = arguments["show_progress_bar"]
+    if show_progress is None:
+        level = logging.getLogger(stock.__module__).getEffectiveLevel()
+        show_progress = level <= logging.INFO
+    if len(texts) > batch_size:
+        model.eval()
+        encode_many = _encode_many_tokens if is_multi_vector(model) else _encode_many_sparse
+        limit = batch_size if batch_size < _DEFAULT_BATCH_SIZE else None
+        return encode_many(model, arguments, prompt, limit, show_progress)
+    if show_progress:
+        return None
+    encode_few = _encode_few_tokens if is_multi_vector(model) else _encode_few_sparse
+    rows = encode_few(model, arguments, texts, prompt)
+    if rows is None:
+        return None
+    return rows[0] if is_single else rows
 
 
 def _listed_inputs(model: Model, inputs: object) -> object:
-    """Return the inputs of ``encode`` by position: one input as it is, several as a list.
+    """Return several inputs of ``encode`` as a list, and one input unchanged.
 
     sentence-transformers takes a Series, a generator or a view of a dictionary for one input, and
     refuses it.
@@ -261,144 +321,215 @@ def _listed_inputs(model: Model, inputs: object) -> object:
     return inputs if model.is_singular_input(inputs) else list_of("inputs", inputs)
 
 
-def _served(stock: Any, model: Model, args: tuple[object, ...], kwargs: Options) -> Options | None:
-    """The arguments by name of a call that is no stock one: for strings, on the model's device, in
-    this process.
+def _bind_arguments(stock: Any, args: tuple[object, ...], kwargs: Options) -> Options | None:
+    """Return the arguments of a call of ``encode`` by name, with defaults.
+
+    Arguments that the method collects in ``**kwargs`` are a dictionary under the name ``kwargs``.
+
+    Args:
+        stock: the stock ``encode``.
+        args: positional arguments without ``self``.
+        kwargs: arguments by name.
+
+    Returns:
+        The arguments, or None for a wrong call, about which the stock method raises an error.
     """
     names, defaults = _parameters(stock)
-    given = dict(zip(names, args, strict=False))
-    if len(given) < len(args) or given.keys() & kwargs.keys():  # of which the stock method tells
+    positional = dict(zip(names, args, strict=False))
+    has_too_many = len(positional) < len(args)
+    if has_too_many or positional.keys() & kwargs.keys():
         return None
-    asked = defaults | given | kwargs
-    asked["kwargs"] = {name: asked.pop(name) for name in kwargs.keys() - names.keys()}
-    texts, size = asked.get("inputs"), asked["batch_size"]
-    if not (isinstance(texts, (str, list)) and isinstance(size, int) and size > 0):
-        return None
-    graphs, single = graphs_of(model), isinstance(texts, str)
-    graphless = graphs is None or not (
-        graphs.graphs or graphs.may_run([texts] if isinstance(texts, str) else texts)
-    )
-    if graphless and (single or len(texts) <= size):
-        return None
-    here = asked.get("device") is None or asked["device"] in (model.device, str(model.device))
-    here = (
-        here
-        and asked.get("pool") is None
-        and getattr(model, "_distributed_inference", None) is None
-    )
-    if not here or not (single or all(isinstance(text, str) for text in texts)):
-        return None
-    if is_multi_vector(model):  # no raw features, and no pooling of tokens for this call
-        plain = (
-            asked.get("output_value") == "token_embeddings" and asked.get("token_pooling") is None
-        )
-        return asked if plain and not asked["kwargs"] else None
-    return (
-        asked
-        if graphs is not None and graphs.splade and not set(asked["kwargs"]) - {"task"}
-        else None
-    )
+    arguments = {**defaults, **positional, **kwargs}
+    extra_names = kwargs.keys() - set(names)
+    arguments["kwargs"] = {name: arguments.pop(name) for name in extra_names}
+    return arguments
 
 
 @functools.cache
-def _parameters(stock: Any) -> tuple[Mapping[str, object], Options]:
-    """The parameters of ``encode`` in their order, without ``self`` and those that take the rest;
-    and the defaults.
+def _parameters(stock: Any) -> tuple[tuple[str, ...], Options]:
+    """Return the names of the parameters of ``encode`` in their order, and the defaults.
+
+    ``self`` and ``**kwargs`` are left out.
     """
-    _, *every = inspect.signature(stock).parameters.values()
-    named = {
-        each.name: each for each in every if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    _, *parameters = inspect.signature(stock).parameters.values()
+    named = [
+        parameter
+        for parameter in parameters
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    defaults = {
+        parameter.name: parameter.default
+        for parameter in named
+        if parameter.default is not inspect.Parameter.empty
     }
-    return named, {
-        name: each.default
-        for name, each in named.items()
-        if each.default is not inspect.Parameter.empty
-    }
+    return tuple(parameter.name for parameter in named), defaults
 
 
-def _few_rows(model: Model, asked: Options, texts: list[str], prompt: str | None) -> Any:
-    """Rows of one batch as ``encode`` returns them, None where no graph made them."""
-    options, task = (
-        sparse_options(model, asked["max_active_dims"], 0.0),
-        asked["kwargs"].get("task"),
-    )
+def _is_supported(model: Model, arguments: Options) -> bool:
+    """Whether a graph or a stream can encode the inputs of a call of ``encode``.
+
+    They must be strings, encoded on the model's device in this process, with options that both
+    know.
+    """
+    inputs = arguments.get("inputs")
+    batch_size = arguments["batch_size"]
+    if not (isinstance(inputs, (str, list)) and isinstance(batch_size, int) and batch_size > 0):
+        return False
+    texts = [inputs] if isinstance(inputs, str) else inputs
     graphs = graphs_of(model)
-    to_host, how = bool(asked["save_to_cpu"]), {"task": task, "prompt": prompt, "options": options}
-    if graphs is None or (rows := graphs.sparse(texts, to_host=to_host, **how)) is None:
+    has_graph = graphs is not None and (bool(graphs.graphs) or graphs.may_run(texts))
+    is_one_batch = isinstance(inputs, str) or len(texts) <= batch_size
+    if is_one_batch and not has_graph:
+        return False
+    if _runs_elsewhere(model, arguments) or not all(isinstance(text, str) for text in texts):
+        return False
+    if is_multi_vector(model):
+        returns_tokens = arguments.get("output_value") == "token_embeddings"
+        pools_tokens = arguments.get("token_pooling") is not None
+        return returns_tokens and not pools_tokens and not arguments["kwargs"]
+    return graphs is not None and graphs.splade and arguments["kwargs"].keys() <= {"task"}
+
+
+def _runs_elsewhere(model: Model, arguments: Options) -> bool:
+    """Whether a call of ``encode`` uses another device or other processes."""
+    device = arguments.get("device")
+    has_other_device = device is not None and device not in (model.device, str(model.device))
+    is_distributed = getattr(model, "_distributed_inference", None) is not None
+    return has_other_device or is_distributed or arguments.get("pool") is not None
+
+
+def _encode_few_sparse(
+    model: Model,
+    arguments: Options,
+    texts: list[str],
+    prompt: str | None,
+) -> Any:
+    """Encode texts to sparse rows by one graph.
+
+    Returns:
+        Rows as the stock ``encode`` returns them for a list, or None if no graph can run.
+    """
+    graphs = graphs_of(model)
+    if graphs is None:
+        return None
+    to_host = bool(arguments["save_to_cpu"])
+    rows = graphs.sparse(
+        texts,
+        task=arguments["kwargs"].get("task"),
+        prompt=prompt,
+        options=sparse_options(model, arguments["max_active_dims"], min_weight=0.0),
+        to_host=to_host,
+    )
+    if rows is None:
         return None
     device = torch.device("cpu") if to_host else graphs.device
     if len(texts) > 1:
-        return _as_asked(
-            _as_coo(rows.counts, rows.columns, rows.values, rows.vocab_size, device),
-            asked,
-        )
-    # one row needs no matrix, of which sparse tensors are slow to select a row
-    columns, values = rows.columns.long()[None].to(device), rows.values.to(device)
-    one = coo_tensor(columns, values, (rows.vocab_size,))
-    if isinstance(asked["inputs"], str):
-        return [one if asked["convert_to_sparse_tensor"] else one.to_dense()]
-    return _as_asked(one[None], asked)
+        matrix = _as_coo(rows.counts, rows.columns, rows.values, rows.vocab_size, device)
+        return _convert_rows(matrix, arguments)
+    # One row needs no matrix: it is slow to select a row of a sparse tensor.
+    columns = rows.columns.long()[None].to(device)
+    row = coo_tensor(columns, rows.values.to(device), (rows.vocab_size,))
+    if isinstance(arguments["inputs"], str):
+        return [row if arguments["convert_to_sparse_tensor"] else row.to_dense()]
+    return _convert_rows(row[None], arguments)
 
 
-def _few_vectors(model: Model, asked: Options, texts: list[str], prompt: str | None) -> Any:
-    """Likewise, token vectors."""
-    numpy, graphs = bool(asked["convert_to_numpy"]), graphs_of(model)
-    how = {
-        "normalize": bool(asked["normalize_embeddings"]),
-        "to_host": numpy,
-        "task": asked["task"],
-        "prompt": prompt,
-    }
-    found = graphs and graphs.vectors(texts, **how)
-    return [_as_numpy(vectors) for vectors in found] if found and numpy else found
+def _encode_few_tokens(
+    model: Model,
+    arguments: Options,
+    texts: list[str],
+    prompt: str | None,
+) -> Any:
+    """Encode texts to token vectors by one graph.
+
+    Returns:
+        Vectors ``[n, D]`` of each text as the stock ``encode`` returns them, or None if no graph
+        can run.
+    """
+    graphs = graphs_of(model)
+    if graphs is None:
+        return None
+    to_numpy = bool(arguments["convert_to_numpy"])
+    vectors = graphs.vectors(
+        texts,
+        task=arguments["task"],
+        prompt=prompt,
+        normalize=bool(arguments["normalize_embeddings"]),
+        to_host=to_numpy,
+    )
+    if vectors is None or not to_numpy:
+        return vectors
+    return [_as_numpy(text_vectors) for text_vectors in vectors]
 
 
-def _shown(stream: TextStream, texts: list[str], show: bool, title: str) -> Iterator[Batch]:
-    """Batches of the texts, under a progress bar."""
+def _batches_with_progress(
+    stream: TextStream,
+    texts: list[str],
+    show_progress: bool,
+    title: str,
+) -> Iterator[Batch]:
+    """Encode texts by a stream under a progress bar."""
     from tqdm.autonotebook import tqdm  # type: ignore[import-untyped]  # the one of stock
 
-    with tqdm(total=len(texts), desc=title, disable=not show) as shown:
-        yield from batches_of(stream, texts, shown.update)
+    with tqdm(total=len(texts), desc=title, disable=not show_progress) as bar:
+        yield from batches_of(stream, texts, bar.update)
 
 
-def _rows(model: Model, asked: Options, how: Options, show: bool) -> object:
-    options, texts = sparse_options(model, asked["max_active_dims"], 0.0), asked["inputs"]
-    to_host = asked["save_to_cpu"] or model.device.type == "cpu"
-    stream = SparseStream(model, options, to_host, task=asked["kwargs"].get("task"), **how)
-    batches = list(_shown(stream, texts, show, "Texts"))
-    offsets, columns, values = concatenate_rows(batches, len(texts))
-    return _as_asked(
-        _as_coo(offsets.diff(), columns, values, batches[0].rows.vocab_size, values.device),
-        asked,
+def _encode_many_sparse(
+    model: Model,
+    arguments: Options,
+    prompt: str | None,
+    batch_size: int | None,
+    show_progress: bool,
+) -> object:
+    """Encode texts to sparse rows by a stream, with the result of the stock ``encode``."""
+    texts = arguments["inputs"]
+    stream = SparseStream(
+        model,
+        sparse_options(model, arguments["max_active_dims"], min_weight=0.0),
+        to_host=arguments["save_to_cpu"] or model.device.type == "cpu",
+        task=arguments["kwargs"].get("task"),
+        prompt=prompt,
+        batch_size=batch_size,
     )
+    batches = list(_batches_with_progress(stream, texts, show_progress, "Texts"))
+    offsets, columns, values = concatenate_rows(batches, len(texts))
+    vocab_size = batches[0].rows.vocab_size
+    matrix = _as_coo(offsets.diff(), columns, values, vocab_size, values.device)
+    return _convert_rows(matrix, arguments)
 
 
-def _as_asked(found: Tensor, asked: Options) -> object:
-    """Rows in the form that a call of ``encode`` asks for."""
-    if not asked["convert_to_sparse_tensor"]:
-        found = found.to_dense()
-    return found if asked["convert_to_tensor"] else list(found)
-
-
-def _vectors(model: Model, asked: Options, how: Options, show: bool) -> object:
-    texts, task, numpy = asked["inputs"], asked["task"], bool(asked["convert_to_numpy"])
+def _encode_many_tokens(
+    model: Model,
+    arguments: Options,
+    prompt: str | None,
+    batch_size: int | None,
+    show_progress: bool,
+) -> object:
+    """Encode texts to token vectors by a stream, with the result of the stock ``encode``."""
+    texts = arguments["inputs"]
+    to_numpy = bool(arguments["convert_to_numpy"])
     stream = streams.VectorStream(
         model,
-        to_host=numpy,
-        normalize=bool(asked["normalize_embeddings"]),
-        task=task,
-        **how,
+        to_host=to_numpy,
+        normalize=bool(arguments["normalize_embeddings"]),
+        task=arguments["task"],
+        prompt=prompt,
+        batch_size=batch_size,
     )
-    found: list[object] = [None] * len(texts)
-    for batch in _shown(
-        stream,
-        texts,
-        show,
-        f"Encoding {'queries' if task == 'query' else 'documents'}",
-    ):
-        for place, vectors in zip(batch.positions, batch.rows, strict=True):
-            found[place] = _as_numpy(vectors) if numpy else vectors
-    return found
+    title = "Encoding queries" if arguments["task"] == "query" else "Encoding documents"
+    all_vectors: list[object] = [None] * len(texts)
+    for batch in _batches_with_progress(stream, texts, show_progress, title):
+        for position, vectors in zip(batch.positions, batch.rows, strict=True):
+            all_vectors[position] = _as_numpy(vectors) if to_numpy else vectors
+    return all_vectors
+
+
+def _convert_rows(rows: Tensor, arguments: Options) -> object:
+    """Convert a COO matrix to the type that a call of ``encode`` asks for."""
+    if not arguments["convert_to_sparse_tensor"]:
+        rows = rows.to_dense()
+    return rows if arguments["convert_to_tensor"] else list(rows)
 
 
 def _as_coo(
@@ -408,7 +539,15 @@ def _as_coo(
     vocab_size: int,
     device: torch.device,
 ) -> Tensor:
-    """Rows with so many entries as coalesced COO on `device`, as ``encode`` returns it."""
+    """Build a coalesced COO matrix, as ``encode`` returns it.
+
+    Args:
+        counts: number of entries of each row, ``[N]`` on the CPU.
+        columns: column of each entry, ``[sum(counts)]``.
+        values: ``[sum(counts)]``.
+        vocab_size: number of columns V.
+        device: device of the matrix ``[N, V]``.
+    """
     indices = torch.empty(2, len(values), dtype=torch.int64, device=device)
     indices[0] = repeat_interleave(torch.arange(len(counts)), counts, device)
     indices[1] = columns
@@ -416,4 +555,7 @@ def _as_coo(
 
 
 def _as_numpy(vectors: Tensor) -> object:
-    return (vectors.float() if vectors.dtype == torch.bfloat16 else vectors).numpy()
+    """Convert vectors to numpy, which has no bf16."""
+    if vectors.dtype == torch.bfloat16:
+        vectors = vectors.float()
+    return vectors.numpy()
