@@ -26,7 +26,8 @@ Normalization = Literal["min_max", "z_score", "none"]
 
 METHODS = ("rrf", "interpolation")
 _Scores = Mapping[str, float]
-_Normalized = tuple[dict[str, float], float]  # scores, and that of a document without one
+# Normalised scores of documents, and the score of a document that the run did not return.
+_Normalized = tuple[dict[str, float], float]
 
 
 def interpolate(
@@ -35,66 +36,77 @@ def interpolate(
     normalization: Normalization = "min_max",
     k: int = 1000,
 ) -> Run:
-    """Weighted sum of normalised scores, query by query.
+    """Fuse runs by weighted sums of their normalised scores, query by query.
 
     Each run is normalised by its own scores for the query: ``min_max`` maps them to [0, 1],
     ``z_score`` to mean 0 and deviation 1, ``none`` leaves them. A document that a run did not
     return gets the minimum of that run for the query after normalisation. When all scores of a run
     are equal, ``min_max`` gives 1 to its documents and 0 to the others, and ``z_score`` gives 0 to
-    all. A run without results for a query adds nothing to that query. What
-    :func:`tilefold.retrieval.rerank` puts below its depth (``tail="keep"``) counts as that minimum,
-    to within a rounding, under ``min_max``; ``z_score`` takes its mean over it, so drop that tail
-    there.
+    all. A run without results for a query adds nothing to that query.
+
+    A tail of :func:`tilefold.retrieval.rerank` (``tail="keep"``) counts as that minimum, to within
+    a rounding, under ``min_max``. ``z_score`` takes its mean over the tail, so drop the tail there.
 
     Args:
         runs: at least one run.
         weights: one finite number per run; equal weights of ``1 / len(runs)`` when None.
         normalization: see above.
-        k: documents kept per query, by descending score; equal scores keep the order of the runs.
+        k: documents kept per query, by descending score. Equal scores keep the order of the runs.
 
-    No run, an unknown normalisation, or a score, weight or sum that is not finite is a
-    ``ValueError``.
+    Raises:
+        ValueError: for no run, an unknown normalisation, or a score, weight or sum that is not
+            finite.
     """
     runs = list_of("runs", runs)
-    weights = _check(runs, weights, k)
+    weights = _check_runs(runs, weights, k)
     check_choice("normalization", normalization, _NORMALIZERS)
     normalize = _NORMALIZERS[normalization]
     fused: Run = {}
-    for query_id in _queries(runs):
-        weighted = zip(runs, weights, strict=True)
-        present = [
-            (weight, *normalize(run[query_id])) for run, weight in weighted if run.get(query_id)
-        ]
-        documents = dict.fromkeys(doc for _, scores, _ in present for doc in scores)
-        total = {
-            doc: sum(weight * scores.get(doc, low) for weight, scores, low in present)
-            for doc in documents
-        }
-        for wrong in (score for score in total.values() if not math.isfinite(score)):
-            got = (
-                f"{wrong} for query {query_id!r}. Take smaller weights, or normalization='min_max'"
+    for query_id in _query_ids(runs):
+        # Per run with results: its weight, normalised scores and the score of other documents.
+        weighted: list[tuple[float, dict[str, float], float]] = []
+        for run, weight in zip(runs, weights, strict=True):
+            if run.get(query_id):
+                scores, missing_score = normalize(run[query_id])
+                weighted.append((weight, scores, missing_score))
+        documents = dict.fromkeys(document for _, scores, _ in weighted for document in scores)
+        sums = {
+            document: sum(
+                weight * scores.get(document, missing_score)
+                for weight, scores, missing_score in weighted
             )
-            raise ValueError(f"weights, normalization: expected finite sums, got {got}.")
-        fused[query_id] = _top(total, k)
+            for document in documents
+        }
+        for score in sums.values():
+            if not math.isfinite(score):
+                raise ValueError(
+                    f"weights, normalization: expected finite sums, got {score} for query "
+                    f"{query_id!r}. Take smaller weights, or normalization='min_max'.",
+                )
+        fused[query_id] = _top(sums, k)
     return fused
 
 
 def reciprocal_rank_fusion(runs: Sequence[Run], k: int = 60) -> Run:
-    """Sum of ``1 / (k + rank)`` over the runs, ranks from 1 (Cormack, Clarke and Büttcher, SIGIR
-    2009).
+    """Fuse runs by the sum of ``1 / (k + rank)``, with ranks from 1.
 
-    A run without a document adds nothing. Equal scores within a run are ranked in the order in
-    which the run holds them.
+    Cormack, Clarke and Büttcher, SIGIR 2009. A run adds nothing to documents that it lacks. Equal
+    scores within a run are ranked in the order of the run.
+
+    Args:
+        runs: at least one run.
+        k: constant that reduces the influence of the first ranks.
     """
     runs = list_of("runs", runs)
-    _check(runs, None, k)
+    _check_runs(runs, None, k)
     fused: Run = {}
-    for query_id in _queries(runs):
-        total: dict[str, float] = {}
+    for query_id in _query_ids(runs):
+        sums: dict[str, float] = {}
         for run in runs:
-            for rank, doc in enumerate(_top(run.get(query_id, {}), None), start=1):
-                total[doc] = total.get(doc, 0.0) + 1.0 / (k + rank)
-        fused[query_id] = _top(total, None)
+            ranked = _top(run.get(query_id, {}), None)
+            for rank, document in enumerate(ranked, start=1):
+                sums[document] = sums.get(document, 0.0) + 1.0 / (k + rank)
+        fused[query_id] = _top(sums, None)
     return fused
 
 
@@ -104,7 +116,7 @@ class Fusion:
 
     Attributes:
         method: ``"rrf"`` (reciprocal ranks) or ``"interpolation"``.
-        weight: of the second ranking in an interpolation, in [0, 1].
+        weight: weight of the second ranking in an interpolation, in [0, 1].
         normalization: of :func:`interpolate`.
     """
 
@@ -117,14 +129,12 @@ class Fusion:
         check_share("weight", self.weight)
 
     def mix(self, run: Run, second: Run, k: int) -> Run:
-        """Both rankings of the queries of `run`, `k` documents each."""
+        """Fuse two runs for the queries of `run`; `k` documents are kept of each query."""
         runs = [run, {query: second[query] for query in run if query in second}]
         if self.method == "interpolation":
             return interpolate(runs, [1 - self.weight, self.weight], self.normalization, k=k)
-        return {
-            query: dict(list(scores.items())[:k])
-            for query, scores in reciprocal_rank_fusion(runs).items()
-        }
+        fused = reciprocal_rank_fusion(runs)
+        return {query: dict(list(scores.items())[:k]) for query, scores in fused.items()}
 
 
 def check_scores(
@@ -134,28 +144,40 @@ def check_scores(
     *,
     finite: bool = True,
 ) -> None:
-    """Raise an error for ids that are no text, and for scores that are NaN, no numbers or, if
-    asked, not finite.
+    """Check the scores of one query of a run.
+
+    Args:
+        name: name of the argument, for errors.
+        query_id: of the scores.
+        scores: document id -> score.
+        finite: refuse infinite scores, too.
+
+    Raises:
+        TypeError: for scores that are no mapping, or ids that are no strings.
+        ValueError: for scores that are NaN, no numbers or, with `finite`, infinite.
     """
     check_mapping(f"{name}[{query_id!r}]", scores, "document id -> score")
     check_text_ids(name, scores)
-    right = math.isfinite if finite else lambda score: not math.isnan(score)
     for document, score in scores.items():
         try:
-            if right(score):
-                continue
+            is_valid = math.isfinite(score) if finite else not math.isnan(score)
         except TypeError:
-            pass
+            is_valid = False
+        if is_valid:
+            continue
         if finite:
             raise ValueError(
-                f"{name}: expected finite scores, got {score!r} for {document!r} of query {query_id!r}.",
+                f"{name}: expected finite scores, got {score!r} for {document!r} "
+                f"of query {query_id!r}.",
             )
         raise ValueError(
-            f"{name}: query {query_id!r} has a score that is not a number: {score!r} for {document!r}.",
+            f"{name}: query {query_id!r} has a score that is not a number: "
+            f"{score!r} for {document!r}.",
         )
 
 
-def _check(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequence[float]:
+def _check_runs(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequence[float]:
+    """Check arguments of a fusion, and return the weights of the runs, equal ones for None."""
     if not runs:
         raise ValueError("runs: expected at least one run, got an empty list.")
     check_least("k", k)
@@ -178,41 +200,55 @@ def _check(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequ
     return weights
 
 
-def _queries(runs: Sequence[Run]) -> list[str]:
+def _query_ids(runs: Sequence[Run]) -> list[str]:
+    """Ids of the queries of all runs, each once."""
     return list(dict.fromkeys(query_id for run in runs for query_id in run))
 
 
 def _top(scores: _Scores, k: int | None) -> dict[str, float]:
+    """Return the `k` highest scores, best first; all of them if `k` is None."""
     return dict(sorted(scores.items(), key=lambda item: -item[1])[:k])
 
 
 def _min_max(scores: _Scores) -> _Normalized:
-    low, high = min(scores.values()), max(scores.values())
+    """Map scores to [0, 1]."""
+    low = min(scores.values())
+    high = max(scores.values())
     if high == low:
         return dict.fromkeys(scores, 1.0), 0.0
     # A power of 2 changes no digit, and brings the largest score to about 1: no difference is
     # infinite or loses digits.
     exponent = -math.frexp(max(abs(low), abs(high)))[1]
-    low, high = math.ldexp(low, exponent), math.ldexp(high, exponent)
-    return {
-        doc: (math.ldexp(score, exponent) - low) / (high - low) for doc, score in scores.items()
-    }, 0.0
+    low = math.ldexp(low, exponent)
+    high = math.ldexp(high, exponent)
+    normalized = {
+        document: (math.ldexp(score, exponent) - low) / (high - low)
+        for document, score in scores.items()
+    }
+    return normalized, 0.0
 
 
 def _z_score(scores: _Scores) -> _Normalized:
-    if min(scores.values()) == max(
-        scores.values(),
-    ):  # their mean may be another number, by a rounding
+    """Map scores to mean 0 and standard deviation 1."""
+    # Compared, since the mean of equal scores may differ from them by a rounding.
+    if min(scores.values()) == max(scores.values()):
         return dict.fromkeys(scores, 0.0), 0.0
-    within, _ = _min_max(scores)  # the same z-scores, of numbers whose squares are of ordinary size
-    mean = math.fsum(within.values()) / len(within)
-    deviation = math.sqrt(math.fsum((score - mean) ** 2 for score in within.values()) / len(within))
-    normalized = {doc: (score - mean) / deviation for doc, score in within.items()}
+    # Scores in [0, 1] have the same z-scores, and their squares do not overflow.
+    scaled, _ = _min_max(scores)
+    mean = math.fsum(scaled.values()) / len(scaled)
+    variance = math.fsum((score - mean) ** 2 for score in scaled.values()) / len(scaled)
+    deviation = math.sqrt(variance)
+    normalized = {document: (score - mean) / deviation for document, score in scaled.items()}
     return normalized, min(normalized.values())
+
+
+def _unchanged(scores: _Scores) -> _Normalized:
+    """Leave scores as they are."""
+    return dict(scores), min(scores.values())
 
 
 _NORMALIZERS: dict[str, Callable[[_Scores], _Normalized]] = {
     "min_max": _min_max,
     "z_score": _z_score,
-    "none": lambda scores: (dict(scores), min(scores.values())),
+    "none": _unchanged,
 }

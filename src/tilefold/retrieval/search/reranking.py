@@ -1,10 +1,10 @@
-"""Rerank the candidates of any retriever with exact late interaction (ColBERT, arXiv 2004.12832)."""
+"""Rerank the candidates of a retriever with exact late interaction (ColBERT, arXiv 2004.12832)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,27 +53,32 @@ def rerank(
     """Score the best candidates of each query by MaxSim, and sort them by it.
 
     ``score = sum over query tokens i of max over document tokens j of q_i . d_j``, exact, in fp32.
-    A shard of a store is scored by one call over the pairs that are in it: on the CPU in place,
-    memory-mapped; on a GPU only the candidates' rows are copied there, each once.
+    A shard of a store is scored by one call over the pairs of queries and documents in it. On the
+    CPU, its vectors are read in place, memory-mapped. On a GPU, only the candidates' rows are
+    copied to it, each once.
 
     Args:
         run: query id -> document id -> score of a first retriever, in any order.
         queries, documents: token vectors of all queries and candidates, in memory or of
             ``open_tokens``.
-        depth: candidates per query to score, those with the highest first scores; all of them when
-            None.
-        tail: what becomes of candidates below `depth` or without a token vector (empty, or failed
-            when encoded):
-            ``"keep"`` puts them after the others, in their first order; ``"drop"`` leaves them out.
+        depth: candidates per query to score, those with the highest first scores; None scores all.
+        tail: treatment of candidates below `depth`, or without a token vector because their text
+            is empty or could not be encoded. ``"keep"`` puts them after the others, in their first
+            order; ``"drop"`` leaves them out.
         reduction: ``"mean"`` divides by the query's tokens, as models with ``"meanmaxsim"`` do;
             ``"sum"`` does not.
-        device, impl: by default a GPU if there is one; as in :func:`tilefold.ops.maxsim`.
+        device: where to compute; None takes a GPU if there is one.
+        impl: as in :func:`tilefold.ops.maxsim`.
 
-    Documents come best first. A kept tail has scores just below the lowest MaxSim, 5e-7 of the
-    scores' magnitude apart: an order and no measurement, too close to change a min-max
-    normalisation. A wrong option, vectors of other dimensions than the queries, or int8 vectors of
-    queries are a ``ValueError``; a query or a candidate without vectors is a ``DataError`` that
-    names the first and says how many.
+    Returns:
+        The run, best documents first. A kept tail has scores just below the lowest MaxSim, 5e-7 of
+        the scores' magnitude apart: an order and no measurement, too close to change a min-max
+        normalisation.
+
+    Raises:
+        ValueError: for a wrong option, documents of another dimension than the queries, or int8
+            vectors of queries.
+        DataError: for queries or candidates without vectors; names the first and their number.
     """
     check_mapping("run", run, "query id -> scores by document")
     check_instance("queries", queries, TokenVectors, "encode_texts(model, queries, kind='query')")
@@ -84,48 +89,54 @@ def rerank(
         raise ValueError(
             "queries: expected fp16 or fp32 vectors, got int8; encode them with storage='fp16'.",
         )
-    if queries.dimension != (got := documents.dimension):
-        dimension = f"token vectors of the queries' dimension {queries.dimension}"
+    if queries.dimension != documents.dimension:
         raise ValueError(
-            f"documents: expected {dimension}, got {got}. Encode both with the same model.",
+            f"documents: expected token vectors of the queries' dimension {queries.dimension}, "
+            f"got {documents.dimension}. Encode both with the same model.",
         )
-    for query, first in run.items():
-        check_scores("run", query, first, finite=False)
-    ordered = {query: _ordered(scores) for query, scores in run.items()}
-    chosen = {query: names[:depth] for query, names in ordered.items()}
-    query_rows = {name: row for row, name in enumerate(queries.ids)}
-    if missing := [query for query in run if query not in query_rows]:
+    for query, query_scores in run.items():
+        check_scores("run", query, query_scores, finite=False)
+    query_rows = {query: row for row, query in enumerate(queries.ids)}
+    missing = [query for query in run if query not in query_rows]
+    if missing:
         raise DataError(
-            f"queries: no token vectors of {missing[0]!r} ({len(missing)} in all). Encode these queries.",
+            f"queries: no token vectors of {missing[0]!r} ({len(missing)} in all). "
+            "Encode these queries.",
         )
-    places = _places(documents, chosen)
-    wanted: dict[int, list[tuple[str, str, int]]] = {}
-    for query, names in chosen.items():
-        for name in names:
-            if name in places:
-                shard, row = places[name]
-                wanted.setdefault(shard, []).append((query, name, row))
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    found: dict[str, dict[str, float]] = {query: {} for query in run}
-    for shard, pairs in sorted(wanted.items()):
+    ranked = {query: _names_by_score(scores) for query, scores in run.items()}
+    candidates = {query: names[:depth] for query, names in ranked.items()}
+    compute_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    late_scores: dict[str, dict[str, float]] = {query: {} for query in run}
+    for shard, pairs in sorted(_pairs_by_shard(documents, candidates).items()):
         vectors = documents if isinstance(documents, TokenVectors) else documents.shard(shard)
         lengths = vectors.offsets.diff().tolist()
-        scored = [pair for pair in pairs if lengths[pair[2]]]
-        index = torch.tensor([[query_rows[query], row] for query, _, row in scored]).reshape(-1, 2)
-        scores = _scores(queries, vectors, index, where, reduction, impl)
-        for (query, name, _), score in zip(scored, scores, strict=True):
-            found[query][name] = score
-    return {query: _completed(names, found[query], tail) for query, names in ordered.items()}
+        scored = [pair for pair in pairs if lengths[pair.row]]
+        pair_rows = torch.tensor([[query_rows[pair.query], pair.row] for pair in scored])
+        scores = _maxsim_scores(
+            queries,
+            vectors,
+            pair_rows.reshape(-1, 2),
+            compute_device,
+            reduction,
+            impl,
+        )
+        for pair, score in zip(scored, scores, strict=True):
+            late_scores[pair.query][pair.document] = score
+    return {query: _with_tail(names, late_scores[query], tail) for query, names in ranked.items()}
 
 
 @dataclass(frozen=True)
 class Reranking:
-    """Options of reranking candidates; a value out of range is a ``ValueError``.
+    """Options of reranking candidates.
 
     Attributes:
         depth, tail: as in :func:`rerank`.
-        weight: of MaxSim in an interpolation with the first scores, both from 0 to 1 per query,
-            where candidates below `depth` keep their share; None takes MaxSim alone.
+        weight: weight of MaxSim in an interpolation with the first scores, both normalised to
+            [0, 1] per query. Candidates below `depth` keep their share of the first score. None
+            orders by MaxSim only.
+
+    Raises:
+        ValueError: for a value out of range.
     """
 
     depth: int | None = None
@@ -141,41 +152,51 @@ class Reranking:
 
 @dataclass(frozen=True)
 class Reranker:
-    """A late-interaction model, and the token vectors of documents by it or the texts that it
-    encodes.
+    """A late-interaction model with token vectors or texts of the documents that it reranks.
 
-    `tokens` of queries are a ``ValueError``; of other documents than `made_of`, or by another
-    model, a ``DataError``.
+    Attributes:
+        model: a ``MultiVectorEncoder``.
+        tokens: token vectors of the documents by that model; None encodes the candidates.
+        documents: id -> document, read if there are no `tokens`.
+        searched: provenance of the index that the candidates come from.
+
+    Raises:
+        ValueError: for `tokens` of queries.
+        DataError: for `tokens` of other documents than the searched ones, or by another model.
     """
 
     model: Model
     tokens: TokenStore | None = None
-    documents: Mapping[str, Document] = field(
-        default_factory=dict,
-    )  # read where there are no `tokens`
-    made_of: Provenance = field(default_factory=Provenance)
+    documents: Mapping[str, Document] = field(default_factory=dict)
+    searched: Provenance = field(default_factory=Provenance)
 
     def __post_init__(self) -> None:
         if self.tokens is None:
             return
-        manifest, folder = self.tokens.manifest, self.tokens.folder
+        manifest = self.tokens.manifest
+        folder = self.tokens.folder
         if manifest.kind != "document":
             raise ValueError(
-                f"tokens: {folder} holds {manifest.kind} vectors; encode documents, without --queries.",
+                f"tokens: {folder} holds {manifest.kind} vectors; encode documents, "
+                "without --queries.",
             )
-        if "texts_sha256" in self.made_of.differs(manifest.provenance):
-            said = f"{folder} holds token vectors of other documents (another collection, or changed since)"
+        if "texts_sha256" in self.searched.differs(manifest.provenance):
             raise DataError(
-                f"tokens: {said}. Encode those searched: tilefold encode --model MULTI_VECTOR_MODEL",
+                f"tokens: {folder} holds token vectors of other documents (another collection, or "
+                "changed since). Encode those searched: "
+                "tilefold encode --model MULTI_VECTOR_MODEL",
             )
-        if (dimension := token_dimension(self.model, "query")) != manifest.dimension:
-            held = f"{folder} holds vectors of dimension {manifest.dimension}"
-            remedy = "give the model that made them, or encode the documents with this one"
-            raise DataError(f"model: makes vectors of dimension {dimension}, and {held}; {remedy}.")
+        dimension = token_dimension(self.model, "query")
+        if dimension != manifest.dimension:
+            raise DataError(
+                f"model: makes vectors of dimension {dimension}, and {folder} holds vectors of "
+                f"dimension {manifest.dimension}; give the model that made them, or encode the "
+                "documents with this one.",
+            )
         if manifest.model_fingerprint not in (None, model_fingerprint(self.model)):
-            differ = "its weights or settings differ"
             raise DataError(
-                f"model: is not the model that made {folder} ({differ}); give that one.",
+                f"model: is not the model that made {folder} (its weights or settings differ); "
+                "give that one.",
             )
 
     def __call__(
@@ -189,59 +210,73 @@ class Reranker:
         by: str = "document",
         passages: BestPassages | None = None,
     ) -> tuple[Run, Run, BestPassages]:
-        """`run` ordered by MaxSim, and mixed with the first scores; which passages were the best,
-        where some were read.
+        """Order the candidates of a run by MaxSim.
 
-        `encoded` queries and `candidates` spare encoding. Of a document, all its passages are
-        scored where `tokens` are of such, and the best one counts; without tokens, the one that it
-        was found by, of `passages`. With ``by="passage"``, `run` names passages, which are ordered
-        themselves.
+        If `tokens` are of passages, all passages of a document are scored, and the best one counts.
+        Without tokens, the passage that the document was retrieved by is scored.
+
+        Args:
+            queries: id -> text.
+            run: candidates; of passages, which are ordered themselves, with ``by="passage"``.
+            reranking: options.
+            encoded: token vectors of the queries; None encodes their texts.
+            candidates: token vectors of the candidates; None encodes their texts if there are no
+                `tokens`.
+            by: ``"document"`` or ``"passage"``, what the run ranks.
+            passages: the passages that the documents of the run were retrieved by.
+
+        Returns:
+            The run ordered by MaxSim, the same mixed with the first scores if the options say so,
+            and the best passages if passages were scored.
         """
-        if not (run := {query: scores for query, scores in run.items() if scores}):
+        run = {query: scores for query, scores in run.items() if scores}
+        if not run:
             return run, run, {}
-        depth, weight = reranking.depth, reranking.weight
         if encoded is None:
-            encoded = encode_texts(
-                self.model,
-                {query: queries[query] for query in run},
-                kind="query",
-            )
+            query_texts = {query: queries[query] for query in run}
+            encoded = encode_texts(self.model, query_texts, kind="query")
         documents = self.tokens if self.tokens is not None else candidates
         if documents is None:
-            documents = encode_texts(
-                self.model,
-                self.candidates(run, reranking, by, passages),
-                kind="document",
-            )
+            document_texts = self.candidates(run, reranking, by, passages)
+            documents = encode_texts(self.model, document_texts, kind="document")
+        weight = reranking.weight
         tail: Tail = reranking.tail if weight is None else "drop"
         reduction = "mean" if self.model.similarity_fn_name == "meanmaxsim" else "sum"
-        parts = self._parts(run, depth, by, passages)
-        found: BestPassages = {}
-        if parts is None:
-            late = rerank(run, encoded, documents, depth=depth, tail=tail, reduction=reduction)
+        passages_of = self._passages_to_score(run, reranking.depth, by, passages)
+        late_passages: BestPassages = {}
+        if passages_of is None:
+            late_run = rerank(
+                run,
+                encoded,
+                documents,
+                depth=reranking.depth,
+                tail=tail,
+                reduction=reduction,
+            )
         else:
-            asked = {
-                query: {part: 0.0 for names in of.values() for part in names}
-                for query, of in parts.items()
+            passage_run = rerank(
+                _run_of_passages(passages_of),
+                encoded,
+                documents,
+                tail="drop",
+                reduction=reduction,
+            )
+            document_run, late_passages = best_passages(passage_run)
+            late_run = {
+                query: _with_tail(_names_by_score(run[query]), scores, tail)
+                for query, scores in document_run.items()
             }
-            scores = rerank(asked, encoded, documents, tail="drop", reduction=reduction)
-            found = best_passages(scores)[1]
-            late = {}
-            for query, best in found.items():
-                best_scores = {name: scores[query][part] for name, part in best.items()}
-                late[query] = _completed(_ordered(run[query]), best_scores, tail)
         if weight is None:
-            return late, late, found
-        return (
-            late,
-            interpolate([run, late], [1 - weight, weight], k=max(map(len, run.values()))),
-            found,
-        )
+            return late_run, late_run, late_passages
+        n_candidates = max(len(scores) for scores in run.values())
+        mixed = interpolate([run, late_run], [1 - weight, weight], k=n_candidates)
+        return late_run, mixed, late_passages
 
     @property
     def passages(self) -> str | None:
-        """Cut of the documents whose passages have token vectors; None for whole documents, and
-        without `tokens`.
+        """How documents are divided into the passages of `tokens`.
+
+        None for token vectors of whole documents, and without `tokens`.
         """
         return None if self.tokens is None else self.tokens.manifest.provenance.passages
 
@@ -252,131 +287,206 @@ class Reranker:
         by: str = "document",
         passages: BestPassages | None = None,
     ) -> dict[str, str]:
-        """Texts to encode where there are no `tokens`: id -> text of documents, or of passages that
-        they were found by.
+        """Return the texts to encode if there are no `tokens`.
 
-        A document that is not there is a ``MissingDocumentError``.
+        Args:
+            run, reranking, by, passages: as in :meth:`__call__`.
+
+        Returns:
+            id -> text of documents, or of the passages that they were retrieved by.
+
+        Raises:
+            MissingDocumentError: for a candidate that `documents` lack.
         """
-        if (parts := self._parts(run, reranking.depth, by, passages)) is None and by == "document":
-            best = dict.fromkeys(
-                name for scores in run.values() for name in _ordered(scores)[: reranking.depth]
-            )
-            return {name: self._document(name).contents for name in best}
-        if parts is None:
-            parts = {
-                q: {name: [name] for name in _ordered(scores)[: reranking.depth]}
-                for q, scores in run.items()
-            }
-        chosen = [
-            Passage.of(part) for of in parts.values() for names in of.values() for part in names
-        ]
-        return {
-            passage.id: passage.of_document(self._document(passage.document)).contents
-            for passage in chosen
-        }
+        passages_of = self._passages_to_score(run, reranking.depth, by, passages)
+        if passages_of is not None:
+            passage_run = _run_of_passages(passages_of)
+            names = [name for scores in passage_run.values() for name in scores]
+        else:
+            names = [
+                name
+                for scores in run.values()
+                for name in _names_by_score(scores)[: reranking.depth]
+            ]
+            if by == "document":
+                return {name: self._document(name).contents for name in names}
+        texts = {}
+        for name in names:
+            passage = Passage.of(name)
+            texts[passage.id] = passage.of_document(self._document(passage.document)).contents
+        return texts
 
     def _document(self, name: str) -> Document:
-        if (document := self.documents.get(name)) is None:
+        document = self.documents.get(name)
+        if document is None:
             raise MissingDocumentError("documents", name)
         return document
 
-    def _parts(
+    def _passages_to_score(
         self,
         run: Run,
         depth: int | None,
         by: str,
         passages: BestPassages | None,
     ) -> dict[str, dict[str, list[str]]] | None:
-        """Passages that are scored for the best documents of each query; None where documents are
-        scored as `run`.
+        """Return query id -> document id -> passages to score for it.
+
+        Args:
+            run, by, passages: as in :meth:`__call__`.
+            depth: documents per query to score; None scores all.
+
+        Returns:
+            None if the names of the run are scored themselves.
         """
-        if by == "passage" or (self.passages is None and (self.tokens is not None or not passages)):
+        if by == "passage":
             return None
-        best = {query: _ordered(scores)[:depth] for query, scores in run.items()}
-        if self.tokens is None:
-            found: dict[str, dict[str, list[str]]] = {}
-            for query, names in best.items():
-                given = (passages or {}).get(
-                    query,
-                    {},
-                )  # and of documents that were found as a whole, all as a passage
-                whole = {
-                    n: Passage(n, 1, 0, len(self._document(n).text)).id
-                    for n in names
-                    if not given.get(n)
-                }
-                found[query] = {name: [given.get(name) or whole[name]] for name in names}
-            return found
-        held = self.tokens.passages
-        return {
-            query: {name: held.get(name, [name]) for name in names} for query, names in best.items()
+        if self.tokens is not None and self.passages is None:
+            return None
+        if self.tokens is None and not passages:
+            return None
+        candidates = {query: _names_by_score(scores)[:depth] for query, scores in run.items()}
+        if self.tokens is not None:
+            passages_of = self.tokens.passages
+            return {
+                query: {name: passages_of.get(name, [name]) for name in names}
+                for query, names in candidates.items()
+            }
+        retrieved_by = passages or {}
+        result: dict[str, dict[str, list[str]]] = {}
+        for query, names in candidates.items():
+            passage_of = retrieved_by.get(query, {})
+            result[query] = {
+                name: [passage_of.get(name) or self._text_as_passage(name)] for name in names
+            }
+        return result
+
+    def _text_as_passage(self, name: str) -> str:
+        """Id of the passage that is the full text of a document, which was retrieved by none."""
+        return Passage(name, 1, 0, len(self._document(name).text)).id
+
+
+def _run_of_passages(passages_of: Mapping[str, Mapping[str, list[str]]]) -> Run:
+    """Return a run, with scores of 0, of the passages to score for each query."""
+    run: Run = {}
+    for query, document_passages in passages_of.items():
+        run[query] = {
+            passage: 0.0 for passages in document_passages.values() for passage in passages
         }
+    return run
 
 
-def _ordered(scores: Mapping[str, float]) -> list[str]:
-    """Names, best first."""
+def _names_by_score(scores: Mapping[str, float]) -> list[str]:
+    """Return names, best first."""
     return sorted(scores, key=lambda name: -scores[name])
 
 
-def _places(
+class _Pair(NamedTuple):
+    """A query, a candidate of it, and the row of the candidate's vectors in its shard."""
+
+    query: str
+    document: str
+    row: int
+
+
+def _pairs_by_shard(
     documents: TokenStore | TokenVectors,
-    chosen: Mapping[str, list[str]],
-) -> dict[str, tuple[int, int]]:
-    """(shard, row) of every candidate that has vectors."""
+    candidates: Mapping[str, list[str]],
+) -> dict[int, list[_Pair]]:
+    """Return shard -> pairs to score, for candidates that have vectors.
+
+    Args:
+        documents: token vectors; those in memory count as shard 0.
+        candidates: query id -> document ids.
+
+    Raises:
+        DataError: for candidates that were never encoded.
+    """
+    location_of: Mapping[str, tuple[int, int]]
+    failed: Collection[str] = ()
     if isinstance(documents, TokenStore):
-        known, failed = documents.ids, documents.manifest.failed
+        location_of = documents.ids
+        failed = documents.manifest.failed
     else:
-        known, failed = {name: (0, row) for row, name in enumerate(documents.ids)}, {}
-    candidates = dict.fromkeys(name for names in chosen.values() for name in names)
-    if missing := [name for name in candidates if name not in known and name not in failed]:
-        lacking = f"{missing[0]!r} ({len(missing)} of {len(candidates)} candidates have none)"
+        location_of = {name: (0, row) for row, name in enumerate(documents.ids)}
+    names = dict.fromkeys(name for query_names in candidates.values() for name in query_names)
+    missing = [name for name in names if name not in location_of and name not in failed]
+    if missing:
         raise DataError(
-            f"documents: no token vectors of candidate {lacking}. Encode the collection they come from.",
+            f"documents: no token vectors of candidate {missing[0]!r} ({len(missing)} of "
+            f"{len(names)} candidates have none). Encode the collection they come from.",
         )
-    return {name: known[name] for name in candidates if name in known}
+    pairs: dict[int, list[_Pair]] = {}
+    for query, query_names in candidates.items():
+        for name in query_names:
+            if name in location_of:
+                shard, row = location_of[name]
+                pairs.setdefault(shard, []).append(_Pair(query, name, row))
+    return pairs
 
 
-def _scores(
+def _maxsim_scores(
     queries: TokenVectors,
     documents: TokenVectors,
-    index: Tensor,
+    pairs: Tensor,
     device: torch.device,
     reduction: str,
     impl: str,
 ) -> list[float]:
-    if not index.numel():
+    """Compute MaxSim of pairs of queries and documents.
+
+    Args:
+        queries: token vectors.
+        documents: token vectors.
+        pairs: int64 ``[n, 2]``, rows of the query and the document.
+        device: where to compute.
+        reduction, impl: as in :func:`tilefold.ops.maxsim`.
+    """
+    if not pairs.numel():
         return []
-    if device.type != "cpu":  # only rows that a pair needs are copied
-        rows, inverse = torch.unique(index[:, 1], return_inverse=True)
-        documents, index = documents.take(rows.tolist()), torch.stack([index[:, 0], inverse], dim=1)
+    if device.type != "cpu":  # copies only rows that a pair needs
+        rows, positions = torch.unique(pairs[:, 1], return_inverse=True)
+        documents = documents.take(rows.tolist())
+        pairs = torch.stack([pairs[:, 0], positions], dim=1)
     packed = documents.packed()
     dtype = torch.float32 if isinstance(packed, QuantizedTokens) else packed.dtype
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        mine, theirs = (side.offsets.to(device, torch.int32) for side in (queries, documents))
-        options: dict[str, Any] = {
-            "pairing": index.to(device),
-            "reduction": reduction,
-            "impl": impl,
-        }
-        tokens = queries.values.to(device, dtype), packed.to(device)
-        scores = maxsim(*tokens, cu_seqlens_q=mine, cu_seqlens_d=theirs, **options)
+        scores = maxsim(
+            queries.values.to(device, dtype),
+            packed.to(device),
+            cu_seqlens_q=queries.offsets.to(device, torch.int32),
+            cu_seqlens_d=documents.offsets.to(device, torch.int32),
+            pairing=pairs.to(device),
+            reduction=reduction,
+            impl=impl,
+        )
     if not bool(scores.isfinite().all()):
         raise DataError(
-            "queries, documents: expected finite token vectors, got some that are not. Encode them again.",
+            "queries, documents: expected finite token vectors, got some that are not. "
+            "Encode them again.",
         )
     return list(scores.tolist())
 
 
-def _completed(names: list[str], scores: dict[str, float], tail: Tail) -> dict[str, float]:
-    """`scores`, best first, equal ones in the order of `names`; then, if kept, the names without a
-    score.
+def _with_tail(names: list[str], scores: dict[str, float], tail: Tail) -> dict[str, float]:
+    """Rank names by their scores, and keep or drop the names without a score.
+
+    Args:
+        names: order of equal scores, and of the tail.
+        scores: of some of the names.
+        tail: ``"keep"`` or ``"drop"``.
     """
-    place = {name: at for at, name in enumerate(names)}
-    best = sorted(scores, key=lambda name: (-scores[name], place[name]))
-    ranked = {name: scores[name] for name in best}
+    position_of = {name: position for position, name in enumerate(names)}
+    ranked_names = sorted(scores, key=lambda name: (-scores[name], position_of[name]))
+    ranked = {name: scores[name] for name in ranked_names}
     if tail == "drop":
         return ranked
-    floor, top = (ranked[best[-1]], ranked[best[0]]) if best else (0.0, 0.0)
-    step = TAIL_STEP * (max(abs(floor), abs(top)) or 1.0)
-    rest = (name for name in names if name not in scores)
-    return ranked | {name: floor - step * after for after, name in enumerate(rest, start=1)}
+    highest = 0.0
+    lowest = 0.0
+    if ranked_names:
+        highest = ranked[ranked_names[0]]
+        lowest = ranked[ranked_names[-1]]
+    step = TAIL_STEP * (max(abs(lowest), abs(highest)) or 1.0)
+    tail_names = [name for name in names if name not in scores]
+    for position, name in enumerate(tail_names, start=1):
+        ranked[name] = lowest - step * position
+    return ranked

@@ -1,5 +1,6 @@
-"""Sparse vectors, BM25 and dense vectors behind one interface: queries encoded, searched, moved by
-feedback.
+"""Retrievers: one interface for the types of indexes.
+
+Each retriever encodes queries, searches its index with them, and moves them by feedback.
 """
 
 from __future__ import annotations
@@ -35,72 +36,104 @@ __all__ = ["DenseRetriever", "LateRetriever", "SparseRetriever", "WordsRetriever
 
 @dataclass(frozen=True)
 class _IndexRetriever:
-    """An index of vectors, and the model that encodes queries for it."""
+    """An index of vectors, and the model that encodes queries for it.
 
-    made_by: ClassVar[str]  # class of the model
+    Attributes:
+        model_type: name of the class of the model.
+        index: the index.
+        model: the model; None if queries are passed as vectors.
+        options: options of the index's search, such as ``heap_factor``.
+    """
+
+    model_type: ClassVar[str]
 
     index: Any
-    model: Model | None = None  # None where vectors of queries are given
-    options: Mapping[str, object] = field(
-        default_factory=dict,
-        kw_only=True,
-    )  # of the search, as heap_factor
+    model: Model | None = None
+    options: Mapping[str, object] = field(default_factory=dict, kw_only=True)
 
     @property
     def provenance(self) -> Provenance:
-        made_by: Provenance = self.index.provenance
-        return made_by
+        provenance: Provenance = self.index.provenance
+        return provenance
 
     def _encoder(self) -> Model:
         if self.model is None:
             raise ValueError(
-                f"model: expected the {self.made_by} that made the index, to encode queries, got None.",
+                f"model: expected the {self.model_type} that made the index, to encode queries, "
+                "got None.",
             )
         return self.model
 
     def search(
         self,
         vectors: Any,
-        names: Sequence[str],
+        query_ids: Sequence[str],
         k: int,
         where: Where = None,
         **options: object,
     ) -> Run:
-        asked = {**self.options, **options} | ({} if where is None else {"where": where})
-        hits = self.index.search(vectors, k, **asked)
-        ids = getattr(vectors, "ids", names)
+        """Search the `k` best documents of the index for each query.
+
+        Args:
+            vectors: vectors of the queries, in the type of the index.
+            query_ids: ids of the queries, for vectors that do not carry ids.
+            k: documents per query.
+            where: filter of the documents' metadata.
+            options: options of the index's search, which take precedence over the retriever's.
+        """
+        search_options = {**self.options, **options}
+        if where is not None:
+            search_options["where"] = where
+        hits = self.index.search(vectors, k, **search_options)
+        ids = getattr(vectors, "ids", query_ids)
         return {
-            name: {hit.id: hit.score for hit in row} for name, row in zip(ids, hits, strict=True)
+            query_id: {hit.id: hit.score for hit in query_hits}
+            for query_id, query_hits in zip(ids, hits, strict=True)
         }
 
 
 @dataclass(frozen=True)
 class SparseRetriever(_IndexRetriever):
-    """An index of sparse vectors, and the model (or the words of BM25) that encodes queries for it."""
+    """An index of sparse vectors, and the model or BM25 index that encodes queries for it.
 
-    made_by = "SparseEncoder"
+    Attributes:
+        vectors: sparse vectors of the documents, or their folder, which is read row by row.
+        query_top_k: heaviest terms kept of a query; None keeps all.
+        words: BM25 index that encodes queries instead of a model.
+    """
 
-    vectors: SparseVectors | Path | None = None  # of the documents; a folder is read row by row
-    query_top_k: int | None = None  # terms kept of a query; None keeps all
-    words: BM25Index | None = None  # encodes queries instead of a model
+    model_type = "SparseEncoder"
+
+    vectors: SparseVectors | Path | None = None
+    query_top_k: int | None = None
+    words: BM25Index | None = None
 
     def __post_init__(self) -> None:
+        """Raise ``DataError`` for vectors of another model or of other documents."""
         if self.vectors is None:
             return
-        stored = read_manifest(self.vectors) if isinstance(self.vectors, Path) else self.vectors
-        mine, other = self.provenance, stored.provenance
-        if mine.differs(other) or mine.passages != other.passages:
-            told = f" (passages {other.passages or 'of none'}, those of the index {mine.passages or 'of none'})"
-            cut = "" if mine.passages == other.passages else told
-            where = f"{self.vectors} " if isinstance(self.vectors, Path) else ""
-            said = (
-                f"{where}holds vectors of another model or of other documents than the index{cut}"
+        folder = ""
+        if isinstance(self.vectors, Path):
+            folder = f"{self.vectors} "
+            provenance = read_manifest(self.vectors).provenance
+        else:
+            provenance = self.vectors.provenance
+        same_passages = self.provenance.passages == provenance.passages
+        if same_passages and not self.provenance.differs(provenance):
+            return
+        passages = ""
+        if not same_passages:
+            passages = (
+                f" (passages {provenance.passages or 'of none'}, "
+                f"those of the index {self.provenance.passages or 'of none'})"
             )
-            raise DataError(
-                f"vectors: {said}. Give its own, or build it again: tilefold index --vectors VECTORS",
-            )
+        raise DataError(
+            f"vectors: {folder}holds vectors of another model or of other documents than the "
+            f"index{passages}. Give its own, or build it again: tilefold index --vectors VECTORS",
+        )
 
     def encode(self, queries: Mapping[str, str]) -> SparseVectors:
+        """Encode queries, id -> text."""
         if self.words is not None:
             return self.words.query_vectors(queries)
         from tilefold.retrieval.encoding.sparse import encode_queries
@@ -110,41 +143,48 @@ class SparseRetriever(_IndexRetriever):
     def expand(
         self,
         queries: SparseVectors,
-        names: Sequence[str],
+        query_ids: Sequence[str],
         basis: Run,
         feedback: Feedback,
     ) -> SparseVectors:
-        return expand_sparse(
-            queries,
-            self.stored(feedback_documents(basis, feedback)),
-            basis,
-            feedback,
-        )
+        """Move queries towards the first documents of the run `basis`."""
+        documents = self.stored(feedback_documents(basis, feedback))
+        return expand_sparse(queries, documents, basis, feedback)
 
     def stored(self, names: Iterable[str], *, lacking: bool = False) -> SparseVectors:
-        """The vectors of documents, each of which has one unless some are `lacking` by intent."""
+        """Return the vectors of documents.
+
+        Args:
+            names: ids of the documents.
+            lacking: leave documents without a vector out, which is an error otherwise.
+
+        Raises:
+            MissingDocumentError: for the first document without a vector.
+        """
         if self.vectors is None:
             raise ValueError(
                 "vectors: expected those of the documents, which feedback reads, got None.",
             )
-        wanted = list(names)
+        names = list(names)
         if isinstance(self.vectors, Path):
-            found = read_rows(self.vectors, wanted)
+            stored = read_rows(self.vectors, names)
         else:
-            rows = self.vectors.row_of
-            found = self.vectors.take([rows[name] for name in wanted if name in rows])
-        there = set(found.ids)
-        if not lacking and not there.issuperset(wanted):
-            raise MissingDocumentError(
-                "vectors",
-                next(name for name in wanted if name not in there),
-            )
-        return found
+            row_of = self.vectors.row_of
+            stored = self.vectors.take([row_of[name] for name in names if name in row_of])
+        if not lacking:
+            stored_ids = set(stored.ids)
+            for name in names:
+                if name not in stored_ids:
+                    raise MissingDocumentError("vectors", name)
+        return stored
 
 
 @dataclass(frozen=True)
 class WordsRetriever:
-    """A BM25 index; with feedback, an exact index of its vectors."""
+    """A BM25 index, which takes queries as texts.
+
+    Feedback needs vectors: see :attr:`as_vectors`.
+    """
 
     index: BM25Index
 
@@ -153,20 +193,22 @@ class WordsRetriever:
         return self.index.provenance
 
     def encode(self, queries: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the texts, which a BM25 index searches with."""
         return queries
 
     def search(
         self,
         vectors: Mapping[str, str],
-        names: Sequence[str],
+        query_ids: Sequence[str],
         k: int,
         where: Where = None,
     ) -> Run:
+        """Search the `k` best documents of the index for each query, id -> text."""
         return self.index.search(vectors, k, where=where)
 
     @cached_property
     def as_vectors(self) -> SparseRetriever:
-        """Retriever with equal scores from vectors, which feedback can move."""
+        """Retriever that gives the same scores, but from vectors, which feedback can move."""
         vectors = self.index.document_vectors()
         index = ExactIndex.of_any(vectors)
         index.metadata = self.index.metadata
@@ -177,26 +219,28 @@ class WordsRetriever:
 class DenseRetriever(_IndexRetriever):
     """An index of dense vectors, and the ``SentenceTransformer`` that encodes queries for it."""
 
-    made_by = "SentenceTransformer"
+    model_type = "SentenceTransformer"
 
     def encode(self, queries: Mapping[str, str]) -> Tensor:
+        """Encode queries, id -> text, truncated to the dimension of the index."""
         return encode_dense(self._encoder(), queries, kind="query")[:, : self.index.dimension]
 
     def expand(
         self,
         queries: Tensor,
-        names: Sequence[str],
+        query_ids: Sequence[str],
         basis: Run,
         feedback: Feedback,
     ) -> Tensor:
-        found = feedback_documents(basis, feedback)
+        """Move queries towards the first documents of the run `basis`."""
+        document_ids = feedback_documents(basis, feedback)
         if self.index.similarity == "cosine":
             queries = queries / queries.norm(dim=1, keepdim=True).clamp_min(1e-12)
         return expand_dense(
             queries,
-            names,
-            self.index.vectors(found).to(queries.device),
-            found,
+            query_ids,
+            self.index.vectors(document_ids).to(queries.device),
+            document_ids,
             basis,
             feedback,
         )
@@ -206,9 +250,10 @@ class DenseRetriever(_IndexRetriever):
 class LateRetriever(_IndexRetriever):
     """An index of token vectors, and the ``MultiVectorEncoder`` that encodes queries for it."""
 
-    made_by = "MultiVectorEncoder"
+    model_type = "MultiVectorEncoder"
 
     def encode(self, queries: Mapping[str, str]) -> TokenVectors:
+        """Encode queries, id -> text, as one vector per token."""
         from tilefold.retrieval.encoding.pending_shards import encode_in_memory
         from tilefold.retrieval.encoding.tokens import TokenEncoding, TokenJob
 
@@ -219,28 +264,30 @@ class LateRetriever(_IndexRetriever):
     def search(
         self,
         vectors: Any,
-        names: Sequence[str],
+        query_ids: Sequence[str],
         k: int,
         where: Where = None,
         **options: object,
     ) -> Run:
-        mean = getattr(self.model, "similarity_fn_name", None) == "meanmaxsim"
+        """Search with the reduction over query tokens that the model was trained with."""
+        takes_mean = getattr(self.model, "similarity_fn_name", None) == "meanmaxsim"
         return super().search(
             vectors,
-            names,
+            query_ids,
             k,
             where,
-            reduction="mean" if mean else "sum",
+            reduction="mean" if takes_mean else "sum",
             **options,
         )
 
     def expand(
         self,
         queries: TokenVectors,
-        names: Sequence[str],
+        query_ids: Sequence[str],
         basis: Run,
         feedback: Feedback,
     ) -> TokenVectors:
+        """Raise ``ValueError``: feedback is not defined for token vectors."""
         raise ValueError(
             "feedback: expected None, an index of token vectors has no feedback. Search without.",
         )
