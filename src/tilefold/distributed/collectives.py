@@ -1,4 +1,4 @@
-"""Differentiable sums over ranks, and how a scores tensor is distributed over them."""
+"""Differentiable sums over ranks, and the layout of scores that are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,30 @@ Group: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
 
 
 class Columns(NamedTuple):
-    """The part of the scores in this process."""
+    """The part of the scores in this process.
 
-    local: Tensor  # [B, V], or this rank's columns of it, in fp32 (fp64)
-    shards: dist.ProcessGroup | None  # ranks that hold the other columns of the same rows
-    rows: dist.ProcessGroup | None  # ranks that hold other rows of the batch
+    Attributes:
+        local: ``[B, V]``, or this rank's columns of it, in fp32 or fp64.
+        shards: the ranks that hold the columns of these rows; None where this rank holds all.
+        rows: the ranks that hold the rows of the batch; None where this rank holds all.
+    """
+
+    local: Tensor
+    shards: dist.ProcessGroup | None
+    rows: dist.ProcessGroup | None
 
 
 def columns_of(scores: Tensor, group: Group) -> Columns:
-    """Read the layout of ``scores``, whole or with sharded columns."""
+    """Read the layout of scores, which may have sharded columns.
+
+    Args:
+        scores: ``[B, V]``, a tensor or a ``DTensor`` whose columns may be sharded.
+        group: the ranks that hold other rows of the batch.
+
+    Raises:
+        TypeError: for anything but a floating-point tensor.
+        ValueError: for another shape or layout, or a `group` that does not fit the layout.
+    """
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
         got = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
         raise TypeError(
@@ -32,10 +47,11 @@ def columns_of(scores: Tensor, group: Group) -> Columns:
         )
     if scores.dim() != 2:
         raise ValueError(f"scores must have shape [B, V], got {list(scores.shape)}.")
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    if (found := _distributed_columns(scores)) is None:
-        return Columns(scores.to(wide), None, ranks_of(group))
-    local, mesh, dim = found
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    distributed = _distributed_columns(scores)
+    if distributed is None:
+        return Columns(scores.to(dtype), None, ranks_of(group))
+    local, mesh, dim = distributed
     if group == "world":
         if mesh.size() != dist.get_world_size():
             raise ValueError(
@@ -43,11 +59,12 @@ def columns_of(scores: Tensor, group: Group) -> Columns:
                 "'world'; pass the group of the data-parallel dimension, for instance mesh['dp'].get_group(), or None.",
             )
         group = None  # the mesh is the world, and its ranks hold the same rows
-    return Columns(local.to(wide), None if dim is None else mesh.get_group(dim), ranks_of(group))
+    shards = None if dim is None else mesh.get_group(dim)
+    return Columns(local.to(dtype), shards, ranks_of(group))
 
 
 def sum_over_rows(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum over data-parallel ranks; backward multiplies by their number.
+    """Sum statistics over data-parallel ranks; backward multiplies by the number of ranks.
 
     Every rank computes the same loss from the sum, and DDP and FSDP average the ranks' gradients of
     their own rows.
@@ -56,13 +73,16 @@ def sum_over_rows(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor
 
 
 def sum_over_columns(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum over vocabulary shards; backward passes the gradient on: every rank keeps that of its own
-    columns.
+    """Sum statistics over vocabulary shards.
+
+    Backward passes the gradient on unchanged, because each rank holds other columns.
     """
     return statistics if group is None else _sum(statistics, group, 1)
 
 
 class _Sum(torch.autograd.Function):
+    """All-reduce of a tensor whose backward multiplies by a factor."""
+
     @staticmethod
     def forward(ctx: Any, statistics: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
         ctx.factor = factor
@@ -81,8 +101,11 @@ def _sum(statistics: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
 
 
 def _distributed_columns(scores: Any) -> tuple[Tensor, Any, int | None] | None:
-    """This rank's columns of a DTensor, its mesh, and the mesh dimension that shards them
-    (``None``: not sharded).
+    """Read the layout of a ``DTensor``.
+
+    Returns:
+        This rank's columns, the device mesh, and the mesh dimension that shards the columns, None
+        where they are not sharded. None for a plain tensor.
     """
     if type(scores) is Tensor or not dist.is_available():
         return None
@@ -91,9 +114,11 @@ def _distributed_columns(scores: Any) -> tuple[Tensor, Any, int | None] | None:
     if not isinstance(scores, DTensor):
         return None
     sharded = [
-        i for i, placement in enumerate(scores.placements) if not isinstance(placement, Replicate)
+        dim
+        for dim, placement in enumerate(scores.placements)
+        if not isinstance(placement, Replicate)
     ]
-    if len(sharded) > 1 or any(scores.placements[i] != Shard(1) for i in sharded):
+    if len(sharded) > 1 or any(scores.placements[dim] != Shard(1) for dim in sharded):
         raise ValueError(
             "scores must be Shard(1) on at most one dimension of their mesh and Replicate() on the others, got "
             f"{scores.placements}; rows of data-parallel ranks are plain tensors here, see the argument group.",

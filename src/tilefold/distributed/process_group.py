@@ -1,4 +1,4 @@
-"""Process group of an argument ``group``, and rows of all ranks."""
+"""The process group that an argument ``group`` means, and rows gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from torch import Tensor
 
 
 def ranks_of(group: object) -> dist.ProcessGroup | None:
-    """The process group that `group` means, None where this rank is on its own."""
+    """Return the process group that an argument `group` means.
+
+    Args:
+        group: a process group that holds this rank, ``"world"`` for all ranks, or None.
+
+    Returns:
+        The group, or None for a group of one rank and where torch.distributed is not initialised.
+
+    Raises:
+        ValueError: for anything else.
+    """
     if group is None or not dist.is_available():
         return None
     if group == "world":
@@ -24,27 +34,38 @@ def ranks_of(group: object) -> dist.ProcessGroup | None:
 
 
 def gather_rows(rows: Tensor) -> Tensor:
-    """Rows of all ranks of the world, this rank's first, of equal shapes; a gradient is the sum of
-    all ranks'.
+    """Gather the rows of all ranks of the world, those of this rank first.
+
+    The gradient of this rank's rows is the sum of the gradients that all ranks have for them.
+
+    Args:
+        rows: ``[B, ...]``, of the same shape on every rank.
+
+    Returns:
+        ``[ranks * B, ...]``: this rank's rows, those of the next rank, and so on.
     """
-    found: Tensor = _Gathered.apply(rows)  # type: ignore[no-untyped-call]
-    return found.flatten(0, 1)
+    gathered: Tensor = _GatherRows.apply(rows)  # type: ignore[no-untyped-call]
+    return gathered.flatten(0, 1)
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
+    """``[B, ...]`` to ``[ranks, B, ...]``, this rank's rows first."""
+
     @staticmethod
     def forward(ctx: object, rows: Tensor) -> Tensor:
-        every = rows.new_empty(dist.get_world_size(), *rows.shape)
-        dist.all_gather(_by_rank(every), rows.contiguous())
-        return every
+        gathered = rows.new_empty(dist.get_world_size(), *rows.shape)
+        dist.all_gather(_in_rank_order(gathered), rows.contiguous())
+        return gathered
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> Tensor:
-        parts = _by_rank(grads[0].contiguous())
-        own = torch.empty_like(parts[0])
-        dist.reduce_scatter(own, parts)
-        return own
+        grads_by_rank = _in_rank_order(grads[0].contiguous())
+        grad = torch.empty_like(grads_by_rank[0])
+        dist.reduce_scatter(grad, grads_by_rank)
+        return grad
 
 
-def _by_rank(own_first: Tensor) -> list[Tensor]:
-    return [own_first[(each - dist.get_rank()) % len(own_first)] for each in range(len(own_first))]
+def _in_rank_order(own_first: Tensor) -> list[Tensor]:
+    """Return views of the parts of ``[ranks, ...]`` by rank, of which this rank's is stored first."""
+    size = len(own_first)
+    return [own_first[(rank - dist.get_rank()) % size] for rank in range(size)]

@@ -1,6 +1,4 @@
-"""Ranks of a process group on one machine: started by a command of ours, or by torchrun, and
-joined.
-"""
+"""Ranks of a process group on one machine: starting them, waiting for them and joining them."""
 
 from __future__ import annotations
 
@@ -15,18 +13,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-RENDEZVOUS = "TILEFOLD_RANKS_MEET"  # names a file by which the ranks of a command find each other
-INTERRUPTED = 130
-_GRACE_SECONDS = 20.0  # for the other ranks to tell why they end too
-_KILLED_SECONDS = (
-    5.0  # the same where one was killed: others may wait on a GPU for what it never sends
-)
-_CTRL_C_SECONDS = 120.0  # to keep what is done
+RENDEZVOUS = "TILEFOLD_RANKS_MEET"  # variable with the file by which ranks find each other
+INTERRUPTED = 130  # exit code after Ctrl-C
+_GRACE_SECONDS = 20.0  # after a rank failed, for the others to report why they end too
+# The same after a rank was killed: the others may wait on a GPU for a message that never comes.
+_KILLED_SECONDS = 5.0
+_CTRL_C_SECONDS = 120.0  # for ranks to save finished work
 _POLL_SECONDS = 0.1
 
 
 def is_rank() -> bool:
-    """Whether this process is a rank, of :func:`run_ranks` or of torchrun."""
+    """Whether this process was started as a rank, by :func:`run_ranks` or by torchrun."""
     return RENDEZVOUS in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -36,16 +33,23 @@ def has_other_ranks() -> bool:
 
 
 def run_ranks(command: Sequence[str], count: int) -> int:
-    """Run `command`, which calls :func:`join_ranks`, as `count` ranks of this machine; its exit code.
+    """Run a command as several ranks of this machine, and wait for them.
 
-    The first rank writes to the terminal. What another one wrote to stderr is shown if it was the
-    first to fail. Ctrl-C reaches all ranks once, and none of them outlives this process.
+    The first rank writes to the terminal. The stderr of another rank is shown if that rank is the
+    first to fail. Ctrl-C reaches every rank once. No rank outlives this process.
+
+    Args:
+        command: program and arguments; it calls :func:`join_ranks`.
+        count: number of ranks.
+
+    Returns:
+        The exit code: 0, that of the first rank that failed, or ``INTERRUPTED`` after Ctrl-C.
     """
     with tempfile.TemporaryDirectory(prefix="tilefold-ranks-") as name:
-        home = Path(name)
-        ranks = [_start(command, rank, count, home) for rank in range(count)]
+        folder = Path(name)
+        ranks = [_start(command, rank, count, folder) for rank in range(count)]
         try:
-            return _outcome(ranks, home)
+            return _outcome(ranks, folder)
         except KeyboardInterrupt:
             for rank in ranks:
                 if rank.poll() is None:
@@ -60,142 +64,205 @@ def run_ranks(command: Sequence[str], count: int) -> int:
                     rank.stdin.close()
 
 
-def _start(command: Sequence[str], rank: int, count: int, home: Path) -> subprocess.Popen[bytes]:
-    share = str(share_of_cores(count))
-    environment = os.environ | {
-        RENDEZVOUS: str(home / "meet"),
+def _start(
+    command: Sequence[str],
+    rank: int,
+    count: int,
+    folder: Path,
+) -> subprocess.Popen[bytes]:
+    """Start one rank, with the environment variables of torchrun.
+
+    Args:
+        command: program and arguments.
+        rank: number of the rank.
+        count: number of ranks.
+        folder: for the rendezvous file and the stderr of each rank.
+    """
+    cores = str(share_of_cores(count))
+    environment = {
+        **os.environ,
+        RENDEZVOUS: str(folder / "meet"),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        "RAYON_NUM_THREADS": os.environ.get("RAYON_NUM_THREADS", share),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", share),
     }
-    with (home / f"stderr-{rank}").open("wb") as log:
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    environment.setdefault("RAYON_NUM_THREADS", cores)
+    environment.setdefault("OMP_NUM_THREADS", cores)
+    is_first = rank == 0
+    with _stderr_file(folder, rank).open("wb") as log:
         return subprocess.Popen(  # noqa: S603 - the command is this program
             command,
             env=environment,
-            stdin=subprocess.PIPE,  # closes when this process ends, however it does
-            stdout=None if rank == 0 else subprocess.DEVNULL,
-            stderr=None if rank == 0 else log,
-            start_new_session=True,  # Ctrl-C comes from here, once
+            stdin=subprocess.PIPE,  # closes when this process ends, in whatever way
+            stdout=None if is_first else subprocess.DEVNULL,
+            stderr=None if is_first else log,
+            start_new_session=True,  # the terminal sends no Ctrl-C; this process forwards it once
         )
 
 
-def _outcome(ranks: list[subprocess.Popen[bytes]], home: Path) -> int:
+def _stderr_file(folder: Path, rank: int) -> Path:
+    """Return the file with the stderr of a rank; that of the first rank stays empty."""
+    return folder / f"stderr-{rank}"
+
+
+def _outcome(ranks: list[subprocess.Popen[bytes]], folder: Path) -> int:
+    """Wait until all ranks succeed or one fails, report the failure, and return the exit code."""
     while all(rank.poll() in (None, 0) for rank in ranks):
         if all(rank.poll() == 0 for rank in ranks):
             return 0
         time.sleep(_POLL_SECONDS)
-    number, failed = next((i, rank) for i, rank in enumerate(ranks) if rank.poll())
+    number, failed = next((number, rank) for number, rank in enumerate(ranks) if rank.poll())
     code = int(failed.returncode)
-    _wait(ranks, time.monotonic() + (_KILLED_SECONDS if code < 0 else _GRACE_SECONDS))
-    first = ranks[0].poll()
-    # the first rank, which writes to stderr itself, waits for another, or fails because of it
-    text = (
-        (home / f"stderr-{number}").read_text(encoding="utf-8", errors="replace") if number else ""
-    )
-    if code < 0 or (number and not text):
-        ended = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-        text += f"Error: rank {number} {ended}. Run the same command again to go on from what is complete.\n"
+    was_killed = code < 0
+    _wait(ranks, time.monotonic() + (_KILLED_SECONDS if was_killed else _GRACE_SECONDS))
+    # The first rank writes to stderr itself.
+    is_first = number == 0
+    text = ""
+    if not is_first:
+        text = _stderr_file(folder, number).read_text(encoding="utf-8", errors="replace")
+    if was_killed or not (is_first or text):
+        end = f"was ended by signal {-code}" if was_killed else f"ended with code {code}"
+        text += (
+            f"Error: rank {number} {end}. Run the same command again to go on from what is "
+            "complete.\n"
+        )
     sys.stderr.write(text)
-    return (first or code) if (first or code) > 0 else 1
+    # The first rank may know a better code: its error may be that another rank is lost.
+    exit_code = ranks[0].poll() or code
+    return exit_code if exit_code > 0 else 1
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], until: float) -> None:
+    """Wait until all ranks have ended, or until a time of ``time.monotonic``."""
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
 
 
 def share_of_cores(count: int) -> int:
-    """Cores of one of `count` ranks."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    """Return how many cores each of `count` ranks of this machine may use, at least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     return max(1, cores // count)
 
 
 @contextmanager
 def join_ranks(*, training: bool = False) -> Iterator[int]:
-    """Join the other ranks, if this process is one; its number, 0 where it is alone.
+    """Join the process group of the other ranks while the context is open.
 
-    A rank takes the GPU of its number, which must be there, and its share of the cores. Where ranks
-    are `training`, tensors on GPUs go over NCCL; a process group that there is already is used as
-    it is.
+    A rank uses the GPU of its local number and its share of the cores.
+
+    Args:
+        training: whether the ranks reduce gradients. Tensors on GPUs then go over NCCL, and a
+            process group that is already initialised is used and left open.
+
+    Yields:
+        The number of this rank; 0 where there are no others.
+
+    Raises:
+        ValueError: if there are fewer GPUs than ranks.
     """
-    if not has_other_ranks() and not training:
-        yield 0
-        return
-    import torch
-    import torch.distributed as dist
+    if training and _process_group_exists():
+        import torch.distributed as dist
 
-    if training and dist.is_available() and dist.is_initialized():
         yield dist.get_rank()
         return
     if not has_other_ranks():
         yield 0
         return
+    import torch
+    import torch.distributed as dist
 
     if RENDEZVOUS in os.environ:
         threading.Thread(target=_end_with_parent, daemon=True).start()
-    local, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
-    share = share_of_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    os.environ.setdefault("RAYON_NUM_THREADS", str(share))  # of the tokenizers
-    if torch.cuda.is_available():
-        if local >= torch.cuda.device_count():
-            raise ValueError(
-                f"expected at most {torch.cuda.device_count()} ranks, one for each GPU, got {local + 1}.",
-            )
-        torch.cuda.set_device(local)
-    elif RENDEZVOUS not in os.environ:  # torchrun says one
-        torch.set_num_threads(share)
-    meet = os.environ.get(RENDEZVOUS)
-    nccl, done = training and torch.cuda.is_available(), False
-    backend, count = "cpu:gloo,cuda:nccl" if nccl else "gloo", int(os.environ["WORLD_SIZE"])
-    place = None if meet is None else f"file://{meet}"
-    dist.init_process_group(backend, init_method=place, rank=rank, world_size=count)
+    _use_local_devices()
+    rank = int(os.environ["RANK"])
+    uses_nccl = training and torch.cuda.is_available()
+    rendezvous = os.environ.get(RENDEZVOUS)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if uses_nccl else "gloo",
+        init_method=None if rendezvous is None else f"file://{rendezvous}",
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    succeeded = False
     try:
         yield rank
-        done = True
+        succeeded = True
     finally:
-        if done or not nccl:  # NCCL waits for the other ranks, and one that failed could not say so
+        # NCCL would wait for the other ranks, so that a failed rank could not report its error.
+        if succeeded or not uses_nccl:
             dist.destroy_process_group()
+
+
+def _process_group_exists() -> bool:
+    """Whether torch.distributed is initialised in this process."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def _use_local_devices() -> None:
+    """Take the GPU of this rank's local number, and its share of the cores."""
+    import torch
+
+    cores = share_of_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    os.environ.setdefault("RAYON_NUM_THREADS", str(cores))  # threads of the tokenizers
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.is_available():
+        n_gpus = torch.cuda.device_count()
+        if local_rank >= n_gpus:
+            raise ValueError(
+                f"expected at most {n_gpus} ranks, one for each GPU, got {local_rank + 1}.",
+            )
+        torch.cuda.set_device(local_rank)
+    elif RENDEZVOUS not in os.environ:  # torchrun sets OMP_NUM_THREADS to 1
+        torch.set_num_threads(cores)
 
 
 @contextmanager
 def first_rank_first() -> Iterator[None]:
-    """The first rank runs the block before the others do: what it leaves in a cache, they find
-    there.
+    """Run the block on the first rank, and then on the others.
+
+    The others find in a cache what the first rank has downloaded. They do not wait for ever if the
+    first rank fails.
     """
     import torch.distributed as dist
 
-    many = dist.is_available() and dist.is_initialized()
-    if many and dist.get_rank():
+    if not _process_group_exists():
+        yield
+        return
+    is_first = dist.get_rank() == 0
+    if not is_first:
         dist.barrier()
     try:
         yield
-    finally:  # where the first one fails, the others must hear of it, and not wait
-        if many and not dist.get_rank():
+    finally:
+        if is_first:
             dist.barrier()
 
 
 @contextmanager
 def as_single_process() -> Iterator[None]:
-    """Libraries take this process for the only one within it: transformers saves a model on the
-    first rank alone.
+    """Hide the process group from libraries while the context is open.
+
+    For example, transformers saves a model on the first rank only if it sees a process group.
     """
     import torch.distributed as dist
 
-    stock = dist.is_initialized
+    is_initialized = dist.is_initialized
     dist.is_initialized = lambda: False
     try:
         yield
     finally:
-        dist.is_initialized = stock
+        dist.is_initialized = is_initialized
 
 
 def _end_with_parent() -> None:
+    """Wait until the process that started this rank closes stdin, and end this rank."""
     while os.read(0, 1024):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,6 +1,4 @@
-"""The ranks that train one model together: what the first one decides, what they count, and what
-ends them all.
-"""
+"""Communication of the ranks that train one model together, and errors when one of them is lost."""
 
 from __future__ import annotations
 
@@ -13,22 +11,31 @@ from tilefold.distributed.errors import RankError
 
 T = TypeVar("T")
 KEPT = "Checkpoints are kept: run the same again, with any number of ranks, to go on."
-_LOST = re.compile(r"gloo|nccl|connection|broken pipe|timed? ?out|socket", re.IGNORECASE)
+# Parts of the messages by which torch reports that another rank does not answer.
+_LOST_RANK = re.compile(r"gloo|nccl|connection|broken pipe|timed? ?out|socket", re.IGNORECASE)
 
 
 class World:
-    """All ranks of the default process group, or this process alone; they talk over gloo, whatever
-    the gradients do.
+    """All ranks of the default process group, or this process if there is no group.
+
+    Messages go over gloo, whichever backend reduces the gradients.
+
+    Attributes:
+        rank: number of this process, 0 without a group.
+        size: number of ranks, 1 without a group.
     """
 
     def __init__(self) -> None:
         import torch.distributed as dist
 
         self._dist: Any = dist
-        self.rank, self.size, self._group = 0, 1, None
-        self._numbers: list[Any] = []  # of the call before: a tensor, and the work that fills it
+        self.rank = 0
+        self.size = 1
+        self._group: Any = None
+        self._pending_maximum: tuple[Any, Any] | None = None  # a tensor, and the work that fills it
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            self.rank = dist.get_rank()
+            self.size = dist.get_world_size()
             self._group = dist.new_group(backend="gloo")
             with (
                 self.naming_lost_ranks()
@@ -36,72 +43,84 @@ class World:
                 dist.barrier(self._group)
 
     def close(self) -> None:
+        """Destroy the process group of the messages."""
         if self._group is not None:
             self._dist.destroy_process_group(self._group)
 
     def call_on_first(self, make: Callable[[], T]) -> T:
-        """Have the first rank call `make`; its result on every rank, or an error on every rank."""
+        """Call a function on the first rank, and return its result on every rank.
+
+        Args:
+            make: the function; its result is pickled.
+
+        Raises:
+            RankError: on the other ranks, if the function fails on the first one. The first rank
+                raises the error of the function.
+        """
         if self._group is None:
             return make()
-        said: list[Any] = [None, None]
-        error = None
+        message: list[Any] = [None, None]  # the result, and the text of an error
+        error: Exception | None = None
         if self.rank == 0:
             try:
-                said[0] = make()
-            except Exception as raised:  # whatever it is, the others must hear of it
-                error, said[1] = raised, f"rank 0: {type(raised).__name__}: {raised}"
+                message[0] = make()
+            except Exception as raised:  # of any kind: the other ranks wait for a message
+                error = raised
+                message[1] = f"rank 0: {type(raised).__name__}: {raised}"
         with self.naming_lost_ranks():
-            self._dist.broadcast_object_list(said, 0, group=self._group)
+            self._dist.broadcast_object_list(message, 0, group=self._group)
         if error is not None:
             raise error
-        if said[1] is not None:
-            raise RankError(said[1])
-        found: T = said[0]
-        return found
+        result: T = message[0]
+        reason = message[1]
+        if reason is not None:
+            raise RankError(reason)
+        return result
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in their order."""
+        """Return the values of all ranks, in the order of the ranks."""
         if self._group is None:
             return [value]
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         with self.naming_lost_ranks():
-            self._dist.all_gather_object(found, value, group=self._group)
-        return found
+            self._dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def max_over_ranks(self, number: int) -> int:
-        """The highest number of all ranks: of this call if there is one rank, else of the one
-        before; nothing waits.
+        """Return the maximum over all ranks of the numbers that they gave in the previous call.
 
-        Every rank calls this equally often.
+        The maximum of this call is computed while the ranks go on. The first call returns 0. One
+        rank without others gets its own number at once. Every rank calls this equally often.
         """
         if self._group is None:
             return number
         import torch
 
-        before, mine = self._numbers, torch.tensor([number])
+        previous = self._pending_maximum
+        maximum = torch.tensor([number])
         with self.naming_lost_ranks():
-            self._numbers = [
-                mine,
-                self._dist.all_reduce(
-                    mine,
-                    self._dist.ReduceOp.MAX,
-                    group=self._group,
-                    async_op=True,
-                ),
-            ]
-            if before:
-                before[1].wait()
-        return int(before[0].item()) if before else 0
+            work = self._dist.all_reduce(
+                maximum,
+                self._dist.ReduceOp.MAX,
+                group=self._group,
+                async_op=True,
+            )
+            self._pending_maximum = (maximum, work)
+            if previous is None:
+                return 0
+            previous_maximum, previous_work = previous
+            previous_work.wait()
+        return int(previous_maximum.item())
 
     @contextmanager
     def naming_lost_ranks(self) -> Iterator[None]:
-        """Turn what libraries say of a rank that is gone into an error that says what to do."""
+        """Turn torch's errors about a lost rank into a :class:`RankError` with a remedy."""
         try:
             yield
         except RuntimeError as error:
-            if self.size == 1 or isinstance(error, RankError) or not _LOST.search(str(error)):
+            if self.size == 1 or isinstance(error, RankError) or not _LOST_RANK.search(str(error)):
                 raise
-            said = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200]
             raise RankError(
-                f"rank {self.rank}: another rank ended, or does not answer ({said}). {KEPT}",
+                f"rank {self.rank}: another rank ended, or does not answer ({reason}). {KEPT}",
             ) from error
