@@ -37,24 +37,32 @@ _EXPECTED = "a folder of vectors, as tilefold encode writes it"
 REMEDY = "Write the vectors again (tilefold encode)."
 SCHEMA_VERSION = 1
 RECEIPTS = "part-*.receipt.json"
-_ANEW = "resume=False"
-MIN_ALL_FAILED = 16  # when every text of a shard of at least this size fails, the model is at fault, not the texts
-_OF_CUTS = {"count": int, "max_length": int | None}
+_START_AGAIN = "resume=False"
+# If every text of a shard of at least this size fails, the model is at fault, not the texts.
+MIN_ALL_FAILED = 16
+_TRUNCATION_TYPES = {"count": int, "max_length": int | None}
 
 
 @dataclass(kw_only=True)
 class Manifest:
-    """The manifest of a folder of vectors: the fields of all kinds, which in the file are behind
-    those of a kind.
+    """The manifest of a folder of vectors, with the fields that all kinds of vectors share.
+
+    The subclasses :class:`tilefold.retrieval.VectorManifest` and ``TokenManifest`` describe the
+    fields. In the file, the fields of a subclass come first.
+
+    Attributes:
+        LAYOUT: name of the kind of vectors.
+        CONTENTS: the kind of vectors in words, for errors.
+        OTHER_KIND_REMEDY: what to do with a folder of another kind.
+        IDENTITY: fields that, with the settings, decide whether a run may be resumed.
+        TOTALS: field -> the field of shards of which it is the sum.
     """
 
     LAYOUT: ClassVar[str]
-    CONTENTS: ClassVar[str]  # is in a folder of this kind
-    OTHER_KIND_REMEDY: ClassVar[str]  # what to do with a folder of another kind
-    IDENTITY: ClassVar[tuple[str, ...]]  # fields that make a folder this one, beside its settings
-    TOTALS: ClassVar[dict[str, str]] = {
-        "n_documents": "rows",
-    }  # fields that sum up those of the shards
+    CONTENTS: ClassVar[str]
+    OTHER_KIND_REMEDY: ClassVar[str]
+    IDENTITY: ClassVar[tuple[str, ...]]
+    TOTALS: ClassVar[dict[str, str]] = {"n_documents": "rows"}
 
     n_documents: int = 0
     shards: list[Json] = field(default_factory=list)
@@ -69,8 +77,11 @@ class Manifest:
 
     @classmethod
     def read(cls: type[M], folder: Path) -> M:
-        """The manifest of a folder; ``DataError`` unless it is whole, of this kind, and agrees with
-        itself.
+        """Read the manifest of a folder.
+
+        Raises:
+            FileNotFoundError: if there is none.
+            DataError: if it is damaged, of another kind of vectors, or inconsistent.
         """
 
         def refused(problem: str) -> DataError:
@@ -78,25 +89,27 @@ class Manifest:
 
         check_folder(folder, MANIFEST_NAME, _EXPECTED)
         value = read_json_object(folder / MANIFEST_NAME, REMEDY)
-        if (layout := value.get("layout", "sparse")) != cls.LAYOUT:
-            got = (
-                "token vectors of a multi-vector model"
-                if layout == "tokens"
-                else f"{layout} vectors"
-            )
+        layout = value.get("layout", "sparse")
+        if layout != cls.LAYOUT:
+            got = f"{layout} vectors"
+            if layout == "tokens":
+                got = "token vectors of a multi-vector model"
             raise DataError(
-                f"{folder}: expected {cls.CONTENTS}, got {got}. {cls.OTHER_KIND_REMEDY}"
+                f"{folder}: expected {cls.CONTENTS}, got {got}. {cls.OTHER_KIND_REMEDY}",
             )
-        if (version := value.get("schema_version")) != SCHEMA_VERSION:
+        version = value.get("schema_version")
+        if version != SCHEMA_VERSION:
             raise refused(f"schema_version {SCHEMA_VERSION}, got {version!r}")
         types = {name: kind for name, kind in get_type_hints(cls).items() if name.islower()}
         try:
             manifest = cls(**{name: item for name, item in value.items() if name in types})
         except TypeError as error:
             raise refused(f"a manifest of vectors, got {[*value]!r:.80} ({error})") from error
-        if wrong := manifest.wrong(types):
+        wrong = manifest.wrong(types)
+        if wrong:
             raise refused(f"a manifest of vectors, got fields of other types ({', '.join(wrong)})")
-        rows, failed = sum(shard["rows"] for shard in manifest.shards), len(manifest.failed)
+        rows = sum(shard["rows"] for shard in manifest.shards)
+        failed = len(manifest.failed)
         if rows != manifest.n_documents:
             raise refused(
                 f"{manifest.n_documents} rows, as n_documents says, got shards with {rows}",
@@ -120,41 +133,44 @@ class Manifest:
 
     def to_dict(self) -> Json:
         """The JSON object in the file."""
-        values, shared = asdict(self), [item.name for item in fields(Manifest)]
-        return {name: values[name] for name in sorted(values, key=lambda name: name in shared)}
+        values = asdict(self)
+        shared = [item.name for item in fields(Manifest)]
+        specific = [name for name in values if name not in shared]
+        return {name: values[name] for name in (*specific, *shared)}
 
     @property
     def identity(self) -> Json:
-        """Settings that make a folder this one, by name."""
+        """Settings that decide whether a run may be resumed, by name."""
         return {name: getattr(self, name) for name in self.IDENTITY} | self.settings
 
     def wrong(self, types: Mapping[str, type | UnionType]) -> list[str]:
-        """Fields that are not of these `types`, or whose parts are not what they must be."""
-        bare = {
-            name: kind if isinstance(kind, UnionType) else get_origin(kind) or kind
-            for name, kind in types.items()
-        }
-        if wrong := [
-            name for name, type_ in bare.items() if not isinstance(getattr(self, name), type_)
-        ]:
+        """Return the names of fields that have a wrong type, or entries of wrong types.
+
+        Args:
+            types: field -> its type.
+        """
+        wrong = [
+            name
+            for name, expected in types.items()
+            if not isinstance(getattr(self, name), _class_of(expected))
+        ]
+        if wrong:
             return wrong
-        entry = {"file": str, "sha256": str, **dict.fromkeys(self.TOTALS.values(), int)}
-        if not all(
-            _has(shard, entry) and _counts_cuts(shard.get("truncated", {})) for shard in self.shards
-        ):
-            return ["shards"]
-        return (
-            []
-            if all(map(_counts_cuts, (self.truncated, self.partial.get("truncated", {}))))
-            else ["truncated"]
-        )
+        shard_types = {"file": str, "sha256": str, **dict.fromkeys(self.TOTALS.values(), int)}
+        for shard in self.shards:
+            if not (_has(shard, shard_types) and _is_truncation(shard.get("truncated", {}))):
+                return ["shards"]
+        for truncated in (self.truncated, self.partial.get("truncated", {})):
+            if not _is_truncation(truncated):
+                return ["truncated"]
+        return []
 
 
 M = TypeVar("M", bound=Manifest)
 
 
 def layout_of(folder: Path) -> str:
-    """Kind of the vectors in a folder: ``"sparse"``, ``"tokens"`` or ``"dense"``."""
+    """Return the kind of the vectors in a folder: ``"sparse"``, ``"tokens"`` or ``"dense"``."""
     check_folder(folder, MANIFEST_NAME, _EXPECTED)
     return str(read_json_object(folder / MANIFEST_NAME, REMEDY).get("layout", "sparse"))
 
@@ -175,7 +191,13 @@ V = TypeVar("V", bound=Vectors)
 
 @dataclass(frozen=True)
 class PartialShard(Generic[V]):
-    """A part of a shard from an earlier run: vectors, failed texts, and how many texts were cut."""
+    """The finished part of an unfinished shard.
+
+    Attributes:
+        vectors: rows of the texts that were encoded.
+        failed: id -> reason, of texts that could not be encoded.
+        cut: how many texts were truncated.
+    """
 
     vectors: V
     failed: Mapping[str, str]
@@ -184,48 +206,67 @@ class PartialShard(Generic[V]):
 
 @dataclass(frozen=True)
 class Receipt:
-    """A shard that the manifest does not list yet, left by a process that does not hold the folder."""
+    """A file about a shard that is written, but not yet listed in the manifest.
 
-    key: str  # of the folder that it was written for
-    size: int  # of the file in bytes
-    shard: Json  # what the manifest is to say of it
-    failed: dict[str, str]  # id -> reason
+    It is written by a process that does not hold the lock of the folder.
+
+    Attributes:
+        key: :attr:`ShardWriter.key` of the folder that the shard belongs to.
+        size: bytes of the shard's file.
+        shard: the entry of the shard for the manifest.
+        failed: id -> reason, of texts that could not be encoded.
+    """
+
+    key: str
+    size: int
+    shard: Json
+    failed: dict[str, str]
 
     @staticmethod
     def file_of(folder: Path, number: int) -> Path:
+        """Return the path of the receipt of shard `number`."""
         return folder / RECEIPTS.replace("*", f"{number:05d}")
 
     @classmethod
     def read(cls, folder: Path, number: int, key: str) -> Receipt | None:
-        """The receipt of shard `number`, None without one of this key whose file is there in its
-        full size.
+        """Read the receipt of shard `number`.
+
+        Returns:
+            The receipt, or None if there is none with this key, or the shard's file is missing or
+            of another size.
         """
-        found = _files.read_json(cls.file_of(folder, number))
-        if (
-            found is None
-            or found.get("key") != key
-            or set(found) != {item.name for item in fields(cls)}
-        ):
+        values = _files.read_json(cls.file_of(folder, number))
+        names = {item.name for item in fields(cls)}
+        if values is None or values.get("key") != key or set(values) != names:
             return None
-        receipt = cls(**found)
+        receipt = cls(**values)
         file = folder / str(receipt.shard["file"])
-        return receipt if file.is_file() and file.stat().st_size == receipt.size else None
+        if not file.is_file() or file.stat().st_size != receipt.size:
+            return None
+        return receipt
 
 
 def check_not_all_failed(
     number: int, rows: int, failed: Mapping[str, str], *, nothing_yet: bool
 ) -> None:
-    """Raise ``DataError`` where all texts of a shard failed: of a large one, or of all where
-    `nothing_yet` has rows.
+    """Raise ``DataError`` where all texts of a shard failed, so that the model is at fault.
+
+    Args:
+        number: number of the shard.
+        rows: texts of the shard that were encoded.
+        failed: id -> reason, of those that were not.
+        nothing_yet: whether no earlier shard has rows; then a small shard is refused too.
     """
     if failed and not rows and (len(failed) >= MIN_ALL_FAILED or nothing_yet):
-        name, why = next(iter(failed.items()))
-        said = f"texts: all {len(failed)} of shard {number} failed, {name!r} first ({why})"
-        raise DataError(f"{said}. Check the model; earlier shards are kept.")
+        name, reason = next(iter(failed.items()))
+        raise DataError(
+            f"texts: all {len(failed)} of shard {number} failed, {name!r} first ({reason}). "
+            "Check the model; earlier shards are kept.",
+        )
 
 
 def _check_unfinished(folder: Path, earlier: Manifest, manifest: Manifest) -> None:
-    """Raise FileExistsError unless `earlier` is of an interrupted run that `manifest` repeats."""
+    """Raise ``FileExistsError`` unless an interrupted run with the same settings left `earlier`."""
     if not earlier.complete and earlier.identity == manifest.identity:
         return
     state = "" if earlier.complete else "an unfinished run of "
@@ -236,11 +277,11 @@ def _check_unfinished(folder: Path, earlier: Manifest, manifest: Manifest) -> No
 
 
 class ShardWriter(ABC, Generic[M, V]):
-    """Writer of a folder as :class:`tilefold.retrieval.SparseVectorWriter`, for one process at a
-    time.
+    """Base class of writers of a folder of vectors, which one process at a time may use.
 
-    Others (`lists` is False) may leave shards (:meth:`leave_shard`) for the one that lists them
-    (:meth:`receive`): they neither check nor change anything until a shard is stored.
+    Writers in other processes, with ``lists=False``, may leave shards by :meth:`leave_shard`. The
+    writer that holds the folder lists them by :meth:`receive`. The others neither check nor change
+    anything until a shard is stored.
 
     Args:
         path: the folder.
@@ -279,7 +320,8 @@ class ShardWriter(ABC, Generic[M, V]):
             raise TypeError(
                 f"manifest: expected a {self.manifest_type.__name__}, got {got}. Make one for these vectors.",
             )
-        self.path, self._kind = Path(path), type(manifest)
+        self.path = Path(path)
+        self._manifest_type = type(manifest)
         self._received: dict[int, Receipt] = {}
         if not lists:
             self.manifest = manifest
@@ -301,26 +343,17 @@ class ShardWriter(ABC, Generic[M, V]):
             raise
 
     def _open(self, manifest: M, *, resume: bool, overwrite: bool) -> None:
-        """Go on with what the folder holds, or remove it, as far as that is allowed."""
+        """Resume what the folder holds, or remove it as far as that is allowed."""
         earlier = self._earlier()
         receipts = list(self.path.glob(RECEIPTS))
-        begun = earlier is not None and (earlier.shards or earlier.partial or receipts)
-        if not begun:
-            resume = False  # any settings do
+        if earlier is not None and not (earlier.shards or earlier.partial or receipts):
+            earlier = None  # nothing to resume or to lose, whatever the settings
+        resume = resume and earlier is not None
         if earlier is not None and resume:
-            if changed := differences(earlier.identity, manifest.identity, "before", "now"):
-                remedy = f"Go on with the former ones, choose another folder, or take {_ANEW}."
-                if earlier.identity.get("texts_sha256") != manifest.identity.get("texts_sha256"):
-                    remedy += (
-                        " To add documents, encode the new ones alone into another folder, and put "
-                        "them into the index (tilefold index --update)."
-                    )
-                raise DataError(
-                    f"{self.path}: holds vectors with other settings ({changed}). {remedy}",
-                )
+            self._check_same_settings(earlier, manifest)
             self._check_precision(earlier)
             manifest = earlier
-        if earlier is not None and begun and not (resume or overwrite):
+        elif earlier is not None and not overwrite:
             _check_unfinished(self.path, earlier, manifest)
         self.manifest = manifest
         if not resume:
@@ -332,6 +365,19 @@ class ShardWriter(ABC, Generic[M, V]):
         if resume:
             self.receive()
 
+    def _check_same_settings(self, earlier: M, manifest: M) -> None:
+        """Raise ``DataError`` unless an earlier run had the settings of this one."""
+        changed = differences(earlier.identity, manifest.identity, "before", "now")
+        if not changed:
+            return
+        remedy = f"Go on with the former ones, choose another folder, or take {_START_AGAIN}."
+        if earlier.identity.get("texts_sha256") != manifest.identity.get("texts_sha256"):
+            remedy += (
+                " To add documents, encode the new ones alone into another folder, and put "
+                "them into the index (tilefold index --update)."
+            )
+        raise DataError(f"{self.path}: holds vectors with other settings ({changed}). {remedy}")
+
     def _check_precision(self, earlier: M) -> None:
         """Raise ``DataError`` where an unfinished folder was computed in another precision."""
         known = None not in (earlier.precision, self.precision)
@@ -339,26 +385,35 @@ class ShardWriter(ABC, Generic[M, V]):
             raise DataError(
                 f"{self.path}: holds vectors that were computed in {earlier.precision}, and here the "
                 f"model computes in {self.precision}, which gives other scores. Go on on a machine "
-                f"like the former one, choose another folder, or take {_ANEW}.",
+                f"like the former one, choose another folder, or take {_START_AGAIN}.",
             )
 
     def listed(self) -> M:
-        """The manifest on disk, which another process may have written."""
-        return self._kind.read(self.path)
+        """Read the manifest on disk, which another process may have written."""
+        return self._manifest_type.read(self.path)
 
     @abstractmethod
-    def _check(
-        self,
-        vectors: V,
-    ) -> None: ...  # an error for vectors that do not belong into this folder
+    def _check(self, vectors: V) -> None:
+        """Raise an error for vectors that do not belong into this folder."""
+
     @abstractmethod
-    def _counts(self, vectors: V) -> dict[str, int]: ...
+    def _counts(self, vectors: V) -> dict[str, int]:
+        """Return the numbers that the manifest lists of a shard, such as its rows."""
+
     @abstractmethod
-    def _store(self, vectors: V, path: Path) -> None: ...
+    def _store(self, vectors: V, path: Path) -> None:
+        """Write the file of a shard."""
+
     @abstractmethod
-    def _read(self, path: Path) -> V: ...
+    def _read(self, path: Path) -> V:
+        """Read the file of a shard."""
 
     def _earlier(self) -> M | None:
+        """Read the manifest that the folder has, None without one.
+
+        Raises:
+            FileExistsError: for a file, or a folder with other files.
+        """
         if self.path.is_file():
             raise FileExistsError(f"{self.path}: expected a folder for vectors, got a file.")
         if (self.path / MANIFEST_NAME).exists():
@@ -373,9 +428,7 @@ class ShardWriter(ABC, Generic[M, V]):
         return None
 
     def has_shard(self, number: int) -> bool:
-        """Whether shard `number` is complete: listed in the manifest or received, with an unchanged
-        file.
-        """
+        """Whether shard `number` is listed or received, and its file is unchanged."""
         if number < len(self.manifest.shards):
             shard = self.manifest.shards[number]
         elif number in self._received:
@@ -390,38 +443,43 @@ class ShardWriter(ABC, Generic[M, V]):
 
     @property
     def key(self) -> str:
-        """SHA-256 of what makes the folder this one."""
+        """SHA-256 of the settings of the folder, by which receipts are recognised."""
         return hashlib.sha256(
             json.dumps(self.manifest.identity, sort_keys=True).encode(),
         ).hexdigest()
 
     def receive(self, numbers: Iterable[int] | None = None) -> set[int]:
-        """Take and list shards whose receipts are there, as far as none is missing before; those
-        that were found.
+        """Read receipts of shards, and list these shards as far as no earlier one is missing.
+
+        Args:
+            numbers: shards whose receipts are read; all receipts in the folder by default.
+
+        Returns:
+            Numbers of the shards that have a receipt, and whose texts did not all fail.
         """
         if numbers is None:
             numbers = [
                 int(file.name.split("-")[1].split(".")[0]) for file in self.path.glob(RECEIPTS)
             ]
-        found = ((number, Receipt.read(self.path, number, self.key)) for number in numbers)
-        taken = {
-            n: each
-            for n, each in found
-            if each and (each.shard["rows"] or len(each.failed) < MIN_ALL_FAILED)
-        }
-        self._received |= taken
-        for number in sorted(taken):
+        receipts: dict[int, Receipt] = {}
+        for number in numbers:
+            receipt = Receipt.read(self.path, number, self.key)
+            if receipt and (receipt.shard["rows"] or len(receipt.failed) < MIN_ALL_FAILED):
+                receipts[number] = receipt
+        self._received.update(receipts)
+        for number in sorted(receipts):
             if number < len(self.manifest.shards):  # written again
-                self.list_shard(number, taken[number].shard, taken[number].failed)
+                self.list_shard(number, receipts[number].shard, receipts[number].failed)
         self._list_received()
-        return set(taken)
+        return set(receipts)
 
     def _list_received(self) -> None:
+        """List received shards, as long as the next one is there."""
         while (number := len(self.manifest.shards)) in self._received:
             self.list_shard(number, self._received[number].shard, self._received[number].failed)
 
     def read_partial(self, number: int) -> PartialShard[V] | None:
-        """The part of shard `number` that :meth:`write_partial` kept, if any."""
+        """Read the part of shard `number` that :meth:`write_partial` kept, if any."""
         partial = self.manifest.partial
         file = self.path / str(partial.get("file"))
         if partial.get("shard") != number or not file.is_file():
@@ -434,22 +492,26 @@ class ShardWriter(ABC, Generic[M, V]):
                 dict(partial["failed"]),
                 _truncation(partial) or Truncation(),
             )
-        except (
-            FileNotFoundError
-        ):  # another rank's shard was listed meanwhile, which forgets what was kept
-            return None
+        except FileNotFoundError:
+            return None  # another rank's shard was listed meanwhile, which removes the part
 
     def write_partial(self, number: int, part: PartialShard[V]) -> None:
-        """Keep what is done of shard `number`, until it is written whole or this is called again."""
+        """Keep the finished part of shard `number`, until the shard is written or replaces it."""
         self._check(part.vectors)
         file = self.path / f"part-{number:05d}.partial.{self.suffix}"
-        kept = {"shard": number, "file": file.name, "sha256": self._save_shard(part.vectors, file)}
-        self.manifest.partial = kept | {"failed": dict(part.failed)} | _cut(part.cut)
+        self.manifest.partial = {
+            "shard": number,
+            "file": file.name,
+            "sha256": self._save_shard(part.vectors, file),
+            "failed": dict(part.failed),
+            **_truncation_entry(part.cut),
+        }
         if self.precision is not None:
             self.manifest.partial["precision"] = self.precision
         self._save()
 
     def _save_shard(self, vectors: V, file: Path) -> str:
+        """Write the file of a shard atomically, and return its SHA-256."""
         with atomic_file(file) as temporary:
             self._store(vectors, temporary)
             return sha256_file(temporary)
@@ -461,17 +523,27 @@ class ShardWriter(ABC, Generic[M, V]):
         failed: Mapping[str, str] | None = None,
         cut: Truncation | None = None,
     ) -> None:
-        """Write shard `number` (the next one, or one to replace) and list it in the manifest."""
+        """Write a shard and list it in the manifest.
+
+        Args:
+            number: the next shard, or one to replace.
+            vectors: rows of the shard.
+            failed: id -> reason, of texts that could not be encoded.
+            cut: how many texts were truncated; None if unknown.
+        """
         self._check_next(number)
-        for name in self.manifest.failed.keys() & set(
-            vectors.ids,
-        ):  # of a shard that is written again
+        # texts of a replaced shard may have failed before
+        for name in self.manifest.failed.keys() & set(vectors.ids):
             del self.manifest.failed[name]
         self.list_shard(number, self.store_shard(number, vectors, cut), failed)
 
     def store_shard(self, number: int, vectors: V, cut: Truncation | None = None) -> Json:
-        """Write the file of shard `number`, of which `cut` says how many texts were cut; its entry
-        for the manifest.
+        """Write the file of a shard, and return its entry for the manifest.
+
+        Args:
+            number: number of the shard.
+            vectors: rows of the shard.
+            cut: how many texts were truncated; None if unknown.
         """
         self._check(vectors)
         file = self.path / f"part-{number:05d}.{self.suffix}"
@@ -479,7 +551,8 @@ class ShardWriter(ABC, Generic[M, V]):
             "file": file.name,
             **self._counts(vectors),
             "sha256": self._save_shard(vectors, file),
-        } | _cut(cut)
+            **_truncation_entry(cut),
+        }
         if self.precision is not None:
             entry["precision"] = self.precision
         return entry
@@ -491,15 +564,14 @@ class ShardWriter(ABC, Generic[M, V]):
         failed: Mapping[str, str],
         cut: Truncation | None,
     ) -> None:
-        """Write shard `number` with a receipt, for :meth:`receive` of the writer that holds the
-        folder.
+        """Write a shard with a receipt, for :meth:`receive` of the writer that holds the folder.
+
+        The arguments are those of :meth:`write_shard`.
         """
-        stored = self.store_shard(number, vectors, cut)
-        size = (self.path / stored["file"]).stat().st_size
-        _files.write_json(
-            Receipt.file_of(self.path, number),
-            asdict(Receipt(self.key, size, stored, dict(failed))),
-        )
+        entry = self.store_shard(number, vectors, cut)
+        size = (self.path / entry["file"]).stat().st_size
+        receipt = Receipt(self.key, size, entry, dict(failed))
+        _files.write_json(Receipt.file_of(self.path, number), asdict(receipt))
 
     def list_shard(
         self,
@@ -507,25 +579,31 @@ class ShardWriter(ABC, Generic[M, V]):
         stored: Json,
         failed: Mapping[str, str] | None = None,
     ) -> None:
-        """List shard `number` (the next one, or one to replace), which :meth:`store_shard` wrote,
-        in the manifest.
+        """List a shard in the manifest.
+
+        Args:
+            number: the next shard, or one to replace.
+            stored: its entry, which :meth:`store_shard` returned.
+            failed: id -> reason, of texts that could not be encoded.
         """
         self._check_next(number)
         self.manifest.shards[number : number + 1] = [dict(stored)]
-        for total, count in self._kind.TOTALS.items():
-            setattr(self.manifest, total, sum(int(part[count]) for part in self.manifest.shards))
-        self.manifest.truncated = _cut(_truncation(*self.manifest.shards)).get("truncated", {})
+        for total, count in self._manifest_type.TOTALS.items():
+            setattr(self.manifest, total, sum(int(shard[count]) for shard in self.manifest.shards))
+        truncation = _truncation(*self.manifest.shards)
+        self.manifest.truncated = _truncation_entry(truncation).get("truncated", {})
         self.manifest.failed.update(failed or {})
         self.manifest.complete = False
         self.manifest.partial = {}
         self._save()
-        for left in self.path.glob(f"part-*.partial.{self.suffix}"):
-            left.unlink()
+        for partial_file in self.path.glob(f"part-*.partial.{self.suffix}"):
+            partial_file.unlink()
         self._received.pop(number, None)
         Receipt.file_of(self.path, number).unlink(missing_ok=True)
         self._list_received()
 
     def _check_next(self, number: int) -> None:
+        """Raise ``ValueError`` unless a shard is the next one or a listed one."""
         if not 0 <= number <= len(self.manifest.shards):
             following = f"at most {len(self.manifest.shards)}, the next shard"
             raise ValueError(
@@ -533,13 +611,18 @@ class ShardWriter(ABC, Generic[M, V]):
             )
 
     def finish(self, n_texts: int | None = None) -> M:
-        """Mark the folder as complete; ``DataError`` unless each of `n_texts` has a row or a reason
-        why not.
+        """Mark the folder as complete, and release it.
+
+        Args:
+            n_texts: number of texts that were to be encoded; None if unknown.
+
+        Raises:
+            DataError: unless each of the texts has a row or a reason why it failed.
         """
-        self.receive()  # what a lost worker wrote once more
+        self.receive()  # a shard that a lost worker has written a second time
         rows, errors = self.manifest.n_documents, len(self.manifest.failed)
         if n_texts is not None and rows + errors != n_texts:
-            got = f"{rows} rows and {errors} errors. Write the vectors again with {_ANEW}"
+            got = f"{rows} rows and {errors} errors. Write the vectors again with {_START_AGAIN}"
             raise DataError(f"{self.path}: expected {n_texts} texts, got {got}.")
         self.manifest.n_texts = n_texts
         self.manifest.complete = True
@@ -551,60 +634,93 @@ class ShardWriter(ABC, Generic[M, V]):
         write_json_object(self.path / MANIFEST_NAME, self.manifest.to_dict())
 
 
-def _cut(found: Truncation | None) -> Json:
-    """Manifest entry of texts that were cut; nothing where they were not counted."""
-    return (
-        {}
-        if found is None
-        else {"truncated": {"count": found.count, "max_length": found.max_length}}
-    )
+def _truncation_entry(truncation: Truncation | None) -> Json:
+    """Return the manifest entry of truncated texts, empty where they were not counted."""
+    if truncation is None:
+        return {}
+    return {"truncated": {"count": truncation.count, "max_length": truncation.max_length}}
 
 
 def _truncation(*entries: Json) -> Truncation | None:
-    """Number of texts that were cut, by manifest entries of shards; None where one was written
-    without counting.
+    """Add up the truncated texts of shards.
+
+    Args:
+        entries: manifest entries of the shards.
+
+    Returns:
+        The sum, or None where a shard was written without counting.
     """
-    found = Truncation()
+    total = Truncation()
     for entry in entries:
         if "truncated" not in entry:
             return None
-        found.add(0, int(entry["truncated"]["count"]), entry["truncated"]["max_length"])
-    return found
+        total.add(0, int(entry["truncated"]["count"]), entry["truncated"]["max_length"])
+    return total
 
 
-def differences(one: Json, other: Json, first: str, second: str) -> str:
-    """Settings in which two folders differ, in words; empty where in none."""
+def differences(left: Json, right: Json, left_name: str, right_name: str) -> str:
+    """Describe the settings in which two folders differ, for an error; empty if there are none.
+
+    Args:
+        left: settings of one folder.
+        right: settings of the other folder.
+        left_name: what to call the first folder, after its value.
+        right_name: what to call the second folder, after its value.
+    """
     digests = {
         "texts_sha256": "other texts",
         "model_fingerprint": "another model, or other weights",
     }
-    return "; ".join(
-        f"{name}: {digests.get(name) or f'{one.get(name)!r} {first}, {other.get(name)!r} {second}'}"
-        for name in {**one, **other}
-        if one.get(name) != other.get(name)
-    )
+    described = []
+    for name in {**left, **right}:
+        if left.get(name) != right.get(name):
+            values = f"{left.get(name)!r} {left_name}, {right.get(name)!r} {right_name}"
+            described.append(f"{name}: {digests.get(name, values)}")
+    return "; ".join(described)
+
+
+def _class_of(annotation: type | UnionType) -> type | UnionType:
+    """Return the class of a type annotation, ``list`` for ``list[str]``, for ``isinstance``."""
+    if isinstance(annotation, UnionType):
+        return annotation
+    return get_origin(annotation) or annotation
 
 
 def _has(value: object, types: Mapping[str, type | UnionType]) -> bool:
+    """Whether a value is a JSON object whose members have these types."""
     return isinstance(value, dict) and all(
-        isinstance(value.get(name), type_) for name, type_ in types.items()
+        isinstance(value.get(name), expected) for name, expected in types.items()
     )
 
 
-def _counts_cuts(value: Json) -> bool:
-    """Whether it says how many texts were cut, or, empty, that they were not counted."""
-    return value == {} or (_has(value, _OF_CUTS) and len(value) == len(_OF_CUTS))
+def _is_truncation(value: Json) -> bool:
+    """Whether an entry counts truncated texts, or is empty because they were not counted."""
+    return value == {} or (
+        _has(value, _TRUNCATION_TYPES) and value.keys() == _TRUNCATION_TYPES.keys()
+    )
 
 
 def check_complete(folder: Path, manifest: Manifest) -> None:
-    """Raise ``DataError`` unless the writer of `folder` has finished."""
+    """Raise ``DataError`` unless the writer of a folder has finished."""
     if not manifest.complete:
-        got = f"{len(manifest.shards)} shard(s) of an unfinished run. Run the same `tilefold encode` again to resume it"
-        raise DataError(f"{folder}: expected complete vectors, got {got}.")
+        raise DataError(
+            f"{folder}: expected complete vectors, got {len(manifest.shards)} shard(s) of an "
+            "unfinished run. Run the same `tilefold encode` again to resume it.",
+        )
 
 
 def shard_file(folder: Path, shard: Json, *, verify: bool = True) -> Path:
-    """The file of a listed shard, checked against its checksum."""
+    """Return the file of a listed shard.
+
+    Args:
+        folder: the folder of vectors.
+        shard: the entry of the shard in the manifest.
+        verify: whether to compare the checksum, which reads the file.
+
+    Raises:
+        FileNotFoundError: if the file is missing.
+        DataError: if its checksum differs.
+    """
     return listed_file(
         folder,
         str(shard["file"]),
