@@ -222,7 +222,7 @@ def test_commands_and_the_server_take_the_folder_of_a_graph(
         "sparse",
         str(tmp_path / "graph"),
     )
-    (row,) = served.encode(served.way("query", None), [QUERIES[0]])
+    (row,) = served.encode(served.batch_key("query", None), [QUERIES[0]])
     assert len(row[0]) == 40
     assert call("export", "--to", "onnx", *out).code == 2
     assert call("export", "--to", "vespa", *out).code == 2

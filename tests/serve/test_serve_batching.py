@@ -22,11 +22,11 @@ from tests.serve.running import Client, serving
 from tests.serve.test_serve_sockets import hold, inputs_in_flight, posted, service, wait_until
 from tilefold import retrieval as r
 from tilefold.serve import batching
-from tilefold.serve.batching import Lane, Metrics
+from tilefold.serve.batching import BatchWorker, Metrics
 from tilefold.serve.bodies import ServeError
 from tilefold.serve.models import Served, TextTokens
 from tilefold.serve.searchable import Searchable
-from tilefold.serve.service import Asked, Service
+from tilefold.serve.service import EncodeOptions, Service
 from tilefold.serve.settings import Limits
 
 PANIC = -99
@@ -56,18 +56,18 @@ def run(
     entries: list[tuple[Any, ...]],
     limit: int = 12,
 ) -> tuple[list[tuple[Any, list[int]]], list[Any]]:
-    """Queue (key, payload, tokens, place, several) behind a first batch: the batches after it, what
+    """Queue (key, payload, tokens, position, multi_input) behind a first batch: the batches after it, what
     becomes of them.
     """
     recorder = Recorder()
-    lane = Lane("test", recorder, limit, Metrics())
+    worker = BatchWorker("test", recorder, limit, Metrics())
 
     async def main() -> list[Any]:
-        lane.start()
-        first = lane.submit("first", 0, 1, 0, True)
-        while len(lane):
+        worker.start()
+        first = worker.submit("first", 0, 1, 0, True)
+        while len(worker):
             await asyncio.sleep(0.001)
-        waiting = [lane.submit(*entry) for entry in entries]
+        waiting = [worker.submit(*entry) for entry in entries]
         recorder.go.set()
         await first
         return await asyncio.gather(*waiting, return_exceptions=True)
@@ -76,7 +76,7 @@ def run(
         answers = asyncio.run(main())
         return recorder.batches[1:], answers
     finally:
-        lane.close()
+        worker.close()
 
 
 def test_what_is_quick_runs_on_the_event_loop_while_the_worker_has_nothing() -> None:
@@ -87,25 +87,25 @@ def test_what_is_quick_runs_on_the_event_loop_while_the_worker_has_nothing() -> 
         threads.extend((payload, threading.current_thread().name) for payload in payloads)
         return recorder(key, payloads)
 
-    lane = Lane("test", noted, 12, Metrics())
+    worker = BatchWorker("test", noted, 12, Metrics())
 
     async def main() -> list[Any]:
-        lane.start()
+        worker.start()
         recorder.go.set()
-        early = [lane.submit("a", number, 1, at_once=True) for number in (1, -1)]
+        early = [worker.submit("a", number, 1, at_once=True) for number in (1, -1)]
         assert all(future.done() for future in early)
         recorder.go.clear()
-        waiting = [lane.submit("a", 2, 1), lane.submit("a", 3, 1, at_once=True)]
-        while len(lane) > 1:
+        waiting = [worker.submit("a", 2, 1), worker.submit("a", 3, 1, at_once=True)]
+        while len(worker) > 1:
             await asyncio.sleep(0.001)
-        waiting.append(lane.submit("a", 4, 1, at_once=True))  # the worker has a batch
+        waiting.append(worker.submit("a", 4, 1, at_once=True))  # the worker has a batch
         recorder.go.set()
         return await asyncio.gather(*early, *waiting, return_exceptions=True)
 
     try:
         one, failed, *rest = asyncio.run(main())
     finally:
-        lane.close()
+        worker.close()
     assert [one.value, *(each.value for each in rest)] == [2, 4, 6, 8]
     assert isinstance(failed, ServeError) and failed.kind == "Backend"
     assert {number: "tilefold" in name for number, name in threads} == {
@@ -123,7 +123,7 @@ def test_a_request_that_is_alone_is_answered_on_the_event_loop(
 ) -> None:
     # as with graphs on a GPU, where a query takes a millisecond
     threads: list[str] = []
-    monkeypatch.setattr(Served, "quick", lambda self, tokens: tokens <= 8)
+    monkeypatch.setattr(Served, "is_quick", lambda self, tokens: tokens <= 8)
     served = Served(sparse, "sparse", "tiny")
     encode = served.encode
     served.encode = lambda *args: threads.append(threading.current_thread().name) or encode(*args)  # type: ignore
@@ -181,19 +181,19 @@ def test_batches_of_long_requests_are_short_while_others_send_single_inputs(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("tilefold.serve.batching.time.monotonic", lambda: now[0])
-    shares = batching._Shares(16384)
-    shares.learn(True, 8000, 4.0)
-    assert (shares.limit(True), shares.limit(False)) == (16384, 16384)  # nobody waits for these
-    shares.came()
-    shares.learn(False, 12, 0.05)
-    shares.learn(True, 8000, 4.0)
-    assert shares.limit(True) == 200  # 2 * 0.05 s at 2,000 tokens a second
-    shares.learn(True, 200, 0.05)
-    assert shares.limit(True) == 400  # each batch has a cost of its own, so that more fit
-    shares.learn(True, 30, 0.05)
-    assert (shares.limit(True), shares.limit(False)) == (400, 16384)  # there was no more to encode
+    budget = batching._TokenBudget(16384)
+    budget.note_batch(True, 8000, 4.0)
+    assert (budget.limit(True), budget.limit(False)) == (16384, 16384)  # nobody waits for these
+    budget.note_single_input()
+    budget.note_batch(False, 12, 0.05)
+    budget.note_batch(True, 8000, 4.0)
+    assert budget.limit(True) == 200  # 2 * 0.05 s at 2,000 tokens a second
+    budget.note_batch(True, 200, 0.05)
+    assert budget.limit(True) == 400  # each batch has a cost of its own, so that more fit
+    budget.note_batch(True, 30, 0.05)
+    assert (budget.limit(True), budget.limit(False)) == (400, 16384)  # there was no more to encode
     now[0] += 11
-    assert shares.limit(True) == 16384
+    assert budget.limit(True) == 16384
 
 
 def test_an_input_that_fails_does_not_take_the_others_with_it() -> None:
@@ -205,25 +205,25 @@ def test_an_input_that_fails_does_not_take_the_others_with_it() -> None:
         assert ("a", [bad]) in batches
 
 
-def test_a_closed_lane_refuses_what_waits_and_what_comes() -> None:
+def test_a_closed_worker_refuses_what_waits_and_what_comes() -> None:
     recorder = Recorder()
-    lane = Lane("test", recorder, 12, Metrics())
+    worker = BatchWorker("test", recorder, 12, Metrics())
 
     async def main() -> tuple[Any, Any]:
-        lane.start()
-        first = lane.submit("a", 1, 1)
-        while len(lane):
+        worker.start()
+        first = worker.submit("a", 1, 1)
+        while len(worker):
             await asyncio.sleep(0.001)
-        waiting = lane.submit("a", 2, 1)
+        waiting = worker.submit("a", 2, 1)
         recorder.go.set()
-        await asyncio.to_thread(lane.close)
-        refused(ServeError, "closing", lane.submit, "a", 3, 1)
+        await asyncio.to_thread(worker.close)
+        refused(ServeError, "closing", worker.submit, "a", 3, 1)
         return await asyncio.gather(first, waiting, return_exceptions=True)
 
     first, waiting = asyncio.run(main())
     assert getattr(first, "value", None) == 2 or isinstance(first, ServeError)
     assert (isinstance(waiting, ServeError) and waiting.kind == "Unhealthy") or waiting.value == 4
-    assert not lane.alive
+    assert not worker.alive
 
 
 def test_queries_asked_again_are_answered_from_before(sparse: Any, masked_lm: str) -> None:
@@ -264,7 +264,7 @@ def test_texts_of_one_turn_of_the_loop_are_counted_by_one_call_and_fail_alone(
     async def main(wanted: list[str]) -> list[Any]:
         asked.start()
         return await asyncio.gather(
-            *(asked.encode("sparse", [each], Asked("query")) for each in wanted),
+            *(asked.encode("sparse", [each], EncodeOptions("query")) for each in wanted),
             return_exceptions=True,
         )
 

@@ -277,7 +277,9 @@ def test_a_body_that_nobody_reads_does_not_become_the_next_request(client: Clien
         )
 
 
-def test_trailers_are_no_headers_and_a_wish_for_another_protocol_is_not_heard(sparse: Any) -> None:
+def test_trailers_are_no_headers_and_requests_for_another_protocol_are_plain_http(
+    sparse: Any,
+) -> None:
     chunked = JSON + "transfer-encoding: chunked\r\nx-wait: 1\r\n"
     with serving(service(sparse), api_key="sesam") as client:
         asked = head(chunked) + b'f\r\n{"inputs": "a"}\r\n0\r\nauthorization: Bearer sesam\r\n\r\n'

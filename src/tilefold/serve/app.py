@@ -36,7 +36,7 @@ from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.models import SIDES
 from tilefold.serve.routes import Routes
 from tilefold.serve.searching import search_router
-from tilefold.serve.service import Service, cut_inputs
+from tilefold.serve.service import Service, truncated_inputs
 from tilefold.serve.settings import check_origins
 
 Message = MutableMapping[str, Any]
@@ -182,7 +182,7 @@ class _Guard:
         ):  # as GET; uvicorn, which has the scope that was sent, leaves the body out
             scope = {**scope, "method": "GET"}
         started, cut = False, list[int]()
-        cut_inputs.set(cut)
+        truncated_inputs.set(cut)
 
         async def tracked(message: Message) -> None:
             nonlocal started
@@ -198,7 +198,7 @@ class _Guard:
         try:
             if (
                 scope["method"] == "POST"
-                and (known := self._service.known.get(scope["path"])) is not None
+                and (known := self._service.handlers.get(scope["path"])) is not None
             ):
                 answer = await known(
                     Request(scope, receive),

@@ -1,6 +1,4 @@
-"""Batches by tokens: one worker thread per device, the inputs that wait for it, in turns; and what
-Prometheus reads.
-"""
+"""Worker threads that encode batches limited by tokens, and metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -22,21 +20,32 @@ from prometheus_client.utils import floatToGoString
 
 from tilefold.serve.bodies import ServeError
 
-__all__ = ["Answer", "Lane", "Metrics", "Permits"]
+__all__ = ["Answer", "BatchWorker", "InputLimit", "Metrics"]
 
 _logger = logging.getLogger("tilefold.serve")
 _JOIN_SECONDS = 10.0
-_PATIENCE = 4  # batches; the next input of a request waits as if it had come so much later
-_LATELY_SECONDS = 10.0  # so long after a request of one input, others are kept short for the next
-_TIMES = 2  # as long as a batch of such requests may a batch of others take
+# Batches by which each further input of a request waits longer, so that long requests do not hold
+# up the first inputs of other requests.
+_BATCHES_PER_POSITION = 4
+# Time after a single-input request during which batches of multi-input requests are kept short.
+_RECENT_SECONDS = 10.0
+# Target duration of a short multi-input batch, in durations of a single-input batch.
+_SHORT_BATCH_RATIO = 2
+_SMOOTHING = 1 / 4  # weight of the newest single-input batch in the mean duration
 
 Run = Callable[[Any, list[Any]], list[Any]]
-"""``run(key, payloads)`` gives one result per payload; it is called in the worker thread only."""
+"""``run(key, payloads)`` returns one result per payload; only the worker thread calls it."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one input, and its seconds in the queue and in the model."""
+    """Result of one input.
+
+    Attributes:
+        value: row of the input, or the result of a function.
+        queue: seconds in the queue.
+        inference: seconds in the model.
+    """
 
     value: Any
     queue: float
@@ -44,261 +53,342 @@ class Answer:
 
 
 @dataclass(eq=False)
-class _Entry:
+class _QueueEntry:
+    """Input that waits for a batch.
+
+    Attributes:
+        key: inputs with equal keys may share a batch.
+        payload: the input.
+        tokens: number of tokens; 0 for a function.
+        future: receives the answer.
+        priority: entries with lower numbers are encoded first.
+        queued: ``time.perf_counter()`` at the start of the wait.
+    """
+
     key: Hashable
     payload: Any
     tokens: int
     future: asyncio.Future[Answer]
-    rank: int
+    priority: int
     queued: float = field(default_factory=time.perf_counter)
 
 
-_Done = tuple[_Entry, Answer | None, BaseException | None]
+_Outcome = tuple[_QueueEntry, Answer | None, BaseException | None]
+"""An entry with its answer, or with its error."""
 
 
-class Permits:
-    """Limit of inputs in work or waiting at once. Used on the event loop only."""
+class InputLimit:
+    """Limit of inputs that are encoded or wait at once. Used on the event loop only.
+
+    Args:
+        total: largest number of inputs.
+
+    Attributes:
+        in_use: current number of inputs.
+    """
 
     def __init__(self, total: int) -> None:
-        self.total, self.taken = total, 0
+        self.total = total
+        self.in_use = 0
 
     @contextmanager
-    def take(self, wanted: int) -> Iterator[None]:
-        """Hold one permit per input, all at once or none."""
-        if self.taken + wanted > self.total:
+    def acquire(self, n_inputs: int) -> Iterator[None]:
+        """Hold a permit for each input, all at once or none.
+
+        Raises:
+            ServeError: if not all of them fit.
+        """
+        if self.in_use + n_inputs > self.total:
             raise ServeError("Overloaded", "Model is overloaded")
-        self.taken += wanted
+        self.in_use += n_inputs
         try:
             yield
         finally:
-            self.taken -= wanted
+            self.in_use -= n_inputs
 
 
-class _Shares:
-    """Limit of tokens in a batch of requests of several inputs, so that requests of one input need
-    not wait long.
+class _TokenBudget:
+    """Token limit of a batch, reduced for multi-input requests while single inputs arrive.
 
-    All that a batch can hold, or so many, while others send requests of one input, that it takes
-    `_TIMES` as long.
+    A single-input request waits for the batch that is running. So batches of multi-input requests
+    are limited to about ``_SHORT_BATCH_RATIO`` times the duration of a single-input batch, if a
+    single-input request arrived lately. Otherwise the full limit applies.
+
+    Args:
+        limit: largest number of tokens of any batch.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = self._share = limit
+        self._limit = limit
+        self._short_limit = limit
         self._single_seconds: float | None = None
-        self._single_came = -_LATELY_SECONDS
+        self._last_single = -_RECENT_SECONDS
 
-    def came(self) -> None:
-        self._single_came = time.monotonic()
+    def note_single_input(self) -> None:
+        """Record that a single-input request has arrived."""
+        self._last_single = time.monotonic()
 
-    def limit(self, several: bool) -> int:
-        """Tokens of the next batch, of requests of one or of several inputs."""
-        return (
-            self._share
-            if several and time.monotonic() - self._single_came < _LATELY_SECONDS
-            else self._limit
-        )
+    def limit(self, multi_input: bool) -> int:
+        """Return the token limit of the next batch of single-input or multi-input requests."""
+        recent = time.monotonic() - self._last_single < _RECENT_SECONDS
+        return self._short_limit if multi_input and recent else self._limit
 
-    def learn(self, several: bool, tokens: int, seconds: float) -> None:
-        if not several:
-            known = self._single_seconds
-            self._single_seconds = seconds if known is None else known + (seconds - known) / 4
+    def note_batch(self, multi_input: bool, tokens: int, seconds: float) -> None:
+        """Learn from the duration of a batch."""
+        if not multi_input:
+            if self._single_seconds is None:
+                self._single_seconds = seconds
+            else:
+                self._single_seconds += (seconds - self._single_seconds) * _SMOOTHING
         elif self._single_seconds is not None:
-            ratio = _TIMES * self._single_seconds / max(seconds, 1e-6)
-            fitting = max(1, int(tokens * min(ratio, 2.0)))
-            self._share = min(
-                self._limit,
-                max(self._share, fitting) if ratio >= 1 else min(self._share, fitting),
-            )
+            ratio = _SHORT_BATCH_RATIO * self._single_seconds / max(seconds, 1e-6)
+            fitting_tokens = max(1, int(tokens * min(ratio, 2.0)))
+            if ratio >= 1:
+                short_limit = max(self._short_limit, fitting_tokens)
+            else:
+                short_limit = min(self._short_limit, fitting_tokens)
+            self._short_limit = min(self._limit, short_limit)
 
 
-class Lane:
-    """A worker thread that runs batches of inputs of one kind.
+class BatchWorker:
+    """Worker thread that runs batches of inputs on one device.
 
-    A batch is whatever had queued while the last one ran, no timer: from the first input on, those
-    of the same key, while ``longest * inputs`` stays within `max_batch_tokens`. Requests of one
-    input have batches of their own, in turn with batches of the others, which are kept short
-    meanwhile (:class:`_Shares`); among these, every request has its first inputs encoded before
-    another one's later ones. Inputs whose future was cancelled are dropped. A batch that fails is
-    halved until the input that fails is alone, so that the others are not lost.
+    A batch consists of the inputs that were queued while the last batch ran; there is no timer. It
+    starts with the first waiting input, and takes inputs of the same key while
+    ``longest * inputs`` is at most ``max_batch_tokens``.
+
+    Single-input requests have batches of their own, which alternate with batches of multi-input
+    requests (:class:`_TokenBudget` keeps these short). Among multi-input requests, first inputs are
+    encoded before later inputs. Inputs whose future was cancelled are dropped. A batch that fails
+    is halved until the failing input is alone, so that the other inputs are not lost.
+
+    Args:
+        name: name of the thread.
+        run: function that encodes a batch.
+        max_batch_tokens: largest number of tokens of a batch, padding included.
+        metrics: metrics that count batches.
     """
 
     def __init__(self, name: str, run: Run, max_batch_tokens: int, metrics: Metrics) -> None:
-        self._run, self._metrics = run, metrics
-        self._waiting: tuple[list[_Entry], list[_Entry]] = (
-            [],
-            [],
-        )  # of requests of one input, and of several
-        self._several, self._begun, self._shares = True, 0, _Shares(max_batch_tokens)
-        self._ready, self._turn = (
-            threading.Condition(),
-            threading.Lock(),
-        )  # of who runs, taken together with a batch
+        self._run = run
+        self._metrics = metrics
+        # entries of single-input and of multi-input requests, in the order of their priorities
+        self._waiting: tuple[list[_QueueEntry], list[_QueueEntry]] = ([], [])
+        self._last_multi_input = True
+        self._n_batches = 0
+        self._budget = _TokenBudget(max_batch_tokens)
+        self._ready = threading.Condition()
+        self._running = threading.Lock()  # held while a batch runs; acquired under the condition
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name=f"tilefold-{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work,
+            name=f"tilefold-{name}",
+            daemon=True,
+        )
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     @property
     def alive(self) -> bool:
+        """Whether the worker accepts inputs."""
         return self._thread.is_alive() and not self._closed
 
     def __len__(self) -> int:
-        return sum(map(len, self._waiting))
+        return sum(len(entries) for entries in self._waiting)
 
     def submit(
         self,
         key: Hashable,
         payload: Any,
         tokens: int,
-        place: int = 0,
-        several: bool = False,
+        position: int = 0,
+        multi_input: bool = False,
         at_once: bool = False,
     ) -> asyncio.Future[Answer]:
-        """Queue one input; call it on the event loop. Cancelling the future drops the input if it
-        still waits.
+        """Queue one input; call this on the event loop.
 
-        `at_once` runs it here if the worker has nothing: what takes a millisecond need not wait for
-        a thread to wake.
+        Args:
+            key: inputs with equal keys may share a batch.
+            payload: the input.
+            tokens: number of tokens of the input.
+            position: position of the input in its request.
+            multi_input: whether the request has several inputs.
+            at_once: run the input in this thread if the worker is idle: an input that takes a
+                millisecond need not wait until a thread wakes.
+
+        Returns:
+            A future of the answer. Cancelling it drops an input that still waits.
+
+        Raises:
+            ServeError: if the worker is closed.
         """
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         with self._ready:
             if self._closed:
                 raise ServeError("Unhealthy", "the service is closing")
-            entry = _Entry(key, payload, tokens, future, self._begun + _PATIENCE * place)
-            if not several:
-                self._shares.came()
-            here = at_once and not len(self) and self._turn.acquire(blocking=False)
-            if not here:
-                insort(self._waiting[several], entry, key=lambda each: each.rank)
+            priority = self._n_batches + _BATCHES_PER_POSITION * position
+            entry = _QueueEntry(key, payload, tokens, future, priority)
+            if not multi_input:
+                self._budget.note_single_input()
+            may_run = at_once and not len(self)
+            run_in_this_thread = may_run and self._running.acquire(blocking=False)
+            if not run_in_this_thread:
+                insort(self._waiting[multi_input], entry, key=lambda waiting: waiting.priority)
                 self._ready.notify()
-        if here:
-            done = self._done([entry], several)
-            self._turn.release()
-            _settle_all(done)
-        future.add_done_callback(lambda future: self._drop(entry) if future.cancelled() else None)
+        if run_in_this_thread:
+            outcomes = self._run_batch([entry], multi_input)
+            self._running.release()
+            _resolve_futures(outcomes)
+
+        def drop_if_cancelled(future: asyncio.Future[Answer]) -> None:
+            if future.cancelled():
+                self._drop(entry)
+
+        future.add_done_callback(drop_if_cancelled)
         return future
 
-    def _drop(self, entry: _Entry) -> None:
-        """Forget an input whose client has gone, so that such inputs cannot pile up behind a long
-        batch.
+    def _drop(self, entry: _QueueEntry) -> None:
+        """Remove the input of a client that has gone.
+
+        Such inputs would accumulate during a long batch.
         """
         with self._ready:
-            for waiting in self._waiting:
-                if entry in waiting:
-                    waiting.remove(entry)
+            for entries in self._waiting:
+                if entry in entries:
+                    entries.remove(entry)
                     self._metrics.count("tilefold_dropped_count")
 
     def close(self) -> None:
-        """Refuse what waits, and end the worker after the batch that it runs."""
+        """Refuse the waiting inputs, and end the thread after its current batch."""
         with self._ready:
             self._closed = True
-            left = [entry for waiting in self._waiting for entry in waiting]
+            refused = [entry for entries in self._waiting for entry in entries]
             self._waiting = ([], [])
             self._ready.notify_all()
-        self._settle(
-            [(entry, None, ServeError("Unhealthy", "the service is closing")) for entry in left],
-        )
+        error = ServeError("Unhealthy", "the service is closing")
+        self._send([(entry, None, error) for entry in refused])
         if self._thread.is_alive():
             self._thread.join(_JOIN_SECONDS)
 
     def _work(self) -> None:
-        while batch := self._next():
-            done = self._done(batch, self._several)
-            self._turn.release()
-            self._settle(done)
+        """Run batches until the worker is closed."""
+        while batch := self._next_batch():
+            outcomes = self._run_batch(batch, self._last_multi_input)
+            self._running.release()
+            self._send(outcomes)
 
-    def _done(self, batch: list[_Entry], several: bool) -> list[_Done]:
-        """The answers to a batch, or what failed."""
+    def _run_batch(self, batch: list[_QueueEntry], multi_input: bool) -> list[_Outcome]:
+        """Run a batch, and record its size and duration."""
         self._metrics.observe("te_batch_next_size", len(batch))
         tokens = len(batch) * max(entry.tokens for entry in batch)
         self._metrics.observe("te_batch_next_tokens", tokens)
         started = time.perf_counter()
-        done = self._attempt(batch)
-        ended = time.perf_counter()
-        if tokens:  # calls have none
-            self._shares.learn(several, tokens, ended - started)
+        results = self._run_halving(batch)
+        inference = time.perf_counter() - started
+        if tokens:  # functions have no tokens
+            self._budget.note_batch(multi_input, tokens, inference)
         return [
-            (entry, Answer(value, started - entry.queued, ended - started), error)
-            for entry, value, error in done
+            (entry, Answer(value, started - entry.queued, inference), error)
+            for entry, value, error in results
         ]
 
-    def _next(self) -> list[_Entry]:
-        """The next batch; an empty one at the end."""
+    def _next_batch(self) -> list[_QueueEntry]:
+        """Wait for the next batch; an empty one means that the worker is closed."""
         with self._ready:
             while not self._closed:
-                for several in (not self._several, self._several):
-                    if batch := self._take(several):
-                        self._turn.acquire()  # under the condition, so that nobody runs another one before it
-                        self._several, self._begun = several, self._begun + 1
+                for multi_input in (not self._last_multi_input, self._last_multi_input):
+                    batch = self._take_batch(multi_input)
+                    if batch:
+                        # Under the condition, so that submit cannot run another input before it.
+                        self._running.acquire()
+                        self._last_multi_input = multi_input
+                        self._n_batches += 1
                         return batch
                 self._ready.wait()
         return []
 
-    def _take(self, several: bool) -> list[_Entry]:
-        batch: list[_Entry] = []
-        left: list[_Entry] = []
-        longest, full, limit = 0, False, self._shares.limit(several)
-        for entry in self._waiting[several]:
+    def _take_batch(self, multi_input: bool) -> list[_QueueEntry]:
+        """Remove the entries of the next batch from a queue; the condition is held."""
+        batch: list[_QueueEntry] = []
+        remaining: list[_QueueEntry] = []
+        longest = 0
+        full = False
+        limit = self._budget.limit(multi_input)
+        for entry in self._waiting[multi_input]:
             if entry.future.cancelled():
                 self._metrics.count("tilefold_dropped_count")
             elif batch and (full or entry.key != batch[0].key):
-                left.append(entry)
+                remaining.append(entry)
             elif batch and max(longest, entry.tokens) * (len(batch) + 1) > limit:
                 full = True
-                left.append(entry)
+                remaining.append(entry)
             else:
                 batch.append(entry)
                 longest = max(longest, entry.tokens)
-        self._waiting[several][:] = left
+        self._waiting[multi_input][:] = remaining
         return batch
 
-    def _attempt(self, batch: list[_Entry]) -> list[tuple[_Entry, Any, BaseException | None]]:
+    def _run_halving(
+        self,
+        batch: list[_QueueEntry],
+    ) -> list[tuple[_QueueEntry, Any, BaseException | None]]:
+        """Run a batch; if it fails, run its halves, down to the single entry that fails.
+
+        Returns:
+            Each entry with its value, or with its error.
+        """
         try:
             values = self._run(batch[0].key, [entry.payload for entry in batch])
             return [(entry, value, None) for entry, value in zip(batch, values, strict=True)]
-        except BaseException as error:  # whatever a model raises, a panic of the tokenizer too, must not end the thread
+        except BaseException as error:  # a panic of the tokenizer, too, must not end the thread
             if len(batch) > 1:
                 middle = len(batch) // 2
-                return self._attempt(batch[:middle]) + self._attempt(batch[middle:])
+                return self._run_halving(batch[:middle]) + self._run_halving(batch[middle:])
             if isinstance(error, ServeError):
                 return [(batch[0], None, error)]
             _logger.error("inference failed: %s", type(error).__name__, exc_info=error)
-            return [
-                (
-                    batch[0],
-                    None,
-                    ServeError("Backend", "inference failed for this input; the log says why"),
-                ),
+            public_error = ServeError(
+                "Backend",
+                "inference failed for this input; the log says why",
+            )
+            return [(batch[0], None, public_error)]
+
+    def _send(self, outcomes: list[_Outcome]) -> None:
+        """Resolve the futures of outcomes on their event loops."""
+        for loop in {entry.future.get_loop() for entry, _, _ in outcomes}:
+            outcomes_of_loop = [
+                outcome for outcome in outcomes if outcome[0].future.get_loop() is loop
             ]
-
-    def _settle(self, done: list[_Done]) -> None:
-        for loop in {entry.future.get_loop() for entry, _, _ in done}:
-            mine = [each for each in done if each[0].future.get_loop() is loop]
             try:
-                loop.call_soon_threadsafe(_settle_all, mine)
-            except RuntimeError:  # the loop has closed, and with it everybody who waited
-                _logger.debug("%d answers came after the end of the event loop", len(mine))
+                loop.call_soon_threadsafe(_resolve_futures, outcomes_of_loop)
+            except RuntimeError:  # the loop has closed, so nobody waits
+                _logger.debug(
+                    "%d answers came after the end of the event loop",
+                    len(outcomes_of_loop),
+                )
 
 
-def _settle_all(done: list[_Done]) -> None:
-    for entry, value, error in done:
+def _resolve_futures(outcomes: list[_Outcome]) -> None:
+    """Set the answers and errors of futures; runs on their event loop."""
+    for entry, answer, error in outcomes:
         if entry.future.done():  # the client has gone
             continue
         if error is not None:
             entry.future.set_exception(error)
-        elif value is not None:
-            entry.future.set_result(value)
+        elif answer is not None:
+            entry.future.set_result(answer)
 
 
 _SECONDS = tuple(1e-5 * 1.5**power for power in range(1, 36))  # 15 microseconds to 15 seconds
-_PARTS = {
+_DURATIONS = {
     "duration": "Seconds",
     "tokenization_duration": "Seconds of tokenization",
     "queue_duration": "Seconds in the queue",
     "inference_duration": "Seconds in the model",
 }
-_OF = {
+_DURATION_SUBJECTS = {
     "request": "of a request, where its inputs differ their mean",
     "embed": "of an input that was encoded",
     "predict": "of a text that was scored with a query",
@@ -316,9 +406,9 @@ _COUNTERS = {
     "tilefold_search_count": ("Searches that were answered", []),
 }
 _HISTOGRAMS = {
-    f"te_{name}_{part}": (f"{text} {whose}", _SECONDS)
-    for name, whose in _OF.items()
-    for part, text in _PARTS.items()
+    f"te_{name}_{part}": (f"{text} {subject}", _SECONDS)
+    for name, subject in _DURATION_SUBJECTS.items()
+    for part, text in _DURATIONS.items()
 } | {
     "te_request_input_length": ("Tokens of an input", tuple(2.0**power for power in range(20))),
     "te_batch_next_size": ("Inputs of a batch", tuple(2.0**power for power in range(13))),
@@ -335,76 +425,94 @@ _GAUGES = {
 
 
 class _Histogram:
+    """Counts of values by upper bound, and their sum.
+
+    Args:
+        bounds: ascending upper bounds of the buckets; infinity is added.
+    """
+
     def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds, self.total = (*bounds, math.inf), 0.0
+        self.bounds = (*bounds, math.inf)
+        self.total = 0.0
         self.counts = [0] * len(self.bounds)
 
     def observe(self, value: float) -> None:
+        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
 
 class Metrics:
-    """The metrics of one service; safe to use from several threads.
+    """Metrics of one service; safe to use from several threads.
 
-    What prometheus_client counts with looks through the bounds for each value; here it only
-    collects and writes.
+    prometheus_client collects and writes them. Its own histograms are not used, because they search
+    the bounds linearly for each value.
     """
 
     def __init__(self) -> None:
-        self._registry, self._lock = CollectorRegistry(), threading.Lock()
-        self._counts: dict[str, dict[tuple[str, ...], float]]
-        self._counts = {
+        self._registry = CollectorRegistry()
+        self._lock = threading.Lock()
+        # counts by the values of the labels; a counter without labels starts with 0
+        self._counts: dict[str, dict[tuple[str, ...], float]] = {
             name: {} if labels else {(): 0.0} for name, (_, labels) in _COUNTERS.items()
         }
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._durations = {
-            f"te_{name}": [self._histograms[f"te_{name}_{part}"] for part in _PARTS] for name in _OF
+            f"te_{name}": [self._histograms[f"te_{name}_{part}"] for part in _DURATIONS]
+            for name in _DURATION_SUBJECTS
         }
         self._registry.register(self)
 
-    def count(self, name: str, by: float = 1, **labels: str) -> None:
-        counts, key = self._counts[name], tuple(labels.values())
+    def count(self, name: str, increment: float = 1, **labels: str) -> None:
+        """Increase a counter."""
+        counts = self._counts[name]
+        label_values = tuple(labels.values())
         with self._lock:
-            counts[key] = counts.get(key, 0.0) + by
+            counts[label_values] = counts.get(label_values, 0.0) + increment
 
     def observe(self, name: str, *values: float) -> None:
+        """Count values in a histogram."""
         with self._lock:
             for value in values:
                 self._histograms[name].observe(value)
 
     def durations(self, name: str, *seconds: float) -> None:
-        """Add the seconds of a request or an input, and of its parts in the order of ``_PARTS``, to
-        those of `name`.
+        """Count the durations of a request or an input.
+
+        Args:
+            name: prefix of the histograms, such as ``"te_request"``.
+            seconds: durations in the order of ``_DURATIONS``.
         """
         with self._lock:
             for histogram, value in zip(self._durations[name], seconds, strict=True):
                 histogram.observe(value)
 
     def gauge(self, name: str, value: Callable[[], float]) -> None:
-        """Say what gives the value of a gauge when it is asked for."""
+        """Set the function that returns the current value of a gauge."""
         Gauge(name, _GAUGES[name], registry=self._registry).set_function(value)
 
     def collect(self) -> Iterator[Metric]:
-        """The counters and the histograms, as a registry asks for them."""
+        """Yield the counters and the histograms, for a registry."""
         with self._lock:
-            counts = {name: dict(found) for name, found in self._counts.items()}
+            counts = {name: dict(by_label) for name, by_label in self._counts.items()}
             histograms = {
-                name: (list(each.counts), each.total) for name, each in self._histograms.items()
+                name: (list(histogram.counts), histogram.total)
+                for name, histogram in self._histograms.items()
             }
         for name, (text, labels) in _COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=labels)
-            for key, value in counts[name].items():
-                counter.add_metric(key, value)
+            for label_values, value in counts[name].items():
+                counter.add_metric(label_values, value)
             yield counter
-        for name, (each, total) in histograms.items():
+        for name, (bucket_counts, total) in histograms.items():
             bounds = map(floatToGoString, self._histograms[name].bounds)
-            buckets = list(zip(bounds, itertools.accumulate(each), strict=True))
+            buckets = list(zip(bounds, itertools.accumulate(bucket_counts), strict=True))
             yield HistogramMetricFamily(name, _HISTOGRAMS[name][0], buckets, total)
 
     def render(self) -> bytes:
-        """All metrics as Prometheus reads them, without the suffix that its library adds to
-        counters.
+        """Return all metrics in Prometheus's text format.
+
+        The suffix ``_total`` that prometheus_client adds to counters is removed.
         """
         lines = generate_latest(self._registry).splitlines(keepends=True)
         return b"".join(line.replace(b"_total", b"", 1) for line in lines)

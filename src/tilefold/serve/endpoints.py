@@ -98,7 +98,7 @@ def add_route(
 
     async def endpoint(request: Request) -> Response:
         if body is not None and not request.path_params:
-            service.known[request.scope["path"]] = endpoint
+            service.handlers[request.scope["path"]] = endpoint
         try:
             given = () if body is None else (await read(request, body, service.limits),)
             return await while_connected(request, work(*given, request))

@@ -151,8 +151,8 @@ def _byte_places(text: str) -> Sequence[int]:
     return [0, *np.cumsum(sizes).tolist()]
 
 
-class Way(NamedTuple):
-    """Way of encoding a text: texts that share a way share batches."""
+class BatchKey(NamedTuple):
+    """BatchKey of encoding a text: texts that share a key share batches."""
 
     kind: Kind
     side: Side
@@ -209,37 +209,37 @@ class Served:
         limit = self._calls[side].max_length
         return limit if limit is not None and 0 < limit < _UNLIMITED else 512
 
-    def quick(self, tokens: int) -> bool:
+    def is_quick(self, tokens: int) -> bool:
         """Whether a text of so many tokens takes about a millisecond, by a CUDA graph: some were
         captured before.
         """
         graphs = graphs_of(self.model)
         return tokens <= _FEW and graphs is not None and bool(graphs.graphs)
 
-    def lengths(self, way: Way, texts: Sequence[str]) -> list[int]:
+    def lengths(self, key: BatchKey, texts: Sequence[str]) -> list[int]:
         """Tokens of each text with what stands before it, if it is not cut; may be called in any
         thread.
         """
-        return self.text.lengths(texts, self.prompt(way), self._calls[way.side].special)
+        return self.text.lengths(texts, self.prompt(key), self._calls[key.side].special)
 
-    def way(
+    def batch_key(
         self,
         side: Side,
         prompt_name: str | None,
         direction: Literal["left", "right"] = "right",
         normalize: bool = True,
-    ) -> Way:
+    ) -> BatchKey:
         """The way of a request; ``prompt_name`` of "query" or "document" chooses the side."""
         if prompt_name in SIDES:
-            return Way(self.kind, prompt_name, None, direction, normalize)
+            return BatchKey(self.kind, prompt_name, None, direction, normalize)
         if prompt_name is not None and prompt_name not in self.prompts:
             known = ", ".join(dict.fromkeys([*SIDES, *self.prompts]))
             raise invalid(f"`prompt_name` expected one of {known}; got {prompt_name!r}")
-        return Way(self.kind, side, prompt_name, direction, normalize)
+        return BatchKey(self.kind, side, prompt_name, direction, normalize)
 
-    def prompt(self, way: Way) -> str:
-        """Prompt before every text of a way."""
-        return prompt_of(self.model, way.side, way.prompt) or ""
+    def prompt(self, key: BatchKey) -> str:
+        """Prompt before every text of a key."""
+        return prompt_of(self.model, key.side, key.prompt) or ""
 
     @property
     def type(self) -> dict[str, Any]:
@@ -258,30 +258,30 @@ class Served:
             "embedding": {"pooling": "+".join(found).replace("lasttoken", "last_token") or "mean"},
         }
 
-    def encode(self, way: Way, inputs: Sequence[Any]) -> list[Any]:
+    def encode(self, key: BatchKey, inputs: Sequence[Any]) -> list[Any]:
         """One row per input, on the CPU: sparse ``(indices, weights)``, token vectors, or a dense
         vector.
         """
         tokenizer = self.model.tokenizer
         stock = tokenizer.truncation_side  # a state, so that one thread alone may encode
-        tokenizer.truncation_side = way.direction
-        ways: dict[Kind, Callable[[Way, Sequence[Any]], list[Any]]]
+        tokenizer.truncation_side = key.direction
+        ways: dict[Kind, Callable[[BatchKey, Sequence[Any]], list[Any]]]
         ways = {"sparse": self._sparse, "multi-vector": self._tokens, "dense": self._dense}
         try:
-            with nullcontext() if way.normalize else _unnormalized(self.model):
-                return ways[self.kind](way, inputs)
+            with nullcontext() if key.normalize else _unnormalized(self.model):
+                return ways[self.kind](key, inputs)
         finally:
             tokenizer.truncation_side = stock
 
-    def _sparse(self, way: Way, inputs: Sequence[Any]) -> list[Row]:
+    def _sparse(self, key: BatchKey, inputs: Sequence[Any]) -> list[Row]:
         fused = getattr(self.model, "encode_sparse_batch", None)
         if (
-            fused is not None and not way.ids
+            fused is not None and not key.ids
         ):  # no matrix, which takes longer to make than to copy the rows
             found: Any = fused.batch(
                 cut_texts(self.model, inputs),
-                task=way.side,
-                prompt_name=way.prompt,
+                task=key.side,
+                prompt_name=key.prompt,
             ).rows
             offsets, indices = (
                 [0, *found.counts.cumsum(0).tolist()],
@@ -294,32 +294,32 @@ class Served:
                 got = f"{weights.min()} to {weights.max()}. Check the model"
                 raise ValueError(f"texts: expected finite weights of at least 0, got {got}.")
             return rows_of(offsets, indices, weights)
-        if way.ids:
-            rows = self._features(way, inputs)["sentence_embedding"].to_dense().float().cpu()
+        if key.ids:
+            rows = self._features(key, inputs)["sentence_embedding"].to_dense().float().cpu()
         else:
             made = {"convert_to_tensor": True, "convert_to_sparse_tensor": False}
-            rows = encode_stock(self.model, inputs, way.side, prompt_name=way.prompt, **made)
+            rows = encode_stock(self.model, inputs, key.side, prompt_name=key.prompt, **made)
         vectors = SparseVectors.from_torch([str(row) for row in range(len(inputs))], rows)
         parts = rows_of(vectors.indptr.tolist(), vectors.indices, vectors.data)
         # ids, of which no ``encode`` has kept so many
         return (
             [strongest(row, self.model.max_active_dims, None) for row in parts]
-            if way.ids
+            if key.ids
             else parts
         )
 
-    def _tokens(self, way: Way, inputs: Sequence[Any]) -> list[torch.Tensor]:
-        if way.ids:
-            found = self._features(way, inputs)
+    def _tokens(self, key: BatchKey, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        if key.ids:
+            found = self._features(key, inputs)
             kept = found["attention_mask"].bool()
             encoded = [row[mask] for row, mask in zip(found["token_embeddings"], kept, strict=True)]
         else:
-            encoded = encode_stock(self.model, inputs, way.side, prompt_name=way.prompt)
+            encoded = encode_stock(self.model, inputs, key.side, prompt_name=key.prompt)
         return _finite([row.detach().float().cpu() for row in encoded], "token vectors")
 
-    def _dense(self, way: Way, inputs: Sequence[Any]) -> list[Vector]:
-        if way.ids:
-            encoded = self._features(way, inputs)["sentence_embedding"][
+    def _dense(self, key: BatchKey, inputs: Sequence[Any]) -> list[Vector]:
+        if key.ids:
+            encoded = self._features(key, inputs)["sentence_embedding"][
                 :,
                 : self.model.truncate_dim,
             ]
@@ -327,26 +327,26 @@ class Served:
             encoded = encode_stock(
                 self.model,
                 inputs,
-                way.side,
-                prompt_name=way.prompt,
+                key.side,
+                prompt_name=key.prompt,
                 convert_to_tensor=True,
             )
         return [row.numpy() for row in _finite(list(encoded.detach().float().cpu()), "vectors")]
 
-    def _features(self, way: Way, inputs: Sequence[Sequence[int]]) -> Any:
+    def _features(self, key: BatchKey, inputs: Sequence[Sequence[int]]) -> Any:
         """Features of token ids as they are, after the model: no prompt, no special token, no
         expansion of queries.
         """
-        limit, padding = self.limit(way.side), self.model.tokenizer.pad_token_id or 0
+        limit, padding = self.limit(key.side), self.model.tokenizer.pad_token_id or 0
         cut = [
-            torch.tensor(ids[:limit] if way.direction == "right" else ids[-limit:], device="cpu")
+            torch.tensor(ids[:limit] if key.direction == "right" else ids[-limit:], device="cpu")
             for ids in inputs
         ]
         features: dict[str, Any] = {
             "input_ids": pad_sequence(cut, batch_first=True, padding_value=padding),
             "attention_mask": pad_sequence([torch.ones_like(ids) for ids in cut], batch_first=True),
             "modality": "text",
-            "task": way.side,
+            "task": key.side,
         }
         if isinstance(
             getattr(self.model[0], "preprocess", None),
@@ -354,7 +354,7 @@ class Served:
         ):  # of an accelerated encoder
             features = pack_features(features, padding_position(self.model[0].model))
         with torch.inference_mode():
-            return self.model(on_device(features, self.model.device), task=way.side)
+            return self.model(on_device(features, self.model.device), task=key.side)
 
 
 def _finite(rows: list[torch.Tensor], what: str) -> list[torch.Tensor]:

@@ -1,11 +1,14 @@
-"""The routes of text-embeddings-inference 1.9, OpenAI, Cohere, vLLM, Google Vertex and SageMaker,
-for one side.
+"""HTTP routes that encode and rerank texts, compatible with several public APIs.
+
+The APIs are those of text-embeddings-inference 1.9, OpenAI, Cohere, vLLM, Google Vertex AI and
+SageMaker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -23,11 +26,13 @@ from tilefold.serve import bodies
 from tilefold.serve.bodies import ServeError, empty, invalid, wrong_model
 from tilefold.serve.endpoints import JSON, add_route, explained
 from tilefold.serve.models import Kind, Side, TextTokens
-from tilefold.serve.service import Asked, Outcome, Service, all_of
+from tilefold.serve.service import EncodeOptions, Outcome, Service, all_of
 
-Work = Callable[[Any, Request], Awaitable[Response]]
-Write = Callable[[list[Any]], list[bytes]]
-_SHOWN = (
+Handler = Callable[[Any, Request], Awaitable[Response]]
+"""Function that answers a request with a validated body."""
+Serialize = Callable[[list[Any]], list[bytes]]
+"""Function that returns the JSON of each row."""
+_LIMITS_IN_INFO = (
     "max_concurrent_requests",
     "max_batch_tokens",
     "max_client_batch_size",
@@ -37,27 +42,35 @@ _SHOWN = (
 
 
 class Routes:
-    """The routes for inputs of one `side`, unless their request names the other with
-    ``prompt_name``.
+    """Routes for inputs of one side.
+
+    A request may name the other side with ``prompt_name``.
+
+    Args:
+        service: service that encodes.
+        side: side of the inputs.
     """
 
     def __init__(self, service: Service, side: Side) -> None:
-        self.service, self.side = service, side
-        by_kind: dict[Kind, tuple[type[bodies.Body], Work]] = {
-            "sparse": (bodies.EmbedSparse, self.embed_sparse),
-            "multi-vector": (bodies.Rerank, self.rerank),
-            "dense": (bodies.Embed, self.embed),
-        }
-        # a body for the first model, and what answers it
-        self._main = next(
-            (main for kind, main in by_kind.items() if kind in service.models),
-            by_kind["dense"],
-        )
+        self.service = service
+        self.side = side
+        self._main = self._main_handler()
+
+    def _main_handler(self) -> tuple[type[bodies.Body], Handler]:
+        """Return the body and the handler of ``/``, which depend on the models."""
+        if "sparse" in self.service.models:
+            return bodies.EmbedSparse, self.embed_sparse
+        if "multi-vector" in self.service.models:
+            return bodies.Rerank, self.rerank
+        return bodies.Embed, self.embed
 
     def router(self) -> APIRouter:
-        router, rerank = APIRouter(), (bodies.Rerank, self.rerank)
+        """Create the router with all routes."""
+        router = APIRouter()
+        rerank = (bodies.Rerank, self.rerank)
         openai = (bodies.OpenAIEmbeddings, self.openai, "Dense vectors, as OpenAI answers")
-        posts: dict[str, tuple[type[bodies.Body], Work, str]] = {
+        # path: body, handler and summary
+        posts: dict[str, tuple[type[bodies.Body], Handler, str]] = {
             "/embed_sparse": (bodies.EmbedSparse, self.embed_sparse, "Sparse vectors"),
             "/embed_all": (bodies.EmbedAll, self.embed_all, "A vector for each token"),
             "/embed": (bodies.Embed, self.embed, "Dense vectors"),
@@ -86,17 +99,20 @@ class Routes:
             "/v1/embeddings": openai,
             "/embeddings": openai,
         }
-        for path, (body, work, summary) in posts.items():
-            failed = ServeError.openai_body if body is bodies.OpenAIEmbeddings else ServeError.body
-            add_route(router, self.service, path, work, summary, body, failed)
+        for path, (body, handler, summary) in posts.items():
+            error_body = ServeError.body
+            if body is bodies.OpenAIEmbeddings:
+                error_body = ServeError.openai_body
+            add_route(router, self.service, path, handler, summary, body, error_body)
         add_route(router, self.service, "/info", self.info, "The model, and the limits")
         add_route(router, self.service, "/metrics", self.metrics, "For Prometheus")
         for path in ("/health", "/ping"):
             add_route(router, self.service, path, self.health, "200 or 503")
         return router
 
-    def _asked(self, body: bodies.Encoded, normalize: bool = True) -> Asked:
-        return Asked(
+    def _options(self, body: bodies.Encoded, normalize: bool = True) -> EncodeOptions:
+        """Return the encoding that a body asks for."""
+        return EncodeOptions(
             self.side,
             body.prompt_name,
             body.truncate,
@@ -104,25 +120,38 @@ class Routes:
             normalize,
         )
 
-    async def _encoded(
+    async def _encode(
         self,
         kind: Kind,
         inputs: list[Any],
-        asked: Asked,
+        options: EncodeOptions,
         name: str = "inputs",
     ) -> Outcome:
-        """Rows of texts, and of token ids as they are; a prompt of the request goes before the text
-        of ids.
+        """Encode texts and lists of token ids.
+
+        Token ids are encoded without a prompt and special tokens. If the request names a prompt,
+        their text is encoded with it instead.
+
+        Args:
+            kind: kind of the model.
+            inputs: texts or lists of token ids.
+            options: how they are encoded.
+            name: field of the request, for error messages.
         """
         service = self.service
         model = service.model(kind)
         service.metrics.count("te_request_count", method=_method(inputs))
-        with service.permit(inputs, name):
-            if not all(isinstance(each, str) for each in inputs):
-                way = model.way(asked.side, asked.prompt_name)
-                prompted = asked.prompt_name is not None and model.prompt(way) != ""
-                inputs = await service.off_loop(_resolved, model.text, inputs, prompted)
-            return await service.encode(kind, inputs, asked)
+        with service.acquire_inputs(inputs, name):
+            if not all(isinstance(item, str) for item in inputs):
+                key = model.batch_key(options.side, options.prompt_name)
+                has_prompt = options.prompt_name is not None and model.prompt(key) != ""
+                inputs = await service.run_in_helper(
+                    _resolve_token_ids,
+                    model.text,
+                    inputs,
+                    has_prompt,
+                )
+            return await service.encode(kind, inputs, options)
 
     def _answer(
         self,
@@ -131,67 +160,84 @@ class Routes:
         kind: Kind,
         method: str = "batch",
     ) -> Response:
-        """The response, noted in the metrics."""
+        """Create the response of an outcome, and count the request in the metrics."""
         self.service.record(outcome, method)
-        answer = Response(content, media_type=JSON)
-        answer.raw_headers += outcome.headers(self.service.model(kind).device)
-        return answer
+        response = Response(content, media_type=JSON)
+        response.raw_headers += outcome.headers(self.service.model(kind).device)
+        return response
 
-    async def _written(
+    async def _serialize(
         self,
         rows: list[Any],
-        write: Write,
+        serialize: Serialize,
         size: Callable[[Any], int] = len,
     ) -> bytes:
-        """JSON list of the rows; many are written by a helper thread."""
-        return bodies.listed(await self.service.helped(rows, write, size))
+        """Return the JSON list of rows; a helper thread writes large ones."""
+        return bodies.listed(await self.service.map_items(rows, serialize, size))
 
     async def _vectors(
         self,
         kind: Kind,
         body: bodies.EmbedAll,
-        write: Write,
+        serialize: Serialize,
         size: Callable[[Any], int] = len,
         normalize: bool = True,
     ) -> Response:
-        outcome = await self._encoded(kind, body.inputs, self._asked(body, normalize))
-        return self._answer(
-            await self._written(outcome.rows, write, size),
-            outcome,
-            kind,
-            _method(body.inputs),
-        )
+        """Answer with one vector or matrix per input.
+
+        Args:
+            kind: kind of the model.
+            body: inputs and options.
+            serialize: returns the JSON of each row.
+            size: how many numbers a row has.
+            normalize: whether a dense model normalises its vectors.
+        """
+        outcome = await self._encode(kind, body.inputs, self._options(body, normalize))
+        content = await self._serialize(outcome.rows, serialize, size)
+        return self._answer(content, outcome, kind, _method(body.inputs))
 
     async def embed_sparse(self, body: bodies.EmbedSparse, request: Request) -> Response:
-        write = partial(
+        """Answer with sparse vectors."""
+        serialize = partial(
             bodies.sparse_rows,
             body=body,
             token=self.service.model("sparse").text.token,
         )
-        return await self._vectors("sparse", body, write, lambda row: len(row[0]))
+        return await self._vectors("sparse", body, serialize, lambda row: len(row[0]))
 
     async def embed_all(self, body: bodies.EmbedAll, request: Request) -> Response:
+        """Answer with a vector for each token."""
         return await self._vectors("multi-vector", body, bodies.matrices, lambda row: row.numel())
 
     async def embed(self, body: bodies.Embed, request: Request) -> Response:
+        """Answer with dense vectors."""
         self._check_dense()
 
-        def write(rows: Sequence[bodies.Vector]) -> list[bytes]:
-            return bodies.vectors([_shaped(row, body.dimensions, body.normalize) for row in rows])
+        def serialize(rows: Sequence[bodies.Vector]) -> list[bytes]:
+            return bodies.vectors(
+                [_shorten(row, body.dimensions, body.normalize) for row in rows],
+            )
 
-        return await self._vectors("dense", body, write, normalize=body.normalize)
+        return await self._vectors("dense", body, serialize, normalize=body.normalize)
 
     async def openai(self, body: bodies.OpenAIEmbeddings, request: Request) -> Response:
+        """Answer with dense vectors in the form of OpenAI."""
         self._check_dense()
-        outcome = await self._encoded("dense", body.input, Asked(self.side), "input")
-        rows = [_shaped(row, body.dimensions, True) for row in outcome.rows]
-        write = partial(_openai_entries, body.encoding_format == "base64")
-        entries = await self._written(list(enumerate(rows)), write, lambda each: len(each[1]))
-        rest = bodies.plain({"model": self.service.model("dense").name, "usage": _usage(outcome)})
-        content = b'{"object":"list","data":' + entries + b"," + rest[1:]
+        outcome = await self._encode("dense", body.input, EncodeOptions(self.side), "input")
+        rows = [_shorten(row, body.dimensions, True) for row in outcome.rows]
+        serialize = partial(_openai_entries, body.encoding_format == "base64")
+        entries = await self._serialize(
+            list(enumerate(rows)),
+            serialize,
+            lambda entry: len(entry[1]),
+        )
+        model_name = self.service.model("dense").name
+        remainder = bodies.plain({"model": model_name, "usage": _usage(outcome)})
+        content = b'{"object":"list","data":' + entries + b"," + remainder.removeprefix(b"{")
         return self._answer(content, outcome, "dense", _method(body.input))
 
     def _check_dense(self) -> None:
+        """Raise ``ServeError`` unless there is a dense model."""
         if "dense" not in self.service.models and "sparse" in self.service.models:
             raise wrong_model(
                 "the model makes sparse vectors: POST /embed_sparse with inputs, or serve a dense model",
@@ -199,42 +245,42 @@ class Routes:
         self.service.model("dense")
 
     async def rerank(self, body: bodies.Rerank, request: Request) -> Response:
-        """A list of indices and scores for ``texts``, an object with ``results`` for ``documents``;
-        best first.
+        """Rank texts by their score with a query.
+
+        A body with ``texts`` gets a list of indices and scores (text-embeddings-inference), one
+        with ``documents`` an object with ``results`` (Cohere). The highest score is first.
         """
         self.service.metrics.count("te_request_count", method="batch")
         if (body.texts is None) == (body.documents is None):
             raise invalid("`texts` or `documents`: expected one of them")
-        texts: list[str] = body.texts if body.texts is not None else body.documents or []
-        scores, outcome = await self._scored(
-            [body.query],
-            texts,
-            body,
-            "documents" if body.texts is None else "texts",
-        )
-        order = sorted(range(len(scores)), key=lambda at: (-scores[at], at))
+        if body.texts is not None:
+            texts, name = body.texts, "texts"
+        else:
+            texts, name = body.documents or [], "documents"
+        scores, outcome = await self._score_texts([body.query], texts, body, name)
+        order = sorted(range(len(scores)), key=lambda position: (-scores[position], position))
+        content: Any
         if body.documents is None:
-            shown = [{"text": text} if body.return_text else {} for text in texts]
-            found: Any = [{"index": at, "score": scores[at]} | shown[at] for at in order]
-            return self._answer(bodies.plain(found), outcome, "multi-vector")
-        results = [
-            {"index": at, "relevance_score": scores[at]}
-            | ({"document": {"text": texts[at]}} if body.return_documents else {})
-            for at in order[: body.top_n]
-        ]
-        name = self.service.model("multi-vector").name
-        found = {
-            "id": f"rerank-{uuid.uuid4().hex}",
-            "model": name,
-            "usage": _usage(outcome),
-            "results": results,
-        }
-        return self._answer(bodies.plain(found), outcome, "multi-vector")
+            content = _ranked_texts(texts, scores, order, body.return_text)
+        else:
+            content = {
+                "id": f"rerank-{uuid.uuid4().hex}",
+                "model": self.service.model("multi-vector").name,
+                "usage": _usage(outcome),
+                "results": _ranked_documents(
+                    texts,
+                    scores,
+                    order[: body.top_n],
+                    body.return_documents,
+                ),
+            }
+        return self._answer(bodies.plain(content), outcome, "multi-vector")
 
     async def score(self, body: bodies.Score, request: Request) -> Response:
-        """Scores in the order of the request, as vLLM answers."""
+        """Answer with scores in the order of the request, in the form of vLLM."""
         self.service.metrics.count("te_request_count", method="batch")
-        queries, texts = body.queries, body.documents
+        queries = body.queries
+        texts = body.documents
         if queries is None or texts is None:
             raise invalid("expected `queries` and `documents` (or `text_1` and `text_2`)")
         if len(queries) not in (1, len(texts)):
@@ -243,203 +289,333 @@ class Routes:
             )
         if not queries:
             raise ServeError("Empty", "`queries` cannot be empty")
-        scores, outcome = await self._scored(queries, texts, body, "documents")
-        found = {
+        scores, outcome = await self._score_texts(queries, texts, body, "documents")
+        content = {
             "id": f"score-{uuid.uuid4().hex}",
             "object": "list",
             "model": self.service.model("multi-vector").name,
             "data": [
-                {"index": at, "object": "score", "score": value} for at, value in enumerate(scores)
+                {"index": position, "object": "score", "score": value}
+                for position, value in enumerate(scores)
             ],
             "usage": _usage(outcome),
         }
-        return self._answer(bodies.plain(found), outcome, "multi-vector")
+        return self._answer(bodies.plain(content), outcome, "multi-vector")
 
-    async def _scored(
+    async def _score_texts(
         self,
         queries: list[str],
         texts: list[str],
         body: bodies.Rerank | bodies.Score,
         name: str,
     ) -> tuple[list[float], Outcome]:
-        """The score of the one query with every text, or of each query with the text at its place."""
+        """Score one query with every text, or each query with the text at the same position.
+
+        Args:
+            queries: one query, or as many as texts.
+            texts: documents.
+            body: options of the request.
+            name: field of the texts, for error messages.
+
+        Returns:
+            One score per text, and the outcome of encoding.
+        """
         service = self.service
-        with service.permit(texts, name):
+        with service.acquire_inputs(texts, name):
             model = service.model("multi-vector")
-            how = Asked("query", None, body.truncate, body.truncation_direction, counted=None)
-            asked = await service.encode("multi-vector", queries, how)
-            outcome = await service.encode(
-                "multi-vector",
-                texts,
-                replace(how, side="document", counted="predict"),
+            query_options = EncodeOptions(
+                "query",
+                None,
+                body.truncate,
+                body.truncation_direction,
+                counted=None,
             )
+            document_options = replace(query_options, side="document", counted="predict")
+            query_outcome = await service.encode("multi-vector", queries, query_options)
+            outcome = await service.encode("multi-vector", texts, document_options)
             # of pairs, as text-embeddings-inference counts
-            outcome.characters += asked.characters * len(texts) // len(queries)
-            outcome.tokens += asked.tokens
-            outcome.started = asked.started
-            pairs = [(asked.rows[0], outcome.rows)]
+            outcome.characters += query_outcome.characters * len(texts) // len(queries)
+            outcome.tokens += query_outcome.tokens
+            outcome.started = query_outcome.started
+            groups = [(query_outcome.rows[0], outcome.rows)]
             if len(queries) > 1:
-                pairs = [
-                    (query, [row]) for query, row in zip(asked.rows, outcome.rows, strict=True)
+                groups = [
+                    (query, [document])
+                    for query, document in zip(query_outcome.rows, outcome.rows, strict=True)
                 ]
             # a model that compares by the mean has no sum
-            raw = body.raw_scores and model.model.similarity_fn_name != "meanmaxsim"
-            parts = await service.on_device(
-                model,
-                lambda: [_late_scores(query, rows, raw) for query, rows in pairs],
-            )
-            return [value for part in parts for value in part], outcome
+            sum_scores = body.raw_scores and model.model.similarity_fn_name != "meanmaxsim"
+
+            def score_groups() -> list[list[float]]:
+                return [_late_scores(query, documents, sum_scores) for query, documents in groups]
+
+            scores_by_group = await service.run_on_device(model, score_groups)
+            return list(itertools.chain.from_iterable(scores_by_group)), outcome
 
     async def similarity(self, body: bodies.Similarity, request: Request) -> Response:
-        given, kinds = body.inputs, self.service.models.keys() & {"sparse", "dense"}
-        if not kinds:
+        """Answer with the cosine similarities of a sentence with others."""
+        kind: Kind
+        if "sparse" in self.service.models:
+            kind = "sparse"
+        elif "dense" in self.service.models:
+            kind = "dense"
+        else:
             raise wrong_model(
-                "the model makes a vector of each token: POST /rerank, or serve a sparse or dense one",
+                "the model makes a vector of each token: POST /rerank, or serve a sparse or dense "
+                "one",
             )
-        kind: Kind = "sparse" if "sparse" in kinds else "dense"
-        if not given.sentences:
+        sentences = body.inputs.sentences
+        if not sentences:
             raise ServeError("Empty", "`inputs.sentences` cannot be empty")
-        asked = self._asked(body.parameters or bodies.Encoded())
-        outcome = await self._encoded(kind, [given.source_sentence, *given.sentences], asked)
-        content = await self.service.off_loop(
+        options = self._options(body.parameters or bodies.Encoded())
+        outcome = await self._encode(kind, [body.inputs.source_sentence, *sentences], options)
+        content = await self.service.run_in_helper(
             lambda: bodies.plain(bodies.cosines(outcome.rows, kind)),
         )
         return self._answer(content, outcome, kind)
 
     async def predict(self, body: bodies.Predict, request: Request) -> Response:
+        """Refuse a request for classes."""
         raise wrong_model("model is not a classifier model")
 
     async def vertex(self, body: bodies.Vertex, request: Request) -> Response:
-        """``{"predictions": [...]}``: the answer to each instance. The first error is that of all."""
+        """Answer several bodies at once: ``{"predictions": [...]}`` with an answer to each.
+
+        The first error is the answer to the whole request.
+        """
         if not body.instances:
             raise ServeError("Empty", "`instances` cannot be empty")
-        self.service.check_batch(body.instances)
-        checked: list[tuple[bodies.Body, Work]] = []
-        for at, instance in enumerate(body.instances):
-            ranked = isinstance(instance, dict) and {"query", "texts"} <= instance.keys()
-            body_of, work = (bodies.Rerank, self.rerank) if ranked else self._main
+        self.service.check_batch_size(body.instances)
+        requests: list[tuple[bodies.Body, Handler]] = []
+        for position, instance in enumerate(body.instances):
+            is_reranking = isinstance(instance, dict) and {"query", "texts"} <= instance.keys()
+            body_type, handler = (bodies.Rerank, self.rerank) if is_reranking else self._main
             try:
-                checked.append((body_of.model_validate(instance), work))
+                requests.append((body_type.model_validate(instance), handler))
             except ValidationError as error:
-                raise invalid(explained(error, f"instances.{at}")) from None
-        found = await all_of([asyncio.ensure_future(work(each, request)) for each, work in checked])
-        content = bodies.listed([bytes(answer.body) for answer in found])
+                raise invalid(explained(error, f"instances.{position}")) from None
+        tasks = [
+            asyncio.ensure_future(handler(instance, request)) for instance, handler in requests
+        ]
+        responses = await all_of(tasks)
+        content = bodies.listed([bytes(response.body) for response in responses])
         return Response(b'{"predictions":' + content + b"}", media_type=JSON)
 
     async def tokenize(self, body: bodies.Tokenize, request: Request) -> Response:
-        model, texts = self.service.first_model, body.inputs
-        with self.service.permit(texts):
+        """Answer with the tokens of texts."""
+        service = self.service
+        model = service.first_model
+        texts = body.inputs
+        with service.acquire_inputs(texts):
             if not all(texts):
                 raise empty("inputs")
-            self.service.check_size(texts, model, self.side)
-            prompt = (
-                ""
-                if body.prompt_name is None
-                else model.prompt(model.way(self.side, body.prompt_name))
-            )
+            service.check_size(texts, model, self.side)
+            prompt = ""
+            if body.prompt_name is not None:
+                prompt = model.prompt(model.batch_key(self.side, body.prompt_name))
 
-            def write(texts: list[str]) -> list[bytes]:
-                found = model.text.tokenize(
+            def serialize(texts: list[str]) -> list[bytes]:
+                tokens = model.text.tokenize(
                     texts,
                     body.add_special_tokens,
                     prompt,
                     in_bytes=body.offsets == "bytes",
                 )
-                return list(map(bodies.plain, found))
+                return list(map(bodies.plain, tokens))
 
-            found = await self.service.in_portions(texts, write, tokenizes=True)
-        return Response(bodies.listed(found), media_type=JSON)
+            rows = await service.map_in_portions(texts, serialize, tokenizes=True)
+        return Response(bodies.listed(rows), media_type=JSON)
 
     async def decode(self, body: bodies.Decode, request: Request) -> Response:
-        service, model = self.service, self.service.first_model
-        with service.permit(body.ids, "ids"):
+        """Answer with the texts of token ids."""
+        service = self.service
+        model = service.first_model
+        with service.acquire_inputs(body.ids, "ids"):
             service.check_size(body.ids, model, self.side, "ids")
 
-            def write(ids: list[list[int]]) -> list[bytes]:
+            def serialize(id_lists: list[list[int]]) -> list[bytes]:
                 return [
-                    bodies.plain(model.text.decode(each, body.skip_special_tokens)) for each in ids
+                    bodies.plain(model.text.decode(ids, body.skip_special_tokens))
+                    for ids in id_lists
                 ]
 
-            found = await service.in_portions(body.ids, write, tokenizes=True)
-        return Response(bodies.listed(found), media_type=JSON)
+            rows = await service.map_in_portions(body.ids, serialize, tokenizes=True)
+        return Response(bodies.listed(rows), media_type=JSON)
 
     async def info(self, request: Request) -> Response:
-        model = self.service.first_model
-        answer = {
-            "model_id": model.name,
+        """Answer with the first model and the limits, in the form of text-embeddings-inference."""
+        first_model = self.service.first_model
+        models = self.service.models.values()
+        limits = {name: getattr(self.service.limits, name) for name in _LIMITS_IN_INFO}
+        content = {
+            "model_id": first_model.name,
             "model_sha": None,
-            "model_dtype": model.dtype,
-            "served_model_name": model.name,
-            "model_type": model.type,
-            "max_input_length": model.limit(self.side),
+            "model_dtype": first_model.dtype,
+            "served_model_name": first_model.name,
+            "model_type": first_model.type,
+            "max_input_length": first_model.limit(self.side),
             "max_batch_requests": None,
-            **{name: getattr(self.service.limits, name) for name in _SHOWN},
+            **limits,
             "version": __version__,
             "sha": None,
             "docker_label": None,
-            "models": {each.kind: each.name for each in self.service.models.values()},
-            "precision": {each.kind: each.precision for each in self.service.models.values()},
+            "models": {model.kind: model.name for model in models},
+            "precision": {model.kind: model.precision for model in models},
             "side": self.side,
         }
-        return Response(bodies.plain(answer), media_type=JSON)
+        return Response(bodies.plain(content), media_type=JSON)
 
     async def metrics(self, request: Request) -> Response:
+        """Answer with the metrics in Prometheus's text format."""
         return Response(self.service.metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def health(self, request: Request) -> Response:
+        """Answer with status 200 if the service is healthy, else with 503."""
         if self.service.healthy:
             return Response()
         error = ServeError("Unhealthy", "unhealthy")
         return Response(error.body(), error.status, media_type=JSON)
 
 
-def _late_scores(query: torch.Tensor, documents: Sequence[torch.Tensor], raw: bool) -> list[float]:
-    """MaxSim of a query ``[Lq, D]`` with documents ``[Ld, D]``: the sum over query tokens if `raw`,
-    else their mean.
+def _ranked_texts(
+    texts: Sequence[str],
+    scores: Sequence[float],
+    order: Sequence[int],
+    return_text: bool,
+) -> list[dict[str, Any]]:
+    """Return ranked texts in the form of text-embeddings-inference.
+
+    Args:
+        texts: texts in the order of the request.
+        scores: one score per text.
+        order: positions of texts, highest score first.
+        return_text: whether entries contain the text.
     """
-    distinct = {
-        id(row): row for row in documents
-    }  # of texts that are equal: where a row stands may change its sum
-    lengths = torch.tensor([0, *(row.size(0) for row in distinct.values())], dtype=torch.int32)
-    offsets = lengths.cumsum(0, dtype=torch.int32)
+    ranked = []
+    for position in order:
+        entry: dict[str, Any] = {"index": position, "score": scores[position]}
+        if return_text:
+            entry["text"] = texts[position]
+        ranked.append(entry)
+    return ranked
+
+
+def _ranked_documents(
+    texts: Sequence[str],
+    scores: Sequence[float],
+    order: Sequence[int],
+    return_documents: bool,
+) -> list[dict[str, Any]]:
+    """Return ranked documents in the form of Cohere.
+
+    Args:
+        texts: texts in the order of the request.
+        scores: one score per text.
+        order: positions of texts, highest score first.
+        return_documents: whether entries contain the document.
+    """
+    ranked = []
+    for position in order:
+        entry: dict[str, Any] = {"index": position, "relevance_score": scores[position]}
+        if return_documents:
+            entry["document"] = {"text": texts[position]}
+        ranked.append(entry)
+    return ranked
+
+
+def _late_scores(
+    query: torch.Tensor,
+    documents: Sequence[torch.Tensor],
+    sum_scores: bool,
+) -> list[float]:
+    """Score documents with a query by MaxSim.
+
+    Args:
+        query: token vectors, ``[Lq, D]``.
+        documents: token vectors of each document, ``[Ld, D]``.
+        sum_scores: add the maxima over query tokens, instead of their mean.
+    """
+    # Equal texts share a row, and are scored once: its position may change the rounding of a sum.
+    distinct = {id(document): document for document in documents}
+    lengths = [document.size(0) for document in distinct.values()]
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     with torch.no_grad():
-        rows = torch.cat(list(distinct.values()))
-        scores = maxsim(query[None], rows, cu_seqlens_d=offsets, reduction="sum" if raw else "mean")
-    by_row = dict(zip(distinct, scores[0].tolist(), strict=True))
-    return [by_row[id(row)] for row in documents]
+        scores = maxsim(
+            query[None],
+            torch.cat(list(distinct.values())),
+            cu_seqlens_d=offsets,
+            reduction="sum" if sum_scores else "mean",
+        )
+    score_of_row = dict(zip(distinct, scores[0].tolist(), strict=True))
+    return [score_of_row[id(document)] for document in documents]
 
 
-# work of helper threads, where a body of 2 MB keeps nobody else waiting
-def _resolved(text: TextTokens, inputs: list[Any], prompted: bool) -> list[Any]:
-    read = (
-        (lambda ids: text.decode(ids, True)) if prompted else (lambda ids: tuple(text.known(ids)))
-    )
-    return [each if isinstance(each, str) else read(each) for each in inputs]
+# The next functions run in helper threads, where a body of 2 MB does not hold up other requests.
+def _resolve_token_ids(
+    text: TextTokens,
+    inputs: list[Any],
+    has_prompt: bool,
+) -> list[str | tuple[int, ...]]:
+    """Check token ids, and decode them if a prompt precedes them.
+
+    Args:
+        text: tokenizer of the model.
+        inputs: texts, which are returned unchanged, or lists of token ids.
+        has_prompt: whether inputs get a prompt.
+    """
+    resolved: list[str | tuple[int, ...]] = []
+    for item in inputs:
+        if isinstance(item, str):
+            resolved.append(item)
+        elif has_prompt:
+            resolved.append(text.decode(item, True))
+        else:
+            resolved.append(tuple(text.known(item)))
+    return resolved
 
 
 def _openai_entries(in_base64: bool, rows: list[tuple[int, Any]]) -> list[bytes]:
-    coded = [
-        b'"' + base64.b64encode(row.astype("<f4").tobytes()) + b'"'
-        if in_base64
-        else bodies.vectors([row])[0]
-        for _, row in rows
-    ]
-    entry = b'{"object":"embedding","embedding":%b,"index":%d}'
-    return [entry % (vector, at) for (at, _), vector in zip(rows, coded, strict=True)]
+    """Return the JSON of numbered dense vectors, in the form of OpenAI.
+
+    Args:
+        in_base64: encode vectors as little-endian fp32 in base64, instead of lists.
+        rows: positions and vectors.
+    """
+    entries = []
+    for position, row in rows:
+        if in_base64:
+            vector = b'"' + base64.b64encode(row.astype("<f4").tobytes()) + b'"'
+        else:
+            vector = bodies.vectors([row])[0]
+        entries.append(
+            b'{"object":"embedding","embedding":%b,"index":%d}' % (vector, position),
+        )
+    return entries
 
 
 def _usage(outcome: Outcome) -> dict[str, int]:
+    """Return the token counts of OpenAI and Cohere."""
     return {"prompt_tokens": outcome.tokens, "total_tokens": outcome.tokens}
 
 
 def _method(inputs: Any) -> str:
+    """Return the metrics' label of a request with one input or with a list."""
     return "single" if isinstance(inputs, bodies.Single) else "batch"
 
 
-def _shaped(row: Any, dimensions: int | None, normalize: bool) -> Any:
-    """A dense vector, cut to its first dimensions and then of length 1, if asked for."""
+def _shorten(row: Any, dimensions: int | None, normalize: bool) -> Any:
+    """Keep the first dimensions of a dense vector, and scale it to length 1.
+
+    Args:
+        row: vector, ``[D]``.
+        dimensions: number of dimensions to keep; ``None`` keeps all.
+        normalize: whether to scale it.
+
+    Raises:
+        ServeError: if the vector has fewer dimensions.
+    """
     if dimensions is not None and dimensions > len(row):
         raise invalid(f"`dimensions` expected at most {len(row)}, got {dimensions}")
-    cut = row[:dimensions]
-    length = float(np.linalg.norm(cut))
-    return cut / length if normalize and length > 0 else cut
+    shortened = row[:dimensions]
+    length = float(np.linalg.norm(shortened))
+    return shortened / length if normalize and length > 0 else shortened

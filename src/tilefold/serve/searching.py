@@ -28,7 +28,7 @@ from tilefold.retrieval.vectors.tokens import TokenVectors
 from tilefold.serve.bodies import Body, ServeError, invalid, plain
 from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.searchable import QUERY, Explanation, Searchable
-from tilefold.serve.service import Asked, Service
+from tilefold.serve.service import EncodeOptions, Service
 
 MOST_WEIGHT = (
     1000.0  # of the parts of a query after feedback, whose proportions alone order documents
@@ -169,7 +169,9 @@ class _SearchRoutes:
                 "this server shows no documents: start it with --data",
                 status=404,
             )
-        if (document := await self.service.off_loop(self.searchable.documents.get, name)) is None:
+        if (
+            document := await self.service.run_in_helper(self.searchable.documents.get, name)
+        ) is None:
             raise ServeError("Validation", f"there is no document {name!r}", status=404)
         answer = {
             "api": "v1",
@@ -223,7 +225,7 @@ class _SearchRoutes:
     async def _searched(self, body: SearchBody, request: SearchRequest, brief: bool) -> Response:
         service, times = self.service, dict[str, float]()
         service.check_size([body.query], self.searchable.encoder, "query", "query")
-        with service.permits.take(1):
+        with service.input_limit.acquire(1):
             started, vector = time.perf_counter(), None
 
             def lap(name: str) -> None:
@@ -233,7 +235,7 @@ class _SearchRoutes:
                 outcome = await service.encode(
                     self.searchable.encoder.kind,
                     [body.query],
-                    Asked("query"),
+                    EncodeOptions("query"),
                 )
                 vector = self.searchable.query_vector(outcome.rows[0])
             lap("encode")
@@ -246,7 +248,9 @@ class _SearchRoutes:
             if body.columns:
                 columns = await self._columns(body, request, vector)
                 lap("columns")
-            content = await service.off_loop(self._rendered, body, ranking, columns, times, brief)
+            content = await service.run_in_helper(
+                self._rendered, body, ranking, columns, times, brief
+            )
         service.metrics.count("tilefold_search_count")
         service.metrics.observe("tilefold_search_duration", times["search"])
         return Response(content, media_type=JSON)
@@ -275,17 +279,17 @@ class _SearchRoutes:
                 self.service.log_failure(error)
                 raise away from error
 
-        return await self.service.in_search(ask)
+        return await self.service.run_search(ask)
 
     @property
     def _encodable(self) -> int:
         """The most candidates that a search may encode, which itself has a permit."""
-        return self.service.permits.total - 1
+        return self.service.input_limit.total - 1
 
     async def _rerank(self, reranking: Reranking, text: str, ranking: Ranking) -> Ranking:
         """The ranking with its best candidates in the order of MaxSim, or of both scores."""
         service, found = self.service, self.searchable
-        asked = await service.encode("multi-vector", [text], Asked("query"))
+        asked = await service.encode("multi-vector", [text], EncodeOptions("query"))
         size, candidates = asked.rows[0].size(1), None
         query = TokenVectors.pack([QUERY], asked.rows, size, "fp32")
         if found.store is None:
@@ -293,13 +297,13 @@ class _SearchRoutes:
                 raise invalid(
                     f"`rerank.depth` expected at most {self._encodable}, got {reranking.depth}",
                 )
-            wanted = await service.off_loop(found.searcher.rerank_texts, ranking, reranking)
+            wanted = await service.run_in_helper(found.searcher.rerank_texts, ranking, reranking)
             names, texts = list(wanted), [text or " " for text in wanted.values()]
-            with service.permits.take(len(texts)):
+            with service.input_limit.acquire(len(texts)):
                 encoded = await service.encode(
                     "multi-vector",
                     texts,
-                    Asked("document", truncate=True),
+                    EncodeOptions("document", truncate=True),
                 )
             candidates = TokenVectors.pack(names, encoded.rows, size, "fp32")
         work = functools.partial(
@@ -310,7 +314,7 @@ class _SearchRoutes:
             query,
             candidates,
         )
-        return await service.on_device(service.model("multi-vector"), work)
+        return await service.run_on_device(service.model("multi-vector"), work)
 
     async def _columns(
         self,
@@ -334,7 +338,7 @@ class _SearchRoutes:
                 request,
             )
         if found.dense is not None:
-            outcome = await self.service.encode("dense", [body.query], Asked("query"))
+            outcome = await self.service.encode("dense", [body.query], EncodeOptions("query"))
             columns["dense"] = {
                 QUERY: await self._asked(found.search_dense, outcome.rows[0], depth, request.where),
             }

@@ -1,11 +1,10 @@
-"""uvicorn with what it lacks: limits of connections, that answer, and of the time and the size of a
-request's head.
-"""
+"""uvicorn server with limits on connections, on request heads and on slow clients."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import gc
 import logging
 import math
@@ -27,89 +26,311 @@ from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
 
 _BACKLOG = 512
-_ACCEPTED = 8  # connections that asyncio takes in one of its turns; the first can be refused two turns later
-_SPARE_FILES = 256  # of the process beside connections; a quarter of them where it may have few
+# Connections that asyncio accepts in one iteration of its loop. A connection over the limit is
+# refused up to two iterations later.
+_ACCEPTED = 8
+# Files that the process may open besides connections; a quarter of its limit where that is low.
+_SPARE_FILES = 256
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_SAY_AGAIN_SECONDS = 60.0
-_logger = logging.getLogger("tilefold.serve")
-_clients = logging.getLogger(
-    "tilefold.serve.clients",
-)  # what is wrong with them would fill the log of a server
-_LINGER_SECONDS = 1.0  # for a refused client to read why
-_LINGERING = 256  # of them at once
-_HEAD_BYTES = 1 << 16  # of a head, or of what stands between two parts of a body
+_WARNING_INTERVAL_SECONDS = 60.0
+_LINGER_SECONDS = 1.0  # for a refused client to read the reason
+_MAX_LINGERING = 256  # refused connections that linger at once
+_MAX_HEAD_BYTES = 1 << 16  # of a head, or of what separates two parts of a chunked body
 _UPGRADE = re.compile(rb"(?<=\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
+
+_logger = logging.getLogger("tilefold.serve")
+# Errors of clients have a logger of their own: they would fill the log of a server.
+_client_logger = logging.getLogger("tilefold.serve.clients")
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 on llhttp, with what that leaves to others: too large heads, no or several
-    hosts.
+    """uvicorn's HTTP/1.1 protocol, with checks of the head that it leaves to others.
+
+    Heads that are too large, and requests with no or several ``Host`` headers, get status 400.
+    Requests for another protocol are read as plain HTTP.
     """
 
     in_body = False
-    _since = 0  # bytes that came since a head, or a part of a body, was whole
+    _bytes_since_progress = 0  # bytes since the last complete head or part of a body
 
     def data_received(self, data: bytes) -> None:
-        self._since += len(data)
-        if (
-            not self.in_body
-        ):  # a wish for another protocol, at which it would take the body for that
-            head, end, rest = data.partition(b"\r\n\r\n")
-            data = _UPGRADE.sub(b"-pgrade", head) + end + rest
+        """Parse bytes of a connection."""
+        self._bytes_since_progress += len(data)
+        if not self.in_body:
+            # The parser would take the body after "upgrade" for data of the other protocol.
+            head, separator, body = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"-pgrade", head) + separator + body
         super().data_received(data)
-        if self._since > _HEAD_BYTES and not self.transport.is_closing():
+        if self._bytes_since_progress > _MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("Too large a head.")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.in_body:  # a trailer is no header
+        """Record a header; trailers after a body are ignored."""
+        if not self.in_body:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        hosts = sum(name == b"host" for name, _ in self.headers)
-        alone = hosts == 1 or (hosts == 0 and self.parser.get_http_version() != "1.1")
-        if not alone or self.parser.should_upgrade():
-            raise ValueError("expected one header Host, and no other protocol")  # which is a 400
-        self.in_body, self._since = True, 0
+        """Check the head of a request.
+
+        Raises:
+            ValueError: for a bad head; the parser answers it with status 400.
+        """
+        n_hosts = sum(name == b"host" for name, _ in self.headers)
+        may_lack_host = self.parser.get_http_version() != "1.1"
+        valid_host = n_hosts == 1 or (n_hosts == 0 and may_lack_host)
+        if not valid_host or self.parser.should_upgrade():
+            raise ValueError("expected one header Host, and no other protocol")
+        self.in_body = True
+        self._bytes_since_progress = 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._since = 0
+        """Record a part of a body."""
+        self._bytes_since_progress = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self.in_body, self._since = False, 0
+        """Expect the head of the next request."""
+        self.in_body = False
+        self._bytes_since_progress = 0
         super().on_message_complete()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket for `host` and `port` (0: any free one), which does not listen yet; an ``OSError``
-    if it is taken.
+class _ConnectionLimits:
+    """Limits of a service and the state that its connections share.
+
+    Args:
+        service: service whose limits apply.
+
+    Attributes:
+        lingering: refused connections that stay open for their clients to read the reason.
+        max_lingering: largest size of ``lingering``.
+        refusal: response with status 429 for a connection over the limit.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    opened = socket.socket(
-        family,
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.limits = service.limits
+        self.lingering: set[asyncio.Protocol] = set()
+        self.max_lingering = _max_lingering()
+        body = ServeError("Overloaded", "too many connections").body()
+        head = (
+            "HTTP/1.1 429 Too Many Requests\r\n"
+            "content-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n"
+            "retry-after: 1\r\n"
+            "connection: close\r\n"
+            "\r\n"
+        )
+        self.refusal = head.encode() + body
+
+
+class _LimitedProtocol(Protocol):
+    """Protocol that limits the number of connections, slow heads, and clients that do not read.
+
+    Args:
+        shared: limits and state of all connections of the server.
+        arguments: arguments of uvicorn's protocol.
+        options: keyword arguments of uvicorn's protocol.
+    """
+
+    def __init__(self, shared: _ConnectionLimits, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.logger = _client_logger
+        self._shared = shared
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._close_transport: Callable[[], None]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timer of the first head, or refuse a connection over the limit."""
+        # With a limit of 0, pause_writing reports any bytes that the client has not read.
+        transport.set_write_buffer_limits(0)
+        self._close_transport = transport.close
+        super().connection_made(_HeadBufferingTransport(transport, self._close))  # type: ignore[arg-type]
+        if len(self.connections) > self._shared.limits.max_connections:
+            self.connections.discard(self)
+            transport.write(self._shared.refusal)
+            self._linger()
+        else:
+            self._start_head_timer()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes, and limit the time of a head from its first byte to its last."""
+        if self in self._shared.lingering or self.transport.is_closing():
+            return
+        if self._head_timer is None and self._is_idle():
+            self._start_head_timer()
+        super().data_received(data)
+        if self._head_timer is not None and not self._is_idle():
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def on_headers_complete(self) -> None:
+        """Begin to answer a request, as the last one of its connection if the server drains."""
+        previous = self.cycle
+        super().on_headers_complete()
+        if self._shared.service.draining:
+            if previous is not None and not previous.response_started:
+                # This request is pipelined: the connection stays open for its answer.
+                previous.keep_alive = True
+            self.close_after_answers()
+
+    def close_after_answers(self) -> None:
+        """Close the connection after the answer to the last request that was received."""
+        if self.cycle is not None and not self.cycle.response_started:
+            self.cycle.keep_alive = False
+
+    def on_response_complete(self) -> None:
+        """Send the head of an answer without a body."""
+        self.transport.flush()  # type: ignore[attr-defined]
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """Start to watch whether the client reads its answer."""
+        super().pause_writing()
+        self._start_write_timer(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """Stop watching a client that has read everything."""
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timers of a closed connection."""
+        self._shared.lingering.discard(self)
+        for timer in (self._head_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def _close(self) -> None:
+        """Close the connection, later if the client still sends a body.
+
+        Closing while data arrives resets the connection, and the client would lose the answer.
+        """
+        self.transport.flush()  # type: ignore[attr-defined]
+        if self.in_body and not self.transport.is_closing():
+            self._linger()
+        else:
+            self._close_transport()
+
+    def _linger(self) -> None:
+        """Send the end of the answer, ignore what the client sends, and close a little later."""
+        shared = self._shared
+        if self in shared.lingering:
+            return
+        if len(shared.lingering) >= shared.max_lingering:
+            self._close_transport()
+            return
+        try:
+            self.transport.write_eof()
+        except OSError:  # the client reset the connection, which nothing else would close
+            self._close_transport()
+            return
+        shared.lingering.add(self)
+        self.transport.resume_reading()
+        self.loop.call_later(_LINGER_SECONDS, self._close_transport)
+
+    def _is_idle(self) -> bool:
+        """Return whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _start_head_timer(self) -> None:
+        """Limit the time until a head is complete."""
+        seconds = self._shared.limits.header_seconds
+        self._head_timer = self.loop.call_later(seconds, self._close_slow_head)
+
+    def _close_slow_head(self) -> None:
+        """Close a connection whose head took too long."""
+        self._head_timer = None
+        if self._is_idle() and not self.transport.is_closing():
+            self.transport.close()
+
+    def _start_write_timer(self, unread_bytes: int) -> None:
+        """Check after some seconds whether the client has read some of ``unread_bytes``."""
+        seconds = self._shared.limits.body_seconds
+        self._write_timer = self.loop.call_later(seconds, self._check_client_reads, unread_bytes)
+
+    def _check_client_reads(self, previously_unread: int) -> None:
+        """Abort the connection of a client that reads nothing of the answer kept for it."""
+        unread = self.transport.get_write_buffer_size()
+        if unread < previously_unread:
+            self._start_write_timer(unread)
+        else:
+            self.transport.abort()
+
+
+class _HeadBufferingTransport:
+    """Transport that sends the head of an answer together with its body.
+
+    Args:
+        transport: transport that sends.
+        close: function that replaces ``transport.close``.
+    """
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport = transport
+        self.close = close
+        self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Hold back a head, or send a body with the head before it."""
+        is_informational = data.startswith(b"HTTP/1.1 1")  # such as 100, which has no body
+        if data.startswith(b"HTTP/1.1 ") and not is_informational:
+            self._head += data
+        elif self._head:
+            head = self._head
+            self._head = b""
+            self._transport.writelines([head, data])
+        else:
+            self._transport.write(data)
+
+    def flush(self) -> None:
+        """Send a head that has no body."""
+        if self._head:
+            self.write(b"")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind a socket that does not listen yet.
+
+    Args:
+        host: name or address to bind.
+        port: port to bind; 0 takes any free one.
+
+    Raises:
+        OSError: if the port is taken.
+    """
+    # asyncio disables Nagle's algorithm only for sockets whose protocol is IPPROTO_TCP.
+    bound = socket.socket(
+        socket.AF_INET6 if ":" in host else socket.AF_INET,
         socket.SOCK_STREAM,
         socket.IPPROTO_TCP,
-    )  # or asyncio leaves Nagle on
+    )
     try:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind((host, port))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
     except OSError:
-        opened.close()
+        bound.close()
         raise
-    return opened
+    return bound
 
 
 class Server(uvicorn.Server):
-    """uvicorn without a log of requests, on our protocol and with our limits.
+    """uvicorn server without a log of requests, with the limits of a service.
 
-    On the first SIGTERM it takes requests for another ``grace_seconds``, in which health checks get
-    a 503 and every answer closes its connection: a load balancer sends requests until it has
-    noticed. SIGINT and a second signal end this time.
+    After the first SIGTERM it accepts requests for ``grace_seconds``: a load balancer sends requests
+    until it has noticed. During this time health checks get status 503, and every answer closes its
+    connection. SIGINT and a second signal end the grace period.
 
     Args:
         app: application that answers requests.
-        service: service of the application, whose limits are kept.
+        service: service of the application, whose limits apply.
         ready: function that is called once the server answers.
     """
 
@@ -117,33 +338,36 @@ class Server(uvicorn.Server):
         limits = service.limits
         self._ready = ready
         self._service = service
-        self._grace_ends = -math.inf  # time.monotonic() at which the grace period is over
+        self._grace_ends = -math.inf  # time.monotonic() at the end of the grace period
+        if _client_logger.level == logging.NOTSET:
+            _client_logger.setLevel(logging.ERROR)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_protocol(service),
+                http=functools.partial(_LimitedProtocol, _ConnectionLimits(service)),  # type: ignore[arg-type]
                 ws="none",
                 log_config=None,
-                access_log=False,  # queries are nobody's business
-                proxy_headers=False,  # nobody asks who sent a request
+                access_log=False,  # queries are private
+                proxy_headers=False,  # addresses of clients are not used
                 server_header=False,
                 backlog=_ACCEPTED,
                 timeout_keep_alive=max(1, round(limits.keep_alive_seconds)),
                 timeout_graceful_shutdown=max(1, round(limits.shutdown_seconds)),
             ),
         )
-        service.alone = lambda: len(self.server_state.tasks) == 1
+        service.is_only_request = lambda: len(self.server_state.tasks) == 1
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(_files_are_scarce())
+        """Listen on bound sockets, and report that the server answers."""
+        asyncio.get_running_loop().set_exception_handler(_FileLimitHandler())
         await super().startup(sockets)
         for listening in sockets or ():
-            listening.listen(_BACKLOG)  # more may wait than are taken at once
+            listening.listen(_BACKLOG)  # more connections may wait than are accepted at once
         if self.started and self._ready is not None:
             self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop: after the grace period for the first signal if it is SIGTERM, else now."""
+        """Begin to stop: after the grace period on a first SIGTERM, else immediately."""
         if sig == signal.SIGTERM and not self.should_exit:
             self._grace_ends = time.monotonic() + self._service.limits.grace_seconds
         else:
@@ -151,7 +375,7 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to stop, which uvicorn asks ten times a second."""
+        """Return whether to stop; uvicorn calls this ten times a second."""
         if not await super().on_tick(counter):
             return False
         if time.monotonic() >= self._grace_ends:
@@ -161,246 +385,110 @@ class Server(uvicorn.Server):
         return False
 
     def _drain(self) -> None:
-        """Let health checks fail, and every answer close its connection."""
+        """Let health checks fail, and close each connection after its answers."""
         self._service.draining = True
         for connection in self.server_state.connections:
             connection.close_after_answers()  # type: ignore[union-attr]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End after the requests in work. The signal has then been obeyed, and is not raised again."""
+        """Stop after the running requests."""
         await super().shutdown(sockets)
+        # uvicorn would raise the signals again, which have been handled.
         getattr(self, "_captured_signals", []).clear()
 
 
 def run(
     app: Any,
     service: Service,
-    opened: socket.socket,
+    bound: socket.socket,
     ready: Callable[[], None] | None = None,
 ) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM.
 
-    After SIGTERM, requests are taken for another ``grace_seconds``; requests in work then have
-    ``shutdown_seconds``.
+    After SIGTERM, requests are accepted for ``grace_seconds``. Running requests then have
+    ``shutdown_seconds`` to end.
+
+    Args:
+        app: application that answers requests.
+        service: service of the application.
+        bound: socket of :func:`bind`.
+        ready: function that is called once the server answers.
     """
-    service.limits = _allow_files(service.limits)
+    service.limits = _limit_to_open_files(service.limits)
     gc.collect()
-    gc.freeze()  # models and modules, to look through which takes .3 s, in which nobody is answered
+    gc.freeze()  # a collection of models and modules takes 0.3 s, in which no request is answered
     try:
-        Server(app, service, ready).run([opened])
+        Server(app, service, ready).run([bound])
     finally:
         gc.unfreeze()
 
 
-def _allow_files(limits: Limits) -> Limits:
-    """The limits, with as many connections as this process may have beside its other files."""
-    soft, hard = _open_files()
-    wanted = 2 * limits.max_connections + _SPARE_FILES
-    if soft < wanted:
+def _limit_to_open_files(limits: Limits) -> Limits:
+    """Lower ``max_connections`` to the number of files that this process may open.
+
+    The process's limit is raised first where the system allows it.
+    """
+    soft, hard = _file_limits()
+    sufficient = 2 * limits.max_connections + _SPARE_FILES
+    if soft < sufficient:
         import resource  # not on Windows, which has no such limit
 
-        soft = max(soft, min(wanted, hard))
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE,
-            (int(soft), resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
-        )
-    if soft >= wanted:
+        soft = max(soft, min(sufficient, hard))
+        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(soft), hard_limit))
+    if soft >= sufficient:
         return limits
-    taken = len(list(Path("/dev/fd").iterdir()))
-    left = soft - taken - min(_SPARE_FILES, soft // 4) - _refused_at_once() - 3 * _ACCEPTED
-    if (most := max(1, int(left))) >= limits.max_connections:
+    n_open = len(list(Path("/dev/fd").iterdir()))
+    n_spare = min(_SPARE_FILES, soft // 4)
+    available = soft - n_open - n_spare - _max_lingering() - 3 * _ACCEPTED
+    max_connections = max(1, int(available))
+    if max_connections >= limits.max_connections:
         return limits
     _logger.warning(
-        "max_connections: %d instead of %d, since this process may have %d files open (ulimit -n), and has %d",
-        most,
+        "max_connections: %d instead of %d, since this process may have %d files open (ulimit -n), "
+        "and has %d",
+        max_connections,
         limits.max_connections,
         int(soft),
-        taken,
+        n_open,
     )
-    return replace(limits, max_connections=most)
+    return replace(limits, max_connections=max_connections)
 
 
-def _open_files() -> tuple[float, float]:
-    """Limit of this process's open files, and the one to which it may raise that."""
+def _file_limits() -> tuple[float, float]:
+    """Return the soft and the hard limit of files that this process may open."""
     try:
         import resource  # not on Windows
     except ImportError:
         return math.inf, math.inf
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    return math.inf if soft == unlimited else soft, math.inf if hard == unlimited else hard
+    return (
+        math.inf if soft == unlimited else soft,
+        math.inf if hard == unlimited else hard,
+    )
 
 
-def _refused_at_once() -> int:
-    """Connections that stay open a little for their clients to read why they are closed."""
-    return int(min(_LINGERING, _open_files()[0] // 8))
+def _max_lingering() -> int:
+    """Return how many refused connections may stay open for their clients to read the reason."""
+    soft, _ = _file_limits()
+    return int(min(_MAX_LINGERING, soft // 8))
 
 
-def _files_are_scarce() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """Handler of errors of an event loop; says once a minute that a connection found no file, and
-    waits for one.
+class _FileLimitHandler:
+    """Exception handler of an event loop for connections that found no free file.
+
+    It warns once a minute. asyncio accepts the connections once files are free.
     """
-    said = -math.inf
 
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal said
+    def __init__(self) -> None:
+        self._last_warning = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle an error of the event loop."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _OUT_OF_FILES:
             loop.default_exception_handler(context)
-        elif loop.time() - said > _SAY_AGAIN_SECONDS:
-            said = loop.time()
+        elif loop.time() - self._last_warning > _WARNING_INTERVAL_SECONDS:
+            self._last_warning = loop.time()
             _logger.warning("connections wait: %s (ulimit -n); said once a minute", error.strerror)
-
-    return handle
-
-
-def _protocol(service: Service) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP/1.1 with the limits of a service: of connections, of slow heads, and of
-    clients that read nothing.
-    """
-    limits = service.limits
-    refusal = ServeError("Overloaded", "too many connections").body()
-    head = f"HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\ncontent-length: {len(refusal)}\r\n"
-    refused = f"{head}retry-after: 1\r\nconnection: close\r\n\r\n".encode() + refusal
-
-    lingering: set[asyncio.Protocol] = set()
-    most_lingering = _refused_at_once()
-    if _clients.level == logging.NOTSET:
-        _clients.setLevel(logging.ERROR)
-
-    class Limited(Protocol):
-        _head: asyncio.TimerHandle | None = None
-        _reader: asyncio.TimerHandle | None = None
-
-        def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **named)
-            self.logger = _clients
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            transport.set_write_buffer_limits(
-                0,
-            )  # pause_writing says that something waits for the client
-            self._really_close = transport.close
-            super().connection_made(_Transport(transport, self._close))  # type: ignore[arg-type]
-            if len(self.connections) > limits.max_connections:
-                self.connections.discard(self)
-                transport.write(refused)
-                self._linger()
-            else:
-                self._head = self.loop.call_later(limits.header_seconds, self._too_slow)
-
-        def _close(self) -> None:
-            """Close, but not while the client still sends a body: that would take the answer back."""
-            self.transport.flush()  # type: ignore[attr-defined]
-            if self.in_body and not self.transport.is_closing():
-                self._linger()
-            else:
-                self._really_close()
-
-        def _linger(self) -> None:
-            if self in lingering:
-                return
-            if len(lingering) >= most_lingering:
-                self._really_close()
-                return
-            try:
-                self.transport.write_eof()
-            except (
-                OSError
-            ):  # the client has left: its connection was reset, and would never be closed
-                self._really_close()
-                return
-            lingering.add(self)
-            self.transport.resume_reading()
-            self.loop.call_later(_LINGER_SECONDS, self._really_close)
-
-        def data_received(self, data: bytes) -> None:
-            if self in lingering or self.transport.is_closing():
-                return
-            if self._head is None and self._idle():
-                self._head = self.loop.call_later(limits.header_seconds, self._too_slow)
-            super().data_received(data)
-            if self._head is not None and not self._idle():
-                self._head.cancel()
-                self._head = None
-
-        def on_headers_complete(self) -> None:
-            before = self.cycle
-            super().on_headers_complete()
-            if service.draining:
-                if before is not None and not before.response_started:
-                    before.keep_alive = True  # this request came before the answer to that one
-                self.close_after_answers()
-
-        def close_after_answers(self) -> None:
-            """Let the answer to the last request that came say that the connection is closed."""
-            if self.cycle is not None and not self.cycle.response_started:
-                self.cycle.keep_alive = False
-
-        def on_response_complete(self) -> None:
-            self.transport.flush()  # type: ignore[attr-defined]
-            super().on_response_complete()
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._watch(self.transport.get_write_buffer_size())
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            if self._reader is not None:
-                self._reader.cancel()
-
-        def _watch(self, before: int) -> None:
-            self._reader = self.loop.call_later(limits.body_seconds, self._unread, before)
-
-        def _unread(self, before: int) -> None:
-            """Give a client up that has read nothing of its answer, which is kept in memory for it."""
-            if (left := self.transport.get_write_buffer_size()) < before:
-                self._watch(left)
-            else:
-                self.transport.abort()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            lingering.discard(self)
-            for timer in (self._head, self._reader):
-                if timer is not None:
-                    timer.cancel()
-            super().connection_lost(exc)
-
-        def _idle(self) -> bool:
-            return self.cycle is None or self.cycle.response_complete
-
-        def _too_slow(self) -> None:
-            self._head = None
-            if self._idle() and not self.transport.is_closing():
-                self.transport.close()
-
-    return Limited
-
-
-class _Transport:
-    """A transport whose ``close`` is another function, and that sends the head of an answer
-    together with its body.
-    """
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self._transport, self.close, self._head = transport, close, b""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if data.startswith(b"HTTP/1.1 ") and not data.startswith(
-            b"HTTP/1.1 1",
-        ):  # of 100 and the like there is no more
-            self._head += data
-        elif self._head:
-            head, self._head = self._head, b""
-            self._transport.writelines([head, data])
-        else:
-            self._transport.write(data)
-
-    def flush(self) -> None:
-        """Send a head that has no body."""
-        if self._head:
-            self.write(b"")

@@ -1,4 +1,4 @@
-"""A service: models with their queues, permits, and the path of a request through both."""
+"""Service that encodes the inputs of requests with models, batch workers and helper threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
@@ -16,57 +16,82 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_of
-from tilefold.serve.batching import Answer, Lane, Metrics, Permits
+from tilefold.serve.batching import Answer, BatchWorker, InputLimit, Metrics
 from tilefold.serve.bodies import ServeError, empty, invalid, wrong_model
-from tilefold.serve.models import SIDES, Kind, Served, Side, Way
+from tilefold.serve.models import SIDES, BatchKey, Kind, Served, Side
 from tilefold.serve.settings import Limits
 
 if TYPE_CHECKING:
     from tilefold.serve.searchable import Searchable
 
-__all__ = ["Asked", "Outcome", "Service", "cut_inputs"]
+__all__ = ["EncodeOptions", "Outcome", "Service", "truncated_inputs"]
 
 R = TypeVar("R")
 T = TypeVar("T")
 Input = str | tuple[int, ...]
 """A text, or token ids."""
-cut_inputs: ContextVar[list[int] | None] = ContextVar("tilefold_cut_inputs", default=None)
-"""How many inputs were cut, by what encoded them for the request that is being answered."""
-_CALL = "call"  # the key of payloads that are functions
-_CHARACTERS_PER_TOKEN = (
-    250  # of text-embeddings-inference; more than that many per token of a model are not read
+truncated_inputs: ContextVar[list[int] | None] = ContextVar(
+    "tilefold_truncated_inputs",
+    default=None,
 )
-_NO_MODEL = 512  # tokens that a query of a server without a model may have
-PORTION = (
-    16_384  # characters, tokens or numbers that a thread works on before others have their turn
-)
-_LITTLE = 1024  # characters, or numbers, of all items together
-_SEARCHERS = 4  # searches at once, at least
-_LEAVE_SECONDS = 5.0  # for searches that run when the service ends; a Qdrant server may be away
+"""Numbers of truncated inputs, one for each encoding of the request that is being answered."""
+
+_FUNCTION_KEY = "call"  # batch key of payloads that are functions
+# As in text-embeddings-inference: more characters per token of a model's limit are not read.
+_CHARACTERS_PER_TOKEN = 250
+_DEFAULT_MAX_LENGTH = 512  # tokens of a query, for a server without a model
+PORTION = 16_384
+"""Characters, tokens or numbers that a helper thread processes before it serves other requests."""
+_SMALL_SIZE = 1024  # total characters or numbers that are processed on the event loop
+_MIN_SEARCHES = 4  # least number of concurrent searches
+_LEAVE_SECONDS = 5.0  # for searches that run at the end; a Qdrant server may be unreachable
 _REMEDIES: dict[Kind, str] = {
     "sparse": "sparse vectors come from a SparseEncoder: start the server with one as --model",
-    "multi-vector": "token vectors and reranking come from a multi-vector model: start the server with one as --model",
+    "multi-vector": (
+        "token vectors and reranking come from a multi-vector model: start the server with one as "
+        "--model"
+    ),
     "dense": "dense vectors come from a SentenceTransformer: start the server with one as --model",
 }
 
+_logger = logging.getLogger("tilefold.serve")
+
 
 @dataclass(frozen=True)
-class Asked:
-    """Encoding that a request asks for, by its route and its body."""
+class EncodeOptions:
+    """How the inputs of a request are encoded.
+
+    Attributes:
+        side: encode as queries or as documents.
+        prompt_name: name of a prompt of the model; ``None`` takes the prompt of the side.
+        truncate: whether inputs over the limit are truncated or refused; ``None`` takes
+            ``Limits.auto_truncate``.
+        direction: end from which inputs are truncated.
+        normalize: whether a dense model normalises its vectors, if it does so by default.
+        counted: metrics that count the inputs; ``None`` for no metrics.
+    """
 
     side: Side
     prompt_name: str | None = None
     truncate: bool | None = None
     direction: Literal["left", "right"] = "right"
     normalize: bool = True
-    counted: Literal["embed", "predict"] | None = (
-        "embed"  # among the metrics of vectors, of pairs of texts, or neither
-    )
+    counted: Literal["embed", "predict"] | None = "embed"
 
 
 @dataclass
 class Outcome:
-    """Rows of a request's inputs, and what they took, for headers and metrics."""
+    """Rows of a request's inputs, with counts and durations for headers and metrics.
+
+    Attributes:
+        rows: one row per input.
+        characters: number of characters, or of token ids.
+        tokens: number of tokens after truncation.
+        started: ``time.perf_counter()`` at the start of the request.
+        tokenization: seconds of tokenization.
+        queue: mean seconds of an input in the queue.
+        inference: mean seconds of an input in the model.
+    """
 
     rows: list[Any] = field(default_factory=list)
     characters: int = 0
@@ -77,13 +102,11 @@ class Outcome:
     inference: float = 0.0
 
     def headers(self, device: str) -> list[tuple[bytes, bytes]]:
-        """Headers of text-embeddings-inference; times in milliseconds."""
+        """Return the headers of text-embeddings-inference, with times in milliseconds."""
         total = b"%.0f" % (1000 * (time.perf_counter() - self.started))
+        device_type = "gpu" if device.startswith("cuda") else device.partition(":")[0]
         return [
-            (
-                b"x-compute-type",
-                b"gpu" if device.startswith("cuda") else device.partition(":")[0].encode(),
-            ),
+            (b"x-compute-type", device_type.encode()),
             (b"x-compute-characters", b"%d" % self.characters),
             (b"x-compute-tokens", b"%d" % self.tokens),
             (b"x-compute-time", total),
@@ -94,14 +117,94 @@ class Outcome:
         ]
 
 
-class Service:
-    """Models, loaded once, at most one of each kind, behind one queue per device, and an index that
-    they belong to.
+class _AnswerCache:
+    """Cache of the answers to the latest queries. Used on the event loop only.
 
-    `default_side` is that of the routes at the root; ``/query`` and ``/document`` have their own.
+    Args:
+        size: largest number of answers.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._answers: OrderedDict[tuple[BatchKey, Input], Answer] = OrderedDict()
+
+    def get(self, key: BatchKey, query: Input) -> Answer | None:
+        """Return the cached answer to a query."""
+        answer = self._answers.get((key, query))
+        if answer is not None:
+            self._answers.move_to_end((key, query))
+        return answer
+
+    def put(self, key: BatchKey, answers: Mapping[Input, Answer]) -> None:
+        """Cache answers to queries, without their durations; answers to documents are ignored."""
+        if key.side == "query" and self._size:
+            for query, answer in answers.items():
+                self._answers[key, query] = Answer(answer.value, queue=0.0, inference=0.0)
+        while len(self._answers) > self._size:
+            self._answers.popitem(last=False)
+
+
+class _TextCounter:
+    """Counts tokens of single texts together that arrive in one iteration of the event loop.
+
+    The tokenizer counts several texts in parallel.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[BatchKey, list[tuple[str, asyncio.Future[int | None]]]] = {}
+
+    async def count(
+        self,
+        count_tokens: Callable[[list[str]], list[int]],
+        key: BatchKey,
+        text: str,
+    ) -> int:
+        """Return the number of tokens of a text.
+
+        Args:
+            count_tokens: returns the number of tokens of each text.
+            key: texts of equal keys are counted together.
+            text: text to count.
+        """
+        loop = asyncio.get_running_loop()
+        pending = self._pending.setdefault(key, [])
+
+        def count_pending() -> None:
+            del self._pending[key]
+            lengths: Sequence[int | None]
+            try:
+                lengths = count_tokens([pending_text for pending_text, _ in pending])
+            except BaseException:  # one text failed, or made the tokenizer panic
+                lengths = [None] * len(pending)  # so each is counted separately
+            for (_, waiting), length in zip(pending, lengths, strict=True):
+                if not waiting.done():
+                    waiting.set_result(length)
+
+        future: asyncio.Future[int | None] = loop.create_future()
+        if not pending:
+            loop.call_soon(count_pending)
+        pending.append((text, future))
+        length = await future
+        return count_tokens([text])[0] if length is None else length
+
+
+class Service:
+    """Models with a batch worker per device, and an index that they search.
+
+    Args:
+        models: models to serve, at most one of each kind.
+        limits: limits of requests; ``None`` takes the defaults.
+        default_side: side of the routes at the root; ``/query`` and ``/document`` have their own.
+        searchable: index to search.
+
+    Attributes:
+        draining: whether requests are still accepted but clients should use another server.
+        is_only_request: whether the request that is being answered is the only one.
+        handlers: functions that answer a POST, by path, of paths that were requested before.
 
     Raises:
-        ValueError: nothing to serve, two models of one kind, or an unknown side.
+        ValueError: if there is nothing to serve, for two models of one kind, or for an unknown
+            side.
     """
 
     def __init__(
@@ -117,286 +220,356 @@ class Service:
             raise ValueError(f"default_side: expected 'query' or 'document', got {default_side!r}.")
         self.models: dict[Kind, Served] = {model.kind: model for model in models}
         if len(self.models) < len(models):
-            raise ValueError(
-                f"models: expected one of a kind, got {', '.join(model.kind for model in models)}.",
-            )
-        self.limits, self.default_side, self.searchable = (
-            limits or Limits(),
-            default_side,
-            searchable,
-        )
-        self.metrics, self.permits = Metrics(), Permits(self.limits.max_concurrent_requests)
+            kinds = ", ".join(model.kind for model in models)
+            raise ValueError(f"models: expected one of a kind, got {kinds}.")
+        self.limits = Limits() if limits is None else limits
+        self.default_side = default_side
+        self.searchable = searchable
+        self.metrics = Metrics()
+        self.input_limit = InputLimit(self.limits.max_concurrent_requests)
         self.closing = False
-        self.draining = False  # requests are taken, and clients are asked to go elsewhere
-        self.alone: Callable[[], bool] = lambda: (
-            False
-        )  # whether a server has one request in work, and no other
-        self._pool: ThreadPoolExecutor | None = None
+        self.draining = False
+        self.is_only_request: Callable[[], bool] = lambda: False
+        self.handlers: dict[str, Callable[[Any], Awaitable[Any]]] = {}
+        self._helpers: ThreadPoolExecutor | None = None
         self._tokenizers: ThreadPoolExecutor | None = None
-        self._searching: set[threading.Thread] = set()
-        self._search_turns = asyncio.Semaphore(max(_SEARCHERS, self.limits.tokenization_workers))
-        self._lanes: dict[str, Lane] = {}
-        self._cache: OrderedDict[tuple[Way, Input], Answer] = (
-            OrderedDict()
-        )  # used on the event loop only
-        self._uncounted: dict[Hashable, list[tuple[str, asyncio.Future[int | None]]]] = {}
-        self.known: dict[
-            str,
-            Callable[[Any], Awaitable[Any]],
-        ] = {}  # what answers a POST to a path, once it was found
-        self.metrics.gauge("te_queue_size", lambda: sum(map(len, self._lanes.values())))
-        self.metrics.gauge("tilefold_inputs_in_flight", lambda: self.permits.taken)
+        self._search_threads: set[threading.Thread] = set()
+        self._search_slots = self._new_search_slots()
+        self._workers: dict[str, BatchWorker] = {}
+        self._cache = _AnswerCache(self.limits.cached_queries)
+        self._text_counter = _TextCounter()
+        self.metrics.gauge("te_queue_size", lambda: sum(map(len, self._workers.values())))
+        self.metrics.gauge("tilefold_inputs_in_flight", lambda: self.input_limit.in_use)
+
+    def _new_search_slots(self) -> asyncio.Semaphore:
+        """Create the semaphore that limits concurrent searches."""
+        return asyncio.Semaphore(max(_MIN_SEARCHES, self.limits.tokenization_workers))
 
     def warm_up(self) -> None:
-        """Encode a word with every model, so that no first request waits for what first calls make;
-        on a GPU graphs.
+        """Encode a word with every model, so that no request waits for lazy initialisation.
+
+        On a GPU this captures CUDA graphs.
         """
         for model in self.models.values():
             for side in SIDES:
-                encode = functools.partial(model.encode, model.way(side, None))
+                encode = functools.partial(model.encode, model.batch_key(side, None))
                 encode(["a"])
-                if (graphs := graphs_of(model.model)) is not None:
+                graphs = graphs_of(model.model)
+                if graphs is not None:
                     graphs.warm(encode)
 
     def start(self) -> None:
-        """Start the threads: one per device, and those that help, tokenize and search; also after
-        :meth:`close`.
+        """Start the threads: a batch worker per device, helpers and tokenizers.
+
+        A closed service may be started again.
         """
-        self.closing = self.draining = False
-        self._pool = ThreadPoolExecutor(self.limits.tokenization_workers, "tilefold-helper")
-        self._tokenizers = ThreadPoolExecutor(
-            self.limits.tokenization_workers,
-            "tilefold-tokenizer",
-        )
-        self._search_turns = asyncio.Semaphore(max(_SEARCHERS, self.limits.tokenization_workers))
+        self.closing = False
+        self.draining = False
+        n_threads = self.limits.tokenization_workers
+        self._helpers = ThreadPoolExecutor(n_threads, "tilefold-helper")
+        self._tokenizers = ThreadPoolExecutor(n_threads, "tilefold-tokenizer")
+        self._search_slots = self._new_search_slots()
         for device in {model.device for model in self.models.values()}:
-            self._lanes[device] = Lane(
+            worker = BatchWorker(
                 device,
-                self._run,
+                self._run_batch,
                 self.limits.max_batch_tokens,
                 self.metrics,
             )
-            self._lanes[device].start()
+            self._workers[device] = worker
+            worker.start()
 
     def close(self) -> None:
-        """Refuse what waits and end the threads; a search that a server does not answer is left
-        behind after 5 s.
+        """Refuse waiting inputs and end the threads.
+
+        Searches that do not end within 5 s, because a server does not answer, are abandoned.
         """
         self.closing = True
-        for lane in self._lanes.values():
-            lane.close()
-        for pool in (self._pool, self._tokenizers):
+        for worker in self._workers.values():
+            worker.close()
+        for pool in (self._helpers, self._tokenizers):
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
-        until = time.monotonic() + _LEAVE_SECONDS
-        for thread in list(self._searching):
-            thread.join(max(0.0, until - time.monotonic()))
-        if any(thread.is_alive() for thread in self._searching):
-            logging.getLogger("tilefold.serve").warning(
-                "searches that nobody answers were left behind",
-            )
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        for thread in list(self._search_threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._search_threads):
+            _logger.warning("searches that nobody answers were left behind")
 
     @property
     def healthy(self) -> bool:
-        """Whether clients should send requests: the service runs, is not about to end, and every
-        worker is alive.
+        """Whether clients should send requests.
+
+        The service has started, is not about to end, and every batch worker is alive.
         """
         return (
-            self._pool is not None
+            self._helpers is not None
             and not self.closing
             and not self.draining
-            and all(lane.alive for lane in self._lanes.values())
+            and all(worker.alive for worker in self._workers.values())
         )
 
     def model(self, kind: Kind) -> Served:
-        """The model of a kind."""
+        """Return the model of a kind.
+
+        Raises:
+            ServeError: if this server has no such model.
+        """
         if kind not in self.models:
-            has = (
-                " and ".join(f"{model.name} ({model.kind})" for model in self.models.values())
-                or "no model"
-            )
-            raise wrong_model(f"this server has {has}; {_REMEDIES[kind]}")
+            names = [f"{model.name} ({model.kind})" for model in self.models.values()]
+            available = " and ".join(names) if names else "no model"
+            raise wrong_model(f"this server has {available}; {_REMEDIES[kind]}")
         return self.models[kind]
 
     @property
     def first_model(self) -> Served:
-        """The model that ``/info``, ``/tokenize`` and ``/decode`` are about."""
+        """The model of ``/info``, ``/tokenize`` and ``/decode``."""
         if not self.models:
             raise wrong_model(
                 "this server has an index of words, and no model: start it with one as --model",
             )
         return next(iter(self.models.values()))
 
-    async def off_loop(self, work: Callable[..., T], *args: Any, tokenizes: bool = False) -> T:
-        """Run something short in a helper thread; ``/tokenize`` and ``/decode`` have threads of
-        their own.
+    async def run_in_helper(
+        self,
+        function: Callable[..., T],
+        *arguments: Any,
+        tokenizes: bool = False,
+    ) -> T:
+        """Run a short function in a helper thread.
+
+        Args:
+            function: function to run.
+            arguments: its arguments.
+            tokenizes: use the threads of ``/tokenize`` and ``/decode``.
+
+        Raises:
+            ServeError: if the service is closing.
         """
-        pool = self._tokenizers if tokenizes else self._pool
+        pool = self._tokenizers if tokenizes else self._helpers
         if pool is None or self.closing:
             raise ServeError("Unhealthy", "the service is closing")
         return await asyncio.get_running_loop().run_in_executor(
             pool,
-            functools.partial(work, *args),
+            functools.partial(function, *arguments),
         )
 
-    async def in_portions(
+    async def map_in_portions(
         self,
         items: Sequence[T],
-        work: Callable[[list[T]], list[R]],
+        function: Callable[[list[T]], list[R]],
         size: Callable[[Any], int] = len,
         *,
         tokenizes: bool = False,
     ) -> list[R]:
-        """Results of `work` for items, portion by portion: other requests have their turn between
-        two of them.
-        """
-        return [
-            made
-            for part in portions(items, size)
-            for made in await self.off_loop(work, part, tokenizes=tokenizes)
-        ]
+        """Map items in helper threads, portion by portion.
 
-    async def helped(
+        Other requests are served between two portions.
+
+        Args:
+            items: items to map.
+            function: returns the results of some items.
+            size: size of an item, in characters, tokens or numbers; see :data:`PORTION`.
+            tokenizes: use the threads of ``/tokenize`` and ``/decode``.
+        """
+        results: list[R] = []
+        for portion in portions(items, size):
+            results += await self.run_in_helper(function, portion, tokenizes=tokenizes)
+        return results
+
+    async def map_items(
         self,
         items: Sequence[T],
-        work: Callable[[list[T]], list[R]],
+        function: Callable[[list[T]], list[R]],
         size: Callable[[Any], int] = len,
     ) -> list[R]:
-        """Results of `work` by helper threads, or at once where the items are little: to wake one
-        would take longer.
-        """
-        return (
-            work(list(items))
-            if sum(map(size, items)) <= _LITTLE
-            else await self.in_portions(items, work, size)
-        )
+        """Map items in helper threads, or directly if they are small.
 
-    async def in_search(self, work: Callable[..., T], *args: Any) -> T:
-        """Run a search in a daemon thread: an index on a server may take long, and must hold up
-        nothing else.
+        Waking a thread takes longer than mapping small items.
         """
-        loop, turns, found = asyncio.get_running_loop(), self._search_turns, Future[T]()
-        await turns.acquire()
-        if self._pool is None or self.closing:
-            turns.release()
+        if sum(map(size, items)) <= _SMALL_SIZE:
+            return function(list(items))
+        return await self.map_in_portions(items, function, size)
+
+    async def run_search(self, search: Callable[..., T], *arguments: Any) -> T:
+        """Run a search in a daemon thread.
+
+        An index on a server may take long, and must not hold up anything else.
+
+        Raises:
+            ServeError: if the service is closing.
+        """
+        loop = asyncio.get_running_loop()
+        slots = self._search_slots
+        result = Future[T]()
+        await slots.acquire()
+        if self._helpers is None or self.closing:
+            slots.release()
             raise ServeError("Unhealthy", "the service is closing")
-        found.set_running_or_notify_cancel()
+        result.set_running_or_notify_cancel()
 
         def run() -> None:
             try:
-                found.set_result(work(*args))
-            except BaseException as error:  # belongs to whoever waits
-                found.set_exception(error)
-            self._searching.discard(thread)
+                result.set_result(search(*arguments))
+            except BaseException as error:  # is raised where the result is awaited
+                result.set_exception(error)
+            self._search_threads.discard(thread)
             with suppress(RuntimeError):  # the loop has closed
-                loop.call_soon_threadsafe(turns.release)
+                loop.call_soon_threadsafe(slots.release)
 
         thread = threading.Thread(target=run, name="tilefold-searcher", daemon=True)
-        self._searching.add(thread)
+        self._search_threads.add(thread)
         thread.start()
-        return await asyncio.wrap_future(found)
+        return await asyncio.wrap_future(result)
 
-    async def on_device(self, model: Served, work: Callable[[], T]) -> T:
-        """Run something on the device of a model, in its turn."""
-        value: T = (await self._lanes[model.device].submit(_CALL, work, 0)).value
+    async def run_on_device(self, model: Served, function: Callable[[], T]) -> T:
+        """Run a function in the batch worker of a model's device."""
+        answer = await self._workers[model.device].submit(_FUNCTION_KEY, function, 0)
+        value: T = answer.value
         return value
 
-    def permit(
+    def acquire_inputs(
         self,
         inputs: Sequence[object],
         name: str = "inputs",
     ) -> AbstractContextManager[None]:
-        """Hold a permit per input while the ``with`` block runs; see :class:`Permits`."""
+        """Hold a permit per input in a ``with`` block; see :class:`InputLimit`.
+
+        Args:
+            inputs: inputs of a request.
+            name: field of the request, for error messages.
+
+        Raises:
+            ServeError: for no inputs, or for too many.
+        """
         if not inputs:
             raise ServeError("Empty", f"`{name}` cannot be empty")
-        self.check_batch(inputs)
-        return self.permits.take(len(inputs))
+        self.check_batch_size(inputs)
+        return self.input_limit.acquire(len(inputs))
 
-    def check_batch(self, inputs: Sequence[object]) -> None:
+    def check_batch_size(self, inputs: Sequence[object]) -> None:
         """Raise ``ServeError`` for more inputs than a request may have."""
-        given, most = len(inputs), self.limits.max_client_batch_size
-        if given > most:
-            text = f"batch size {given} > maximum allowed batch size {most}"
-            raise ServeError("Validation", text, label="batch_size")
+        limit = self.limits.max_client_batch_size
+        if len(inputs) > limit:
+            message = f"batch size {len(inputs)} > maximum allowed batch size {limit}"
+            raise ServeError("Validation", message, label="batch_size")
 
-    async def encode(self, kind: Kind, inputs: Sequence[Input], asked: Asked) -> Outcome:
-        """One row per input, equal inputs encoded once; the caller holds the permits. Cancelling
-        drops what waits.
+    async def encode(
+        self,
+        kind: Kind,
+        inputs: Sequence[Input],
+        options: EncodeOptions,
+    ) -> Outcome:
+        """Encode inputs; equal inputs are encoded once.
+
+        The caller holds the permits. Cancelling drops the inputs that still wait.
+
+        Args:
+            kind: kind of the model.
+            inputs: texts or token ids.
+            options: how they are encoded.
+
+        Returns:
+            One row per input, with counts and durations.
         """
         model = self.model(kind)
-        way = model.way(asked.side, asked.prompt_name, asked.direction, asked.normalize)
+        key = model.batch_key(
+            options.side,
+            options.prompt_name,
+            options.direction,
+            options.normalize,
+        )
         outcome = Outcome(characters=sum(map(len, inputs)))
-        limit, given = model.limit(way.side), inputs
-        if self._truncates(asked):
-            most = _CHARACTERS_PER_TOKEN * limit
-            inputs = [
-                each[:most] if asked.direction == "right" else each[-most:] for each in inputs
-            ]
-        if asked.counted:
-            self.metrics.count(f"te_{asked.counted}_count", len(inputs))
-        found = await self._lengths(model, way, inputs, self._truncates(asked))
-        if (cut := cut_inputs.get()) is not None:
-            triples = zip(found, inputs, given, strict=True)
-            cut.append(
-                sum(length > limit or len(kept) < len(whole) for length, kept, whole in triples),
-            )
-        lengths = [min(length, limit) for length in found]
-        outcome.tokens, outcome.tokenization = sum(lengths), time.perf_counter() - outcome.started
-        lane = self._lanes[model.device]
-        distinct = dict(zip(inputs, lengths, strict=True))
-        by_input = {
-            each: kept for each in distinct if (kept := self._remembered(way, each)) is not None
-        }
-        new = (
-            {each: length for each, length in distinct.items() if each not in by_input}
-            if by_input
-            else distinct
+        truncate = self.limits.auto_truncate if options.truncate is None else options.truncate
+        readable = inputs
+        if truncate:
+            readable = _readable_part(inputs, model.limit(key.side), options.direction)
+        if options.counted:
+            self.metrics.count(f"te_{options.counted}_count", len(readable))
+        full_lengths = await self._count_tokens(model, key, readable, truncate)
+        limit = model.limit(key.side)
+        _report_truncated(inputs, readable, full_lengths, limit)
+        lengths = [min(length, limit) for length in full_lengths]
+        outcome.tokens = sum(lengths)
+        outcome.tokenization = time.perf_counter() - outcome.started
+        answers_by_input = await self._answer_distinct(
+            model,
+            key,
+            dict(zip(readable, lengths, strict=True)),
         )
-        several = len(new) > 1
-        at_once = (
-            not several
-            and self.alone()
-            and all(isinstance(each, str) and model.quick(new[each]) for each in new)
-        )
-        waiting = [
-            lane.submit(
-                way if isinstance(each, str) else way._replace(ids=True),
-                each,
-                length,
-                place,
-                several,
-                at_once,
-            )
-            for place, (each, length) in enumerate(new.items())
-        ]
-        by_input |= dict(zip(new, await all_of(waiting), strict=True))
-        self._remember(way, {each: by_input[each] for each in new})
-        answers = [by_input[each] for each in inputs]
+        answers = [answers_by_input[item] for item in readable]
         outcome.rows = [answer.value for answer in answers]
-        outcome.queue = sum([answer.queue for answer in answers]) / len(answers)
-        outcome.inference = sum([answer.inference for answer in answers]) / len(answers)
-        if asked.counted:
-            self.metrics.count(f"te_{asked.counted}_success", len(answers))
-            for each in answers:
-                parts = outcome.tokenization, each.queue, each.inference
-                self.metrics.durations(f"te_{asked.counted}", sum(parts), *parts)
+        outcome.queue = sum(answer.queue for answer in answers) / len(answers)
+        outcome.inference = sum(answer.inference for answer in answers) / len(answers)
+        if options.counted:
+            self._record_inputs(options.counted, outcome.tokenization, answers)
         return outcome
 
-    def _remembered(self, way: Way, asked: Input) -> Answer | None:
-        """The answer to a query that was asked before, if it is kept."""
-        if (found := self._cache.get((way, asked))) is not None:
-            self._cache.move_to_end((way, asked))
-            self.metrics.count("tilefold_cached_count")
-        return found
+    async def _answer_distinct(
+        self,
+        model: Served,
+        key: BatchKey,
+        lengths: Mapping[Input, int],
+    ) -> dict[Input, Answer]:
+        """Answer distinct inputs from the cache, or by the batch worker.
 
-    def _remember(self, way: Way, answers: Mapping[Input, Answer]) -> None:
-        """Keep answers to queries, those that were asked last."""
-        if way.side == "query" and self.limits.cached_queries:
-            self._cache |= {
-                (way, asked): Answer(answer.value, 0.0, 0.0) for asked, answer in answers.items()
-            }
-        while len(self._cache) > self.limits.cached_queries:
-            self._cache.popitem(last=False)
+        Args:
+            model: model that encodes.
+            key: batch key of texts.
+            lengths: number of tokens of each input.
+        """
+        answers: dict[Input, Answer] = {}
+        new_lengths: dict[Input, int] = {}
+        for item, length in lengths.items():
+            cached = self._cache.get(key, item)
+            if cached is None:
+                new_lengths[item] = length
+            else:
+                self.metrics.count("tilefold_cached_count")
+                answers[item] = cached
+        multi_input = len(new_lengths) > 1
+        at_once = (
+            not multi_input
+            and self.is_only_request()
+            and all(
+                isinstance(item, str) and model.is_quick(length)
+                for item, length in new_lengths.items()
+            )
+        )
+        worker = self._workers[model.device]
+        futures = []
+        for position, (item, length) in enumerate(new_lengths.items()):
+            item_key = key if isinstance(item, str) else key._replace(ids=True)
+            future = worker.submit(item_key, item, length, position, multi_input, at_once)
+            futures.append(future)
+        new_answers = dict(zip(new_lengths, await all_of(futures), strict=True))
+        self._cache.put(key, new_answers)
+        answers.update(new_answers)
+        return answers
+
+    def _record_inputs(
+        self,
+        counted: Literal["embed", "predict"],
+        tokenization: float,
+        answers: Sequence[Answer],
+    ) -> None:
+        """Count encoded inputs and their durations in the metrics.
+
+        Args:
+            counted: metrics that count the inputs.
+            tokenization: seconds of tokenization of the request.
+            answers: one answer per input.
+        """
+        self.metrics.count(f"te_{counted}_success", len(answers))
+        for answer in answers:
+            total = tokenization + answer.queue + answer.inference
+            self.metrics.durations(
+                f"te_{counted}",
+                total,
+                tokenization,
+                answer.queue,
+                answer.inference,
+            )
 
     def check_size(
         self,
@@ -405,90 +578,72 @@ class Service:
         side: Side,
         name: str = "inputs",
     ) -> None:
-        """Refuse more characters or ids than text-embeddings-inference tokenizes: 250 per token of
-        the model.
+        """Refuse more characters or token ids than text-embeddings-inference tokenizes.
+
+        Args:
+            inputs: texts or lists of token ids.
+            model: model whose limit of tokens applies; ``None`` for a server without one.
+            side: side of the inputs.
+            name: field of the request, for the error message.
+
+        Raises:
+            ServeError: for more than 250 per token of the limit.
         """
-        most = _CHARACTERS_PER_TOKEN * (model.limit(side) if model else _NO_MODEL)
-        if (given := sum(map(len, inputs))) > most:
-            several = " in all" if len(inputs) > 1 else ""
-            what = "characters" if isinstance(inputs[0], str) else "token ids"
+        max_length = model.limit(side) if model else _DEFAULT_MAX_LENGTH
+        max_size = _CHARACTERS_PER_TOKEN * max_length
+        size = sum(map(len, inputs))
+        if size > max_size:
+            in_all = " in all" if len(inputs) > 1 else ""
+            unit = "characters" if isinstance(inputs[0], str) else "token ids"
             raise invalid(
-                f"`{name}` must have less than {most} {what}{several}. Given: {given}",
+                f"`{name}` must have less than {max_size} {unit}{in_all}. Given: {size}",
                 label="tokenization",
             )
 
-    def _truncates(self, asked: Asked) -> bool:
-        return self.limits.auto_truncate if asked.truncate is None else asked.truncate
-
-    async def _lengths(
+    async def _count_tokens(
         self,
         model: Served,
-        way: Way,
+        key: BatchKey,
         inputs: Sequence[Input],
         truncate: bool,
     ) -> list[int]:
-        """Tokens of each input."""
+        """Return the number of tokens of each input, before truncation.
+
+        Raises:
+            ServeError: for an empty input, or for one over the limit if it may not be truncated.
+        """
         if not all(inputs):
             raise empty("inputs")
-        limit = model.limit(way.side)
-        for each in inputs:
-            self.check_size([each], model, way.side)
-        texts = [each for each in inputs if isinstance(each, str)]
-        lengths = functools.partial(model.lengths, way)
-        if len(texts) == 1 and len(texts[0]) <= _LITTLE and not self.alone():
-            counts = iter([await self._counted(lengths, way, texts[0])])
+        for item in inputs:
+            self.check_size([item], model, key.side)
+        texts = [item for item in inputs if isinstance(item, str)]
+        count_tokens = functools.partial(model.lengths, key)
+        is_small_text = len(texts) == 1 and len(texts[0]) <= _SMALL_SIZE
+        if is_small_text and not self.is_only_request():
+            text_lengths = [await self._text_counter.count(count_tokens, key, texts[0])]
         else:
-            counts = iter(await self.helped(texts, lengths))
-        found = [next(counts) if isinstance(each, str) else len(each) for each in inputs]
-        self.metrics.observe("te_request_input_length", *found)
-        if not truncate and max(found) > limit:
+            text_lengths = await self.map_items(texts, count_tokens)
+        remaining_text_lengths = iter(text_lengths)
+        lengths = [
+            next(remaining_text_lengths) if isinstance(item, str) else len(item) for item in inputs
+        ]
+        self.metrics.observe("te_request_input_length", *lengths)
+        limit = model.limit(key.side)
+        if not truncate and max(lengths) > limit:
             raise invalid(
-                f"`inputs` must have less than {limit} tokens. Given: {max(found)}",
+                f"`inputs` must have less than {limit} tokens. Given: {max(lengths)}",
                 label="tokenization",
             )
-        return found
+        return lengths
 
-    async def _counted(
-        self,
-        lengths: Callable[[list[str]], list[int]],
-        key: Hashable,
-        text: str,
-    ) -> int:
-        """Tokens of a text; texts that come in one turn of the event loop are shared among the
-        tokenizer's threads.
-        """
-        loop = asyncio.get_running_loop()
-        asked = self._uncounted.setdefault(key, [])
-
-        def count() -> None:
-            del self._uncounted[key]
-            try:
-                found: Sequence[int | None] = lengths([text for text, _ in asked])
-            except (
-                BaseException
-            ):  # of one of them, a panic of the tokenizer too: each is counted by itself
-                found = [None] * len(asked)
-            for (_, future), length in zip(asked, found, strict=True):
-                if not future.done():
-                    future.set_result(length)
-
-        future: asyncio.Future[int | None] = loop.create_future()
-        if not asked:
-            loop.call_soon(count)
-        asked.append((text, future))
-        length = await future
-        return lengths([text])[0] if length is None else length
-
-    def _run(self, key: Way | str, payloads: list[Any]) -> list[Any]:
-        """A batch, in the worker thread of a device."""
-        return (
-            [work() for work in payloads]
-            if isinstance(key, str)
-            else self.models[key.kind].encode(key, payloads)
-        )
+    def _run_batch(self, key: BatchKey | str, payloads: list[Any]) -> list[Any]:
+        """Encode inputs, or call functions; runs in the batch worker of a device."""
+        if isinstance(key, str):
+            return [function() for function in payloads]
+        return self.models[key.kind].encode(key, payloads)
 
     def record(self, outcome: Outcome, method: str) -> None:
-        """Note a request that was answered."""
+        """Count an answered request and its durations in the metrics."""
         total = time.perf_counter() - outcome.started
         self.metrics.count("te_request_success", method=method)
         self.metrics.durations(
@@ -500,19 +655,58 @@ class Service:
         )
 
     def log_failure(self, error: BaseException) -> None:
-        """Write an error that nobody expected to the log."""
-        logging.getLogger("tilefold.serve").error(
-            "a request failed: %s",
-            type(error).__name__,
-            exc_info=error,
-        )
+        """Log an unexpected error with its traceback."""
+        _logger.error("a request failed: %s", type(error).__name__, exc_info=error)
+
+
+def _readable_part(
+    inputs: Sequence[Input],
+    limit: int,
+    direction: Literal["left", "right"],
+) -> list[Input]:
+    """Shorten inputs to the characters or token ids that may matter before truncation.
+
+    Args:
+        inputs: texts or token ids.
+        limit: largest number of tokens that the model reads.
+        direction: end from which inputs are shortened.
+    """
+    size = _CHARACTERS_PER_TOKEN * limit
+    if direction == "right":
+        return [item[:size] for item in inputs]
+    return [item[-size:] for item in inputs]
+
+
+def _report_truncated(
+    inputs: Sequence[Input],
+    readable: Sequence[Input],
+    lengths: Sequence[int],
+    limit: int,
+) -> None:
+    """Add the number of truncated inputs to ``truncated_inputs``, if the request reports it.
+
+    Args:
+        inputs: the inputs of the request.
+        readable: the inputs after :func:`_readable_part`.
+        lengths: number of tokens of each readable input.
+        limit: largest number of tokens that the model reads.
+    """
+    counts = truncated_inputs.get()
+    if counts is None:
+        return
+    n_truncated = 0
+    for full, read, length in zip(inputs, readable, lengths, strict=True):
+        n_truncated += length > limit or len(read) < len(full)
+    counts.append(n_truncated)
 
 
 async def all_of(futures: Sequence[asyncio.Future[T]]) -> list[T]:
-    """The results in their order; where one fails, or the client has gone, the others end before
-    that is raised.
+    """Await futures, and return their results in order.
+
+    If one fails, or if the caller is cancelled, the others are cancelled and have ended before the
+    error is raised.
     """
-    if len(futures) == 1:  # which is cancelled with who waits
+    if len(futures) == 1:  # which is cancelled together with its caller
         return [await futures[0]]
     try:
         return await asyncio.gather(*futures)
@@ -524,8 +718,11 @@ async def all_of(futures: Sequence[asyncio.Future[T]]) -> list[T]:
 
 
 def portions(items: Sequence[T], size: Callable[[Any], int] = len) -> Iterator[list[T]]:
-    """Items in their order, as many at a time as have the size of a portion together, and at least
-    one.
+    """Split items into consecutive portions of at most :data:`PORTION`, or of a single item.
+
+    Args:
+        items: items to split.
+        size: size of an item.
     """
     portion: list[T] = []
     total = 0
@@ -533,7 +730,8 @@ def portions(items: Sequence[T], size: Callable[[Any], int] = len) -> Iterator[l
         total += size(item)
         if portion and total > PORTION:
             yield portion
-            portion, total = [], size(item)
+            portion = []
+            total = size(item)
         portion.append(item)
     if portion:
         yield portion
