@@ -510,10 +510,10 @@ def test_pieces_give_the_postings_of_the_whole(
     documents = make_vectors(100)
     documents.data[::7] = 0
     whole = Postings.of(documents)
-    monkeypatch.setattr(exact, "_PIECE", 64)  # three rows
+    monkeypatch.setattr(exact, "_WEIGHTS_PER_PIECE", 64)  # three rows
     pieces = Postings.of(documents)
-    monkeypatch.setattr(exact, "_PIECE", 1)  # less than a row
-    monkeypatch.setattr(exact, "_SHORT_TERMS", 0)
+    monkeypatch.setattr(exact, "_WEIGHTS_PER_PIECE", 1)  # less than a row
+    monkeypatch.setattr(exact, "_MAX_SHORT_TERMS", 0)
     for other in (pieces, Postings.of(documents)):
         for name in ("offsets", "documents", "weights"):
             assert np.array_equal(getattr(whole, name), getattr(other, name))

@@ -1,5 +1,7 @@
-"""Exact search: an inverted index, made in little memory, and read from disk as far as queries need
-it.
+"""Exact search with an inverted index.
+
+The index is built in little memory. A stored index is memory-mapped, and a query reads and checks
+the postings of its own terms only.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,38 +39,48 @@ if TYPE_CHECKING:
 
 __all__ = ["ExactIndex"]
 
-_OFFSETS, _DOCUMENTS, _WEIGHTS, _CHECKSUMS = (
-    "offsets.npy",
-    "documents.npy",
-    "weights.npy",
-    "checksums.npy",
-)
-_LARGE = (_DOCUMENTS, _WEIGHTS)  # checked term by term, when a query reads them
-_BLOCKS = 256, 64, 16  # scores in a block; few blocks bound badly
-_PIECE = 1 << 22  # weights that are transposed at a time
-_SHORT_TERMS = 1 << 16  # below, terms are sorted as 16-bit integers, by radix
+_OFFSETS = "offsets.npy"
+_DOCUMENTS = "documents.npy"
+_WEIGHTS = "weights.npy"
+_CHECKSUMS = "checksums.npy"
+# Files that are checked term by term, when a query reads them.
+_LARGE_FILES = (_DOCUMENTS, _WEIGHTS)
+# Sizes of blocks of scores that are tried to find the best ones. Large blocks come first, since
+# there are fewer of them. With too few blocks, the bound that they give is low.
+_BLOCK_SIZES = (256, 64, 16)
+# Weights that are transposed at a time.
+_WEIGHTS_PER_PIECE = 1 << 22
+# Vocabulary size up to which terms are sorted as 16-bit integers, which numpy does by radix sort.
+_MAX_SHORT_TERMS = 1 << 16
 
 Scores = npt.NDArray[np.float32]
-Lists = list[tuple[npt.NDArray[np.int32], Scores]]  # documents and weights
+Lists = list[tuple[npt.NDArray[np.int32], Scores]]
+"""Postings of some terms: documents and weights of each."""
 Add = Callable[[Scores, Lists, Scores], None]
+"""Adds ``value * weights`` to the scores of the documents, for each list and its value."""
 
 
 @dataclass
 class Postings:
-    """For term `t`, ``documents[offsets[t]:offsets[t + 1]]``, ascending, and their positive
-    weights.
+    """Postings of all terms: the documents that have a term, and its weights in them.
+
+    Attributes:
+        offsets: ``[V + 1]``; the postings of term ``t`` are those from ``offsets[t]`` to
+            ``offsets[t + 1]``.
+        documents: ``[nnz]``, positions of documents, ascending for each term.
+        weights: ``[nnz]``, positive.
+        n_documents: number of documents of the index.
+        checksums: ``[V]``, CRC-32 of the documents and weights of each term; None for postings that
+            were not read from files.
+        trusted: ``[V]``, whether the postings of a term were checked.
     """
 
-    offsets: npt.NDArray[np.int64]  # [V + 1]
-    documents: npt.NDArray[np.int32]  # [nnz], in [0, n_documents)
-    weights: npt.NDArray[np.float32]  # [nnz]
+    offsets: npt.NDArray[np.int64]
+    documents: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
     n_documents: int
-    checksums: npt.NDArray[np.uint32] | None = (
-        None  # [V], CRC-32 of the documents and weights of a term
-    )
-    trusted: npt.NDArray[np.bool_] = field(
-        init=False,
-    )  # [V]: its postings need no check before they are used
+    checksums: npt.NDArray[np.uint32] | None = None
+    trusted: npt.NDArray[np.bool_] = field(init=False)
 
     def __post_init__(self) -> None:
         self.trusted = np.zeros(self.n_terms, bool)
@@ -78,51 +91,59 @@ class Postings:
 
     @classmethod
     def of(cls, vectors: SparseVectors) -> Postings:
-        """The positive weights of `vectors`, transposed piece by piece: 8 bytes per weight, and 200
-        MB.
+        """Transpose the positive weights of sparse vectors.
+
+        Vectors are transposed piece by piece, which takes 8 bytes per weight and 200 MB.
         """
         counts = np.zeros(vectors.vocab_size, np.int64)
-        for low, high in row_ranges(vectors.indptr, _PIECE):
-            span = slice(vectors.indptr[low], vectors.indptr[high])
-            counts += np.bincount(
-                vectors.indices[span][vectors.data[span] > 0],
-                minlength=vectors.vocab_size,
-            )
+        for row_begin, row_end in row_ranges(vectors.indptr, _WEIGHTS_PER_PIECE):
+            span = slice(vectors.indptr[row_begin], vectors.indptr[row_end])
+            positive_terms = vectors.indices[span][vectors.data[span] > 0]
+            counts += np.bincount(positive_terms, minlength=vectors.vocab_size)
         offsets = offsets_of(counts)
-        documents, weights = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], np.float32)
-        free = offsets[:-1].copy()  # where the next posting of each term goes
-        short = vectors.vocab_size <= _SHORT_TERMS
-        for low, high in row_ranges(vectors.indptr, _PIECE):
-            span = slice(vectors.indptr[low], vectors.indptr[high])
-            keep = vectors.data[span] > 0
-            rows = np.repeat(
-                np.arange(low, high, dtype=np.int32),
-                np.diff(vectors.indptr[low : high + 1]),
-            )[keep]
-            terms, values = vectors.indices[span][keep], vectors.data[span][keep]
-            order = np.argsort(terms.astype(np.uint16) if short else terms, kind="stable")
+        documents = np.empty(offsets[-1], np.int32)
+        weights = np.empty(offsets[-1], np.float32)
+        next_positions = offsets[:-1].copy()  # of the next posting of each term
+        has_short_terms = vectors.vocab_size <= _MAX_SHORT_TERMS
+        for row_begin, row_end in row_ranges(vectors.indptr, _WEIGHTS_PER_PIECE):
+            span = slice(vectors.indptr[row_begin], vectors.indptr[row_end])
+            is_positive = vectors.data[span] > 0
+            row_lengths = np.diff(vectors.indptr[row_begin : row_end + 1])
+            rows = np.repeat(np.arange(row_begin, row_end, dtype=np.int32), row_lengths)
+            rows = rows[is_positive]
+            terms = vectors.indices[span][is_positive]
+            values = vectors.data[span][is_positive]
+            sort_keys = terms.astype(np.uint16) if has_short_terms else terms
+            order = np.argsort(sort_keys, kind="stable")
             counts = np.bincount(terms, minlength=vectors.vocab_size)
-            at = np.arange(terms.size) + np.repeat(free - (np.cumsum(counts) - counts), counts)
-            documents[at], weights[at] = rows[order], values[order]
-            free += counts
-        made = cls(offsets, documents, weights, len(vectors))
-        made.trusted[:] = True
-        return made
+            # Entry i of a term's entries in this piece goes to the term's next position plus i.
+            first_entries = np.cumsum(counts) - counts
+            shifts = np.repeat(next_positions - first_entries, counts)
+            positions = np.arange(terms.size) + shifts
+            documents[positions] = rows[order]
+            weights[positions] = values[order]
+            next_positions += counts
+        postings = cls(offsets, documents, weights, len(vectors))
+        postings.trusted[:] = True
+        return postings
 
     @classmethod
     def joined(cls, parts: Sequence[Postings]) -> Postings:
-        """The postings of several indexes of one vocabulary, whose documents stand one after the
-        other.
-        """
-        counts = [np.diff(part.offsets) for part in parts]
-        offsets = offsets_of(sum(counts[1:], counts[0]))
-        documents, weights = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], np.float32)
-        free, low = offsets[:-1].copy(), 0
-        for part, count in zip(parts, counts, strict=True):
-            at = np.arange(part.offsets[-1]) + np.repeat(free - part.offsets[:-1], count)
-            documents[at], weights[at] = part.documents + np.int32(low), part.weights
-            free, low = free + count, low + part.n_documents
-        return cls(offsets, documents, weights, low)
+        """Concatenate the documents of several indexes with the same vocabulary."""
+        part_counts = [np.diff(part.offsets) for part in parts]
+        offsets = offsets_of(sum(part_counts[1:], part_counts[0]))
+        documents = np.empty(offsets[-1], np.int32)
+        weights = np.empty(offsets[-1], np.float32)
+        next_positions = offsets[:-1].copy()  # of the next posting of each term
+        n_documents = 0
+        for part, counts in zip(parts, part_counts, strict=True):
+            shifts = np.repeat(next_positions - part.offsets[:-1], counts)
+            positions = np.arange(part.offsets[-1]) + shifts
+            documents[positions] = part.documents + np.int32(n_documents)
+            weights[positions] = part.weights
+            next_positions += counts
+            n_documents += part.n_documents
+        return cls(offsets, documents, weights, n_documents)
 
     def vectors(
         self,
@@ -130,7 +151,13 @@ class Postings:
         fingerprint: str | None,
         provenance: Provenance,
     ) -> SparseVectors:
-        """The vectors of the documents, which have these ids, in memory."""
+        """Return the vectors of the documents, in memory.
+
+        Args:
+            ids: of the documents.
+            fingerprint: of the vocabulary.
+            provenance: of the vectors.
+        """
         order = np.argsort(self.documents, kind="stable")
         terms = np.repeat(np.arange(self.n_terms, dtype=np.int32), np.diff(self.offsets))[order]
         indptr = offsets_of(np.bincount(self.documents, minlength=self.n_documents))
@@ -146,18 +173,39 @@ class Postings:
         )
 
     def add(self, scores: Scores, terms: npt.NDArray[np.int32], values: Scores) -> None:
-        """Add ``values[j] * weights`` of each term to the `scores` of its documents, term after
-        term, in float32.
+        """Add the products of a query's weights and the postings of its terms to scores.
+
+        Args:
+            scores: float32 ``[N]``; terms are added one after the other.
+            terms: of the query.
+            values: weights of the terms.
         """
         self.check(terms)
-        posting_slices = map(slice, self.offsets[terms].tolist(), self.offsets[terms + 1].tolist())
-        fastest()(
-            scores, [(self.documents[span], self.weights[span]) for span in posting_slices], values
-        )
+        lists = [(self.documents[span], self.weights[span]) for span in self._spans(terms)]
+        add = fastest()
+        add(scores, lists, values)
+
+    def documents_of(self, terms: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
+        """Return the documents of each term, ascending.
+
+        Raises:
+            DataError: for postings that are not those that were saved.
+        """
+        self.check(terms)
+        return [self.documents[span] for span in self._spans(terms)]
+
+    def _spans(self, terms: npt.NDArray[np.int32]) -> list[slice]:
+        """Return the span of the postings of each term."""
+        begins = self.offsets[terms].tolist()
+        ends = self.offsets[terms + 1].tolist()
+        return [slice(begin, end) for begin, end in zip(begins, ends, strict=True)]
 
     def check(self, terms: npt.NDArray[np.int32]) -> None:
-        """Raise ``DataError`` for postings of some terms that are not those that were saved."""
-        for term in () if self.trusted[terms].all() else terms[~self.trusted[terms]].tolist():
+        """Raise ``DataError`` if the postings of any of the terms are not those that were saved."""
+        is_trusted = self.trusted[terms]
+        if is_trusted.all():
+            return
+        for term in terms[~is_trusted].tolist():
             span = slice(self.offsets[term], self.offsets[term + 1])
             try:
                 if self.checksums is not None and self.checksum(term) != self.checksums[term]:
@@ -165,111 +213,133 @@ class Postings:
                 check_positions("documents", self.documents[span], self.n_documents)
                 check_weights("weights", self.weights[span])
             except DataError as error:
-                said = (
-                    f"damaged; the postings of term {term} are not those that were saved. {error}"
-                )
-                raise DataError(f"documents.npy, weights.npy: {said} {REMEDY}") from error
+                raise DataError(
+                    f"documents.npy, weights.npy: damaged; the postings of term {term} are not "
+                    f"those that were saved. {error} {REMEDY}",
+                ) from error
             self.trusted[term] = True
 
     def checksum(self, term: int) -> int:
+        """CRC-32 of the documents and weights of a term."""
         span = slice(self.offsets[term], self.offsets[term + 1])
         return zlib.crc32(self.weights[span].data, zlib.crc32(self.documents[span].data))
 
 
 def portable(scores: Scores, lists: Lists, values: Scores) -> None:
-    """``scores[documents] += value * weights`` for one list after the other, in numpy."""
+    """Add ``value * weights`` to the scores of the documents of each list, in numpy."""
     for (documents, weights), value in zip(lists, values, strict=True):
         np.add.at(scores, documents, value * weights)
 
 
 def of_rounded_products(add: Add) -> Add:
-    """`add` of products that are rounded before: the bits of :func:`portable` where it fuses the
-    two, as on ARM.
+    """Make `add` round each product before it is added.
+
+    This gives the bits of :func:`portable` if `add` uses fused multiply-adds, as on ARM.
     """
     one = np.ones(1, np.float32)
 
-    def rounded(scores: Scores, lists: Lists, values: Scores) -> None:
+    def add_rounded_products(scores: Scores, lists: Lists, values: Scores) -> None:
         for (documents, weights), value in zip(lists, values, strict=True):
             add(scores, [(documents, value * weights)], one)
 
-    return rounded
+    return add_rounded_products
 
 
 @cache
 def fastest() -> Add:
-    """:func:`portable`, or scipy's compiled product where that rounds alike, three times as fast.
+    """Return the fastest way to add postings that gives the bits of :func:`portable`.
 
-    It is private to scipy, so that it is tried first, on a sum that tells a fused multiply-add from
-    a rounded product. The public products allocate or copy for every term.
+    scipy's compiled product of a sparse matrix and a vector is three times as fast. It is private
+    to scipy, so it is compared with :func:`portable` before it is used. scipy's public products
+    allocate or copy arrays for every term.
     """
     try:
-        tools = __import__("scipy.sparse._sparsetools", fromlist=["csc_matvec"])
+        sparsetools = import_module("scipy.sparse._sparsetools")
     except ImportError:
         return portable
 
-    def compiled(scores: Scores, lists: Lists, values: Scores) -> None:
-        ends = np.zeros((len(lists), 2), np.int32)
-        ends[:, 1] = [len(documents) for documents, _ in lists]
-        for at, (documents, weights) in enumerate(lists):
-            tools.csc_matvec(
+    def add_with_scipy(scores: Scores, lists: Lists, values: Scores) -> None:
+        # The postings of a term are a matrix with one column, in CSC.
+        column_offsets = np.zeros((len(lists), 2), np.int32)
+        column_offsets[:, 1] = [len(documents) for documents, _ in lists]
+        for position, (documents, weights) in enumerate(lists):
+            sparsetools.csc_matvec(
                 scores.size,
                 1,
-                ends[at],
+                column_offsets[position],
                 documents,
                 weights,
-                values[at : at + 1],
+                values[position : position + 1],
                 scores,
             )
 
-    for add in (compiled, of_rounded_products(compiled)):
+    for add in (add_with_scipy, of_rounded_products(add_with_scipy)):
         if _agrees(add):
             return add
-    said = "its product of sparse matrices does not add as expected, so that numpy searches exact indexes, more slowly"
-    warnings.warn(f"scipy: {said}. Scores are the same.", RuntimeWarning, stacklevel=4)
+    warnings.warn(
+        "scipy: its product of sparse matrices does not add as expected, so that numpy searches "
+        "exact indexes, more slowly. Scores are the same.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
     return portable
 
 
 def _agrees(add: Add) -> bool:
-    """Whether `add` gives the bits of :func:`portable` where a product is not exact in float32."""
-    value = np.array([1 + 2**-12], np.float32)
+    """Return whether `add` gives the bits of :func:`portable`.
+
+    The sum is one that differs between a fused multiply-add and a rounded product.
+    """
+    value = np.array([1 + 2**-12], np.float32)  # its square is not exact in float32
     lists = [(np.array([0, 2, 3], np.int32), np.repeat(value, 3))]
     expected = -np.repeat(value * value, 4)
-    found = expected.copy()
+    scores = expected.copy()
     try:
-        add(found, lists, value)
-    except Exception:  # whatever another version of scipy raises
+        add(scores, lists, value)
+    except Exception:  # another version of scipy may raise any error
         return False
     portable(expected, lists, value)
-    return bool((found == expected).all())
+    return bool((scores == expected).all())
 
 
 def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
-    """Positions of the `k` highest positive scores, best first, equal scores by position."""
-    found = _candidates(scores, k)
-    if found.size > k:
-        values = scores[found]
-        threshold = np.partition(values, found.size - k)[found.size - k]
-        above = found[values > threshold]
-        found = np.concatenate([above, found[values == threshold][: k - above.size]])
-    positions: list[int] = found[np.lexsort((found, -scores[found]))].tolist()
+    """Return the positions of the `k` highest positive scores, best first.
+
+    Equal scores are in the order of their positions.
+    """
+    candidates = _candidates(scores, k)
+    if candidates.size > k:
+        values = scores[candidates]
+        threshold = np.partition(values, candidates.size - k)[candidates.size - k]
+        above = candidates[values > threshold]
+        equal = candidates[values == threshold]
+        candidates = np.concatenate([above, equal[: k - above.size]])
+    order = np.lexsort((candidates, -scores[candidates]))
+    positions: list[int] = candidates[order].tolist()
     return positions
 
 
 def _candidates(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
-    """Positions, rising, of the `k` highest positive scores and few more: blocks that reach the
-    `k`-th best of all.
+    """Return positions, ascending, of the `k` highest positive scores and a few more.
+
+    Scores are divided into blocks. The `k`-th highest maximum of a block is a lower bound of the
+    `k`-th highest score, and only blocks that reach it are searched.
     """
-    for width in _BLOCKS:
-        if (blocks := scores.size // width) < 4 * k:
+    for block_size in _BLOCK_SIZES:
+        n_blocks = scores.size // block_size
+        if n_blocks < 4 * k:
             continue
-        whole = scores[: blocks * width].reshape(blocks, width)
-        largest = whole.max(axis=1)
-        if not (bound := np.partition(largest, blocks - k)[blocks - k]) > 0:
+        n_in_blocks = n_blocks * block_size
+        blocks = scores[:n_in_blocks].reshape(n_blocks, block_size)
+        maxima = blocks.max(axis=1)
+        bound = np.partition(maxima, n_blocks - k)[n_blocks - k]
+        if not bound > 0:
             break
-        reach = np.flatnonzero(largest >= bound)
-        inside = np.flatnonzero(whole[reach] >= bound)
-        behind = blocks * width + np.flatnonzero(scores[blocks * width :] >= bound)
-        return np.concatenate([reach[inside // width] * width + inside % width, behind])
+        high_blocks = np.flatnonzero(maxima >= bound)
+        entries = np.flatnonzero(blocks[high_blocks] >= bound)
+        in_blocks = high_blocks[entries // block_size] * block_size + entries % block_size
+        after_blocks = n_in_blocks + np.flatnonzero(scores[n_in_blocks:] >= bound)
+        return np.concatenate([in_blocks, after_blocks])
     return np.flatnonzero(scores > 0)
 
 
@@ -277,13 +347,14 @@ class ExactIndex(FolderIndex):
     """Term-at-a-time exact inner products: the ground truth for approximate backends.
 
     A query adds the postings of its terms, ascending, to one float32 score per document. Results do
-    not depend on batch, threads or packages; equal scores are in document order. Time grows with
-    the postings read and the number of documents. Disk holds 8 bytes per weight; memory, what
-    queries have read of that, and 4 bytes per document.
+    not depend on batch, threads or packages. Equal scores are in document order. Time grows with
+    the postings read and the number of documents. An index takes 8 bytes per weight on disk. Memory
+    holds the part that queries have read, and 4 bytes per document.
     """
 
     backend = "exact"
-    own_files, unread = (_OFFSETS, _CHECKSUMS, *_LARGE), _LARGE
+    own_files = (_OFFSETS, _CHECKSUMS, *_LARGE_FILES)
+    unread = _LARGE_FILES
 
     def __init__(
         self,
@@ -292,17 +363,18 @@ class ExactIndex(FolderIndex):
         fingerprint: str | None,
         provenance: Provenance,
     ) -> None:
-        self.ids, self._postings = ids, postings
-        self.vocab_size, self.fingerprint, self.provenance = (
-            postings.n_terms,
-            fingerprint,
-            provenance,
-        )
+        self.ids = ids
+        self._postings = postings
+        self.vocab_size = postings.n_terms
+        self.fingerprint = fingerprint
+        self.provenance = provenance
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: object) -> ExactIndex:
-        """Transpose `vectors`, without zero weights; a ``ValueError`` without a positive one, or
-        with options.
+        """Build an index of the positive weights of `vectors`.
+
+        Raises:
+            ValueError: for vectors without a positive weight, or any option.
         """
         if options:
             raise ValueError(
@@ -313,11 +385,11 @@ class ExactIndex(FolderIndex):
 
     @classmethod
     def of_any(cls, vectors: SparseVectors) -> ExactIndex:
-        """The index of vectors that may all be empty, as after an update."""
+        """Build an index of vectors, which may all be empty, as after an update."""
         return cls(list(vectors.ids), Postings.of(vectors), vectors.fingerprint, vectors.provenance)
 
     def stored(self) -> SparseVectors:
-        """The vectors of the documents, without zero weights, in memory."""
+        """Return the vectors of the documents, without zero weights, in memory."""
         return self.postings().vectors(self.ids, self.fingerprint, self.provenance)
 
     def search(
@@ -328,37 +400,47 @@ class ExactIndex(FolderIndex):
         where: Where = None,
         allowed: Mask | None = None,
     ) -> list[list[Hit]]:
-        """See :class:`SparseIndex`; products that underflow to 0 are no shared term, damage is a
-        ``DataError``.
+        """Search exactly, see :class:`SparseIndex`.
 
-        `allowed`, bool ``[N]``, leaves documents out, as `where` does.
+        A product that underflows to 0 does not count as a shared term.
+
+        Args:
+            queries: sparse vectors.
+            k: documents per query.
+            where: filter of the documents' metadata.
+            allowed: bool ``[N]``, False for documents that are left out.
+
+        Raises:
+            DataError: for postings that are not those that were saved.
         """
         check_search(self, queries, k)
         allowed = allowed_by(self.metadata, where, allowed)
         scores = np.empty(self.n_documents, np.float32)
         results: list[list[Hit]] = []
-        for i in range(len(queries)):
+        for query_row in range(len(queries)):
+            terms, weights = queries.row(query_row)
             scores.fill(0.0)
-            self._postings.add(scores, *queries.row(i))
+            self._postings.add(scores, terms, weights)
             if allowed is not None:
                 scores[~allowed] = 0.0
-            results.append([Hit(self.ids[at], float(scores[at])) for at in top_positive(scores, k)])
+            hits = [
+                Hit(self.ids[position], float(scores[position]))
+                for position in top_positive(scores, k)
+            ]
+            results.append(hits)
         return results
 
     def postings(self) -> Postings:
-        """All of the inverted index, after a check of every term."""
+        """Return the inverted index, after a check of every term."""
         self._postings.check(np.arange(self.vocab_size, dtype=np.int32))
         return self._postings
 
     def documents_of(self, terms: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
-        """Positions of the documents of each term, rising; a ``DataError`` for damaged ones."""
-        self._postings.check(terms)
-        offsets = self._postings.offsets
-        posting_slices = map(slice, offsets[terms].tolist(), offsets[terms + 1].tolist())
-        return [self._postings.documents[span] for span in posting_slices]
+        """Return the positions of the documents of each term, see :meth:`Postings.documents_of`."""
+        return self._postings.documents_of(terms)
 
     def on(self, device: str = "cuda") -> DeviceIndex:
-        """Check all of the index and copy it to a GPU, for :meth:`DeviceIndex.search` there."""
+        """Check all postings, and copy them to a GPU for :meth:`DeviceIndex.search`."""
         from tilefold.retrieval.index.on_device import DeviceIndex  # brings torch
 
         return DeviceIndex(self.ids, self.postings(), self, device)
@@ -367,21 +449,20 @@ class ExactIndex(FolderIndex):
         np.save(folder / _OFFSETS, self._postings.offsets)
         np.save(folder / _DOCUMENTS, self._postings.documents)
         np.save(folder / _WEIGHTS, self._postings.weights)
-        sums = map(self._postings.checksum, range(self.vocab_size))
-        np.save(folder / _CHECKSUMS, np.fromiter(sums, np.uint32, self.vocab_size))
+        checksums = [self._postings.checksum(term) for term in range(self.vocab_size)]
+        np.save(folder / _CHECKSUMS, np.array(checksums, np.uint32))
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> ExactIndex:
-        size = manifest["vocab_size"]
-        offsets = read_offsets(folder / _OFFSETS, size)
-        fastest()  # its import is not part of the first query
-        documents = read_array(folder / _DOCUMENTS, np.int32, int(offsets[-1]))
-        weights = read_array(folder / _WEIGHTS, np.float32, int(offsets[-1]))
+        vocab_size = manifest["vocab_size"]
+        offsets = read_offsets(folder / _OFFSETS, vocab_size)
+        fastest()  # imports scipy here, not in the first query
+        n_postings = int(offsets[-1])
         postings = Postings(
             offsets,
-            documents,
-            weights,
-            len(ids),
-            read_array(folder / _CHECKSUMS, np.uint32, size),
+            documents=read_array(folder / _DOCUMENTS, np.int32, n_postings),
+            weights=read_array(folder / _WEIGHTS, np.float32, n_postings),
+            n_documents=len(ids),
+            checksums=read_array(folder / _CHECKSUMS, np.uint32, vocab_size),
         )
         return cls(ids, postings, manifest.get("fingerprint"), Provenance.from_dict(manifest))

@@ -38,40 +38,40 @@ class DeviceIndex:
     def __init__(
         self,
         ids: Sequence[str],
-        lists: Any,
-        described: SparseIndex,
+        postings: Any,
+        index: SparseIndex,
         device: torch.device | str = "cuda",
-        there: Mask | None = None,
+        present: Mask | None = None,
     ) -> None:
         """Copy postings to a device.
 
         Args:
             ids: of the documents, in the order of the postings.
-            lists: checked ``Postings`` (:meth:`ExactIndex.on`).
-            described: the index that has the postings; gives metadata, sizes and provenance.
+            postings: checked ``Postings`` (:meth:`ExactIndex.on`).
+            index: the index of the postings, with their metadata, sizes and provenance.
             device: to copy to.
-            there: bool ``[N]``, False for documents that were removed; None if there are none.
+            present: bool ``[N]``, False for documents that were removed; None if there are none.
         """
         self.ids = ids
-        self.metadata = described.metadata
-        self.n_documents = described.n_documents
-        self.vocab_size = described.vocab_size
-        self.fingerprint = described.fingerprint
-        self.provenance = described.provenance
+        self.metadata = index.metadata
+        self.n_documents = index.n_documents
+        self.vocab_size = index.vocab_size
+        self.fingerprint = index.fingerprint
+        self.provenance = index.provenance
         self._position_of: dict[str, int] = {}  # filled by the first mask()
         self._present: Tensor | None = None  # uint8 [N]; None if all documents are
-        if there is not None and not there.all():
-            self._present = torch.from_numpy(there.view(np.uint8)).to(device)
+        if present is not None and not present.all():
+            self._present = torch.from_numpy(present.view(np.uint8)).to(device)
         # Terms by the length of their postings, longest first. The last entry is that of padding.
-        terms_by_length = np.argsort(-np.diff(lists.offsets), kind="stable")
+        terms_by_length = np.argsort(-np.diff(postings.offsets), kind="stable")
         self._terms_by_length = np.append(terms_by_length, 0).astype(np.int32)
         self._length_rank_of = terms_by_length.argsort()
         with warnings.catch_warnings():  # nobody writes to arrays that are mapped for reading
             warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
             self.postings = BlockedPostings.of(
-                torch.from_numpy(lists.offsets),
-                torch.from_numpy(lists.documents),
-                torch.from_numpy(lists.weights),
+                torch.from_numpy(postings.offsets),
+                torch.from_numpy(postings.documents),
+                torch.from_numpy(postings.weights),
                 len(ids),
                 device,
             )
