@@ -19,7 +19,7 @@ from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated
 from tilefold.integrations.sentence_transformers.streaming.stream import as_csr
 from tilefold.modules import HeadPooling, load_encoder
-from tilefold.modules.fused_pooling import Wanted
+from tilefold.modules.fused_pooling import ScoreOptions
 from tilefold.pipeline.rows import Batch, Window
 from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder
 
@@ -149,10 +149,12 @@ def test_rows_are_pruned_after_what_follows_the_pooling(tiny_lm: str) -> None:
         reads_logits = False
 
         def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-            features["sentence_embedding"] = self.fused_scores(features, None, Wanted())
+            features["sentence_embedding"] = self.fused_scores(features, None, ScoreOptions())
             return features
 
-        def fused_scores(self, features: dict[str, Any], head: Any, wanted: Wanted) -> torch.Tensor:
+        def fused_scores(
+            self, features: dict[str, Any], head: Any, score_options: ScoreOptions
+        ) -> torch.Tensor:
             rows: torch.Tensor = features["sentence_embedding"]
             assert rows.layout == torch.strided
             return rows / rows.sum(dim=1, keepdim=True)

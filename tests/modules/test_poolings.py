@@ -21,7 +21,7 @@ from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
 from tilefold.losses import TermRecallLoss
 from tilefold.modules import EpicPooling, HeadPooling, TokenWeights
-from tilefold.modules.fused_pooling import Head, SparseOptions, Wanted
+from tilefold.modules.fused_pooling import Head, ScoreOptions, SparseOptions
 from tilefold.modules.splate import SplateHead
 from tilefold.recipes.colbert import ColbertRecipe
 from tilefold.recipes.encoders import mlm_head, splate_encoder
@@ -62,7 +62,7 @@ def fused(
         case.weight,
         case.bias if bias else None,
     )
-    return module.fused_scores(features, head, Wanted(**options))
+    return module.fused_scores(features, head, ScoreOptions(**options))
 
 
 # HeadPooling
@@ -310,7 +310,7 @@ def repeated() -> Batch:
 
 
 def sparse_rows(module: TokenWeights, features: dict[str, Any]) -> Tensor:
-    rows = module.fused_scores(features, None, Wanted(sparse=SparseOptions(None, 0.0)))
+    rows = module.fused_scores(features, None, ScoreOptions(sparse=SparseOptions(None, 0.0)))
     assert rows.layout == torch.sparse_csr
     return rows.to_dense()
 

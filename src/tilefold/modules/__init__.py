@@ -1,6 +1,4 @@
-"""Modules for a ``SparseEncoder`` that sentence-transformers lacks, each with its own ``save`` and
-``load``.
-"""
+"""Modules for a ``SparseEncoder`` that sentence-transformers lacks."""
 
 from __future__ import annotations
 
@@ -30,21 +28,29 @@ __all__ += ["load_encoder", "to_stock"]
 
 
 def module_classes() -> dict[str, type]:
-    """Class path in ``modules.json`` -> class, for every module of this room."""
+    """Return every module class of this package by its path in ``modules.json``."""
     from sentence_transformers.base.modules.module import Module
 
-    public = (__getattr__(name) for names in _NAMES.values() for name in names.split())
-    room = [made for made in public if isinstance(made, type) and issubclass(made, Module)]
-    return {f"{made.__module__}.{made.__qualname__}": made for made in room}
+    classes: dict[str, type] = {}
+    for names in _NAMES.values():
+        for name in names.split():
+            exported = __getattr__(name)
+            if isinstance(exported, type) and issubclass(exported, Module):
+                classes[f"{exported.__module__}.{exported.__qualname__}"] = exported
+    return classes
 
 
 def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:
-    """``SparseEncoder(name_or_path, **kwargs)`` that knows the modules of this room.
+    """Load a ``SparseEncoder`` that may contain modules of this package.
 
     sentence-transformers 6 imports a class of another package only with ``trust_remote_code=True``,
-    which also lets a repository run code of its own; here, any other class than those needs the
-    flag. A ``UserWarning`` for a model of :class:`EpicPooling` without ``max_active_dims``, whose
-    vectors have all V terms.
+    which also lets a repository run its own code. This function allows the classes of this package
+    without the flag. All other classes still need it. It warns about a model with
+    :class:`EpicPooling` but without ``max_active_dims``, whose vectors have all V terms.
+
+    Args:
+        name_or_path: the checkpoint.
+        kwargs: further arguments of ``SparseEncoder``.
     """
     from sentence_transformers import SparseEncoder
 
@@ -54,41 +60,45 @@ def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:
     is_epic = any(isinstance(module, EpicPooling) for module in model.modules())
     if is_epic and model.max_active_dims is None:
         warnings.warn(
-            f"{name_or_path}: expected max_active_dims of a model with EpicPooling, got none, so that "
-            "each vector has a weight for every term. Releases of sentence-transformers before 6.2 did "
-            "not save it: set it (1,000 in the paper) and save the model again.",
+            f"{name_or_path}: expected max_active_dims of a model with EpicPooling, got none, so "
+            "that each vector has a weight for every term. Releases of sentence-transformers "
+            "before 6.2 did not save it: set it (1,000 in the paper) and save the model again.",
             stacklevel=2,
         )
     return model
 
 
 def to_stock(model: nn.Module) -> int:
-    """Replace modules in place by those of sentence-transformers that compute the same vectors; how
-    many these are.
+    """Replace modules in place by stock modules that compute the same vectors.
 
     A :class:`StaticQuery` becomes a frozen ``SparseStaticEmbedding`` if its vocabulary is the
-    tokenizer's, and a :class:`HeadPooling` a ``SpladePooling`` if it has only options of that. Do
-    this when training is over: a model in which nothing of this room is left loads without
-    tilefold.
+    tokenizer's, and a :class:`HeadPooling` a ``SpladePooling`` if that has all its options. Do this
+    when training is over: a model without modules of this package loads without tilefold.
+
+    Returns:
+        The number of modules that were replaced.
 
     Raises:
         ValueError: if the model is accelerated.
     """
-    children = [(parent, *item) for parent in model.modules() for item in parent._modules.items()]
-    stocks = [
-        (*child, stock) for child in children if (stock := stock_module(child[2])) is not None
-    ]
-    for parent, name, child, stock in stocks:
-        if "forward" in vars(child):
-            raise ValueError(
-                "model must not be accelerated, got one that is; call restore(model) first.",
-            )
-        parent._modules[name] = stock.train(child is not None and child.training)
-    return len(stocks)
+    n_replaced = 0
+    # a list, because children are replaced during the loop
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            stock = stock_module(child)
+            if child is None or stock is None:
+                continue
+            if "forward" in vars(child):
+                raise ValueError(
+                    "model must not be accelerated, got one that is; call restore(model) first.",
+                )
+            parent._modules[name] = stock.train(child.training)
+            n_replaced += 1
+    return n_replaced
 
 
 def stock_module(module: Any) -> nn.Module | None:
-    """The stock module with the vectors of `module`, None if there is none."""
+    """Return a stock module that computes the vectors of `module`, or None if there is none."""
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
     from tilefold.modules.fused_pooling import STOCK_ACTIVATIONS
@@ -96,18 +106,16 @@ def stock_module(module: Any) -> nn.Module | None:
     from tilefold.modules.static_query import StaticQuery
 
     if isinstance(module, StaticQuery) and module.fits_stock():
-        made: nn.Module = module.stock()
-        return made
+        embedding: nn.Module = module.stock()
+        return embedding
     if not isinstance(module, HeadPooling) or module.pooling not in ("max", "sum"):
         return None
-    activation = {ours: stock for stock, ours in STOCK_ACTIVATIONS.items()}.get(module.activation)
-    if (
-        module.logit_scale != 1
-        or module.ignore_ids
-        or module.top_k
-        or module.normalize
-        or activation is None
-    ):
+    stock_names = {activation: stock for stock, activation in STOCK_ACTIVATIONS.items()}
+    activation = stock_names.get(module.activation)
+    has_other_options = (
+        module.logit_scale != 1 or module.ignore_ids or module.top_k or module.normalize
+    )
+    if activation is None or has_other_options:
         return None
     pooling: nn.Module = SpladePooling(
         module.pooling,

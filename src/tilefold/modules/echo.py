@@ -1,6 +1,4 @@
-"""Echo inputs (arXiv 2402.15449): a causal model reads every text twice, and only the second copy
-is pooled.
-"""
+"""Echo inputs (arXiv 2402.15449): a causal model reads a text twice and pools the second copy."""
 
 from __future__ import annotations
 
@@ -19,11 +17,12 @@ __all__ = ["DOCUMENT_TEMPLATE", "QUERY_TEMPLATE", "EchoTransformer"]
 QUERY_TEMPLATE = "Query:{text}\nQuery again:{text}"
 DOCUMENT_TEMPLATE = "Document:{text}\nDocument again:{text}"
 _SLOT = "{text}"
+# tokenizers without a limit have a model_max_length above this
+_UNLIMITED = 1 << 30
 
 
 class EchoTransformer(Transformer):
-    """A ``Transformer`` that reads ``<template with the text twice><eos>`` and offers the second
-    copy for pooling.
+    """A ``Transformer`` that reads every text twice in a template, and pools the second copy.
 
     Tokens are joined before padding: ``bos, before, t_1..t_n, between, t_1..t_n, after, eos``. A
     text is cut to ``n = (max_seq_length - others) // 2`` tokens first, so both copies are equal
@@ -44,7 +43,11 @@ class EchoTransformer(Transformer):
             not make.
     """
 
-    config_keys: list[str] = [*Transformer.config_keys, "query_template", "document_template"]  # noqa: RUF012 - the attribute of the stock base class
+    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
+        *Transformer.config_keys,
+        "query_template",
+        "document_template",
+    ]
 
     def __init__(
         self,
@@ -55,8 +58,8 @@ class EchoTransformer(Transformer):
         **options: Any,
     ) -> None:
         super().__init__(model_name_or_path, **options)
-        self.query_template = _checked(query_template, "query_template")
-        self.document_template = _checked(document_template, "document_template")
+        self.query_template = _checked_template(query_template, "query_template")
+        self.document_template = _checked_template(document_template, "document_template")
 
     def preprocess(
         self,
@@ -64,57 +67,95 @@ class EchoTransformer(Transformer):
         prompt: str | None = None,
         **kwargs: Any,
     ) -> Features:
-        """``input_ids``, ``attention_mask`` and ``pooling_mask`` of texts, each ``[B, S]`` int64."""
+        """Tokenise texts in their template.
+
+        Args:
+            inputs: texts.
+            prompt: text before the template.
+            kwargs: ``task`` (``"query"`` or ``"document"``) and ``max_length``, in tokens.
+
+        Returns:
+            ``input_ids``, ``attention_mask`` and ``pooling_mask``, each int64 ``[B, S]``.
+
+        Raises:
+            TypeError: for inputs that are not texts.
+            ValueError: if the length limit leaves no token for each copy.
+        """
         if not inputs:
             return {}
-        if not all(isinstance(text, str) for text in inputs):
-            found = next(type(text).__name__ for text in inputs if not isinstance(text, str))
-            raise TypeError(f"inputs must be texts, got {found}; echo inputs have no other form.")
+        for text in inputs:
+            if not isinstance(text, str):
+                raise TypeError(
+                    f"inputs must be texts, got {type(text).__name__}; "
+                    "echo inputs have no other form.",
+                )
         task = kwargs.get("task")
         template = self.query_template if task == "query" else self.document_template
         before, between, after = template.split(_SLOT)
         bos, eos = self._ends()
-        head, middle, tail = (
-            bos + self._ids((prompt or "") + before),
-            self._ids(between),
-            self._ids(after) + eos,
+        head = bos + self._ids((prompt or "") + before)
+        middle = self._ids(between)
+        tail = self._ids(after) + eos
+        copy_limit = self._copy_limit(
+            n_template_tokens=len(head) + len(middle) + len(tail),
+            limit=self._limit(task, kwargs.get("max_length")),
         )
-        others = len(head) + len(middle) + len(tail)
-        limit = self._limit(task, kwargs.get("max_length"))
-        room = None if limit is None else (limit - others) // 2
-        if room is not None and room < 1:
-            got = f"{limit}; use {others + 2} or more."
-            raise ValueError(f"max_seq_length must leave room for two copies of a text, got {got}")
         texts = [text.lower() for text in inputs] if self.do_lower_case else list(inputs)
-        rows, marks = [], []
-        for ids in self.tokenizer(
+        text_ids = self.tokenizer(
             texts,
             add_special_tokens=False,
-            truncation=room is not None,
-            max_length=room,
+            truncation=copy_limit is not None,
+            max_length=copy_limit,
             return_attention_mask=False,
-        )["input_ids"]:
-            before_second = [*head, *ids, *middle]
-            rows.append([*before_second, *ids, *tail])
-            marks.append([*[0] * len(before_second), *[1] * len(ids), *[0] * len(tail)])
-        padded = {
+        )["input_ids"]
+        rows = []
+        pooling_masks = []
+        for ids in text_ids:
+            before_second_copy = [*head, *ids, *middle]
+            rows.append([*before_second_copy, *ids, *tail])
+            pooling_masks.append([0] * len(before_second_copy) + [1] * len(ids) + [0] * len(tail))
+        features: Features = {
             "input_ids": self._padded(rows, self.tokenizer.pad_token_id or 0),
             "attention_mask": self._padded([[1] * len(row) for row in rows], 0),
-            "pooling_mask": self._padded(marks, 0),
+            "pooling_mask": self._padded(pooling_masks, 0),
+            "modality": "text",
         }
-        # all logits are kept: one alone could not be pooled
-        keeps = {"logits_to_keep": 0} if self.transformer_task == "text-generation" else {}
-        return {**padded, "modality": "text", **keeps}
+        if self.transformer_task == "text-generation":
+            # keep the logits of all tokens, because pooling needs those of the second copy
+            features["logits_to_keep"] = 0
+        return features
+
+    def _copy_limit(self, n_template_tokens: int, limit: int | None) -> int | None:
+        """Return the largest number of tokens of each copy, or None without a limit.
+
+        Raises:
+            ValueError: if the limit leaves no token for each copy.
+        """
+        if limit is None:
+            return None
+        copy_limit = (limit - n_template_tokens) // 2
+        if copy_limit < 1:
+            raise ValueError(
+                f"max_seq_length must leave room for two copies of a text, got {limit}; "
+                f"use {n_template_tokens + 2} or more.",
+            )
+        return copy_limit
 
     def forward(self, features: Features, **kwargs: Any) -> Features:
-        """The features of ``Transformer``, with an ``attention_mask`` of the second copy, in a new
-        dictionary.
+        """Run the ``Transformer``, and return an ``attention_mask`` of the second copy.
+
+        The input is not changed.
+
+        Raises:
+            ValueError: for features that :meth:`preprocess` did not make.
         """
         if "pooling_mask" not in features:
-            got = f"{sorted(features)}; make them with preprocess(texts)."
-            raise ValueError(f"features must hold pooling_mask, got {got}")
-        own = {key: value for key, value in features.items() if key != "pooling_mask"}
-        out: Features = super().forward(own, **kwargs)
+            raise ValueError(
+                f"features must hold pooling_mask, got {sorted(features)}; "
+                "make them with preprocess(texts).",
+            )
+        inputs = {key: value for key, value in features.items() if key != "pooling_mask"}
+        out: Features = super().forward(inputs, **kwargs)
         return {**out, "attention_mask": features["pooling_mask"]}
 
     def _can_flatten_inputs(self) -> bool:
@@ -124,27 +165,37 @@ class EchoTransformer(Transformer):
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def _ends(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer puts before and after a text; at the end there is
-        always one.
+        """Return the special tokens before and after a text.
+
+        A tokenizer that puts none after a text gets its end-of-sequence token.
         """
-        made = self.tokenizer("a", return_special_tokens_mask=True)
-        ids, special = made["input_ids"], made["special_tokens_mask"]
-        text = special.index(0)
-        bos, eos = ids[:text], ids[text + special[text:].count(0) :]
+        encoding = self.tokenizer("a", return_special_tokens_mask=True)
+        ids = encoding["input_ids"]
+        special = encoding["special_tokens_mask"]
+        text_start = special.index(0)
+        text_end = text_start + special[text_start:].count(0)
+        bos = list(ids[:text_start])
+        eos = list(ids[text_end:])
         if not eos and self.tokenizer.eos_token_id is not None:
             eos = [self.tokenizer.eos_token_id]
-        return list(bos), list(eos)
+        return bos, eos
 
     def _limit(self, task: str | None, max_length: int | None) -> int | None:
-        """The most tokens of a row, both copies and the template together."""
-        side = {"query": self.query_length, "document": self.document_length}.get(task or "")
-        limits = [max_length if max_length is not None else side, self.max_seq_length]
-        return min(
-            (limit for limit in limits if limit is not None and limit < 1 << 30),
-            default=None,
-        )
+        """Return the largest number of tokens of a row, both copies and the template together.
+
+        None means that there is no limit.
+        """
+        task_lengths = {"query": self.query_length, "document": self.document_length}
+        requested = max_length if max_length is not None else task_lengths.get(task or "")
+        limits = [
+            limit
+            for limit in (requested, self.max_seq_length)
+            if limit is not None and limit < _UNLIMITED
+        ]
+        return min(limits, default=None)
 
     def _padded(self, rows: list[list[int]], fill: int) -> Tensor:
+        """Pad rows to ``[B, S]`` int64, on the tokenizer's side."""
         tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
         return pad_sequence(
             tensors,
@@ -154,7 +205,8 @@ class EchoTransformer(Transformer):
         )
 
 
-def _checked(template: str, name: str) -> str:
+def _checked_template(template: str, name: str) -> str:
+    """Return `template`, or raise ``ValueError`` unless it has the text twice."""
     if not isinstance(template, str) or template.count(_SLOT) != 2:
         raise ValueError(f"{name} must hold {_SLOT} twice, got {template!r}.")
     return template

@@ -11,25 +11,27 @@ from torch import Tensor, nn
 
 from tilefold._internal.sigmoid import sigmoid
 from tilefold.modules import fused_pooling as fused
-from tilefold.modules.fused_pooling import Features, Head, PoolingModule, Wanted
-from tilefold.modules.head_pooling import pool_places
+from tilefold.modules.fused_pooling import Features, Head, PoolingModule, ScoreOptions
+from tilefold.modules.head_pooling import pool_selected_tokens
 
 __all__ = ["EpicPooling"]
 
-_ALIGNMENT = (
-    8  # columns that are added to the head come in eights, so that rows of the weight stay aligned
-)
+# columns are added to the head in groups of eight, so that rows of the weight stay aligned
+_ALIGNMENT = 8
 
 
 class EpicPooling(PoolingModule):
-    """Passage vectors of EPIC (MacAvaney et al., arXiv 2004.14245), in the order of the unified
-    framework.
+    """Passage vectors of EPIC (MacAvaney et al., arXiv 2004.14245).
 
+    The order of the steps is that of the unified framework (arXiv 2303.13416).
     With the last hidden states ``h[b, s]`` of the encoder, the logits of its LM head, and the
     tokens s that count::
 
         m[b, s] = log1p(softplus(importance(h[b, s]))), 0 for ignored tokens
-        w[b, v] = log1p(softplus(max(0, max_s m[b, s] * logit[b, s, v]))) * sigmoid(quality(h[b, first]))
+        w[b, v] = (
+            log1p(softplus(max(0, max_s m[b, s] * logit[b, s, v])))
+            * sigmoid(quality(h[b, first]))
+        )
 
     The importance weighs logits *before* the activation. The framework lets masked tokens take part
     in the maximum, as 0, so that terms of a text with a special token have at least
@@ -54,7 +56,11 @@ class EpicPooling(PoolingModule):
         importance, quality: ``nn.Linear(D, 1)``.
     """
 
-    config_keys: list[str] = ["hidden_size", "ignore_ids", "embedding_dimension"]  # noqa: RUF012 - of the base class
+    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
+        "hidden_size",
+        "ignore_ids",
+        "embedding_dimension",
+    ]
 
     def __init__(
         self,
@@ -75,24 +81,43 @@ class EpicPooling(PoolingModule):
         """
         states, importance = self._importance(features)
         logits: Tensor = features["token_embeddings"]
-        wide = logits.float() if fused.autocasts(logits) else logits
-        weighted = wide * importance.view(wide.shape[:2])[..., None]
-        best = pool_places(weighted, fused.places_of(features), "max", "none")
-        features["sentence_embedding"] = self._scores(best, states, features)
+        if fused.autocasts(logits):
+            logits = logits.float()
+        weighted = logits * importance.view(logits.shape[:2])[..., None]
+        largest = pool_selected_tokens(weighted, fused.select_tokens(features), "max", "none")
+        features["sentence_embedding"] = self._scores(largest, states, features)
         return features
 
-    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
+    def fused_scores(
+        self,
+        features: Features,
+        head: Head | None,
+        score_options: ScoreOptions,
+    ) -> Tensor:
         if head is None:
             raise ValueError("EpicPooling must follow an LM head, got no head.")
         states, importance = self._importance(features)
-        weighted, places = _weighted(head, importance), fused.places_of(features)
-        # rows are dense: all weights are positive
-        best = fused.head_scores(weighted, places, wanted._replace(sparse=None), activation="none")
-        return self._scores(best, states, features)
+        largest = fused.head_scores(
+            _weight_by_importance(head, importance),
+            fused.select_tokens(features),
+            # all weights are positive, so that sparse rows would save nothing
+            score_options._replace(sparse=None),
+            activation="none",
+        )
+        return self._scores(largest, states, features)
 
     def _importance(self, features: Features) -> tuple[Tensor, Tensor]:
-        """Last hidden states ``[B, S, D]`` (packed: ``[T, D]``) and the importance of each token."""
-        if (layers := features.pop("all_layer_embeddings", None)) is None:
+        """Take the hidden states out of the features, and compute the importance of each token.
+
+        Returns:
+            The last hidden states, ``[B, S, D]`` or packed ``[T, D]``, and the importance, ``[B,
+            S]`` or ``[T]``.
+
+        Raises:
+            ValueError: if the Transformer did not return its hidden states.
+        """
+        layers = features.pop("all_layer_embeddings", None)
+        if layers is None:
             raise ValueError(
                 f"features must have all_layer_embeddings for EpicPooling, got {sorted(features)}; "
                 'load the Transformer with config_kwargs={"output_hidden_states": True}.',
@@ -100,43 +125,78 @@ class EpicPooling(PoolingModule):
         states: Tensor = layers[-1]
         if "cu_seq_lens_q" in features:
             states = states.squeeze(0)
-        places = fused.places_of(features, tuple(self.ignore_ids))
+        selection = fused.select_tokens(features, tuple(self.ignore_ids))
         product = self.importance(states).squeeze(-1)
-        weights = fused.activate(
-            product.float() if fused.autocasts(states) else product,
-            "log1p_softplus",
-        )
-        return states, weights if places.keep is None else weights * places.keep
+        if fused.autocasts(states):
+            product = product.float()
+        importance = fused.activate(product, "log1p_softplus")
+        if selection.keep is not None:
+            importance = importance * selection.keep
+        return states, importance
 
-    def _scores(self, best: Tensor, states: Tensor, features: Features) -> Tensor:
-        """The floor, the activation and the quality of each text: 0 of one without tokens."""
-        if (offsets := features.get("cu_seq_lens_q")) is None:
-            mask = features["attention_mask"] != 0
-            some, texts = mask.any(dim=1), torch.arange(states.size(0), device=states.device)
-            opening = states[texts, mask.int().argmax(dim=1)] if mask.size(1) else states.sum(1)
-        else:
-            some, last = offsets.diff() > 0, states.size(0) - 1
-            at = offsets[:-1].long().clamp(max=last)
-            opening = states[at] if last >= 0 else states.new_zeros(len(some), states.size(1))
-        logit: Tensor = self.quality(opening)
+    def _scores(self, largest: Tensor, states: Tensor, features: Features) -> Tensor:
+        """Apply the floor, the activation and the quality of each text.
+
+        Args:
+            largest: ``[B, V]``, the largest weighted logit of each term.
+            states: ``[B, S, D]`` or packed ``[T, D]``.
+            features: the input of the module.
+
+        Returns:
+            Scores ``[B, V]``, 0 for a text without tokens.
+        """
+        first_states, has_tokens = _first_states(states, features)
+        logit: Tensor = self.quality(first_states)
         if fused.autocasts(states):
             logit = logit.float()
-        quality = sigmoid(logit) * some[:, None]
-        self.embedding_dimension = best.size(1)
-        scores: Tensor = fused.activate(best.relu(), "log1p_softplus") * quality
+        quality = sigmoid(logit) * has_tokens[:, None]
+        self.embedding_dimension = largest.size(1)
+        scores: Tensor = fused.activate(largest.relu(), "log1p_softplus") * quality
         return scores
 
 
-def _weighted(head: Head, importance: Tensor) -> Head:
-    """The head whose logits are those of ``head`` times ``importance``, bias included."""
+def _first_states(states: Tensor, features: Features) -> tuple[Tensor, Tensor]:
+    """Return the state of the first token of each text, and which texts have tokens.
+
+    Args:
+        states: ``[B, S, D]``, or packed ``[T, D]``.
+        features: the input of the module.
+
+    Returns:
+        States ``[B, D]``, arbitrary for texts without tokens, and a bool mask ``[B]``.
+    """
+    offsets = features.get("cu_seq_lens_q")
+    if offsets is not None:
+        has_tokens = offsets.diff() > 0
+        n_tokens = states.size(0)
+        if n_tokens == 0:
+            return states.new_zeros(len(has_tokens), states.size(1)), has_tokens
+        # the offset of an empty text at the end is n_tokens
+        positions = offsets[:-1].long().clamp(max=n_tokens - 1)
+        return states[positions], has_tokens
+    mask = features["attention_mask"] != 0
+    has_tokens = mask.any(dim=1)
+    if mask.size(1) == 0:
+        # zeros of shape [B, D]
+        return states.sum(1), has_tokens
+    texts = torch.arange(states.size(0), device=states.device)
+    return states[texts, mask.int().argmax(dim=1)], has_tokens
+
+
+def _weight_by_importance(head: Head, importance: Tensor) -> Head:
+    """Return a head whose logits are those of ``head`` times ``importance``, bias included.
+
+    The bias becomes a column of the weight, and the importance the matching column of the states.
+    """
     hidden, weight, bias = head
     factor = importance.to(hidden.dtype)[..., None]
     if bias is None:
         return Head(hidden * factor, weight, None)
-    more = hidden.new_zeros(*hidden.shape[:-1], _ALIGNMENT - 1)
-    columns = [
-        weight,
-        bias.to(weight.dtype)[:, None],
-        weight.new_zeros(weight.size(0), _ALIGNMENT - 1),
-    ]
-    return Head(torch.cat([hidden * factor, factor, more], dim=-1), torch.cat(columns, dim=1), None)
+    hidden_padding = hidden.new_zeros(*hidden.shape[:-1], _ALIGNMENT - 1)
+    weight_padding = weight.new_zeros(weight.size(0), _ALIGNMENT - 1)
+    bias_column = bias.to(weight.dtype)[:, None]
+    return Head(
+        hidden=torch.cat([hidden * factor, factor, hidden_padding], dim=-1),
+        weight=torch.cat([weight, bias_column, weight_padding], dim=1),
+        bias=None,
+    )

@@ -1,6 +1,4 @@
-"""Base classes of poolings that ``accelerate`` runs on hidden states, or to sparse rows, and what
-they share.
-"""
+"""Base classes and shared functions of the poolings that ``accelerate`` can fuse."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ import torch
 from sentence_transformers.base.modules.module import Module
 from torch import Tensor
 from torch.nn.functional import softplus
+from transformers import AutoTokenizer
 
 from tilefold._internal.sentence_transformers import check_sentence_transformers
 from tilefold.ops import lsr_head, lsr_head_sparse
@@ -26,37 +25,45 @@ __all__ = [
     "FusedPooling",
     "Head",
     "Options",
-    "Places",
     "PoolingModule",
+    "ScoreOptions",
+    "SparseOptions",
+    "TokenSelection",
+    "activate",
+    "autocasts",
+    "select_tokens",
 ]
-__all__ += ["SparseOptions", "Wanted", "activate", "autocasts", "places_of"]
 
 Features: TypeAlias = dict[str, Any]
-Options: TypeAlias = dict[str, Any]  # keywords of a call
+# keyword arguments of a call
+Options: TypeAlias = dict[str, Any]
 Dtype: TypeAlias = torch.dtype
-WHERE = (
-    "token",
-    "cache_folder",
-    "revision",
-    "local_files_only",
-)  # arguments of ``load`` that say where a file lies
-# by name what the operators apply, and how many log1p follow it
+
+# arguments of ``load`` that locate a file
+_LOCATION_ARGUMENTS = ("token", "cache_folder", "revision", "local_files_only")
+
+# activation -> the activation that the operators apply, and the number of log1p after it
 FUSED_ACTIVATIONS = {
-    name: (name, 0) for name in ("log1p_relu", "log1p_log1p_relu", "relu", "softplus")
+    "log1p_relu": ("log1p_relu", 0),
+    "log1p_log1p_relu": ("log1p_log1p_relu", 0),
+    "relu": ("relu", 0),
+    "softplus": ("softplus", 0),
+    "log1p_softplus": ("softplus", 1),
+    "none": ("none", 0),
 }
-FUSED_ACTIVATIONS |= {"log1p_softplus": ("softplus", 1), "none": ("none", 0)}
 ACTIVATIONS = tuple(FUSED_ACTIVATIONS)
-STOCK_ACTIVATIONS = {
-    "relu": "log1p_relu",
-    "log1p_relu": "log1p_log1p_relu",
-}  # SpladePooling's name -> the operator's
-_LINEAR_FROM = 40.0  # beyond it softplus(x) and x differ by less than fp64 can tell
+
+# activation of the stock SpladePooling -> the operator's name for it
+STOCK_ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}
+
+# above this value softplus(x) equals x in fp64
+_SOFTPLUS_THRESHOLD = 40.0
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    """Apply an activation elementwise; all are monotone."""
+    """Apply an activation elementwise. All activations are monotone."""
     if "softplus" in name:
-        x = softplus(x, threshold=_LINEAR_FROM)
+        x = softplus(x, threshold=_SOFTPLUS_THRESHOLD)
     elif name != "none":
         x = x.relu()
     for _ in range(name.count("log1p")):
@@ -65,28 +72,39 @@ def activate(x: Tensor, name: str) -> Tensor:
 
 
 class Head(NamedTuple):
-    """The operands of an LM head: ``hidden`` ``[.., D]``, ``weight`` ``[V, D]``, ``bias`` ``[V]``
-    or ``None``.
+    """Operands of an LM head.
+
+    Attributes:
+        hidden: states, ``[B, S, D]`` or packed ``[T, D]``.
+        weight: ``[V, D]``, a Tensor or a QuantizedWeight.
+        bias: ``[V]`` or None.
     """
 
     hidden: Tensor
-    weight: Any  # Tensor or QuantizedWeight
+    weight: Any
     bias: Tensor | None
 
 
 class SparseOptions(NamedTuple):
-    """The entries kept of a row where poolings return CSR scores in place of dense ones."""
+    """Which entries of a row stay when a pooling returns CSR scores.
+
+    Attributes:
+        top_k: most entries per row, or None for all.
+        min_weight: entries must be larger than this.
+    """
 
     top_k: int | None
     min_weight: float
 
 
-class Wanted(NamedTuple):
-    """How scores are returned: ``out_dtype`` and ``impl`` as of :func:`tilefold.ops.lsr_head`, and
-    the form of rows.
+class ScoreOptions(NamedTuple):
+    """Data type, implementation and layout of the scores that a pooling returns.
 
-    With ``sparse``, poolings return CSR rows under these options if they can; dense ones are pruned
-    by who asked.
+    Attributes:
+        out_dtype: as in :func:`tilefold.ops.lsr_head`.
+        impl: as in :func:`tilefold.ops.lsr_head`.
+        sparse: return CSR rows under these options, if the pooling can. A pooling that cannot
+            returns dense rows, which the caller prunes.
     """
 
     out_dtype: Dtype | None = None
@@ -101,67 +119,88 @@ class FusedPooling(ABC):
     ``forward``.
 
     Attributes:
-        reads_logits: whether it pools the logits of an LM head, which is then fused with it; False
-            for modules that pool something else, and only return CSR rows where those are wanted.
-        embedding_dimension: V, of modules that read logits; None until it is known.
+        reads_logits: whether the module pools the logits of an LM head. ``accelerate`` then fuses
+            the head with the pooling. For other modules it only changes the layout of the scores.
+        embedding_dimension: V of a module that reads logits, or None until it is known.
     """
 
     reads_logits: bool = True
     embedding_dimension: int | None = None
 
     def forward(self, features: Features) -> Features:
-        """Put ``sentence_embedding`` ``[B, V]`` into a copy of the features; poolings of logits
-        have their own.
+        """Put ``sentence_embedding`` ``[B, V]`` into a copy of the features.
+
+        Poolings of logits override this method.
         """
         features = dict(features)
-        features["sentence_embedding"] = self.fused_scores(features, None, Wanted())
+        features["sentence_embedding"] = self.fused_scores(features, None, ScoreOptions())
         return features
 
     @classmethod
-    def load_config(cls, model_name_or_path: str, subfolder: str = "", **where: Any) -> Options:
-        """The options that ``save`` wrote: without them a module would have those of its class."""
-        made: Any = cls
-        expected = f"{model_name_or_path}: {Path(subfolder, made.config_file_name)} must have options of {cls.__name__}"
+    def load_config(cls, model_name_or_path: str, subfolder: str = "", **location: Any) -> Options:
+        """Read the options that ``save`` wrote.
+
+        Args:
+            model_name_or_path: the checkpoint.
+            subfolder: folder of the module in the checkpoint.
+            location: arguments of the download, such as ``revision``.
+
+        Raises:
+            ValueError: if the file is missing, is not JSON, or has unknown options. Without its
+                options a module would silently have the defaults of its class.
+        """
+        module_class: Any = cls
+        config_path = Path(subfolder, module_class.config_file_name)
+        expected = f"{model_name_or_path}: {config_path} must have options of {cls.__name__}"
         try:
-            found = super().load_config(model_name_or_path, subfolder=subfolder, **where)  # type: ignore[misc]
+            config = super().load_config(  # type: ignore[misc]
+                model_name_or_path,
+                subfolder=subfolder,
+                **location,
+            )
         except ValueError as error:
             raise ValueError(
                 f"{expected}, got no JSON: {error}. Fetch the checkpoint whole.",
             ) from error
-        if not found or not isinstance(found, dict):
-            raise ValueError(f"{expected}, got {found or 'none'}. Fetch the checkpoint whole.")
-        if unknown := sorted(set(found) - set(made.config_keys)):
+        if not config or not isinstance(config, dict):
+            raise ValueError(f"{expected}, got {config or 'none'}. Fetch the checkpoint whole.")
+        unknown = sorted(set(config) - set(module_class.config_keys))
+        if unknown:
             raise ValueError(
-                f"{expected}, got {', '.join(unknown)} of a newer release: pip install -U tilefold.",
+                f"{expected}, got {', '.join(unknown)} of a newer release: "
+                "pip install -U tilefold.",
             )
-        return found
+        return config
 
     @abstractmethod
-    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
-        """``[B, V]`` scores: what ``forward`` puts into ``sentence_embedding``.
+    def fused_scores(
+        self,
+        features: Features,
+        head: Head | None,
+        score_options: ScoreOptions,
+    ) -> Tensor:
+        """Compute the scores ``[B, V]`` that ``forward`` puts into ``sentence_embedding``.
 
         Args:
-            features: those that reach the module; ``token_embeddings`` was taken out if there is a
-                head.
-            head: its operands, ``hidden`` being ``[B, S, D]`` or packed ``[T, D]``; None if
-                `reads_logits` is False.
-            wanted: how they are returned.
+            features: the input of the module, without ``token_embeddings`` if there is a head.
+            head: operands of the LM head, or None if `reads_logits` is False.
+            score_options: data type, implementation and layout of the result.
         """
 
     @property
     def quantizable(self) -> bool:
-        """Whether the weight of the head may be given in fp8."""
+        """Whether the weight of the head may be in fp8."""
         return False
 
-    def check_fusable(self) -> None:  # noqa: B027 - most have nothing to refuse
-        """Raise a ``ValueError`` if the fused operator cannot compute what ``forward`` computes."""
+    def check_fusable(self) -> None:  # noqa: B027 - most poolings have nothing to refuse
+        """Raise a ``ValueError`` if the fused operator cannot compute the scores of ``forward``."""
 
 
 class PoolingModule(FusedPooling, Module):
-    """A pooling that is saved as its options in JSON and, if it has any, its weights."""
+    """A pooling that is saved as options in JSON, with weights if it has any."""
 
     def get_embedding_dimension(self) -> int | None:
-        """V, or None before the first forward."""
+        """Return V, or None before the first forward."""
         return self.embedding_dimension
 
     def save(
@@ -171,53 +210,89 @@ class PoolingModule(FusedPooling, Module):
         safe_serialization: bool = True,
         **kwargs: Any,
     ) -> None:
+        """Write the options and, if there are any, the weights."""
         self.save_config(output_path)
         if self.state_dict():
             self.save_torch_weights(output_path, safe_serialization=safe_serialization)
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> Any:
-        made = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
-        if made.state_dict():
+        """Create the module from the options and weights that ``save`` wrote."""
+        module = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
+        if module.state_dict():
             cls.load_torch_weights(
                 model_name_or_path,
                 subfolder=subfolder,
-                **place_of_files(kwargs),
-                model=made,
+                **location_arguments(kwargs),
+                model=module,
             )
-        return made
+        return module
 
 
-def place_of_files(arguments: Options) -> Options:
-    """The arguments of ``load`` that say where files lie."""
-    return {name: arguments[name] for name in WHERE if name in arguments}
+def location_arguments(arguments: Options) -> Options:
+    """Select the arguments of ``load`` that locate files."""
+    return {name: arguments[name] for name in _LOCATION_ARGUMENTS if name in arguments}
 
 
-class Places(NamedTuple):
-    """The tokens of a batch that count, for padded or packed features."""
+def load_tokenizer(model_name_or_path: str, subfolder: str, location: Options) -> Any:
+    """Load the tokenizer of a module.
 
-    keep: Tensor | None  # [B, S] or packed [T]; None of packed features in which every token counts
-    cu_seqlens: Tensor | None  # [B + 1] of packed features
+    Args:
+        model_name_or_path: the checkpoint.
+        subfolder: folder of the module in the checkpoint.
+        location: as :func:`location_arguments` returns them.
+    """
+    arguments = dict(location)
+    if "cache_folder" in arguments:
+        # transformers has another name for it
+        arguments["cache_dir"] = arguments.pop("cache_folder")
+    return AutoTokenizer.from_pretrained(model_name_or_path, subfolder=subfolder, **arguments)
+
+
+class TokenSelection(NamedTuple):
+    """The tokens of a batch that take part in pooling.
+
+    Attributes:
+        keep: bool mask of these tokens, ``[B, S]`` or packed ``[T]``. None if the features are
+            packed and every token takes part.
+        cu_seqlens: offsets ``[B + 1]`` of packed features, or None for padded ones.
+    """
+
+    keep: Tensor | None
+    cu_seqlens: Tensor | None
 
     def packed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Packed ``tokens`` ``[T, ..]`` without those that do not count, and their ``cu_seqlens``."""
-        if (offsets := self.cu_seqlens) is None:
+        """Select from packed values, one per token.
+
+        Args:
+            tokens: ``[T, ...]``.
+
+        Returns:
+            The values of the selected tokens, and their ``cu_seqlens`` ``[B + 1]``.
+
+        Raises:
+            ValueError: if the features are padded.
+        """
+        if self.cu_seqlens is None:
             raise ValueError("features are padded; only packed ones have cu_seqlens.")
         if self.keep is None:
-            return tokens, offsets
-        counts = torch.cat([offsets.new_zeros(1), self.keep.cumsum(0).to(offsets.dtype)])
-        return tokens[self.keep], counts[offsets.long()]
+            return tokens, self.cu_seqlens
+        n_selected = self.keep.cumsum(0).to(self.cu_seqlens.dtype)
+        n_selected = torch.cat([self.cu_seqlens.new_zeros(1), n_selected])
+        return tokens[self.keep], n_selected[self.cu_seqlens.long()]
 
 
-def places_of(features: Features, ignore_ids: tuple[int, ...] = ()) -> Places:
-    """The tokens that count: attended to, not in `ignore_ids`, and in ``features["pooling_mask"]``
-    if there is one.
+def select_tokens(features: Features, ignore_ids: tuple[int, ...] = ()) -> TokenSelection:
+    """Select the tokens of a batch that take part in pooling.
 
-    ``pooling_mask`` (``[B, S]``, nonzero = counts) lets a module before the pooling confine it to a
-    part of the text.
+    A token takes part if it is attended to, is not in `ignore_ids`, and is nonzero in
+    ``features["pooling_mask"]`` ``[B, S]`` if there is one. With this mask a module before the
+    pooling confines it to a part of the text.
     """
     cu_seqlens = features.get("cu_seq_lens_q")
-    conditions = [] if cu_seqlens is not None else [features["attention_mask"] != 0]
+    conditions = []
+    if cu_seqlens is None:
+        conditions.append(features["attention_mask"] != 0)
     if features.get("pooling_mask") is not None:
         conditions.append(features["pooling_mask"] != 0)
     if ignore_ids:
@@ -225,47 +300,73 @@ def places_of(features: Features, ignore_ids: tuple[int, ...] = ()) -> Places:
         conditions.append(~torch.isin(ids, torch.tensor(ignore_ids, device=ids.device)))
     if cu_seqlens is not None:
         conditions = [condition.reshape(-1) for condition in conditions]
-    return Places(
-        functools.reduce(torch.logical_and, conditions) if conditions else None,
-        cu_seqlens,
-    )
+    keep = functools.reduce(torch.logical_and, conditions) if conditions else None
+    return TokenSelection(keep, cu_seqlens)
 
 
 def head_scores(
     head: Head,
-    places: Places,
-    wanted: Wanted,
+    selection: TokenSelection,
+    score_options: ScoreOptions,
     *,
     logit_scale: float = 1.0,
     **options: Any,
 ) -> Tensor:
-    """Scores of an LM head over the tokens of ``places``; its logits, bias included, are times
-    ``logit_scale``.
+    """Compute the pooled scores ``[B, V]`` of an LM head over the selected tokens.
+
+    Args:
+        head: operands of the head.
+        selection: the tokens that take part.
+        score_options: data type, implementation and layout of the result.
+        logit_scale: factor on the logits, bias included.
+        options: further arguments of :func:`tilefold.ops.lsr_head`, such as ``pooling``.
     """
     hidden, weight, bias = head
-    mask, cu_seqlens = places
+    mask, cu_seqlens = selection
     if cu_seqlens is not None:
-        mask, (hidden, cu_seqlens) = None, places.packed(hidden)
-    options |= {
-        "attention_mask": mask,
-        "cu_seqlens": cu_seqlens,
-        "logit_scale": logit_scale,
-        "impl": wanted.impl,
-    }
-    options["out_dtype"] = torch.float32 if autocasts(hidden) else wanted.out_dtype
-    bias = bias if bias is None or logit_scale == 1 else bias * logit_scale
-    if wanted.sparse is not None:
-        return lsr_head_sparse(hidden, weight, bias, **options, **wanted.sparse._asdict())
-    return lsr_head(hidden, weight, bias, **options)
+        hidden, cu_seqlens = selection.packed(hidden)
+        mask = None
+    out_dtype = torch.float32 if autocasts(hidden) else score_options.out_dtype
+    if bias is not None and logit_scale != 1:
+        # the operator scales the product only
+        bias = bias * logit_scale
+    if score_options.sparse is not None:
+        return lsr_head_sparse(
+            hidden,
+            weight,
+            bias,
+            attention_mask=mask,
+            cu_seqlens=cu_seqlens,
+            logit_scale=logit_scale,
+            impl=score_options.impl,
+            out_dtype=out_dtype,
+            top_k=score_options.sparse.top_k,
+            min_weight=score_options.sparse.min_weight,
+            **options,
+        )
+    return lsr_head(
+        hidden,
+        weight,
+        bias,
+        attention_mask=mask,
+        cu_seqlens=cu_seqlens,
+        logit_scale=logit_scale,
+        impl=score_options.impl,
+        out_dtype=out_dtype,
+        **options,
+    )
 
 
 def pass_hidden_states(hidden: Tensor) -> Tensor:
-    """Replaces the forward of an LM head: returns its input, because the weight is applied later."""
+    """Return the input of an LM head unchanged.
+
+    It replaces the forward of a head whose weight is applied later.
+    """
     return hidden
 
 
 def autocasts(tensor: Tensor) -> bool:
-    """Whether autocast applies to ``tensor``; the scores of the modules here are then fp32."""
+    """Return whether autocast applies to ``tensor``, so that scores are fp32."""
     device_type = tensor.device.type
     return (
         tensor.dtype != torch.float64

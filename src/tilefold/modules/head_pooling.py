@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from tilefold.modules import fused_pooling as fused
-from tilefold.modules.fused_pooling import Features, Head, Options, Places, PoolingModule, Wanted
+from tilefold.modules.fused_pooling import (
+    Features,
+    Head,
+    PoolingModule,
+    ScoreOptions,
+    TokenSelection,
+)
 from tilefold.modules.window import check_window, windowed
 
 __all__ = ["HeadPooling"]
@@ -28,9 +34,10 @@ class HeadPooling(PoolingModule):
         sum, mean: w[b, v] = sum_s or mean_s act(logit_scale * logit[b, s, v])
         cls, last: w[b, v] = act(logit_scale * logit[b, s*, v]), s* the first or the last such token
 
-    then the window ``top_k`` and the length 1, if they are asked for. A text without a token that
-    counts is 0. After :func:`tilefold.integrations.sentence_transformers.accelerate` the logits
-    never exist; the scores are the same.
+    then keeps the ``top_k`` largest weights and normalises them, if these options are set. A text
+    without a token that counts has the scores 0. After
+    :func:`tilefold.integrations.sentence_transformers.accelerate` the logits never exist, and the
+    scores are the same.
 
     ``HeadPooling("cls")`` is the document encoder of TILDE (Zhuang and Zuccon, SIGIR 2021);
     ``logit_scale=1/16`` is what ModernBERT and Ettin start with (arXiv 2606.18811); ``top_k`` and
@@ -72,9 +79,13 @@ class HeadPooling(PoolingModule):
         embedding_dimension: int | None = None,
     ) -> None:
         super().__init__()
-        self.pooling, self.activation, self.logit_scale = pooling, activation, logit_scale
+        self.pooling = pooling
+        self.activation = activation
+        self.logit_scale = logit_scale
         self.ignore_ids = sorted({int(i) for i in ignore_ids})
-        self.top_k, self.normalize, self.embedding_dimension = top_k, normalize, embedding_dimension
+        self.top_k = top_k
+        self.normalize = normalize
+        self.embedding_dimension = embedding_dimension
         check_window(top_k, normalize)
         for name, allowed in (("pooling", POOLINGS), ("activation", fused.ACTIVATIONS)):
             if getattr(self, name) not in allowed:
@@ -87,7 +98,8 @@ class HeadPooling(PoolingModule):
             raise ValueError(f"logit_scale must be a number greater than 0, got {logit_scale!r}.")
         if self.ignore_ids and pooling == "cls":
             raise ValueError(
-                f"ignore_ids must be empty with pooling 'cls', which reads one, got {self.ignore_ids}.",
+                "ignore_ids must be empty with pooling 'cls', which reads one, "
+                f"got {self.ignore_ids}.",
             )
 
     @property
@@ -98,104 +110,145 @@ class HeadPooling(PoolingModule):
         """Put ``sentence_embedding`` ``[B, V]`` into ``features``, from logits in
         ``token_embeddings``.
         """
-        logits: Tensor = features[
-            "token_embeddings"
-        ]  # [B, S, V], or [1, T, V] when inputs are flattened
-        places = fused.places_of(features, tuple(self.ignore_ids))
-        scores = pool_places(logits, places, self.pooling, self.activation, self.logit_scale)
+        # [B, S, V], or [1, T, V] when inputs are flattened
+        logits: Tensor = features["token_embeddings"]
+        selection = fused.select_tokens(features, tuple(self.ignore_ids))
+        scores = pool_selected_tokens(
+            logits, selection, self.pooling, self.activation, self.logit_scale
+        )
         features["sentence_embedding"] = self._finish(
             scores.float() if fused.autocasts(logits) else scores,
         )
         return features
 
-    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
+    def fused_scores(
+        self,
+        features: Features,
+        head: Head | None,
+        score_options: ScoreOptions,
+    ) -> Tensor:
         if head is None:
             raise ValueError("HeadPooling must follow an LM head, got no head.")
-        activation, more = fused.FUSED_ACTIVATIONS[self.activation]
-        places = fused.places_of(features, tuple(self.ignore_ids))
-        options: Options = {
-            "pooling": self.pooling,
-            "activation": activation,
-            "logit_scale": self.logit_scale,
-        }
-        if wanted.sparse is not None and not more and self.normalize is None:
-            smaller = [k for k in (self.top_k, wanted.sparse.top_k) if k is not None]
-            fewer = wanted.sparse._replace(top_k=min(smaller, default=None))
-            return fused.head_scores(head, places, wanted._replace(sparse=fewer), **options)
-        scores = fused.head_scores(head, places, wanted._replace(sparse=None), **options)
-        for _ in range(more):
+        activation, n_log1p = fused.FUSED_ACTIVATIONS[self.activation]
+        # rows can only be pruned by the operator if nothing changes the weights afterwards
+        sparse = score_options.sparse if n_log1p == 0 and self.normalize is None else None
+        if sparse is not None:
+            limits = [top_k for top_k in (self.top_k, sparse.top_k) if top_k is not None]
+            sparse = sparse._replace(top_k=min(limits, default=None))
+        scores = fused.head_scores(
+            head,
+            fused.select_tokens(features, tuple(self.ignore_ids)),
+            score_options._replace(sparse=sparse),
+            pooling=self.pooling,
+            activation=activation,
+            logit_scale=self.logit_scale,
+        )
+        if sparse is not None:
+            return scores
+        for _ in range(n_log1p):
             scores = scores.log1p()
         return self._finish(scores)
 
     def check_fusable(self) -> None:
-        """Refuse the one combination that the operator has not: log1p(softplus) of every token,
-        summed.
-        """
-        if fused.FUSED_ACTIVATIONS[self.activation][1] and self.pooling in ("sum", "mean"):
+        """Refuse ``log1p_softplus`` with ``sum`` or ``mean``, which the operator lacks."""
+        _, n_log1p = fused.FUSED_ACTIVATIONS[self.activation]
+        if n_log1p > 0 and self.pooling in ("sum", "mean"):
             raise ValueError(
-                f"activation {self.activation!r} with pooling {self.pooling!r} cannot be fused: log1p has to be taken "
-                "of every token before the sum; leave the model stock, or pool by 'max'.",
+                f"activation {self.activation!r} with pooling {self.pooling!r} cannot be fused: "
+                "log1p has to be taken of every token before the sum; leave the model stock, or "
+                "pool by 'max'.",
             )
 
     def __repr__(self) -> str:
         return f"HeadPooling({self.get_config_dict()})"
 
     def _finish(self, scores: Tensor) -> Tensor:
-        """The window and the length; ``[B, V]``."""
+        """Apply ``top_k`` and ``normalize`` to dense scores ``[B, V]``."""
         self.embedding_dimension = scores.size(1)
         return windowed(scores, self.top_k, self.normalize)
 
 
-def pool_places(
+def pool_selected_tokens(
     logits: Tensor,
-    places: Places,
+    selection: TokenSelection,
     pooling: str,
     activation: str,
     scale: float = 1.0,
 ) -> Tensor:
-    """``[B, S, V]`` logits, or packed ones ``[1, T, V]``, to activated ``[B, V]``."""
-    logits = logits if scale == 1 else logits * scale
-    if places.cu_seqlens is None:
-        keep = (
-            logits.new_ones(logits.shape[:2], dtype=torch.bool)
-            if places.keep is None
-            else places.keep
-        )
+    """Pool the logits of the selected tokens of each text.
+
+    Args:
+        logits: ``[B, S, V]``, or packed ``[1, T, V]``.
+        selection: the tokens that take part.
+        pooling: one of :data:`POOLINGS`.
+        activation: one of :data:`tilefold.modules.fused_pooling.ACTIVATIONS`.
+        scale: factor on the logits.
+
+    Returns:
+        Activated scores ``[B, V]``.
+    """
+    if scale != 1:
+        logits = logits * scale
+    if selection.cu_seqlens is None:
+        keep = selection.keep
+        if keep is None:
+            keep = _all_tokens(logits)
         return pool_logits(logits, keep, pooling, activation)
-    tokens, offsets = places.packed(logits.squeeze(0))
-    rows = [tokens.new_zeros(0, tokens.size(1))]
-    for start, end in itertools.pairwise(
-        offsets.tolist(),
-    ):  # padding them would take the most memory
-        text = tokens[None, start:end]
-        rows.append(
-            pool_logits(text, text.new_ones(text.shape[:2], dtype=torch.bool), pooling, activation),
-        )
+    token_logits, offsets = selection.packed(logits.squeeze(0))
+    # the empty start is the result of a batch without texts
+    rows = [token_logits.new_zeros(0, token_logits.size(1))]
+    # one text at a time, because padded logits would take the most memory
+    for start, end in itertools.pairwise(offsets.tolist()):
+        text_logits = token_logits[None, start:end]
+        rows.append(pool_logits(text_logits, _all_tokens(text_logits), pooling, activation))
     return torch.cat(rows)
 
 
+def _all_tokens(logits: Tensor) -> Tensor:
+    """Return a mask ``[B, S]`` that keeps every token of logits ``[B, S, V]``."""
+    return logits.new_ones(logits.shape[:2], dtype=torch.bool)
+
+
 def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> Tensor:
-    """``[B, S, V]`` logits and ``[B, S]`` bool to activated ``[B, V]``; 0 of a text without a token
-    that counts.
+    """Pool padded logits, and apply the activation.
+
+    Args:
+        logits: ``[B, S, V]``.
+        keep: bool ``[B, S]``, the tokens that take part.
+        pooling: one of :data:`POOLINGS`.
+        activation: one of :data:`tilefold.modules.fused_pooling.ACTIVATIONS`.
+
+    Returns:
+        Scores ``[B, V]``, 0 for a text in which no token takes part.
     """
-    outside, empty = ~keep[..., None], ~keep.any(dim=1, keepdim=True)
+    masked = ~keep[..., None]
     if pooling in ("sum", "mean"):
-        total = (
-            fused.activate(logits.masked_fill(outside, 0), activation)
-            .masked_fill(outside, 0)
-            .sum(dim=1)
-        )
-        return total if pooling == "sum" else total / keep.sum(dim=1, keepdim=True).clamp(min=1)
+        # the activation of 0 may be positive, hence the second mask
+        activated = fused.activate(logits.masked_fill(masked, 0), activation)
+        total = activated.masked_fill(masked, 0).sum(dim=1)
+        if pooling == "sum":
+            return total
+        return total / keep.sum(dim=1, keepdim=True).clamp(min=1)
     if logits.size(1) == 0:
         return logits.new_zeros(logits.size(0), logits.size(2))
     if pooling == "max":
-        best = logits.masked_fill(outside, -torch.inf).max(dim=1).values
+        pooled = logits.masked_fill(masked, -torch.inf).max(dim=1).values
     else:
-        place = torch.arange(keep.size(1), device=keep.device).where(
-            keep,
-            keep.size(1) if pooling == "cls" else -1,
-        )
-        place = place.amin(dim=1) if pooling == "cls" else place.amax(dim=1)
-        place = place.clamp(0, keep.size(1) - 1)
-        best = logits[torch.arange(logits.size(0), device=keep.device), place]
-    return fused.activate(best.masked_fill(empty, 0), activation).masked_fill(empty, 0)
+        texts = torch.arange(logits.size(0), device=keep.device)
+        pooled = logits[texts, _end_positions(keep, pooling)]
+    empty = ~keep.any(dim=1, keepdim=True)
+    return fused.activate(pooled.masked_fill(empty, 0), activation).masked_fill(empty, 0)
+
+
+def _end_positions(keep: Tensor, pooling: str) -> Tensor:
+    """Return the position ``[B]`` of the first (``cls``) or the last kept token of each text.
+
+    The position is valid but arbitrary for a text without kept tokens.
+    """
+    length = keep.size(1)
+    positions = torch.arange(length, device=keep.device)
+    if pooling == "cls":
+        ends = positions.where(keep, length).amin(dim=1)
+    else:
+        ends = positions.where(keep, -1).amax(dim=1)
+    return ends.clamp(0, length - 1)

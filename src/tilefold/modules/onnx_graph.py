@@ -1,6 +1,4 @@
-"""A whole sparse encoder (network, LM head, activation, pooling) as one ONNX graph, run by ONNX
-Runtime on the CPU.
-"""
+"""A sparse encoder as one ONNX graph, which ONNX Runtime runs on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ import torch
 from sentence_transformers.base.modules import InputModule
 from sentence_transformers.util import load_file_path
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from tilefold._internal.files import sha256_file
 from tilefold._internal.typing import Tokenizer
@@ -22,20 +19,23 @@ from tilefold.modules.fused_pooling import (
     FusedPooling,
     Head,
     Options,
-    Wanted,
-    place_of_files,
+    ScoreOptions,
+    load_tokenizer,
+    location_arguments,
 )
 
 __all__ = ["OnnxGraph"]
 
-GRAPH, WEIGHTS = "model.onnx", "model.onnx.data"  # the second of more than 2 GB
+GRAPH = "model.onnx"
+# holds the weights of a graph that is larger than 2 GB
+WEIGHTS = "model.onnx.data"
 
 
 class OnnxGraph(FusedPooling, InputModule):
-    """Texts to ``[B, V]`` scores by the graph that :func:`tilefold.recipes.export_onnx` made of a
-    model.
+    """A sparse encoder that runs the ONNX graph of :func:`tilefold.recipes.export_onnx`.
 
-    Its inputs are ``input_ids`` and ``attention_mask``, int64 ``[B, S]``; its output is ``scores``,
+    The graph contains the network, LM head, activation and pooling. Its inputs are ``input_ids``
+    and ``attention_mask``, int64 ``[B, S]``; its output is ``scores``,
     fp32 ``[B, V]``, or with a `top_k` ``indices`` and ``weights``, ``[B, top_k]``. It runs on the
     CPU in as many threads as torch uses when it is first called, has no weights for torch, and is
     not trained.
@@ -58,60 +58,81 @@ class OnnxGraph(FusedPooling, InputModule):
     reads_logits = False
     config_file_name = "onnx_config.json"
     config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
-        *(
-            "vocab_size",
-            "sha256",
-            "max_seq_length",
-            "query_length",
-            "document_length",
-            "top_k",
-            "pooling",
-        ),
-        *("activation", "quantize", "made_of", "error"),
+        "vocab_size",
+        "sha256",
+        "max_seq_length",
+        "query_length",
+        "document_length",
+        "top_k",
+        "pooling",
+        "activation",
+        "quantize",
+        "made_of",
+        "error",
     ]
 
     def __init__(self, tokenizer: Tokenizer, path: str | Path, **settings: Any) -> None:
         super().__init__()
-        self.tokenizer, self.path, self._session = tokenizer, Path(path), None
+        self.tokenizer = tokenizer
+        self.path = Path(path)
+        self._session = None
         for name in self.config_keys:
             setattr(self, name, settings.get(name))
-        if (found := sha256_file(self.path)) != self.sha256:
-            got = f"{found[:12]}. Export the model again: tilefold export --to onnx."
+        sha256 = sha256_file(self.path)
+        if sha256 != self.sha256:
             raise ValueError(
-                f"{path}: expected the graph with SHA-256 {str(self.sha256)[:12]}, got {got}",
+                f"{path}: expected the graph with SHA-256 {str(self.sha256)[:12]}, "
+                f"got {sha256[:12]}. Export the model again: tilefold export --to onnx.",
             )
 
     def preprocess(self, inputs: Any, prompt: str | None = None, **kwargs: Any) -> Features:
-        """``input_ids`` and ``attention_mask`` of texts, cut as the model cuts them."""
-        own = {"query": self.query_length, "document": self.document_length}.get(
-            kwargs.get("task") or "",
-        )
-        limit = kwargs.get("max_length") or own or self.max_seq_length
+        """Tokenise texts, and truncate them as the exported model does.
+
+        Returns:
+            ``input_ids`` and ``attention_mask``, int64 ``[B, S]``.
+        """
+        task_lengths = {"query": self.query_length, "document": self.document_length}
+        task_length = task_lengths.get(kwargs.get("task") or "")
         texts = self._prepend_prompt(inputs, prompt) if prompt else list(inputs)
-        found = self.tokenizer(
+        encoding = self.tokenizer(
             texts,
             padding=True,
             truncation=True,
-            max_length=limit,
+            max_length=kwargs.get("max_length") or task_length or self.max_seq_length,
             return_tensors="pt",
         )
-        return {name: found[name] for name in ("input_ids", "attention_mask")}
+        return {name: encoding[name] for name in ("input_ids", "attention_mask")}
 
-    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
-        ids = features["input_ids"]
+    def fused_scores(
+        self,
+        features: Features,
+        head: Head | None,
+        score_options: ScoreOptions,
+    ) -> Tensor:
         if torch.is_grad_enabled() and self.training:
             raise RuntimeError(
-                "an ONNX graph is not trained, got a forward in training; train the model it is of.",
+                "an ONNX graph is not trained, got a forward in training; train the model it is "
+                "of.",
             )
-        fed = {
-            name: features[name].cpu().long().numpy() for name in ("input_ids", "attention_mask")
+        ids = features["input_ids"]
+        inputs = {
+            "input_ids": ids.cpu().long().numpy(),
+            "attention_mask": features["attention_mask"].cpu().long().numpy(),
         }
-        found = [torch.from_numpy(array) for array in self._running().run(None, fed)]
-        if self.top_k is not None:
-            found = [torch.zeros(len(ids), self.vocab_size).scatter_(1, found[0], found[1])]
-        return found[0].to(ids.device)
+        outputs = [torch.from_numpy(array) for array in self._open_session().run(None, inputs)]
+        if self.top_k is None:
+            (scores,) = outputs
+        else:
+            indices, weights = outputs
+            scores = torch.zeros(len(ids), self.vocab_size).scatter_(1, indices, weights)
+        return scores.to(ids.device)
 
-    def _running(self) -> Any:
+    def _open_session(self) -> Any:
+        """Return the session of ONNX Runtime, which is opened at the first call.
+
+        Raises:
+            ImportError: without onnxruntime.
+        """
         if self._session is None:
             try:
                 import onnxruntime
@@ -121,7 +142,7 @@ class OnnxGraph(FusedPooling, InputModule):
                 ) from error
             options = onnxruntime.SessionOptions()
             options.intra_op_num_threads = torch.get_num_threads()
-            # threads that wait for work in a loop take the cores of those who tokenise
+            # threads that wait for work in a loop would take cores from the tokenizer
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
             self._session = onnxruntime.InferenceSession(
                 self.path,
@@ -131,10 +152,8 @@ class OnnxGraph(FusedPooling, InputModule):
         return self._session
 
     def __getstate__(self) -> Options:
-        return {
-            **self.__dict__,
-            "_session": None,
-        }  # copies, and other processes, open the file themselves
+        # copies, and other processes, open the file themselves
+        return {**self.__dict__, "_session": None}
 
     def get_embedding_dimension(self) -> int:
         return int(self.vocab_size)
@@ -144,30 +163,29 @@ class OnnxGraph(FusedPooling, InputModule):
         self.save_tokenizer(output_path)
         self.save_config(output_path)
         for name in (GRAPH, WEIGHTS):
-            if (found := self.path.with_name(name)).exists() and found.parent.resolve() != Path(
-                output_path,
-            ).resolve():
-                shutil.copy(found, output_path)
+            source = self.path.with_name(name)
+            is_in_output = source.parent.resolve() == Path(output_path).resolve()
+            if source.exists() and not is_in_output:
+                shutil.copy(source, output_path)
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> OnnxGraph:
-        given = place_of_files(kwargs)
-        config = cls.load_config(model_name_or_path, subfolder=subfolder, **given)
-        load_file_path(model_name_or_path, os.fspath(Path(subfolder, WEIGHTS)), **given)
-        if (
-            path := load_file_path(model_name_or_path, os.fspath(Path(subfolder, GRAPH)), **given)
-        ) is None:
+        """Read the files that ``save`` wrote, and download them if need be."""
+        location = location_arguments(kwargs)
+        config = cls.load_config(model_name_or_path, subfolder=subfolder, **location)
+        # fetches the weights next to the graph, which refers to them by name
+        load_file_path(model_name_or_path, os.fspath(Path(subfolder, WEIGHTS)), **location)
+        path = load_file_path(model_name_or_path, os.fspath(Path(subfolder, GRAPH)), **location)
+        if path is None:
             raise ValueError(
-                f"{model_name_or_path}: expected {GRAPH} beside its settings, got none. Export it again.",
+                f"{model_name_or_path}: expected {GRAPH} beside its settings, got none. "
+                "Export it again.",
             )
-        cache = {"cache_dir": given.pop("cache_folder")} if "cache_folder" in given else {}
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_name_or_path,
-            subfolder=subfolder,
-            **given,
-            **cache,
-        )
+        tokenizer = load_tokenizer(model_name_or_path, subfolder, location)
         return cls(tokenizer, path, **config)
 
     def __repr__(self) -> str:
-        return f"OnnxGraph(vocab_size={self.vocab_size}, quantize={self.quantize!r}, top_k={self.top_k})"
+        return (
+            f"OnnxGraph(vocab_size={self.vocab_size}, quantize={self.quantize!r}, "
+            f"top_k={self.top_k})"
+        )

@@ -1,6 +1,4 @@
-"""PROSPER's encoder (arXiv 2510.18527): the vector of one token, and a residual that lifts the
-text's own terms.
-"""
+"""PROSPER's encoder (arXiv 2510.18527): a pooled LM head with a literal residual."""
 
 from __future__ import annotations
 
@@ -15,10 +13,9 @@ from torch import Tensor, nn
 from tilefold._internal.typing import Network
 from tilefold.modules.fused_pooling import (
     Features,
-    Options,
     autocasts,
+    location_arguments,
     pass_hidden_states,
-    place_of_files,
 )
 from tilefold.modules.head_pooling import pool_logits
 from tilefold.ops import lsr_head, token_scatter
@@ -30,15 +27,14 @@ LITERAL_WEIGHTS = "literal_residual.safetensors"
 
 
 class ProsperTransformer(Transformer):
-    """A ``Transformer`` with its LM head, pooling and literal residual network; gives
-    ``sentence_embedding``.
+    """A ``Transformer`` with LM head, pooling and literal residual network in one module.
 
-    With hidden states ``h`` ``[S, D]`` before the LM head, and its logits ``H = logit_scale * (h @
+    It writes ``sentence_embedding``. With hidden states ``h`` ``[S, D]`` before the LM head, and its logits ``H = logit_scale * (h @
     E.T + b)``::
 
         w  = pool_s log1p(relu(H_s))        base weights      [V]
         w' = F pool_s log1p(relu(h_s))      importance        [V], F a matrix [V, D] of its own
-        W  = w + I * (max_v w'_v - w')      final weights     [V], I marks the terms that stand in the text
+        W  = w + I * (max_v w'_v - w')      final weights     [V], I marks the terms of the text
 
     The vocabulary-wide logits of all tokens never exist, accelerated or not: the head is applied by
     :func:`tilefold.ops.lsr_head` to the pooled token. Of ``w'`` only its maximum and its values at
@@ -80,8 +76,10 @@ class ProsperTransformer(Transformer):
         if pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}.")
         super().__init__(model_name_or_path, **options)
-        self.pooling, self.literal_residual = pooling, literal_residual
-        self.logit_scale, self.impl = logit_scale, "auto"
+        self.pooling = pooling
+        self.literal_residual = literal_residual
+        self.logit_scale = logit_scale
+        self.impl = "auto"
         decoder = linear_head(self.model)
         self.vocab_size = decoder.out_features
         self.literal = None
@@ -96,36 +94,41 @@ class ProsperTransformer(Transformer):
             self.literal.to(decoder.weight.device)
 
     def forward(self, features: Features, **kwargs: Any) -> Features:
-        """``sentence_embedding`` ``W`` and ``base_embedding`` ``w``, each ``[B, V]``; the input is
-        left as it is.
+        """Compute ``sentence_embedding`` ``W`` and ``base_embedding`` ``w``, each ``[B, V]``.
+
+        The input is not changed.
         """
         head = linear_head(self.model)
         vars(head)["forward"] = pass_hidden_states
         out: Features = super().forward(dict(features), **kwargs)
-        hidden, mask = out.pop("token_embeddings"), out["attention_mask"]  # [B, S, D], [B, S]
-        weight = head.weight
+        hidden = out.pop("token_embeddings")  # [B, S, D]
+        mask = out["attention_mask"]  # [B, S]
         if not autocasts(hidden):
-            hidden = hidden.to(weight.dtype)  # some models return fp32 from a half-precision head
-        bias = (
-            head.bias
-            if head.bias is None or self.logit_scale == 1
-            else head.bias * self.logit_scale
+            # some models return fp32 from a half-precision head
+            hidden = hidden.to(head.weight.dtype)
+        bias = head.bias
+        if bias is not None and self.logit_scale != 1:
+            bias = bias * self.logit_scale
+        base = lsr_head(
+            hidden,
+            head.weight,
+            bias,
+            attention_mask=mask,
+            pooling=self.pooling,
+            logit_scale=self.logit_scale,
+            impl=self.impl,
         )
-        options: Options = {
-            "pooling": self.pooling,
-            "logit_scale": self.logit_scale,
-            "impl": self.impl,
-        }
-        final = base = lsr_head(hidden, weight, bias, attention_mask=mask, **options)
+        final = base
         if self.literal is not None:
-            pooled, special = (
+            residual = literal_residual(
                 pool_logits(hidden, mask != 0, self.pooling, "log1p_relu"),
-                self.tokenizer.all_special_ids,
+                self.literal.weight,
+                out["input_ids"],
+                mask,
+                ignore_ids=self.tokenizer.all_special_ids,
+                impl=self.impl,
             )
-            operands = pooled, self.literal.weight, out["input_ids"], mask
-            final = base + literal_residual(*operands, ignore_ids=special, impl=self.impl).to(
-                base.dtype,
-            )
+            final = base + residual.to(base.dtype)
         return {**out, "sentence_embedding": final, "base_embedding": base}
 
     def get_embedding_dimension(self) -> int:
@@ -150,44 +153,57 @@ class ProsperTransformer(Transformer):
         subfolder: str = "",
         **kwargs: Any,
     ) -> ProsperTransformer:
-        made: ProsperTransformer = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
-        if made.literal is None:
-            return made
-        found = cls.load_file_path(
+        """Read the model and, if it has one, its literal residual network.
+
+        Raises:
+            FileNotFoundError: if the weights of the literal residual are missing.
+            ValueError: if they have another shape.
+        """
+        transformer: ProsperTransformer = super().load(
+            model_name_or_path, subfolder=subfolder, **kwargs
+        )
+        if transformer.literal is None:
+            return transformer
+        path = cls.load_file_path(
             model_name_or_path,
             LITERAL_WEIGHTS,
             subfolder=subfolder,
-            **place_of_files(kwargs),
+            **location_arguments(kwargs),
         )
-        if found is None:
+        if path is None:
             raise FileNotFoundError(
-                f"{model_name_or_path}: {LITERAL_WEIGHTS} is missing, without which the literal residual would be "
-                "random; fetch the checkpoint whole.",
+                f"{model_name_or_path}: {LITERAL_WEIGHTS} is missing, without which the literal "
+                "residual would be random; fetch the checkpoint whole.",
             )
-        weight = load_file(found)["weight"]
-        if weight.shape != made.literal.weight.shape:
+        weight = load_file(path)["weight"]
+        if weight.shape != transformer.literal.weight.shape:
             raise ValueError(
-                f"{found}: the weight must be {list(made.literal.weight.shape)}, got {list(weight.shape)}; it belongs "
-                "to another model.",
+                f"{path}: the weight must be {list(transformer.literal.weight.shape)}, "
+                f"got {list(weight.shape)}; it belongs to another model.",
             )
         with torch.no_grad():
-            made.literal.weight.copy_(weight)
-        return made
+            transformer.literal.weight.copy_(weight)
+        return transformer
 
     def _can_flatten_inputs(self) -> bool:
         return False
 
 
 def linear_head(network: Network) -> nn.Linear:
-    """The LM head of a transformers model, whose weights are read where they are applied;
-    ``ValueError`` for others.
+    """Return the linear LM head of a transformers model.
+
+    Raises:
+        ValueError: if the model has no LM head, or one that is not a plain ``nn.Linear``.
     """
-    head = getattr(network, "get_output_embeddings", lambda: None)()
+    get_head = getattr(network, "get_output_embeddings", None)
+    head = None if get_head is None else get_head()
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
         return head
-    remedy = "load one for masked or causal language modelling, and leave its head out of adapters and quantisation."
-    got = f"{type(head).__name__} in {type(network).__name__}"
-    raise ValueError(f"model must have an LM head that is a torch.nn.Linear, got {got}; {remedy}")
+    raise ValueError(
+        "model must have an LM head that is a torch.nn.Linear, "
+        f"got {type(head).__name__} in {type(network).__name__}; load one for masked or causal "
+        "language modelling, and leave its head out of adapters and quantisation.",
+    )
 
 
 def literal_residual(
@@ -199,28 +215,41 @@ def literal_residual(
     ignore_ids: list[int] | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """``I * (max_v w'_v - w')`` ``[B, V]`` with ``w' = pooled @ weight.T``: fp32 (fp64 for fp64),
-    none negative.
+    """Compute the literal residual ``I * (max_v w'_v - w')`` with ``w' = pooled @ weight.T``.
 
-    ``pooled`` is ``[B, D]``, ``weight`` ``[V, D]``; ``input_ids`` and ``attention_mask`` ``[B, S]``
-    give the terms of a text, for ``I``, but for ``ignore_ids``. Only those entries of ``w'`` are
-    formed that are needed.
+    Only the entries of ``w'`` that are needed are computed.
+
+    Args:
+        pooled: ``[B, D]``.
+        weight: ``[V, D]``.
+        input_ids: ``[B, S]``; the terms for which ``I`` is 1.
+        attention_mask: ``[B, S]``, nonzero for tokens that count, or None for all.
+        ignore_ids: terms for which ``I`` is 0.
+        impl: implementation of the operators.
+
+    Returns:
+        ``[B, V]``, not negative, fp32 (fp64 for an fp64 weight).
     """
     with torch.autocast(pooled.device.type, enabled=False):
         pooled = pooled.to(weight.dtype)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        # the rows of the matrix as tokens of one sequence, the texts as its vocabulary: the maximum
-        # over rows
-        largest = lsr_head(weight[None], pooled, activation="none", out_dtype=wide, impl=impl)[
-            0
-        ]  # [B]
-        own = (weight[input_ids].to(wide) * pooled[:, None].to(wide)).sum(-1)  # [B, S]
-        gap = (largest[:, None] - own).clamp_min(0)  # below 0 by rounding only
-        keep = (
-            torch.ones_like(input_ids, dtype=torch.bool)
-            if attention_mask is None
-            else attention_mask != 0
+        # The head pools over tokens. With the rows of the matrix as the tokens of one sequence and
+        # the texts as the vocabulary, it pools over the rows.
+        row_maxima = lsr_head(
+            weight[None],
+            pooled,
+            activation="none",
+            out_dtype=wide,
+            impl=impl,
         )
+        largest = row_maxima[0]  # [B]
+        importance = (weight[input_ids].to(wide) * pooled[:, None].to(wide)).sum(-1)  # [B, S]
+        # only rounding makes a gap negative
+        gap = (largest[:, None] - importance).clamp_min(0)
+        if attention_mask is None:
+            keep = torch.ones_like(input_ids, dtype=torch.bool)
+        else:
+            keep = attention_mask != 0
         if ignore_ids:
             keep = keep & ~torch.isin(input_ids, torch.tensor(ignore_ids, device=input_ids.device))
         return token_scatter(

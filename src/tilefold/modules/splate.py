@@ -1,6 +1,4 @@
-"""SPLATE (arXiv 2404.13950): sparse vectors from the token states of a frozen ColBERT, through a
-trained adapter.
-"""
+"""SPLATE (arXiv 2404.13950): sparse vectors from a frozen ColBERT through a trained adapter."""
 
 from __future__ import annotations
 
@@ -12,14 +10,15 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from tilefold.modules import fused_pooling as fused
-from tilefold.modules.fused_pooling import Features, Head, PoolingModule, Wanted
+from tilefold.modules.fused_pooling import Features, Head, PoolingModule, ScoreOptions
 
 __all__ = ["FrozenTransformer", "SplateHead"]
 
 
 class FrozenTransformer(Transformer):
-    """A ``Transformer`` that is never trained: no gradients, and no dropout in training mode
-    either.
+    """A ``Transformer`` that is never trained.
+
+    It computes no gradients, and applies no dropout in training mode either.
     """
 
     def __init__(self, model_name_or_path: str, **options: Any) -> None:
@@ -66,7 +65,8 @@ class SplateHead(PoolingModule):
         transform, norm, decoder: T, LayerNorm, E with b.
     """
 
-    reads_logits = False  # of the Transformer before it, which has no head
+    # the Transformer before this module has no LM head
+    reads_logits = False
     config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
         "hidden_size",
         "vocab_size",
@@ -92,16 +92,24 @@ class SplateHead(PoolingModule):
         train_bias: bool = False,
     ) -> None:
         super().__init__()
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
         self.embedding_dimension = vocab_size
         self.adapter_size = hidden_size if adapter_size is None else adapter_size
-        self.activation, self.layer_norm_eps = activation, layer_norm_eps
-        self.norm_bias, self.transform_bias = norm_bias, transform_bias
-        self.logit_scale, self.train_bias = logit_scale, train_bias
-        out = nn.Linear(self.adapter_size, hidden_size)
-        nn.init.zeros_(out.weight)
-        nn.init.zeros_(out.bias)
-        self.adapter = nn.Sequential(nn.Linear(hidden_size, self.adapter_size), nn.GELU(), out)
+        self.activation = activation
+        self.layer_norm_eps = layer_norm_eps
+        self.norm_bias = norm_bias
+        self.transform_bias = transform_bias
+        self.logit_scale = logit_scale
+        self.train_bias = train_bias
+        up_projection = nn.Linear(self.adapter_size, hidden_size)
+        nn.init.zeros_(up_projection.weight)
+        nn.init.zeros_(up_projection.bias)
+        self.adapter = nn.Sequential(
+            nn.Linear(hidden_size, self.adapter_size),
+            nn.GELU(),
+            up_projection,
+        )
         self.transform: nn.Module | None = None
         self.norm: nn.Module | None = None
         if activation is not None:
@@ -112,14 +120,20 @@ class SplateHead(PoolingModule):
         self.adapter.requires_grad_(True)
         self.decoder.bias.requires_grad_(bool(train_bias))
 
-    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
+    def fused_scores(
+        self,
+        features: Features,
+        head: Head | None,
+        score_options: ScoreOptions,
+    ) -> Tensor:
         hidden: Tensor = features["token_embeddings"]
         states = hidden + self.adapter(hidden)
         if self.transform is not None and self.norm is not None and self.activation is not None:
             states = self.norm(ACT2FN[self.activation](self.transform(states)))
         if not fused.autocasts(states):
             states = states.to(self.decoder.weight.dtype)
-        places = fused.places_of(features)
-        states = states if places.cu_seqlens is None else states.squeeze(0)
-        own = Head(states, self.decoder.weight, self.decoder.bias)
-        return fused.head_scores(own, places, wanted, logit_scale=self.logit_scale)
+        selection = fused.select_tokens(features)
+        if selection.cu_seqlens is not None:
+            states = states.squeeze(0)
+        head = Head(states, self.decoder.weight, self.decoder.bias)
+        return fused.head_scores(head, selection, score_options, logit_scale=self.logit_scale)

@@ -1,4 +1,4 @@
-"""Query encoders without a network, where the stock ``SparseStaticEmbedding`` does not do the job."""
+"""Query encoders without a network, with options that ``SparseStaticEmbedding`` lacks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from tilefold._internal.typing import Tokenizer
 from tilefold._internal.vocabulary import id_bound
@@ -15,9 +14,9 @@ from tilefold.modules.fused_pooling import (
     Features,
     FusedPooling,
     Head,
-    Options,
-    Wanted,
-    place_of_files,
+    ScoreOptions,
+    load_tokenizer,
+    location_arguments,
 )
 from tilefold.ops import token_scatter, token_scatter_sparse
 
@@ -25,19 +24,21 @@ __all__ = ["StaticQuery", "counted_tokens"]
 
 
 def counted_tokens(features: Features, tokenizer: Tokenizer) -> Tensor:
-    """``attention_mask`` ``[B, S]`` without padding tokens that stand in a text, which count beside
-    no longer one.
+    """Return ``attention_mask`` ``[B, S]`` with 0 at every padding token.
+
+    A text that contains the padding token would otherwise count it, depending on the other texts of
+    its batch.
     """
     mask: Tensor = features["attention_mask"]
-    return (
-        mask
-        if tokenizer.pad_token_id is None
-        else mask * (features["input_ids"] != tokenizer.pad_token_id)
-    )
+    if tokenizer.pad_token_id is None:
+        return mask
+    return mask * (features["input_ids"] != tokenizer.pad_token_id)
 
 
 class StaticQuery(FusedPooling, SparseStaticEmbedding):
-    """A query has the weight ``max(0, weight[v])`` at each of its distinct tokens v but padding,
+    """A query encoder that looks up one learned weight per token.
+
+    A query has the weight ``max(0, weight[v])`` at each of its distinct tokens v except padding,
     and 0 elsewhere.
 
     Unlike the stock module, it never counts a padding token in a text (see :func:`counted_tokens`),
@@ -58,7 +59,10 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
     """
 
     reads_logits = False
-    config_keys: list[str] = ["frozen", "vocab_size"]  # noqa: RUF012 - the attribute of the stock base class
+    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
+        "frozen",
+        "vocab_size",
+    ]
 
     def __init__(
         self,
@@ -68,32 +72,48 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
         vocab_size: int | None = None,
     ) -> None:
         if vocab_size is None:
-            vocab_size = (
-                id_bound(tokenizer.get_vocab())
-                if weight is None or weight.numel() == 1
-                else weight.numel()
-            )
-        weight = torch.ones(vocab_size) if weight is None else weight
+            if weight is None or weight.numel() == 1:
+                vocab_size = id_bound(tokenizer.get_vocab())
+            else:
+                vocab_size = weight.numel()
+        if weight is None:
+            weight = torch.ones(vocab_size)
         if weight.dim() != 1 or weight.numel() not in (1, vocab_size):
             raise ValueError(
                 f"weight must have shape [1] or [{vocab_size}], got {list(weight.shape)}.",
             )
         super().__init__(tokenizer, weight, frozen)
-        self.vocab_size = self.num_dimensions = vocab_size
+        self.vocab_size = vocab_size
+        self.num_dimensions = vocab_size
 
-    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
-        ids, mask = features["input_ids"], counted_tokens(features, self.tokenizer)
-        weights = self.weight.expand(ids.shape) if self.weight.numel() == 1 else self.weight[ids]
-        options: Options = {"attention_mask": mask, "out_dtype": wanted.out_dtype}
-        if wanted.sparse is not None:
+    def fused_scores(
+        self,
+        features: Features,
+        head: Head | None,
+        score_options: ScoreOptions,
+    ) -> Tensor:
+        ids = features["input_ids"]
+        mask = counted_tokens(features, self.tokenizer)
+        is_shared = self.weight.numel() == 1
+        weights = self.weight.expand(ids.shape) if is_shared else self.weight[ids]
+        if score_options.sparse is not None:
             return token_scatter_sparse(
                 weights,
                 ids,
                 self.vocab_size,
-                **options,
-                **wanted.sparse._asdict(),
+                attention_mask=mask,
+                out_dtype=score_options.out_dtype,
+                top_k=score_options.sparse.top_k,
+                min_weight=score_options.sparse.min_weight,
             )
-        return token_scatter(weights, ids, self.vocab_size, **options, impl=wanted.impl)
+        return token_scatter(
+            weights,
+            ids,
+            self.vocab_size,
+            attention_mask=mask,
+            out_dtype=score_options.out_dtype,
+            impl=score_options.impl,
+        )
 
     def fits_stock(self) -> bool:
         """Whether a ``SparseStaticEmbedding`` can have these weights: one for each token's id."""
@@ -108,33 +128,27 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
                 weights.
         """
         if not self.fits_stock():
-            tokens = len(self.tokenizer.get_vocab())
+            vocabulary = self.tokenizer.get_vocab()
             raise ValueError(
-                f"vocab_size must be {tokens}, the tokens, whose ids must have no gaps, for stock, got "
-                f"{self.vocab_size} and ids up to {id_bound(self.tokenizer.get_vocab()) - 1}; keep the "
-                "StaticQuery.",
+                f"vocab_size must be {len(vocabulary)}, the tokens, whose ids must have no gaps, "
+                f"for stock, got {self.vocab_size} and ids up to {id_bound(vocabulary) - 1}; "
+                "keep the StaticQuery.",
             )
-        made = SparseStaticEmbedding(
+        embedding = SparseStaticEmbedding(
             self.tokenizer,
             self.weight.detach().relu().expand(self.vocab_size).clone(),
             frozen=True,
         )
-        made.max_seq_length = self.max_seq_length
-        return made
+        embedding.max_seq_length = self.max_seq_length
+        return embedding
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> StaticQuery:
-        """Read what ``save`` wrote: the tokenizer, the options and the weights, of whatever length."""
-        given = place_of_files(kwargs)
-        config = cls.load_config(model_name_or_path, subfolder=subfolder, **given)
-        weights = cls.load_torch_weights(model_name_or_path, subfolder=subfolder, **given)
-        cache = {"cache_dir": given.pop("cache_folder")} if "cache_folder" in given else {}
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_name_or_path,
-            subfolder=subfolder,
-            **given,
-            **cache,
-        )
+        """Read the tokenizer, the options and the weights that ``save`` wrote."""
+        location = location_arguments(kwargs)
+        config = cls.load_config(model_name_or_path, subfolder=subfolder, **location)
+        weights = cls.load_torch_weights(model_name_or_path, subfolder=subfolder, **location)
+        tokenizer = load_tokenizer(model_name_or_path, subfolder, location)
         return cls(tokenizer, weights["weight"], **config)
 
     def __repr__(self) -> str:

@@ -8,17 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from tilefold.modules import fused_pooling as fused
-from tilefold.modules.fused_pooling import Features, Head, Options, PoolingModule, Wanted
+from tilefold.modules.fused_pooling import Features, Head, PoolingModule, ScoreOptions
 from tilefold.ops import token_scatter, token_scatter_sparse
 
 __all__ = ["TokenWeights"]
 
-_MAX_IGNORED = 64  # of token_scatter
+# token_scatter compares every token with each ignored id, which is slow for many ids
+_MAX_OPERATOR_IGNORE_IDS = 64
 
 
 class TokenWeights(PoolingModule):
-    """A linear layer gives every token a weight; a term of the vocabulary has the largest one of
-    its tokens.
+    """Term weights that are the largest learned weight of the term's tokens.
+
+    A linear layer gives every token a weight.
 
     With hidden states ``h[b, s]`` of a Transformer (feature extraction) and ``token_scatter``
     (:func:`tilefold.ops.token_scatter`), over the tokens that count::
@@ -77,37 +79,38 @@ class TokenWeights(PoolingModule):
         super().__init__()
         if activation not in fused.ACTIVATIONS:
             raise ValueError(f"activation must be one of {fused.ACTIVATIONS}, got {activation!r}.")
-        if saturation is not None and not (
-            isinstance(saturation, (int, float)) and 0 < saturation < float("inf")
-        ):
+        is_number = isinstance(saturation, (int, float))
+        if saturation is not None and not (is_number and 0 < saturation < float("inf")):
             raise ValueError(
                 f"saturation must be a finite number above 0 or None, got {saturation!r}.",
             )
-        self.hidden_size, self.activation, self.saturation = hidden_size, activation, saturation
-        self.vocab_size = self.embedding_dimension = vocab_size
+        self.hidden_size = hidden_size
+        self.activation = activation
+        self.saturation = saturation
+        self.vocab_size = vocab_size
+        self.embedding_dimension = vocab_size
         self.ignore_ids = sorted({int(i) for i in ignore_ids})
         self.linear = nn.Linear(hidden_size, 1)
         if scale is None and not has_scale:
             self.register_parameter("scale", None)
         else:
-            self.scale = nn.Parameter(torch.tensor([1.0 if scale is None else float(scale)]))
+            initial_scale = 1.0 if scale is None else float(scale)
+            self.scale = nn.Parameter(torch.tensor([initial_scale]))
 
     @property
     def has_scale(self) -> bool:
         return self.scale is not None
 
     def weights(self, features: Features) -> Tensor:
-        """``[B, S]`` or packed ``[T]`` weights of the tokens in ``token_embeddings``."""
-        hidden: Tensor = features[
-            "token_embeddings"
-        ]  # [B, S, D], or [1, T, D] when inputs are flattened
+        """Compute the weight of each token of the features, ``[B, S]`` or packed ``[T]``."""
+        # [B, S, D], or [1, T, D] when inputs are flattened
+        hidden: Tensor = features["token_embeddings"]
         if "cu_seq_lens_q" in features:
             hidden = hidden.squeeze(0)
         product = self.linear(hidden).squeeze(-1)
-        weights = fused.activate(
-            product.float() if fused.autocasts(hidden) else product,
-            self.activation,
-        )
+        if fused.autocasts(hidden):
+            product = product.float()
+        weights = fused.activate(product, self.activation)
         if self.scale is not None:
             weights = weights * self.scale
         if self.saturation is None or self.training:
@@ -115,37 +118,96 @@ class TokenWeights(PoolingModule):
         weights = weights.clamp(min=0)
         return weights / (weights + self.saturation)
 
-    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
-        features["token_weights"] = weights = self.weights(features)
-        few = len(self.ignore_ids) <= _MAX_IGNORED  # the operator compares with each of them
-        places = fused.places_of(features, () if few else tuple(self.ignore_ids))
-        ids, mask, cu_seqlens = features["input_ids"], places.keep, places.cu_seqlens
+    def fused_scores(
+        self,
+        features: Features,
+        head: Head | None,
+        score_options: ScoreOptions,
+    ) -> Tensor:
+        weights = self.weights(features)
+        features["token_weights"] = weights
+        ignore_in_operator = len(self.ignore_ids) <= _MAX_OPERATOR_IGNORE_IDS
+        selection = fused.select_tokens(
+            features,
+            () if ignore_in_operator else tuple(self.ignore_ids),
+        )
+        ids = features["input_ids"]
+        mask = selection.keep
+        cu_seqlens = selection.cu_seqlens
         if cu_seqlens is not None:
-            ids, _ = places.packed(ids.reshape(-1))
-            weights, cu_seqlens = places.packed(weights)
+            ids, _ = selection.packed(ids.reshape(-1))
+            weights, cu_seqlens = selection.packed(weights)
             mask = None
-        ignored = self.ignore_ids if few else None
-        arguments: Options = {
-            "attention_mask": mask,
-            "cu_seqlens": cu_seqlens,
-            "ignore_ids": ignored,
-        }
-        arguments |= {"activation": "none", "out_dtype": wanted.out_dtype}
-        if wanted.sparse is not None:
+        ignore_ids = self.ignore_ids if ignore_in_operator else None
+        if score_options.sparse is not None:
             return token_scatter_sparse(
                 weights,
                 ids,
                 self.vocab_size,
-                **arguments,
-                **wanted.sparse._asdict(),
+                attention_mask=mask,
+                cu_seqlens=cu_seqlens,
+                ignore_ids=ignore_ids,
+                activation="none",
+                out_dtype=score_options.out_dtype,
+                top_k=score_options.sparse.top_k,
+                min_weight=score_options.sparse.min_weight,
             )
-        if self.activation != "none" or not self.training:
-            return token_scatter(weights, ids, self.vocab_size, **arguments, impl=wanted.impl)
-        # the largest weight of each term's tokens, also where it is negative: all are moved above 0
-        # and back, not in half precision, which would lose the small ones
-        wide = weights if weights.dtype == torch.float64 else weights.float()
-        counted = wide.detach() if mask is None else wide.detach().masked_fill(~mask, 0)
-        least = counted.amin() - 1 if counted.numel() else counted.new_zeros(())
-        arguments["out_dtype"] = wide.dtype
-        moved = token_scatter(wide - least, ids, self.vocab_size, **arguments, impl=wanted.impl)
-        return (moved + least).where(moved != 0, 0).to(wanted.out_dtype or weights.dtype)
+        keep_negative = self.activation == "none" and self.training
+        if keep_negative:
+            return _scatter_signed(
+                weights,
+                ids,
+                self.vocab_size,
+                attention_mask=mask,
+                cu_seqlens=cu_seqlens,
+                ignore_ids=ignore_ids,
+                out_dtype=score_options.out_dtype,
+                impl=score_options.impl,
+            )
+        return token_scatter(
+            weights,
+            ids,
+            self.vocab_size,
+            attention_mask=mask,
+            cu_seqlens=cu_seqlens,
+            ignore_ids=ignore_ids,
+            activation="none",
+            out_dtype=score_options.out_dtype,
+            impl=score_options.impl,
+        )
+
+
+def _scatter_signed(
+    weights: Tensor,
+    ids: Tensor,
+    vocab_size: int,
+    *,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ignore_ids: list[int] | None,
+    out_dtype: torch.dtype | None,
+    impl: str,
+) -> Tensor:
+    """Return the largest weight of each term's tokens, also where it is negative.
+
+    The arguments are those of :func:`tilefold.ops.token_scatter`, whose scores are at least 0. All
+    weights are therefore shifted above 0 and back. This is not done in half precision, which would
+    lose small weights.
+    """
+    wide = weights if weights.dtype == torch.float64 else weights.float()
+    counted = wide.detach()
+    if attention_mask is not None:
+        counted = counted.masked_fill(~attention_mask, 0)
+    shift = counted.amin() - 1 if counted.numel() else counted.new_zeros(())
+    shifted = token_scatter(
+        wide - shift,
+        ids,
+        vocab_size,
+        attention_mask=attention_mask,
+        cu_seqlens=cu_seqlens,
+        ignore_ids=ignore_ids,
+        activation="none",
+        out_dtype=wide.dtype,
+        impl=impl,
+    )
+    return (shifted + shift).where(shifted != 0, 0).to(out_dtype or weights.dtype)

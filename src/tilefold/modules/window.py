@@ -1,20 +1,17 @@
-"""The window of the heaviest terms, and the norm, that follow a sparse vector (PROSPER, arXiv
-2510.18527).
-"""
+"""Top-k pruning and normalisation of sparse vectors (PROSPER, arXiv 2510.18527)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tilefold.modules.fused_pooling import Features, Head, PoolingModule, Wanted
+from tilefold.modules.fused_pooling import Features, Head, PoolingModule, ScoreOptions
 
 __all__ = ["LexicalWindow", "keep_heaviest"]
 
 
 class LexicalWindow(PoolingModule):
-    """Keeps the ``top_k`` heaviest terms of rows that have more, and divides by the Euclidean norm
-    if asked.
+    """Keeps the ``top_k`` heaviest terms of each row, and optionally normalises the row.
 
     ``out = TopK_k(w) / ||TopK_k(w)||_2``, differentiable through the terms that stay; a row with at
     most ``k`` nonzero terms keeps them, and a row of zeros stays zero. Put it after the module that
@@ -30,7 +27,11 @@ class LexicalWindow(PoolingModule):
     """
 
     reads_logits = False
-    config_keys: list[str] = ["top_k", "normalize", "embedding_dimension"]  # noqa: RUF012 - the attribute of the stock base class
+    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
+        "top_k",
+        "normalize",
+        "embedding_dimension",
+    ]
 
     def __init__(
         self,
@@ -40,11 +41,19 @@ class LexicalWindow(PoolingModule):
     ) -> None:
         super().__init__()
         check_window(top_k, normalize)
-        self.top_k, self.normalize, self.embedding_dimension = top_k, normalize, embedding_dimension
+        self.top_k = top_k
+        self.normalize = normalize
+        self.embedding_dimension = embedding_dimension
 
-    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
+    def fused_scores(
+        self,
+        features: Features,
+        head: Head | None,
+        score_options: ScoreOptions,
+    ) -> Tensor:
         rows: Tensor = features["sentence_embedding"]
-        rows = rows if rows.layout == torch.strided else rows.to_dense()
+        if rows.layout != torch.strided:
+            rows = rows.to_dense()
         self.embedding_dimension = rows.size(1)
         return windowed(rows, self.top_k, self.normalize)
 
@@ -53,7 +62,7 @@ class LexicalWindow(PoolingModule):
 
 
 def check_window(top_k: int | None, normalize: str | None) -> None:
-    """Raise ``ValueError`` for options that a window does not have."""
+    """Raise ``ValueError`` unless the options are valid for :class:`LexicalWindow`."""
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be a whole number of at least 1 or None, got {top_k!r}.")
     if normalize not in (None, "l2"):
@@ -61,7 +70,10 @@ def check_window(top_k: int | None, normalize: str | None) -> None:
 
 
 def windowed(rows: Tensor, top_k: int | None, normalize: str | None) -> Tensor:
-    """Rows ``[B, V]`` of their heaviest entries, of length 1 if asked; one of zeros stays."""
+    """Keep the ``top_k`` heaviest entries of rows ``[B, V]``, and normalise them if ``"l2"``.
+
+    A row of zeros stays zero.
+    """
     if top_k is not None:
         rows = keep_heaviest(rows, top_k)
     if normalize is None:
@@ -71,10 +83,13 @@ def windowed(rows: Tensor, top_k: int | None, normalize: str | None) -> Tensor:
 
 
 def keep_heaviest(rows: Tensor, count: int) -> Tensor:
-    """Rows ``[B, V]``, none negative, with all but their `count` largest entries set to zero; of
-    ties any may stay.
+    """Set all but the `count` largest entries of each row to zero.
+
+    Args:
+        rows: ``[B, V]``, not negative.
+        count: entries to keep. Among equal entries the choice is arbitrary.
     """
     if count >= rows.size(1):
         return rows
-    best = rows.topk(count, dim=1, sorted=False)
-    return torch.zeros_like(rows).scatter(1, best.indices, best.values)
+    heaviest = rows.topk(count, dim=1, sorted=False)
+    return torch.zeros_like(rows).scatter(1, heaviest.indices, heaviest.values)

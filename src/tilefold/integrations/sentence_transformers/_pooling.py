@@ -30,8 +30,8 @@ from tilefold.modules.fused_pooling import (
     FusedPooling,
     Head,
     Options,
+    ScoreOptions,
     SparseOptions,
-    Wanted,
 )
 from tilefold.modules.static_query import counted_tokens
 from tilefold.ops import lsr_head, lsr_head_sparse, quantize_weight
@@ -78,11 +78,16 @@ class StockPooling(FusedPooling):
         """Its name, for messages."""
         return str(self.stock.pooling_strategy)
 
-    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
+    def fused_scores(
+        self,
+        features: Features,
+        head: Head | None,
+        score_options: ScoreOptions,
+    ) -> Tensor:
         if head is None:
             raise ValueError("a SpladePooling must follow an LM head, got no head.")
         stock, cu_seqlens = self.stock, features.get("cu_seq_lens_q")
-        out_dtype, sparse = wanted.out_dtype, wanted.sparse
+        out_dtype, sparse = score_options.out_dtype, score_options.sparse
         if poolings.autocasts(head.hidden):
             kind = head.hidden.device.type
             how = (
@@ -98,7 +103,7 @@ class StockPooling(FusedPooling):
             "pooling": stock.pooling_strategy,
             "activation": poolings.STOCK_ACTIVATIONS[stock.activation_function],
             "out_dtype": out_dtype,
-            "impl": wanted.impl,
+            "impl": score_options.impl,
         }
         scores: Any = None
         if sparse is None:
@@ -167,7 +172,7 @@ class FusedForward(Replacement):
         features["sentence_embedding"] = self.pooling.fused_scores(
             features,
             head,
-            Wanted(out_dtype, self.impl, sparse),
+            ScoreOptions(out_dtype, self.impl, sparse),
         )
         return features
 
