@@ -1,4 +1,4 @@
-"""Texts to dense vectors with a sentence-transformers bi-encoder, or to an index of them in memory."""
+"""Encode texts into dense vectors in memory with a bi-encoder, or into an index of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["encode_dense", "encoded_index"]
 
-DOCUMENT_CHUNK = 1024  # documents encoded between two reports of progress
+CHUNK_SIZE = 1024  # texts encoded between two reports of progress
 
 
 def encoded_index(
@@ -28,10 +28,13 @@ def encoded_index(
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,
 ) -> DenseIndex:
-    """An index in memory of id -> text, at least one, which are encoded now; it searches by the
-    model's similarity.
+    """Encode documents, and return an index of them in memory.
 
-    `texts` may be passages; `progress` is called with (documents encoded, documents).
+    Args:
+        model: a ``SentenceTransformer``. The index searches by its similarity.
+        texts: id -> text, at least one; or passages of long documents.
+        batch_size: texts per batch.
+        progress: called as ``progress(documents encoded, documents in all)``.
     """
     from torch.nn.functional import normalize  # the package is imported without it
 
@@ -47,14 +50,10 @@ def encoded_index(
         progress=progress,
     ).float()
     similarity = str(model.similarity_fn_name)
-    made_by = replace(provenance_of(texts), model_fingerprint=model_fingerprint(model))
-    return DenseIndex(
-        list(texts),
-        normalize(rows) if similarity == "cosine" else rows,
-        None,
-        similarity,
-        made_by,
-    )
+    if similarity == "cosine":
+        rows = normalize(rows)
+    provenance = replace(provenance_of(texts), model_fingerprint=model_fingerprint(model))
+    return DenseIndex(list(texts), rows, None, similarity, provenance)
 
 
 def encode_dense(
@@ -65,8 +64,17 @@ def encode_dense(
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """The vectors ``[N, D]`` of id -> text with the model's prompt and route for `kind`, on its
-    device.
+    """Encode texts into dense vectors in memory.
+
+    Args:
+        model: a ``SentenceTransformer``.
+        texts: id -> text, at least one.
+        kind: ``"document"`` or ``"query"``, which selects the model's prompt and route.
+        batch_size: texts per batch.
+        progress: called as ``progress(texts encoded, texts in all)``.
+
+    Returns:
+        ``[N, D]``, on the model's device.
     """
     check_encoder("model", model, "SentenceTransformer")
     check_mapping("texts", texts, "id -> text")
@@ -75,21 +83,24 @@ def encode_dense(
         raise ValueError("texts: expected at least one, got an empty mapping.")
     import torch  # the package is imported without it
 
-    contents, parts = list(texts.values()), []
-    contents = cut_texts(model, contents) if kind == "document" else contents
-    encode, cut = model.encode_document if kind == "document" else model.encode_query, Truncation()
-    for start in range(0, len(contents), DOCUMENT_CHUNK):
-        chunk = contents[start : start + DOCUMENT_CHUNK]
-        with counting_truncation(cut):
-            parts.append(
-                encode(
-                    chunk,
-                    batch_size=batch_size,
-                    convert_to_tensor=True,
-                    show_progress_bar=False,
-                ),
+    contents = list(texts.values())
+    encode = model.encode_query
+    if kind == "document":
+        contents = cut_texts(model, contents)
+        encode = model.encode_document
+    truncation = Truncation()
+    vectors = []
+    for start in range(0, len(contents), CHUNK_SIZE):
+        chunk = contents[start : start + CHUNK_SIZE]
+        with counting_truncation(truncation):
+            chunk_vectors = encode(
+                chunk,
+                batch_size=batch_size,
+                convert_to_tensor=True,
+                show_progress_bar=False,
             )
+        vectors.append(chunk_vectors)
         if progress is not None:
-            progress(min(start + DOCUMENT_CHUNK, len(contents)), len(contents))
-    report_truncation(kind, len(contents), cut)
-    return torch.cat(parts)
+            progress(start + len(chunk), len(contents))
+    report_truncation(kind, len(contents), truncation)
+    return torch.cat(vectors)

@@ -1,6 +1,4 @@
-"""Cut texts to what a model reads of them, before they are tokenized; and who is told how many a
-tokenizer cut.
-"""
+"""Truncation of texts: cutting over-long texts before tokenisation, limits, and reported counts."""
 
 from __future__ import annotations
 
@@ -34,77 +32,87 @@ __all__ = [
     "token_counts",
 ]
 
-_CHARACTERS_PER_TOKEN = (
-    16  # of the first attempt at white space; shorter texts than twice that are left alone
-)
-_BEGINNINGS = (8, 32, 128, 512)  # characters per token of the attempts anywhere
+# Characters per token at which a cut at white space is tried first. Texts up to twice that are not
+# cut.
+_CHARACTERS_PER_TOKEN = 16
+_CHARACTERS_PER_TOKEN_ANYWHERE = (8, 32, 128, 512)  # at which cuts anywhere are tried
 _SPACE = re.compile(r"\s")
-MARGIN = 64  # characters at the end of a text that normalisers and splitters may treat differently when it goes on
-_PLAIN = 8  # of them at least are letters or digits, so that no cluster of combining characters fills the margin
-_BYTES = 4  # of a character, each of them a character of a byte-level piece
+# Characters at the end of a text that normalisers and splitters may treat differently when the text
+# goes on.
+MARGIN = 64
+# Letters and digits in the margin, at least, so that it is more than one cluster of combining
+# characters.
+_MIN_PLAIN_IN_MARGIN = 8
+_BYTES_PER_CHARACTER = 4  # at most; a byte is a character of a byte-level piece
 
 
 def cut_texts(model: Model, texts: Sequence[str]) -> list[str]:
-    """`texts`, of which enormous ones lose the end that `model` would tokenize only to truncate it.
+    """Cut texts that are much longer than the model reads, before they are tokenised.
 
-    A text is cut where its beginning is shown to have the first tokens of the whole, as many as the
-    model reads (:class:`Beginnings`). Where that cannot be shown (a tokenizer without a fast
-    backend, one word that never ends, special tokens in the text), it is cut at white space, where
-    tokenizers begin a new word, if there is some. Texts of models that truncate on the left or not
-    at all are left whole.
+    A text is cut where its beginning provably has the same first tokens as the complete text, as
+    many as the model reads (:class:`Beginnings`). Where that cannot be proved (a tokenizer without
+    a fast backend, one word that never ends, special tokens in the text), it is cut at white space,
+    where tokenizers begin a new word, if there is some. Texts are not cut for models that truncate
+    on the left or not at all.
     """
     return text_cutter(model)(texts)
 
 
-def text_cutter(model: Model, *, beside: bool = False) -> Callable[[Sequence[str]], list[str]]:
-    """:func:`cut_texts` of `model` as it is now, for many calls; `beside` a thread that tokenizes,
-    by a copy.
+def text_cutter(model: Model, *, copy_tokenizer: bool = False) -> Callable[[Sequence[str]], list[str]]:
+    """Return :func:`cut_texts` with the present limits of `model`, for many calls.
+
+    Args:
+        model: a model of sentence-transformers.
+        copy_tokenizer: whether to use a copy of the tokenizer, because another thread tokenises at
+            the same time.
     """
-    limit = _limit(model)
+    limit = _token_limit(model)
     tokenizer = getattr(model, "tokenizer", None)
-    if (
-        limit is None
-        or not callable(tokenizer)
-        or getattr(tokenizer, "truncation_side", None) != "right"
-    ):
+    truncates_right = getattr(tokenizer, "truncation_side", None) == "right"
+    if limit is None or not callable(tokenizer) or not truncates_right:
         return list
-    longest, most = (
-        2 * _CHARACTERS_PER_TOKEN * limit,
-        limit + 1,
-    )  # so that the tokenizer sees that there is more
+    max_characters = 2 * _CHARACTERS_PER_TOKEN * limit
     prompts = {"", *(getattr(model, "prompts", None) or {}).values()}
 
     @functools.cache
-    def tools() -> tuple[Tokenizer, Beginnings | None]:
-        own = copy.deepcopy(tokenizer) if beside else tokenizer
-        return own, None if getattr(own, "backend_tokenizer", None) is None else Beginnings(own)
+    def create_cutter() -> _TextCutter:
+        # One token more than the limit, so that the tokenizer sees that the text was longer.
+        return _TextCutter(copy.deepcopy(tokenizer) if copy_tokenizer else tokenizer, prompts, limit + 1)
 
     def cut(texts: Sequence[str]) -> list[str]:
         with ignoring_truncation():
             return [
-                text if len(text) <= longest else _cut(*tools(), prompts, text, most)
-                for text in texts
+                text if len(text) <= max_characters else create_cutter().cut(text) for text in texts
             ]
 
     return cut
 
 
 def token_counts(model: Model, texts: Sequence[str]) -> list[int | Exception]:
-    """Count the tokens a model reads of each text; for a text that its tokenizer refuses, the
-    tokenizer's exception.
+    """Count the tokens that a model reads of each text.
+
+    Returns:
+        The number of tokens of each text, or the exception of the tokenizer for that text.
     """
-    limit = getattr(model, "max_seq_length", None)
-    cut = {"truncation": True, "max_length": limit} if isinstance(limit, int) else {}
-
-    def counts(part: list[str]) -> list[int]:
-        return [len(ids) for ids in model.tokenizer(cut_texts(model, part), **cut)["input_ids"]]
-
     from tilefold.pipeline.rows import bisect_failures  # it needs torch, which --help does not load
 
-    found: list[int | Exception] = []
-    for _, outcome in bisect_failures(list(texts), counts):
-        found += [outcome] if isinstance(outcome, Exception) else outcome
-    return found
+    limit = getattr(model, "max_seq_length", None)
+
+    def count_tokens(batch: list[str]) -> list[int]:
+        cut_batch = cut_texts(model, batch)
+        if isinstance(limit, int):
+            encoded = model.tokenizer(cut_batch, truncation=True, max_length=limit)
+        else:
+            encoded = model.tokenizer(cut_batch)
+        return [len(ids) for ids in encoded["input_ids"]]
+
+    counts: list[int | Exception] = []
+    for _, outcome in bisect_failures(list(texts), count_tokens):
+        if isinstance(outcome, Exception):
+            counts.append(outcome)
+        else:
+            counts += outcome
+    return counts
 
 
 def report_manifest_truncation(kind: str, texts: int, truncated: Mapping[str, int | None]) -> None:
@@ -124,26 +132,38 @@ def report_manifest_truncation(kind: str, texts: int, truncated: Mapping[str, in
 
 
 def limit_length(model: Model, kind: str, max_length: int | None) -> dict[Model, int | None]:
-    """Let a model read at most `max_length` tokens of a text of `kind`, special ones too; its
-    modules' limits before.
+    """Let a model read at most `max_length` tokens per text of a kind.
 
-    More tokens than the model reads, or a model without a limit for a kind of texts, is a
-    ``ValueError``.
+    Args:
+        model: a model of sentence-transformers, whose modules are changed.
+        kind: ``"document"`` or ``"query"``.
+        max_length: number of tokens, special tokens included; None changes nothing.
+
+    Returns:
+        The limits before, by module.
+
+    Raises:
+        ValueError: if the model reads fewer tokens, or has no limit for this kind of texts.
     """
     if max_length is None:
         return {}
-    own, name = getattr(model, "max_seq_length", None), f"{kind}_length"
-    if isinstance(own, int) and max_length > own:
+    model_limit = getattr(model, "max_seq_length", None)
+    if isinstance(model_limit, int) and max_length > model_limit:
         raise ValueError(
-            f"max_length: expected at most {own}, the tokens that the model reads, got {max_length}.",
+            f"max_length: expected at most {model_limit}, the tokens that the model reads, got "
+            f"{max_length}.",
         )
-    if not (modules := [module for module in model.modules() if hasattr(module, name)]):
-        of = f"a model whose tokenizer takes a length for a {kind}, got {type(model).__name__} without one"
-        raise ValueError(f"max_length: expected {of}. Set its max_seq_length.")
-    before = {module: getattr(module, name) for module in modules}
+    attribute = f"{kind}_length"
+    modules = [module for module in model.modules() if hasattr(module, attribute)]
+    if not modules:
+        raise ValueError(
+            f"max_length: expected a model whose tokenizer takes a length for a {kind}, got "
+            f"{type(model).__name__} without one. Set its max_seq_length.",
+        )
+    former_limits = {module: getattr(module, attribute) for module in modules}
     for module in modules:
-        setattr(module, name, max_length)
-    return before
+        setattr(module, attribute, max_length)
+    return former_limits
 
 
 @contextmanager
@@ -154,123 +174,180 @@ def limited(
     *,
     before: Callable[[], object],
 ) -> Iterator[None]:
-    """Within it, the model is that of :func:`limit_length`; `before` is called while it still has
-    its own limits.
+    """Limit the tokens that a model reads within the block.
+
+    Args:
+        model, kind, max_length: as for :func:`limit_length`.
+        before: called while the model still has its own limits, if they are changed.
     """
     if max_length is not None:
         before()
-    former = limit_length(model, kind, max_length)
+    former_limits = limit_length(model, kind, max_length)
     try:
         yield
     finally:
-        for module, length in former.items():
-            setattr(module, f"{kind}_length", length)
+        for module, limit in former_limits.items():
+            setattr(module, f"{kind}_length", limit)
 
 
-def _limit(model: Model) -> int | None:
-    """The most tokens that the model reads of any text."""
-    first = next(iter(model.children()), None) if hasattr(model, "children") else None
+def _token_limit(model: Model) -> int | None:
+    """Return the largest number of tokens that the model reads of a text of any kind."""
     limits = [getattr(model, "max_seq_length", None)]
-    limits += [getattr(first, name, None) for name in ("query_length", "document_length")]
-    known = [limit for limit in limits if isinstance(limit, int)]
-    return max(known) if known else None
+    first_module = next(iter(model.children()), None) if hasattr(model, "children") else None
+    for attribute in ("query_length", "document_length"):
+        limits.append(getattr(first_module, attribute, None))
+    return max((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
-def _cut(
-    tokenizer: Tokenizer,
-    beginnings: Beginnings | None,
-    prompts: set[str],
-    text: str,
-    limit: int,
-) -> str:
-    if beginnings is not None:
-        for size in (limit * characters for characters in _BEGINNINGS):
-            start = text[:size]
-            if size >= len(text) or all(
-                beginnings.first(prompt + start, limit) is not None for prompt in prompts
-            ):
-                return start
-    size = _CHARACTERS_PER_TOKEN * limit
-    while size < len(text):
-        if (space := _SPACE.search(text, size)) is None:
-            return text
-        start = text[: space.start()]
-        tokens = tokenizer(start, add_special_tokens=False, truncation=True, max_length=limit)[
-            "input_ids"
-        ]
-        if len(tokens) >= limit:
-            return start
-        size = 4 * space.start()
-    return text
+class _TextCutter:
+    """Cuts texts that are much longer than a token limit.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        prompts: texts that the model may put before a text.
+        limit: number of leading tokens that a cut must preserve.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompts: set[str], limit: int) -> None:
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._limit = limit
+        self._beginnings: Beginnings | None = None
+        if getattr(tokenizer, "backend_tokenizer", None) is not None:
+            self._beginnings = Beginnings(tokenizer)
+
+    def cut(self, text: str) -> str:
+        """Return a beginning of `text` with the same first tokens, or `text` without one."""
+        beginning = self._cut_anywhere(text)
+        return self._cut_at_white_space(text) if beginning is None else beginning
+
+    def _cut_anywhere(self, text: str) -> str | None:
+        """Return a beginning whose first tokens do not depend on what follows it."""
+        if self._beginnings is None:
+            return None
+        for characters_per_token in _CHARACTERS_PER_TOKEN_ANYWHERE:
+            size = characters_per_token * self._limit
+            beginning = text[:size]
+            if size >= len(text) or self._has_fixed_tokens(self._beginnings, beginning):
+                return beginning
+        return None
+
+    def _has_fixed_tokens(self, beginnings: Beginnings, text: str) -> bool:
+        """Return whether the first tokens of `text` are fixed, with each prompt before it."""
+        return all(
+            beginnings.first(prompt + text, self._limit) is not None for prompt in self._prompts
+        )
+
+    def _cut_at_white_space(self, text: str) -> str:
+        """Return a beginning that ends before white space and has enough tokens."""
+        size = _CHARACTERS_PER_TOKEN * self._limit
+        while size < len(text):
+            space = _SPACE.search(text, size)
+            if space is None:
+                return text
+            beginning = text[: space.start()]
+            encoded = self._tokenizer(
+                beginning,
+                add_special_tokens=False,
+                truncation=True,
+                max_length=self._limit,
+            )
+            if len(encoded["input_ids"]) >= self._limit:
+                return beginning
+            size = 4 * space.start()
+        return text
 
 
 class Beginnings:
     """The tokens that a text begins with, whatever follows it.
 
-    A fast tokenizer normalises a text, splits it into pieces, and gives each piece tokens of its
-    own. Pieces that end well before the end of a text stay as they are when it goes on. The last
-    one is open: its last tokens may change.
+    A fast tokenizer normalises a text, splits it into pieces, and tokenises each piece by itself.
+    Pieces that end well before the end of a text stay the same when the text goes on. The last
+    piece is open: its last tokens may change.
 
     For BPE and Unigram, if ``t1 ... tk`` are the tokens of a piece, then ``t1 ... tj`` are those of
     their characters, for each j: neither merges left of a boundary nor the best path to it depend
-    on what follows. No token is longer than the longest of the vocabulary, M characters, so that
-    the whole piece has a boundary among any M positions in a row. If all M beginnings that end
-    there agree on their first n tokens, the whole piece begins with those n. Tokens that a
-    tokenizer fuses (unknown characters) are closed by the next one, which is therefore asked for.
-    Of an open piece of WordPiece and WordLevel, whose words are known or unknown as a whole,
-    nothing is said.
+    on the characters after it. No token is longer than the longest of the vocabulary, M characters,
+    so that the complete piece has a boundary among any M consecutive positions. If all M beginnings
+    that end there agree on their first n tokens, the complete piece begins with these n tokens.
+    Tokens that a tokenizer fuses (unknown characters) are closed by the next token, which is
+    therefore required. WordPiece and WordLevel know a word or do not, as a unit, so that nothing is
+    known of their open piece.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
-        self.margin = max([MARGIN, *map(len, tokenizer.get_added_vocab())])
-        self.longest = max(map(len, self.backend.get_vocab(with_added_tokens=False)), default=1)
-        kind = type(self.backend.model).__name__
-        self.open = kind == "Unigram" or (
-            kind == "BPE" and not self.backend.model.end_of_word_suffix
+        added_tokens = tokenizer.get_added_vocab()
+        self.margin = max([MARGIN, *(len(token) for token in added_tokens)])
+        vocabulary = self.backend.get_vocab(with_added_tokens=False)
+        self.longest_token = max((len(token) for token in vocabulary), default=1)
+        algorithm = type(self.backend.model).__name__
+        self.reads_open_pieces = algorithm == "Unigram" or (
+            algorithm == "BPE" and not self.backend.model.end_of_word_suffix
         )
 
     def first(self, text: str, count: int) -> list[int] | None:
-        """The first `count` tokens of every text that begins with `text`; None if they cannot be
-        told from it.
+        """Return the first `count` tokens of every text that begins with `text`.
+
+        Returns:
+            Token ids, or None if they depend on how the text goes on.
         """
-        if (
-            sum(map(str.isalnum, text[-self.margin :])) < _PLAIN
-            or (found := self._of_pieces(text, count)) is None
-        ):
+        n_plain = sum(character.isalnum() for character in text[-self.margin :])
+        if n_plain < _MIN_PLAIN_IN_MARGIN:
             return None
-        settings = {"add_special_tokens": False, "truncation": True, "max_length": count}
-        return (
-            found if list(self.tokenizer(text, **settings)["input_ids"]) == found else None
-        )  # no added tokens
+        tokens = self._tokens_of_pieces(text, count)
+        if tokens is None:
+            return None
+        # The pieces know nothing of added tokens, such as [MASK] in a text: results must agree.
+        encoded = self.tokenizer(
+            text,
+            add_special_tokens=False,
+            truncation=True,
+            max_length=count,
+        )
+        return tokens if list(encoded["input_ids"]) == tokens else None
 
-    def _of_pieces(self, text: str, count: int) -> list[int] | None:
-        backend = self.backend
-        normal = backend.normalizer.normalize_str(text) if backend.normalizer else text
-        whole = [(normal, (0, len(normal)))]
-        pieces = backend.pre_tokenizer.pre_tokenize_str(normal) if backend.pre_tokenizer else whole
-        found: list[int] = []
+    def _tokens_of_pieces(self, text: str, count: int) -> list[int] | None:
+        """Return the first `count` tokens of the pieces of `text`, if they are fixed."""
+        normalizer = self.backend.normalizer
+        normalized = normalizer.normalize_str(text) if normalizer else text
+        pre_tokenizer = self.backend.pre_tokenizer
+        pieces = [(normalized, (0, len(normalized)))]
+        if pre_tokenizer:
+            pieces = pre_tokenizer.pre_tokenize_str(normalized)
+        tokens: list[int] = []
         for piece, (_, end) in pieces:
-            if len(found) > count:  # one more, with which the last could not be fused any more
+            if len(tokens) > count:  # the token after the last one closes it
                 break
-            if end > len(normal) - self.margin:
-                rest = self._of_open(piece, max(count - len(found), 1)) if self.open else None
-                if rest is None:
+            if end > len(normalized) - self.margin:
+                if not self.reads_open_pieces:
                     return None
-                found += rest
+                open_tokens = self._tokens_of_open_piece(piece, max(count - len(tokens), 1))
+                if open_tokens is None:
+                    return None
+                tokens += open_tokens
                 break
-            found += [token.id for token in backend.model.tokenize(piece)]
-        return found[:count] if len(found) >= count else None
+            tokens += [token.id for token in self.backend.model.tokenize(piece)]
+        return tokens[:count] if len(tokens) >= count else None
 
-    def _of_open(self, piece: str, count: int) -> list[int] | None:
-        """The first `count` tokens of every piece that begins with `piece` but for its margin."""
-        if (end := len(piece) - _BYTES * self.margin) <= 2 * self.longest:
+    def _tokens_of_open_piece(self, piece: str, count: int) -> list[int] | None:
+        """Return the first `count` tokens of every piece that begins like `piece`.
+
+        The margin at the end of `piece` is not used, because it may change.
+        """
+        end = len(piece) - _BYTES_PER_CHARACTER * self.margin
+        if end <= 2 * self.longest_token:
             return None
         agreed: list[int] | None = None
-        for stop in range(end, end - self.longest, -1):
-            ids = [token.id for token in self.backend.model.tokenize(piece[:stop])]
-            if len(ids) <= count or (agreed is not None and ids[:count] != agreed):
+        for stop in range(end, end - self.longest_token, -1):
+            tokens = [token.id for token in self.backend.model.tokenize(piece[:stop])]
+            if len(tokens) <= count:
                 return None
-            agreed = ids[:count]
+            if agreed is not None and tokens[:count] != agreed:
+                return None
+            agreed = tokens[:count]
         return agreed
