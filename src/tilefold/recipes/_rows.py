@@ -268,7 +268,11 @@ class Reader:
     """
 
     def __init__(self, columns: dict[str, Any], model: Model, digest: str) -> None:
-        self._columns, self._cut, self._digest = columns, text_cutter(model, copy_tokenizer=True), digest
+        self._columns, self._cut, self._digest = (
+            columns,
+            text_cutter(model, copy_tokenizer=True),
+            digest,
+        )
         self._ends: tuple[dict[int, int], ...] = (
             {},
             {},

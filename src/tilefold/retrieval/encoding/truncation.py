@@ -58,7 +58,9 @@ def cut_texts(model: Model, texts: Sequence[str]) -> list[str]:
     return text_cutter(model)(texts)
 
 
-def text_cutter(model: Model, *, copy_tokenizer: bool = False) -> Callable[[Sequence[str]], list[str]]:
+def text_cutter(
+    model: Model, *, copy_tokenizer: bool = False
+) -> Callable[[Sequence[str]], list[str]]:
     """Return :func:`cut_texts` with the present limits of `model`, for many calls.
 
     Args:
@@ -77,7 +79,9 @@ def text_cutter(model: Model, *, copy_tokenizer: bool = False) -> Callable[[Sequ
     @functools.cache
     def create_cutter() -> _TextCutter:
         # One token more than the limit, so that the tokenizer sees that the text was longer.
-        return _TextCutter(copy.deepcopy(tokenizer) if copy_tokenizer else tokenizer, prompts, limit + 1)
+        return _TextCutter(
+            copy.deepcopy(tokenizer) if copy_tokenizer else tokenizer, prompts, limit + 1
+        )
 
     def cut(texts: Sequence[str]) -> list[str]:
         with ignoring_truncation():

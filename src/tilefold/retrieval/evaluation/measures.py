@@ -1,6 +1,4 @@
-"""Evaluate runs with ir-measures; weights of a fusion, chosen on judged queries; TREC run files;
-sparsity figures.
-"""
+"""Evaluation of runs with ir-measures, choice of fusion weights, TREC run files, and sparsity."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tilefold._internal.arguments import check_mapping, list_of, path_of
 from tilefold._internal.files import atomic_file
@@ -39,8 +38,6 @@ __all__ = [
     "choose_weights",
     "conventions",
     "evaluate",
-]
-__all__ += [
     "evaluate_per_query",
     "flops",
     "read_trec_provenance",
@@ -50,7 +47,8 @@ __all__ += [
 
 DEFAULT_MEASURES = ("nDCG@10", "R@100", "RR@10")
 MAX_TRIALS = 300
-MAX_GRADE = 1_000_000  # trec_eval counts documents in a table that is as long as the highest grade
+MAX_GRADE = 1_000_000  # trec_eval has a table of documents that is as long as the highest grade
+_N_RUN_FIELDS = 6  # of a line of a TREC run: query, Q0, document, rank, score, tag
 
 _RunLike = Mapping[str, Mapping[str, float]]
 _QrelsLike = Mapping[str, Mapping[str, int]]
@@ -63,29 +61,29 @@ def evaluate(
     *,
     ignore_identical_ids: bool | None = None,
 ) -> dict[str, float]:
-    """Mean of each measure over **all** judged queries; a query without results counts as 0.
+    """Return the mean of each measure over **all** judged queries.
 
-    Equal scores are ranked as the original programs do: by descending document id, after rounding
-    to fp32, in the measures of trec_eval (``nDCG``, ``AP``, ``R``, ``RR`` without a cut-off); by
-    ascending id in ``RR@k``, which is MS MARCO's, and in ``Judged@k``. One table may therefore rank
-    a tie in two ways.
+    A query without results counts as 0. Equal scores are ranked as the original programs do. The
+    measures of trec_eval (``nDCG``, ``AP``, ``R``, ``RR`` without a cut-off) rank them by
+    descending document id, after rounding to fp32. ``RR@k``, which is MS MARCO's, and ``Judged@k``
+    rank them by ascending id. One table may therefore rank a tie in two ways.
 
     Args:
         run: query id -> document id -> score. Queries that `qrels` does not judge are ignored.
-        qrels: query id -> document id -> grade; a document is relevant from grade 1 on. Negative
-            grades are read as trec_eval does, to which such a document is one of the pool that
-            nobody judged: not relevant, and left out by ``infAP``, ``Bpref`` and measures with
+        qrels: query id -> document id -> grade. A document is relevant from grade 1 on. Negative
+            grades are read as trec_eval does: the document belongs to the pool without a judgement.
+            It is not relevant, and is left out by ``infAP``, ``Bpref`` and measures with
             ``judged_only=True``. Only ``Judged@k`` counts it as judged.
         measures: names as ir-measures writes them, such as ``nDCG@10``, ``R@100``, ``RR@10``,
             ``AP``.
         ignore_identical_ids: leave out hits whose document has the query's id, as BEIR does for
-            collections whose queries are documents (ArguAna, Quora). None does so unless `qrels`
-            call such a document relevant; :func:`conventions` says how many there were.
+            collections whose queries are documents (ArguAna, Quora). None does so unless a document
+            with its query's id is relevant in `qrels`. :func:`conventions` counts these hits.
 
     Raises:
-        ValueError: empty `qrels`, a run that answers none of their queries, an unknown measure, a
-            score that is not a number, a grade above 1,000,000, an id that UTF-8 or C cannot hold.
-        TypeError: an id that is not a string, a grade that is not an integer.
+        ValueError: if `qrels` is empty, the run has none of its queries, a measure is unknown, a
+            score is not a number, a grade is above 1,000,000, or UTF-8 or C cannot hold an id.
+        TypeError: if an id is not a string, or a grade is not an integer.
     """
     table = evaluate_per_query(
         run,
@@ -103,53 +101,76 @@ def evaluate_per_query(
     *,
     ignore_identical_ids: bool | None = None,
 ) -> dict[str, dict[str, float]]:
-    """``{query id: {measure: value}}`` for every judged query; see :func:`evaluate`."""
+    """Return ``{query id: {measure: value}}`` for every judged query; see :func:`evaluate`."""
+    _check_scores_by_query(run)
+    check_mapping("qrels", qrels, "query id -> grades by document")
+    measures = list_of("measures", measures)
+    grades = _judged_queries(qrels)
+    check_has_judged_query("run", run, grades)
+    if ignores_identical_ids(grades, ignore_identical_ids):
+        run = without_identical_ids(run)
+    metrics = _parse_measures(measures)
+    table = {query_id: dict.fromkeys(measures, 0.0) for query_id in grades}
+    # trec_eval, which remembers the last query, would take a query with the id "no query" for one
+    # that it has evaluated. Queries get numbers as ids.
+    query_of_number = {str(number): query_id for number, query_id in enumerate(grades)}
+    numbered_run: dict[str, dict[str, float]] = {}
+    numbered_grades: dict[str, dict[str, int]] = {}
+    for number, query_id in query_of_number.items():
+        scores = run.get(query_id)
+        if scores:
+            check_scores("run", query_id, scores, finite=False)
+            numbered_run[number] = {document: float(score) for document, score in scores.items()}
+        numbered_grades[number] = _with_nonnegative_grade(grades[query_id], scores or {})
+    if not numbered_run:
+        return table
+    for result in _compute(metrics, numbered_grades, numbered_run):
+        # Two names may denote one measure.
+        for name, metric in zip(measures, metrics, strict=True):
+            if metric == result.measure:
+                table[query_of_number[result.query_id]][name] = float(result.value)
+    return table
+
+
+def _check_scores_by_query(run: _RunLike) -> None:
+    """Raise ``TypeError`` unless `run` maps queries to mappings."""
     check_mapping("run", run, "query id -> scores by document")
     for query_id, scores in run.items():
         check_mapping(f"run[{query_id!r}]", scores, "document id -> score")
-    check_mapping("qrels", qrels, "query id -> grades by document")
-    measures = list_of("measures", measures)
+
+
+def _judged_queries(qrels: _QrelsLike) -> dict[str, dict[str, int]]:
+    """Return the checked grades of the queries that have some.
+
+    Raises:
+        ValueError: if no query has a grade.
+    """
     judged = {
         query_id: _checked_grades(query_id, grades) for query_id, grades in qrels.items() if grades
     }
     if not judged:
-        got = f"no grade for any of {len(qrels)}, {list(qrels)[:3]} first" if qrels else "no query"
-        raise ValueError(f"qrels: expected at least one judged query, got {got}. Check the split.")
+        problem = "no query"
+        if qrels:
+            problem = f"no grade for any of {len(qrels)}, {list(qrels)[:3]} first"
+        raise ValueError(
+            f"qrels: expected at least one judged query, got {problem}. Check the split.",
+        )
     check_text_ids("qrels", judged)
-    check_answers("run", run, judged)
-    if ignores_identical_ids(judged, ignore_identical_ids):
-        run = without_identical_ids(run)
-    parsed = _parsed(measures)
-    table = {query_id: dict.fromkeys(measures, 0.0) for query_id in judged}
-    # trec_eval, which remembers the last query, would take one with the id "no query" for one that
-    # it has answered.
-    numbered = {str(number): query_id for number, query_id in enumerate(judged)}
-    found: dict[str, dict[str, float]] = {}
-    for number, query_id in numbered.items():
-        if run.get(query_id):
-            check_scores("run", query_id, run[query_id], finite=False)
-            found[number] = {
-                name: float(score) for name, score in run[query_id].items()
-            }  # Python's numbers
-    grades = {number: judged[query_id] for number, query_id in numbered.items()}
-    for (
-        number,
-        own,
-    ) in (
-        grades.items()
-    ):  # without a grade of 0 or more, trec_eval writes outside of its table of grades
-        if max(own.values()) < 0:
-            grades[number] = own | {max((*own, *found.get(number, {})), key=len) + "+": 0}
-    if found:
-        for metric in _computed(parsed, grades, found):
-            for name, measure in zip(
-                measures,
-                parsed,
-                strict=True,
-            ):  # two names may denote one measure
-                if measure == metric.measure:
-                    table[numbered[metric.query_id]][name] = float(metric.value)
-    return table
+    return judged
+
+
+def _with_nonnegative_grade(
+    grades: dict[str, int],
+    scores: Mapping[str, float],
+) -> dict[str, int]:
+    """Add a document of grade 0 that no run has, if all grades are negative.
+
+    Without a grade of 0 or more, trec_eval writes outside of its table of grades.
+    """
+    if max(grades.values()) >= 0:
+        return grades
+    longest_id = max((*grades, *scores), key=len)
+    return {**grades, f"{longest_id}+": 0}
 
 
 def conventions(
@@ -159,41 +180,45 @@ def conventions(
     *,
     ignore_identical_ids: bool | None = None,
 ) -> dict[str, float]:
-    """Conventions that bear on the measures of a run, each with how often it was needed.
+    """Count how often each convention of evaluation was needed for a run.
 
     Args:
         run: query id -> document id -> score.
         qrels: query id -> document id -> grade.
-        depth: documents per query among which equal scores are looked for.
+        depth: documents per query among which equal scores are counted.
         ignore_identical_ids: as for :func:`evaluate`.
 
     Returns:
-        ``judged@10``: mean share of the first 10 documents of a query that somebody judged; others
-        are not relevant. ``negative``: judgements with a grade below 0, which are not relevant
-        either. ``tied``: judged queries with equal scores, in fp32, among their best `depth`
-        documents and the next one, whose order :func:`evaluate` says. ``ignored_identical_ids`` and
+        ``judged@10``: mean share of the first 10 documents of a query that are judged; others are
+        not relevant. ``negative``: judgements with a grade below 0, which are not relevant either.
+        ``tied``: judged queries with equal scores, in fp32, among their best `depth` documents and
+        the next one; :func:`evaluate` has their order. ``ignored_identical_ids`` and
         ``counted_identical_ids``: hits of judged queries with the query's own id, which are left
         out, or count as any other.
     """
     ignores = ignores_identical_ids(qrels, ignore_identical_ids)
-    identical = len(queries_with_identical_ids(run) & qrels.keys())
+    n_identical = len(queries_with_identical_ids(run) & qrels.keys())
     if ignores:
         run = without_identical_ids(run)
     judged = evaluate(run, qrels, ["Judged@10"], ignore_identical_ids=ignores)["Judged@10"]
-    tied = 0
-    for query_id in qrels:
-        with np.errstate(over="ignore"):
-            scores = np.array([*run.get(query_id, {}).values()], np.float64).astype(np.float32)
-        best = np.sort(scores)[::-1][: depth + 1]
-        tied += bool((best[1:] == best[:-1]).any())
-    negative = sum(grade < 0 for grades in qrels.values() for grade in grades.values())
+    n_negative = 0
+    for grades in qrels.values():
+        n_negative += sum(grade < 0 for grade in grades.values())
     return {
         "judged@10": judged,
-        "negative": negative,
-        "tied": tied,
-        "ignored_identical_ids": identical if ignores else 0,
-        "counted_identical_ids": 0 if ignores else identical,
+        "negative": n_negative,
+        "tied": sum(_has_ties(run.get(query_id, {}), depth) for query_id in qrels),
+        "ignored_identical_ids": n_identical if ignores else 0,
+        "counted_identical_ids": 0 if ignores else n_identical,
     }
+
+
+def _has_ties(scores: Mapping[str, float], depth: int) -> bool:
+    """Return whether two of the `depth` + 1 highest scores are equal in fp32."""
+    with np.errstate(over="ignore"):
+        values = np.array(list(scores.values()), np.float64).astype(np.float32)
+    highest = np.sort(values)[::-1][: depth + 1]
+    return bool((highest[1:] == highest[:-1]).any())
 
 
 def choose_weights(
@@ -206,113 +231,144 @@ def choose_weights(
     k: int = 100,
     ignore_identical_ids: bool | None = None,
 ) -> tuple[tuple[float, ...], float]:
-    """Weights of :func:`tilefold.retrieval.interpolate` with the best `measure` on `qrels`, and
-    that measure.
+    """Choose the weights of :func:`tilefold.retrieval.interpolate` on judged queries.
 
-    All weights that are multiples of `step` and sum to 1 are tried; of equal ones, the largest for
-    the first runs wins. The measure is in sample: report other queries. A step that does not divide
-    1, more than 300 combinations, no run, or one that answers no judged query is a ``ValueError``.
-    Hits with the query's own id are left out of the runs before they are normalised, where
-    `ignore_identical_ids` says so (see :func:`evaluate`).
+    All weights that are multiples of `step` and sum to 1 are evaluated. Of equal results, the one
+    with the largest weights for the first runs is chosen. The result is in sample: report the
+    measure on other queries.
+
+    Args:
+        runs: rankings to fuse, each query id -> document id -> score.
+        qrels: query id -> document id -> grade.
+        measure: the measure to maximise.
+        step: difference of neighbouring weights, 1 divided by an integer.
+        normalization: how scores are normalised.
+        k: documents per query of the fused run.
+        ignore_identical_ids: whether hits with the query's own id are left out of the runs before
+            scores are normalised, as for :func:`evaluate`.
+
+    Returns:
+        The weights, one per run, and the value of the measure.
+
+    Raises:
+        ValueError: if `step` does not divide 1, there are more than 300 combinations or no run, or
+            a run has no judged query.
     """
     ignores = ignores_identical_ids(qrels, ignore_identical_ids)
     for number, run in enumerate(runs):
-        check_answers(f"runs[{number}]", run, qrels)
-    parts = round(1 / step) if 0 < step <= 1 else 0
-    if not math.isclose(parts * step, 1):
-        raise ValueError(f"step: expected 1 divided by a whole number, such as 0.1, got {step!r}.")
-    mine = [{query: run[query] for query in qrels if query in run} for run in runs]
+        check_has_judged_query(f"runs[{number}]", run, qrels)
+    judged_runs = [{query: run[query] for query in qrels if query in run} for run in runs]
     if ignores:
-        mine = [without_identical_ids(run) for run in mine]
+        judged_runs = [without_identical_ids(run) for run in judged_runs]
+    trials = []
+    for weights in _weight_grid(len(runs), step):
+        fused = interpolate(judged_runs, weights, normalization, k)
+        values = evaluate(fused, qrels, (measure,), ignore_identical_ids=ignores)
+        trials.append((values[measure], weights))
+    highest_value, best_weights = max(trials)
+    return best_weights, highest_value
+
+
+def _weight_grid(n_runs: int, step: float) -> list[tuple[float, ...]]:
+    """Return all weights of `n_runs` runs that are multiples of `step` and sum to 1."""
+    n_steps = round(1 / step) if 0 < step <= 1 else 0
+    if not math.isclose(n_steps * step, 1):
+        raise ValueError(f"step: expected 1 divided by a whole number, such as 0.1, got {step!r}.")
     grid = [
         counts
-        for counts in itertools.product(range(parts + 1), repeat=len(runs))
-        if sum(counts) == parts
+        for counts in itertools.product(range(n_steps + 1), repeat=n_runs)
+        if sum(counts) == n_steps
     ]
     if not grid or len(grid) > MAX_TRIALS:
-        got = f"{len(grid)} for {len(runs)} runs at a step of {step:g}. Fuse fewer, or take a larger step"
-        raise ValueError(f"runs: expected 1 to {MAX_TRIALS} combinations of weights, got {got}.")
-    trials = []
-    for counts in grid:
-        weights = tuple(count / parts for count in counts)
-        values = evaluate(
-            interpolate(mine, weights, normalization, k),
-            qrels,
-            (measure,),
-            ignore_identical_ids=ignores,
-        )
-        trials.append((values[measure], weights))
-    score, best = max(trials)
-    return best, score
-
-
-def _computed(parsed: list[Any], grades: _QrelsLike, run: _RunLike) -> list[Any]:
-    try:
-        return list(_package().iter_calc(list(dict.fromkeys(parsed)), grades, run))
-    except subprocess.CalledProcessError as error:  # gdeval.pl
-        said = f"failed with code {error.returncode}; it takes grades up to 4, and ids without white space"
-        remedy = "Leave these measures out, or change grades or ids."
         raise ValueError(
-            f"measures: TREC's program for ERR and nDCG(dcg='exp-log2') {said}. {remedy}",
+            f"runs: expected 1 to {MAX_TRIALS} combinations of weights, got {len(grid)} for "
+            f"{n_runs} runs at a step of {step:g}. Fuse fewer, or take a larger step.",
+        )
+    return [tuple(count / n_steps for count in counts) for counts in grid]
+
+
+def _compute(metrics: list[Any], grades: _QrelsLike, run: _RunLike) -> list[Any]:
+    """Return the results of ir-measures, each with a query, a measure and a value."""
+    distinct_metrics = list(dict.fromkeys(metrics))
+    try:
+        return list(_import_ir_measures().iter_calc(distinct_metrics, grades, run))
+    except subprocess.CalledProcessError as error:  # gdeval.pl
+        raise ValueError(
+            "measures: TREC's program for ERR and nDCG(dcg='exp-log2') failed with code "
+            f"{error.returncode}; it takes grades up to 4, and ids without white space. Leave "
+            "these measures out, or change grades or ids.",
         ) from error
 
 
-def check_answers(name: str, run: _RunLike, qrels: _QrelsLike) -> None:
-    """Raise an error for a run that has queries, but none of those of `qrels`."""
+def check_has_judged_query(name: str, run: _RunLike, qrels: _QrelsLike) -> None:
+    """Raise ``ValueError`` for a run that has queries, but none of those in `qrels`."""
     check_text_ids(name, run)
     if run and not any(query_id in qrels for query_id in run):
-        first = f"its first query is {next(iter(run))!r}, that of the judgements {next(iter(qrels), None)!r}"
         raise ValueError(
-            f"{name}: expected results for a judged query, got those of others: {first}. Give the same.",
+            f"{name}: expected results for a judged query, got those of others: its first query is "
+            f"{next(iter(run))!r}, that of the judgements {next(iter(qrels), None)!r}. Give the "
+            "same.",
         )
 
 
 def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
-    """The grades of a query as Python's integers."""
+    """Return the grades of a query as Python integers."""
     check_mapping(f"qrels[{query_id!r}]", grades, "document id -> grade")
     check_text_ids("qrels", grades)
     try:
-        found = {name: operator.index(grade) for name, grade in grades.items()}
+        integers = {document: operator.index(grade) for document, grade in grades.items()}
     except TypeError:
-        wrong = next(grade for grade in grades.values() if not hasattr(grade, "__index__"))
+        invalid = next(grade for grade in grades.values() if not hasattr(grade, "__index__"))
         raise TypeError(
-            f"qrels: expected integer grades for query {query_id!r}, got {wrong!r}. Round them.",
+            f"qrels: expected integer grades for query {query_id!r}, got {invalid!r}. Round them.",
         ) from None
-    if abs(worst := max(found.values(), key=abs)) > MAX_GRADE:
-        most = f"grades of at most {MAX_GRADE:,} for query {query_id!r}"
-        raise ValueError(f"qrels: expected {most}, got {worst}. Map them.")
-    return found
+    largest = max(integers.values(), key=abs)
+    if abs(largest) > MAX_GRADE:
+        raise ValueError(
+            f"qrels: expected grades of at most {MAX_GRADE:,} for query {query_id!r}, got "
+            f"{largest}. Map them.",
+        )
+    return integers
 
 
 def check_measures(measures: Sequence[str]) -> int:
-    """Deepest cut-off of measures, 0 if there is none; a ``ValueError`` for an unknown one or wrong
-    parameters.
+    """Return the deepest cut-off of measures, 0 if there is none.
+
+    Raises:
+        ValueError: if a measure is unknown, or has wrong parameters.
     """
-    return max(int(measure.params.get("cutoff", 0)) for measure in _parsed(measures))
+    return max(int(metric.params.get("cutoff", 0)) for metric in _parse_measures(measures))
 
 
-def _package() -> ModuleType:
+def _import_ir_measures() -> ModuleType:
     return require("ir_measures", "ir-measures", "Evaluation")
 
 
-def _parsed(measures: Sequence[str]) -> list[Any]:
+def _parse_measures(measures: Sequence[str]) -> list[Any]:
+    """Return the objects of ir-measures with these names."""
     if not measures or isinstance(measures, str):
         raise ValueError(
             f"measures: expected a list of names such as ['nDCG@10'], got {measures!r}.",
         )
-    return [_parse(_package(), name) for name in measures]
+    ir_measures = _import_ir_measures()
+    return [_parse_measure(ir_measures, name) for name in measures]
 
 
-def _parse(ir_measures: ModuleType, name: str) -> Any:
-    """One measure; a cut-off of 0, or a huge gain, would end the interpreter where it is computed."""
+def _parse_measure(ir_measures: ModuleType, name: str) -> Any:
+    """Return one measure.
+
+    Its parameters are checked: a cut-off of 0, or a huge gain, would end the interpreter later.
+    """
     problem: object = "no installed package computes it"
     try:
         measure = ir_measures.parse_measure(name)
-        cutoff, grade, recall = (measure.params.get(key, 1) for key in ("cutoff", "rel", "recall"))
-        highest = max([grade, *measure.params.get("gains", {}).values()])
-        if cutoff < 1 or grade < 1 or not 0 <= recall <= 1:
+        cutoff = measure.params.get("cutoff", 1)
+        min_grade = measure.params.get("rel", 1)
+        recall = measure.params.get("recall", 1)
+        highest_grade = max([min_grade, *measure.params.get("gains", {}).values()])
+        if cutoff < 1 or min_grade < 1 or not 0 <= recall <= 1:
             problem = "cut-offs and grades begin at 1, a recall lies in [0, 1]"
-        elif highest > MAX_GRADE:
+        elif highest_grade > MAX_GRADE:
             problem = f"grades and gains are at most {MAX_GRADE:,}"
         elif ir_measures.DefaultPipeline.supports(measure):
             return measure
@@ -324,10 +380,12 @@ def _parse(ir_measures: ModuleType, name: str) -> Any:
 
 
 def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> None:
-    """Write ``query Q0 document rank score tag`` lines, best first, ranks from 1; atomically.
+    """Write a run as lines ``query Q0 document rank score tag``, atomically.
 
-    An id or tag that is empty or has white space, or a score that is not finite, is a
-    ``ValueError``.
+    Documents of a query are written by descending score, with ranks from 1.
+
+    Raises:
+        ValueError: if an id or the tag is empty or has white space, or a score is not finite.
     """
     check_mapping("run", run, "query id -> scores by document")
     check_word("tag", tag)
@@ -339,59 +397,76 @@ def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> No
             check_text_ids("run", [query_id])
             check_scores("run", query_id, scores)
             check_word("query id", query_id)
-            for rank, (document_id, score) in enumerate(
-                sorted(scores.items(), key=lambda item: -item[1]),
-                start=1,
-            ):
+            ranked = sorted(scores.items(), key=lambda item: -item[1])
+            for rank, (document_id, score) in enumerate(ranked, start=1):
                 check_word("document id", document_id)
                 stream.write(f"{query_id} Q0 {document_id} {rank} {float(score)!r} {tag}\n")
 
 
-def check_word(what: str, value: str) -> None:
-    """Raise an error for what a line of a TREC run cannot hold."""
+def check_word(name: str, value: str) -> None:
+    """Raise ``ValueError`` unless a line of a TREC run can hold `value`."""
     if not value or len(value.split()) != 1:
         raise ValueError(
-            f"{what}: a TREC run needs words without white space, got {value!r}. Rename it.",
+            f"{name}: a TREC run needs words without white space, got {value!r}. Rename it.",
         )
 
 
 def read_trec_run(path: str | Path) -> Run:
     """Read a TREC run file into ``{query id: {document id: score}}``.
 
-    A line without 6 fields, a score that is not finite, or a document given twice is a
-    ``DataError`` that names it.
+    Raises:
+        FileNotFoundError: if there is no such file.
+        DataError: if a line does not have 6 fields, a score is not finite, or a query has a
+            document twice. The message names the line.
     """
-    run, remedy = Run(), "Fix that line, or remove it if it names columns."
-    for number, line in numbered_lines(_existing(path)):
-        if not (fields := line.split()):
+    run = Run()
+    for number, line in numbered_lines(_existing_run(path)):
+        fields = line.split()
+        if not fields:
             continue
-        if len(fields) != 6:
-            expected = "6 fields (query Q0 doc rank score tag)"
-            raise DataError(f"{path}:{number}: expected {expected}, got {len(fields)}. {remedy}")
-        query_id, _, document_id, _, text, _ = fields
-        score = math.nan
-        with suppress(ValueError):
-            score = float(text)
-        if not math.isfinite(score):
-            raise DataError(f"{path}:{number}: expected a finite score, got {text!r}. {remedy}")
+        location = f"{path}:{number}"
+        query_id, document_id, score = _parse_run_line(fields, location)
         scores = run.setdefault(query_id, {})
         if document_id in scores:
             raise DataError(
-                f"{path}:{number}: document {document_id!r} was already given for query {query_id!r}.",
+                f"{location}: document {document_id!r} was already given for query {query_id!r}.",
             )
         scores[document_id] = score
     return run
 
 
+def _parse_run_line(fields: list[str], location: str) -> tuple[str, str, float]:
+    """Return the query, the document and the score of a line of a TREC run."""
+    remedy = "Fix that line, or remove it if it names columns."
+    if len(fields) != _N_RUN_FIELDS:
+        raise DataError(
+            f"{location}: expected {_N_RUN_FIELDS} fields (query Q0 doc rank score tag), got "
+            f"{len(fields)}. {remedy}",
+        )
+    query_id, _, document_id, _, score_text, _ = fields
+    score = math.nan
+    with suppress(ValueError):
+        score = float(score_text)
+    if not math.isfinite(score):
+        raise DataError(f"{location}: expected a finite score, got {score_text!r}. {remedy}")
+    return query_id, document_id, score
+
+
 def read_trec_provenance(path: str | Path) -> Provenance:
-    """The model and the texts behind a run, from the tag of its first line; unknown for runs of
-    other programs.
+    """Return the provenance of a run, from the tag of its first line.
+
+    Runs of other programs have an empty provenance.
     """
-    fields = next((line.split() for _, line in numbered_lines(_existing(path)) if line.strip()), [])
-    return Provenance.from_tag(fields[-1]) if len(fields) == 6 else Provenance()
+    for _, line in numbered_lines(_existing_run(path)):
+        fields = line.split()
+        if fields:
+            tag = fields[-1]
+            return Provenance.from_tag(tag) if len(fields) == _N_RUN_FIELDS else Provenance()
+    return Provenance()
 
 
-def _existing(path: str | Path) -> Path:
+def _existing_run(path: str | Path) -> Path:
+    """Return `path`, or raise ``FileNotFoundError`` if there is no such file."""
     if not path_of("path", path).is_file():
         raise FileNotFoundError(
             f"{path}: no such file with a run; evaluation writes one (--save-run, write_trec_run).",
@@ -400,26 +475,29 @@ def _existing(path: str | Path) -> Path:
 
 
 def active_terms(vectors: SparseVectors) -> float:
-    """Mean number of non-zero terms per vector; 0 when there is no vector."""
+    """Return the mean number of non-zero terms per vector; 0 if there is no vector."""
     check_vectors("vectors", vectors)
-    return float(np.count_nonzero(vectors.data)) / len(vectors) if len(vectors) else 0.0
+    if not len(vectors):
+        return 0.0
+    return float(np.count_nonzero(vectors.data)) / len(vectors)
 
 
 def flops(queries: SparseVectors, documents: SparseVectors) -> float:
-    """Expected number of terms that a query and a document share: the FLOPS measure of arXiv
-    2004.05665.
+    """Return the expected number of terms that a query and a document share (arXiv 2004.05665).
 
-    ``sum over terms v of P(query has v) * P(document has v)``: the multiplications of a score in an
-    inverted index.
+    This FLOPS measure is ``sum over terms v of P(query has v) * P(document has v)``: the expected
+    number of multiplications of a score in an inverted index.
     """
     check_vectors("queries", queries)
     check_vectors("documents", documents)
     check_same_vocabulary(queries, documents, "queries", "documents")
     if not len(queries) or not len(documents):
         return 0.0
-    counts = [
-        np.bincount(side.indices[side.data != 0], minlength=side.vocab_size).astype(np.float64)
-        / len(side)
-        for side in (queries, documents)
-    ]
-    return float(counts[0] @ counts[1])
+    return float(_term_probabilities(queries) @ _term_probabilities(documents))
+
+
+def _term_probabilities(vectors: SparseVectors) -> npt.NDArray[np.float64]:
+    """Return the share of vectors that have each term, ``[V]``."""
+    terms = vectors.indices[vectors.data != 0]
+    counts = np.bincount(terms, minlength=vectors.vocab_size)
+    return counts.astype(np.float64) / len(vectors)

@@ -1,6 +1,4 @@
-"""Statistics over queries: means with errors and intervals, and paired tests of differences between
-runs.
-"""
+"""Statistics over queries: means with intervals, and paired tests of differences between runs."""
 
 from __future__ import annotations
 
@@ -22,19 +20,20 @@ __all__ = ["Difference", "Mean", "compare", "mean_of"]
 
 RESAMPLES = 9_999
 CONFIDENCE = 0.95
-DIGITS = (
-    12  # of a difference between values of a measure, which lie in [0, 1]: what is less is rounding
-)
-_BLOCK = 1 << 21  # resampled numbers at a time
+# Decimal digits of a difference. Values of a measure are in [0, 1], and smaller differences are
+# errors of rounding.
+DIGITS = 12
+MIN_RESAMPLES = 99
+_NUMBERS_PER_BATCH = 1 << 21  # resampled numbers in memory
 
 _Floats = npt.NDArray[np.float64]
+# Query id -> measure -> value, as :func:`tilefold.retrieval.evaluate_per_query` returns it.
 Table = Mapping[str, Mapping[str, float]]
-"""Query id -> measure -> value, as :func:`tilefold.retrieval.evaluate_per_query` gives it."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean over queries; of a single query the others are None.
+    """Mean over queries. The error and the interval of a single query are None.
 
     Attributes:
         mean: the arithmetic mean.
@@ -50,18 +49,19 @@ class Mean:
 
 @dataclass(frozen=True)
 class Difference:
-    """A paired difference between two runs, `run` minus `over`, in one measure over the same
-    queries.
+    """Paired difference between two runs in one measure, `run` minus `over`.
 
     Attributes:
-        difference: its mean over queries.
+        run, over: names of the runs.
+        measure: name of the measure.
+        difference: mean of the difference over queries.
         wins, losses, ties: queries in which `run` is higher, lower or equal, to 12 digits.
-        p_randomisation: two-sided, of the paired randomisation test (signs of differences are
-            flipped).
-        p_t: two-sided, of the paired t-test.
+        p_randomisation: two-sided p-value of the paired randomisation test, which flips the signs
+            of differences.
+        p_t: two-sided p-value of the paired t-test.
         p_holm: `p_randomisation` after Holm's correction over all comparisons of the call.
         different: whether `p_holm` is below alpha.
-        by_query: query id -> difference, the lowest first.
+        by_query: query id -> difference, from the lowest to the highest.
     """
 
     run: str
@@ -78,37 +78,49 @@ class Difference:
     by_query: dict[str, float]
 
     def to_dict(self) -> Json:
-        """The fields as a JSON object, without those of single queries."""
+        """Return the fields as a JSON object, without ``by_query``."""
         return {name: value for name, value in asdict(self).items() if name != "by_query"}
 
 
 def mean_of(values: Iterable[float], *, resamples: int = RESAMPLES, seed: int = 0) -> Mean:
-    """The mean of values of queries, with its standard error and bootstrap interval; none is a
-    ``ValueError``.
+    """Return the mean of the values of queries, with its standard error and bootstrap interval.
+
+    Args:
+        values: one value per query.
+        resamples: number of bootstrap samples.
+        seed: seed of the bootstrap.
+
+    Raises:
+        ValueError: if there is no value.
     """
-    found = np.asarray(list_of("values", values, ordered=False), np.float64)
-    if not found.size:
+    array = np.asarray(list_of("values", values, ordered=False), np.float64)
+    if not array.size:
         raise ValueError("values: expected one query at least, got none.")
-    if found.size < 2:
-        return Mean(float(found[0]), None, None, None)
-    stats, batch = _stats(), max(1, _BLOCK // found.size)
-    chance = np.random.default_rng(seed)
-    options = {
-        "n_resamples": resamples,
-        "confidence_level": CONFIDENCE,
-        "method": "percentile",
-        "vectorized": True,
-    }
-    low, high = stats.bootstrap(
-        (found,),
-        np.mean,
-        batch=batch,
-        rng=chance,
-        **options,
-    ).confidence_interval
-    # equal values, whose mean may be rounded to another number, have no error
-    error = 0.0 if (found == found[0]).all() else float(found.std(ddof=1) / math.sqrt(found.size))
-    return Mean(fmean(found.tolist()), error, float(low), float(high))
+    if array.size < 2:
+        return Mean(float(array[0]), None, None, None)
+    interval = (
+        _import_scipy_stats()
+        .bootstrap(
+            (array,),
+            np.mean,
+            n_resamples=resamples,
+            batch=_batch_size(array),
+            vectorized=True,
+            confidence_level=CONFIDENCE,
+            method="percentile",
+            rng=np.random.default_rng(seed),
+        )
+        .confidence_interval
+    )
+    # The rounded mean of equal values may differ from them: their error is exactly 0.
+    are_equal = bool((array == array[0]).all())
+    error = 0.0 if are_equal else float(array.std(ddof=1) / math.sqrt(array.size))
+    return Mean(fmean(array.tolist()), error, float(interval.low), float(interval.high))
+
+
+def _batch_size(values: _Floats) -> int:
+    """Return how many resamples of `values` are computed at a time."""
+    return max(1, _NUMBERS_PER_BATCH // values.size)
 
 
 def compare(
@@ -120,80 +132,105 @@ def compare(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> list[Difference]:
-    """Differences between runs, each tested with the same queries: every other run minus the first
-    one.
+    """Compare runs over the same queries, and test each difference.
 
-    The test that decides is Fisher's randomisation test: under the hypothesis that two runs do not
-    differ, the sign of each query's difference is chance, and the p-value is the share of random
-    sign flips whose mean difference is as large in magnitude (all of them where there are no more
-    than `resamples`; Smucker, Allan and Carterette, CIKM 2007). Holm's step-down correction bounds
-    by `alpha` the chance of calling any two equal runs of the call different.
+    By default, every other run is compared with the first one. Fisher's randomisation test decides
+    (Smucker, Allan and Carterette, CIKM 2007). Under the hypothesis that two runs do not differ,
+    the sign of each query's difference is random. The p-value is the share of random sign flips
+    whose mean difference has at least the same magnitude; all flips are tried if there are no more
+    than `resamples`. Holm's step-down correction bounds by `alpha` the probability that any two
+    equal runs of the call are called different.
 
     Args:
         tables: name of a run -> its values by query
             (:func:`tilefold.retrieval.evaluate_per_query`).
-        measures: of the tables; all if None.
-        all_pairs: compare every two runs, later ones minus earlier ones.
-        alpha: in (0, 1).
-        resamples: sign flips, and samples of each bootstrap.
+        measures: names of measures in the tables; None compares all of them.
+        all_pairs: compare every two runs, the later minus the earlier one.
+        alpha: significance level, in (0, 1).
+        resamples: number of sign flips, and of samples of each bootstrap.
         seed: equal seeds give equal numbers.
 
+    Returns:
+        The differences, by measure and then by pair of runs.
+
     Raises:
-        ValueError: fewer than two runs or queries, tables of different queries, a measure that one
-            lacks.
+        ValueError: if there are fewer than two runs or queries, tables have different queries, or a
+            table lacks a measure.
     """
     check_mapping("tables", tables, "name of a run -> values by query")
     for name, table in tables.items():
         check_mapping(f"tables[{name!r}]", table, "query id -> value by measure")
-    measures = None if measures is None else list_of("measures", measures)
-    check_count("resamples", resamples, 99)
+    if measures is not None:
+        measures = list_of("measures", measures)
+    check_count("resamples", resamples, MIN_RESAMPLES)
     if not 0 < alpha < 1:
         raise ValueError(f"alpha: expected a number between 0 and 1, got {alpha!r}.")
-    names, queries = list(tables), list(next(iter(tables.values()), ()))
-    check_least("runs to compare", len(names), 2)
-    check_least("queries to compare runs on", len(queries), 2)
-    for name, table in tables.items():
-        if table.keys() != set(queries):
-            strange = next(iter(table.keys() ^ set(queries)))
-            raise ValueError(
-                f"tables: expected the same queries in all, but {strange!r} is not both in {names[0]!r} "
-                f"and in {name!r}. Evaluate them with the same judgements.",
-            )
-    chosen = list(tables[names[0]][queries[0]]) if measures is None else measures
-    pairs = (
-        list(itertools.combinations(names, 2))
-        if all_pairs
-        else [(names[0], name) for name in names[1:]]
-    )
-    compared = [(run, over, measure) for measure in chosen for over, run in pairs]
-    found: list[_Floats] = []
-    for run, over, measure in compared:
-        mine, theirs = (_column(tables[name], queries, name, measure) for name in (run, over))
-        found.append(np.round(mine - theirs, DIGITS))
-    tested = [_tests(values, resamples, seed) for values in found]
-    rows = zip(compared, found, tested, holm([p for p, _ in tested]), strict=True)
-    return [
-        Difference(
+    runs = list(tables)
+    queries = _common_queries(tables)
+    if measures is None:
+        measures = list(tables[runs[0]][queries[0]])
+    pairs = [(runs[0], run) for run in runs[1:]]
+    if all_pairs:
+        pairs = list(itertools.combinations(runs, 2))
+    comparisons = []
+    for measure in measures:
+        for over, run in pairs:
+            values = _values_of_measure(tables[run], queries, run, measure)
+            values_over = _values_of_measure(tables[over], queries, over, measure)
+            differences = np.round(values - values_over, DIGITS)
+            comparisons.append((run, over, measure, differences))
+    p_values = [_p_values(differences, resamples, seed) for *_, differences in comparisons]
+    corrected = holm([p_randomisation for p_randomisation, _ in p_values])
+    results = []
+    for (run, over, measure, differences), (p_randomisation, p_t), p_holm in zip(
+        comparisons,
+        p_values,
+        corrected,
+        strict=True,
+    ):
+        lowest_first = np.argsort(differences, kind="stable")
+        result = Difference(
             run=run,
             over=over,
             measure=measure,
-            difference=mean_of(values, resamples=resamples, seed=seed),
-            wins=int(np.count_nonzero(values > 0)),
-            losses=int(np.count_nonzero(values < 0)),
-            ties=int(np.count_nonzero(values == 0)),
+            difference=mean_of(differences, resamples=resamples, seed=seed),
+            wins=int(np.count_nonzero(differences > 0)),
+            losses=int(np.count_nonzero(differences < 0)),
+            ties=int(np.count_nonzero(differences == 0)),
             p_randomisation=p_randomisation,
             p_t=p_t,
             p_holm=p_holm,
             different=p_holm < alpha,
-            by_query={queries[at]: float(values[at]) for at in np.argsort(values, kind="stable")},
+            by_query={queries[row]: float(differences[row]) for row in lowest_first},
         )
-        for (run, over, measure), values, (p_randomisation, p_t), p_holm in rows
-    ]
+        results.append(result)
+    return results
+
+
+def _common_queries(tables: Mapping[str, Table]) -> list[str]:
+    """Return the queries of all tables.
+
+    Raises:
+        ValueError: if there are fewer than two tables or queries, or tables have different queries.
+    """
+    runs = list(tables)
+    queries = list(next(iter(tables.values()), ()))
+    check_least("runs to compare", len(runs), 2)
+    check_least("queries to compare runs on", len(queries), 2)
+    for run, table in tables.items():
+        unshared = table.keys() ^ set(queries)
+        if unshared:
+            raise ValueError(
+                f"tables: expected the same queries in all, but {next(iter(unshared))!r} is not "
+                f"both in {runs[0]!r} and in {run!r}. Evaluate them with the same judgements.",
+            )
+    return queries
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment (Scand. J. Statist. 6, 1979): ``max over j <= i of (m - j + 1)
-    p_(j)``, at most 1.
+    """Return p-values after Holm's step-down correction (Scand. J. Statist. 6, 1979).
+
+    The i-th smallest of m p-values becomes ``max over j <= i of (m - j + 1) p_(j)``, at most 1.
     """
     p = np.asarray(p_values, np.float64)
     order = np.argsort(p, kind="stable")
@@ -202,28 +239,42 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(value) for value in adjusted]
 
 
-def _column(table: Table, queries: Sequence[str], name: str, measure: str) -> _Floats:
-    if measure not in table[queries[0]]:
-        known = ", ".join(table[queries[0]])
+def _values_of_measure(
+    table: Table,
+    queries: Sequence[str],
+    run: str,
+    measure: str,
+) -> _Floats:
+    """Return the values of a measure, one per query, ``[Q]``."""
+    available = table[queries[0]]
+    if measure not in available:
         raise ValueError(
-            f"measures: expected some of {known}, which {name!r} has, got {measure!r}.",
+            f"measures: expected some of {', '.join(available)}, which {run!r} has, got "
+            f"{measure!r}.",
         )
     return np.array([table[query][measure] for query in queries], np.float64)
 
 
-def _tests(values: _Floats, resamples: int, seed: int) -> tuple[float, float]:
-    """Two-sided p-values of differences: of the randomisation test, and of the t-test."""
-    if not values.any():
+def _p_values(differences: _Floats, resamples: int, seed: int) -> tuple[float, float]:
+    """Return the two-sided p-values of the randomisation test and of the t-test."""
+    if not differences.any():
         return 1.0, 1.0
-    stats = _stats()
-    options = {"permutation_type": "samples", "vectorized": True, "n_resamples": resamples}
-    batch, chance = max(1, _BLOCK // values.size), np.random.default_rng(seed)
-    flipped = stats.permutation_test((values,), np.mean, batch=batch, rng=chance, **options)
+    stats = _import_scipy_stats()
+    randomisation = stats.permutation_test(
+        (differences,),
+        np.mean,
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=resamples,
+        batch=_batch_size(differences),
+        rng=np.random.default_rng(seed),
+    )
     with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # equal differences: their p-value is 0
-        p_t = float(stats.ttest_1samp(values, 0.0).pvalue)
-    return float(flipped.pvalue), p_t
+        # The t-test warns of equal differences, whose p-value is 0.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        p_t = float(stats.ttest_1samp(differences, 0.0).pvalue)
+    return float(randomisation.pvalue), p_t
 
 
-def _stats() -> Any:
+def _import_scipy_stats() -> Any:
     return require("scipy.stats", "scipy", "Statistics of measures")
