@@ -43,8 +43,11 @@ from tilefold.ops._shared.plan import (
     contiguous,
 )
 from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
-from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors
-from tilefold.ops.entmax_attention._problem import Options as AttentionOptions
+from tilefold.ops.entmax_attention._problem import (
+    AttentionOptions,
+    AttentionSaved,
+    AttentionTensors,
+)
 from tilefold.ops.lsr_head import _problem as head_problem
 from tilefold.ops.lsr_head import _quantized as head_quantized
 from tilefold.ops.lsr_head import _tiled as head_tiled

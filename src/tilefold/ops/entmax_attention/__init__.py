@@ -1,6 +1,4 @@
-"""Alpha-entmax attention (AdaSplash): sparse attention weights, no scores in memory, blocks of
-zeros skipped.
-"""
+"""Alpha-entmax attention (AdaSplash), which skips blocks of zero weights."""
 
 from tilefold.ops.entmax_attention._stats import EntmaxStats
 from tilefold.ops.entmax_attention.api import chosen_impl, entmax_attention, live_blocks

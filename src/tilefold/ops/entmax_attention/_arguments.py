@@ -1,4 +1,4 @@
-"""Checks of the arguments of alpha-entmax attention, and what they mean to the operator."""
+"""Checks of the arguments of alpha-entmax attention, and the operator's options."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tilefold.ops._shared.checks import (
 )
 from tilefold.ops._shared.entmax_root import alpha_number
 from tilefold.ops._shared.operator import Checked
-from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
+from tilefold.ops.entmax_attention._problem import AttentionOptions, AttentionTensors
 
-# A window of this size or more hides nothing: positions are int32, and so are their sums with a
-# smaller one.
+# A window of this size or more hides nothing. Positions are int32, and so are their sums with a
+# smaller window.
 WIDEST_WINDOW = 1 << 30
 
 
-def checked(
+def check_arguments(
     tensors: AttentionTensors,
     alpha: float,
     causal: bool,
@@ -37,44 +37,71 @@ def checked(
     max_seqlen_k: int | None,
     return_stats: object,
 ) -> Checked:
-    """Check all that needs no value; the operator has one alpha per head, ``alpha`` where it is
-    none of the tensors.
+    """Check everything that can be checked without reading a value of a tensor.
+
+    Args:
+        tensors: the tensors, as the caller passed them.
+        alpha: as in :func:`tilefold.ops.entmax_attention`; ignored if ``tensors`` has alphas.
+        causal: as in :func:`tilefold.ops.entmax_attention`.
+        window: as in :func:`tilefold.ops.entmax_attention`.
+        scale: as in :func:`tilefold.ops.entmax_attention`.
+        dropout_p: as in :func:`tilefold.ops.entmax_attention`.
+        max_seqlen_k: as in :func:`tilefold.ops.entmax_attention`.
+        return_stats: as in :func:`tilefold.ops.entmax_attention`.
+
+    Returns:
+        The operator's options, and a function that casts q, k and v under autocast and expands
+        alpha to one per head.
+
+    Raises:
+        TypeError, ValueError: as :func:`tilefold.ops.entmax_attention`.
     """
-    q, k, v, learned, _, cu_q, cu_k, _ = tensors
+    q, k, v = tensors.q, tensors.k, tensors.v
     check_choice("return_stats", return_stats, (False, True, "blocks"))
-    packed = cu_q is not None or cu_k is not None
-    _check_tensors(q, k, v, packed)
+    packed = tensors.cu_seqlens_q is not None or tensors.cu_seqlens_k is not None
+    _check_qkv(q, k, v, packed)
     _check_layout(tensors)
-    rows, bound = k.size(0 if packed else 2), _count("max_seqlen_k", max_seqlen_k)
-    longest = rows if bound is None or not packed else min(rows, bound)
-    dropout, width = _dropout(dropout_p), _count("window", window)
-    width = -1 if width is None or width >= WIDEST_WINDOW else width
-    value = 0.0 if learned is not None else alpha_number(alpha)
-    options = Options(
-        value,
-        bool(causal),
-        width,
-        _scale(scale, q),
-        dropout,
-        longest,
-        bool(return_stats),
+    longest = k.size(0 if packed else 2)
+    key_bound = _check_count("max_seqlen_k", max_seqlen_k)
+    if packed and key_bound is not None:
+        longest = min(longest, key_bound)
+    checked_dropout = _check_dropout(dropout_p)
+    width = _check_count("window", window)
+    if width is None or width >= WIDEST_WINDOW:
+        width = -1
+    options = AttentionOptions(
+        alpha_value=alpha_number(alpha) if tensors.alpha is None else 0.0,
+        causal=bool(causal),
+        window=width,
+        scale=_check_scale(scale, q),
+        dropout_p=checked_dropout,
+        max_seqlen_k=longest,
+        support=bool(return_stats),
     )
-    cast = _autocast_dtype(q, k, v)
-    done = cast is None and (learned is None or learned.shape == (q.size(1),))
-    return Checked(options, None if done else partial(ready, cast))
+    autocast = _autocast_dtype(q, k, v)
+    alpha_is_per_head = tensors.alpha is None or tensors.alpha.shape == (q.size(1),)
+    if autocast is None and alpha_is_per_head:
+        return Checked(options, None)
+    return Checked(options, partial(prepare_tensors, autocast))
 
 
-def ready(cast: torch.dtype | None, tensors: AttentionTensors) -> AttentionTensors:
-    """q, k and v in the dtype that autocast gives them, and one alpha per head."""
-    q, k, v, alpha, *others = tensors
-    if cast is not None:
-        q, k, v = q.to(cast), k.to(cast), v.to(cast)
-    if alpha is not None and alpha.shape != (q.size(1),):
-        alpha = alpha.reshape(-1).expand(q.size(1))
-    return AttentionTensors(q, k, v, alpha, *others)
+def prepare_tensors(autocast: torch.dtype | None, tensors: AttentionTensors) -> AttentionTensors:
+    """Cast q, k and v to the dtype of autocast, if any, and expand alpha to one per head."""
+    alpha = tensors.alpha
+    n_heads = tensors.q.size(1)
+    if autocast is not None:
+        tensors = tensors._replace(
+            q=tensors.q.to(autocast),
+            k=tensors.k.to(autocast),
+            v=tensors.v.to(autocast),
+        )
+    if alpha is not None and alpha.shape != (n_heads,):
+        tensors = tensors._replace(alpha=alpha.reshape(-1).expand(n_heads))
+    return tensors
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    """Check dtypes and shapes of q, k and v."""
     for name, value in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, value)
         check_dtype(
@@ -84,88 +111,117 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
             "cast it with .to(torch.bfloat16) or another of these.",
         )
     check_shape("q", q, "Tq H D" if packed else "B H Nq D")
-    layout, known = (
-        ("Tk Hkv D", {"D": q.size(2)})
-        if packed
-        else ("B Hkv Nk D", {"B": q.size(0), "D": q.size(3)})
-    )
-    check_shape("k", k, layout, **known)
-    check_shape("v", v, layout, **dict(zip(layout.split(), k.shape, strict=True)))
+    if packed:
+        check_shape("k", k, "Tk Hkv D", D=q.size(2))
+        check_shape("v", v, "Tk Hkv D", Tk=k.size(0), Hkv=k.size(1), D=k.size(2))
+    else:
+        check_shape("k", k, "B Hkv Nk D", B=q.size(0), D=q.size(3))
+        check_shape(
+            "v",
+            v,
+            "B Hkv Nk D",
+            B=k.size(0),
+            Hkv=k.size(1),
+            Nk=k.size(2),
+            D=k.size(3),
+        )
     if k.size(1) == 0 or q.size(1) % k.size(1):
         raise ValueError(
-            f"H of q must be a multiple of Hkv of k and v, got {q.size(1)} and {k.size(1)} heads; repeat or slice them.",
+            f"H of q must be a multiple of Hkv of k and v, got {q.size(1)} and {k.size(1)} heads; "
+            "repeat or slice them.",
         )
     if q.size(-1) == 0:
         raise ValueError(f"D must be at least 1, got q of shape {list(q.shape)}.")
     if not (q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)):
         raise TypeError(
-            f"k and v must have the dtype of q ({dtype_name(q.dtype)}), got {dtype_name(k.dtype)} and "
-            f"{dtype_name(v.dtype)}; cast them, or run under torch.autocast.",
+            f"k and v must have the dtype of q ({dtype_name(q.dtype)}), got {dtype_name(k.dtype)} "
+            f"and {dtype_name(v.dtype)}; cast them, or run under torch.autocast.",
         )
 
 
 def _check_layout(tensors: AttentionTensors) -> None:
-    q, k, v, alpha, mask, cu_q, cu_k, _ = tensors
+    """Check the device of all tensors, and shapes and dtypes of offsets, mask and alpha."""
+    q = tensors.q
     others = {
-        "k": k,
-        "v": v,
-        "cu_seqlens_q": cu_q,
-        "cu_seqlens_k": cu_k,
-        "key_padding_mask": mask,
-        "alpha": alpha,
+        "k": tensors.k,
+        "v": tensors.v,
+        "cu_seqlens_q": tensors.cu_seqlens_q,
+        "cu_seqlens_k": tensors.cu_seqlens_k,
+        "key_padding_mask": tensors.key_padding_mask,
+        "alpha": tensors.alpha,
     }
     for name, value in others.items():
         if value is not None:
             check_tensor(name, value)
     check_same_device("q", q, others)
-    if (cu_q is None) != (cu_k is None):
-        missing = "cu_seqlens_q" if cu_q is None else "cu_seqlens_k"
-        raise ValueError(
-            f"{missing} must be given where the other one is, got None; pass the same twice if they agree.",
-        )
-    if cu_q is not None and cu_k is not None:
-        for name, offsets in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-            check_offsets(name, offsets, "[B + 1], like the other one")
-            if offsets.numel() != cu_q.numel():
-                raise ValueError(
-                    f"{name} must have shape [B + 1], like the other one, got {list(offsets.shape)}.",
-                )
-        if mask is not None:
-            raise ValueError(
-                "key_padding_mask must be None with packed input, got a tensor; cu_seqlens_k says it all.",
-            )
+    _check_offsets(tensors)
+    mask = tensors.key_padding_mask
     if mask is not None:
-        check_shape("key_padding_mask", mask, "B Nk", B=q.size(0), Nk=k.size(2))
+        check_shape("key_padding_mask", mask, "B Nk", B=q.size(0), Nk=tensors.k.size(2))
         if mask.is_complex():
             raise TypeError(
                 f"key_padding_mask must be bool, integer or floating, got {mask.dtype}.",
             )
+    alpha = tensors.alpha
     if alpha is not None:
         check_dtype("alpha", alpha, FLOAT_DTYPES, "cast it with .float().")
-        count, heads = alpha.numel(), q.size(1)
-        if count != 1 and count != heads:  # noqa: PLR1714 (torch.compile answers `in` without a look at symbolic sizes)
+        count = alpha.numel()
+        n_heads = q.size(1)
+        # Not `count in (1, n_heads)`: torch.compile answers that without looking at symbolic sizes.
+        if count != 1 and count != n_heads:  # noqa: PLR1714
             raise ValueError(
-                f"alpha must hold one number or one per head ({heads}), got shape {list(alpha.shape)}.",
+                f"alpha must hold one number or one per head ({n_heads}), got shape "
+                f"{list(alpha.shape)}.",
             )
 
 
-def _count(name: str, value: int | None) -> int | None:
+def _check_offsets(tensors: AttentionTensors) -> None:
+    """Check that a packed batch has two offsets of one shape, and no mask."""
+    cu_q = tensors.cu_seqlens_q
+    cu_k = tensors.cu_seqlens_k
+    if (cu_q is None) != (cu_k is None):
+        missing = "cu_seqlens_q" if cu_q is None else "cu_seqlens_k"
+        raise ValueError(
+            f"{missing} must be given where the other one is, got None; pass the same twice if "
+            "they agree.",
+        )
+    if cu_q is None or cu_k is None:
+        return
+    for name, offsets in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        check_offsets(name, offsets, "[B + 1], like the other one")
+        if offsets.numel() != cu_q.numel():
+            raise ValueError(
+                f"{name} must have shape [B + 1], like the other one, got {list(offsets.shape)}.",
+            )
+    if tensors.key_padding_mask is not None:
+        raise ValueError(
+            "key_padding_mask must be None with packed input, got a tensor; cu_seqlens_k says it "
+            "all.",
+        )
+
+
+def _check_count(name: str, value: int | None) -> int | None:
+    """Return ``value`` if it is an integer of at least 0, or ``None``."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise ValueError(f"{name} must be an integer of at least 0 or None, got {value!r}.")
     return value
 
 
-def _scale(scale: float | None, q: Tensor) -> float:
-    if scale is not None and (
-        not isinstance(scale, (int, float)) or not -math.inf < scale < math.inf
-    ):
+def _check_scale(scale: float | None, q: Tensor) -> float:
+    """Return the factor of the products, ``D ** -0.5`` by default."""
+    if scale is None:
+        default: float = q.size(-1) ** -0.5
+        return default
+    if not isinstance(scale, (int, float)) or not -math.inf < scale < math.inf:
         raise ValueError(
-            f"scale must be a finite Python number or None, got {scale!r}; multiply q by a tensor instead.",
+            f"scale must be a finite Python number or None, got {scale!r}; multiply q by a tensor "
+            "instead.",
         )
-    return q.size(-1) ** -0.5 if scale is None else float(scale)
+    return float(scale)
 
 
-def _dropout(dropout_p: float) -> float:
+def _check_dropout(dropout_p: float) -> float:
+    """Return the probability of dropout if it is a number in [0, 1)."""
     if (
         isinstance(dropout_p, bool)
         or not isinstance(dropout_p, (int, float))
@@ -176,7 +232,7 @@ def _dropout(dropout_p: float) -> float:
 
 
 def _autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
-    """The dtype that autocast gives q, k and v, if one of them has another."""
+    """Return the dtype that autocast casts q, k and v to, or ``None`` if nothing is cast."""
     device_type = q.device.type
     if (
         q.dtype == torch.float64

@@ -1,6 +1,4 @@
-"""The records of an attention, checks of their values, which pairs may attend, and the sequences of
-a batch.
-"""
+"""Data of an attention: tensors, options, visible pairs, and the sequences of a batch."""
 
 from __future__ import annotations
 
@@ -18,60 +16,18 @@ from tilefold.ops._shared.plan import Buffer
 
 
 class AttentionTensors(NamedTuple):
-    """The tensors of an attention."""
+    """Tensors of an attention, padded or packed.
 
-    q: Tensor  # [B, H, Nq, D], packed [Tq, H, D]
-    k: Tensor  # [B, Hkv, Nk, D], packed [Tk, Hkv, D]
-    v: Tensor
-    alpha: Tensor | None  # one per head, [H], or None where it is a number
-    key_padding_mask: Tensor | None  # [B, Nk], nonzero = keep, or None
-    cu_seqlens_q: Tensor | None  # [B + 1] offsets of a packed batch, or None
-    cu_seqlens_k: Tensor | None
-    seed: Tensor | None  # [1] int64, of dropout, or None
-
-    @property
-    def packed(self) -> bool:
-        return self.cu_seqlens_q is not None
-
-    @property
-    def batch(self) -> int:
-        return self.q.size(0) if self.cu_seqlens_q is None else self.cu_seqlens_q.numel() - 1
-
-    @property
-    def stats_shape(self) -> tuple[int, ...]:
-        """One number per row: ``[B, H, Nq]``, or ``[1, H, Tq]`` of a packed batch."""
-        q = self.q
-        return (1, q.size(1), q.size(0)) if self.packed else (q.size(0), q.size(1), q.size(2))
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """The tensor, copied where its last dimension does not lie in one piece, in which kernels read
-    and write it.
+    Attributes:
+        q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``.
+        k: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``.
+        v: as ``k``.
+        alpha: ``[H]`` alpha of each head, or ``None`` if it is a number.
+        key_padding_mask: ``[B, Nk]``, nonzero = keep, or ``None``.
+        cu_seqlens_q: ``[B + 1]`` offsets of packed queries, or ``None``.
+        cu_seqlens_k: ``[B + 1]`` offsets of packed keys, or ``None``.
+        seed: ``[1]`` int64 seed of dropout, or ``None``.
     """
-    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()
-
-
-def result_like(tensor: Tensor) -> Buffer:
-    """Memory of a result: laid out as ``torch.empty_like`` lays it out where that is dense, else
-    contiguous.
-    """
-    return Buffer.like(dense(torch.empty_like(tensor, device="meta")))
-
-
-class Options(NamedTuple):
-    """Options of an attention, besides its tensors."""
-
-    alpha_value: float  # alpha, where it is a number
-    causal: bool  # whether query i sees no key behind its own place i + Nk - Nq
-    window: int  # largest distance from that place, or -1 for any
-    scale: float  # multiplies the products
-    dropout_p: float  # share of the probabilities that are dropped
-    max_seqlen_k: int  # no sequence has more keys
-    support: bool = False  # whether the support is counted where no gradient is asked for
-
-
-class AttentionSaved(NamedTuple):
-    """Tensors saved for gradients: those of the call, and what the kernels leave for them."""
 
     q: Tensor
     k: Tensor
@@ -81,114 +37,226 @@ class AttentionSaved(NamedTuple):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     seed: Tensor | None
-    out2: Tensor | None  # what delta is made from, like q; the tiled path has none
-    stats: Tensor  # peak, root, mass and support of every row, [4, B, H, Nq]
-    live: Tensor | None  # the map of live blocks; None or empty where nothing reads it
+
+    @property
+    def packed(self) -> bool:
+        """Whether the batch is packed."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return self.q.size(0) if self.cu_seqlens_q is None else self.cu_seqlens_q.numel() - 1
+
+    @property
+    def stats_shape(self) -> tuple[int, ...]:
+        """Shape of one number per row: ``[B, H, Nq]``, or ``[1, H, Tq]`` for a packed batch."""
+        q = self.q
+        return (1, q.size(1), q.size(0)) if self.packed else (q.size(0), q.size(1), q.size(2))
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if its last dimension is not contiguous, as kernels need it."""
+    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()
+
+
+def result_like(tensor: Tensor) -> Buffer:
+    """Describe a result laid out like ``torch.empty_like``, or contiguous if that is not dense."""
+    return Buffer.like(dense(torch.empty_like(tensor, device="meta")))
+
+
+class AttentionOptions(NamedTuple):
+    """Checked options of an attention.
+
+    Query ``i`` has position ``i + Nk - Nq`` among the keys.
+
+    Attributes:
+        alpha_value: alpha, if it is a number.
+        causal: whether a query sees no key after its position.
+        window: largest distance of a visible key from a query's position, or -1 for any.
+        scale: factor of the products.
+        dropout_p: probability that a weight is dropped.
+        max_seqlen_k: upper bound of the keys of a sequence.
+        support: whether the support is counted if no gradient is asked for.
+    """
+
+    alpha_value: float
+    causal: bool
+    window: int
+    scale: float
+    dropout_p: float
+    max_seqlen_k: int
+    support: bool = False
+
+
+class AttentionSaved(NamedTuple):
+    """Tensors saved for backward: those of the call, and results other than the output.
+
+    Attributes:
+        q: as in :class:`AttentionTensors`, like the seven after it.
+        out2: output that delta is computed from, like ``q``. The tiled path has none.
+        stats: ``[4, B, H, Nq]`` peak, root, mass and support of every row.
+        live: map of live blocks, or ``None`` or empty if nothing reads it.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    alpha: Tensor | None
+    key_padding_mask: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seed: Tensor | None
+    out2: Tensor | None
+    stats: Tensor
+    live: Tensor | None
 
     @property
     def tensors(self) -> AttentionTensors:
-        return AttentionTensors(*self[:8])
+        """Tensors of the call."""
+        return AttentionTensors(
+            q=self.q,
+            k=self.k,
+            v=self.v,
+            alpha=self.alpha,
+            key_padding_mask=self.key_padding_mask,
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_k=self.cu_seqlens_k,
+            seed=self.seed,
+        )
 
 
 @dataclass(frozen=True)
-class Group:
-    """Sequences that are computed together: neighbours of a padded batch, or one of a packed batch."""
+class SequenceGroup:
+    """Sequences that are computed together: neighbours in a padded batch, or a packed sequence.
 
-    first: int  # the number of the first one
-    q_at: slice  # where their rows lie in q-like and k-like tensors: sequences of a padded batch, else rows
-    k_at: slice
-    stats_at: tuple[slice, ...]  # where they lie in [4, B, H, Nq] statistics
-    keep: Tensor | None  # [b, Nk] bool or None
+    Attributes:
+        first: number of the first sequence.
+        query_slice: the group in q-like tensors: sequences of a padded batch, or packed rows.
+        key_slice: the group in k-like tensors: sequences of a padded batch, or packed rows.
+        stats_index: the group in statistics ``[4, B, H, Nq]``.
+        keep: ``[b, Nk]`` bools, false for masked keys, or ``None``.
+        packed: whether the batch is packed.
+    """
+
+    first: int
+    query_slice: slice
+    key_slice: slice
+    stats_index: tuple[slice, ...]
+    keep: Tensor | None
     packed: bool
 
     def queries(self, tensor: Tensor) -> Tensor:
-        """The part of a q-like tensor, ``[b, H, Nq, D]``."""
-        part = tensor[self.q_at]
-        return part.transpose(0, 1)[None] if self.packed else part
+        """Return the group's view of a q-like tensor, ``[b, H, Nq, D]``."""
+        view = tensor[self.query_slice]
+        return view.transpose(0, 1)[None] if self.packed else view
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """The part of a k-like tensor, ``[b, Hkv, Nk, D]``."""
-        part = tensor[self.k_at]
-        return part.transpose(0, 1)[None] if self.packed else part
+        """Return the group's view of a k-like tensor, ``[b, Hkv, Nk, D]``."""
+        view = tensor[self.key_slice]
+        return view.transpose(0, 1)[None] if self.packed else view
 
 
-def groups(tensors: AttentionTensors, elements: int) -> Iterator[Group]:
-    """Groups of as many sequences as ``elements`` scores leave room for; reads packed lengths on
-    the host.
+def sequence_groups(tensors: AttentionTensors, max_scores: int) -> Iterator[SequenceGroup]:
+    """Divide a batch into groups of sequences.
+
+    This waits for a GPU if the batch is packed, to read the lengths.
+
+    Args:
+        tensors: tensors of the call.
+        max_scores: scores of a group that has more than one sequence, at most.
     """
-    q, k, mask, cu_q, cu_k = (
-        tensors.q,
-        tensors.k,
-        tensors.key_padding_mask,
-        tensors.cu_seqlens_q,
-        tensors.cu_seqlens_k,
-    )
-    every = slice(None)
-    if cu_q is None or cu_k is None:
-        together = max(1, elements // max(1, q.size(1) * q.size(2) * k.size(2)))
-        for b in range(0, q.size(0), together):
-            part = slice(b, min(b + together, q.size(0)))
-            keep = None if mask is None else mask[part] != 0
-            yield Group(b, part, part, (every, part), keep, packed=False)
+    q = tensors.q
+    mask = tensors.key_padding_mask
+    everything = slice(None)
+    if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
+        scores_per_sequence = q.size(1) * q.size(2) * tensors.k.size(2)
+        group_size = max(1, max_scores // max(1, scores_per_sequence))
+        for first in range(0, q.size(0), group_size):
+            sequences = slice(first, min(first + group_size, q.size(0)))
+            yield SequenceGroup(
+                first=first,
+                query_slice=sequences,
+                key_slice=sequences,
+                stats_index=(everything, sequences),
+                keep=None if mask is None else mask[sequences] != 0,
+                packed=False,
+            )
         return
-    q_ends, k_ends = cu_q.tolist(), cu_k.tolist()
-    for b in range(len(q_ends) - 1):
-        rows = slice(q_ends[b], q_ends[b + 1])
-        yield Group(
-            b,
-            rows,
-            slice(k_ends[b], k_ends[b + 1]),
-            (every, every, every, rows),
-            None,
+    query_spans = itertools.pairwise(tensors.cu_seqlens_q.tolist())
+    key_spans = itertools.pairwise(tensors.cu_seqlens_k.tolist())
+    for sequence, (query_span, key_span) in enumerate(zip(query_spans, key_spans, strict=True)):
+        rows = slice(*query_span)
+        yield SequenceGroup(
+            first=sequence,
+            query_slice=rows,
+            key_slice=slice(*key_span),
+            stats_index=(everything, everything, everything, rows),
+            keep=None,
             packed=True,
         )
 
 
-def allowed(
-    nq: int,
-    nk: int,
+def visible_pairs(
+    n_queries: int,
+    n_keys: int,
     first: int,
     last: int,
-    options: Options,
+    options: AttentionOptions,
     keep: Tensor | None,
-    like: Tensor,
+    device: torch.device,
 ) -> Tensor:
-    """``[last - first, Nk]`` bool: which keys the queries from ``first`` to ``last`` may attend to."""
-    place = torch.arange(first, last, device=like.device)[:, None] + (nk - nq)
-    j = torch.arange(nk, device=like.device)
-    pairs = torch.ones(last - first, nk, dtype=torch.bool, device=like.device)
+    """Return which keys the queries from ``first`` to ``last`` may attend to.
+
+    Args:
+        n_queries: queries of the sequence.
+        n_keys: keys of the sequence.
+        first: first query.
+        last: end of the queries.
+        options: checked options.
+        keep: ``[Nk]`` bools, false for masked keys, or ``None``.
+        device: device of the result.
+
+    Returns:
+        ``[last - first, Nk]`` bools.
+    """
+    positions = torch.arange(first, last, device=device)[:, None] + (n_keys - n_queries)
+    keys = torch.arange(n_keys, device=device)
+    visible = torch.ones(last - first, n_keys, dtype=torch.bool, device=device)
     if options.causal:
-        pairs &= j <= place
+        visible &= keys <= positions
     if options.window >= 0:
-        pairs &= (j - place).abs() <= options.window
-    return pairs if keep is None else pairs & keep
+        visible &= (keys - positions).abs() <= options.window
+    return visible if keep is None else visible & keep
 
 
-def exponents(alpha: Tensor | None, options: Options, like: Tensor) -> Tensor:
-    """``alpha - 1`` as ``[H, 1, 1]`` or ``[1, 1, 1]``, in the dtype of ``like``."""
-    return (
-        like.new_full((1, 1, 1), options.alpha_value - 1)
-        if alpha is None
-        else alpha.to(like.dtype).view(-1, 1, 1) - 1
-    )
+def exponents(alpha: Tensor | None, options: AttentionOptions, like: Tensor) -> Tensor:
+    """Return ``alpha - 1`` as ``[H, 1, 1]`` or ``[1, 1, 1]``, in the dtype of ``like``."""
+    if alpha is None:
+        return like.new_full((1, 1, 1), options.alpha_value - 1)
+    return alpha.to(like.dtype).view(-1, 1, 1) - 1
 
 
-def check_values(tensors: AttentionTensors, options: Options) -> None:
-    """Check alphas on the CPU, and packed offsets and their longest keys, with a synchronisation on
-    a GPU.
+def check_values(tensors: AttentionTensors, options: AttentionOptions) -> None:
+    """Check the values of alphas and of packed offsets.
+
+    Alphas are checked on the CPU only. Reading offsets waits for a GPU.
+
+    Raises:
+        ValueError: for an alpha outside [1, 2], for offsets that do not describe the rows, and for
+            a sequence with more keys than ``max_seqlen_k``.
     """
     check_alphas(tensors.alpha)
-    cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    cu_q = tensors.cu_seqlens_q
+    cu_k = tensors.cu_seqlens_k
     if cu_q is None or cu_k is None:
         return
     check_cu_seqlens("cu_seqlens_q", cu_q, tensors.q.size(0), "q")
     check_cu_seqlens("cu_seqlens_k", cu_k, tensors.k.size(0), "k")
-    longest = max(
-        (after - before for before, after in itertools.pairwise(cu_k.tolist())),
-        default=0,
-    )
-    bound = options.max_seqlen_k
-    if longest > bound:
+    lengths = [end - start for start, end in itertools.pairwise(cu_k.tolist())]
+    longest = max(lengths, default=0)
+    if longest > options.max_seqlen_k:
         raise ValueError(
-            f"max_seqlen_k must be at least {longest}, the longest sequence of keys, got {bound}.",
+            f"max_seqlen_k must be at least {longest}, the longest sequence of keys, got "
+            f"{options.max_seqlen_k}.",
         )

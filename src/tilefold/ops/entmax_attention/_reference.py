@@ -1,10 +1,12 @@
-"""Alpha-entmax attention in plain PyTorch: the specification. Every score exists, in fp64; autograd
-does the rest.
+"""Alpha-entmax attention in plain PyTorch: the specification.
+
+All scores are computed, in fp64, with autograd.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,78 +14,115 @@ from torch import Tensor
 from tilefold.ops._shared.philox import keep_mask
 from tilefold.ops.entmax import entmax
 from tilefold.ops.entmax_attention._problem import (
+    AttentionOptions,
     AttentionTensors,
-    Options,
-    allowed,
+    SequenceGroup,
     check_values,
-    groups,
+    sequence_groups,
+    visible_pairs,
 )
 
 
-def attention(tensors: AttentionTensors, options: Options) -> Tensor:
-    """Output shaped like ``q``."""
-    out, q, k, v = with_rows(tensors, options)[0], *tensors[:3]
-    if out.numel() == 0 or k.numel() == 0:  # nothing was computed, which is part of the graph too
+class OutputAndRows(NamedTuple):
+    """Output of an attention, and statistics of its rows.
+
+    Attributes:
+        out: output shaped like ``q``.
+        tau: ``[B, H, Nq]`` (packed ``[1, H, Tq]``) fp32 thresholds.
+        support: int32 support sizes, shaped like ``tau``.
+    """
+
+    out: Tensor
+    tau: Tensor
+    support: Tensor
+
+
+def attention(tensors: AttentionTensors, options: AttentionOptions) -> Tensor:
+    """Compute the output, shaped like ``q``."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    out = attention_with_rows(tensors, options).out
+    if out.numel() == 0 or k.numel() == 0:
+        # Nothing was computed. The zeros must be part of the autograd graph too.
         out = out + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
     return out
 
 
-def with_rows(tensors: AttentionTensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Output shaped like ``q``, fp32 thresholds and int32 support sizes ``[B, H, Nq]`` (packed
-    ``[1, H, Tq]``).
-    """
+def attention_with_rows(tensors: AttentionTensors, options: AttentionOptions) -> OutputAndRows:
+    """Compute the output, and thresholds and support sizes of its rows."""
     check_values(tensors, options)
-    q, k, v, alpha = tensors[:4]
+    q = tensors.q
     out = torch.zeros_like(q)
-    heads, kv_heads = q.size(1), k.size(1)
+    n_heads = q.size(1)
+    head_group = n_heads // tensors.k.size(1)
+    alpha = options.alpha_value if tensors.alpha is None else tensors.alpha.double().view(-1, 1, 1)
     tau = torch.full(tensors.stats_shape, math.nan, dtype=torch.float32, device=q.device)
     support = torch.zeros_like(tau, dtype=torch.int32)
-    for group in groups(tensors, elements=0):  # a sequence at a time
-        queries, keys, values = (
-            group.queries(q)[0].double(),
-            group.keys(k)[0].double().repeat_interleave(heads // kv_heads, dim=0),
-            group.keys(v)[0].double().repeat_interleave(heads // kv_heads, dim=0),
-        )
-        nq, nk = queries.size(1), keys.size(1)
-        if nq == 0 or nk == 0:
+    for sequence in sequence_groups(tensors, max_scores=0):  # one sequence at a time
+        queries = sequence.queries(q)[0].double()
+        keys = sequence.keys(tensors.k)[0].double().repeat_interleave(head_group, dim=0)
+        values = sequence.keys(tensors.v)[0].double().repeat_interleave(head_group, dim=0)
+        n_queries = queries.size(1)
+        n_keys = keys.size(1)
+        if n_queries == 0 or n_keys == 0:
             continue
-        keep = None if group.keep is None else group.keep[0]
-        pairs = allowed(nq, nk, 0, nq, options, keep, q)
-        if keep is not None:  # what a masked token holds must not reach a product
+        keep = None if sequence.keep is None else sequence.keep[0]
+        if keep is not None:  # a masked NaN must not reach a product
             keys = keys.masked_fill(~keep[:, None], 0)
             values = values.masked_fill(~keep[:, None], 0)
-        scores = (options.scale * (queries @ keys.mT)).masked_fill(~pairs, -math.inf)  # [H, Nq, Nk]
-        per_head = options.alpha_value if alpha is None else alpha.double().view(-1, 1, 1)
-        p = entmax(scores, per_head, impl="reference")
+        visible = visible_pairs(n_queries, n_keys, 0, n_queries, options, keep, q.device)
+        products = options.scale * (queries @ keys.mT)
+        scores = products.masked_fill(~visible, -math.inf)  # [H, Nq, Nk]
+        p = entmax(scores, alpha, impl="reference")
         if not isinstance(p, Tensor):
             raise TypeError("entmax returned a pair without being asked for one.")
-        tau[group.stats_at[1:]] = _thresholds(scores.detach(), p.detach(), per_head).float()
-        support[group.stats_at[1:]] = (p > 0).sum(dim=-1, dtype=torch.int32)
+        rows = sequence.stats_index[1:]
+        tau[rows] = _thresholds(scores.detach(), p.detach(), alpha).float()
+        support[rows] = (p > 0).sum(dim=-1, dtype=torch.int32)
         if tensors.seed is not None:
-            p = (
-                p
-                * _kept(tensors.seed, group.first, heads, nq, nk, options.dropout_p)
-                / (1 - options.dropout_p)
-            )
-        part = (p @ values).to(q.dtype)
-        places = torch.arange(group.q_at.start, group.q_at.stop, device=q.device)
-        out = out.index_put((places,), part.transpose(0, 1) if group.packed else part[None])
-    return out, tau, support
+            kept = _dropout_mask(tensors.seed, sequence, n_heads, n_queries, n_keys, options)
+            p = p * kept / (1 - options.dropout_p)
+        sequence_out = (p @ values).to(q.dtype)
+        positions = torch.arange(
+            sequence.query_slice.start,
+            sequence.query_slice.stop,
+            device=q.device,
+        )
+        out = out.index_put(
+            (positions,),
+            sequence_out.transpose(0, 1) if sequence.packed else sequence_out[None],
+        )
+    return OutputAndRows(out, tau, support)
 
 
-def _kept(seed: Tensor, index: int, heads: int, nq: int, nk: int, p: float) -> Tensor:
+def _dropout_mask(
+    seed: Tensor,
+    sequence: SequenceGroup,
+    n_heads: int,
+    n_queries: int,
+    n_keys: int,
+    options: AttentionOptions,
+) -> Tensor:
+    """Return which weights of a sequence dropout keeps, ``[H, Nq, Nk]``."""
     device = seed.device
-    plane = index * heads + torch.arange(heads, device=device)[:, None, None]
-    i, j = torch.arange(nq, device=device)[:, None], torch.arange(nk, device=device)
-    return keep_mask(seed, i, j, plane, p)
+    planes = sequence.first * n_heads + torch.arange(n_heads, device=device)[:, None, None]
+    queries = torch.arange(n_queries, device=device)[:, None]
+    keys = torch.arange(n_keys, device=device)
+    return keep_mask(seed, queries, keys, planes, options.dropout_p)
 
 
 def _thresholds(scores: Tensor, p: Tensor, alpha: float | Tensor) -> Tensor:
-    """``tau`` of every row, for alpha = 1 the log of the softmax's denominator; NaN where there is
-    nothing.
+    """Return the threshold ``tau`` of every row, NaN for a row with nothing to attend to.
+
+    For alpha = 1 it is the log of the softmax's denominator.
+
+    Args:
+        scores: ``[H, Nq, Nk]``.
+        p: ``[H, Nq, Nk]`` probabilities.
+        alpha: alpha, or that of each head.
     """
     e = torch.as_tensor(alpha, dtype=torch.float64, device=scores.device) - 1
     e = e.reshape(-1, 1)
-    peak, log_peak = scores.amax(dim=-1), torch.log(p.amax(dim=-1))
+    peak = scores.amax(dim=-1)
+    log_peak = torch.log(p.amax(dim=-1))
     tau = torch.where(e == 0, peak - log_peak, e * peak - torch.exp(e * log_peak))
     return torch.where(peak == -math.inf, math.nan, tau)

@@ -1,6 +1,4 @@
-"""Statistics of the rows of an attention: thresholds, support sizes, residuals, visible keys, live
-blocks.
-"""
+"""Statistics of the rows of an attention: thresholds, supports, residuals and block counts."""
 
 from __future__ import annotations
 
@@ -13,27 +11,26 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilefold.ops._shared.offsets import sequences_of_rows
-from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, exponents
+from tilefold.ops.entmax_attention._problem import AttentionOptions, AttentionTensors, exponents
 
 SPARSITY_BLOCK = 64
-TILE_ELEMENTS = 1 << 22  # scores that exist at a time
-Rows = tuple[Tensor, Tensor, Tensor]  # thresholds, support sizes and residuals
+TILE_ELEMENTS = 1 << 22  # scores that are held at a time
 
 
 class EntmaxStats(NamedTuple):
-    """Statistics of the rows of an attention, ``[B, H, Nq]`` each (packed ``[1, H, Tq]``).
+    """Statistics of the rows of an attention, ``[B, H, Nq]`` (packed ``[1, H, Tq]``).
 
     Attributes:
         tau: fp32 threshold: ``p = [(alpha - 1) s - tau]_+^(1 / (alpha - 1))`` of the scaled scores
-            s; for alpha = 1 the log of softmax's denominator; NaN for a row with nothing to attend
-            to.
+            s. For alpha = 1 it is the log of softmax's denominator. It is NaN for a row with
+            nothing to attend to.
         support: int32 number of keys with a positive probability, before dropout.
         residual: fp32 ``|mass - 1|`` of the root, before the mass was divided out.
         visible: int32 number of keys that the row may see.
         live_blocks: int32 ``[B, H]`` (packed ``[1, H]``), with ``return_stats="blocks"``: blocks of
             64 queries by 64 keys with a positive probability, else ``None``.
-        visible_blocks: int32, like it: blocks with a pair that may attend at all; what a mask,
-            causality or a window hides is not called sparse.
+        visible_blocks: int32, like ``live_blocks``: blocks with a pair that may attend. Pairs that
+            a mask, causality or a window hides do not count as sparsity.
     """
 
     tau: Tensor
@@ -44,8 +41,10 @@ class EntmaxStats(NamedTuple):
     visible_blocks: Tensor | None = None
 
     def nonzero_share(self) -> Tensor:
-        """``[H]`` fp32: positive probabilities among those that may be, over all rows; NaN where
-        there are none.
+        """Return the share of visible pairs with a positive probability, by head.
+
+        Returns:
+            ``[H]`` fp32, NaN for a head without visible pairs.
         """
         return _ratio(
             self.support.sum(dim=(0, 2)),
@@ -53,14 +52,21 @@ class EntmaxStats(NamedTuple):
         )
 
     def mean_support(self) -> Tensor:
-        """``[H]`` fp32: positive probabilities of a row, over the rows that see a key."""
+        """Return the mean number of positive probabilities of rows that see a key, by head.
+
+        Returns:
+            ``[H]`` fp32.
+        """
         return _ratio(
             self.support.sum(dim=(0, 2)),
             (self.visible.expand_as(self.support) > 0).sum(dim=(0, 2)),
         )
 
     def live_share(self) -> Tensor:
-        """``[H]`` fp32: live blocks among the visible ones.
+        """Return the share of visible blocks that are live, by head.
+
+        Returns:
+            ``[H]`` fp32.
 
         Raises:
             ValueError: if blocks were not counted.
@@ -72,197 +78,294 @@ class EntmaxStats(NamedTuple):
         return _ratio(self.live_blocks.sum(dim=0), self.visible_blocks.sum(dim=0))
 
 
-def _ratio(part: Tensor, whole: Tensor) -> Tensor:
-    return part.float() / whole.float()  # a quotient of integers would have torch's default dtype
+class RowStats(NamedTuple):
+    """Thresholds, support sizes and residuals of rows; see :class:`EntmaxStats`."""
+
+    tau: Tensor
+    support: Tensor
+    residual: Tensor
 
 
-def of_rows(stats: Tensor, alpha: Tensor | None, options: Options) -> Rows:
-    """Row statistics from peaks, roots, masses and support sizes."""
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    # A quotient of integers would have torch's default dtype.
+    return numerator.float() / denominator.float()
+
+
+def row_stats(stats: Tensor, alpha: Tensor | None, options: AttentionOptions) -> RowStats:
+    """Compute row statistics from ``[4, B, H, Nq]`` peaks, roots, masses and support sizes."""
     peak, root, mass, support = stats.detach().unbind(0)
     e = exponents(None if alpha is None else alpha.detach(), options, stats).transpose(0, 1)
-    closed = alpha is None and options.alpha_value in (1.5, 2.0)
-    c = root if closed else torch.exp(e * root)
-    tau = e * peak - c if closed else torch.where(e == 0, peak - root, e * peak - c)
-    empty = peak == -math.inf
-    return (
-        torch.where(empty, math.nan, tau).float(),
-        support.int(),
-        torch.where(empty, 0.0, (mass - 1).abs()).float(),
+    if alpha is None and options.alpha_value in (1.5, 2.0):  # closed forms, whose root is c
+        tau = e * peak - root
+    else:  # the root is log p_max
+        tau = torch.where(e == 0, peak - root, e * peak - torch.exp(e * root))
+    is_empty = peak == -math.inf
+    return RowStats(
+        tau=torch.where(is_empty, math.nan, tau).float(),
+        support=support.int(),
+        residual=torch.where(is_empty, 0.0, (mass - 1).abs()).float(),
     )
 
 
-def described(
-    rows: Rows,
+def entmax_stats(
+    rows: RowStats,
     tensors: AttentionTensors,
-    options: Options,
-    asked: bool | str,
+    options: AttentionOptions,
+    return_stats: bool | str,
 ) -> EntmaxStats:
-    """The statistics that ``return_stats`` asked for."""
-    visible = visible_keys(tensors, options).expand_as(rows[1])
-    if asked != "blocks":
-        return EntmaxStats(*rows, visible)
+    """Complete row statistics to what the caller asked for with ``return_stats``."""
+    live_blocks = None
+    visible_blocks = None
+    if return_stats == "blocks":
+        live_blocks, visible_blocks = count_blocks(
+            tensors,
+            options,
+            rows.tau,
+            None,
+            SPARSITY_BLOCK,
+        )
     return EntmaxStats(
-        *rows,
-        visible,
-        *count_blocks(tensors, options, rows[0], None, SPARSITY_BLOCK),
+        tau=rows.tau,
+        support=rows.support,
+        residual=rows.residual,
+        visible=visible_keys(tensors, options).expand_as(rows.support),
+        live_blocks=live_blocks,
+        visible_blocks=visible_blocks,
     )
 
 
-def visible_keys(tensors: AttentionTensors, options: Options) -> Tensor:
-    """Count the keys each row may attend to: int32 ``[B, 1, Nq]`` (packed ``[1, 1, Tq]``)."""
-    q, k, mask, cu_q, cu_k = (
-        tensors.q,
-        tensors.k,
-        tensors.key_padding_mask,
-        tensors.cu_seqlens_q,
-        tensors.cu_seqlens_k,
-    )
-    nq: Tensor | int
-    nk: Tensor | int
+def visible_keys(tensors: AttentionTensors, options: AttentionOptions) -> Tensor:
+    """Count the keys that each row may attend to: int32 ``[B, 1, Nq]`` (packed ``[1, 1, Tq]``)."""
+    q = tensors.q
+    mask = tensors.key_padding_mask
+    cu_q = tensors.cu_seqlens_q
+    cu_k = tensors.cu_seqlens_k
+    n_queries: Tensor | int
+    n_keys: Tensor | int
     if cu_q is not None and cu_k is not None:
-        of_row, i = _places(cu_q, q.size(0))
-        nq, nk = cu_q.diff()[of_row], cu_k.diff()[of_row]
+        sequences, queries = _sequence_positions(cu_q, q.size(0))
+        n_queries = cu_q.diff()[sequences]
+        n_keys = cu_k.diff()[sequences]
     else:
-        nq, nk, i = q.size(2), k.size(2), torch.arange(q.size(-2), device=q.device)
-    place = i + (nk - nq)
-    first, last = torch.zeros_like(place), torch.zeros_like(place) + nk
+        n_queries = q.size(2)
+        n_keys = tensors.k.size(2)
+        queries = torch.arange(q.size(-2), device=q.device)
+    positions = queries + (n_keys - n_queries)
+    first = torch.zeros_like(positions)
+    last = torch.zeros_like(positions) + n_keys
     if options.causal:
-        last = torch.minimum(last, place + 1)
+        last = torch.minimum(last, positions + 1)
     if options.window >= 0:
-        first = torch.maximum(first, place - options.window)
-        last = torch.minimum(last, place + options.window + 1)
+        first = torch.maximum(first, positions - options.window)
+        last = torch.minimum(last, positions + options.window + 1)
     last = torch.maximum(first, last)
     if cu_q is not None:
         return (last - first).to(torch.int32).view(1, 1, -1)
-    keep = (
-        torch.ones(1, k.size(2), dtype=torch.bool, device=q.device) if mask is None else mask != 0
+    padded_keys = tensors.k.size(2)
+    if mask is None:
+        keep = torch.ones(1, padded_keys, dtype=torch.bool, device=q.device)
+    else:
+        keep = mask != 0
+    n_kept_before = pad(keep.cumsum(dim=1), (1, 0))  # [B, Nk + 1]
+    counts = (
+        n_kept_before[:, last.clamp(0, padded_keys)]
+        - n_kept_before[:, first.clamp(max=padded_keys)]
     )
-    prefix = pad(keep.cumsum(dim=1), (1, 0))  # [B, Nk + 1]
-    seen = prefix[:, last.clamp(0, k.size(2))] - prefix[:, first.clamp(max=k.size(2))]
-    return seen.clamp_min(0).to(torch.int32)[:, None].expand(q.size(0), 1, -1)
+    return counts.clamp_min(0).to(torch.int32)[:, None].expand(q.size(0), 1, -1)
 
 
 class _Tokens(NamedTuple):
-    """Queries or keys of a table of scores that is cut into blocks: ``[n]`` each but ``vectors``
-    ``[.., n, D]``.
+    """Queries or keys of a matrix of scores that is divided into blocks.
 
-    ``place`` is among the keys of its ``sequence``, and ``counted`` ``None`` where all tokens are.
+    Attributes:
+        vectors: ``[H, n, D]``, or ``[Hkv, n, D]``.
+        sequences: ``[n]`` sequence of each token.
+        positions: ``[n]`` position of each token among the keys of its sequence.
+        blocks: ``[n]`` block of each token.
+        n_blocks: number of blocks, or an upper bound.
+        counted: ``[n]`` bools, false for tokens that are ignored, or ``None``.
     """
 
     vectors: Tensor
-    sequence: Tensor
-    place: Tensor
-    block: Tensor
-    blocks: int
+    sequences: Tensor
+    positions: Tensor
+    blocks: Tensor
+    n_blocks: int
     counted: Tensor | None
 
 
 def count_blocks(
     tensors: AttentionTensors,
-    options: Options,
+    options: AttentionOptions,
     tau: Tensor,
     query_padding_mask: Tensor | None,
     block: int,
 ) -> tuple[Tensor, Tensor]:
-    """Blocks with a positive weight, and blocks with a pair that may attend: int32 ``[B, H]`` each
-    (packed ``[1, H]``).
+    """Count blocks with a positive weight, and blocks with a pair that may attend.
 
-    Scores are made once more, in fp32 and a tile at a time; nothing is read on the host.
+    Scores are computed again, in fp32, a tile at a time. This does not wait for the device.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+        tau: thresholds of the rows.
+        query_padding_mask: ``[B, Nq]`` (packed ``[Tq]``), nonzero = count this row, or ``None``.
+        block: queries and keys of a block.
+
+    Returns:
+        int32 ``[B, H]`` (packed ``[1, H]``) live blocks, and visible blocks.
     """
-    q, heads = tensors.q, tensors.q.size(1)
-    counts = torch.zeros(2, tau.size(0), heads, dtype=torch.int32, device=q.device)
+    q = tensors.q
+    counts = torch.zeros(2, tau.size(0), q.size(1), dtype=torch.int32, device=q.device)
     with torch.autocast(q.device.type, enabled=False), torch.no_grad():
         tau = tau.float()
         e = exponents(tensors.alpha, options, tau)
-        for b, (queries, keys) in enumerate(_tables(tensors, query_padding_mask, block)):
-            counts[:, b] = _count(queries, keys, tau[b], e, options)
+        matrices = _score_matrices(tensors, query_padding_mask, block)
+        for matrix, (queries, keys) in enumerate(matrices):
+            counts[:, matrix] = _count(queries, keys, tau[matrix], e, options)
     return counts[0], counts[1]
 
 
-def _count(queries: _Tokens, keys: _Tokens, tau: Tensor, e: Tensor, options: Options) -> Tensor:
-    """``[2, H]`` live and visible blocks of a table."""
-    heads, n, _ = queries.vectors.shape
-    m = keys.vectors.size(1)
-    found = torch.zeros(
-        heads + 1,
-        queries.blocks,
-        keys.blocks,
-        device=tau.device,
-    )  # live ones of each head, visible ones
-    # products with ones and zeros count: exact, the same every time, and no key decides a shape
-    of_key = _one_hot(keys.block, keys.blocks)
-    vectors = keys.vectors.float()
+def _count(
+    queries: _Tokens,
+    keys: _Tokens,
+    tau: Tensor,
+    e: Tensor,
+    options: AttentionOptions,
+) -> Tensor:
+    """Count the live and the visible blocks of a matrix of scores.
+
+    Args:
+        queries: queries, ``n`` tokens.
+        keys: keys, ``m`` tokens.
+        tau: ``[H, n]`` thresholds.
+        e: ``alpha - 1``, ``[H, 1, 1]`` or ``[1, 1, 1]``.
+        options: checked options.
+
+    Returns:
+        ``[2, H]`` live and visible blocks.
+    """
+    n_heads, n_queries, _ = queries.vectors.shape
+    n_keys = keys.vectors.size(1)
+    # Pairs of each block: live ones by head, and in the last plane visible ones. They are counted
+    # by products with zeros and ones, which are exact and always the same, and whose shapes do not
+    # depend on values.
+    pair_counts = torch.zeros(n_heads + 1, queries.n_blocks, keys.n_blocks, device=tau.device)
+    key_blocks = _one_hot(keys.blocks, keys.n_blocks)
+    key_vectors = keys.vectors.float()
     if keys.counted is not None:
-        vectors = vectors.masked_fill(~keys.counted[:, None], 0)
-    step = max(1, TILE_ELEMENTS // max(1, heads * m))
-    for rows in (slice(first, min(first + step, n)) for first in range(0, n, step)):
-        i, j = queries.place[rows, None], keys.place
-        pairs = queries.sequence[rows, None] == keys.sequence
-        if options.causal:
-            pairs &= j <= i
-        if options.window >= 0:
-            pairs &= (j - i).abs() <= options.window
-        pairs = pairs if keys.counted is None else pairs & keys.counted
-        pairs = pairs if queries.counted is None else pairs & queries.counted[rows, None]
-        block = queries.vectors[:, rows].float().reshape(vectors.size(0), -1, vectors.size(2))
-        scores = (block @ vectors.mT).view(heads, rows.stop - rows.start, m) * options.scale
-        bar = tau[:, rows, None]
-        positive = torch.where(e == 0, torch.exp(scores - bar) > 0, e * scores > bar) & pairs
-        of_row = _one_hot(queries.block[rows], queries.blocks).T
-        found += of_row @ ((torch.cat([positive, pairs[None]]).float() @ of_key) > 0).float()
-    blocks = (found > 0).sum(dim=(1, 2))
-    return torch.stack([blocks[:-1], blocks[-1:].expand(heads)])
+        key_vectors = key_vectors.masked_fill(~keys.counted[:, None], 0)
+    n_key_heads, _, dim = key_vectors.shape
+    step = max(1, TILE_ELEMENTS // max(1, n_heads * n_keys))
+    for first in range(0, n_queries, step):
+        rows = slice(first, min(first + step, n_queries))
+        visible = _visible_pairs(queries, keys, rows, options)
+        row_vectors = queries.vectors[:, rows].float().reshape(n_key_heads, -1, dim)
+        products = row_vectors @ key_vectors.mT
+        scores = products.view(n_heads, rows.stop - rows.start, n_keys) * options.scale
+        threshold = tau[:, rows, None]
+        positive = torch.where(e == 0, torch.exp(scores - threshold) > 0, e * scores > threshold)
+        pairs = torch.cat([positive & visible, visible[None]])
+        row_blocks = _one_hot(queries.blocks[rows], queries.n_blocks).T
+        in_key_block = (pairs.float() @ key_blocks) > 0
+        pair_counts += row_blocks @ in_key_block.float()
+    n_blocks = (pair_counts > 0).sum(dim=(1, 2))
+    return torch.stack([n_blocks[:-1], n_blocks[-1:].expand(n_heads)])
 
 
-def _tables(
+def _visible_pairs(
+    queries: _Tokens,
+    keys: _Tokens,
+    rows: slice,
+    options: AttentionOptions,
+) -> Tensor:
+    """Return which pairs of these queries and all keys count, ``[rows, m]`` bools."""
+    query_positions = queries.positions[rows, None]
+    visible = queries.sequences[rows, None] == keys.sequences
+    if options.causal:
+        visible &= keys.positions <= query_positions
+    if options.window >= 0:
+        visible &= (keys.positions - query_positions).abs() <= options.window
+    if keys.counted is not None:
+        visible = visible & keys.counted
+    if queries.counted is not None:
+        visible = visible & queries.counted[rows, None]
+    return visible
+
+
+def _score_matrices(
     tensors: AttentionTensors,
-    row_mask: Tensor | None,
+    query_padding_mask: Tensor | None,
     block: int,
 ) -> Iterator[tuple[_Tokens, _Tokens]]:
-    q, k, mask, cu_q, cu_k = (
-        tensors.q,
-        tensors.k,
-        tensors.key_padding_mask,
-        tensors.cu_seqlens_q,
-        tensors.cu_seqlens_k,
-    )
+    """Yield queries and keys of each sequence, or those of all sequences of a packed batch."""
+    q = tensors.q
+    k = tensors.k
+    mask = tensors.key_padding_mask
+    cu_q = tensors.cu_seqlens_q
+    cu_k = tensors.cu_seqlens_k
     if cu_q is not None and cu_k is not None:
-        (of_q, i), (of_k, j) = _places(cu_q, q.size(0)), _places(cu_k, k.size(0))
-        # the most blocks there can be: lengths stay on the device
-        sizes = (t.size(0) // block + tensors.batch for t in (q, k))
-        q_block, k_block = (
-            _first_blocks(cu_q, block)[of_q] + i // block,
-            _first_blocks(cu_k, block)[of_k] + j // block,
-        )
-        rows = None if row_mask is None else row_mask.reshape(-1) != 0
-        behind = (cu_k.diff() - cu_q.diff())[of_q]
+        query_sequences, queries = _sequence_positions(cu_q, q.size(0))
+        key_sequences, keys = _sequence_positions(cu_k, k.size(0))
+        shift = (cu_k.diff() - cu_q.diff())[query_sequences]
+        counted = None if query_padding_mask is None else query_padding_mask.reshape(-1) != 0
+        # Lengths stay on the device, so the numbers of blocks are upper bounds.
         yield (
-            _Tokens(q.transpose(0, 1), of_q, i + behind, q_block, next(sizes), rows),
-            _Tokens(k.transpose(0, 1), of_k, j, k_block, next(sizes), None),
+            _Tokens(
+                vectors=q.transpose(0, 1),
+                sequences=query_sequences,
+                positions=queries + shift,
+                blocks=_first_blocks(cu_q, block)[query_sequences] + queries // block,
+                n_blocks=q.size(0) // block + tensors.batch,
+                counted=counted,
+            ),
+            _Tokens(
+                vectors=k.transpose(0, 1),
+                sequences=key_sequences,
+                positions=keys,
+                blocks=_first_blocks(cu_k, block)[key_sequences] + keys // block,
+                n_blocks=k.size(0) // block + tensors.batch,
+                counted=None,
+            ),
         )
         return
-    i, j = (torch.arange(t.size(2), device=q.device) for t in (q, k))
-    for b in range(q.size(0)):
-        rows, keep = (None if given is None else given[b] != 0 for given in (row_mask, mask))
+    queries = torch.arange(q.size(2), device=q.device)
+    keys = torch.arange(k.size(2), device=q.device)
+    for sequence in range(q.size(0)):
         yield (
-            _Tokens(q[b], i * 0, i + len(j) - len(i), i // block, -(-len(i) // block), rows),
-            _Tokens(k[b], j * 0, j, j // block, -(-len(j) // block), keep),
+            _Tokens(
+                vectors=q[sequence],
+                sequences=torch.zeros_like(queries),
+                positions=queries + k.size(2) - q.size(2),
+                blocks=queries // block,
+                n_blocks=-(-q.size(2) // block),
+                counted=None if query_padding_mask is None else query_padding_mask[sequence] != 0,
+            ),
+            _Tokens(
+                vectors=k[sequence],
+                sequences=torch.zeros_like(keys),
+                positions=keys,
+                blocks=keys // block,
+                n_blocks=-(-k.size(2) // block),
+                counted=None if mask is None else mask[sequence] != 0,
+            ),
         )
 
 
-def _one_hot(index: Tensor, size: int) -> Tensor:
-    """``[n, size]`` fp32."""
-    return (index[:, None] == torch.arange(size, device=index.device)).float()
+def _one_hot(positions: Tensor, size: int) -> Tensor:
+    """Return ``[n, size]`` fp32 rows that are 1 at these positions."""
+    return (positions[:, None] == torch.arange(size, device=positions.device)).float()
 
 
-def _places(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Sequence of every packed token, and its place there."""
+def _sequence_positions(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Return the sequence of every packed token, and its position in the sequence."""
     last_sequence = max(offsets.numel() - 2, 0)
-    sequence = sequences_of_rows(offsets, total).clamp(max=last_sequence)
+    sequences = sequences_of_rows(offsets, total).clamp(max=last_sequence)
     token_numbers = torch.arange(total, device=offsets.device)
-    return sequence, token_numbers - offsets.long()[sequence]
+    return sequences, token_numbers - offsets.long()[sequences]
 
 
 def _first_blocks(offsets: Tensor, block: int) -> Tensor:
-    """Number of a packed sequence's first block."""
-    return pad(((offsets.long().diff() + (block - 1)) // block).cumsum(0), (1, 0))[:-1]
+    """Return the number of the first block of every packed sequence."""
+    n_blocks = (offsets.long().diff() + (block - 1)) // block
+    return pad(n_blocks.cumsum(0), (1, 0))[:-1]

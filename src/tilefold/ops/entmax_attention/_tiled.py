@@ -1,14 +1,14 @@
-"""Alpha-entmax attention in torch operations on blocks of queries: the CPU path, and the fallback
-on any device.
+"""Alpha-entmax attention in torch operations on blocks of queries: the CPU and fallback path.
 
-A block's scores exist for all heads of one sequence, or of several short ones, at a time and are
-gone again; backward makes them again.
+The scores of a block are held for all heads of one sequence, or of several short ones. Backward
+computes them again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,169 +23,233 @@ from tilefold.ops._shared.entmax_root import (
 )
 from tilefold.ops._shared.philox import keep_mask
 from tilefold.ops.entmax_attention._problem import (
+    AttentionOptions,
     AttentionSaved,
     AttentionTensors,
-    Group,
-    Options,
-    allowed,
+    SequenceGroup,
     check_values,
     exponents,
-    groups,
     result_like,
+    sequence_groups,
+    visible_pairs,
 )
 
-TILE_ELEMENTS = (
-    1 << 18
-)  # scores of a block: 1 MiB in fp32, so that its few temporaries stay in the cache
+# Scores of a block: 1 MiB in fp32, so that its few temporaries stay in the cache.
+TILE_ELEMENTS = 1 << 18
 
 
 def forward(
     tensors: AttentionTensors,
-    options: Options,
+    options: AttentionOptions,
     training: bool,
 ) -> tuple[Tensor, None, Tensor | None, None]:
-    """Output, nothing, statistics ``[4, B, H, Nq]`` (peak, root, mass, support) if anyone reads
-    them, nothing.
+    """Compute the output, and statistics if backward or the caller reads them.
+
+    Returns:
+        One entry for each result of the operator: the output, ``None``, ``[4, B, H, Nq]`` peak,
+        root, mass and support of every row (or ``None``), and ``None``.
     """
     check_values(tensors, options)
-    q, alpha, seed = tensors.q, tensors.alpha, tensors.seed
-    wide = torch.promote_types(q.dtype, torch.float32)
+    q = tensors.q
+    dtype = torch.promote_types(q.dtype, torch.float32)
     out = result_like(q).on(q.device).zero_()
-    stats = torch.zeros(4, *tensors.stats_shape, dtype=wide, device=q.device)
+    stats = torch.zeros(4, *tensors.stats_shape, dtype=dtype, device=q.device)
     stats[0] = -math.inf
-    kind, e = kind_of(alpha, options.alpha_value), exponents(alpha, options, stats)
-    for group in groups(tensors, TILE_ELEMENTS):
-        target, places = group.queries(out), stats[group.stats_at]
-        for first, last, scores, _, values, _ in _blocks(group, tensors, options, wide):
-            *rows, nk = scores.shape
+    kind = kind_of(tensors.alpha, options.alpha_value)
+    e = exponents(tensors.alpha, options, stats)
+    for group in sequence_groups(tensors, TILE_ELEMENTS):
+        group_out = group.queries(out)
+        group_stats = stats[group.stats_index]
+        for block in _blocks(group, tensors, options, dtype):
+            rows = slice(block.first, block.last)
+            *row_shape, n_keys = block.scores.shape
             p, root, mass, peak = row_weights(
-                scores.view(-1, nk),
-                e.expand(*rows, 1).reshape(-1, 1),
+                block.scores.view(-1, n_keys),
+                e.expand(*row_shape, 1).reshape(-1, 1),
                 kind,
             )
-            for place, found in enumerate((peak, root, mass, (p > 0).sum(dim=-1))):
-                places[place, :, :, first:last] = found.view(rows)
-            p = p.view(scores.shape)
-            if seed is not None:
-                p = p * _dropout(seed, group, q, first, last, p.size(-1), options).to(wide)
-            target[:, :, first:last] = (_grouped(p, values) @ values).reshape(*p.shape[:3], -1)
+            support = (p > 0).sum(dim=-1)
+            for position, statistic in enumerate((peak, root, mass, support)):
+                group_stats[position, :, :, rows] = statistic.view(row_shape)
+            p = p.view(block.scores.shape)
+            if tensors.seed is not None:
+                p = p * _dropout_factors(tensors.seed, group, q, block, options).to(dtype)
+            products = _by_key_head(p, block.values) @ block.values
+            group_out[:, :, rows] = products.reshape(*p.shape[:3], -1)
     return out, None, stats if training or options.support else None, None
 
 
 def backward(
     dout: Tensor,
     saved: AttentionSaved,
-    options: Options,
+    options: AttentionOptions,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, in their dtypes and laid out as results, and alpha ``[H]``; ``None``
-    where not needed.
+    """Compute the gradients of q, k, v and alpha, with the dtypes and layouts of results.
+
+    Args:
+        dout: gradient of the output.
+        saved: what the forward pass saved.
+        options: checked options.
+        needs: whether the gradients of q, k, v and alpha are needed; others are ``None``.
     """
-    tensors, stats = saved.tensors, saved.stats
-    q, k, v, alpha = tensors[:4]
-    seed, wide = tensors.seed, stats.dtype
-    dq, dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (q, k, v))
-    dalpha = torch.zeros(q.size(1), dtype=wide, device=q.device)
-    kind, e = kind_of(alpha, options.alpha_value), exponents(alpha, options, stats)
-    for group in groups(tensors, TILE_ELEMENTS):
-        places = stats[group.stats_at]
-        grads = group.queries(dout), group.queries(dq), group.keys(dk), group.keys(dv)
-        for first, last, scores, queries, values, keys in _blocks(group, tensors, options, wide):
-            peak, root, mass, _ = places[:, :, :, first:last, None]
-            empty = peak == -math.inf
-            d = torch.where(empty, 0.0, torch.where(empty, 0.0, peak) - scores)
-            p = torch.where(
-                empty,
-                0.0,
-                probabilities(d, root, e, GENERIC if kind == SOFTMAX else kind) / mass,
-            )
-            grad = grads[0][:, :, first:last].to(wide)
-            dp = (_grouped(grad, values) @ values.mT).reshape(p.shape)
+    tensors = saved.tensors
+    q = tensors.q
+    alpha = tensors.alpha
+    need_q, need_k, need_v, need_alpha = needs
+    dtype = saved.stats.dtype
+    dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    dk = torch.zeros(tensors.k.shape, dtype=dtype, device=q.device)
+    dv = torch.zeros(tensors.v.shape, dtype=dtype, device=q.device)
+    dalpha = torch.zeros(q.size(1), dtype=dtype, device=q.device)
+    kind = kind_of(alpha, options.alpha_value)
+    e = exponents(alpha, options, saved.stats)
+    for group in sequence_groups(tensors, TILE_ELEMENTS):
+        group_stats = saved.stats[group.stats_index]
+        group_dout = group.queries(dout)
+        group_dq = group.queries(dq)
+        group_dk = group.keys(dk)
+        group_dv = group.keys(dv)
+        for block in _blocks(group, tensors, options, dtype):
+            rows = slice(block.first, block.last)
+            keys = block.keys
+            values = block.values
+            peak, root, mass, _ = group_stats[:, :, :, rows, None]
+            p = _probabilities(block.scores, peak, root, mass, e, kind)
+            block_dout = group_dout[:, :, rows].to(dtype)
+            dp = (_by_key_head(block_dout, values) @ values.mT).reshape(p.shape)
             weights = p
-            if seed is not None:
-                factor = _dropout(seed, group, q, first, last, p.size(-1), options).to(wide)
-                dp, weights = dp * factor, p * factor
-            ds, rows = row_gradients(p, dp, e, kind, needs[3])
-            ds *= options.scale
-            if needs[0]:
-                grads[1][:, :, first:last] = (_grouped(ds, keys) @ keys).reshape(*p.shape[:3], -1)
-            if needs[1]:
-                grads[2].add_(_grouped(ds, keys).mT @ _grouped(queries, keys))
-            if needs[2]:
-                grads[3].add_(_grouped(weights, values).mT @ _grouped(grad, values))
-            if rows is not None:
-                dalpha += rows.sum(dim=(0, -1))
-    leaves = (q, k, v, dalpha if alpha is None else alpha)
-    return tuple(
-        _like(leaf, grad) if need else None
-        for grad, leaf, need in zip((dq, dk, dv, dalpha), leaves, needs, strict=True)
+            if tensors.seed is not None:
+                factors = _dropout_factors(tensors.seed, group, q, block, options).to(dtype)
+                dp = dp * factors
+                weights = p * factors
+            dscores, row_dalpha = row_gradients(p, dp, e, kind, need_alpha)
+            dscores *= options.scale
+            if need_q:
+                block_dq = _by_key_head(dscores, keys) @ keys
+                group_dq[:, :, rows] = block_dq.reshape(*p.shape[:3], -1)
+            if need_k:
+                block_queries = _by_key_head(block.queries, keys)
+                group_dk.add_(_by_key_head(dscores, keys).mT @ block_queries)
+            if need_v:
+                grouped_dout = _by_key_head(block_dout, values)
+                group_dv.add_(_by_key_head(weights, values).mT @ grouped_dout)
+            if row_dalpha is not None:
+                dalpha += row_dalpha.sum(dim=(0, -1))
+    return (
+        _as_result(dq, q) if need_q else None,
+        _as_result(dk, tensors.k) if need_k else None,
+        _as_result(dv, tensors.v) if need_v else None,
+        _as_result(dalpha, dalpha if alpha is None else alpha) if need_alpha else None,
     )
 
 
-def _like(leaf: Tensor, grad: Tensor) -> Tensor:
-    done = grad.dtype == leaf.dtype and leaf.is_contiguous()
-    return grad if done else result_like(leaf).on(leaf.device).copy_(grad)
+def _as_result(grad: Tensor, tensor: Tensor) -> Tensor:
+    """Return a gradient with the dtype and layout of the result for ``tensor``."""
+    if grad.dtype == tensor.dtype and tensor.is_contiguous():
+        return grad
+    return result_like(tensor).on(tensor.device).copy_(grad)
+
+
+def _probabilities(
+    scores: Tensor,
+    peak: Tensor,
+    root: Tensor,
+    mass: Tensor,
+    e: Tensor,
+    kind: str,
+) -> Tensor:
+    """Compute the probabilities ``[b, H, n, Nk]`` again, from scores and saved statistics.
+
+    Args:
+        scores: ``[b, H, n, Nk]``.
+        peak: ``[b, H, n, 1]``.
+        root: ``[b, H, n, 1]``.
+        mass: ``[b, H, n, 1]``.
+        e: ``alpha - 1`` of each head.
+        kind: kind of alpha.
+    """
+    is_empty = peak == -math.inf
+    finite_peak = torch.where(is_empty, 0.0, peak)
+    d = torch.where(is_empty, 0.0, finite_peak - scores)
+    formula = GENERIC if kind == SOFTMAX else kind
+    return torch.where(is_empty, 0.0, probabilities(d, root, e, formula) / mass)
+
+
+class _Block(NamedTuple):
+    """Consecutive queries of a group of sequences, with all keys.
+
+    Attributes:
+        first: first query.
+        last: end of the queries.
+        scores: ``[b, H, n, Nk]``, minus infinity for pairs that may not attend.
+        queries: ``[b, H, n, D]``.
+        keys: ``[b, Hkv, Nk, D]``.
+        values: ``[b, Hkv, Nk, D]``.
+    """
+
+    first: int
+    last: int
+    scores: Tensor
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
 
 
 def _blocks(
-    group: Group,
+    group: SequenceGroup,
     tensors: AttentionTensors,
-    options: Options,
-    wide: torch.dtype,
-) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor, Tensor]]:
-    """Blocks of queries: first, last, scores ``[b, H, n, Nk]``, queries, values, keys ``[b, ..,
-    D]`` in ``wide``.
-    """
-    q = tensors.q
-    keys, values = group.keys(tensors.k).to(wide), group.keys(tensors.v).to(wide)
+    options: AttentionOptions,
+    dtype: torch.dtype,
+) -> Iterator[_Block]:
+    """Divide the queries of a group into blocks, in ``dtype``."""
+    keys = group.keys(tensors.k).to(dtype)
+    values = group.keys(tensors.v).to(dtype)
     if group.keep is not None:
-        hidden = ~group.keep[:, None, :, None]
-        keys, values = keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
-    queries = group.queries(q)
-    batch, heads, nq, _ = queries.shape
-    nk = keys.size(2)
-    if nk == 0:
+        masked = ~group.keep[:, None, :, None]
+        keys = keys.masked_fill(masked, 0)
+        values = values.masked_fill(masked, 0)
+    group_queries = group.queries(tensors.q)
+    batch, n_heads, n_queries, _ = group_queries.shape
+    n_keys = keys.size(2)
+    if n_keys == 0:
         return
-    rows = max(1, TILE_ELEMENTS // (batch * heads * nk))
-    for first in range(0, nq, rows):
-        last = min(first + rows, nq)
-        block = queries[:, :, first:last].to(wide)
-        scores = (_grouped(block, keys) @ keys.mT).reshape(
-            batch,
-            heads,
-            last - first,
-            nk,
-        ) * options.scale
-        pairs = allowed(nq, nk, first, last, options, None, q)
+    block_size = max(1, TILE_ELEMENTS // (batch * n_heads * n_keys))
+    for first in range(0, n_queries, block_size):
+        last = min(first + block_size, n_queries)
+        queries = group_queries[:, :, first:last].to(dtype)
+        products = _by_key_head(queries, keys) @ keys.mT
+        scores = products.reshape(batch, n_heads, last - first, n_keys) * options.scale
+        visible = visible_pairs(n_queries, n_keys, first, last, options, None, keys.device)
         if group.keep is not None:
-            pairs = pairs & group.keep[:, None, None]
-        yield first, last, scores.masked_fill_(~pairs, -math.inf), block, values, keys
+            visible = visible & group.keep[:, None, None]
+        scores = scores.masked_fill_(~visible, -math.inf)
+        yield _Block(first, last, scores, queries, keys, values)
 
 
-def _grouped(tensor: Tensor, like: Tensor) -> Tensor:
-    """``[b, H, n, x]`` as ``[b, Hkv, G n, x]``: the query heads of a group share a product with
-    their key head.
+def _by_key_head(tensor: Tensor, keys: Tensor) -> Tensor:
+    """View ``[b, H, n, x]`` as ``[b, Hkv, G n, x]``.
+
+    The query heads that share a key head then share a product.
     """
-    return tensor.reshape(like.size(0), like.size(1), -1, tensor.size(-1))
+    return tensor.reshape(keys.size(0), keys.size(1), -1, tensor.size(-1))
 
 
-def _dropout(
+def _dropout_factors(
     seed: Tensor,
-    group: Group,
+    group: SequenceGroup,
     q: Tensor,
-    first: int,
-    last: int,
-    nk: int,
-    options: Options,
+    block: _Block,
+    options: AttentionOptions,
 ) -> Tensor:
-    """Dropout's factors of probabilities, ``[b, H, last - first, Nk]``."""
-    heads, device = q.size(1), q.device
-    batch = 1 if group.packed else group.q_at.stop - group.q_at.start
-    plane = (group.first * heads + torch.arange(batch * heads, device=device)).view(
-        batch,
-        heads,
-        1,
-        1,
-    )
-    i, j = torch.arange(first, last, device=device)[:, None], torch.arange(nk, device=device)
-    return keep_mask(seed, i, j, plane, options.dropout_p).double() / (1 - options.dropout_p)
+    """Return the factors by which dropout multiplies the probabilities of a block.
+
+    They are 0 or ``1 / (1 - dropout_p)``, ``[b, H, n, Nk]``.
+    """
+    device = q.device
+    batch, n_heads, _, n_keys = block.scores.shape
+    planes = group.first * n_heads + torch.arange(batch * n_heads, device=device)
+    queries = torch.arange(block.first, block.last, device=device)[:, None]
+    keys = torch.arange(n_keys, device=device)
+    keep = keep_mask(seed, queries, keys, planes.view(batch, n_heads, 1, 1), options.dropout_p)
+    return keep.double() / (1 - options.dropout_p)

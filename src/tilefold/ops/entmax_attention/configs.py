@@ -1,5 +1,6 @@
-"""Launch configurations of alpha-entmax attention, and the way of rows; nothing is searched at run
-time.
+"""Launch configurations of alpha-entmax attention, and the strategy for its rows.
+
+Nothing is searched at run time.
 """
 
 from __future__ import annotations
@@ -18,40 +19,55 @@ from tilefold.ops._shared.entmax_root import (
     kernel_kind,
 )
 from tilefold.ops._shared.tuning import Between, ConfigRow, Facts, lookup
-from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
+from tilefold.ops.entmax_attention._problem import AttentionOptions, AttentionTensors
 
-# Ways through a row: its scores stay on chip; all its blocks are visited; its live blocks are
-# listed.
-RESIDENT, SHORT, LISTS = "resident", "short", "lists"
+# Strategies for a row of scores: they stay on chip, all blocks of keys are visited, or the live
+# blocks are listed and visited.
+RESIDENT = "resident"
+SHORT = "short"
+LISTS = "lists"
+
 FP32 = {"dtype": torch.float32}
-HOPPER = {
-    "capability": (9, 0),
-    "head_dim": Between(most=64),
-}  # in 16 bits: fp32 has rows behind these
+# In 16 bits: rows of fp32 follow, which override these.
+HOPPER = {"capability": (9, 0), "head_dim": Between(most=64)}
 ANY_ALPHA = frozenset({GENERIC, GENERIC16, GENTLE, STEEP})
 NO_LIMITS = {"registers": None, "wide_registers": None, "dkv_registers": None}
 COMPILED = "compiled without spills with Triton 3.6, not timed"
-# Facts besides dtype, head_dim, capability and release. Rows that need few registers are simple: of
-# a closed form of a constant alpha, with nothing hidden.
+
+# Facts other than dtype, head_dim, capability and release, with the values that are assumed if none
+# is given. Simple rows need few registers: they have a constant alpha with a closed form, and
+# nothing is hidden.
 USUAL = {
     "kind": ENTMAX15,
-    "way": LISTS,
+    "strategy": LISTS,
     "tf32": False,
     "dropout": False,
     "simple": False,
     "training": True,
 }
-# Fields: rows and keys of a tile; of LISTS they are the granularity of the map of live blocks, and
-# depend on the dtype, the head dimension and the device, on nothing that may change between forward
-# and backward; num_warps of the kernels that walk blocks of keys, num_stages of that of dq,
-# forward_stages of those of forward; precision of fp32 products; resident, the most keys whose
-# scores stay on chip without spills, -1 where that kernel is never built, with tiles of
-# resident_rows; short, the most keys of a row whose blocks are all visited; dkv_keys, a multiple of
-# keys, and dkv_queries, a divisor of rows, of the kernel of dk and dv; programs of the persistent
-# kernel for each multiprocessor; registers, the most of a thread, None for as many as the assembler
-# gives it: with one accumulator or none, where four programs of 4 warps share a multiprocessor, and
-# wide_registers of the output with two and dq with the sums of alpha, where three do. Every tile
-# fits the 99 KB of shared memory of 8.6, 8.9 and 12.0.
+
+# Fields of a configuration:
+#
+# - rows, keys: tile. For LISTS they are the granularity of the map of live blocks. They depend on
+#   the dtype, the head dimension and the device only, so that forward and backward agree.
+# - num_warps: of the kernels that visit blocks of keys
+# - num_stages: of the kernel of dq
+# - forward_stages: of the forward kernels
+# - precision: of fp32 products
+# - resident: largest number of keys whose scores stay on chip without spills, -1 where that kernel
+#   is never built
+# - resident_rows, resident_warps: tile and warps of that kernel
+# - short: largest number of keys of a row whose blocks are all visited
+# - dkv_keys, dkv_queries: tile of the kernel of dk and dv, a multiple of keys and a divisor of rows
+# - dkv_warps, dkv_stages: of that kernel
+# - programs: of the persistent kernel, for each multiprocessor
+# - registers: limit per thread of kernels with at most one accumulator, of which four programs of 4
+#   warps share a multiprocessor; None leaves the number to the assembler
+# - wide_registers: limit of the output kernel with two accumulators, and of dq with the sums of
+#   alpha, of which three programs share a multiprocessor
+# - dkv_registers: limit of the kernel of dk and dv
+#
+# Every tile fits the 99 KB of shared memory of 8.6, 8.9 and 12.0.
 TABLE = (
     ConfigRow(
         {},
@@ -101,21 +117,22 @@ TABLE = (
     ConfigRow(
         HOPPER
         | {
-            "way": SHORT,
+            "strategy": SHORT,
             "training": False,
             "kind": frozenset({SOFTMAX, ENTMAX15}),
             "release": Between(most=(3, 8)),
         },
         {"rows": 128, "num_warps": 8, "registers": 128},
-        # other forms put values away in wide tiles
-        "H200, Triton 3.6, 768 keys, ms with tiles of 128 and of 64 queries: an alpha in memory 0.181 and 0.153, 1.75 "
-        "0.161 and 0.146, 1.25 0.133 and 0.121, 2 0.111 and 0.103; 3.9, alpha 1.5: 0.129 and 0.099 causal, of 512 keys "
-        "0.070 and 0.064",
+        # Other forms spill in wide tiles.
+        "H200, Triton 3.6, 768 keys, ms with tiles of 128 and of 64 queries: an alpha in memory "
+        "0.181 and 0.153, 1.75 0.161 and 0.146, 1.25 0.133 and 0.121, 2 0.111 and 0.103; 3.9, "
+        "alpha 1.5: 0.129 and 0.099 causal, of 512 keys 0.070 and 0.064",
     ),
     ConfigRow(
         HOPPER | {"kind": ANY_ALPHA, "release": frozenset({(3, 5), (3, 8)})},
         {"registers": 168, "wide_registers": ALL_REGISTERS},
-        "compiled: roots and inference of these forms spill in 128, the gradient of alpha wants all",
+        "compiled: roots and inference of these forms spill in 128, the gradient of alpha wants "
+        "all",
     ),
     ConfigRow(
         HOPPER | {"kind": ANY_ALPHA, "release": (3, 8)},
@@ -125,7 +142,8 @@ TABLE = (
     ConfigRow(
         HOPPER | {"release": Between(least=(3, 9))},
         {"ptx_options": "--regAllocOptLevel=4"},
-        "H200: 3.9 asks its assembler for level 2, which puts away 50 to 100 bytes more under the same limits",
+        "H200: 3.9 asks its assembler for level 2, which puts away 50 to 100 bytes more under the "
+        "same limits",
     ),
     ConfigRow(
         HOPPER | {"kind": ANY_ALPHA, "release": Between(least=(3, 9))},
@@ -146,7 +164,7 @@ TABLE = (
         COMPILED,
     ),
     ConfigRow(
-        FP32,  # three TF32 products hold every operand twice
+        FP32,  # products of three TF32 products hold every operand twice
         {
             "rows": 32,
             "keys": 32,
@@ -199,7 +217,8 @@ TABLE = (
     ConfigRow(
         FP32 | {"head_dim": Between(least=65), "release": (3, 8)},
         {"dkv_warps": 8, "dkv_registers": ALL_REGISTERS},
-        "compiled: its assembler gives the kernel of dk and dv 32 registers, and spills in its loop",
+        "compiled: its assembler gives the kernel of dk and dv 32 registers, and spills in its "
+        "loop",
     ),
     ConfigRow(
         {"capability": Between(least=(10, 0))},
@@ -237,67 +256,98 @@ def config_for(
     capability: tuple[int, int],
     **facts: object,
 ) -> Facts:
-    """The configuration for such tensors; ``capability`` is ``(0, 0)`` where kernels are
-    interpreted.
+    """Return the configuration for tensors of these dtypes and sizes.
+
+    Args:
+        dtype: dtype of q, k and v.
+        head_dim: size D of a head.
+        capability: compute capability, ``(0, 0)`` where kernels are interpreted.
+        **facts: facts that differ from :data:`USUAL`.
     """
-    facts = {"dtype": dtype, "head_dim": head_dim, "capability": capability} | USUAL | facts
-    return {"ptx_options": None} | lookup(TABLE, **facts)
+    all_facts = {
+        "dtype": dtype,
+        "head_dim": head_dim,
+        "capability": capability,
+        **USUAL,
+        **facts,
+    }
+    return {"ptx_options": None, **lookup(TABLE, **all_facts)}
 
 
 def config_of(
     tensors: AttentionTensors,
-    options: Options,
+    options: AttentionOptions,
     capability: tuple[int, int],
-    way: str = LISTS,
+    strategy: str = LISTS,
     *,
     tf32: bool = False,
     training: bool = True,
 ) -> Facts:
-    """The configuration for a call; ``tf32`` allows TF32 products of fp32 input."""
-    q, alpha, dropout = tensors.q, tensors.alpha, tensors.seed is not None
-    closed = alpha is None and options.alpha_value in (1.5, 2.0)
-    simple = closed and not (options.causal or options.window >= 0 or dropout)
-    kind = kernel_kind(q.dtype, alpha, options.alpha_value)
-    asked = {"tf32": tf32, "dropout": dropout, "simple": simple, "training": training}
+    """Return the configuration for a call.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+        capability: compute capability, ``(0, 0)`` where kernels are interpreted.
+        strategy: strategy for the rows.
+        tf32: whether products of fp32 may run in TF32.
+        training: whether backward may follow.
+    """
+    q = tensors.q
+    has_dropout = tensors.seed is not None
+    has_closed_form = tensors.alpha is None and options.alpha_value in (1.5, 2.0)
+    hides_pairs = options.causal or options.window >= 0 or has_dropout
     return config_for(
         q.dtype,
-        int(q.size(-1)),
+        int(q.size(-1)),  # a tile's size is never symbolic
         capability,
-        kind=kind,
-        way=way,
-        **asked,
-    )  # a tile is never symbolic
+        kind=kernel_kind(q.dtype, tensors.alpha, options.alpha_value),
+        strategy=strategy,
+        tf32=tf32,
+        dropout=has_dropout,
+        simple=has_closed_form and not hides_pairs,
+        training=training,
+    )
 
 
-def span(rows: int, options: Options) -> int:
-    """The most keys that a tile of ``rows`` queries can see."""
+def key_span(rows: int, options: AttentionOptions) -> int:
+    """Return the largest number of keys that a tile of ``rows`` queries can see."""
     bound = options.max_seqlen_k
     return bound if options.window < 0 else min(bound, rows + 2 * options.window)
 
 
-def way_of(tensors: AttentionTensors, options: Options, capability: tuple[int, int]) -> str:
-    """The way of rows: on chip where they fit, with lists where looking for dead blocks saves more
-    than it costs.
+def row_strategy(
+    tensors: AttentionTensors,
+    options: AttentionOptions,
+    capability: tuple[int, int],
+) -> str:
+    """Choose the strategy for the rows.
+
+    Scores stay on chip if they fit. Live blocks are listed if the skipped blocks save more time
+    than the lists cost.
     """
     config = config_of(tensors, options, capability)
-    if span(config["resident_rows"], options) <= config["resident"]:
+    if key_span(config["resident_rows"], options) <= config["resident"]:
         return RESIDENT
+    # The widest tile of all forms, so that the choice does not depend on the form.
     widest = config_for(
         tensors.q.dtype,
         int(tensors.q.size(-1)),
         capability,
-        way=SHORT,
+        strategy=SHORT,
         training=False,
-    )  # of all forms
-    return SHORT if span(widest["rows"], options) <= config["short"] else LISTS
-
-
-def row_tiles(t: Tensor, rows: int, tensors: AttentionTensors) -> int:
-    """Tiles of the rows of ``t``, q-like or k-like, of all sequences; for packed ones the most
-    there can be.
-    """
-    return (
-        t.size(0) // rows + tensors.batch
-        if tensors.packed
-        else tensors.batch * -(-t.size(2) // rows)
     )
+    return SHORT if key_span(widest["rows"], options) <= config["short"] else LISTS
+
+
+def row_tiles(tensor: Tensor, rows: int, tensors: AttentionTensors) -> int:
+    """Return the number of tiles of all sequences, for a packed batch an upper bound.
+
+    Args:
+        tensor: q-like or k-like tensor.
+        rows: rows of a tile.
+        tensors: tensors of the call.
+    """
+    if tensors.packed:
+        return tensor.size(0) // rows + tensors.batch
+    return tensors.batch * -(-tensor.size(2) // rows)
