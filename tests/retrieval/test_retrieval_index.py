@@ -684,7 +684,7 @@ def test_ids_are_stored_and_read_one_by_one(
     stored = StoredIds.load(folder, len(ids))
     assert list(stored) == ids == [stored[at] for at in range(len(ids))] == stored[:]
     assert stored[-1] == ids[-1] and stored[1::2] == ids[1::2]
-    refused(IndexError, "at: expected a position", lambda: stored[len(ids)])
+    refused(IndexError, "position: expected a position", lambda: stored[len(ids)])
     refused(
         DataError,
         r"id_offsets.npy: expected int64 of shape \[",

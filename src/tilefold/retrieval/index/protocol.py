@@ -1,5 +1,6 @@
-"""The interface of every sparse index, and the folder with ids, metadata and a manifest that all of
-them write.
+"""Interface of sparse indexes, and the folder that all indexes are stored in.
+
+The folder has a manifest, the ids and the metadata of the documents, and files of the backend.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ from tilefold.retrieval.vectors.sparse import SparseVectors, check_vectors
 __all__ = ["Hit", "SparseIndex", "hits_to_run"]
 
 MANIFEST_NAME = "index.json"
-SEGMENTS = "segments"  # folder of what was added to an index since it was built
+# Folder of the segments that were added to an index since it was built.
+SEGMENTS = "segments"
 SCHEMA_VERSION = 1
+# Entries of a manifest and their types.
 _TYPES: dict[str, type | UnionType] = {
     "backend": str,
     **dict.fromkeys(("n_documents", "vocab_size"), int),
@@ -48,16 +51,22 @@ _TYPES: dict[str, type | UnionType] = {
     **dict.fromkeys(("fingerprint", "model_fingerprint", "texts_sha256", "passages"), str | None),
 }
 REMEDY = "Build the index again (tilefold index --overwrite)."
-_IDS, _OFFSETS = ID_FILES = "ids.npy", "id_offsets.npy"
-_ERRORS = "surrogatepass"  # an id may hold half a surrogate pair
+_IDS = "ids.npy"
+_OFFSETS = "id_offsets.npy"
+ID_FILES = (_IDS, _OFFSETS)
+# How ids are encoded as UTF-8. An id may contain half a surrogate pair.
+_ENCODING_ERRORS = "surrogatepass"
 
 N = TypeVar("N", bound=np.generic)
 F = TypeVar("F", bound="FolderIndex")
 
 
 class Hit(NamedTuple):
-    """A document, and the inner product of its vector and the query's (an estimate if the backend
-    is approximate).
+    """A retrieved document.
+
+    Attributes:
+        id: of the document.
+        score: inner product of its vector and the query's; an estimate by some backends.
     """
 
     id: str
@@ -68,12 +77,14 @@ class Hit(NamedTuple):
 class SparseIndex(Protocol):
     """A searchable set of sparse vectors.
 
-    ``search`` returns for each query at most `k` documents by inner product, best first; documents
-    that share no term with the query are not returned, and an empty query finds nothing; with
-    `where` (:class:`Filter`), the best of those whose metadata match. It raises ``ValueError`` for
-    ``k < 1``, and ``VocabularyMismatchError`` for queries over another vocabulary. ``save`` writes
-    a new directory atomically, or with `overwrite` replaces an earlier index of the backend;
-    ``load`` (or :func:`tilefold.retrieval.load_index`) reads it.
+    ``search`` returns at most `k` documents for each query by inner product, best first. With
+    `where` (:class:`Filter`), they are the best documents whose metadata match. Documents that
+    share no term with the query are not returned, and an empty query has no results. It raises
+    ``ValueError`` for ``k < 1``, and ``VocabularyMismatchError`` for queries over another
+    vocabulary.
+
+    ``save`` writes a new directory atomically, or replaces an earlier index of the backend with
+    `overwrite`. ``load`` (or :func:`tilefold.retrieval.load_index`) reads it.
     """
 
     backend: ClassVar[str]
@@ -97,14 +108,24 @@ class SparseIndex(Protocol):
 
 
 def hits_to_run(queries: SparseVectors, hits: Sequence[Sequence[Hit]]) -> Run:
-    """``{query id: {document id: score}}`` of the result of ``index.search(queries, k)``."""
+    """Turn the result of a search into a run.
+
+    Args:
+        queries: the queries of the search.
+        hits: the result of ``index.search(queries, k)``.
+
+    Returns:
+        query id -> document id -> score.
+    """
     check_vectors("queries", queries, "those that were searched")
     hits = list_of("hits", hits)
-    for row in hits:
-        for hit in list_of("hits", row)[:1]:  # of a row, all are of one search
+    for query_hits in hits:
+        # Checks the first hit only, since those of a query come from one search.
+        for hit in list_of("hits", query_hits)[:1]:
             check_instance("hits", hit, Hit, "the result of index.search(queries, k)")
     return {
-        qid: {hit.id: hit.score for hit in row} for qid, row in zip(queries.ids, hits, strict=True)
+        query_id: {hit.id: hit.score for hit in query_hits}
+        for query_id, query_hits in zip(queries.ids, hits, strict=True)
     }
 
 
@@ -116,12 +137,18 @@ def write_manifest(
     *,
     changing: Collection[str] = (),
 ) -> None:
-    """Write ``index.json``, with a checksum of every other file in `folder` that is not `changing`.
-    Call it last.
+    """Write ``index.json`` with a checksum of every other file. Call it last.
+
+    Args:
+        folder: of the index.
+        index: is described in the manifest.
+        package: package whose version is recorded.
+        options: options that the index was built with.
+        changing: names of files that change later, and get no checksum.
     """
-    files = (
+    files = [
         file for file in sorted(folder.iterdir()) if file.is_file() and file.name not in changing
-    )
+    ]
     manifest = {
         "schema_version": SCHEMA_VERSION,
         "backend": index.backend,
@@ -137,55 +164,74 @@ def write_manifest(
 
 
 def read_description(path: str | Path) -> Json:
-    """The ``index.json`` of the index at `path`, without a look at its other files."""
+    """Read the ``index.json`` of the index at `path`, without a check of the other files."""
     folder = path_of("path", path)
     check_folder(folder, MANIFEST_NAME, "an index, as tilefold index writes it")
     file = folder / MANIFEST_NAME
     manifest = read_json_object(file, REMEDY)
-    wrong = [
-        f"wrong {key}: expected {getattr(kind, '__name__', kind)}, got {manifest.get(key)!r:.80}"
-        for key, kind in _TYPES.items()
-        if not isinstance(manifest.get(key), kind) or isinstance(manifest.get(key), bool)
-    ]
-    if wrong or (schema := manifest.get("schema_version")) != SCHEMA_VERSION:
-        got = wrong[0] if wrong else f"schema {schema!r}"
+    problem = _problem_of(manifest)
+    if problem is not None:
         raise DataError(
-            f"{file}: expected an index of schema {SCHEMA_VERSION}, got {got}. {REMEDY}",
+            f"{file}: expected an index of schema {SCHEMA_VERSION}, got {problem}. {REMEDY}",
         )
     return manifest
 
 
+def _problem_of(manifest: Json) -> str | None:
+    """Describe the first entry of a manifest that is wrong, if there is one."""
+    for key, expected_type in _TYPES.items():
+        value = manifest.get(key)
+        if not isinstance(value, expected_type) or isinstance(value, bool):
+            type_name = getattr(expected_type, "__name__", expected_type)
+            return f"wrong {key}: expected {type_name}, got {value!r:.80}"
+    schema = manifest.get("schema_version")
+    if schema != SCHEMA_VERSION:
+        return f"schema {schema!r}"
+    return None
+
+
 def read_manifest(path: str | Path, backend: str, *, unread: Collection[str] = ()) -> Json:
-    """The ``index.json`` at `path`, after its files but those `unread` were compared with their
-    checksums.
+    """Read the ``index.json`` at `path`, and compare the files with their checksums.
+
+    Args:
+        path: folder of the index.
+        backend: that the index must have.
+        unread: names of files whose checksums are not compared; they must exist.
     """
     manifest = read_description(path)
     if manifest["backend"] != backend:
-        got = f"{manifest['backend']!r}. Load it as such"
-        raise DataError(f"{path}: expected an index of backend {backend!r}, got {got}.")
+        raise DataError(
+            f"{path}: expected an index of backend {backend!r}, got {manifest['backend']!r}. "
+            "Load it as such.",
+        )
     for name, digest in manifest["files"].items():
-        listed_file(Path(path), name, None if name in unread else digest, MANIFEST_NAME, REMEDY)
+        expected_digest = None if name in unread else digest
+        listed_file(Path(path), name, expected_digest, MANIFEST_NAME, REMEDY)
     return manifest
 
 
 def read_array(file: Path, dtype: type[N], *shape: int) -> npt.NDArray[N]:
-    """The array of an index in `file`, memory-mapped; ``DataError`` for another one."""
+    """Open the array of an index in `file`, memory-mapped.
+
+    Raises:
+        DataError: for a file that is no array, or an array of another dtype or shape.
+    """
     try:
-        found = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
+        array = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
             f"{file}: expected an array of an index, got ({error}). {REMEDY}",
         ) from error
-    if found.shape != shape or found.dtype != np.dtype(dtype):
-        got = f"{found.dtype} of shape {list(found.shape)}"
+    if array.shape != shape or array.dtype != np.dtype(dtype):
         raise DataError(
-            f"{file}: expected {np.dtype(dtype)} of shape {list(shape)}, got {got}. {REMEDY}",
+            f"{file}: expected {np.dtype(dtype)} of shape {list(shape)}, "
+            f"got {array.dtype} of shape {list(array.shape)}. {REMEDY}",
         )
-    return found
+    return array
 
 
 def read_offsets(file: Path, count: int) -> npt.NDArray[np.int64]:
-    """Offsets ``[count + 1]`` of an index that rise from 0; ``DataError`` for others."""
+    """Open offsets ``[count + 1]``, and raise ``DataError`` unless they rise from 0."""
     offsets = read_array(file, np.int64, count + 1)
     try:
         check_offsets(offsets, max(0, int(offsets[-1])), "offsets")
@@ -195,53 +241,57 @@ def read_offsets(file: Path, count: int) -> npt.NDArray[np.int64]:
 
 
 class StoredIds(Sequence[str]):
-    """Strings as UTF-8, one after the other (uint8), and offsets (int64 ``[N + 1]``)."""
+    """Ids that are read from files when they are used.
+
+    Args:
+        text: uint8, the ids in UTF-8, one after the other.
+        offsets: int64 ``[N + 1]``, where each id begins in the text.
+    """
 
     def __init__(self, text: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> None:
-        self._text, self._offsets = text, offsets
+        self._text = text
+        self._offsets = offsets
 
-    def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, slice):
-            return [self[each] for each in range(*at.indices(len(self)))]
-        at = at + len(self) if at < 0 else at
-        if not 0 <= at < len(self):
-            raise IndexError(f"at: expected a position among {len(self)} ids, got {at}.")
+    def __getitem__(self, position: Any) -> Any:
+        if isinstance(position, slice):
+            return [self[item] for item in range(*position.indices(len(self)))]
+        position = position + len(self) if position < 0 else position
+        if not 0 <= position < len(self):
+            raise IndexError(f"position: expected a position among {len(self)} ids, got {position}.")
+        encoded = self._text[self._offsets[position] : self._offsets[position + 1]].tobytes()
         try:
-            return (
-                self._text[self._offsets[at] : self._offsets[at + 1]]
-                .tobytes()
-                .decode("utf-8", _ERRORS)
-            )
+            return encoded.decode("utf-8", _ENCODING_ERRORS)
         except UnicodeDecodeError as error:
             raise DataError(f"{_IDS}: expected ids in UTF-8, got ({error}). {REMEDY}") from error
 
-    def named(self, at: npt.NDArray[np.integer]) -> Sequence[str]:
-        """The ids at some positions, in less than half the time."""
-        text, starts, ends = (
-            self._text.data,
-            self._offsets[at].tolist(),
-            self._offsets[at + 1].tolist(),
-        )
+    def at_positions(self, positions: npt.NDArray[np.integer]) -> Sequence[str]:
+        """Return the ids at some positions, in less than half the time of single ids."""
+        text = self._text.data
+        begins = self._offsets[positions].tolist()
+        ends = self._offsets[positions + 1].tolist()
         try:
             return [
-                str(text[low:high], "utf-8", _ERRORS)
-                for low, high in zip(starts, ends, strict=True)
+                str(text[begin:end], "utf-8", _ENCODING_ERRORS)
+                for begin, end in zip(begins, ends, strict=True)
             ]
         except UnicodeDecodeError:
-            return [self[each] for each in at.tolist()]  # which names the file
+            return [self[position] for position in positions.tolist()]  # its error names the file
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     @classmethod
     def load(cls, folder: Path, count: int) -> StoredIds:
-        """Load ids that :func:`save_ids` wrote, memory-mapped; ``DataError`` unless they are
-        `count`, none empty.
+        """Open ids that :func:`save_ids` wrote, memory-mapped.
+
+        Raises:
+            DataError: for another number of ids than `count`, or an empty id.
         """
         offsets = read_offsets(folder / _OFFSETS, count)
         if (np.diff(offsets) < 1).any():
             raise DataError(
-                f"{folder / _OFFSETS}: expected ids of one byte at least, got an empty one. {REMEDY}",
+                f"{folder / _OFFSETS}: expected ids of one byte at least, got an empty one. "
+                f"{REMEDY}",
             )
         return cls(read_array(folder / _IDS, np.uint8, int(offsets[-1])), offsets)
 
@@ -251,53 +301,68 @@ def hits_of(
     documents: npt.NDArray[np.int64],
     scores: npt.NDArray[np.float32],
 ) -> list[list[Hit]]:
-    """Hits of each row of documents ``[Nq, k]`` and scores, but for those below 0 and scores of
-    -infinity or NaN.
+    """Return the hits of each query.
+
+    Args:
+        ids: of the documents.
+        documents: positions ``[Nq, k]``; negative ones are left out.
+        scores: ``[Nq, k]``; -infinity and NaN are left out.
     """
-    found, collects, there = (
-        list[list[Hit]](),
-        gc.isenabled(),
-        (documents >= 0) & (scores > -np.inf),
-    )
-    gc.disable()  # thousands of hits would have it look through all objects of the process, and hold no circles
+    hits: list[list[Hit]] = []
+    is_hit = (documents >= 0) & (scores > -np.inf)
+    collects_garbage = gc.isenabled()
+    # Thousands of new hits would start collections that visit all objects of the process. Hits are
+    # in no reference cycles, so nothing is lost.
+    gc.disable()
     try:
-        for at, score, keep in zip(documents, scores, there, strict=True):
-            names = (
-                ids.named(at[keep])
-                if isinstance(ids, StoredIds)
-                else map(ids.__getitem__, at[keep].tolist())
-            )
-            found.append(list(map(Hit._make, zip(names, score[keep].tolist(), strict=True))))
+        for query_row, is_query_hit in enumerate(is_hit):
+            positions = documents[query_row][is_query_hit]
+            query_scores = scores[query_row][is_query_hit].tolist()
+            names: Iterable[str]
+            if isinstance(ids, StoredIds):
+                names = ids.at_positions(positions)
+            else:
+                names = map(ids.__getitem__, positions.tolist())
+            hits.append(list(map(Hit._make, zip(names, query_scores, strict=True))))
     finally:
-        if collects:
+        if collects_garbage:
             gc.enable()
-    return found
+    return hits
 
 
 def save_ids(ids: Iterable[str], folder: Path) -> None:
     """Write `ids` for :meth:`StoredIds.load`."""
-    encoded = [name.encode("utf-8", _ERRORS) for name in ids]
+    encoded = [name.encode("utf-8", _ENCODING_ERRORS) for name in ids]
     np.save(folder / _IDS, np.frombuffer(b"".join(encoded), np.uint8))
     np.save(folder / _OFFSETS, offsets_of([len(name) for name in encoded]))
 
 
 class FolderIndex(ABC):
-    """Base of the indexes that are written as a folder: their ids, metadata, and files of their
-    own.
+    """Base of the indexes that are stored as a folder.
+
+    Attributes:
+        backend: name of the type of index.
+        package: package that reads and writes the backend's files.
+        own_files: names of the backend's files.
+        unread: names of the backend's files that are checked when a query reads them.
+        fingerprint: of the vocabulary.
+        metadata: metadata of the documents, for `where`.
+        ids: ids of the documents.
+        vocab_size: number of terms of the vocabulary.
+        provenance: fingerprints of the model and of the documents.
+        options: options of the build, a mapping or a dataclass.
     """
 
     backend: ClassVar[str]
-    package: ClassVar[str] = "numpy"  # that reads and writes its files
-    own_files: ClassVar[tuple[str, ...]]  # names of them
-    unread: ClassVar[
-        tuple[str, ...]
-    ] = ()  # of these, those that are checked when a query asks for them
-    fingerprint: str | None = None  # of the vocabulary
-    metadata: Metadata | None = None  # of the documents, for `where`
+    package: ClassVar[str] = "numpy"
+    own_files: ClassVar[tuple[str, ...]]
+    unread: ClassVar[tuple[str, ...]] = ()
+    fingerprint: str | None = None
+    metadata: Metadata | None = None
     ids: Sequence[str]
     vocab_size: int
     provenance: Provenance
-    options: Any = MappingProxyType({})  # a mapping or a data class
+    options: Any = MappingProxyType({})
 
     @property
     def n_documents(self) -> int:
@@ -305,10 +370,13 @@ class FolderIndex(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Options, with which another index like this one is built; of late interaction also what
-        was measured.
+        """Options to build another index like this one.
+
+        Those of late interaction include measurements of the build.
         """
-        return dict(self.options) if isinstance(self.options, Mapping) else asdict(self.options)
+        if isinstance(self.options, Mapping):
+            return dict(self.options)
+        return asdict(self.options)
 
     @abstractmethod
     def _write(self, folder: Path) -> None: ...
@@ -318,7 +386,7 @@ class FolderIndex(ABC):
 
     @classmethod
     def _new_folder(cls, path: str | Path, *, overwrite: bool) -> AbstractContextManager[Path]:
-        """A folder to write an index into, which then becomes `path`.
+        """Create a folder to write an index into, which is renamed to `path` at the end.
 
         See :func:`tilefold._internal.files.atomic_directory`.
         """
@@ -329,7 +397,7 @@ class FolderIndex(ABC):
         )
 
     def _finish(self, folder: Path) -> None:
-        """Write what all indexes have into a folder that has the rest."""
+        """Write the ids, metadata and manifest into a folder that has the backend's files."""
         save_ids(self.ids, folder)
         if self.metadata is not None:
             self.metadata.save(folder)
@@ -343,7 +411,8 @@ class FolderIndex(ABC):
             overwrite: replace an earlier index of this backend.
 
         Raises:
-            FileExistsError: if there is something else at `path`, or an index without `overwrite`.
+            FileExistsError: if `path` is not empty and not an index of this backend, or is one and
+                `overwrite` is False.
         """
         with self._new_folder(path, overwrite=overwrite) as folder:
             self._write(folder)
@@ -351,8 +420,11 @@ class FolderIndex(ABC):
 
     @classmethod
     def load(cls: type[F], path: str | Path) -> F:
-        """Open an index that :meth:`save` wrote; a ``DataError`` for a damaged one, at the latest
-        when it is read.
+        """Open an index that :meth:`save` wrote.
+
+        Raises:
+            DataError: for a damaged index. Files that are `unread` raise it when a query reads
+                them.
         """
         folder = Path(path)
         manifest = read_manifest(folder, cls.backend, unread=cls.unread)
@@ -363,16 +435,19 @@ class FolderIndex(ABC):
 
 @contextmanager
 def naming_versions(folder: Path, manifest: Json, package: str) -> Iterator[None]:
-    """Say of what goes wrong with files of `package` which of its versions wrote them, and which
-    reads them.
+    """Turn errors of reading a package's files into a ``DataError`` that names its versions.
+
+    Args:
+        folder: of the index.
+        manifest: records the version of the package that wrote the files.
+        package: reads the files.
     """
     try:
         yield
-    except (
-        Exception
-    ) as error:  # whatever the package raises of files that are not as it expects them
-        written = f"written by {package} {(manifest.get('versions') or {}).get(package, 'unknown')}"
-        read = f"read by {package_version(package)}"
+    except Exception as error:  # a package may raise any error for files it does not understand
+        versions = manifest.get("versions") or {}
         raise DataError(
-            f"{folder}: could not be read ({error}); {written}, {read}. {REMEDY}",
+            f"{folder}: could not be read ({error}); "
+            f"written by {package} {versions.get(package, 'unknown')}, "
+            f"read by {package_version(package)}. {REMEDY}",
         ) from error

@@ -1,11 +1,13 @@
-"""Indexes that grow: segments that are never changed, beside the index that was built first, and
-what was removed.
+"""Indexes that grow by segments.
 
-``segments/current.json`` in the folder of an index lists its segments, each a whole index of the
-same backend in a folder of its own, and the ids that are gone from each part. An update writes a
-segment, and then replaces that file: whoever reads sees the index before or after, and what a
-killed update left is removed by the next one. A backend takes part with ``ids`` and
-``search(queries, k)``, whose scores must not depend on the other documents of its part.
+An index that was updated has parts: the index that was built first, and segments, which are never
+changed. ``segments/current.json`` in the folder of the index lists the segments and the ids that
+were removed from each part. A segment is a complete index of the same backend in a folder of its
+own.
+
+An update writes a segment, and then replaces that file, so that readers see the index before or
+after the update. Files of an interrupted update are removed by the next one. A backend needs
+``ids`` and ``search(queries, k)``, and its scores must not depend on other documents of the part.
 """
 
 from __future__ import annotations
@@ -27,57 +29,65 @@ from tilefold.retrieval.index.exact import Postings
 from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit
 from tilefold.retrieval.vectors.sparse import SparseVectors
 
-_FEW = 32  # documents removed from a part that a search looks past; more are masked
+# Removed documents of a part up to which a search retrieves that many more hits and drops them.
+# More removed documents are masked.
+_MAX_DROPPED_HITS = 32
 
 __all__ = ["Segments", "listed_parts", "open_segments"]
 
 
 class Segments:
-    """Parts of an index, searched as one: results are merged by score, equal ones in the order of
-    the parts.
+    """Parts of an index that are searched as one.
 
-    Exact backends give what one index of all the documents would give. The texts of an index that
-    was updated have no fingerprint, so that comparisons with those of a collection are left out.
+    Results are merged by score. Equal scores are in the order of the parts. Exact backends return
+    the same as one index of all documents. The texts of an index that was updated have no
+    fingerprint, so that they are not compared with those of a collection.
+
+    Args:
+        parts: indexes of the same backend.
+        removed: ids of removed documents, for each part.
     """
 
     def __init__(self, parts: Sequence[Any], removed: Sequence[Collection[str]]) -> None:
-        self.parts, self.removed = list(parts), [set(names) for names in removed]
-        first = self.parts[0]
-        self.backend, self.vocab_size = first.backend, first.vocab_size
-        self.dimension, self.similarity = (
-            getattr(first, name, None) for name in ("dimension", "similarity")
-        )
-        self.fingerprint = next((part.fingerprint for part in self.parts if part.fingerprint), None)
+        self.parts = list(parts)
+        self.removed = [set(names) for names in removed]
+        first_part = self.parts[0]
+        self.backend = first_part.backend
+        self.vocab_size = first_part.vocab_size
+        self.dimension = getattr(first_part, "dimension", None)  # of dense vectors
+        self.similarity = getattr(first_part, "similarity", None)  # of dense vectors
+        fingerprints = [part.fingerprint for part in self.parts if part.fingerprint]
+        self.fingerprint = fingerprints[0] if fingerprints else None
         self.provenance = replace(
             Provenance.shared(part.provenance for part in self.parts),
             texts_sha256=None,
         )
 
     def pairs(self) -> Iterator[tuple[Any, set[str]]]:
-        """Parts, and what is removed of each."""
+        """Iterate over the parts and the ids that were removed from each."""
         return zip(self.parts, self.removed, strict=True)
 
     @property
     def n_documents(self) -> int:
-        return sum(part.n_documents - len(gone) for part, gone in self.pairs())
+        return sum(part.n_documents - len(removed) for part, removed in self.pairs())
 
     @property
     def ids(self) -> list[str]:
-        return [name for part, gone in self.pairs() for name in part.ids if name not in gone]
+        return [name for part, removed in self.pairs() for name in part.ids if name not in removed]
 
     @cached_property
     def metadata(self) -> Metadata | None:
-        """Metadata of the documents of all parts, those that were removed too."""
+        """Metadata of the documents of all parts, including removed documents."""
         return Metadata.concatenate(
             [part.metadata for part in self.parts],
             [part.n_documents for part in self.parts],
         )
 
     @cached_property
-    def _there(self) -> Mask:
-        """Which documents of all parts are not removed."""
+    def _present(self) -> Mask:
+        """Mask of the documents of all parts, False for removed documents."""
         return np.array(
-            [name not in gone for part, gone in self.pairs() for name in part.ids],
+            [name not in removed for part, removed in self.pairs() for name in part.ids],
             bool,
         )
 
@@ -89,92 +99,124 @@ class Segments:
         where: Where = None,
         **options: object,
     ) -> list[list[Hit]]:
-        """The `k` best documents of all parts for each query, of those that match `where`; see the
-        backend.
+        """Search all parts.
+
+        Args:
+            queries: in the type of the backend.
+            k: documents per query.
+            where: filter of the documents' metadata.
+            options: options of the backend's search.
         """
-        found: list[list[Hit]] = [[] for _ in range(len(queries))]
-        allowed, high = allowed_by(self.metadata, where), 0
-        for part, gone in self.pairs():
-            low, high = high, high + part.n_documents
-            mask, more = (None if allowed is None else allowed[low:high]), len(gone)
-            if more > _FEW and self.backend != "seismic":
-                mask, more = (
-                    self._there[low:high] if mask is None else mask & self._there[low:high],
-                    0,
-                )
-            of_part = options if mask is None else options | {"allowed": mask}
-            for row, hits in zip(found, part.search(queries, k + more, **of_part), strict=True):
-                row += [hit for hit in hits if hit.id not in gone]
-        return [sorted(row, key=lambda hit: -hit.score)[:k] for row in found]
+        merged: list[list[Hit]] = [[] for _ in range(len(queries))]
+        allowed = allowed_by(self.metadata, where)
+        begin = 0
+        for part, removed in self.pairs():
+            end = begin + part.n_documents
+            mask = None if allowed is None else allowed[begin:end]
+            n_dropped = len(removed)
+            # Under a mask, Seismic completes short results by an exact search, which is slow.
+            if n_dropped > _MAX_DROPPED_HITS and self.backend != "seismic":
+                present = self._present[begin:end]
+                mask = present if mask is None else mask & present
+                n_dropped = 0
+            part_options = dict(options)
+            if mask is not None:
+                part_options["allowed"] = mask
+            part_hits = part.search(queries, k + n_dropped, **part_options)
+            for query_hits, hits in zip(merged, part_hits, strict=True):
+                query_hits.extend(hit for hit in hits if hit.id not in removed)
+            begin = end
+        return [sorted(query_hits, key=lambda hit: -hit.score)[:k] for query_hits in merged]
 
     def vectors(self, names: Iterable[str]) -> Tensor:
-        """The dense vectors of documents, as :meth:`DenseIndex.vectors`."""
+        """Return the dense vectors of documents, as :meth:`DenseIndex.vectors`."""
         import torch
 
-        rows = []
-        for name in names:
-            there = (p for p, gone in self.pairs() if name not in gone and p.holds(name))
-            if (part := next(there, None)) is None:
-                raise MissingDocumentError("vectors", name)
-            rows.append(part.vectors([name]))
-        return torch.cat(rows)
+        return torch.cat([self._part_of(name).vectors([name]) for name in names])
+
+    def _part_of(self, name: str) -> Any:
+        """Return the part with a document, or raise ``MissingDocumentError``."""
+        for part, removed in self.pairs():
+            if name not in removed and part.holds(name):
+                return part
+        raise MissingDocumentError("vectors", name)
 
     def on(self, device: str = "cuda") -> Any:
-        """The index on a device: exact parts joined there as one, others each."""
+        """Copy the index to a device; sparse parts are joined to one there."""
         if self.backend in ("dense", "late"):
             return Segments([part.on(device) for part in self.parts], self.removed)
         from tilefold.retrieval.index.on_device import DeviceIndex  # brings torch
 
-        described: Any = self
-        ids, postings = (
-            [name for part in self.parts for name in part.ids],
-            [part.postings() for part in self.parts],
-        )
-        return DeviceIndex(ids, Postings.joined(postings), described, device, self._there)
+        index: Any = self
+        ids = [name for part in self.parts for name in part.ids]
+        postings = Postings.joined([part.postings() for part in self.parts])
+        return DeviceIndex(ids, postings, index, device, self._present)
 
     def merged(self, folder: Path) -> Any:
-        """One index of all the documents, with the options of the first part, to be saved in
-        `folder`.
+        """Merge the parts into one index, without removed documents.
+
+        Args:
+            folder: that the index will be saved in.
+
+        Returns:
+            The index, with the options of the first part.
         """
-        chosen = [
-            [row for row, name in enumerate(part.ids) if name not in gone]
-            for part, gone in self.pairs()
-        ]
-        metadata = [
-            part.metadata and part.metadata.take(rows)
-            for part, rows in zip(self.parts, chosen, strict=True)
-        ]
-        fields = Metadata.concatenate(metadata, [len(rows) for rows in chosen])
+        rows_by_part = []
+        part_metadata = []
+        for part, removed in self.pairs():
+            rows = [row for row, name in enumerate(part.ids) if name not in removed]
+            rows_by_part.append(rows)
+            part_metadata.append(part.metadata and part.metadata.take(rows))
+        metadata = Metadata.concatenate(part_metadata, [len(rows) for rows in rows_by_part])
+        first_part = self.parts[0]
+        index_type = type(first_part)
         if self.backend == "late":
-            return type(self.parts[0]).merged(self.parts, chosen, folder, self.provenance, fields)
-        kept: list[Any] = [
-            part.stored().take(rows) for part, rows in zip(self.parts, chosen, strict=True)
+            return index_type.merged(self.parts, rows_by_part, folder, self.provenance, metadata)
+        part_vectors: list[Any] = [
+            part.stored().take(rows) for part, rows in zip(self.parts, rows_by_part, strict=True)
         ]
-        first, vectors = self.parts[0], type(kept[0]).concatenate(kept)
-        build = type(first).of_any if isinstance(vectors, SparseVectors) else type(first).build
-        built = build(vectors, **first.settings)
-        built.provenance = self.provenance
-        built.metadata = fields
-        return built
+        vectors = type(part_vectors[0]).concatenate(part_vectors)
+        # Sparse vectors may all be empty after documents were removed.
+        build = index_type.of_any if isinstance(vectors, SparseVectors) else index_type.build
+        index = build(vectors, **first_part.settings)
+        index.provenance = self.provenance
+        index.metadata = metadata
+        return index
 
 
 def open_segments(path: Path, first: Any, load: Callable[[Path], Any]) -> Any:
-    """The index `first` of a folder with its segments, which `load` reads; itself without any."""
-    listed = listed_parts(path)
-    if not listed["parts"]:
+    """Open the segments of an index.
+
+    Args:
+        path: folder of the index.
+        first: the index that was built first.
+        load: opens the folder of a segment.
+
+    Returns:
+        The index with its segments; `first` if it has none.
+    """
+    listed = listed_parts(path)["parts"]
+    if not listed:
         return first
-    names = [str(part["folder"]) for part in listed["parts"]]
+    names = [str(part["folder"]) for part in listed]
+    # The first name is empty. The others must not lead out of the folder.
     if names[0] or any(Path(name).name != name for name in names[1:]):
         raise DataError(
-            f"{path / SEGMENTS}: expected names of folders, the index itself first, got {names}. {REMEDY}",
+            f"{path / SEGMENTS}: expected names of folders, the index itself first, got {names}. "
+            f"{REMEDY}",
         )
-    parts = [first, *(load(path / SEGMENTS / name) for name in names[1:])]
-    return Segments(parts, [part["removed"] for part in listed["parts"]])
+    segments = [load(path / SEGMENTS / name) for name in names[1:]]
+    return Segments([first, *segments], [part["removed"] for part in listed])
 
 
 def listed_parts(path: Path) -> Json:
-    """``parts`` of an index, each with its ``folder`` and ids ``removed``, and how many were ever
-    ``written``.
+    """Read the list of the segments of an index.
+
+    Returns:
+        ``parts``, each with its ``folder`` and ids ``removed``, and ``written``, the number of
+        segments that were ever written.
     """
     file = path / SEGMENTS / "current.json"
-    return read_json_object(file, REMEDY) if file.exists() else {"parts": [], "written": 0}
+    if not file.exists():
+        return {"parts": [], "written": 0}
+    return read_json_object(file, REMEDY)
