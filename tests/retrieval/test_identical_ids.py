@@ -118,5 +118,5 @@ def test_no_query_is_mined_as_its_own_negative() -> None:
         [Window(1, 4, 3)],
         false_negatives=FalseNegatives(),
     )
-    assert [name for name, relevant, *_ in mined.found if not relevant] == ["c", "d"]
+    assert [name for name, relevant, *_ in mined.mined_rows if not relevant] == ["c", "d"]
     assert mined.same_id == 1

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,11 @@ __all__ = ["FalseNegatives", "Window", "drop_false_negatives", "mine_negatives"]
 
 @dataclass(frozen=True)
 class Window:
-    """Up to `count` negatives, 1 or more, of the ranks `first` to `last`, from 1, which count
-    judged documents too.
+    """A range of ranks from which negatives are drawn.
+
+    Attributes:
+        first, last: ranks, from 1, both included. Judged documents have ranks, too.
+        count: number of negatives to draw, at most.
     """
 
     first: int
@@ -32,7 +36,8 @@ class Window:
     def __post_init__(self) -> None:
         if not 1 <= self.first <= self.last:
             raise ValueError(
-                f"ranks: expected FIRST-LAST with 1 <= FIRST <= LAST, got {self.first}-{self.last}.",
+                "ranks: expected FIRST-LAST with 1 <= FIRST <= LAST, got "
+                f"{self.first}-{self.last}.",
             )
         if self.count < 1:
             raise ValueError(f"count: expected at least 1 negative, got {self.count}.")
@@ -40,14 +45,16 @@ class Window:
 
 @dataclass(frozen=True)
 class FalseNegatives:
-    """A filter of documents that score so close to a query's best judged one that they may be
-    relevant themselves.
+    """Filter of documents that may be relevant because of their high score.
 
     A negative is kept if its score is at most ``s - margin`` and at most ``max_share * s``
     (NV-Retriever's TopK-PercPos, arXiv 2407.15831), where s is the highest score of the query's
-    judged-relevant documents. Where none of those was retrieved, all that was retrieved scored
-    higher, and nothing is kept. A negative margin, or a share outside of (0, 1], is a
-    ``ValueError``.
+    judged-relevant documents. If none of these was retrieved, all that was retrieved scored higher,
+    and nothing is kept.
+
+    Attributes:
+        margin: least difference from s, at least 0; None is no condition.
+        max_share: largest share of s, in (0, 1]; None is no condition.
     """
 
     margin: float | None = None
@@ -64,57 +71,84 @@ class FalseNegatives:
             )
 
     def limit(self, relevant: Iterable[float], query: str) -> float:
-        """The highest score that a negative of `query` may have, given the scores of its relevant
-        documents.
+        """Return the highest score that a negative of a query may have.
+
+        Args:
+            relevant: scores of the relevant documents; NaN if a document was not retrieved.
+            query: id of the query, for errors.
         """
         if self.margin is None and self.max_share is None:
             return math.inf
-        best = max((score for score in relevant if not math.isnan(score)), default=-math.inf)
-        if best == -math.inf:
-            return best
-        if self.max_share is not None and best <= 0:
-            why = f"the best relevant document of query {query!r} scores {best:g}, and a share of that is no limit"
-            raise ValueError(
-                f"max_score_share: {why}. Filter by margin, or by scores that are positive.",
-            )
-        return min(
-            math.inf if self.margin is None else best - self.margin,
-            math.inf if self.max_share is None else best * self.max_share,
-        )
+        retrieved_scores = [score for score in relevant if not math.isnan(score)]
+        highest = max(retrieved_scores, default=-math.inf)
+        if highest == -math.inf:
+            return -math.inf
+        limits = []
+        if self.margin is not None:
+            limits.append(highest - self.margin)
+        if self.max_share is not None:
+            if highest <= 0:
+                raise ValueError(
+                    f"max_score_share: the best relevant document of query {query!r} scores "
+                    f"{highest:g}, and a share of that is no limit. Filter by margin, or by scores "
+                    "that are positive.",
+                )
+            limits.append(highest * self.max_share)
+        return min(limits)
+
+
+class _MinedRow(NamedTuple):
+    """A document that was mined for a query."""
+
+    document: str
+    relevant: bool
+    rank: int  # from 1; 0 if it was not retrieved
+    score: float  # NaN if it was not retrieved
 
 
 @dataclass
 class Mined:
-    """Rows as they are found, and numbers of queries and candidates that were left out."""
+    """Mined rows, and counts of queries and candidates that were left out.
+
+    Attributes:
+        queries: ids of the queries with negatives.
+        n_rows: number of rows of each query.
+        mined_rows: rows of all queries.
+        short: queries with fewer negatives than requested.
+        without: queries without any negative, which are left out.
+        filtered: candidates that may be false negatives.
+        same_id: candidates with the id of the query, where queries are documents.
+        same_text: candidates whose text is that of the query or of a relevant document.
+    """
 
     queries: list[str] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)  # rows of each query
-    found: list[tuple[str, bool, int, float]] = field(
-        default_factory=list,
-    )  # document, relevant, rank, score
-    short: int = 0  # queries with fewer negatives than asked for
-    without: int = 0  # queries without any, which are left out
-    filtered: int = 0  # candidates that may be false negatives
-    same_id: int = 0  # candidates with the id of the query, which is a document itself
-    same_text: int = 0  # candidates whose text is the query's or a relevant document's
+    n_rows: list[int] = field(default_factory=list)
+    mined_rows: list[_MinedRow] = field(default_factory=list)
+    short: int = 0
+    without: int = 0
+    filtered: int = 0
+    same_id: int = 0
+    same_text: int = 0
 
     def rows(self, made_by: Mapping[str, object]) -> TrainingRows:
-        names, relevant, rank, score = (
-            zip(*self.found, strict=True) if self.found else ((), (), (), ())
-        )
-        documents = {name: at for at, name in enumerate(dict.fromkeys(names))}
-        document = np.array([documents[name] for name in names], np.int32)
-        arrays = (
-            document,
-            np.array(relevant, bool),
-            np.array(rank, np.int32),
-            np.array(score, np.float32),
-        )
+        """Return the rows as columns.
+
+        Args:
+            made_by: JSON object that describes how the rows were made.
+        """
+        documents = list(dict.fromkeys(row.document for row in self.mined_rows))
+        position_of_document = {document: position for position, document in enumerate(documents)}
         return TrainingRows(
-            self.queries,
-            list(documents),
-            offsets_of(self.counts),
-            *arrays,
+            queries=self.queries,
+            documents=documents,
+            offsets=offsets_of(self.n_rows),
+            document=np.array(
+                [position_of_document[row.document] for row in self.mined_rows],
+                np.int32,
+            ),
+            relevant=np.array([row.relevant for row in self.mined_rows], bool),
+            rank=np.array([row.rank for row in self.mined_rows], np.int32),
+            retrieved=np.array([row.score for row in self.mined_rows], np.float32),
             made_by=dict(made_by),
         )
 
@@ -128,20 +162,28 @@ def mine_negatives(
     seed: int = 0,
     false_negatives: FalseNegatives | None = None,
 ) -> Mined:
-    """Draw negatives for the queries of `split`, and list its relevant documents beside them.
+    """Draw negatives for the judged queries of a split, and list their relevant documents.
 
-    A document that any split judges relevant for the query is never a negative, nor is one with the
-    text of such a document or of the query, one with the query's id, or one that `false_negatives`
-    leave out. Windows draw
-    in their order, without what earlier ones drew; a window with more candidates than it wants
-    draws at random, for each query from a generator of its own (`seed` and the query's id), so that
-    neither the order nor the other queries change the outcome. Negatives come in the order of their
-    ranks, after the relevant documents.
+    A document is never a negative if any split judges it relevant for the query, if its text is
+    that of such a document or of the query, if its id is the query's, or if `false_negatives`
+    leaves it out. Negatives are in the order of their ranks, after the relevant documents.
 
-    `rankings` are query ids with document id -> score, one after the other, so that not all need be
-    in memory; equal scores keep their order, and queries without a relevant document in `split` are
-    skipped. No window, an unknown split, or a share of a score that is not positive is a
-    ``ValueError``; a document that is not in the collection a ``DataError``.
+    Args:
+        rankings: query ids with document id -> score, read one after the other so that they need
+            not fit in memory. Equal scores keep their order. Queries without a relevant document in
+            `split` are skipped.
+        collection: documents, queries and judgements.
+        split: name of the judgements.
+        windows: ranges of ranks. They draw in their order, without what earlier ones drew. A window
+            with more candidates than its count draws at random.
+        seed: seed of the draws. Each query has its own generator, so that results depend neither on
+            the order nor on other queries.
+        false_negatives: filter of candidates; by default there is none.
+
+    Raises:
+        ValueError: if there is no window, the split is unknown, or the filter needs positive
+            scores.
+        DataError: if a ranked document is not in the collection.
     """
     check_instance("collection", collection, Collection, "load_collection(path)")
     windows = list_of("windows", windows)
@@ -149,43 +191,60 @@ def mine_negatives(
         check_instance("windows", window, Window, "[Window(first, last, count)]")
     if not windows:
         raise ValueError("windows: expected at least one, got an empty list.")
-    judged, mined, false_negatives = (
-        collection.split_qrels(split),
-        Mined(),
-        false_negatives or FalseNegatives(),
-    )
+    qrels = collection.split_qrels(split)
+    n_requested = sum(window.count for window in windows)
+    false_negatives = false_negatives or FalseNegatives()
+    mined = Mined()
     for query, scores in _pairs(rankings):
         check_mapping("rankings", scores, "document id -> score")
         check_text_ids("rankings", [query, *scores])
-        if not (positives := [name for name, grade in judged.get(query, {}).items() if grade > 0]):
+        relevant = [document for document, grade in qrels.get(query, {}).items() if grade > 0]
+        if not relevant:
             continue
-        ranked = sorted(scores.items(), key=lambda item: -item[1])
-        drawn = _draw(
-            _candidates(mined, query, ranked, collection, false_negatives),
-            windows,
-            seed,
-            query,
-        )
-        mined.without += not drawn
-        mined.short += 0 < len(drawn) < sum(window.count for window in windows)
-        if drawn:
-            place = {name: (rank, score) for rank, (name, score) in enumerate(ranked, start=1)}
-            mined.queries.append(query)
-            mined.counts.append(len(positives) + len(drawn))
-            mined.found += [(name, True, *place.get(name, (0, math.nan))) for name in positives]
-            mined.found += [
-                (ranked[rank - 1][0], False, rank, ranked[rank - 1][1]) for rank in drawn
-            ]
+        ranking = sorted(scores.items(), key=lambda item: -item[1])
+        candidates = _candidate_ranks(mined, query, ranking, collection, false_negatives)
+        negative_ranks = _draw(candidates, windows, seed, query)
+        if not negative_ranks:
+            mined.without += 1
+            continue
+        if len(negative_ranks) < n_requested:
+            mined.short += 1
+        _add_query(mined, query, relevant, ranking, negative_ranks)
     return mined
 
 
+def _add_query(
+    mined: Mined,
+    query: str,
+    relevant: Sequence[str],
+    ranking: Sequence[tuple[str, float]],
+    negative_ranks: Sequence[int],
+) -> None:
+    """Add the relevant documents of a query, and then its negatives."""
+    mined.queries.append(query)
+    mined.n_rows.append(len(relevant) + len(negative_ranks))
+    rank_of_document = {document: rank for rank, (document, _) in enumerate(ranking, start=1)}
+    scores = dict(ranking)
+    for document in relevant:
+        row = _MinedRow(
+            document=document,
+            relevant=True,
+            rank=rank_of_document.get(document, 0),
+            score=scores.get(document, math.nan),
+        )
+        mined.mined_rows.append(row)
+    for rank in negative_ranks:
+        document, score = ranking[rank - 1]
+        mined.mined_rows.append(_MinedRow(document, False, rank, score))
+
+
 def _pairs(rankings: object) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """The pairs of a query and its scores, one after the other; ``TypeError`` for anything else."""
+    """Yield pairs of a query and its scores, and raise ``TypeError`` for anything else."""
     pairs = rankings.items() if isinstance(rankings, Mapping) else rankings
     if isinstance(pairs, str) or not isinstance(pairs, Iterable):
         raise TypeError(
-            f"rankings: expected pairs of a query and its scores, got {type(rankings).__name__}; pass "
-            "run.items().",
+            "rankings: expected pairs of a query and its scores, got "
+            f"{type(rankings).__name__}; pass run.items().",
         )
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -196,67 +255,88 @@ def _pairs(rankings: object) -> Iterator[tuple[str, Mapping[str, float]]]:
         yield pair[0], pair[1]
 
 
-def _candidates(
+def _candidate_ranks(
     mined: Mined,
     query: str,
-    ranked: list[tuple[str, float]],
+    ranking: Sequence[tuple[str, float]],
     collection: Collection,
     false_negatives: FalseNegatives,
 ) -> list[int]:
-    """Ranks, from 1, that can be negatives."""
-    splits = (judged.get(query, {}) for judged in collection.qrels.values())
-    excluded = {name for grades in splits for name, grade in grades.items() if grade > 0}
-    texts = {collection.documents[name].contents.strip() for name in excluded} | {
-        collection.queries[query].strip(),
-    }
-    limit = false_negatives.limit((score for name, score in ranked if name in excluded), query)
-    candidates = []
-    for rank, (name, score) in enumerate(ranked, start=1):
-        if name in excluded:
+    """Return the ranks, from 1, of documents that can be negatives.
+
+    Args:
+        mined: counts the candidates that are left out.
+        query: id of the query.
+        ranking: documents and scores, by descending score.
+        collection: documents, queries and judgements.
+        false_negatives: filter of candidates.
+    """
+    relevant: set[str] = set()
+    for qrels in collection.qrels.values():
+        relevant.update(document for document, grade in qrels.get(query, {}).items() if grade > 0)
+    excluded_texts = {collection.queries[query].strip()}
+    excluded_texts.update(collection.documents[document].contents.strip() for document in relevant)
+    limit = false_negatives.limit(
+        (score for document, score in ranking if document in relevant),
+        query,
+    )
+    ranks = []
+    for rank, (document, score) in enumerate(ranking, start=1):
+        if document in relevant:
             continue
-        if name not in collection.documents:
-            stray = f"document {name!r} of query {query!r} is not in {collection.name}"
-            raise DataError(f"rankings: {stray}. Give the collection that was searched.")
-        if name == query:
+        if document not in collection.documents:
+            raise DataError(
+                f"rankings: document {document!r} of query {query!r} is not in {collection.name}. "
+                "Give the collection that was searched.",
+            )
+        if document == query:
             mined.same_id += 1
         elif score > limit:
             mined.filtered += 1
-        elif collection.documents[name].contents.strip() in texts:
+        elif collection.documents[document].contents.strip() in excluded_texts:
             mined.same_text += 1
         else:
-            candidates.append(rank)
-    return candidates
+            ranks.append(rank)
+    return ranks
 
 
-def _draw(candidates: list[int], windows: Sequence[Window], seed: int, query: str) -> list[int]:
-    """The ranks that the windows draw, ascending."""
-    generator = np.random.default_rng([seed, zlib.crc32(query.encode("utf-8", "surrogatepass"))])
+def _draw(ranks: list[int], windows: Sequence[Window], seed: int, query: str) -> list[int]:
+    """Return the ranks that the windows draw, ascending."""
+    query_digest = zlib.crc32(query.encode("utf-8", "surrogatepass"))
+    generator = np.random.default_rng([seed, query_digest])
     drawn: set[int] = set()
     for window in windows:
-        left = [
-            rank for rank in candidates if window.first <= rank <= window.last and rank not in drawn
+        available = [
+            rank for rank in ranks if window.first <= rank <= window.last and rank not in drawn
         ]
-        if len(left) > window.count:
-            left = generator.choice(left, window.count, replace=False).tolist()
-        drawn.update(left)
+        if len(available) > window.count:
+            available = generator.choice(available, window.count, replace=False).tolist()
+        drawn.update(available)
     return sorted(drawn)
 
 
 def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) -> TrainingRows:
-    """The rows without negatives that score too high, by the teachers' score if there is one, else
-    the retriever's.
+    """Return the rows without negatives that score too high.
 
-    Queries that lose all their negatives are left out; ``ValueError`` where no row is left.
+    The teachers' score counts if there is one, and else the retriever's. Queries that lose all
+    their negatives are left out.
+
+    Raises:
+        ValueError: if no row is left.
     """
     check_rows("rows", rows)
-    keep = rows.relevant.copy()
-    for group, low in zip(rows.groups(), rows.offsets[:-1].tolist(), strict=True):
+    keep = np.zeros(len(rows), bool)
+    for group, start in zip(rows.groups(), rows.offsets[:-1].tolist(), strict=True):
         scores = group.retrieved if group.target is None else group.target
         limit = false_negatives.limit(scores[group.relevant].tolist(), group.query)
-        kept = group.relevant | (scores <= np.float32(limit))
-        keep[low : low + len(kept)] = kept if kept.sum() > group.relevant.sum() else False
+        keep_in_group = group.relevant | (scores <= np.float32(limit))
+        has_negatives = keep_in_group.sum() > group.relevant.sum()
+        if has_negatives:
+            keep[start : start + len(keep_in_group)] = keep_in_group
     if not keep.any():
-        given = f"{false_negatives.margin!r} and {false_negatives.max_share!r}; relax one"
-        got = f"0 of {int((~rows.relevant).sum())} with {given}"
-        raise ValueError(f"margin, max_score_share: expected that some negative passes, got {got}.")
+        n_negatives = int((~rows.relevant).sum())
+        raise ValueError(
+            f"margin, max_score_share: expected that some negative passes, got 0 of {n_negatives} "
+            f"with {false_negatives.margin!r} and {false_negatives.max_share!r}; relax one.",
+        )
     return rows.take(keep)
