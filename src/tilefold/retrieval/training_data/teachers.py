@@ -1,12 +1,10 @@
-"""Scores of teachers for training rows: cross-encoders, bi-encoders and BM25; one score from
-several of them.
-"""
+"""Scores of teachers for training rows, and one score from several teachers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from tilefold._internal.precision import inference_precision, scores_in_fp32
 from tilefold._internal.typing import Model
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.truncation import counting_truncation, report_truncation
-from tilefold.retrieval.common.files import Json, require
+from tilefold.retrieval.common.files import require
 from tilefold.retrieval.common.provenance import model_fingerprint, texts_digest
 from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.encoding.sparse import encode_collection, encode_queries
@@ -36,33 +34,43 @@ __all__ = ["KINDS", "NORMALIZATIONS", "Teacher", "ensemble", "score_rows", "with
 
 KINDS = ("cross-encoder", "dense", "sparse", "multi-vector", "bm25")
 NORMALIZATIONS = ("min_max", "none")
-SCALE = 30.0
+SCALE = 30.0  # of scores after min-max normalisation
+SHARD = 2048  # pairs of a cross-encoder that are saved together
 _EPSILON = 1e-6
-SHARD = 2048  # pairs of a cross-encoder between two writes
-_ROUNDING = "scores in fp32"  # before, those of cross-encoders were rounded to bf16
-_PAIRS = 8192  # pairs compared at a time
+# Part of the name of saved scores. An earlier release rounded scores of cross-encoders to bf16.
+_ROUNDING = "scores in fp32"
+_PAIRS_PER_BLOCK = 8192  # pairs of vectors that are compared at a time
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A scorer of pairs of query and document."""
+    """A model that scores pairs of a query and a document.
 
-    name: str  # of its column
-    kind: str  # one of KINDS
-    model: Model  # CrossEncoder of one output, SentenceTransformer, SparseEncoder, MultiVectorEncoder or BM25Index
+    Attributes:
+        name: name of its column.
+        kind: one of ``KINDS``.
+        model: a ``CrossEncoder`` with one output, a ``SentenceTransformer``, a ``SparseEncoder``, a
+            ``MultiVectorEncoder`` or a ``BM25Index``.
+    """
+
+    name: str
+    kind: str
+    model: Model
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
         self._check_model()
         if self.kind == "cross-encoder" and self.model.num_labels != 1:
-            wanted = "a cross-encoder with one output, a relevance score"
-            got = f"one with {self.model.num_labels} classes. Take a reranker"
-            raise ValueError(f"teacher {self.name}: expected {wanted}, got {got}.")
+            raise ValueError(
+                f"teacher {self.name}: expected a cross-encoder with one output, a relevance "
+                f"score, got one with {self.model.num_labels} classes. Take a reranker.",
+            )
         if self.kind == "bm25" and self.model.provenance.passages is not None:
             raise ValueError(
-                f"teacher {self.name}: expected a BM25 index of whole documents, got one of passages.",
+                f"teacher {self.name}: expected a BM25 index of whole documents, got one of "
+                "passages.",
             )
 
     def _check_model(self) -> None:
@@ -72,7 +80,8 @@ class Teacher:
         elif self.kind == "cross-encoder":
             if not hasattr(self.model, "num_labels"):
                 raise TypeError(
-                    f"model: expected a CrossEncoder, got {type(self.model).__name__}; pass a loaded model.",
+                    f"model: expected a CrossEncoder, got {type(self.model).__name__}; pass a "
+                    "loaded model.",
                 )
         else:
             classes = {"dense": "SentenceTransformer", "sparse": "SparseEncoder"}
@@ -80,7 +89,7 @@ class Teacher:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the weights and settings that its scores depend on."""
+        """Digest of the weights and settings that its scores depend on."""
         if self.kind == "bm25":
             settings = asdict(self.model.options) | {"texts": self.model.provenance.texts_sha256}
             return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
@@ -88,16 +97,34 @@ class Teacher:
 
     @property
     def precision(self) -> str | None:
-        """Number type in which the model runs now; None for BM25.
+        """Number type in which the model computes; None for BM25.
 
-        The last layers of a cross-encoder, from which its scores come, run in fp32 nevertheless.
+        The last layers of a cross-encoder, which compute its scores, always use fp32.
         """
         return None if self.kind == "bm25" else inference_precision(self.model)
 
 
 class _Task:
-    """Distinct texts of rows by number, and which of them each row compares; where and how they are
-    scored.
+    """Pairs of distinct texts to score, and where the results are saved.
+
+    Distinct texts are numbered. The numbers, as strings, are the ids for encoding.
+
+    Args:
+        teacher: the scorer.
+        rows: the training rows.
+        collection: the texts of the rows.
+        work_folder: folder of finished work.
+        batch_size: texts or pairs per batch.
+        report: called as ``report(done, total)``.
+
+    Attributes:
+        queries: number -> distinct query text.
+        documents: number -> distinct document text.
+        document_ids: an id of each distinct document.
+        query: int64 ``[N]``, number of each row's query text.
+        document: int64 ``[N]``, number of each row's document text.
+        vectors_folder: folder of the documents' vectors.
+        scores_file: file of the finished scores.
     """
 
     def __init__(
@@ -105,35 +132,46 @@ class _Task:
         teacher: Teacher,
         rows: TrainingRows,
         collection: Collection,
-        work: Path,
-        size: int,
+        work_folder: Path,
+        batch_size: int,
         report: Progress,
     ) -> None:
-        self.teacher, self.size, self.report = teacher, size, report
-        self.queries, query = _distinct([collection.queries[name] for name in rows.queries])
-        self.documents, document = _distinct(
-            [collection.documents[name].contents for name in rows.documents],
+        self.teacher = teacher
+        self.batch_size = batch_size
+        self.report = report
+        self.queries, query_numbers = _number_distinct(
+            [collection.queries[query] for query in rows.queries],
         )
-        # of each distinct document the first id
-        self.names = [
-            rows.documents[at] for at in np.unique(document, return_index=True)[1].tolist()
-        ]
-        self.query, self.document = query[rows.query_of_row()], document[rows.document]
-        # what was computed in another precision, here or on another machine, is not gone on with
+        self.documents, document_numbers = _number_distinct(
+            [collection.documents[document].contents for document in rows.documents],
+        )
+        _, first_positions = np.unique(document_numbers, return_index=True)
+        self.document_ids = [rows.documents[position] for position in first_positions.tolist()]
+        self.query = query_numbers[rows.query_of_row()]
+        self.document = document_numbers[rows.document]
+        # The digest has the precision, so that work of another precision is not continued.
         digest = hashlib.sha256(f"{teacher.fingerprint} {_ROUNDING} {teacher.precision}".encode())
         for texts in (self.queries, self.documents):
             digest.update(texts_digest(texts).encode())
-        self.folder = work / f"{digest.hexdigest()[:16]}-documents"  # their vectors
-        for array in (self.query, self.document):
-            digest.update(array.tobytes())
-        self.column = work / f"{digest.hexdigest()[:16]}.npy"
+        self.vectors_folder = work_folder / f"{digest.hexdigest()[:16]}-documents"
+        for numbers in (self.query, self.document):
+            digest.update(numbers.tobytes())
+        self.scores_file = work_folder / f"{digest.hexdigest()[:16]}.npy"
+
+    def blocks(self) -> Iterator[slice]:
+        """Yield slices of rows that are compared at a time."""
+        for start in range(0, len(self.query), _PAIRS_PER_BLOCK):
+            yield slice(start, start + _PAIRS_PER_BLOCK)
 
 
-def _distinct(texts: Sequence[str]) -> tuple[dict[str, str], npt.NDArray[np.int64]]:
-    """Number -> each distinct text, and the number of each text."""
-    number: dict[str, int] = {}
-    of = np.array([number.setdefault(text, len(number)) for text in texts], np.int64)
-    return {str(at): text for text, at in number.items()}, of
+def _number_distinct(texts: Sequence[str]) -> tuple[dict[str, str], npt.NDArray[np.int64]]:
+    """Return number -> distinct text, and the number of each text."""
+    number_of_text: dict[str, int] = {}
+    numbers = np.array(
+        [number_of_text.setdefault(text, len(number_of_text)) for text in texts],
+        np.int64,
+    )
+    return {str(number): text for text, number in number_of_text.items()}, numbers
 
 
 def score_rows(
@@ -145,94 +183,133 @@ def score_rows(
     batch_size: int = 32,
     progress: Progress | None = None,
 ) -> Floats:
-    """The score of `teacher` for each row: float32 ``[N]``, as it comes, a cross-encoder's before
-    any activation, and not rounded to 16 bits (:func:`tilefold._internal.precision.scores_in_fp32`).
+    """Score each row with a teacher.
 
-    Each distinct text is encoded once. The folder `work` keeps what is done, from which the same
-    call goes on: 2,048 pairs at a time of a cross-encoder, the vectors of a sparse or multi-vector
-    model shard by shard, and every finished column. `batch_size` are texts or pairs at a time;
-    ``progress(done, total)`` counts pairs or documents, first what was done before. A text that
-    cannot be encoded, or a score that is not finite, is a ``DataError`` that names it.
+    Scores are as the model computes them: those of a cross-encoder are taken before any activation,
+    and are not rounded to 16 bits (:func:`tilefold._internal.precision.scores_in_fp32`). Each
+    distinct text is encoded once.
+
+    Args:
+        teacher: the scorer.
+        rows: the training rows.
+        collection: the texts of the rows.
+        work: folder that saves finished work, so that the same call continues it: 2,048 pairs at a
+            time of a cross-encoder, vectors of a sparse or multi-vector model shard by shard, and
+            every finished column.
+        batch_size: texts or pairs per batch.
+        progress: called as ``progress(done, total)`` with pairs or documents, at first with the
+            work that was done before.
+
+    Returns:
+        float32 ``[N]``.
+
+    Raises:
+        DataError: if a text cannot be encoded, or a score is not finite; the message names it.
     """
     check_instance("teacher", teacher, Teacher, "Teacher(name, kind, model)")
     check_rows("rows", rows)
     check_instance("collection", collection, Collection, "load_collection(path)")
     rows.check_collection(collection)
     task = _Task(
-        teacher,
-        rows,
-        collection,
-        Path(work),
-        batch_size,
-        progress or (lambda done, total: None),
+        teacher=teacher,
+        rows=rows,
+        collection=collection,
+        work_folder=Path(work),
+        batch_size=batch_size,
+        report=progress or _ignore_progress,
     )
-    if (scores := _kept(task.column, len(rows))) is not None:
+    saved_scores = _load_scores(task.scores_file, len(rows))
+    if saved_scores is not None:
         task.report(len(rows), len(rows))
-    else:
-        scores = _SCORERS[teacher.kind](teacher.model, task)
-        bad = np.flatnonzero(~np.isfinite(scores))
-        if bad.size:
-            at = int(bad[0])
-            pair = f"document {rows.documents[rows.document[at]]!r} of query {rows.queries[rows.query_of_row()[at]]!r}"
-            got = f"{scores[at]} to {pair} ({bad.size} in all)"
-            raise DataError(f"teacher {teacher.name}: gave {got}. Check the model.")
-        _keep(task.column, scores)
+        return saved_scores
+    scores = _SCORERS[teacher.kind](teacher.model, task)
+    _check_finite(teacher, rows, scores)
+    _save_scores(task.scores_file, scores)
     return scores
 
 
-def _kept(file: Path, n: int) -> Floats | None:
+def _ignore_progress(done: int, total: int) -> None:
+    pass
+
+
+def _check_finite(teacher: Teacher, rows: TrainingRows, scores: Floats) -> None:
+    """Raise ``DataError`` with the first row whose score is not finite."""
+    invalid_rows = np.flatnonzero(~np.isfinite(scores))
+    if not invalid_rows.size:
+        return
+    row = int(invalid_rows[0])
+    document = rows.documents[rows.document[row]]
+    query = rows.queries[rows.query_of_row()[row]]
+    raise DataError(
+        f"teacher {teacher.name}: gave {scores[row]} to document {document!r} of query {query!r} "
+        f"({invalid_rows.size} in all). Check the model.",
+    )
+
+
+def _load_scores(file: Path, count: int) -> Floats | None:
+    """Return `count` saved scores, or None if there is no such file or it is damaged."""
     if not file.is_file():
         return None
     try:
-        values: Floats = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError):  # damaged: scored again
+        scores: Floats = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
         return None
-    return values if values.shape == (n,) and bool(np.isfinite(values).all()) else None
+    is_valid = scores.shape == (count,) and bool(np.isfinite(scores).all())
+    return scores if is_valid else None
 
 
-def _keep(file: Path, values: Floats) -> None:
+def _save_scores(file: Path, scores: Floats) -> None:
     with atomic_file(file) as temporary, temporary.open("wb") as stream:
-        np.save(stream, values, allow_pickle=False)
+        np.save(stream, scores, allow_pickle=False)
 
 
-def _cross_encoder(model: Model, task: _Task) -> Floats:
-    import torch  # the package is imported without it
-
-    n = len(task.query)
-    scores = np.zeros(n, np.float32)
-    files = {low: task.column.with_suffix(f".{low:012d}.npy") for low in range(0, n, SHARD)}
-    kept = {low: _kept(file, min(SHARD, n - low)) for low, file in files.items()}
-    done = sum(len(shard) for shard in kept.values() if shard is not None)
-    task.report(done, n)
-    for low, file in files.items():
-        part, shard = slice(low, min(low + SHARD, n)), kept[low]
+def _score_cross_encoder(model: Model, task: _Task) -> Floats:
+    """Score the pairs with a ``CrossEncoder``, in shards that are saved."""
+    n_pairs = len(task.query)
+    shard_files = {
+        start: task.scores_file.with_suffix(f".{start:012d}.npy")
+        for start in range(0, n_pairs, SHARD)
+    }
+    saved_shards = {
+        start: _load_scores(file, min(SHARD, n_pairs - start))
+        for start, file in shard_files.items()
+    }
+    n_done = sum(len(shard) for shard in saved_shards.values() if shard is not None)
+    task.report(n_done, n_pairs)
+    scores = np.zeros(n_pairs, np.float32)
+    for start, file in shard_files.items():
+        rows = slice(start, min(start + SHARD, n_pairs))
+        shard = saved_shards[start]
         if shard is None:
-            pairs = [
-                (task.queries[str(q)], task.documents[str(d)])
-                for q, d in zip(
-                    task.query[part].tolist(),
-                    task.document[part].tolist(),
-                    strict=True,
-                )
-            ]
-            with counting_truncation() as cut, scores_in_fp32(model):
-                predicted = model.predict(
-                    pairs,
-                    batch_size=task.size,
-                    activation_fn=torch.nn.Identity(),
-                    apply_softmax=False,
-                    show_progress_bar=False,
-                )
-            report_truncation("pair", len(pairs), cut)
-            shard = np.asarray(predicted, np.float32)
-            _keep(file, shard)
-            done += len(shard)
-            task.report(done, n)
-        scores[part] = shard
+            shard = _predict_pairs(model, task, rows)
+            _save_scores(file, shard)
+            n_done += len(shard)
+            task.report(n_done, n_pairs)
+        scores[rows] = shard
     return scores
 
 
-def _dense(model: Model, task: _Task) -> Floats:
+def _predict_pairs(model: Model, task: _Task, rows: slice) -> Floats:
+    """Return the scores of some rows by a ``CrossEncoder``, before any activation."""
+    import torch  # the package is imported without it
+
+    queries = [task.queries[str(number)] for number in task.query[rows].tolist()]
+    documents = [task.documents[str(number)] for number in task.document[rows].tolist()]
+    pairs = list(zip(queries, documents, strict=True))
+    with counting_truncation() as truncation, scores_in_fp32(model):
+        scores = model.predict(
+            pairs,
+            batch_size=task.batch_size,
+            activation_fn=torch.nn.Identity(),
+            apply_softmax=False,
+            show_progress_bar=False,
+        )
+    report_truncation("pair", len(pairs), truncation)
+    return np.asarray(scores, np.float32)
+
+
+def _score_dense(model: Model, task: _Task) -> Floats:
+    """Score the pairs with the similarity of a ``SentenceTransformer``."""
     from tilefold.retrieval.encoding.dense import encode_dense  # loads torch
 
     task.report(0, len(task.documents))
@@ -240,101 +317,114 @@ def _dense(model: Model, task: _Task) -> Floats:
         model,
         task.documents,
         kind="document",
-        batch_size=task.size,
+        batch_size=task.batch_size,
         progress=task.report,
     )
-    queries = encode_dense(model, task.queries, kind="query", batch_size=task.size)
-    parts = [slice(low, low + _PAIRS) for low in range(0, len(task.query), _PAIRS)]
+    queries = encode_dense(model, task.queries, kind="query", batch_size=task.batch_size)
     scores = [
-        model.similarity_pairwise(queries[task.query[part]], documents[task.document[part]])
-        for part in parts
+        model.similarity_pairwise(queries[task.query[block]], documents[task.document[block]])
+        for block in task.blocks()
     ]
-    return np.concatenate([part.float().cpu().numpy() for part in scores])
+    return np.concatenate([block_scores.float().cpu().numpy() for block_scores in scores])
 
 
-def _sparse(model: Model, task: _Task) -> Floats:
-    if (compared := getattr(model, "similarity_fn_name", "dot")) not in (None, "dot"):
-        wanted = "a sparse model that compares by dot product"
-        raise ValueError(f"teacher {task.teacher.name}: expected {wanted}, got {compared!r}.")
-    _check_all(
-        task,
-        encode_collection(
-            model,
-            task.documents,
-            task.folder,
-            batch_size=task.size,
-            progress=task.report,
-        ),
-    )
-    return _products(
-        encode_queries(model, task.queries, batch_size=task.size),
-        read_vectors(task.folder),
-        task,
-    )
-
-
-def _words(index: BM25Index, task: _Task) -> Floats:
-    documents = index.document_vectors()
-    taken = documents.take([documents.row_of[name] for name in task.names])
-    return _products(index.query_vectors(task.queries), taken, task)
-
-
-def _products(queries: SparseVectors, documents: SparseVectors, task: _Task) -> Floats:
-    """The inner product of each row, summed in float64."""
-    sparse = require("scipy.sparse", "scipy", "Scores of sparse vectors")
-    sides = [
-        sparse.csr_array(
-            (each.data.astype(np.float64), each.indices, each.indptr),
-            (len(each), each.vocab_size),
+def _score_sparse(model: Model, task: _Task) -> Floats:
+    """Score the pairs with the dot product of a ``SparseEncoder``."""
+    similarity = getattr(model, "similarity_fn_name", "dot")
+    if similarity not in (None, "dot"):
+        raise ValueError(
+            f"teacher {task.teacher.name}: expected a sparse model that compares by dot product, "
+            f"got {similarity!r}.",
         )
-        for each in (queries, documents)
-    ]
-    parts = [slice(low, low + _PAIRS) for low in range(0, len(task.query), _PAIRS)]
-    pairs = (
-        (sides[0][task.query[part]], sides[1][task.document[part]]) for part in parts
-    )  # one part at a time
-    return np.concatenate(
-        [np.asarray(asked.multiply(stored).sum(axis=1), np.float32) for asked, stored in pairs],
+    manifest = encode_collection(
+        model,
+        task.documents,
+        task.vectors_folder,
+        batch_size=task.batch_size,
+        progress=task.report,
+    )
+    _check_all_encoded(task, manifest)
+    queries = encode_queries(model, task.queries, batch_size=task.batch_size)
+    return _dot_products(queries, read_vectors(task.vectors_folder), task)
+
+
+def _score_bm25(index: BM25Index, task: _Task) -> Floats:
+    """Score the pairs with BM25."""
+    documents = index.document_vectors()
+    rows = [documents.row_of[document] for document in task.document_ids]
+    return _dot_products(index.query_vectors(task.queries), documents.take(rows), task)
+
+
+def _dot_products(queries: SparseVectors, documents: SparseVectors, task: _Task) -> Floats:
+    """Return the dot product of each row, summed in float64."""
+    query_matrix = _to_scipy(queries)
+    document_matrix = _to_scipy(documents)
+    scores = []
+    for block in task.blocks():
+        products = query_matrix[task.query[block]].multiply(document_matrix[task.document[block]])
+        scores.append(np.asarray(products.sum(axis=1), np.float32))
+    return np.concatenate(scores)
+
+
+def _to_scipy(vectors: SparseVectors) -> Any:
+    """Return vectors as a CSR matrix of scipy in float64."""
+    sparse = require("scipy.sparse", "scipy", "Scores of sparse vectors")
+    return sparse.csr_array(
+        (vectors.data.astype(np.float64), vectors.indices, vectors.indptr),
+        (len(vectors), vectors.vocab_size),
     )
 
 
-def _late(model: Model, task: _Task) -> Floats:
+def _score_late_interaction(model: Model, task: _Task) -> Floats:
+    """Score the pairs with the MaxSim of a ``MultiVectorEncoder``."""
     # These modules load torch.
     from tilefold.retrieval.encoding.tokens import encode_texts, encode_tokens
     from tilefold.retrieval.search.reranking import rerank
     from tilefold.retrieval.vectors.tokens import open_tokens
 
-    _check_all(
-        task,
-        encode_tokens(
-            model,
-            task.documents,
-            task.folder,
-            batch_size=task.size,
-            progress=task.report,
-        ),
+    manifest = encode_tokens(
+        model,
+        task.documents,
+        task.vectors_folder,
+        batch_size=task.batch_size,
+        progress=task.report,
     )
-    queries = encode_texts(model, task.queries, kind="query", batch_size=task.size)
-    run: dict[str, dict[str, float]] = {}
-    pairs = list(zip(map(str, task.query.tolist()), map(str, task.document.tolist()), strict=True))
+    _check_all_encoded(task, manifest)
+    queries = encode_texts(model, task.queries, kind="query", batch_size=task.batch_size)
+    query_ids = [str(number) for number in task.query.tolist()]
+    document_ids = [str(number) for number in task.document.tolist()]
+    pairs = list(zip(query_ids, document_ids, strict=True))
+    candidates: dict[str, dict[str, float]] = {}
     for query, document in pairs:
-        run.setdefault(query, {})[document] = 0.0
-    reduction = "mean" if model.similarity_fn_name == "meanmaxsim" else "sum"
-    found = rerank(run, queries, open_tokens(task.folder), tail="drop", reduction=reduction)
-    return np.array([found[query].get(document, np.nan) for query, document in pairs], np.float32)
+        candidates.setdefault(query, {})[document] = 0.0
+    run = rerank(
+        candidates,
+        queries,
+        open_tokens(task.vectors_folder),
+        tail="drop",
+        reduction="mean" if model.similarity_fn_name == "meanmaxsim" else "sum",
+    )
+    return np.array([run[query].get(document, np.nan) for query, document in pairs], np.float32)
 
 
-def _check_all(task: _Task, manifest: Manifest) -> None:
-    """Say what was cut of the documents; raise ``DataError`` where one could not be encoded."""
+def _check_all_encoded(task: _Task, manifest: Manifest) -> None:
+    """Report truncated documents, and raise ``DataError`` if a document could not be encoded."""
     report_manifest_truncation("document", len(task.documents), manifest.truncated)
-    if failed := manifest.failed:
-        said = f"{len(failed)} texts could not be encoded, {next(iter(failed.values()))}"
-        raise DataError(f"teacher {task.teacher.name}: {said}.")
+    if manifest.failed:
+        first_reason = next(iter(manifest.failed.values()))
+        raise DataError(
+            f"teacher {task.teacher.name}: {len(manifest.failed)} texts could not be encoded, "
+            f"{first_reason}.",
+        )
 
 
-_SCORERS: dict[str, Callable[[Any, _Task], Floats]] = dict(
-    zip(KINDS, (_cross_encoder, _dense, _sparse, _late, _words), strict=True),
-)
+_SCORERS: dict[str, Callable[[Any, _Task], Floats]] = {
+    "cross-encoder": _score_cross_encoder,
+    "dense": _score_dense,
+    "sparse": _score_sparse,
+    "multi-vector": _score_late_interaction,
+    "bm25": _score_bm25,
+}
 
 
 def ensemble(
@@ -345,13 +435,26 @@ def ensemble(
     scale: float | None = None,
     like: str | None = None,
 ) -> Floats:
-    """One score per row from those of the `teachers`, name -> float32 ``[N]``: float32 ``[N]``.
+    """Combine the scores of teachers into one score per row.
 
-    ``min_max``: each teacher becomes ``(s - min) / (max - min + 1e-6)`` over all rows of a query;
-    then the mean over the teachers times `scale`, 30 by default, as for inference-free sparse
-    retrievers (arXiv 2411.04403). ``none``: the mean as they are, times `scale`, 1 by default. With
-    `like`, a teacher to whose mean and deviation over all rows their mean is mapped instead, as for
-    SPLADE-v3 (arXiv 2403.06789).
+    With ``min_max``, the scores of each teacher become ``(s - min) / (max - min + 1e-6)`` over all
+    rows of a query. The result is the mean over the teachers times `scale`, as for inference-free
+    sparse retrievers (arXiv 2411.04403). With ``none``, the scores are not changed before the mean.
+
+    Args:
+        rows: the training rows.
+        teachers: name -> float32 ``[N]``.
+        normalization: ``"min_max"`` or ``"none"``.
+        scale: factor of the mean; by default 30 with ``min_max``, and 1 with ``none``.
+        like: a teacher to whose mean and standard deviation over all rows the result is mapped
+            instead, as for SPLADE-v3 (arXiv 2403.06789).
+
+    Returns:
+        float32 ``[N]``.
+
+    Raises:
+        ValueError: if there is no teacher, a shape or an option is wrong, or `like` is used with
+            equal scores.
     """
     check_rows("rows", rows)
     check_mapping("teachers", teachers, "name -> scores")
@@ -369,14 +472,16 @@ def ensemble(
         columns = [_min_max(rows, scores) for scores in columns]
     mean = np.mean(columns, axis=0)
     if like is None:
-        factor = scale if scale is not None else SCALE if normalization == "min_max" else 1.0
-        return np.asarray(mean * factor, np.float32)
-    if not np.ptp(mean):  # the deviation of equal scores may be a rounding
+        if scale is None:
+            scale = SCALE if normalization == "min_max" else 1.0
+        return np.asarray(mean * scale, np.float32)
+    if not np.ptp(mean):  # the computed deviation of equal scores may be an error of rounding
         raise ValueError(
             "like: expected scores that differ, got equal ones, which have no deviation to map.",
         )
-    model = _scores_of_rows(like, teachers[like], len(rows))
-    return np.asarray((mean - mean.mean()) / mean.std() * model.std() + model.mean(), np.float32)
+    target = _scores_of_rows(like, teachers[like], len(rows))
+    standardized = (mean - mean.mean()) / mean.std()
+    return np.asarray(standardized * target.std() + target.mean(), np.float32)
 
 
 def _scores_of_rows(teacher: str, scores: object, n_rows: int) -> npt.NDArray[np.float64]:
@@ -391,50 +496,53 @@ def _scores_of_rows(teacher: str, scores: object, n_rows: int) -> npt.NDArray[np
 
 
 def _min_max(rows: TrainingRows, scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    starts, of = rows.offsets[:-1], rows.query_of_row()  # no query is without rows
-    low, high = np.minimum.reduceat(scores, starts), np.maximum.reduceat(scores, starts)
-    normalized: npt.NDArray[np.float64] = (scores - low[of]) / (high - low + _EPSILON)[of]
+    """Normalise scores to [0, 1) over the rows of each query; every query has rows."""
+    starts = rows.offsets[:-1]
+    query_of_row = rows.query_of_row()
+    lowest = np.minimum.reduceat(scores, starts)
+    highest = np.maximum.reduceat(scores, starts)
+    ranges = highest - lowest + _EPSILON
+    normalized: npt.NDArray[np.float64] = (scores - lowest[query_of_row]) / ranges[query_of_row]
     return normalized
 
 
 def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> TrainingRows:
-    """The rows with those relevant documents of `split` that their queries lack, before the others.
+    """Add the relevant documents of a split that queries lack, before their other rows.
 
-    ``ValueError`` for rows that are scored already, where the added ones would have no scores.
+    Raises:
+        ValueError: if the rows are scored, because added rows would have no scores.
     """
     qrels = collection.split_qrels(split)
-    documents = dict(zip(rows.documents, range(len(rows.documents)), strict=True))
-    at, counts, missing = [], [], []
-    for group, low in zip(rows.groups(), rows.offsets[:-1].tolist(), strict=True):
-        own = set(group.documents)
-        lacking = [
-            name
-            for name, grade in qrels.get(group.query, {}).items()
-            if grade > 0 and name not in own
+    position_of_document = {document: position for position, document in enumerate(rows.documents)}
+    insert_at = []  # row before which each missing document is inserted
+    missing_documents = []
+    n_rows = []  # of each query
+    for group, start in zip(rows.groups(), rows.offsets[:-1].tolist(), strict=True):
+        present = set(group.documents)
+        missing = [
+            document
+            for document, grade in qrels.get(group.query, {}).items()
+            if grade > 0 and document not in present
         ]
-        missing += [documents.setdefault(name, len(documents)) for name in lacking]
-        at += [low] * len(lacking)
-        counts.append(len(group.documents) + len(lacking))
-    if not missing:
+        for document in missing:
+            position = position_of_document.setdefault(document, len(position_of_document))
+            missing_documents.append(position)
+            insert_at.append(start)
+        n_rows.append(len(group.documents) + len(missing))
+    if not missing_documents:
         return rows
     if rows.scored:
-        wanted = f"all relevant documents of {split} in scored rows"
         raise ValueError(
-            f"rows: expected {wanted}, got some without {len(missing)}. Score the mined file again.",
+            f"rows: expected all relevant documents of {split} in scored rows, got some without "
+            f"{len(missing_documents)}. Score the mined file again.",
         )
-    added: Json = {
-        "document": np.array(missing, np.int32),
-        "relevant": True,
-        "rank": 0,
-        "retrieved": np.nan,
-    }
-    columns: Json = {
-        name: np.insert(getattr(rows, name), at, value) for name, value in added.items()
-    }
     return replace(
         rows,
-        documents=list(documents),
-        offsets=offsets_of(counts),
+        documents=list(position_of_document),
+        offsets=offsets_of(n_rows),
+        document=np.insert(rows.document, insert_at, np.array(missing_documents, np.int32)),
+        relevant=np.insert(rows.relevant, insert_at, True),
+        rank=np.insert(rows.rank, insert_at, 0),
+        retrieved=np.insert(rows.retrieved, insert_at, np.nan),
         made_by=dict(rows.made_by),
-        **columns,
     )
