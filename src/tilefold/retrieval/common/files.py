@@ -1,6 +1,4 @@
-"""JSON that is checked, packages that may be missing, and ids, which are text in every file, index
-and run.
-"""
+"""JSON with checksums, optional packages, and checks of ids, which are strings everywhere."""
 
 from __future__ import annotations
 
@@ -15,26 +13,34 @@ from typing import Any
 from tilefold._internal.files import sha256_file, write_json
 from tilefold.retrieval.errors import DataError, MissingPackageError
 
-CHECKSUM = "checksum"  # of the other members of a JSON object, in it
+CHECKSUM = "checksum"  # member of a JSON object with the checksum of the other members
 Json = dict[str, Any]  # a JSON object
 
 
 def require(module: str, package: str, purpose: str, extra: str = "retrieval") -> ModuleType:
-    """Import an optional `module`, or say which `package` to install, what `extra` (if any) has it,
-    and why.
+    """Import a module of an optional package.
+
+    Args:
+        module: the module.
+        package: name of its distribution.
+        purpose: what needs it, for the error.
+        extra: extra of tilefold that installs it; empty if there is none.
+
+    Raises:
+        MissingPackageError: if it cannot be imported.
     """
     try:
         return import_module(module)
     except ImportError as error:
-        also = f" or `pip install 'tilefold[{extra}]'`" if extra else ""
-        why = f"{purpose} needs {package}, which cannot be imported ({error})."
+        alternative = f" or `pip install 'tilefold[{extra}]'`" if extra else ""
         raise MissingPackageError(
-            f"{why} Install it with `pip install {package}`{also}.",
+            f"{purpose} needs {package}, which cannot be imported ({error}). Install it with "
+            f"`pip install {package}`{alternative}.",
         ) from error
 
 
 def arrow(purpose: str) -> tuple[ModuleType, ModuleType]:
-    """``pyarrow`` and ``pyarrow.parquet``."""
+    """Import ``pyarrow`` and ``pyarrow.parquet``."""
     return require("pyarrow", "pyarrow", purpose), require("pyarrow.parquet", "pyarrow", purpose)
 
 
@@ -58,7 +64,7 @@ _KINDS_OF_FOLDERS = {
 
 
 def check_folder(folder: Path, manifest: str, expected: str) -> None:
-    """Raise FileNotFoundError, which says what is there instead, unless a folder has its manifest.
+    """Raise ``FileNotFoundError``, which describes the path, unless a folder has its manifest.
 
     Args:
         folder: the folder to be read.
@@ -78,8 +84,15 @@ def check_folder(folder: Path, manifest: str, expected: str) -> None:
 
 
 def read_json_object(path: Path, remedy: str) -> Json:
-    """The JSON object in `path`, whose checksum is compared and left out; else an error that ends
-    in `remedy`.
+    """Read a JSON object, compare its checksum and leave it out.
+
+    Args:
+        path: the file.
+        remedy: last sentence of errors.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        DataError: for other contents, or another checksum.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -91,15 +104,28 @@ def read_json_object(path: Path, remedy: str) -> Json:
         ) from error
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected a JSON object, got {type(value).__name__}. {remedy}")
-    if (checksum := value.pop(CHECKSUM, None)) is not None and checksum != _checksum(value):
-        said = f"damaged, or edited: its {CHECKSUM} is not that of the rest. {remedy}"
-        raise DataError(f"{path}: {said} After an edit of your own, remove its {CHECKSUM!r}.")
+    checksum = value.pop(CHECKSUM, None)
+    if checksum is not None and checksum != _checksum(value):
+        raise DataError(
+            f"{path}: damaged, or edited: its {CHECKSUM} is not that of the rest. {remedy} After an "
+            f"edit of your own, remove its {CHECKSUM!r}.",
+        )
     return value
 
 
 def listed_file(folder: Path, name: str, digest: str | None, manifest: str, remedy: str) -> Path:
-    """The file of a `name` that a manifest lists; an error where it is not there, or has not that
-    SHA-256, if given.
+    """Return the path of a file that a manifest lists.
+
+    Args:
+        folder: the folder.
+        name: name of the file in it.
+        digest: SHA-256 of the file; None to leave it unread.
+        manifest: what lists the file, for errors.
+        remedy: last sentence of errors.
+
+    Raises:
+        FileNotFoundError: if there is no such file in the folder.
+        DataError: if its SHA-256 differs.
     """
     file = folder / name
     if Path(name).name != name or not file.is_file():
@@ -112,9 +138,7 @@ def listed_file(folder: Path, name: str, digest: str | None, manifest: str, reme
 
 
 def json_line(value: object) -> str:
-    """`value` as a line of JSON in UTF-8; escapes are used only where a text has half a surrogate
-    pair.
-    """
+    """Return a value as a line of JSON, with escapes only for texts that UTF-8 cannot encode."""
     line = json.dumps(value, ensure_ascii=False)
     return (line if is_unicode(line) else json.dumps(value)) + "\n"
 
@@ -129,23 +153,33 @@ def is_unicode(text: str) -> bool:
 
 
 def check_text_ids(what: str, ids: Collection[object]) -> None:
-    """Raise an error for the first of the `ids` of `what` that is no text, or that C would read as
-    another one.
+    """Raise an error unless ids are strings that UTF-8 can encode, without zero bytes.
+
+    Libraries in C would read an id with a zero byte as a shorter one.
+
+    Args:
+        what: the argument, for the error.
+        ids: the ids.
+
+    Raises:
+        TypeError: for an id that is not a string.
+        DataError: for a string that cannot be an id.
     """
     try:
-        whole = "".join(ids)  # type: ignore[arg-type]
+        joined = "".join(ids)  # type: ignore[arg-type]
     except TypeError:
-        raise not_a_string_error(
-            what, next(name for name in ids if not isinstance(name, str))
-        ) from None
-    if "\0" in whole or not is_unicode(whole):
-        wrong = next(name for name in ids if "\0" in str(name) or not is_unicode(str(name)))
+        invalid = next(name for name in ids if not isinstance(name, str))
+        raise not_a_string_error(what, invalid) from None
+    if "\0" in joined or not is_unicode(joined):
+        invalid = next(name for name in ids if "\0" in str(name) or not is_unicode(str(name)))
         raise DataError(
-            f"{what}: expected ids without zero bytes that UTF-8 can hold, got {wrong!r}. Rename it.",
+            f"{what}: expected ids without zero bytes that UTF-8 can hold, got {invalid!r}. Rename it.",
         )
 
 
 def not_a_string_error(what: str, name: object) -> TypeError:
-    """Error for an id that is not a string."""
-    said = f"expected strings as ids, as they are in files and indexes, got {name!r} ({type(name).__name__})"
-    return TypeError(f"{what}: {said}. Turn ids into strings: str({name!r}).")
+    """Return the error for an id that is not a string."""
+    return TypeError(
+        f"{what}: expected strings as ids, as they are in files and indexes, got {name!r} "
+        f"({type(name).__name__}). Turn ids into strings: str({name!r}).",
+    )

@@ -1,6 +1,4 @@
-"""Fingerprints of the model and the texts behind vectors, indexes and runs, so that mismatches are
-detected.
-"""
+"""Fingerprints of the models and texts of vectors, indexes and runs, by which mismatches are found."""
 
 from __future__ import annotations
 
@@ -22,27 +20,29 @@ _SAMPLES_PER_TENSOR = 1024
 
 @dataclass(frozen=True)
 class Provenance:
-    """Fingerprints of the model and the texts behind a file, None if unknown, and how these were
-    cut.
+    """The model and the texts from which a file was made; None for what is unknown.
+
+    Attributes:
+        model_fingerprint: :func:`model_fingerprint` of the model.
+        texts_sha256: :func:`texts_digest` of the documents that were encoded or searched.
+        passages: :class:`tilefold.retrieval.Passages` that documents were cut into; None for
+            documents that were not cut.
+        precision: number types of the model's products, such as ``"bf16"`` or ``"bf16, fp32"``. It
+            is not compared.
     """
 
-    model_fingerprint: str | None = None  # :func:`model_fingerprint`
-    texts_sha256: str | None = (
-        None  # :func:`texts_digest` of the documents that were encoded or searched
-    )
-    passages: str | None = (
-        None  # :class:`tilefold.retrieval.Passages` that they were cut into; None for whole ones
-    )
-    precision: str | None = (
-        None  # number types of the model's products, such as "bf16" or "bf16, fp32"; not compared
-    )
+    model_fingerprint: str | None = None
+    texts_sha256: str | None = None
+    passages: str | None = None
+    precision: str | None = None
 
     @classmethod
     def from_dict(cls, values: Json) -> Provenance:
-        """From a manifest or its settings; other keys are ignored."""
+        """Read the provenance in a manifest or its settings; other keys are ignored."""
         return cls(**{item.name: values.get(item.name) for item in fields(cls)})
 
     def to_dict(self) -> dict[str, str | None]:
+        """Return the fields for a manifest; passages and precision only where they are known."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -51,38 +51,45 @@ class Provenance:
 
     @classmethod
     def shared(cls, parts: Iterable[Provenance]) -> Provenance:
-        """The fields that are equal in all `parts`, and every precision of theirs."""
-        values = [asdict(part) for part in parts]
-        equal = {
-            name: value
-            for name, value in values[0].items()
-            if all(v[name] == value for v in values)
-        }
-        precision = joined_precisions(v["precision"] for v in values)
-        return cls(**equal | {"precision": precision})
+        """Return the fields that are equal in all parts, and the precisions of all parts."""
+        provenances = list(parts)
+        first = provenances[0]
+        shared = {}
+        for item in fields(cls):
+            value = getattr(first, item.name)
+            if all(getattr(part, item.name) == value for part in provenances):
+                shared[item.name] = value
+        shared["precision"] = joined_precisions(part.precision for part in provenances)
+        return cls(**shared)
 
     def differs(self, other: Provenance) -> list[str]:
-        """The fields that are known on both sides and differ; a tag holds the first digits of a
-        fingerprint. The precision is reported, and not compared.
+        """Return the names of fields that both know and that differ, except the precision.
+
+        A provenance from a tag has only the first digits of a fingerprint, which are compared.
         """
-        pairs = {name: (value, getattr(other, name)) for name, value in asdict(self).items()}
-        del pairs["precision"]
-        return [
-            name
-            for name, (a, b) in pairs.items()
-            if a and b and not (a.startswith(b) or b.startswith(a))
-        ]
+        differing = []
+        for name in ("model_fingerprint", "texts_sha256", "passages"):
+            left = getattr(self, name)
+            right = getattr(other, name)
+            if left and right and not (left.startswith(right) or right.startswith(left)):
+                differing.append(name)
+        return differing
 
     @property
     def tag(self) -> str:
         """One word for the last column of a TREC run, such as ``tilefold:texts=0123456789abcdef``."""
-        known = {"model": self.model_fingerprint, "texts": self.texts_sha256}
-        parts = [f"{name}={value[:_TAG_DIGITS]}" for name, value in known.items() if value]
-        return ":".join([TAG, *parts, *([f"passages={self.passages}"] if self.passages else [])])
+        parts = [TAG]
+        if self.model_fingerprint:
+            parts.append(f"model={self.model_fingerprint[:_TAG_DIGITS]}")
+        if self.texts_sha256:
+            parts.append(f"texts={self.texts_sha256[:_TAG_DIGITS]}")
+        if self.passages:
+            parts.append(f"passages={self.passages}")
+        return ":".join(parts)
 
     @classmethod
     def from_tag(cls, tag: str) -> Provenance:
-        """The inverse of :attr:`tag`; nothing is known from the tags of other programs."""
+        """Read a :attr:`tag`; nothing is known from the tags of other programs."""
         name, *parts = tag.split(":")
         values = dict(part.partition("=")[::2] for part in parts) if name == TAG else {}
         return cls(values.get("model"), values.get("texts"), values.get("passages"))
@@ -100,23 +107,31 @@ def joined_precisions(precisions: Iterable[str | None]) -> str | None:
 
 
 def encoded_texts(names: Iterable[bytes], texts: Iterable[bytes]) -> bytes:
-    """The bytes that a digest of ids and texts, in UTF-8, is of."""
+    """Return ids and texts, in UTF-8, as one string of bytes for a digest.
+
+    The length of each comes before it, so that different texts have different bytes.
+    """
     parts = (part for pair in zip(names, texts, strict=True) for part in pair)
     return b"".join([piece for part in parts for piece in (len(part).to_bytes(8, "big"), part)])
 
 
 class TextsDigest:
-    """SHA-256 over ids and texts, in order, as they come."""
+    """SHA-256 over ids and texts, to which texts are added one by one."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
     def add(self, name: object, text: object) -> None:
+        """Add a text and its id; of another input, such as an image, its ``repr`` is added."""
         if not isinstance(name, str):
             raise not_a_string_error("texts", name)
-        given = (name, text if isinstance(text, str) else repr(text))
-        parts = [part.encode("utf-8", "surrogatepass") for part in given]
-        self._digest.update(encoded_texts(parts[:1], parts[1:]))
+        content = text if isinstance(text, str) else repr(text)
+        self._digest.update(
+            encoded_texts(
+                [name.encode("utf-8", "surrogatepass")],
+                [content.encode("utf-8", "surrogatepass")],
+            ),
+        )
 
     def add_encoded(self, texts: bytes) -> None:
         """Add the bytes of :func:`encoded_texts`."""
@@ -127,10 +142,12 @@ class TextsDigest:
 
 
 def texts_digest(texts: Mapping[str, str]) -> str:
-    """SHA-256 over ids and texts, in order; of texts that stay in their file, the one that they
-    come with.
+    """Return the SHA-256 over ids and texts, in order.
+
+    Texts in a file have their digest, and are not read again.
     """
-    if isinstance(known := getattr(texts, "sha256", None), str):
+    known = getattr(texts, "sha256", None)
+    if isinstance(known, str):
         return known
     digest = TextsDigest()
     for name, text in texts.items():
@@ -139,10 +156,9 @@ def texts_digest(texts: Mapping[str, str]) -> str:
 
 
 def model_fingerprint(model: Model) -> str:
-    """SHA-256 over the names, shapes and a sample of every weight, the prompts and the length
-    limit.
+    """Return a digest of a model: of its weights, its prompts and its length limit.
 
-    Up to 1,024 evenly spaced values of each tensor are hashed, so that it is cheap for a large
+    The names and shapes of all weights and a sample of their values are hashed. Up to 1,024 evenly spaced values of each tensor are hashed, so that it is cheap for a large
     model and any training step changes it; it does not detect deliberate forgery. Of a
     ``MultiVectorEncoder`` the settings of every module are hashed too, without paths.
     """
@@ -161,11 +177,12 @@ def model_fingerprint(model: Model) -> str:
 
 
 def _weights_fingerprint(model: Model) -> str:
+    """Return the digest of the weights and settings of a model, which may be an ONNX graph."""
     settings = model_settings(model)
-    if (
-        graph := next((each for each in model.modules() if hasattr(each, "made_of")), None)
-    ) is not None:
-        made_of: dict[str, Any] = graph.made_of  # the model's own, while settings and vectors are
+    graph = next((module for module in model.modules() if hasattr(module, "made_of")), None)
+    if graph is not None:
+        # A graph of full precision with the same settings has the fingerprint of its model.
+        made_of: dict[str, Any] = graph.made_of
         if made_of["settings"] == settings and made_of["quantize"] is None:
             return str(made_of["model"])
         return hashlib.sha256(f"{made_of['model']} {graph.sha256} {settings}".encode()).hexdigest()
@@ -180,17 +197,17 @@ def _weights_fingerprint(model: Model) -> str:
 
 
 def model_settings(model: Model) -> str:
-    """The prompts and limits of a model, as :func:`model_fingerprint` reads them."""
+    """Return the prompts and limits of a model as a text for :func:`model_fingerprint`."""
     names = ("prompts", "default_prompt_name", "max_seq_length", "max_active_dims")
     return "".join(f"{name}={getattr(model, name, None)!r}\n" for name in names)
 
 
 def provenance_of(texts: Mapping[str, str]) -> Provenance:
-    """The documents behind id -> text, which may be passages of them
-    (:class:`tilefold.retrieval.PassageTexts`).
-    """
+    """Return the provenance of texts, which may be :class:`tilefold.retrieval.PassageTexts`."""
     known = getattr(texts, "provenance", None)
-    return known if isinstance(known, Provenance) else Provenance(texts_sha256=texts_digest(texts))
+    if isinstance(known, Provenance):
+        return known
+    return Provenance(texts_sha256=texts_digest(texts))
 
 
 def ids_to_delete(
@@ -199,8 +216,14 @@ def ids_to_delete(
     replaced: Collection[str],
     passages: str | None,
 ) -> set[str]:
-    """Find the `names` that are in `delete`, or replaced; of `passages`, also all passages of such
-    documents.
+    """Find the entries of an index that an update deletes or replaces.
+
+    Args:
+        names: ids in the index, of documents or passages.
+        delete: ids of documents or passages to delete.
+        replaced: ids of the new entries.
+        passages: how documents were cut; None for an index of documents. All passages of a document
+            are deleted or replaced together.
     """
     if passages is None:
         return {*delete, *replaced}.intersection(names)

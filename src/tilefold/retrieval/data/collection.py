@@ -1,6 +1,4 @@
-"""Collections in the BEIR layout, ``corpus.jsonl``, ``queries.jsonl`` and ``qrels/<split>.tsv``, or
-in other files.
-"""
+"""Collections of documents, queries and judgements: the BEIR layout and other files."""
 
 from __future__ import annotations
 
@@ -44,12 +42,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_IDS = ("_id", "id")  # of which neither is metadata where the other one is the id
-_ANSERINI = {
-    "id",
-    "contents",
-    "vector",
-}  # fields of a line for Anserini, whose vector is no metadata
+_IDS = ("_id", "id")  # where one is the id of a row, the other one is not metadata
+_ANSERINI = {"id", "contents", "vector"}  # fields of a line for Anserini; the vector is no metadata
 _BEIR_NAMES = ("corpus.jsonl", "queries.jsonl", "qrels")
 BEIR_LAYOUT = (
     "A BEIR folder has corpus.jsonl, and for training and evaluation queries.jsonl and qrels/<split>.tsv; .jsonl.gz, "
@@ -59,11 +53,16 @@ BEIR_LAYOUT = (
 
 @dataclass(frozen=True)
 class Document:
-    """Document of an id, a title, which may be empty, and a text; what is no string is a
-    ``TypeError``.
+    """A document of a corpus.
 
-    Its `metadata`, field -> value, are kept by an index that is built with them, and searched by
-    ``where``.
+    Attributes:
+        id: unique id.
+        title: title, which may be empty.
+        text: text without the title.
+        metadata: field -> value, which an index may keep, so that ``where`` can filter by them.
+
+    Raises:
+        TypeError: if id, title or text is not a string.
     """
 
     id: str
@@ -84,26 +83,27 @@ class Document:
         """Title and text as one string, separated by a line break: the input of every encoder and
         of BM25.
         """
-        return f"{self.title}\n{self.text}" if self.title and self.text else self.title or self.text
+        if self.title and self.text:
+            return f"{self.title}\n{self.text}"
+        return self.title or self.text
 
 
 def documents_by_id(
     name: str,
     documents: Mapping[str, Document] | Mapping[str, str],
 ) -> Mapping[str, Document]:
-    """Return documents by id, of which each may be given as its text.
+    """Return documents by id, where each may be passed as its text.
 
     Args:
         name: the argument, for the error.
-        documents: document id -> :class:`Document` or text. Documents that stay in their file are
-            not read.
+        documents: document id -> :class:`Document` or text. Documents in a file are not read.
 
     Raises:
         TypeError: `documents` is no mapping, or a value is neither a :class:`Document` nor a
             string.
     """
     check_mapping(name, documents, "id -> Document or text")
-    if not isinstance(documents, dict):  # in a file, where reading all would take long
+    if not isinstance(documents, dict):  # documents in a file, which would take long to read
         first = next(iter(documents.values()), None)
         if isinstance(first, str):
             return _DocumentsOfTexts(cast("Mapping[str, str]", documents))
@@ -117,7 +117,7 @@ def documents_by_id(
 
 
 def _as_document(name: str, identifier: str, document: object) -> Document:
-    """Return a document, which may be given as its text."""
+    """Return a document, which may be passed as its text."""
     if isinstance(document, Document):
         return document
     if not isinstance(document, str):
@@ -129,7 +129,7 @@ def _as_document(name: str, identifier: str, document: object) -> Document:
 
 
 class _DocumentsOfTexts(Mapping[str, Document]):
-    """Documents without titles, made of texts that stay in their file until they are read."""
+    """Documents without titles, made of texts that are read from their file one by one."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self._texts = texts
@@ -168,40 +168,41 @@ class Collection:
         self.documents = documents_by_id("documents", self.documents)
         check_texts_by_id("queries", self.queries)
         check_mapping("qrels", self.qrels, "split -> query id -> grades by document")
-        if isinstance(self.documents, dict):  # others read them from files
+        if isinstance(self.documents, dict):  # other mappings check ids as they read a file
             check_text_ids("documents", self.documents)
         check_text_ids("queries", self.queries)
-        for split in self.qrels:
-            judged = self.qrels[split]
-            check_mapping(f"qrels[{split!r}]", judged, "query id -> grades by document")
-            check_text_ids("qrels", judged)
-            for query, grades in judged.items():
+        for split, qrels in self.qrels.items():
+            check_mapping(f"qrels[{split!r}]", qrels, "query id -> grades by document")
+            check_text_ids("qrels", qrels)
+            for query, grades in qrels.items():
                 check_mapping(f"qrels[{split!r}][{query!r}]", grades, "document id -> grade")
                 check_text_ids("qrels", grades)
 
     def contents(self) -> Mapping[str, str]:
-        """Document id -> contents, in corpus order."""
-        stored: Callable[[], Mapping[str, str]] | None = getattr(self.documents, "contents", None)
-        return (
-            stored()
-            if stored
-            else {document.id: document.contents for document in self.documents.values()}
+        """Return document id -> contents, in corpus order."""
+        read_lazily: Callable[[], Mapping[str, str]] | None = getattr(
+            self.documents,
+            "contents",
+            None,
         )
+        if read_lazily:
+            return read_lazily()
+        return {document.id: document.contents for document in self.documents.values()}
 
     def places(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
-        """The place of each of n `names` among the documents, -1 for an unknown one, int64 ``[n]``."""
-        stored: Callable[[Iterable[str]], npt.NDArray[np.int64]] | None = getattr(
+        """Return the positions of n documents in the corpus, int64 ``[n]``, -1 for an unknown id."""
+        look_up: Callable[[Iterable[str]], npt.NDArray[np.int64]] | None = getattr(
             self.documents,
             "places",
             None,
         )
-        if stored:
-            return stored(names)
-        place_of = {name: place for place, name in enumerate(self.documents)}
-        return np.fromiter((place_of.get(name, -1) for name in names), np.int64)
+        if look_up:
+            return look_up(names)
+        positions = {name: position for position, name in enumerate(self.documents)}
+        return np.fromiter((positions.get(name, -1) for name in names), np.int64)
 
     def metadata(self) -> dict[str, Mapping[str, object]]:
-        """Document id -> fields, of the documents that have any."""
+        """Return document id -> metadata, of the documents that have any."""
         return {
             name: document.metadata
             for name, document in self.documents.items()
@@ -209,7 +210,7 @@ class Collection:
         }
 
     def split_qrels(self, split: str) -> dict[str, dict[str, int]]:
-        """The judgements of `split`; the error for an unknown split names the known ones."""
+        """Return the judgements of a split; the error for an unknown split names the known ones."""
         try:
             return self.qrels[split]
         except KeyError:
@@ -219,18 +220,15 @@ class Collection:
             ) from None
 
     def split_queries(self, split: str) -> dict[str, str]:
-        """Query id -> text of the queries judged in `split`, in the order of the judgements."""
+        """Return query id -> text of the queries judged in a split, in the order of the judgements."""
         return {query_id: self.queries[query_id] for query_id in self.split_qrels(split)}
 
     def pairs(self, split: str) -> list[tuple[str, str]]:
-        """``(query id, document id)`` for every positive grade in `split`."""
-        judged = self.split_qrels(split).items()
-        return [
-            (query, document)
-            for query, grades in judged
-            for document, grade in grades.items()
-            if grade > 0
-        ]
+        """Return ``(query id, document id)`` for every positive grade in a split."""
+        pairs: list[tuple[str, str]] = []
+        for query, grades in self.split_qrels(split).items():
+            pairs.extend((query, document) for document, grade in grades.items() if grade > 0)
+        return pairs
 
     def save_beir(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write a BEIR folder, atomically.
@@ -244,43 +242,56 @@ class Collection:
             FileExistsError: if there is something else at `path`, or a BEIR folder without
                 `overwrite`.
         """
-        self.__post_init__()  # ids may have come since
-        named = {
-            name
-            for qrels in self.qrels.values()
-            for q, found in qrels.items()
-            for name in (q, *found)
-        }
-        for name in (*self.documents, *self.queries, *named):
-            if (
-                not name
-                or not is_unicode(name)
-                or (name in named and any(mark in name for mark in "\t\r\n"))
-            ):
-                held = "no empty id, and in judgements none with a tab or a line break"
-                raise DataError(f"ids: the BEIR layout holds {held}, got {name!r}. Rename it.")
+        self.__post_init__()  # the mappings may have changed since
+        self._check_beir_ids()
         with atomic_directory(
             path_of("path", path),
             own_names=_BEIR_NAMES,
             overwrite=overwrite,
         ) as folder:
-            documents = (
-                {"_id": one.id, "title": one.title, "text": one.text}
-                | ({"metadata": dict(one.metadata)} if one.metadata else {})
-                for one in self.documents.values()
-            )
+            documents = (_beir_row(document) for document in self.documents.values())
             queries = ({"_id": name, "text": text} for name, text in self.queries.items())
-            for name, rows in (("corpus.jsonl", documents), ("queries.jsonl", queries)):
-                with (folder / name).open("w", encoding="utf-8") as stream:
-                    stream.writelines(map(json_line, rows))
+            _write_json_lines(folder / "corpus.jsonl", documents)
+            _write_json_lines(folder / "queries.jsonl", queries)
             (folder / "qrels").mkdir()
             for split, qrels in self.qrels.items():
-                with (folder / "qrels" / f"{split}.tsv").open("w", encoding="utf-8") as stream:
-                    stream.write("query-id\tcorpus-id\tscore\n")
-                    for query_id, judged in qrels.items():
-                        stream.writelines(
-                            f"{query_id}\t{doc}\t{grade}\n" for doc, grade in judged.items()
-                        )
+                _write_qrels(folder / "qrels" / f"{split}.tsv", qrels)
+
+    def _check_beir_ids(self) -> None:
+        """Raise ``DataError`` for an id that a BEIR folder cannot hold."""
+        judged: set[str] = set()
+        for qrels in self.qrels.values():
+            for query, grades in qrels.items():
+                judged.update((query, *grades))
+        for name in (*self.documents, *self.queries, *judged):
+            breaks_table = name in judged and any(mark in name for mark in "\t\r\n")
+            if not name or not is_unicode(name) or breaks_table:
+                raise DataError(
+                    "ids: the BEIR layout holds no empty id, and in judgements none with a tab or a "
+                    f"line break, got {name!r}. Rename it.",
+                )
+
+
+def _beir_row(document: Document) -> Json:
+    """Return a document as a row of a corpus file."""
+    row: Json = {"_id": document.id, "title": document.title, "text": document.text}
+    if document.metadata:
+        row["metadata"] = dict(document.metadata)
+    return row
+
+
+def _write_json_lines(file: Path, rows: Iterable[Json]) -> None:
+    with file.open("w", encoding="utf-8") as stream:
+        stream.writelines(map(json_line, rows))
+
+
+def _write_qrels(file: Path, qrels: Mapping[str, Mapping[str, int]]) -> None:
+    """Write the judgements of a split as lines of query, document and grade."""
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write("query-id\tcorpus-id\tscore\n")
+        for query, grades in qrels.items():
+            for document, grade in grades.items():
+                stream.write(f"{query}\t{document}\t{grade}\n")
 
 
 def load_beir(
@@ -292,22 +303,29 @@ def load_beir(
     documents: Mapping[str, Document] | None = None,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> Collection:
-    """Read a BEIR folder, or the documents alone: a file or a saved dataset; queries and judgements
-    may be missing.
+    """Read a BEIR folder, or a file or saved dataset of documents.
 
     The rows of ``corpus`` and ``queries`` are in ``<name>.jsonl``, ``.jsonl.gz``, ``.csv`` or
     ``.parquet``, or in a folder ``<name>/`` of such files or written by ``Dataset.save_to_disk``; queries also in
     ``queries.tsv`` (id, tab, text) or ``queries.trec`` (TREC topics). Judgements are in
     ``qrels/<split>.tsv`` (three columns, or the four of TREC), ``.jsonl``, ``.csv`` or
     ``.parquet``; a grade is a whole number, and pairs with several grades are refused. MS
-    MARCO's own files are read as they are: ``collection.tsv``, ``queries.<split>.tsv`` and
-    ``qrels.<split>.tsv``; all documents are held in memory, but for `documents` that were read
-    before.
+    MARCO's own files are read too: ``collection.tsv``, ``queries.<split>.tsv`` and
+    ``qrels.<split>.tsv``. Queries and judgements may be missing.
 
-    `unknown` is ``"error"``, or ``"drop"`` to leave out judgements of what the collection, such as
-    a sample, lacks; `documents_only` leaves queries and judgements unread, and `splits` those of
-    other splits; `fields` names the fields of documents, where they are not the usual ones. Malformed rows, missing, repeated or unknown ids, or no row are a ``DataError``
-    that names file and line.
+    Args:
+        path: the folder, the file or the saved dataset.
+        unknown: what to do with judgements of unknown queries or documents: ``"error"``, or
+            ``"drop"`` to leave them out, for instance where the corpus is a sample.
+        documents_only: leave queries and judgements unread.
+        splits: the splits whose judgements are read; all by default.
+        documents: the documents, if they were read before; otherwise all are read into memory.
+        fields: names of the fields of documents that are not the usual ones.
+
+    Raises:
+        FileNotFoundError: if the folder, the documents or the judged queries are missing.
+        DataError: for malformed rows, missing, repeated or unknown ids, or no row. It names file
+            and line.
     """
     check_choice("unknown", unknown, ("error", "drop"))
     splits = None if splits is None else list_of("splits", splits, ordered=False)
@@ -315,40 +333,50 @@ def load_beir(
     folder = path_of("path", path)
     if not folder.exists():
         raise FileNotFoundError(f"{folder}: no such folder. {BEIR_LAYOUT}")
-    corpus, name = documents_table(folder), folder.resolve().name
-    alone = corpus == folder
+    corpus = documents_table(folder)
+    is_corpus = corpus == folder  # a file or a saved dataset, without queries and judgements
+    name = folder.resolve().name
     collection = Collection(
-        name.partition(".")[0] if alone else name,
+        name.partition(".")[0] if is_corpus else name,
         documents or load_documents(corpus, fields),
         {},
         {},
     )
-    if alone or documents_only:
+    if is_corpus or documents_only:
         return collection
-    if (
-        queries := find_table(folder, "queries", (*_tables.ROWS, ".tsv", _tables.TOPICS))
-    ) is not None:
-        collection.queries = _texts(query_rows(queries), queries)
-    elif files := sorted(folder.glob("queries.*.tsv")):
-        collection.queries = _queries_of_splits(files)
-    elif (folder / "qrels").exists():
-        raise FileNotFoundError(
-            f"{folder / 'queries.jsonl'}: no such file, but judgements. {BEIR_LAYOUT}",
-        )
-    known = collection.queries, collection.documents
-    collection.qrels = _tables.read_splits(folder / "qrels", known, unknown == "drop", splits)
+    collection.queries = _load_folder_queries(folder)
+    collection.qrels = _tables.read_splits(
+        folder / "qrels",
+        collection.queries,
+        collection.documents,
+        drop_unknown=unknown == "drop",
+        names=splits,
+    )
     return collection
 
 
+def _load_folder_queries(folder: Path) -> dict[str, str]:
+    """Return query id -> text from a folder; empty where it has neither queries nor judgements."""
+    table = find_table(folder, "queries", (*_tables.ROWS, ".tsv", _tables.TOPICS))
+    if table is not None:
+        return _texts(query_rows(table), table)
+    files = sorted(folder.glob("queries.*.tsv"))
+    if files:
+        return _queries_of_splits(files)
+    if (folder / "qrels").exists():
+        raise FileNotFoundError(
+            f"{folder / 'queries.jsonl'}: no such file, but judgements. {BEIR_LAYOUT}",
+        )
+    return {}
+
+
 def documents_table(folder: Path) -> Path:
-    """Path of the rows of the documents: `folder` itself where it is a file or a saved dataset."""
+    """Return the path of the corpus: `folder` itself if it is a file or a saved dataset."""
     if folder.is_file() or _tables.is_saved_dataset(folder):
         return folder
-    corpus = find_table(folder, "corpus", _tables.ROWS) or find_table(
-        folder,
-        "collection",
-        (".tsv", ".tsv.gz"),
-    )
+    corpus = find_table(folder, "corpus", _tables.ROWS)
+    if corpus is None:
+        corpus = find_table(folder, "collection", (".tsv", ".tsv.gz"))  # of MS MARCO
     if corpus is None:
         raise FileNotFoundError(f"{folder / 'corpus.jsonl'}: no such file. {BEIR_LAYOUT}")
     return corpus
@@ -358,16 +386,25 @@ def load_documents(
     path: str | Path,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> dict[str, Document]:
-    """Document id -> :class:`Document`, from JSON lines, CSV, Parquet, a folder of those, a saved
-    dataset, or text.
+    """Read documents from JSON lines, CSV, Parquet, text, a folder of files or a saved dataset.
 
     Rows have ``_id``, ``text`` and optionally ``title``, under these names, other usual ones
     (``id``, ``docid``, ``doc_id``; ``contents``, ``body``) or those that `fields` gives. Other
     columns, and the fields of an object ``metadata``, are metadata; the ``vector`` of a line for
     Anserini is left out. A ``.tsv`` or ``.txt`` file has lines of an id, a tab
     and a text, or of the columns that its first line names (``id``, ``docid`` or another usual
-    name, and ``text``), which is logged. A first line that may be either is a ``DataError`` with
-    file and line, as are malformed rows, missing or repeated ids, or no row.
+    name, and ``text``), which is logged.
+
+    Args:
+        path: the file, folder or saved dataset.
+        fields: names of the fields of documents that are not the usual ones.
+
+    Returns:
+        Document id -> :class:`Document`.
+
+    Raises:
+        DataError: for malformed rows, missing or repeated ids, no row, or a first line that may be
+            a row or names of columns. It names file and line.
     """
     file = path_of("path", path)
     check_instance("fields", fields, DocumentFields, "DocumentFields(text=...)")
@@ -406,13 +443,16 @@ def document_of_row(
     if row.keys() == _ANSERINI and isinstance(row["vector"], dict):
         no_metadata.add("vector")
     metadata = {name: value for name, value in row.items() if name not in no_metadata}
-    nested = metadata.pop("metadata", None)  # where BEIR has it
-    metadata |= nested if isinstance(nested, dict) else {"metadata": nested}
+    nested = metadata.pop("metadata", None)  # the object in which BEIR has all metadata
+    if isinstance(nested, dict):
+        metadata.update(nested)
+    else:
+        metadata["metadata"] = nested
     return Document(identifier, title, text, kept_fields(metadata))
 
 
 def _columns(row: Json, where: str, fields: DocumentFields) -> TextColumns:
-    """Which fields of a row are the id, the title and the text."""
+    """Find which fields of a row are the id, the title and the text."""
     try:
         return text_columns_of(tuple(row), fields)
     except FieldError as error:
@@ -420,10 +460,13 @@ def _columns(row: Json, where: str, fields: DocumentFields) -> TextColumns:
 
 
 def load_queries(path: str | Path) -> dict[str, str]:
-    """Query id -> text, from what :func:`load_beir` reads, or from lines: ``id<tab>text``, or a
-    text (id: its number).
+    """Read queries from the files that :func:`load_beir` reads, or from lines of text.
 
-    Names of columns and errors are as in :func:`load_documents`.
+    A line is ``id<tab>text``, or a text whose id is the number of the line. Names of columns and
+    errors are as in :func:`load_documents`.
+
+    Returns:
+        Query id -> text.
     """
     file = path_of("path", path)
     if not file.exists():
@@ -432,6 +475,7 @@ def load_queries(path: str | Path) -> dict[str, str]:
 
 
 def _texts(rows: Iterable[_tables.Row], path: Path) -> dict[str, str]:
+    """Return id -> text of the rows of a file of queries."""
     texts: dict[str, str] = {}
     for where, row in rows:
         columns = _columns(row, where, USUAL_FIELDS)
@@ -440,27 +484,35 @@ def _texts(rows: Iterable[_tables.Row], path: Path) -> dict[str, str]:
 
 
 def _queries_of_splits(files: Sequence[Path]) -> dict[str, str]:
-    """Queries of MS MARCO's files, of which one may be a part of another."""
+    """Read the queries of all splits of MS MARCO, where one file may repeat queries of another."""
     texts: dict[str, str] = {}
     for file in files:
-        more = _texts(query_rows(file), file)
-        for name in texts.keys() & more.keys():
-            if texts[name] != more[name]:
+        file_texts = _texts(query_rows(file), file)
+        for name in texts.keys() & file_texts.keys():
+            if texts[name] != file_texts[name]:
                 raise DataError(
                     f"{file}: query {name!r} has another text in a file before. Keep one of the two.",
                 )
-        texts |= more
+        texts.update(file_texts)
     return texts
 
 
-def _some(found: dict[str, T], path: Path) -> dict[str, T]:
-    if not found:
+def _some(rows: dict[str, T], path: Path) -> dict[str, T]:
+    """Return the rows of a file; ``DataError`` if there are none."""
+    if not rows:
         raise DataError(f"{path}: expected at least one line, got an empty file. {BEIR_LAYOUT}")
-    return found
+    return rows
 
 
 def _id(row: Json, field: str, where: str, seen: Container[str]) -> str:
-    """The id in a field of a row, text or a whole number, that is not among those `seen`."""
+    """Return the id in a field of a row, text or a whole number, that no earlier row has.
+
+    Args:
+        row: field -> value.
+        field: the field with the id.
+        where: file and line, for the error.
+        seen: ids of earlier rows.
+    """
     value = row[field]
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
@@ -478,9 +530,17 @@ def _id(row: Json, field: str, where: str, seen: Container[str]) -> str:
 
 
 def _string(row: Json, field: str, where: str, missing: str | None = None) -> str:
-    """The text in a field of a row; `missing` where it is null, if that is allowed."""
+    """Return the text in a field of a row.
+
+    Args:
+        row: field -> value.
+        field: the field with the text.
+        where: file and line, for the error.
+        missing: text for a null; None refuses nulls.
+    """
     value = row[field]
-    value = missing if value is None else value
+    if value is None:
+        value = missing
     if not isinstance(value, str):
         raise DataError(f"{where}: {field!r} must be a string, got {value!r}. Fix that line.")
     return value

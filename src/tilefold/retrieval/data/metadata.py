@@ -1,4 +1,4 @@
-"""Metadata of documents, kept with an index, and conditions on them: one grammar for every backend."""
+"""Metadata of documents in an index, and filters by them, with one grammar for all backends."""
 
 from __future__ import annotations
 
@@ -33,14 +33,11 @@ __all__ = [
 ]
 
 FILE = "metadata.parquet"
-_KINDS = {
-    "text": "string",
-    "integer": "int64",
-    "float": "float64",
-    "boolean": "bool_",
-}  # and their Arrow types
+# Kind of a value -> its Arrow type.
+_KINDS = {"text": "string", "integer": "int64", "float": "float64", "boolean": "bool_"}
 _NUMBERS = ("integer", "float")
-_LONGEST_TEXT, _LONGEST_LIST = 1000, 100
+_LONGEST_TEXT = 1000  # characters
+_LONGEST_LIST = 100  # values
 _STEP = r'(?:[\w-]+|"[^"]+")(?:\[\d*\])*'
 _FIELD = re.compile(rf"{_STEP}(?:\.{_STEP})*")
 _CONDITION = re.compile(rf"\s*({_FIELD.pattern})\s*(!=|>=|<=|=|>|<)(.*)", re.DOTALL)
@@ -50,11 +47,17 @@ _FORMS = "lang=de, lang=de,en, lang!=de, year>=2000 or lang=null"
 
 Mask = npt.NDArray[np.bool_]
 Fields = Mapping[str, object]  # of a document
+# Values of which a field must have one, none for a document without the field; or bounds.
 Wanted = list[object] | dict[str, Number]
 
 
 def check_field(name: object, what: str) -> None:
-    """Raise ``ValueError`` for what is no path to a field."""
+    """Raise ``ValueError`` unless a name is a path to a field.
+
+    Args:
+        name: the path, such as ``by.name``.
+        what: the argument, for the error.
+    """
     if not isinstance(name, str) or not _FIELD.fullmatch(name):
         form = 'names of fields, with quotes ("a name") around what holds more than letters, digits, - and _'
         raise ValueError(
@@ -64,7 +67,7 @@ def check_field(name: object, what: str) -> None:
 
 @dataclass(frozen=True)
 class Filter:
-    """Documents whose metadata match all of `must` and none of `must_not`.
+    """A condition on the metadata of documents: all of `must` and none of `must_not`.
 
     Both are field -> a text, integer or boolean; a list of texts or of integers, of which one must
     be there; a range such as ``{"gte": 2000, "lt": 2010}``; or None, for documents without the
@@ -85,16 +88,18 @@ class Filter:
             )
 
     def conditions(self) -> tuple[list[tuple[str, Wanted]], ...]:
-        """Fields of `must` and of `must_not`: values, of which one must be there, none for no
-        field; or bounds.
+        """Return the checked conditions of `must`, and those of `must_not`.
+
+        A condition is a field with the values of which one must be there, an empty list for a
+        document without the field, or bounds.
         """
-        return tuple(
-            [(n, _wanted(n, value)) for n, value in part.items()]
-            for part in (self.must, self.must_not)
-        )
+        must = [(name, _wanted(name, value)) for name, value in self.must.items()]
+        must_not = [(name, _wanted(name, value)) for name, value in self.must_not.items()]
+        return must, must_not
 
     @classmethod
     def of(cls, where: Filter | Fields | None) -> Filter | None:
+        """Return a filter, which may be passed as its `must`; None for none."""
         if where is None or isinstance(where, Filter):
             return where
         check_mapping("where", where, "field -> value, values or range")
@@ -106,47 +111,79 @@ class Filter:
         conditions: Iterable[str],
         kinds: Mapping[str, Sequence[str]] | None = None,
     ) -> Filter:
-        """From texts: ``lang=de``, ``lang=de,en`` (one of them), ``lang!=de``, ``year>=2000``,
-        ``lang=null`` (missing).
+        """Read a filter from texts, as on the command line.
 
-        Values are numbers, true or false where they are written so, and texts where `kinds` (field
-        -> kinds of its values) has texts alone or they stand in double quotes. Two bounds of a
-        field make a range.
+        Forms are ``lang=de``, ``lang=de,en`` (one of them), ``lang!=de``, ``year>=2000`` and
+        ``lang=null`` (missing). Two bounds of a field make a range. A value in double quotes is a
+        text. Others are read as JSON where they are numbers, true or false.
+
+        Args:
+            conditions: the texts.
+            kinds: field -> kinds of its values. Values of a field that has only texts are texts.
+
+        Raises:
+            ValueError: for another form, and two conditions for one field.
         """
-        parts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+        must: dict[str, Any] = {}
+        must_not: dict[str, Any] = {}
         for text in conditions:
-            if (match := _CONDITION.fullmatch(text)) is None:
+            match = _CONDITION.fullmatch(text)
+            if match is None:
                 raise ValueError(f"where: expected a condition such as {_FORMS}, got {text!r}.")
-            name, sign, rest = match.groups()
-            known = None if sign in _BOUNDS else (kinds or {}).get(name)
-            found = [_typed(each.strip(), known) for each in _VALUE.findall(rest) or [""]]
-            value: Any = found if len(found) > 1 else found[0]
-            if sign in _BOUNDS:
-                value = {_BOUNDS[sign]: value}
-            elif isinstance(value, float):
-                value = {"gte": value, "lte": value}
-            part = parts[sign == "!="]
-            if name in part:
-                ranges = isinstance(value, dict) and isinstance(part[name], dict)
-                if not ranges or not value.keys().isdisjoint(part[name]):
-                    said = f"one condition for {name!r}, got {text!r} too. Join values by commas"
-                    raise ValueError(f"where: expected {said}.")
-                value |= part[name]
-            part[name] = value
-        return cls(*parts)
+            name, operator, written = match.groups()
+            value = _parse_value(operator, written, (kinds or {}).get(name))
+            fields = must_not if operator == "!=" else must
+            if name in fields:
+                both_ranges = isinstance(value, dict) and isinstance(fields[name], dict)
+                if not both_ranges or not value.keys().isdisjoint(fields[name]):
+                    raise ValueError(
+                        f"where: expected one condition for {name!r}, got {text!r} too. Join values "
+                        "by commas.",
+                    )
+                value.update(fields[name])
+            fields[name] = value
+        return cls(must, must_not)
 
 
 Where = Filter | Fields | None
 
 
+def _parse_value(operator: str, written: str, kinds: Sequence[str] | None) -> Any:
+    """Read the right side of a condition.
+
+    Args:
+        operator: ``=``, ``!=`` or a bound.
+        written: the values, separated by commas.
+        kinds: kinds of the values of the field, None if unknown.
+
+    Returns:
+        A value, a list of several, or bounds.
+    """
+    is_bound = operator in _BOUNDS
+    items = _VALUE.findall(written) or [""]
+    values = [_typed(item.strip(), None if is_bound else kinds) for item in items]
+    value = values if len(values) > 1 else values[0]
+    if is_bound:
+        return {_BOUNDS[operator]: value}
+    if isinstance(value, float):
+        return {"gte": value, "lte": value}
+    return value
+
+
 def _typed(text: str, kinds: Sequence[str] | None) -> object:
+    """Read a number, boolean, null or quoted text; anything else is the text itself.
+
+    Args:
+        text: one value of a condition.
+        kinds: kinds of the values of the field; a field of texts has no numbers or booleans.
+    """
     try:
         value = json.loads(text, parse_constant=str)
     except (ValueError, RecursionError):
         return text
-    if isinstance(value, dict | list) or (
-        kinds == ["text"] and not isinstance(value, str) and value is not None
-    ):
+    if isinstance(value, dict | list):
+        return text
+    if kinds == ["text"] and not isinstance(value, str) and value is not None:
         return text
     return value
 
@@ -162,7 +199,18 @@ def _is_bound(value: object) -> bool:
 
 
 def _wanted(name: str, value: object) -> Wanted:
-    """Values of a condition, one of which a field must have; or bounds; or ``[]`` for no field."""
+    """Check the value of a condition.
+
+    Args:
+        name: the field.
+        value: a text, integer, boolean, list of texts or of integers, range or None.
+
+    Returns:
+        The values of which the field must have one, bounds, or an empty list for no field.
+
+    Raises:
+        ValueError: for another value.
+    """
     check_field(name, "where")
     if value is None:
         return []
@@ -174,24 +222,30 @@ def _wanted(name: str, value: object) -> Wanted:
                 f"got {dict(value)!r:.200}.",
             )
         return dict(value)
-    single = isinstance(value, (str, bool, int))
-    several: list[Any] = [value] if single else list(value) if isinstance(value, Sequence) else []
-    kinds = {type(item) for item in several}
-    if not single and (len(kinds) != 1 or bool in kinds or not isinstance(several[0], (str, int))):
-        wanted = f"a text, an integer, a boolean, a list of texts or of integers, a range or None for {name!r}"
-        raise ValueError(f"where: expected {wanted}, got {value!r}.")
-    for item in several:
-        if not (is_unicode(item) if isinstance(item, str) else item in INT64):
+    values: list[Any]
+    if isinstance(value, (str, bool, int)):
+        values = [value]
+    else:
+        values = list(value) if isinstance(value, Sequence) else []
+        types = {type(item) for item in values}
+        if len(types) != 1 or bool in types or not isinstance(values[0], (str, int)):
+            raise ValueError(
+                "where: expected a text, an integer, a boolean, a list of texts or of integers, a "
+                f"range or None for {name!r}, got {value!r}.",
+            )
+    for item in values:
+        is_stored = is_unicode(item) if isinstance(item, str) else item in INT64
+        if not is_stored:
             raise ValueError(
                 f"where: expected Unicode or an integer of 64 bits for {name!r}, got {item!r}.",
             )
-    return several
+    return values
 
 
 def kept_fields(fields: Fields) -> dict[str, Any]:
-    """Fields that an index stores: texts, integers, floats and booleans, lists of them, and objects
-    of such fields.
+    """Return the fields that an index stores.
 
+    These are texts, integers, floats and booleans, lists of them, and objects of such fields.
     Dates become texts (ISO 8601), tuples lists, and numpy's numbers Python's. Lists in a list
     become part of it. Texts that are empty or above 1,000 characters, lists of floats or of more
     than 100 values, integers above 64 bits, numbers that are not finite, and other values are left
@@ -202,7 +256,7 @@ def kept_fields(fields: Fields) -> dict[str, Any]:
 
 
 def _stored_value(value: object) -> object:
-    """A value as an index stores it; None for one that is left out."""
+    """Return a value as an index stores it; None for a value that is left out."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, Mapping):
@@ -218,6 +272,7 @@ def _stored_value(value: object) -> object:
 
 
 def _is_storable(value: object) -> bool:
+    """Whether an index stores a single value."""
     if isinstance(value, str):
         return 0 < len(value) <= _LONGEST_TEXT and is_unicode(value)
     if isinstance(value, float):
@@ -226,11 +281,13 @@ def _is_storable(value: object) -> bool:
 
 
 def _stored_items(values: Iterable[object]) -> Iterator[object]:
-    """Items of a list as an index stores them, with those of the lists in it."""
+    """Yield the items of a list, and of lists in it, as an index stores them."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from _stored_items(value)
-        elif (stored := _stored_value(value)) is not None:
+            continue
+        stored = _stored_value(value)
+        if stored is not None:
             yield stored
 
 
@@ -248,15 +305,30 @@ def fields_by_id(
     ids: Iterable[str],
     passages: str | None,
 ) -> dict[str, dict[str, Any]]:
-    """Fields of each of the `ids` that has any; those of `passages` have the fields of their
-    documents.
+    """Return the stored fields of documents or passages, of those that have any.
+
+    Args:
+        metadata: document id -> fields.
+        ids: ids of documents or passages.
+        passages: how documents were cut; None for ids of documents. A passage has the fields of its
+            document.
     """
-    owners = ((name, name if passages is None else name.rpartition("#")[0]) for name in ids)
-    return {name: kept for name, owner in owners if (kept := kept_fields(metadata.get(owner, {})))}
+    by_id: dict[str, dict[str, Any]] = {}
+    for name in ids:
+        document = name if passages is None else name.rpartition("#")[0]
+        stored = kept_fields(metadata.get(document, {}))
+        if stored:
+            by_id[name] = stored
+    return by_id
 
 
 def field_values(fields: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Paths and values of all that is in the fields of a document."""
+    """Yield the path and the value of every value in the fields of a document.
+
+    Args:
+        fields: an object, a list or a value.
+        path: path of `fields`, such as ``by.name`` or ``authors[].name``.
+    """
     if isinstance(fields, Mapping):
         for name, value in fields.items():
             step = name if re.fullmatch(r"[\w-]+", name) else f'"{name}"'
@@ -269,19 +341,31 @@ def field_values(fields: object, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _kind(value: object) -> str:
-    kinds = ((bool, "boolean"), (str, "text"), (int, "integer"))
-    return next((kind for each, kind in kinds if isinstance(value, each)), "float")
+    """Return the kind of a stored value."""
+    if isinstance(value, bool):  # before integers, of which it is a subclass
+        return "boolean"
+    if isinstance(value, str):
+        return "text"
+    return "integer" if isinstance(value, int) else "float"
 
 
 def _matching(column: Any, kind: str, wanted: Wanted) -> Mask:
-    """Which values of a column of one kind are among some values, or within bounds, bool ``[rows]``.
+    """Compare the values of a column with the values or bounds of a condition.
 
     Numbers are compared exactly: an integer is not rounded to a float, or the other way round.
+
+    Args:
+        column: Arrow array ``[rows]``.
+        kind: kind of its values.
+        wanted: values of which one must be equal, or bounds.
+
+    Returns:
+        bool ``[rows]``.
     """
     if kind not in _NUMBERS:
-        among = _arrow(".compute").is_in(column, _arrow().array(wanted, column.type))
-        matching: Mask = among.to_numpy(zero_copy_only=False)
-        return matching
+        is_equal = _arrow(".compute").is_in(column, _arrow().array(wanted, column.type))
+        mask: Mask = is_equal.to_numpy(zero_copy_only=False)
+        return mask
     numbers = column.to_numpy()
     low: float
     high: float
@@ -303,13 +387,18 @@ def _matching(column: Any, kind: str, wanted: Wanted) -> Mask:
 
 
 class Metadata:
-    """Fields of the documents of an index: a table of a row per value, with its field, and the row
-    of its document.
+    """The metadata of the N documents of an index.
+
+    Args:
+        table: Arrow table with a row per value: its field, the row of its document, and the value
+            in the column of its kind.
+        n_documents: N.
     """
 
     def __init__(self, table: Any, n_documents: int) -> None:
-        self.table, self.n_documents = table, n_documents
-        self._parts: dict[str, Any] = {}
+        self.table = table
+        self.n_documents = n_documents
+        self._rows_by_field: dict[str, Any] = {}  # field -> the rows of the table
 
     @classmethod
     def of(
@@ -318,16 +407,26 @@ class Metadata:
         ids: Iterable[str],
         passages: str | None,
     ) -> Metadata | None:
-        """The metadata (document id -> fields) of the documents, or `passages`, of an index; None
-        without any.
+        """Make the metadata of an index.
+
+        Args:
+            metadata: document id -> fields.
+            ids: ids of the documents or passages, in the order of the index.
+            passages: how documents were cut; None for ids of documents.
+
+        Returns:
+            The metadata, or None if no document has any.
         """
         check_fields_by_id(metadata)
-        names = list(ids) if metadata else []
-        if not (found := fields_by_id(metadata or {}, names, passages)):
+        if not metadata:
+            return None
+        names = list(ids)
+        stored = fields_by_id(metadata, names, passages)
+        if not stored:
             return None
         columns: dict[str, list[Any]] = {column: [] for column in _schema().names}
         for row, name in enumerate(names):
-            for path, value in field_values(found.get(name, {})):
+            for path, value in field_values(stored.get(name, {})):
                 entry = {"field": path, "document": row, _kind(value): value}
                 for column, values in columns.items():
                     values.append(entry.get(column))
@@ -336,23 +435,21 @@ class Metadata:
     @cached_property
     def kinds(self) -> dict[str, list[str]]:
         """Field -> kinds of its values: text, integer, float, boolean."""
-        parts = {
-            name: self._part(name) for name in sorted(self.table["field"].unique().to_pylist())
-        }
-        return {
-            name: [kind for kind in _KINDS if part[kind].null_count < len(part)]
-            for name, part in parts.items()
-        }
+        kinds = {}
+        for name in sorted(self.table["field"].unique().to_pylist()):
+            rows = self._rows_of(name)
+            kinds[name] = [kind for kind in _KINDS if rows[kind].null_count < len(rows)]
+        return kinds
 
-    def _part(self, name: str) -> Any:
-        if name not in self._parts:
-            self._parts[name] = self.table.filter(
-                _arrow(".compute").equal(self.table["field"], name),
-            )
-        return self._parts[name]
+    def _rows_of(self, name: str) -> Any:
+        """Return the rows of the table with values of a field."""
+        if name not in self._rows_by_field:
+            is_field = _arrow(".compute").equal(self.table["field"], name)
+            self._rows_by_field[name] = self.table.filter(is_field)
+        return self._rows_by_field[name]
 
     def mask(self, where: Filter) -> Mask:
-        """Which documents match, bool ``[N]``.
+        """Return which documents match a filter, bool ``[N]``.
 
         Raises:
             ValueError: for a field, or a kind of values, that no document has.
@@ -366,57 +463,64 @@ class Metadata:
         return matching
 
     def _documents_with(self, name: str, wanted: Wanted) -> Mask:
-        """Which documents meet one condition, bool ``[N]``: see :meth:`Filter.conditions`."""
+        """Return which documents meet a condition of :meth:`Filter.conditions`, bool ``[N]``."""
         if not wanted:
             return ~self._mask_of(self._documents_having(name))
         return self._mask_of(self._documents_matching(name, wanted))
 
     def _mask_of(self, documents: npt.NDArray[np.int64]) -> Mask:
+        """Return bool ``[N]`` that is true for the rows of some documents."""
         mask = np.zeros(self.n_documents, bool)
         mask[documents] = True
         return mask
 
     def _documents_having(self, name: str) -> npt.NDArray[np.int64]:
-        """Rows of the documents with a field, which may be an object, or a list of objects."""
+        """Return the rows of documents with a field: a value, an object or a list of objects."""
         inside = (f"{name}.", f"{name}[")
         paths = [path for path in self.kinds if path == name or path.startswith(inside)]
         if not paths:
             raise self._unknown_field(name)
-        return np.concatenate([self._part(path)["document"].to_numpy() for path in paths])
+        return np.concatenate([self._rows_of(path)["document"].to_numpy() for path in paths])
 
     def _documents_matching(self, name: str, wanted: Wanted) -> npt.NDArray[np.int64]:
-        """Rows of the documents that have one of some values, or a number within bounds."""
+        """Return the rows of documents that have one of some values, or a number within bounds.
+
+        Raises:
+            ValueError: for an unknown field, or a field without values of this kind.
+        """
         kinds = self.kinds.get(name)
         if kinds is None:
             raise self._unknown_field(name)
         wanted_kind = "float" if isinstance(wanted, dict) else _kind(wanted[0])
         comparable = _NUMBERS if wanted_kind in _NUMBERS else (wanted_kind,)
-        chosen = [kind for kind in kinds if kind in comparable]
-        if not chosen:
-            what = "a range" if isinstance(wanted, dict) else f"{wanted[0]!r} ({wanted_kind})"
+        compared_kinds = [kind for kind in kinds if kind in comparable]
+        if not compared_kinds:
+            got = "a range" if isinstance(wanted, dict) else f"{wanted[0]!r} ({wanted_kind})"
             raise ValueError(
-                f"where: expected a value of {name!r}, which is {' or '.join(kinds)}, got {what}.",
+                f"where: expected a value of {name!r}, which is {' or '.join(kinds)}, got {got}.",
             )
-        part = self._part(name)
+        field_rows = self._rows_of(name)
         documents = []
-        for kind in chosen:
-            rows = part.filter(part[kind].is_valid())
-            hits = _matching(rows[kind], kind, wanted)
-            documents.append(rows["document"].to_numpy()[hits])
+        for kind in compared_kinds:
+            rows = field_rows.filter(field_rows[kind].is_valid())
+            matches = _matching(rows[kind], kind, wanted)
+            documents.append(rows["document"].to_numpy()[matches])
         return np.concatenate(documents)
 
     def _unknown_field(self, name: str) -> ValueError:
+        """Return the error for a field that no document has."""
         known = ", ".join(f"{path} ({' or '.join(kinds)})" for path, kinds in self.kinds.items())
         return ValueError(f"where: expected a field of the index, {known}; got {name!r}.")
 
     def take(self, rows: Sequence[int]) -> Metadata:
-        """Metadata of some of the documents, in the order of `rows`."""
-        place = np.full(self.n_documents, -1, np.int64)
-        place[np.asarray(rows, np.int64)] = np.arange(len(rows))
-        return Metadata(self._moved(place[self.table["document"].to_numpy()]), len(rows))
+        """Return the metadata of some documents, in the order of `rows`."""
+        new_rows = np.full(self.n_documents, -1, np.int64)
+        new_rows[np.asarray(rows, np.int64)] = np.arange(len(rows))
+        documents = new_rows[self.table["document"].to_numpy()]
+        return Metadata(self._with_documents(documents), len(rows))
 
-    def _moved(self, documents: npt.NDArray[np.int64]) -> Any:
-        """The table with other rows of documents, without those below 0."""
+    def _with_documents(self, documents: npt.NDArray[np.int64]) -> Any:
+        """Return the table with other rows of documents, without the values whose row is -1."""
         arrow = _arrow()
         return self.table.set_column(1, "document", arrow.array(documents)).filter(
             arrow.array(documents >= 0),
@@ -424,22 +528,41 @@ class Metadata:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Metadata | None], sizes: Sequence[int]) -> Metadata | None:
-        """Metadata of the documents of several indexes, of given sizes, one after the other; None
-        without any.
+        """Join the metadata of several indexes, whose documents follow one another.
+
+        Args:
+            parts: metadata of each index, None for an index without.
+            sizes: number of documents of each index.
+
+        Returns:
+            The metadata, or None if no index has any.
         """
-        lows = np.cumsum([0, *sizes]).tolist()
-        pairs = [
-            (part, low) for part, low in zip(parts, lows[:-1], strict=True) if part is not None
-        ]
-        tables = [part._moved(part.table["document"].to_numpy() + low) for part, low in pairs]
-        return cls(_arrow().concat_tables(tables), lows[-1]) if tables else None
+        *first_rows, n_documents = np.cumsum([0, *sizes]).tolist()
+        tables = []
+        for part, first_row in zip(parts, first_rows, strict=True):
+            if part is not None:
+                documents = part.table["document"].to_numpy() + first_row
+                tables.append(part._with_documents(documents))
+        return cls(_arrow().concat_tables(tables), n_documents) if tables else None
 
     def save(self, folder: Path) -> None:
+        """Write the table into a folder."""
         _arrow(".parquet").write_table(self.table, folder / FILE)
 
     @classmethod
     def load(cls, folder: Path, n_documents: int) -> Metadata | None:
-        """Read what :meth:`save` wrote, None where there is none; ``DataError`` for another file."""
+        """Read the table that :meth:`save` wrote.
+
+        Args:
+            folder: the folder of the index.
+            n_documents: number of documents of the index.
+
+        Returns:
+            The metadata, or None if the folder has none.
+
+        Raises:
+            DataError: for another file, or metadata of another number of documents.
+        """
         if not (folder / FILE).exists():
             return None
         try:
@@ -457,18 +580,29 @@ class Metadata:
 
 
 def allowed_by(metadata: Metadata | None, where: Where, allowed: Mask | None = None) -> Mask | None:
-    """Mask ``[N]`` of the documents of an index, with its `metadata`, that match, of those
-    `allowed`; None for all.
+    """Return which documents of an index may be found.
+
+    Args:
+        metadata: metadata of the N documents, None for an index without.
+        where: the filter; None for all documents.
+        allowed: bool ``[N]``, documents to which the search is restricted; None for all.
+
+    Returns:
+        bool ``[N]``, or None for all documents.
+
+    Raises:
+        ValueError: for a filter, where the index has no metadata.
     """
-    if (chosen := Filter.of(where)) is None:
+    condition = Filter.of(where)
+    if condition is None:
         return allowed
     if metadata is None:
-        remedy = "Build it again with them: tilefold index --data, or metadata= in Python"
         raise ValueError(
-            f"where: expected an index that keeps metadata of its documents, got one without. {remedy}.",
+            "where: expected an index that keeps metadata of its documents, got one without. Build "
+            "it again with them: tilefold index --data, or metadata= in Python.",
         )
-    found = metadata.mask(chosen)
-    return found if allowed is None else found & allowed
+    matching = metadata.mask(condition)
+    return matching if allowed is None else matching & allowed
 
 
 def check_metadata(stored: Metadata | None, new: Mapping[str, Fields] | None) -> None:
@@ -487,9 +621,11 @@ def check_metadata(stored: Metadata | None, new: Mapping[str, Fields] | None) ->
 
 
 def _arrow(module: str = "") -> Any:
+    """Import pyarrow, or a module of it such as ``.compute``."""
     return require(f"pyarrow{module}", "pyarrow", "Metadata of documents")
 
 
 def _schema() -> Any:
+    """Return the Arrow schema of the table of :class:`Metadata`."""
     types = {"field": "string", "document": "int64", **_KINDS}
     return _arrow().schema([(name, getattr(_arrow(), kind)()) for name, kind in types.items()])

@@ -1,4 +1,4 @@
-"""Passages of long texts: where documents are cut, and ids that name document and characters."""
+"""Passages of long documents: where texts are cut, and ids that name document and characters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tilefold.retrieval.errors import DataError
 __all__ = ["Passage", "PassageTexts", "Passages"]
 
 CUTS = ("sentences", "words")
-_LONGEST = 32  # letters of a word; the rest of a longer one is another
-_WORD = re.compile(rf"[{UNSPACED}]{{1,2}}|[^\W{UNSPACED}]{{1,{_LONGEST}}}")
+_LONGEST_WORD = 32  # characters; the rest of a longer word is another word
+_WORD = re.compile(rf"[{UNSPACED}]{{1,2}}|[^\W{UNSPACED}]{{1,{_LONGEST_WORD}}}")
 _CLOSING = "\"'\u2019\u201d\u00bb)\\]"
 _SENTENCE_END = re.compile(
     rf"[.!?\u2026\u061f\u0964][{_CLOSING}]*\s+|[\u3002\uff01\uff1f][{_CLOSING}\u300d\u300f]*\s*|\n\s*\n\s*",
@@ -29,8 +29,13 @@ _ID = re.compile(r"(.*)#(\d+):(\d+)-(\d+)", re.DOTALL)
 
 
 class Passage(NamedTuple):
-    """Passage of a document: its number from 1, and its characters ``start`` to ``stop`` of the
-    document's text.
+    """A passage of a document.
+
+    Attributes:
+        document: id of the document.
+        number: number of the passage in the document, from 1.
+        start: first character in the document's text.
+        stop: the character after the last one.
     """
 
     document: str
@@ -40,35 +45,37 @@ class Passage(NamedTuple):
 
     @property
     def id(self) -> str:
-        """Id under which vectors and indexes of passages hold it; no two passages of a collection
-        share one.
-        """
+        """Id of the passage in vectors and indexes, unique in a collection."""
         return f"{self.document}#{self.number}:{self.start}-{self.stop}"
 
     @classmethod
     def of(cls, name: str) -> Passage:
-        """The passage of an :attr:`id`; ``DataError`` for another one."""
-        if (match := _ID.fullmatch(name)) is None:
+        """Return the passage with an :attr:`id`; ``DataError`` for an id that is not of a passage."""
+        match = _ID.fullmatch(name)
+        if match is None:
             raise DataError(
                 f"ids: expected that of a passage, such as 'd#1:0-90', got {name!r}. Make the index again.",
             )
-        return cls(match[1], *map(int, match.groups()[1:]))
+        document, number, start, stop = match.groups()
+        return cls(document, int(number), int(start), int(stop))
 
     def of_document(self, document: Document) -> Document:
-        """Title of its document and the passage, whose contents are the input of every encoder and
-        of BM25.
-        """
+        """Return the passage as a document with the title of its document."""
         return Document(self.id, document.title, document.text[self.start : self.stop])
 
     def shown(self, document: Document | None) -> Json:
-        """JSON object for a result, with the text where the document is known."""
-        place = {"number": self.number, "start": self.start, "stop": self.stop}
-        return place | ({} if document is None else {"text": document.text[self.start : self.stop]})
+        """Return a JSON object for a result, with the text where the document is known."""
+        value: Json = {"number": self.number, "start": self.start, "stop": self.stop}
+        if document is not None:
+            value["text"] = document.text[self.start : self.stop]
+        return value
 
 
 class PassageTexts(dict[str, str]):
-    """Passage id -> text, in the order of the documents; `provenance` names the documents and the
-    cut.
+    """Passage id -> text, in the order of the documents.
+
+    Attributes:
+        provenance: fingerprint of the documents, and how they were cut.
     """
 
     def __init__(self, texts: Mapping[str, str], provenance: Provenance) -> None:
@@ -79,10 +86,9 @@ class PassageTexts(dict[str, str]):
 
 @dataclass(frozen=True)
 class Passages:
-    """Where texts are cut into passages (Dai and Callan, arXiv 1905.09217), alike for every model
-    and for BM25.
+    """How texts are cut into passages (Dai and Callan, arXiv 1905.09217).
 
-    A word is a run of letters and digits, at most 32 of them, or two characters of a script without
+    All models and BM25 get the same passages. A word is a run of letters and digits, at most 32 of them, or two characters of a script without
     spaces. Passages begin and end with sentences; a sentence of more than `length` words is cut
     between words.
 
@@ -111,12 +117,12 @@ class Passages:
         check_choice("cut", self.cut, CUTS)
 
     def __str__(self) -> str:
-        """Word by which manifests and runs know it."""
+        """Return the name of the cut in manifests and runs, such as ``128/64/sentences``."""
         return f"{self.length}/{self.stride or self.length}/{self.cut}"
 
     @classmethod
     def parse(cls, text: str) -> Passages:
-        """The cut that a manifest names; the inverse of ``str()``, ``DataError`` for another text."""
+        """Return the cut with a name, the inverse of ``str()``; ``DataError`` for another text."""
         try:
             length, stride, cut = text.split("/")
             return cls(int(length), int(stride), cut)  # type: ignore[arg-type]
@@ -126,40 +132,61 @@ class Passages:
             ) from error
 
     def ranges(self, text: str) -> list[tuple[int, int]]:
-        """First and last character (exclusive) of each passage of a text; one passage of a text
-        without words.
+        """Cut a text into passages.
+
+        Returns:
+            First character, and the character after the last one, of each passage. A text without
+            words is one passage.
         """
-        starts = [match.start() for match in _WORD.finditer(text)]
-        count, stride = len(starts), self.stride or self.length
-        if not starts:
+        word_starts = [match.start() for match in _WORD.finditer(text)]
+        if not word_starts:
             return [(0, len(text.rstrip()))]
-        begins = dict(enumerate(starts)) | {
-            0: 0,
-            count: len(text),
-        }  # word -> character at which a passage may begin
-        if self.cut == "sentences":
-            ends = [match.end() for match in _SENTENCE_END.finditer(text)]
-            sentences = {bisect_left(starts, end): end for end in ends} | {0: 0, count: len(text)}
-            long = (range(a, b) for a, b in pairwise(sorted(sentences)) if b - a > self.length)
-            begins = {word: starts[word] for words in long for word in words} | sentences
-        breaks = sorted(begins)
-        found, at = [], 0
+        n_words = len(word_starts)
+        stride = self.stride or self.length
+        characters = self._break_characters(text, word_starts)
+        breaks = sorted(characters)
+        ranges = []
+        begin = 0  # index into `breaks` of the passage's first word
         while True:
-            end = (
-                bisect_right(breaks, breaks[at] + self.length) - 1
-            )  # the last break that the passage reaches
-            low, high = begins[breaks[at]], begins[breaks[end]]
-            found.append((low, low + len(text[low:high].rstrip())))
-            if breaks[end] >= count:
-                return found
-            at = bisect_left(breaks, breaks[at] + stride, hi=end)
-            while (
-                at < end and breaks[end + 1] - breaks[at] > self.length
-            ):  # it would hold no word that this one lacks
-                at += 1
+            # the last break that the passage reaches
+            end = bisect_right(breaks, breaks[begin] + self.length) - 1
+            start, stop = characters[breaks[begin]], characters[breaks[end]]
+            ranges.append((start, start + len(text[start:stop].rstrip())))
+            if breaks[end] >= n_words:
+                return ranges
+            begin = bisect_left(breaks, breaks[begin] + stride, hi=end)
+            # a passage that did not reach beyond this one would add no word
+            while begin < end and breaks[end + 1] - breaks[begin] > self.length:
+                begin += 1
+
+    def _break_characters(self, text: str, word_starts: list[int]) -> dict[int, int]:
+        """Find where passages may begin and end.
+
+        Args:
+            text: the text.
+            word_starts: first character of each word ``[n_words]``.
+
+        Returns:
+            Number of a word -> character at which a passage may begin with it. The number of words
+            maps to the end of the text.
+        """
+        n_words = len(word_starts)
+        text_ends = {0: 0, n_words: len(text)}
+        if self.cut == "words":
+            return {**dict(enumerate(word_starts)), **text_ends}
+        sentence_ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+        sentences = {bisect_left(word_starts, end): end for end in sentence_ends}
+        sentences.update(text_ends)
+        characters = {}
+        for first, following in pairwise(sorted(sentences)):
+            if following - first > self.length:  # a long sentence is cut between words
+                for word in range(first, following):
+                    characters[word] = word_starts[word]
+        characters.update(sentences)
+        return characters
 
     def of(self, documents: Mapping[str, Document]) -> PassageTexts:
-        """Passage id -> title and passage, of all documents."""
+        """Cut all documents, and return passage id -> title and text of the passage."""
         documents = documents_by_id("documents", documents)
         texts: dict[str, str] = {}
         for name, document in documents.items():
@@ -171,6 +198,6 @@ class Passages:
 
 
 def document_of(name: str) -> str:
-    """The document of a passage's id; ``DataError`` for another id."""
+    """Return the document in a passage's id; ``DataError`` for an id that is not of a passage."""
     document, mark, _ = name.rpartition("#")
     return document if mark else Passage.of(name).document

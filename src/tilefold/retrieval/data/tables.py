@@ -1,6 +1,4 @@
-"""Rows of the files of collections: JSON lines, CSV, TSV, Parquet, saved datasets, TREC topics;
-judgements by split.
-"""
+"""Rows of the files of collections: JSON lines, CSV, TSV, Parquet, saved datasets, TREC topics."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import logging
 import re
 import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from tilefold._internal.arguments import check_instance
@@ -30,7 +28,7 @@ from tilefold.retrieval.errors import DataError
 
 _logger = logging.getLogger(__name__)
 
-Row = tuple[str, Json]
+Row = tuple[str, Json]  # where it was read, for errors; field -> value
 Qrels = dict[str, dict[str, int]]
 Judgement = tuple[str, str, str, int]  # where, query, document, grade
 
@@ -62,23 +60,38 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def find_table(folder: Path, name: str, suffixes: tuple[str, ...]) -> Path | None:
-    """The table `name` in `folder`: a file with one of `suffixes`, or a folder; None if there is
-    nothing.
+    """Find a table in a folder: a file with one of the suffixes, or a folder.
+
+    Args:
+        folder: the folder of the collection.
+        name: name of the table without a suffix.
+        suffixes: suffixes that the file may have.
+
+    Raises:
+        DataError: if there are several.
     """
-    found = [path for suffix in suffixes if (path := folder / f"{name}{suffix}").is_file()]
-    found += [folder / name] if (folder / name).is_dir() else []
-    if len(found) > 1:
-        raise DataError(
-            f"{folder}: expected one of {', '.join(path.name for path in found)}, got all. Keep one.",
-        )
-    return found[0] if found else None
+    files = [folder / f"{name}{suffix}" for suffix in suffixes]
+    tables = [file for file in files if file.is_file()]
+    if (folder / name).is_dir():
+        tables.append(folder / name)
+    if len(tables) > 1:
+        names = ", ".join(path.name for path in tables)
+        raise DataError(f"{folder}: expected one of {names}, got all. Keep one.")
+    return tables[0] if tables else None
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines of a text file, gzipped where its name ends in ``.gz``, with their numbers from 1."""
+    """Yield the lines of a text file with their numbers from 1.
+
+    A file whose name ends in ``.gz`` is decompressed.
+
+    Raises:
+        DataError: for text that is not UTF-8, and a damaged gzip file.
+    """
     start = 0
+    is_gzip = path.name.endswith(".gz")
     try:
-        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as stream:
+        with gzip.open(path, "rb") if is_gzip else path.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -97,10 +110,11 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def table_files(path: Path) -> list[Path]:
-    """The files, or the saved dataset, whose rows :func:`table_rows` gives one after the other."""
+    """Return the files, or the saved dataset, whose rows :func:`table_rows` yields in turn."""
     if not path.is_dir() or is_saved_dataset(path):
         return [path]
-    if not (files := sorted(file for file in path.iterdir() if file.name.endswith(ROWS))):
+    files = sorted(file for file in path.iterdir() if file.name.endswith(ROWS))
+    if not files:
         got = sorted(file.name for file in path.iterdir())[:3] or "an empty folder"
         raise DataError(
             f"{path}: expected files that end in {', '.join(ROWS)}, or a saved dataset, got {got}.",
@@ -116,8 +130,8 @@ def table_rows(
     """Yield ``(where, row)`` of each row of a file, a folder of files or a saved dataset.
 
     Args:
-        path: the file or folder; its name says what it is.
-        skip: rows at the beginning of each file that are left out.
+        path: the file or folder, whose suffix says of which kind it is.
+        skip: number of rows to leave out at the beginning of each file.
         fields: names of fields that the first line of a table with tabs may have.
     """
     if path.is_dir():
@@ -131,8 +145,7 @@ def table_rows(
     elif path.name.endswith(CSV):
         yield from islice(_csv_rows(path), skip, None)
     elif path.name.endswith(ROWS):
-        filled = ((number, line) for number, line in numbered_lines(path) if line.strip())
-        for number, line in islice(filled, skip, None):
+        for number, line in islice(_filled_lines(numbered_lines(path)), skip, None):
             yield f"{path}:{number}", json_object(line, f"{path}:{number}")
     elif path.name.endswith(TEXT):
         yield from islice(text_rows(numbered_lines(path), path, fields=fields), skip, None)
@@ -149,22 +162,30 @@ def text_rows(
     bare: bool = False,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> Iterator[Row]:
-    """Rows of lines: an id, a tab and a text; a `bare` text, by its number; or the columns that the
-    first names.
+    """Yield the rows of lines of an id, a tab and a text, or of the columns that the first names.
 
-    Blanks belong to ids and texts: only the end of a line is left out.
+    Blanks belong to ids and texts. Only the end of a line is left out.
+
+    Args:
+        lines: lines with their numbers.
+        path: name of the file, for errors.
+        bare: whether a line may be a text without a tab, whose id is the line's number.
+        fields: names of columns that are not the usual ones.
     """
-    names: list[str] | None = None
-    for place, (number, line) in enumerate(
-        ((number, line) for number, line in lines if line.strip()),
-    ):
-        where, values = f"{path}:{number}", _fields_of(line)
-        if place == 0 and (columns := text_columns(values, where, fields)):
-            _say_once(where, tuple(values), tuple(columns))
-            names = [name.strip().strip('"') for name in values]
-            if fields == USUAL_FIELDS:  # usual names of any case become _id, title and text
-                names = [column or name for column, name in zip(columns, names, strict=True)]
-            continue
+    names: list[str] = []
+    is_first = True
+    for number, line in _filled_lines(lines):
+        where = f"{path}:{number}"
+        values = _fields_of(line)
+        if is_first:
+            is_first = False
+            columns = text_columns(values, where, fields)
+            if columns:
+                _log_column_names(where, tuple(values), tuple(columns))
+                names = [name.strip().strip('"') for name in values]
+                if fields == USUAL_FIELDS:  # usual names of any case become _id, title and text
+                    names = [column or name for column, name in zip(columns, names, strict=True)]
+                continue
         if names:
             yield where, row_of(values, names, where)
         elif len(values) > 1:
@@ -177,12 +198,17 @@ def text_rows(
             )
 
 
+def _filled_lines(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not blank, with their numbers."""
+    return ((number, line) for number, line in lines if line.strip())
+
+
 def _csv_rows(path: Path) -> Iterator[Row]:
     """Yield the records of a CSV file (RFC 4180) by the names in its first one, all as strings."""
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
     records = csv.reader((line for _, line in numbered_lines(path)), strict=True)
     names: list[str] = []
-    end = 0  # line at which the record before ended
+    end = 0  # last line of the previous record
     while True:
         where = f"{path}:{end + 1}"
         try:
@@ -209,16 +235,13 @@ def _csv_rows(path: Path) -> Iterator[Row]:
 
 
 def json_object(line: str, where: str) -> Json:
-    """The JSON object in a line; a ``DataError`` that begins with `where` for anything else."""
+    """Return the JSON object in a line; the ``DataError`` for anything else begins with `where`."""
     try:
         row = json.loads(line)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # malformed JSON, a number with thousands of digits, too deep nesting
-        got = f"malformed JSON ({error})"
+    except (ValueError, RecursionError) as error:  # also a number with thousands of digits
         raise DataError(
-            f"{where}: expected one JSON object per line, got {got}. Fix that line.",
+            f"{where}: expected one JSON object per line, got malformed JSON ({error}). Fix that "
+            "line.",
         ) from error
     if not isinstance(row, dict):
         raise DataError(
@@ -228,13 +251,18 @@ def json_object(line: str, where: str) -> Json:
 
 
 def _parquet_rows(path: Path, skip: int) -> Iterator[Row]:
+    """Yield the rows of a Parquet file, without reading row groups that are skipped entirely."""
     pa, parquet = arrow("Reading Parquet")
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
             groups = list(range(file.num_row_groups))
-            while groups and number + file.metadata.row_group(groups[0]).num_rows <= skip:
-                number += file.metadata.row_group(groups.pop(0)).num_rows
+            while groups:
+                group_rows = file.metadata.row_group(groups[0]).num_rows
+                if number + group_rows > skip:
+                    break
+                number += group_rows
+                del groups[0]
             for batch in file.iter_batches(_ROWS_PER_BATCH, row_groups=groups):
                 for row in batch.to_pylist():
                     number += 1
@@ -247,6 +275,7 @@ def _parquet_rows(path: Path, skip: int) -> Iterator[Row]:
 
 
 def _dataset_rows(path: Path, skip: int) -> Iterator[Row]:
+    """Yield the rows of a dataset that ``save_to_disk`` wrote, which has one split."""
     saved = require("datasets", "datasets", "Reading a saved dataset").load_from_disk(str(path))
     if hasattr(saved, "keys"):  # a DatasetDict
         if len(saved) != 1:
@@ -254,14 +283,20 @@ def _dataset_rows(path: Path, skip: int) -> Iterator[Row]:
                 f"{path}: expected a dataset of one split, got {', '.join(saved)}. Save one of them.",
             )
         (saved,) = saved.values()
-    for number, row in enumerate(saved.skip(skip) if skip else saved, start=skip + 1):
+    rows = saved.skip(skip) if skip else saved
+    for number, row in enumerate(rows, start=skip + 1):
         yield f"{path}, row {number}", dict(row)
 
 
 def named_columns(fields: Sequence[str], known: Mapping[str, Sequence[str]]) -> list[str | None]:
-    """The column that each of the `fields` of a first line names, None for a field that names none."""
-    kind_of = {name: kind for kind, names in known.items() for name in names}
-    return [kind_of.get(field.strip().strip('"').lower()) for field in fields]
+    """Return the column that each field of a first line names, None for a field that names none.
+
+    Args:
+        fields: the fields of the line.
+        known: column -> names that it may have.
+    """
+    columns = {name: column for column, names in known.items() for name in names}
+    return [columns.get(field.strip().strip('"').lower()) for field in fields]
 
 
 def text_columns(
@@ -313,52 +348,63 @@ def _named_text_columns(
 
 
 @functools.cache
-def _say_once(where: str, fields: tuple[str, ...], kinds: tuple[str | None, ...]) -> None:
-    """Log which line is no row, once, although files are read several times."""
-    used = ", ".join(name.strip() for name, kind in zip(fields, kinds, strict=True) if kind)
-    left = ", ".join(
-        repr(name.strip()) for name, kind in zip(fields, kinds, strict=True) if not kind
+def _log_column_names(
+    where: str,
+    fields: tuple[str, ...],
+    columns: tuple[str | None, ...],
+) -> None:
+    """Log which line is taken as names of columns, once for a file that is read several times."""
+    names = [field.strip() for field in fields]
+    used = [name for name, column in zip(names, columns, strict=True) if column]
+    metadata = [repr(name) for name, column in zip(names, columns, strict=True) if not column]
+    others = f", {', '.join(metadata)} as metadata" if metadata else ""
+    _logger.warning(
+        "%s: this line is taken as names of columns (%s)%s",
+        where,
+        ", ".join(used),
+        others,
     )
-    others = f", {left} as metadata" if left else ""
-    _logger.warning("%s: this line is taken as names of columns (%s)%s", where, used, others)
 
 
 def row_of(fields: Sequence[str], columns: Sequence[str | None], where: str) -> dict[str, str]:
-    """Column -> field of a line."""
+    """Return column -> field of a line, without the columns that have no name."""
     if len(fields) != len(columns):
-        wanted = f"{len(columns)} fields as in the first line, which names them"
-        raise DataError(f"{where}: expected {wanted}, got {len(fields)}. Fix that line.")
+        raise DataError(
+            f"{where}: expected {len(columns)} fields as in the first line, which names them, got "
+            f"{len(fields)}. Fix that line.",
+        )
     return {column: field for column, field in zip(columns, fields, strict=True) if column}
 
 
 def _topic_rows(path: Path) -> Iterator[Row]:
-    """Rows of ``_id`` and ``text`` for TREC topics: ``<top>`` or ``<topic>`` with a number, and a
-    title or query.
+    """Yield rows of ``_id`` and ``text`` for TREC topics.
 
-    Blanks next to a tag are layout, and a line break is one blank; blanks within a line are kept.
+    A topic is ``<top>`` or ``<topic>`` with a number, and a title or query. Blanks next to a tag are layout, and a line break is one blank; blanks within a line are kept.
     """
-    text, found = "".join(line for _, line in numbered_lines(path)), 0
-    for found, match in enumerate(_TOPIC.finditer(text), start=1):
-        where, number, title = (
-            f"{path}, topic {found}",
-            _NUMBER.search(match[0]),
-            _TITLE.search(match[2]),
-        )
+    text = "".join(line for _, line in numbered_lines(path))
+    n_topics = 0
+    for n_topics, topic in enumerate(_TOPIC.finditer(text), start=1):
+        where = f"{path}, topic {n_topics}"
+        number = _NUMBER.search(topic[0])
+        title = _TITLE.search(topic[2])
         if number is None or title is None or not title[1].strip():
             raise DataError(
                 f"{where}: expected a <num> and a <title> (or <query>), got one without.",
             )
         on_one_line = _LINE_BREAK.sub(" ", title[1].strip())
         yield where, {"_id": number[1] or number[2], "text": html.unescape(on_one_line)}
-    if not found:
+    if not n_topics:
         raise DataError(
             f"{path}: expected TREC topics (<top> ... </top>), got {text[:40]!r}. Name a table .tsv.",
         )
 
 
 def query_rows(path: Path, *, bare: bool = False) -> Iterator[Row]:
-    """Rows of ``_id`` and ``text``: TREC topics of a ``.trec`` file, or a table; `bare` as in
-    :func:`text_rows`.
+    """Yield the rows of queries: TREC topics of a ``.trec`` file, or a table.
+
+    Args:
+        path: the file, or a folder of files.
+        bare: as in :func:`text_rows`, for a file of another suffix.
     """
     if path.name.endswith(TOPICS) and not path.is_dir():
         return _topic_rows(path)
@@ -401,65 +447,87 @@ def query_of_line(line: str, number: int) -> tuple[str, str]:
 
 
 def _fields_of(line: str) -> list[str]:
-    """The fields between the tabs of a line, without the line's end."""
+    """Return the fields between the tabs of a line, without the line's end."""
     return line.rstrip("\r\n").split("\t")
 
 
 def read_splits(
     folder: Path,
-    known: tuple[Container[str], Container[str]],
-    drop: bool,
-    wanted: Sequence[str] | None,
+    queries: Container[str],
+    documents: Container[str],
+    *,
+    drop_unknown: bool,
+    names: Sequence[str] | None,
 ) -> dict[str, Qrels]:
-    """Split -> judgements in `folder` of `known` ids, others are errors or to `drop`: the `wanted`
-    splits, or all.
+    """Read the judgements of a collection by split.
 
-    Without the folder ``qrels``, those of MS MARCO's files beside it, ``qrels.<split>.tsv``.
+    Args:
+        folder: the folder ``qrels``. Without it, MS MARCO's files ``qrels.<split>.tsv`` are read.
+        queries: ids of the queries.
+        documents: ids of the documents.
+        drop_unknown: leave out judgements of other ids, which are an error otherwise.
+        names: the splits to read; all if one of them is not there, and by default.
+
+    Returns:
+        Split -> query id -> document id -> grade.
     """
+    files = _files_by_split(folder)
+    chosen = names if names and all(split in files for split in names) else files
+    return {split: _read_split(files[split], queries, documents, drop_unknown) for split in chosen}
+
+
+def _files_by_split(folder: Path) -> dict[str, list[Path]]:
+    """Return the files of each split, which may be cut into parts such as ``-00000-of-00002``."""
+    prefix = "" if folder.is_dir() else f"{folder.name}."
+    files = folder.iterdir() if folder.is_dir() else folder.parent.glob(f"{prefix}*.tsv")
     splits: dict[str, list[Path]] = {}
-    for file in sorted(
-        folder.iterdir() if folder.is_dir() else folder.parent.glob(f"{folder.name}.*.tsv"),
-    ):
-        suffix = max((end for end in _SUFFIXES if file.name.endswith(end)), key=len, default=None)
-        if suffix is not None and not file.name.startswith("."):
-            name = file.name if folder.is_dir() else file.name.removeprefix(f"{folder.name}.")
-            split = re.sub(r"-\d{5}-of-\d{5}$", "", name.removesuffix(suffix))
+    for file in sorted(files):
+        suffixes = [suffix for suffix in _SUFFIXES if file.name.endswith(suffix)]
+        if suffixes and not file.name.startswith("."):
+            name = file.name.removeprefix(prefix).removesuffix(max(suffixes, key=len))
+            split = re.sub(r"-\d{5}-of-\d{5}$", "", name)
             splits.setdefault(split, []).append(file)
-    chosen = wanted if wanted and all(split in splits for split in wanted) else splits
-    return {split: _read_split(splits[split], *known, drop) for split in chosen}
+    return splits
 
 
 def _read_split(
     files: list[Path],
     queries: Container[str],
     documents: Container[str],
-    drop: bool,
+    drop_unknown: bool,
 ) -> Qrels:
+    """Read the judgements in the files of a split; the arguments are those of :func:`read_splits`.
+
+    Raises:
+        DataError: for judgements of unknown ids, unless they are dropped, for pairs with several
+            grades, and where no judgement is left.
+    """
     qrels: Qrels = {}
-    strays: list[str] = []
-    contradictory: dict[tuple[str, str], None] = {}
-    for where, query, document, grade in (row for file in files for row in _judgements(file)):
-        if query not in queries or document not in documents:
-            strange = f"document {document!r}" if query in queries else f"query {query!r}"
-            strays.append(f"{where}: unknown {strange}")
-            continue
-        judged = qrels.setdefault(query, {})
-        if judged.setdefault(document, grade) != grade:
+    unknown: list[str] = []
+    contradictory: dict[tuple[str, str], None] = {}  # an ordered set
+    for where, query, document, grade in chain.from_iterable(map(_judgements, files)):
+        if query not in queries:
+            unknown.append(f"{where}: unknown query {query!r}")
+        elif document not in documents:
+            unknown.append(f"{where}: unknown document {document!r}")
+        elif qrels.setdefault(query, {}).setdefault(document, grade) != grade:
             contradictory[query, document] = None
     if contradictory:
         raise _contradiction(files, list(contradictory))
-    if strays and drop:
+    if unknown and drop_unknown:
         _logger.warning(
             "%s; %d judgement(s) of what the collection lacks are left out",
-            strays[0],
-            len(strays),
+            unknown[0],
+            len(unknown),
         )
-    if strays and not drop:
-        said = f"{len(strays)} judgement(s) in this file name queries or documents that are not in the collection"
-        remedy = "Complete it, or load it with --drop-unknown to leave them out (unknown='drop')."
-        raise DataError(f"{strays[0]}; {said}. {remedy}")
+    elif unknown:
+        raise DataError(
+            f"{unknown[0]}; {len(unknown)} judgement(s) in this file name queries or documents "
+            "that are not in the collection. Complete it, or load it with --drop-unknown to leave "
+            "them out (unknown='drop').",
+        )
     if not qrels:
-        got = f"{len(strays)} of others, the first in {strays[0]}" if strays else "no judgement"
+        got = f"{len(unknown)} of others, the first in {unknown[0]}" if unknown else "no judgement"
         raise DataError(
             f"{files[0]}: expected at least one judgement of a known query and document, got {got}.",
         )
@@ -492,6 +560,7 @@ def _contradiction(files: list[Path], pairs: list[tuple[str, str]]) -> DataError
 
 
 def _judgements(path: Path) -> Iterator[Judgement]:
+    """Yield the judgements in a file: rows, or lines of three fields, or of four as in TREC."""
     if path.name.endswith(ROWS):
         for where, row in table_rows(path):
             yield _judgement_of_row(row, where)
@@ -500,8 +569,9 @@ def _judgements(path: Path) -> Iterator[Judgement]:
     for number, line in numbered_lines(path):
         if not line.strip():
             continue
-        where, fields = f"{path}:{number}", line.rstrip("\r\n").split("\t")
-        if len(fields) == 1:
+        where = f"{path}:{number}"
+        fields = _fields_of(line)
+        if len(fields) == 1:  # separated by blanks
             fields = line.split()
         if columns is None:
             columns = named_columns(fields, JUDGEMENTS)
@@ -514,13 +584,15 @@ def _judgements(path: Path) -> Iterator[Judgement]:
         if len(fields) == 4:  # TREC: query, iteration, document, grade
             del fields[1]
         if len(fields) != 3:
-            wanted = "3 tab-separated fields (query-id, corpus-id, score), or the 4 fields of TREC (with an iteration)"
-            raise DataError(f"{where}: expected {wanted}, got {len(fields)}. Fix that line.")
+            raise DataError(
+                f"{where}: expected 3 tab-separated fields (query-id, corpus-id, score), or the 4 "
+                f"fields of TREC (with an iteration), got {len(fields)}. Fix that line.",
+            )
         yield where, fields[0], fields[1], _grade(fields[2], "score", where)
 
 
 def _judgement_of_row(row: Json, where: str) -> Judgement:
-    """The judgement in a row of JSON, CSV, Parquet or a saved dataset."""
+    """Return the judgement in a row of JSON, CSV, Parquet or a saved dataset."""
     try:
         columns = judgement_columns(tuple(row))
     except FieldError as error:
@@ -535,7 +607,7 @@ def _judgement_of_row(row: Json, where: str) -> Judgement:
 
 
 def _judged_id(value: object, field: str, where: str) -> str:
-    """The id in a field of a judgement: text, or a whole number, also one as data frames store it."""
+    """Return the id in a field of a judgement: text or a whole number, which may be a float."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):
@@ -549,10 +621,10 @@ def _judged_id(value: object, field: str, where: str) -> str:
 
 
 def _grade(value: object, field: str, where: str) -> int:
-    """The grade in a field of a judgement, by one rule for all formats.
+    """Return the grade in a field of a judgement, by one rule for all formats.
 
-    A whole number, or its decimal digits, also as ``1.0``, which data frames write. Everything
-    else that Python's ``int()`` would read, such as ``1_0`` or True, is refused.
+    A grade is a whole number or its decimal digits, also as ``1.0``, which data frames write.
+    Everything else that Python's ``int()`` would read, such as ``1_0`` or True, is refused.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value

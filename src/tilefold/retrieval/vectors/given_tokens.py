@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +14,8 @@ from tilefold.retrieval.vectors.tokens import TokenVectors, safetensors_package
 
 __all__ = ["read_token_file"]
 
+_SHOWN_ARRAYS = 4  # in an error
+
 _LAYOUTS = (
     "Expected one array [n, D] for each text under its id; or values [T, D] with offsets [N + 1]; or embeddings "
     "[N, L, D], zero or left out by a mask [N, L] behind a text's end. The latter two may have ids: a list of N"
@@ -23,56 +23,69 @@ _LAYOUTS = (
 
 
 def read_token_file(path: str | Path) -> TokenVectors:
-    """The vectors in a ``.safetensors`` or ``.npz`` file, in fp32, for
-    :meth:`tilefold.retrieval.LateIndex.build`.
+    """Read token vectors of another program for :meth:`tilefold.retrieval.LateIndex.build`.
 
     The file has an array ``[n, D]`` for each text, named by its id; or ``values`` ``[T, D]`` and
     ``offsets`` ``[N + 1]``; or padded ``embeddings`` ``[N, L, D]``, as ColPali makes of pages, with
     a ``mask`` ``[N, L]`` (nonzero = keep), without which rows of zeros are left out. The latter two
     have ``ids``, in safetensors as UTF-8 bytes of a JSON list, else texts are numbered from 0.
-    ``DataError`` for other arrays, and for NaN or infinity.
+
+    Args:
+        path: a ``.safetensors`` or ``.npz`` file.
+
+    Returns:
+        The vectors in fp32.
+
+    Raises:
+        DataError: for other arrays, and for NaN or infinity.
     """
     file = Path(path)
-    found = _arrays(file)
-    names = found.pop("ids", None)
+    tensors, ids = _read_arrays(file)
     try:
-        if "embeddings" in found:
-            padded, mask = found["embeddings"].float(), found.get("mask")
-            kept = padded.abs().amax(-1) > 0 if mask is None else mask != 0
-            rows = [
-                row[keep] for row, keep in zip(padded, kept | padded.isnan().any(-1), strict=True)
-            ]
-        elif "values" in found and "offsets" in found:
-            rows = list(found["values"].float().split(found["offsets"].long().diff().tolist()))
+        if "embeddings" in tensors:
+            vectors = _without_padding(tensors["embeddings"].float(), tensors.get("mask"))
+        elif "values" in tensors and "offsets" in tensors:
+            lengths = tensors["offsets"].long().diff().tolist()
+            vectors = list(torch.split(tensors["values"].float(), lengths))
         else:
-            names, rows = list(found), [each.float() for each in found.values()]
-        given = [str(number) for number in range(len(rows))] if names is None else names
-        return TokenVectors.pack(given, rows, int(rows[0].size(-1)), "fp32")
+            ids = list(tensors)
+            vectors = [tensor.float() for tensor in tensors.values()]
+        if ids is None:
+            ids = [str(number) for number in range(len(vectors))]
+        return TokenVectors.pack(ids, vectors, int(vectors[0].size(-1)), "fp32")
     except (RuntimeError, IndexError, ValueError) as error:  # of shapes that do not fit
-        shapes = ", ".join(f"{name} {list(each.shape)}" for name, each in list(found.items())[:4])
+        shown = list(tensors.items())[:_SHOWN_ARRAYS]
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in shown)
         raise DataError(f"{file}: {_LAYOUTS}. Got {shapes or 'none'} ({error}).") from error
 
 
-def _arrays(file: Path) -> dict[str, Any]:
-    """Name -> tensor, and the ids as a list."""
+def _without_padding(padded: Tensor, mask: Tensor | None) -> list[Tensor]:
+    """Return the vectors ``[n, D]`` of each text.
+
+    Args:
+        padded: ``[N, L, D]``.
+        mask: ``[N, L]``, nonzero for tokens; without it, rows of zeros are padding.
+    """
+    is_token = padded.abs().amax(-1) > 0 if mask is None else mask != 0
+    keep = is_token | padded.isnan().any(-1)  # a NaN must be reported
+    return [rows[kept] for rows, kept in zip(padded, keep, strict=True)]
+
+
+def _read_arrays(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
+    """Read the tensors of a file by name, and its ids, None without any."""
     try:
         if file.suffix == ".npz":
             with np.load(file, allow_pickle=False) as archive:
-                arrays: Mapping[str, Any] = {name: archive[name] for name in archive.files}
-            made: dict[str, Any] = {
-                name: torch.from_numpy(each) for name, each in arrays.items() if name != "ids"
-            }
-            return made | (
-                {"ids": list(map(str, arrays["ids"].tolist()))} if "ids" in arrays else {}
-            )
+                arrays = {name: archive[name] for name in archive.files}
+            array_ids = arrays.pop("ids", None)
+            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            return tensors, None if array_ids is None else list(map(str, array_ids.tolist()))
         with safetensors_package().safe_open(str(file), framework="pt") as opened:
-            made = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-        raw: Tensor | None = made.pop("ids", None)
-        return (
-            made
-            if raw is None
-            else made | {"ids": json.loads(raw.numpy().tobytes().decode("utf-8"))}
-        )
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+        encoded_ids = tensors.pop("ids", None)
+        if encoded_ids is None:
+            return tensors, None
+        return tensors, json.loads(encoded_ids.numpy().tobytes().decode("utf-8"))
     except Exception as error:  # safetensors and numpy raise their own for damaged files
         raise DataError(
             f"{file}: expected a safetensors or npz file of token vectors, got ({error}).",

@@ -30,8 +30,9 @@ Row = tuple[Ints, Floats]  # terms and weights
 
 @dataclass
 class SparseVectors:
-    """N sparse vectors over a vocabulary of V terms, checked on construction; rows out of order are
-    sorted.
+    """N sparse vectors over a vocabulary of V terms, stored as CSR and checked on construction.
+
+    The terms of each row are sorted.
 
     Attributes:
         ids: N unique, non-empty strings.
@@ -43,9 +44,11 @@ class SparseVectors:
         provenance: the model and the texts that the vectors were made from, as far as they are
             known.
 
-    Shapes that do not fit, an index out of range or twice in a row, a weight that is NaN, infinite
-    or negative, or an empty or repeated id is a ``DataError``, which names the row. `ids` may be any
-    sequence, such as a pandas Series, and are read by position.
+    `ids` may be any sequence, such as a pandas Series, and are read by position.
+
+    Raises:
+        DataError: for shapes that do not fit, a term out of range or twice in a row, a weight that
+            is NaN, infinite or negative, or an empty or repeated id. It names the row.
     """
 
     ids: list[str]
@@ -64,21 +67,24 @@ class SparseVectors:
         check_ids(self.ids)
         self._check()
         if not self._in_order():
-            rows = np.repeat(np.arange(len(self.ids), dtype=np.int64), np.diff(self.indptr))
-            keys = rows * self.vocab_size + self.indices
-            order = np.argsort(keys, kind="stable")
-            self.indices, self.data, steps = (
-                self.indices[order],
-                self.data[order],
-                np.diff(keys[order]),
+            self._sort_rows()
+
+    def _sort_rows(self) -> None:
+        """Sort the terms of each row; ``DataError`` for a term that a row has twice."""
+        rows = np.repeat(np.arange(len(self.ids), dtype=np.int64), np.diff(self.indptr))
+        keys = rows * self.vocab_size + self.indices
+        order = np.argsort(keys, kind="stable")
+        self.indices = self.indices[order]
+        self.data = self.data[order]
+        repeated = np.flatnonzero(np.diff(keys[order]) == 0)
+        if repeated.size:
+            position = int(repeated[0])
+            raise DataError(
+                f"indices: term {self.indices[position]} is given twice for {self._owner(position)}.",
             )
-            if (steps == 0).any():
-                at = int(np.flatnonzero(steps == 0)[0])
-                raise DataError(
-                    f"indices: term {self.indices[at]} is given twice for {self._owner(at)}.",
-                )
 
     def _check(self) -> None:
+        """Raise ``DataError`` for shapes that do not fit, and invalid terms or weights."""
         n, nnz = len(self.ids), self.indices.size
         if self.vocab_size < 1:
             raise DataError(f"vocab_size: expected at least 1, got {self.vocab_size}.")
@@ -90,22 +96,30 @@ class SparseVectors:
             got = f"shapes {self.indices.shape} and {self.data.shape}"
             raise DataError(f"indices and data: expected two flat arrays of one length, got {got}.")
         check_offsets(self.indptr, nnz)
-        if (at := first_outside(self.indices, self.vocab_size)) is not None:
-            got = f"{self.indices[at]} for {self._owner(at)}. Were the vectors made with another vocabulary?"
-            raise DataError(f"indices: expected terms in [0, {self.vocab_size}), got {got}")
-        if (at := first_invalid_weight(self.data)) is not None:
-            bad = int((~np.isfinite(self.data) | (self.data < 0)).sum())
-            got = f"{self.data[at]} for {self._owner(at)} ({bad} in all). Check the model's output and its activation"
-            raise DataError(f"data: expected finite weights of at least 0, got {got}.")
+        invalid = first_outside(self.indices, self.vocab_size)
+        if invalid is not None:
+            raise DataError(
+                f"indices: expected terms in [0, {self.vocab_size}), got {self.indices[invalid]} "
+                f"for {self._owner(invalid)}. Were the vectors made with another vocabulary?",
+            )
+        invalid = first_invalid_weight(self.data)
+        if invalid is not None:
+            n_invalid = int((~np.isfinite(self.data) | (self.data < 0)).sum())
+            raise DataError(
+                f"data: expected finite weights of at least 0, got {self.data[invalid]} for "
+                f"{self._owner(invalid)} ({n_invalid} in all). Check the model's output and its "
+                "activation.",
+            )
 
     def _in_order(self) -> bool:
-        """Whether terms rise in every row; takes a byte for each, where sorting takes many."""
+        """Whether terms rise in every row; takes one byte per entry, where sorting takes many."""
         rises = self.indices[1:] > self.indices[:-1]
         starts = self.indptr[1:-1]
         rises[starts[(starts > 0) & (starts < self.indices.size)] - 1] = True
         return bool(rises.all())
 
     def _owner(self, position: int) -> str:
+        """Return the id of the row that has the entry at a position, for errors."""
         return repr(self.ids[int(np.searchsorted(self.indptr, position, side="right")) - 1])
 
     @classmethod
@@ -115,7 +129,7 @@ class SparseVectors:
         vocab_size: int,
         fingerprint: str | None = None,
     ) -> SparseVectors:
-        """From ``{id: {term index: weight}}``."""
+        """Make vectors from ``{id: {term: weight}}``."""
         check_mapping("rows", rows, "id -> weights by term")
         for identifier, row in rows.items():
             check_mapping(f"rows[{identifier!r}]", row, "term -> weight")
@@ -142,11 +156,14 @@ class SparseVectors:
         fingerprint: str | None = None,
         min_weight: float = 0.0,
     ) -> SparseVectors:
-        """From a torch tensor ``[N, V]``: dense, sparse COO or CSR; any device, any float dtype.
+        """Make vectors from a torch tensor ``[N, V]``.
 
-        Without a `fingerprint`, that of a result of ``encode_sparse`` is taken. Entries that are 0,
-        or positive and not above `min_weight`, are dropped; NaN and negative entries are kept so
-        that they are reported.
+        Args:
+            ids: N ids.
+            matrix: dense, sparse COO or CSR, on any device and of any float dtype.
+            fingerprint: of the vocabulary; by default that of a result of ``encode_sparse``.
+            min_weight: positive entries up to this weight are dropped, as zeros are. NaN and
+                negative entries are kept so that they are reported.
         """
         import torch
 
@@ -159,27 +176,31 @@ class SparseVectors:
         fingerprint = fingerprint or getattr(matrix, "vocabulary_fingerprint", None)
         matrix = matrix.detach()
         if matrix.layout == torch.sparse_csr:
-            parts = matrix.crow_indices(), matrix.col_indices(), matrix.values()
-            offsets, columns, values = (part.cpu() for part in parts)
-            # by numpy: torch wakes all threads for a few rows, which can take ms
+            offsets = matrix.crow_indices().cpu()
+            columns = matrix.col_indices().cpu()
+            values = matrix.values().cpu()
+            # by numpy, because torch starts all its threads for a few rows, which can take ms
             rows = torch.from_numpy(np.repeat(np.arange(len(ids)), offsets.diff().numpy()))
         else:
-            sparse = (
-                matrix.coalesce()
-                if matrix.layout == torch.sparse_coo
-                else matrix.to_sparse().coalesce()
-            )
+            if matrix.layout != torch.sparse_coo:
+                matrix = matrix.to_sparse()
+            sparse = matrix.coalesce()
             rows, columns = sparse.indices().unbind(0)
             values = sparse.values()
         keep = (values > min_weight) | (values < 0) | values.isnan()
         rows, columns, values = (part[keep].cpu() for part in (rows, columns, values))
-        arrays = columns.to(torch.int32).numpy(), values.float().numpy()
-        indptr = offsets_of(np.bincount(rows.numpy(), minlength=len(ids)))
-        return cls(ids, indptr, *arrays, int(matrix.shape[1]), fingerprint)
+        return cls(
+            ids,
+            offsets_of(np.bincount(rows.numpy(), minlength=len(ids))),
+            columns.to(torch.int32).numpy(),
+            values.float().numpy(),
+            int(matrix.shape[1]),
+            fingerprint,
+        )
 
     @classmethod
     def concatenate(cls, parts: Sequence[SparseVectors]) -> SparseVectors:
-        """All rows of `parts`, at least one of them and all of one vocabulary, in order."""
+        """Join the rows of at least one set of vectors, all of one vocabulary, in order."""
         parts = list_of("parts", parts)
         if not parts:
             raise ValueError("parts: expected at least one set of vectors, got an empty list.")
@@ -198,26 +219,29 @@ class SparseVectors:
         )
 
     def take(self, rows: Sequence[int] | Longs) -> SparseVectors:
-        """The given rows, in the given order, as vectors of their own."""
+        """Return a copy of some rows, in the given order."""
         chosen = np.asarray(rows, dtype=np.int64)
-        at, offsets = gather_positions(self.indptr, chosen)
-        ids = [self.ids[i] for i in chosen.tolist()]
-        return replace(self, ids=ids, indptr=offsets, indices=self.indices[at], data=self.data[at])
+        positions, offsets = gather_positions(self.indptr, chosen)
+        return replace(
+            self,
+            ids=[self.ids[row] for row in chosen.tolist()],
+            indptr=offsets,
+            indices=self.indices[positions],
+            data=self.data[positions],
+        )
 
     def above(self, min_weight: float) -> SparseVectors:
-        """A copy without weights of at most `min_weight`; the vectors themselves if there are none
-        such.
-        """
+        """Return the vectors without weights up to `min_weight`; no copy if there are none."""
         keep = self.data > min_weight
         return self if keep.all() else self.selected(keep)
 
     def without(self, terms: Collection[int]) -> SparseVectors:
-        """A copy without the weights of some terms, given in any order, also as a set."""
+        """Return a copy without the weights of some terms, in any order."""
         unwanted = np.asarray(list_of("terms", terms, ordered=False), np.int64)
         return self.selected(~np.isin(self.indices, unwanted))
 
     def selected(self, keep: npt.NDArray[np.bool_]) -> SparseVectors:
-        """A copy with the entries of a mask, bool ``[nnz]``."""
+        """Return a copy with the entries of a mask, bool ``[nnz]``."""
         return replace(
             self,
             indptr=offsets_of(keep)[self.indptr],
@@ -231,7 +255,7 @@ class SparseVectors:
         return {name: row for row, name in enumerate(self.ids)}
 
     def row(self, i: int) -> Row:
-        """Terms and weights of row `i`."""
+        """Return the terms and the weights of row `i`."""
         low, high = int(self.indptr[i]), int(self.indptr[i + 1])
         return self.indices[low:high], self.data[low:high]
 
@@ -254,8 +278,13 @@ def check_same_vocabulary(
     left_name: str,
     right_name: str,
 ) -> None:
-    """Raise VocabularyMismatchError unless sizes are equal, and fingerprints too where both are
-    known.
+    """Raise ``VocabularyMismatchError`` unless sizes and known fingerprints are equal.
+
+    Args:
+        left: vectors, a manifest or an index.
+        right: the same, which is at fault in the error.
+        left_name: what to call `left` in the error.
+        right_name: what to call `right` in the error.
     """
     if left.vocab_size != right.vocab_size:
         expected, got = f"with {left.vocab_size} terms", f"with {right.vocab_size}"
@@ -264,8 +293,10 @@ def check_same_vocabulary(
         got = f"of the same size (fingerprint {right.fingerprint[:12]})"
     else:
         return
-    wanted = f"expected the vocabulary of {left_name} {expected}, got one {got}"
-    raise VocabularyMismatchError(f"{right_name}: {wanted}. Encode both with the same model.")
+    raise VocabularyMismatchError(
+        f"{right_name}: expected the vocabulary of {left_name} {expected}, got one {got}. Encode "
+        "both with the same model.",
+    )
 
 
 def check_vectors(
@@ -288,8 +319,12 @@ def check_buildable(vectors: SparseVectors) -> None:
 
 
 def check_search(index: HasVocabulary, queries: SparseVectors, k: int) -> None:
-    """Raise ``ValueError`` or ``VocabularyMismatchError`` unless ``queries`` and ``k`` suit the
-    index; ``TypeError`` for queries that are no vectors.
+    """Check the queries and the number of hits of a search.
+
+    Raises:
+        TypeError: if `queries` are not sparse vectors.
+        ValueError: if `k` is not an integer of at least 1.
+        VocabularyMismatchError: if the queries have another vocabulary than the index.
     """
     check_vectors("queries", queries, "encode_queries(model, {id: text})")
     check_k(k)
@@ -297,6 +332,7 @@ def check_search(index: HasVocabulary, queries: SparseVectors, k: int) -> None:
 
 
 def _as_int32(indices: npt.ArrayLike) -> Ints:
+    """Return terms as int32; ``DataError`` for other numbers, and those that do not fit."""
     array = np.asarray(indices)
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise DataError(f"indices: expected integers, got {array.dtype}.")
