@@ -1,41 +1,46 @@
-"""Launch configurations of MaxSim by architecture, dtype and shape bin; nothing is searched at run
-time.
+"""Launch configurations of MaxSim by architecture, dtype and shape.
+
+Nothing is searched at run time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from tilefold.ops._shared._triton.releases import ALL_REGISTERS
-from tilefold.ops._shared.plan import power_of_two
+from tilefold.ops._shared.plan import Constants, power_of_two
 from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.maxsim._problem import QUANTIZED_DTYPES
 
-BY_TMA = "maxsim's kernels with TMA"  # where they cannot be built, others read by pointers
-BY_ROLES = (
-    "maxsim's kernel whose warps have roles"  # where it cannot be built, others share the pass
-)
-MAX_BLOCK_K = 128
-MAX_STREAMED_ROWS = (
-    64  # query tokens of all queries together that one tile of the streaming kernel holds
-)
-AMPERE, HOPPER, BLACKWELL = Between(most=(8, 9)), Between((9, 0), (9, 9)), Between(least=(10, 0))
+# Kernels that may be impossible to build; see `KernelFallback`.
+BY_TMA = "maxsim's kernels with TMA"
+BY_ROLES = "maxsim's kernel whose warps have roles"
+MAX_BLOCK_K = 128  # largest part of a token vector that a tile holds
+MAX_STREAMED_ROWS = 64  # largest number of query tokens of the streaming kernel, of all queries
+AMPERE = Between(most=(8, 9))
+HOPPER = Between((9, 0), (9, 9))
+BLACKWELL = Between(least=(10, 0))
 INTERPRETED = {"capability": (0, 0)}
-Constants = dict[str, Any]  # of a kernel, by their names
 
-# Forward: BLOCK_K is the whole dimension where it fits, so that a query tile is loaded once;
-# USE_TMA reads documents through descriptors; PROGRAMS run on a multiprocessor, of the streaming
-# kernel, where more would wait for all others to end, at most; it asks for PREFETCH tokens of
-# documents before it reads the query. Few query rows make the kernel a stream of document tokens:
-# small tiles, many programs. Many make it a matrix product: 128 rows, so that each document token
-# that is loaded meets as many query tokens. Facts: capability, dtype, dim, rows (query tokens that
-# can share a tile), tf32, winners (whether they are kept, which costs as much as the products: more
-# elements per thread), even (documents of a length that tiles of 128 tokens hardly pad). BLOCK_Q of
-# 0 is by rows.
-FEW, FP32 = {"rows": Between(most=64)}, {"dtype": torch.float32}
+# Forward kernels.
+#
+# Facts: capability; dtype; dim; rows, the query tokens that can share a tile; tf32; winners,
+# whether they are saved, which costs as much as the products since a thread then has more elements;
+# even, whether tiles of 128 tokens pad the documents only little.
+#
+# - BLOCK_Q: query tokens of a tile; 0 chooses it by the number of rows
+# - BLOCK_T: document tokens of a tile
+# - BLOCK_K: the whole dimension where it fits, so that a query tile is loaded once
+# - USE_TMA: whether documents are read through descriptors
+# - PROGRAMS: programs of a multiprocessor
+#
+# Few query rows make the kernel a stream of document tokens: small tiles, many programs. Many rows
+# make it a matrix product: 128 rows, so that each loaded document token is used by as many query
+# tokens.
+FEW = {"rows": Between(most=64)}
+FP32 = {"dtype": torch.float32}
 FORWARD = (
     ConfigRow(
         {},
@@ -133,13 +138,15 @@ FORWARD = (
     ),
     ConfigRow(INTERPRETED | {"rows": Between(least=17)}, {"USE_TMA": True}, "small tiles"),
 )
-# It holds all query rows and the whole dimension. Facts: capability, documents (their dtype), rows
-# (a power of two), wide (queries in fp32: with fp8 documents their shared memory decides how many
-# programs fit, else their registers).
-INT8, FP8 = (
-    {"documents": torch.int8, "capability": HOPPER},
-    {"documents": torch.float8_e4m3fn, "capability": HOPPER},
-)
+# The streaming kernel, which holds all query rows and the whole dimension.
+#
+# Facts: capability; documents, their dtype; rows, a power of two; wide, whether queries are fp32.
+# With fp8 documents, shared memory of wide queries limits the number of programs, else registers.
+#
+# - PROGRAMS: programs that a multiprocessor runs at a time; more would wait for all others to end
+# - PREFETCH: document tokens that are requested before the query is read
+INT8 = {"documents": torch.int8, "capability": HOPPER}
+FP8 = {"documents": torch.float8_e4m3fn, "capability": HOPPER}
 SMALL = {"rows": Between(most=32), "wide": False}
 STREAM = (
     ConfigRow(
@@ -190,9 +197,13 @@ STREAM = (
         "small tiles, so that small inputs take several steps",
     ),
 )
-# Queries that share the pass over int8 documents. Facts: capability, slot (rows of a query, a power
-# of two), rows (of all), tokens of a document on average. A query's rows are at most PARTS quarters
-# of BLOCK_Q, whose 0 says that there are better kernels.
+# The pass over int8 documents that queries share.
+#
+# Facts: capability; slot, the rows of a query, a power of two; rows of all queries; tokens of a
+# document on average.
+#
+# - BLOCK_Q: query rows of a tile; 0 if other kernels are faster
+# - PARTS: quarters of BLOCK_Q that the rows of a query may take
 SHARED_PASS = (
     ConfigRow(
         {},
@@ -227,10 +238,15 @@ SHARED_PASS = (
         INTERPRETED, {"BLOCK_Q": 64, "BLOCK_T": 16}, "small tiles, so that there are several"
     ),
 )
-# The same against many padded documents, by warps with roles: each of four groups has a share of
-# the rows and one of PARTS of the documents; STAGES are whole runs of all parts, of 4 tiles each.
-# Facts: capability, rows, documents, half (programs of 256 rows leave fewer idle than those of
-# 512). `BLOCK_Q` of 0: as above.
+# The same pass over many padded documents, by warps with roles. Each of four groups of warps has a
+# share of the rows and of the documents.
+#
+# Facts: capability; rows of all queries; documents; half, whether programs of 256 rows leave fewer
+# rows idle than those of 512.
+#
+# - BLOCK_Q: query rows of a tile; 0 if other kernels are faster
+# - PARTS: parts that the documents are divided into
+# - STAGES: tiles that are loaded ahead, a multiple of 4 for each part
 MANY = {"capability": (9, 0), "documents": Between(least=65536)}
 ROLES_PASS = (
     ConfigRow(
@@ -261,12 +277,19 @@ ROLES_PASS = (
         "H200, 16 x 32: 7.7 and 73, by the pass above 12.3 and 216",
     ),
 )
-# Constants of the kernels of gradients. BLOCK_S and BLOCK_S_MANY: query rows whose winners are read
-# at a time, and from 16,384 query rows on. FEW_ROWS: query rows of all pairs up to which each has a
-# program of its own.
-ROW, ROWS, DOCUMENTS = {"kernel": "row"}, {"kernel": "rows"}, {"kernel": "documents"}
-LISTED, SMOOTH = {"kernel": "listed"}, {"kernel": "smooth"}
-WIDE, HALF = {"fp32": True}, {"fp32": False}
+# Kernels of gradients.
+#
+# Facts: kernel; capability; fp32, whether tensors are fp32; tf32.
+#
+# - BLOCK_S, BLOCK_S_MANY: query rows whose winners are read at a time, and from 16,384 rows on
+# - FEW_ROWS: query rows of all pairs up to which each row has a program
+ROW = {"kernel": "row"}
+ROWS = {"kernel": "rows"}
+DOCUMENTS = {"kernel": "documents"}
+LISTED = {"kernel": "listed"}
+SMOOTH = {"kernel": "smooth"}
+WIDE = {"fp32": True}
+HALF = {"fp32": False}
 BACKWARD = (
     ConfigRow({}, {"PRECISION": "ieee", "num_stages": 3}, "H200"),
     ConfigRow(ROW, {"BLOCK_N": 64, "BLOCK_D": 128, "num_warps": 8, "FEW_ROWS": 1024}, "H200"),
@@ -402,22 +425,34 @@ def forward_config(
     tf32: bool,
     winners_in: int | None = None,
 ) -> Constants:
-    """Constants for a compute capability, ``(0, 0)`` interpreted; ``rows`` of queries can share a
-    tile.
+    """Return the constants of a forward kernel.
 
-    Winners, if they are kept, are among ``winners_in`` tokens of each document, 0 for packed ones.
+    Args:
+        capability: compute capability, ``(0, 0)`` where kernels are interpreted.
+        dtype: dtype of the operands of the products.
+        dim: size D of a token vector.
+        rows: query tokens that can share a tile.
+        tf32: whether products of fp32 may run in TF32.
+        winners_in: tokens of each document if winners are saved, 0 for packed documents; ``None``
+            if no winners are saved.
     """
-    winners, length = winners_in is not None, winners_in or 0
-    even = length > 0 and -length % 128 <= length // 10
-    facts = {"capability": capability, "dtype": dtype, "dim": dim, "rows": rows, "tf32": tf32}
-    found = lookup(FORWARD, **facts, even=even, winners=winners)
-    found["BLOCK_Q"] = found["BLOCK_Q"] or min(power_of_two(rows), 64)
-    if capability != (0, 0):  # int8 products take 32 at least
-        found["BLOCK_K"] = min(
-            power_of_two(dim, 32 if dtype == torch.int8 else 16),
-            found["BLOCK_K"],
-        )
-    return found
+    length = winners_in or 0
+    config = lookup(
+        FORWARD,
+        capability=capability,
+        dtype=dtype,
+        dim=dim,
+        rows=rows,
+        tf32=tf32,
+        winners=winners_in is not None,
+        even=length > 0 and -length % 128 <= length // 10,
+    )
+    if not config["BLOCK_Q"]:
+        config["BLOCK_Q"] = min(power_of_two(rows), 64)
+    if capability != (0, 0):
+        smallest_block = 32 if dtype == torch.int8 else 16  # of an instruction
+        config["BLOCK_K"] = min(power_of_two(dim, smallest_block), config["BLOCK_K"])
+    return config
 
 
 def stream_config(
@@ -427,24 +462,54 @@ def stream_config(
     query_rows: int,
     queries: torch.dtype,
 ) -> Constants | None:
-    """Constants of the streaming kernel, if it is better: where documents have 8 bits.
+    """Return the constants of the streaming kernel, or ``None`` if other kernels are faster.
 
-    Their scales, and the conversions of fp8, then fall on rows that are in use.
+    It is faster for 8-bit documents and few query tokens: scales and conversions of fp8 then fall
+    on rows that are in use.
+
+    Args:
+        capability: compute capability, ``(0, 0)`` where kernels are interpreted.
+        documents: dtype of the documents.
+        dim: size D of a token vector.
+        query_rows: query tokens of all queries.
+        queries: dtype of the queries.
     """
     if documents not in QUANTIZED_DTYPES or query_rows > MAX_STREAMED_ROWS or dim > MAX_BLOCK_K:
         return None
-    rows, wide = power_of_two(query_rows), queries == torch.float32
-    found = lookup(STREAM, capability=capability, documents=documents, rows=rows, wide=wide)
-    return found | {"BLOCK_Q": rows, "BLOCK_K": power_of_two(dim, 32)}
+    rows = power_of_two(query_rows)
+    config = lookup(
+        STREAM,
+        capability=capability,
+        documents=documents,
+        rows=rows,
+        wide=queries == torch.float32,
+    )
+    config["BLOCK_Q"] = rows
+    config["BLOCK_K"] = power_of_two(dim, 32)
+    return config
 
 
 def pass_config(
-    table: Iterable[ConfigRow], dim: int, slot: int, **facts: object
+    table: Iterable[ConfigRow],
+    dim: int,
+    slot: int,
+    **facts: object,
 ) -> Constants | None:
-    """Constants of a pass over int8 documents that queries of ``slot`` rows share, if it is better."""
-    found = lookup(table, slot=slot, **facts)
-    fits = dim <= MAX_BLOCK_K and 0 < slot <= found["BLOCK_Q"] * found["PARTS"] // 4
-    return found | {"SLOT": slot, "BLOCK_K": power_of_two(dim, 32)} if fits else None
+    """Return the constants of a pass over int8 documents, or ``None`` if other kernels are faster.
+
+    Args:
+        table: :data:`SHARED_PASS` or :data:`ROLES_PASS`.
+        dim: size D of a token vector.
+        slot: rows of a query, a power of two; 0 for packed queries.
+        **facts: other facts of the table.
+    """
+    config = lookup(table, slot=slot, **facts)
+    max_slot = config["BLOCK_Q"] * config["PARTS"] // 4
+    if dim > MAX_BLOCK_K or not 0 < slot <= max_slot:
+        return None
+    config["SLOT"] = slot
+    config["BLOCK_K"] = power_of_two(dim, 32)
+    return config
 
 
 def backward_config(
@@ -453,7 +518,14 @@ def backward_config(
     dtype: torch.dtype,
     tf32: bool,
 ) -> Constants:
-    """Constants of a kernel of gradients: tiles that keep to the registers of a compute capability."""
+    """Return the constants of a kernel of gradients, which fit the registers of the device.
+
+    Args:
+        kernel: ``"row"``, ``"rows"``, ``"documents"``, ``"listed"`` or ``"smooth"``.
+        capability: compute capability, ``(0, 0)`` where kernels are interpreted.
+        dtype: dtype of the tensors.
+        tf32: whether products of fp32 may run in TF32.
+    """
     return lookup(
         BACKWARD,
         kernel=kernel,
