@@ -150,7 +150,7 @@ def test_threads_that_load_models_leave_the_method_of_transformers_as_it_was() -
     stock, within = PreTrainedModel.__dict__["from_pretrained"], threading.Event()
 
     def load(seconds: float) -> None:
-        with loading.whole_weights("a model"):
+        with loading.complete_weights("a model"):
             within.set()
             time.sleep(seconds)
 

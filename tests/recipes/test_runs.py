@@ -427,8 +427,8 @@ def test_checkpoints_that_take_long_come_seldom(
     share: float,
     newest: int,
 ) -> None:
-    monkeypatch.setattr(_watch, "SAVE_STEPS", 1)
-    monkeypatch.setattr(_watch, "SAVE_SHARE", share)
+    monkeypatch.setattr(_watch, "DEFAULT_SAVE_STEPS", 1)
+    monkeypatch.setattr(_watch, "MAX_SAVE_SHARE", share)
     with pytest.raises(KeyboardInterrupt):
         train(replace(recipe, save_steps=None), collection, tmp_path / "m", progress=stop_at(3))
     assert newest_step(tmp_path / "m") == newest

@@ -1,15 +1,12 @@
-"""The stock trainer of a run: its arguments and batches, on this rank of several, and what it
-tells.
-"""
+"""The stock trainer of a run: its arguments, batches and callbacks, on one rank of several."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,56 +27,65 @@ if TYPE_CHECKING:
     from tilefold.recipes._batches import TrainingBatches
     from tilefold.recipes._watch import Watcher
 
-BUCKETS = 16  # in which several ranks add up gradients, where graphs hand out many at once
+GRADIENT_BUCKETS = 16  # of DDP, where CUDA graphs return many gradients at once
+NEVER = 10**9  # steps
 _logger = logging.getLogger(__name__)
 
 
-def _by_buckets(graphs: Any, weights: int) -> Any:
-    """DDP's options: the same parameters get gradients in every step, so that nothing looks for
-    those that do not.
+def _ddp_options(graphs: Any, n_weights: int) -> Any:
+    """Create DDP's options: whole buckets of gradients are averaged, the same ones in every step.
 
-    Whole buckets are averaged, not one gradient after the other. Those of `graphs` are written into
-    the buckets, which hold a part of the fp32 `weights` each. Buffers are sent again only where
+    So DDP need not look for parameters without a gradient. Buffers are only broadcast where
     training changes them.
+
+    Args:
+        graphs: CUDA graphs of the encoder, which write their gradients into the buckets; or
+            ``None``.
+        n_weights: number of fp32 weights, which determines the size of a bucket.
     """
     import torch.distributed as dist
     from accelerate import DistributedDataParallelKwargs
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    class ByBuckets(DistributedDataParallelKwargs):
+    class BucketOptions(DistributedDataParallelKwargs):
+        """DDP's options with a hook that averages buckets."""
+
         def register_comm_hook(self, model: Any) -> None:
-            seen: dict[int, int] = {}  # memory of buckets
+            """Register the hook on a model that DDP wraps."""
+            bucket_addresses: dict[int, int] = {}
 
-            def reduced(group, bucket):  # type: ignore[no-untyped-def]  # DDP knows no annotation that is a string
-                place, parameters = bucket.buffer().data_ptr(), bucket.parameters()
-                if graphs is not None and (
-                    seen.get(bucket.index()) != place or id(parameters[0]) not in graphs.places
-                ):
-                    seen[bucket.index()] = place
-                    graphs.write_to(
-                        graphs.places
-                        | dict(zip(map(id, parameters), bucket.gradients(), strict=True)),
-                    )
-                if not (bucket.buffer().is_cuda and "nccl" in dist.get_backend_config(group)):
+            def reduce_bucket(group, bucket):  # type: ignore[no-untyped-def]  # DDP knows no annotation that is a string
+                buffer = bucket.buffer()
+                parameters = bucket.parameters()
+                if graphs is not None:
+                    address = buffer.data_ptr()
+                    is_new = bucket_addresses.get(bucket.index()) != address
+                    if is_new or id(parameters[0]) not in graphs.places:
+                        bucket_addresses[bucket.index()] = address
+                        gradients = dict(
+                            zip(map(id, parameters), bucket.gradients(), strict=True),
+                        )
+                        graphs.write_to({**graphs.places, **gradients})
+                if not (buffer.is_cuda and "nccl" in dist.get_backend_config(group)):
                     return allreduce_hook(group, bucket)
-                done = dist.all_reduce(
-                    bucket.buffer(),
-                    dist.ReduceOp.AVG,
-                    group,
-                    async_op=True,
-                ).get_future()
-                return done.then(lambda future: future.value()[0])
+                work = dist.all_reduce(buffer, dist.ReduceOp.AVG, group, async_op=True)
+                return work.get_future().then(lambda future: future.value()[0])
 
-            model.register_comm_hook(None, reduced)
+            model.register_comm_hook(None, reduce_bucket)
             model.broadcast_buffers = any(
                 hasattr(module, "running_mean") for module in model.modules()
             )
 
-    # the trainer of transformers 5.0 to 5.2 sets its own, which looks for such parameters
-    more: dict[str, Any] = (
-        {} if graphs is None else {"bucket_cap_mb": max(1, 4 * weights // BUCKETS >> 20)}
+    # static_graph: the trainer of transformers 5.0 to 5.2 sets options of its own, which look for
+    # parameters without a gradient
+    if graphs is None:
+        return BucketOptions(static_graph=True, gradient_as_bucket_view=True)
+    bytes_per_bucket = 4 * n_weights // GRADIENT_BUCKETS
+    return BucketOptions(
+        static_graph=True,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=max(1, bytes_per_bucket >> 20),
     )
-    return ByBuckets(static_graph=True, gradient_as_bucket_view=True, **more)
 
 
 def run_trainer(
@@ -90,90 +96,62 @@ def run_trainer(
     callbacks: Sequence[TrainerCallback] = (),
     **settings: object,
 ) -> TrainResult:
-    """Run a stock trainer over the job's model in place; `settings` are further arguments of the
-    trainer.
-    """
-    from datasets import Dataset
-    from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, TrainerState
+    """Run a stock trainer over the job's model, which is trained in place.
 
-    from tilefold.integrations.sentence_transformers import collate_ahead
-    from tilefold.integrations.transformers import AlphaSchedule, one_gpu
+    Args:
+        job: the training.
+        trainer_class: trainer of the kind of model.
+        arguments_class: its arguments.
+        loss: the loss.
+        callbacks: callbacks besides those of every training.
+        settings: further arguments of the trainer.
+
+    Returns:
+        The job's result with the steps, losses and warnings of the training.
+
+    Raises:
+        TrainingError: if fewer steps were done than announced.
+    """
+    from transformers.trainer_callback import EarlyStoppingCallback, TrainerState
+
     from tilefold.recipes._watch import Watcher
 
-    say_unused_gpus()
-    recipe, read, world = job.recipe, job.examples.columns, job.world
-    card = job.model.model_card_data
-    card.widget = card.widget or [
-        {"text": read["query"][0]},
-    ]  # else the card draws examples with a progress bar
-    os.environ.setdefault(
-        "TENSORBOARD_LOGGING_DIR",
-        f"{job.run.output_dir}.logs",
-    )  # outlives the checkpoints
-    reader = Reader(read, job.model, job.examples.digest())
+    warn_unused_gpus()
+    _prepare_logging(job)
+    recipe = job.recipe
+    reader = Reader(job.examples.columns, job.model, job.examples.digest())
     batches = _training_batches(job, reader)
     watcher = Watcher(job, batches)
-    annealed = (
-        [AlphaSchedule(recipe.alpha or 1.5, until=float(recipe.anneal_alpha))]
-        if recipe.anneal_alpha
-        else []
-    )
-    patient = [EarlyStoppingCallback(recipe.patience)] if recipe.patience else []
-    metric = (
-        f"eval_{job.evaluator.name}_{job.model.similarity_fn_name}_ndcg@10" if job.evaluator else ""
-    )
-    places = {
-        name: column.places if isinstance(column, Column) else column
-        for name, column in read.items()
-    }
-    dataset = Dataset.from_dict(places)
-    dataset.set_transform(reader)
-    trainer = trainer_class(
-        model=job.model,
-        args=one_gpu(arguments_class)(
-            **_settings(job) | settings,
-            metric_for_best_model=metric or None,
-        ),
-        train_dataset=dataset,
-        evaluator=job.evaluator,
-        loss=loss,
-        callbacks=[*callbacks, *annealed, *patient, watcher],
+    metric = ""
+    if job.evaluator:
+        metric = f"eval_{job.evaluator.name}_{job.model.similarity_fn_name}_ndcg@10"
+    trainer = _create_trainer(
+        job,
+        trainer_class,
+        arguments_class,
+        loss,
+        [*callbacks, *_recipe_callbacks(job), watcher],
+        reader,
+        {**_settings(job), **settings, "metric_for_best_model": metric or None},
     )
     trainer.get_batch_sampler = lambda *_, **__: batches
-    trainer._load_best_model = functools.partial(
-        _load,
-        trainer,
-        job.run,
-    )  # the stock one only logs that it failed
-    collate_ahead(trainer, graphs=recipe.graphs)
-    graphs = getattr(job.model[0].forward, "graphs", None)
-    trainer.accelerator.ddp_handler = _by_buckets(
-        graphs,
-        sum(tensor.numel() for tensor in job.model.parameters()),
-    )
-    trainer.get_train_dataloader = functools.partial(
-        _batches_by_epoch,
-        trainer.get_train_dataloader,
-        reader,
-        world,
-    )
-    if not job.call.verbose:
-        trainer.remove_callback(PrinterCallback)
+    graphs = _prepare_loading(trainer, job, reader)
     checkpoint = job.run.checkpoint
     record = (read_json(checkpoint / WHOLE) if checkpoint else None) or {}
     watcher.counts = PairCounts.from_json(record.get("pairs"))
     ended = bool(record.get("ended"))
-    if checkpoint and ended:  # the stock trainer would go on
+    if checkpoint and ended:  # the stock trainer would train on
         trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        _load(trainer, job.run)
+        _load_best(trainer, job.run)
     else:
         try:
-            with watcher.heeding_interrupts():
+            with watcher.handle_interrupts():
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             if graphs is not None:
-                graphs.write_to({})  # the model outlives DDP
-    waited = any(  # a checkpoint puts another object in the place of the callback
+                graphs.write_to({})  # the model outlives DDP's buckets
+    # A resumed trainer has another callback object than the one that was passed to it.
+    out_of_patience = any(
         callback.early_stopping_patience_counter >= callback.early_stopping_patience
         for callback in trainer.callback_handler.callbacks
         if isinstance(callback, EarlyStoppingCallback)
@@ -181,10 +159,91 @@ def run_trainer(
     _check_all_steps(
         trainer.state.global_step,
         job.result.steps,
-        stopped_early=waited or (ended and recipe.patience is not None),
+        stopped_early=out_of_patience or (ended and recipe.patience is not None),
     )
     _keep_history(trainer, job, metric)
     return _with_outcome(trainer, job, watcher)
+
+
+def _prepare_logging(job: TrainingJob) -> None:
+    """Set the folder of TensorBoard's logs, and an example for the model card."""
+    card = job.model.model_card_data
+    if not card.widget:  # else the card draws examples with a progress bar
+        card.widget = [{"text": job.examples.columns["query"][0]}]
+    # This folder outlives the checkpoints.
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{job.run.output_dir}.logs")
+
+
+def _recipe_callbacks(job: TrainingJob) -> list[TrainerCallback]:
+    """Create the callbacks that a recipe asks for: alpha of entmax, and patience."""
+    from transformers.trainer_callback import EarlyStoppingCallback
+
+    from tilefold.integrations.transformers import AlphaSchedule
+
+    recipe = job.recipe
+    callbacks: list[TrainerCallback] = []
+    if recipe.anneal_alpha:
+        callbacks.append(AlphaSchedule(recipe.alpha or 1.5, until=float(recipe.anneal_alpha)))
+    if recipe.patience:
+        callbacks.append(EarlyStoppingCallback(recipe.patience))
+    return callbacks
+
+
+def _create_trainer(
+    job: TrainingJob,
+    trainer_class: Callable[..., Trainer],
+    arguments_class: Callable[..., TrainingArguments],
+    loss: Module,
+    callbacks: Sequence[TrainerCallback],
+    reader: Reader,
+    settings: Mapping[str, object],
+) -> Trainer:
+    """Create the stock trainer over a data set whose rows are read when a batch needs them."""
+    from datasets import Dataset
+    from transformers.trainer_callback import PrinterCallback
+
+    from tilefold.integrations.transformers import one_gpu
+
+    columns = {
+        name: column.places if isinstance(column, Column) else column
+        for name, column in job.examples.columns.items()
+    }
+    dataset = Dataset.from_dict(columns)
+    dataset.set_transform(reader)
+    trainer = trainer_class(
+        model=job.model,
+        args=one_gpu(arguments_class)(**settings),
+        train_dataset=dataset,
+        evaluator=job.evaluator,
+        loss=loss,
+        callbacks=list(callbacks),
+    )
+    if not job.call.verbose:
+        trainer.remove_callback(PrinterCallback)
+    # The stock method only logs that it failed.
+    trainer._load_best_model = functools.partial(_load_best, trainer, job.run)
+    return trainer
+
+
+def _prepare_loading(trainer: Trainer, job: TrainingJob, reader: Reader) -> Any:
+    """Let a trainer collate ahead, average buckets of gradients, and share batches among ranks.
+
+    Returns:
+        The CUDA graphs of the encoder, or ``None``.
+    """
+    from tilefold.integrations.sentence_transformers import collate_ahead
+
+    collate_ahead(trainer, graphs=job.recipe.graphs)
+    graphs = getattr(job.model[0].forward, "graphs", None)
+    n_weights = sum(parameter.numel() for parameter in job.model.parameters())
+    trainer.accelerator.ddp_handler = _ddp_options(graphs, n_weights)
+    trainer.get_train_dataloader = functools.partial(
+        _batches_by_epoch,
+        trainer.get_train_dataloader,
+        reader,
+        job.world,
+    )
+    return graphs
 
 
 def _check_all_steps(done: int, announced: int, *, stopped_early: bool) -> None:
@@ -197,35 +256,37 @@ def _check_all_steps(done: int, announced: int, *, stopped_early: bool) -> None:
 
 
 def _keep_history(trainer: Trainer, job: TrainingJob, metric: str) -> None:
-    """Keep what the trainer logged for the run's own log, and the kept evaluation for the card.
+    """Add the trainer's logs to the run's history, and the best evaluation to the model card.
 
     Args:
-        trainer: the trainer, whose training is over.
+        trainer: the trainer, after training.
         job: its job.
         metric: the trainer's name of nDCG@10.
     """
-    from tilefold.recipes._watch import NAMES
+    from tilefold.recipes._watch import LOG_NAMES
 
-    kept = trainer.state.best_global_step
+    best_step = trainer.state.best_global_step
     for row in trainer.state.log_history:
         if "loss" in row:
-            job.run.history.append({NAMES.get(name, name): value for name, value in row.items()})
+            renamed = {LOG_NAMES.get(name, name): value for name, value in row.items()}
+            job.run.history.append(renamed)
         elif metric in row:
             job.run.history.append(
-                {"step": row["step"], NDCG: row[metric], "kept": row["step"] == kept},
+                {"step": row["step"], NDCG: row[metric], "kept": row["step"] == best_step},
             )
-            if row["step"] == kept:  # the stock card has the last one
+            if row["step"] == best_step:  # the stock card has the last one
                 job.model.model_card_data.eval_results_dict[job.evaluator] = {
-                    name[5:]: row[name] for name in row if "@" in name
+                    name.removeprefix("eval_"): row[name] for name in row if "@" in name
                 }
 
 
 def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> TrainResult:
-    """The result of a job with the steps, pairs, losses and warnings of its training."""
+    """Return the job's result with the steps, pairs, losses and warnings of its training."""
     recipe, counts = job.recipe, watcher.counts
     trained_weights, weights = count_weights(job.model)
     warnings = job.result.warnings
-    if getattr(getattr(trainer.model[0].forward, "graphs", None), "failed", False):
+    graphs = getattr(trainer.model[0].forward, "graphs", None)
+    if getattr(graphs, "failed", False):
         warnings += (
             "the training ran without CUDA graphs, which could not be captured; leave --graphs out.",
         )
@@ -237,10 +298,12 @@ def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> Train
         batch_size=recipe.batch_size,
         negatives_among=recipe.negatives_among,
     )
-    cuts = Tally()  # of all ranks, for each length
-    own_cuts = getattr(trainer.data_collator, "cut", cuts).counts.values()
-    for truncation in itertools.chain(*job.world.gather(list(own_cuts))):
-        cuts.add("text", truncation.texts, truncation.count, truncation.max_length)
+    tally = Tally()
+    tally_of_rank = getattr(trainer.data_collator, "cut", tally)
+    for truncations in job.world.gather(list(tally_of_rank.counts.values())):
+        for truncation in truncations:
+            tally.add("text", truncation.texts, truncation.count, truncation.max_length)
+    losses = watcher.losses
     return replace(
         job.result,
         steps=trainer.state.global_step,
@@ -253,21 +316,26 @@ def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> Train
         fewest_negatives=recipe.negatives_among(counts.fewest),
         evaluations=tuple(row for row in job.run.history if NDCG in row),
         kept_step=trainer.state.best_global_step,
-        loss=None if watcher.losses is None else watcher.losses.loss,
+        loss=None if losses is None else losses.loss,
         first_ranking_loss=watcher.first_ranking_loss,
         ranking_loss=watcher.ranking_loss,
-        penalties=None if watcher.losses is None else watcher.losses.penalties,
+        penalties=None if losses is None else losses.penalties,
         warnings=warnings,
         truncated=tuple(
-            {key: vars(cut)[key] for key in ("texts", "count", "max_length")}
-            for cut in cuts.counts.values()
+            {
+                "texts": truncation.texts,
+                "count": truncation.count,
+                "max_length": truncation.max_length,
+            }
+            for truncation in tally.counts.values()
         ),
     )
 
 
-def _load(trainer: Trainer, run: TrainingRun) -> None:
-    """Load the best checkpoint of a run, which may have moved, or that of the last step without
-    evaluations.
+def _load_best(trainer: Trainer, run: TrainingRun) -> None:
+    """Load the best checkpoint of a run, or the last one of a run without evaluations.
+
+    The folder of the run may have moved since the checkpoint was written.
     """
     step = trainer.state.best_global_step or trainer.state.global_step
     trainer.model.model_card_data.set_best_model_step(step)
@@ -275,7 +343,7 @@ def _load(trainer: Trainer, run: TrainingRun) -> None:
 
 
 def _training_batches(job: TrainingJob, reader: Reader) -> TrainingBatches:
-    """The batches of a job, which all ranks draw alike."""
+    """Return the batches of a job, which are the same on all ranks."""
     from tilefold.recipes._batches import TrainingBatches
 
     recipe = job.recipe
@@ -289,37 +357,51 @@ def _training_batches(job: TrainingJob, reader: Reader) -> TrainingBatches:
     )
 
 
-def _batches_by_epoch(make: Callable[[], Any], reader: Reader, world: World) -> Any:
-    """A loader of a trainer, whose sampler hears of every epoch, where a rank takes a part of each
-    batch, too.
+def _batches_by_epoch(
+    create_loader: Callable[[], Any],
+    reader: Reader,
+    world: World,
+) -> Any:
+    """Create the trainer's loader, with a new order in each epoch and a share for each rank.
+
+    Args:
+        create_loader: the trainer's method.
+        reader: reads the rows of a batch.
+        world: all ranks.
     """
-    loader = make()
+    loader = create_loader()
     inner: Any = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
     if hasattr(inner, "set_epoch") and not hasattr(loader.batch_sampler, "set_epoch"):
         loader.batch_sampler.set_epoch = inner.set_epoch
     if world.size > 1:
         loader.batch_sampler.batch_sampler = Dealt(inner, reader, world.size)
-    if hasattr(loader.collate_fn, "read"):  # rows by their numbers, in its thread
-        loader.dataset.__getitems__, loader.collate_fn.read = list, reader.rows
+    if hasattr(loader.collate_fn, "read"):
+        # The data set returns numbers of rows, which the collator reads in its own thread.
+        loader.dataset.__getitems__ = list
+        loader.collate_fn.read = reader.rows
     return loader
 
 
 def _settings(job: TrainingJob) -> dict[str, object]:
-    """The trainer's arguments, but for those of a kind of model."""
+    """Return the arguments of a trainer that do not depend on the kind of model."""
     import torch
 
-    recipe, steps, on_gpu = job.recipe, job.result.steps, torch.cuda.is_available()
-    shared = {
-        "accelerator_config": {"split_batches": True},
-        "ddp_backend": None if on_gpu else "gloo",
-    }
+    recipe = job.recipe
+    steps = job.result.steps
+    on_gpu = torch.cuda.is_available()
+    distributed_settings: dict[str, object] = {}
+    if job.world.size > 1:
+        distributed_settings = {
+            "accelerator_config": {"split_batches": True},
+            "ddp_backend": None if on_gpu else "gloo",
+        }
     return {
-        **(shared if job.world.size > 1 else {}),
+        **distributed_settings,
         "batch_sampler": "no_duplicates" if recipe.distinct_texts else "batch_sampler",
         "dataloader_drop_last": job.run.full_batches,
         "output_dir": str(job.run.work_dir),
         "max_steps": steps,
-        "per_device_train_batch_size": recipe.batch_size,  # of all ranks, if there are several
+        "per_device_train_batch_size": recipe.batch_size,  # split_batches shares it among ranks
         "learning_rate": recipe.learning_rate,
         "lr_scheduler_type": "linear",
         "warmup_steps": int(recipe.warmup_ratio * steps),
@@ -329,13 +411,12 @@ def _settings(job: TrainingJob) -> dict[str, object]:
         "dataloader_pin_memory": on_gpu,
         "eval_strategy": "steps" if job.evaluator else "no",
         "eval_steps": recipe.evaluate_steps,
-        "eval_delay": math.ceil(recipe.anneal_alpha * steps),  # compare models of one alpha
+        "eval_delay": math.ceil(recipe.anneal_alpha * steps),  # compare models of the same alpha
         "load_best_model_at_end": job.evaluator is not None,
-        "restore_callback_states_from_checkpoint": True,  # how long patience has waited
+        "restore_callback_states_from_checkpoint": True,  # the count of patience
         "save_strategy": "steps",
-        "save_steps": recipe.evaluate_steps
-        or recipe.save_steps
-        or 10**9,  # the watcher asks for others
+        # the watcher requests checkpoints by time
+        "save_steps": recipe.evaluate_steps or recipe.save_steps or NEVER,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
         "logging_steps": max(1, min(recipe.log_steps, steps)),
@@ -345,13 +426,15 @@ def _settings(job: TrainingJob) -> dict[str, object]:
     }
 
 
-def say_unused_gpus() -> None:
-    """Log one line if more GPUs are visible than the one that a recipe uses."""
+def warn_unused_gpus() -> None:
+    """Warn if more GPUs are visible than the one that a recipe uses."""
     import torch
 
-    gpus = torch.cuda.device_count()
-    if gpus > 1 and not has_other_ranks():
-        remedy = (
-            "For all of them: tilefold train --devices all, or torchrun --nproc-per-node %d SCRIPT"
+    n_gpus = torch.cuda.device_count()
+    if n_gpus > 1 and not has_other_ranks():
+        _logger.warning(
+            "%d GPUs are visible and one is used, cuda:0. For all of them: tilefold train "
+            "--devices all, or torchrun --nproc-per-node %d SCRIPT",
+            n_gpus,
+            n_gpus,
         )
-        _logger.warning("%d GPUs are visible and one is used, cuda:0. " + remedy, gpus, gpus)

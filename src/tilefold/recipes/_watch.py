@@ -1,6 +1,4 @@
-"""Callbacks of a training: what it reports and saves, Ctrl-C, penalties that rise, vectors that die
-or fill up.
-"""
+"""Callbacks of a training: progress, checkpoints, interrupts, penalties and dead models."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from enum import IntEnum
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -32,45 +31,75 @@ from tilefold.recipes._steps import PairCounts
 from tilefold.recipes._training import TrainingJob
 
 SIDES = ("query", "document")
-# names of sentence-transformers -> those in the log of a run
-NAMES = {"base_loss": "ranking_loss"} | {
-    f"{side}_regularizer_loss": f"{side}_penalty" for side in SIDES
+RANKING_LOSS = "base_loss"
+PENALTIES = tuple(f"{side}_regularizer_loss" for side in SIDES)
+LOG_NAMES = {
+    RANKING_LOSS: "ranking_loss",
+    "query_regularizer_loss": "query_penalty",
+    "document_regularizer_loss": "document_penalty",
 }
-FULL = 0.25  # share of the vocabulary above which vectors count as nearly dense
-DEAD_ROWS = 0.5  # share of rows without a term above which a warning is due
-PATIENCE = 2  # logs in a row
-SAVE_STEPS, SAVE_SHARE = 25, 0.05  # where a recipe names no steps; of the time, for checkpoints
+"""Names of losses in sentence-transformers' logs -> names in the log of a run."""
+DENSE_SHARE = 0.25  # share of the vocabulary above which vectors count as nearly dense
+EMPTY_SHARE = 0.5  # share of rows without a term above which the result has a warning
+PATIENCE = 2  # consecutive logs of zeros after which a model is dead
+DEFAULT_SAVE_STEPS = 25  # steps between checkpoints of a recipe without save_steps
+MAX_SAVE_SHARE = 0.05  # share of the time that these checkpoints may take
 REMEDY = (
-    "Train again with a smaller learning rate or a smaller weight of the penalties; a masked-LM head with large logits "
-    "(ModernBERT, Ettin) needs document.logit_scale=0.0625"
+    "Train again with a smaller learning rate or a smaller weight of the penalties; a masked-LM "
+    "head with large logits (ModernBERT, Ettin) needs document.logit_scale=0.0625"
 )
 
 
+class _SaveRequest(IntEnum):
+    """Checkpoint that rank 0 requests after a step; the highest request of all ranks applies."""
+
+    NONE = 0
+    SAVE = 1
+    SAVE_AND_STOP = 2
+
+
 class Watcher(TrainerCallback):
-    """Reports steps, keeps losses, stops where one is not finite or after Ctrl-C, and asks for
-    checkpoints by time.
+    """Callback that reports steps, keeps losses and requests checkpoints by time.
+
+    It stops a training whose loss is not finite, after Ctrl-C, and when its time is over.
+
+    Args:
+        job: the training.
+        batches: its batches.
+
+    Attributes:
+        counts: pairs of all steps, including the steps before an interruption.
+        ndcg: nDCG@10 of the last evaluation.
+        losses: the last logged losses.
+        first_ranking_loss: ranking loss of the first log, without penalties.
+        ranking_loss: ranking loss of the last log.
+        interrupted: whether Ctrl-C was pressed.
+        out_of_time: whether the call's time is over before the last step.
     """
 
     def __init__(self, job: TrainingJob, batches: TrainingBatches) -> None:
         self.batches = batches
-        self.counts = PairCounts()  # of all steps, those before an interruption too
-        self.progress, self.run, self.recipe, self.world = (
-            job.progress,
-            job.run,
-            job.recipe,
-            job.world,
-        )
-        self.ndcg: float | None = None  # of the last evaluation
+        self.counts = PairCounts()
+        self.progress = job.progress
+        self.run = job.run
+        self.recipe = job.recipe
+        self.world = job.world
+        self.ndcg: float | None = None
         self.losses: Losses | None = None
-        self.first_ranking_loss: float | None = None  # without regularisers
+        self.first_ranking_loss: float | None = None
         self.ranking_loss: float | None = None
         self.interrupted = False
-        self.saved = self.began = self.ended = time.monotonic()
-        self.cost = 0.0  # seconds of the last checkpoint
-        self.hours, self.over = job.call.hours, False
+        self.hours = job.call.hours
+        self.out_of_time = False
+        now = time.monotonic()
+        self._started = now
+        self._last_saved = now
+        self._step_ended = now
+        self._save_seconds = 0.0  # duration of the last checkpoint
 
     def on_train_begin(self, args: Any, state: TrainerState, control: object, **_: object) -> None:
-        state.logging_steps = args.logging_steps  # a checkpoint brings back those of its run
+        """Use this call's log steps: a checkpoint restores those of its run."""
+        state.logging_steps = args.logging_steps
 
     def on_log(
         self,
@@ -80,21 +109,28 @@ class Watcher(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: object,
     ) -> None:
-        self.ndcg = (logs or {}).get(str(args.metric_for_best_model), self.ndcg)
-        if logs and "loss" in logs:
-            loss = float(logs["loss"])
-            if not math.isfinite(loss):
-                remedy = "Train with a smaller learning_rate, from the start (resume=False)."
-                after = f"after {state.global_step} steps: the training has diverged"
-                raise TrainingError(f"the loss is {loss} {after}. {remedy}")
-            self.ranking_loss = float(logs.get("base_loss", loss))
-            penalties = [
-                float(logs[name]) for name in NAMES if name in logs and name != "base_loss"
-            ]
-            self.losses = Losses(loss, self.ranking_loss, sum(penalties) if penalties else None)
-            state.log_history[-1].update(logs)  # which other callbacks have added to
-            if self.first_ranking_loss is None:
-                self.first_ranking_loss = self.ranking_loss
+        """Keep the losses of a log.
+
+        Raises:
+            TrainingError: if the loss is not finite.
+        """
+        if not logs:
+            return
+        self.ndcg = logs.get(str(args.metric_for_best_model), self.ndcg)
+        if "loss" not in logs:
+            return
+        loss = float(logs["loss"])
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the loss is {loss} after {state.global_step} steps: the training has diverged. "
+                "Train with a smaller learning_rate, from the start (resume=False).",
+            )
+        self.ranking_loss = float(logs.get(RANKING_LOSS, loss))
+        penalties = [float(logs[name]) for name in PENALTIES if name in logs]
+        self.losses = Losses(loss, self.ranking_loss, sum(penalties) if penalties else None)
+        state.log_history[-1].update(logs)  # other callbacks have added values to these logs
+        if self.first_ranking_loss is None:
+            self.first_ranking_loss = self.ranking_loss
 
     def on_step_end(
         self,
@@ -103,6 +139,11 @@ class Watcher(TrainerCallback):
         control: TrainerControl,
         **_: object,
     ) -> None:
+        """Report the step, and request a checkpoint if one is due.
+
+        Raises:
+            KeyboardInterrupt: after Ctrl-C.
+        """
         if self.interrupted:
             raise KeyboardInterrupt
         self.counts = self.counts.add_step(self.batches.pairs_of_step(state.global_step))
@@ -113,26 +154,34 @@ class Watcher(TrainerCallback):
             )
         if self.progress is not None:
             self.progress(state.global_step, state.max_steps, self.losses)
-        self.ended = now = time.monotonic()
-        steps, since, asked = self.recipe.save_steps, now - self.saved, 0
-        seldom = (
-            steps is None
-            and state.global_step % SAVE_STEPS == 0
-            and since * SAVE_SHARE >= self.cost
+        self._step_ended = time.monotonic()
+        save_request = self.world.max_over_ranks(self._save_request(state.global_step))
+        save_steps = self.recipe.save_steps
+        if save_request != _SaveRequest.NONE:
+            control.should_save = True
+        if save_steps is not None and state.global_step % save_steps == 0:
+            control.should_save = True
+        if save_request == _SaveRequest.SAVE_AND_STOP and state.global_step < state.max_steps:
+            self.out_of_time = True
+
+    def _save_request(self, step: int) -> int:
+        """Return which checkpoint this rank requests; only rank 0 reads its clock."""
+        if self.world.rank != 0:
+            return _SaveRequest.NONE
+        now = self._step_ended
+        request = _SaveRequest.NONE
+        seconds = now - self._last_saved
+        by_default_steps = (
+            self.recipe.save_steps is None
+            and step % DEFAULT_SAVE_STEPS == 0
+            and seconds * MAX_SAVE_SHARE >= self._save_seconds
         )
-        if self.world.rank == 0 and (seldom or since >= 60 * self.recipe.save_minutes):
-            self.saved, asked = now, 1
-        if (
-            self.world.rank == 0
-            and self.hours is not None
-            and now - self.began >= 3600 * self.hours
-        ):
-            asked = 2
-        found = self.world.max_over_ranks(asked)
-        control.should_save = (
-            control.should_save or found > 0 or bool(steps and state.global_step % steps == 0)
-        )
-        self.over = self.over or (found == 2 and state.global_step < state.max_steps)
+        if by_default_steps or seconds >= 60 * self.recipe.save_minutes:
+            self._last_saved = now
+            request = _SaveRequest.SAVE
+        if self.hours is not None and now - self._started >= 3600 * self.hours:
+            request = _SaveRequest.SAVE_AND_STOP
+        return int(request)
 
     def on_save(
         self,
@@ -141,34 +190,37 @@ class Watcher(TrainerCallback):
         control: TrainerControl,
         **_: object,
     ) -> None:
+        """Mark a checkpoint as complete, and remove older ones.
+
+        Raises:
+            OutOfTimeError: if the call's time is over.
+        """
         folder = self.run.work_dir / f"checkpoint-{state.global_step}"
-        self.world.gather(None)  # every rank has left its part
+        self.world.gather(None)  # wait until every rank has written its part
         if folder.is_dir() and self.world.rank == 0:
-            write_json(
-                folder / WHOLE,
-                {
-                    "step": state.global_step,
-                    "ended": control.should_training_stop,
-                    "pairs": asdict(self.counts),
-                },
-            )
-            for step, old in complete_checkpoints(
-                self.run.work_dir,
-            ).items():  # not before: the stock limit does
+            record = {
+                "step": state.global_step,
+                "ended": control.should_training_stop,
+                "pairs": asdict(self.counts),
+            }
+            write_json(folder / WHOLE, record)
+            # The stock limit of checkpoints would remove them before this one is complete.
+            for step, checkpoint in complete_checkpoints(self.run.work_dir).items():
                 if step not in (state.global_step, state.best_global_step):
-                    shutil.rmtree(old)
-        self.saved = time.monotonic()
-        self.cost = self.saved - self.ended
-        if self.over and not control.should_training_stop:
-            at = f"step {state.global_step} of {state.max_steps}"
+                    shutil.rmtree(checkpoint)
+        self._last_saved = time.monotonic()
+        self._save_seconds = self._last_saved - self._step_ended
+        if self.out_of_time and not control.should_training_stop:
             raise OutOfTimeError(
-                f"the {self.hours:g} hours are over, at {at}; run the same again to go on from there.",
+                f"the {self.hours:g} hours are over, at step {state.global_step} of "
+                f"{state.max_steps}; run the same again to go on from there.",
             )
 
     @contextmanager
-    def heeding_interrupts(self) -> Iterator[None]:
-        """Let Ctrl-C stop training at the next step: Python drops what a destructor or a callback
-        from C raises.
+    def handle_interrupts(self) -> Iterator[None]:
+        """Let Ctrl-C stop training at the next step, too.
+
+        Python ignores a ``KeyboardInterrupt`` that a destructor or a callback from C raises.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -178,56 +230,76 @@ class Watcher(TrainerCallback):
             self.interrupted = True
             signal.default_int_handler(number, frame)
 
-        before = signal.signal(signal.SIGINT, handle)
+        previous_handler = signal.signal(signal.SIGINT, handle)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, previous_handler)
 
 
-class _Seen(NamedTuple):
-    """The vectors of a side since the last log."""
+class _TermCounts(NamedTuple):
+    """Means over the vectors of a side since the last log.
 
-    active: float  # mean number of terms of a row
-    empty: float  # share of rows without a term
-    width: int  # of the vocabulary
+    Attributes:
+        active: mean number of active terms of a row.
+        empty: share of rows without a term.
+        width: size of the vocabulary.
+    """
+
+    active: float
+    empty: float
+    width: int
 
 
-class _Counting:
-    """Counts the terms of every row that a penalty sees; nothing waits for the device."""
+class _TermCounter:
+    """Counts active terms of the rows that a penalty reads, without waiting for the device.
+
+    It replaces the penalty's ``compute_loss_from_embeddings``. The penalty keeps its class, whose
+    name the model card shows.
+
+    Args:
+        penalty: penalty of a ``SpladeLoss``.
+    """
 
     def __init__(self, penalty: Module) -> None:
-        self.penalty, self._stock = penalty, penalty.compute_loss_from_embeddings
-        self.steps: list[Tensor] = []
-        self.width = 0
-        penalty.compute_loss_from_embeddings = (
-            self  # of this object alone, which keeps its class for the card
-        )
+        self.penalty = penalty
+        self._compute_loss = penalty.compute_loss_from_embeddings
+        self._steps: list[Tensor] = []
+        self._width = 0
+        penalty.compute_loss_from_embeddings = self
 
     def __call__(self, embeddings: Tensor) -> Tensor:
+        """Count the terms of ``embeddings`` ``[B, V]``, and return their penalty."""
         if self.penalty.training and torch.is_grad_enabled():
             active = (embeddings.detach() != 0).sum(dim=1)
-            self.steps.append(torch.stack([active.float().mean(), (active == 0).float().mean()]))
-            self.width = embeddings.size(1)
-        value: Tensor = self._stock(embeddings)
-        return value
+            is_empty = active == 0
+            self._steps.append(torch.stack([active.float().mean(), is_empty.float().mean()]))
+            self._width = embeddings.size(1)
+        penalty: Tensor = self._compute_loss(embeddings)
+        return penalty
 
-    def take(self, world: World) -> _Seen | None:
-        """The means since the last call, over all ranks."""
-        if not self.steps:
+    def take(self, world: World) -> _TermCounts | None:
+        """Return the means since the last call over all ranks; ``None`` without a step."""
+        if not self._steps:
             return None
-        means = world.gather(torch.stack(self.steps).mean(dim=0).tolist())
-        active, empty = (sum(column) / world.size for column in zip(*means, strict=True))
-        self.steps = []
-        return _Seen(active, empty, self.width)
+        means_by_rank = world.gather(torch.stack(self._steps).mean(dim=0).tolist())
+        active = sum(mean_active for mean_active, _ in means_by_rank) / world.size
+        empty = sum(mean_empty for _, mean_empty in means_by_rank) / world.size
+        self._steps = []
+        return _TermCounts(active, empty, self._width)
 
 
 class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
-    """Raises the weights of a ``SpladeLoss``, with a warm-up (share of the steps) for each side,
-    and counts terms.
+    """Callback that raises the weights of penalties, and detects dead and dense models.
 
-    The counts are added to the logs, and a training that cannot recover is stopped. A `bounded`
-    model keeps so many terms when it encodes, and may have any number while it trains.
+    Active terms are added to the logs. A training that cannot recover is stopped.
+
+    Args:
+        loss: the ``SpladeLoss``.
+        warmups: share of the steps over which the weight of a side's penalty rises.
+        bounded: whether encoding keeps a limited number of terms; then any number is allowed while
+            training.
+        world: all ranks of the training.
     """
 
     def __init__(
@@ -238,11 +310,14 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
         world: World | None = None,
     ) -> None:
         super().__init__(loss)
-        self.warmups, self.bounded, self.world = warmups, bounded, world or World()
-        self.counters = {side: _Counting(getattr(loss, f"{side}_regularizer")) for side in SIDES}
-        self.first: dict[str, _Seen] = {}
-        self.last: dict[str, _Seen] = {}
-        self.dead = dict.fromkeys((*SIDES, "gradient"), 0)
+        self.warmups = warmups
+        self.bounded = bounded
+        self.world = World() if world is None else world
+        self.counters = {side: _TermCounter(getattr(loss, f"{side}_regularizer")) for side in SIDES}
+        self.first: dict[str, _TermCounts] = {}
+        self.last: dict[str, _TermCounts] = {}
+        # consecutive logs in which the vectors of a side, or the gradient, were zero
+        self.zero_logs = dict.fromkeys((*SIDES, "gradient"), 0)
 
     def on_step_begin(
         self,
@@ -251,9 +326,13 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
         control: object,
         **_: object,
     ) -> None:
-        for side, ratio in self.warmups.items() if self.total_steps is not None else ():
-            risen = float(min(1.0, state.global_step / max(1, int(self.total_steps * ratio)))) ** 2
-            weight = getattr(self, f"max_{side}_regularizer_weight") * risen
+        """Set the weight of each penalty: it rises quadratically during the warm-up."""
+        if self.total_steps is None:
+            return
+        for side, warmup_ratio in self.warmups.items():
+            warmup_steps = max(1, int(self.total_steps * warmup_ratio))
+            progress = float(min(1.0, state.global_step / warmup_steps))
+            weight = getattr(self, f"max_{side}_regularizer_weight") * progress**2
             setattr(self, f"_current_{side}_regularizer_weight", weight)
             setattr(self.loss, f"{side}_regularizer_weight", weight)
 
@@ -263,45 +342,56 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
         state: TrainerState,
         control: object,
         logs: dict[str, float] | None = None,
-        **more: object,
+        **options: object,
     ) -> None:
-        super().on_log(args, state, control, logs=logs, **more)
+        """Add active terms to the logs.
+
+        Raises:
+            TrainingError: if all vectors of a side, or the gradient, were zero in several logs.
+        """
+        super().on_log(args, state, control, logs=logs, **options)
         if not logs or "loss" not in logs:
             return
         for side, counter in self.counters.items():
-            if (seen := counter.take(self.world)) is None:
+            counts = counter.take(self.world)
+            if counts is None:
                 continue
-            self.first.setdefault(side, seen)
-            self.last[side] = seen
-            logs[f"{side}_active_terms"] = seen.active
-            self._count(side, seen.empty == 1.0)
+            self.first.setdefault(side, counts)
+            self.last[side] = counts
+            logs[f"{side}_active_terms"] = counts.active
+            self._note_zero(side, counts.empty == 1.0)
         if "grad_norm" in logs:
-            self._count("gradient", float(logs["grad_norm"]) == 0.0)
-        step = state.global_step
+            self._note_zero("gradient", float(logs["grad_norm"]) == 0.0)
+        self._check_alive(state.global_step)
+
+    def _note_zero(self, quantity: str, is_zero: bool) -> None:
+        """Count a log in which a quantity is zero; another log resets the count."""
+        self.zero_logs[quantity] = self.zero_logs[quantity] + 1 if is_zero else 0
+
+    def _check_alive(self, step: int) -> None:
+        """Raise a ``TrainingError`` if the model is dead."""
         for side in SIDES:
-            if self.dead[side] >= PATIENCE:
-                dead = f"every {side} vector is zero after {step} steps"
+            if self.zero_logs[side] >= PATIENCE:
                 raise TrainingError(
-                    f"{dead}: the model is dead, and no gradient revives it. {REMEDY}.",
+                    f"every {side} vector is zero after {step} steps: the model is dead, and no "
+                    f"gradient revives it. {REMEDY}.",
                 )
-        if self.dead["gradient"] >= PATIENCE:
+        if self.zero_logs["gradient"] >= PATIENCE:
             raise TrainingError(
                 f"the gradient is zero after {step} steps: nothing is learnt any more. {REMEDY}.",
             )
 
-    def _count(self, what: str, bad: bool) -> None:
-        self.dead[what] = self.dead[what] + 1 if bad else 0
-
     def warnings(self) -> tuple[str, ...]:
-        """Warnings about the end of the training."""
-        found = []
-        for side, seen in self.last.items():
-            if seen.empty > DEAD_ROWS:
-                found.append(f"{seen.empty:.0%} of the {side} vectors have no term. {REMEDY}.")
-            if seen.active > FULL * seen.width and not self.bounded:
-                start = self.first[side].active
-                found.append(
-                    f"{side} vectors have {seen.active:.0f} of {seen.width} terms ({start:.0f} at the start), too "
-                    "many for an index: train longer, or with a larger weight of the penalties.",
+        """Return warnings about empty or nearly dense vectors at the end of the training."""
+        messages = []
+        for side, counts in self.last.items():
+            if counts.empty > EMPTY_SHARE:
+                messages.append(f"{counts.empty:.0%} of the {side} vectors have no term. {REMEDY}.")
+            if counts.active > DENSE_SHARE * counts.width and not self.bounded:
+                initial = self.first[side].active
+                messages.append(
+                    f"{side} vectors have {counts.active:.0f} of {counts.width} terms "
+                    f"({initial:.0f} at the start), too many for an index: train longer, or with a "
+                    "larger weight of the penalties.",
                 )
-        return tuple(found)
+        return tuple(messages)

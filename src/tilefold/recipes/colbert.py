@@ -66,7 +66,7 @@ class ColbertRecipe(Recipe):
         base = str(minilm_path()) if packaged else self.base_model
         kind = loading.saved_kind(base)
         with loading.seeded(self.seed):
-            model = loading.load_whole(MultiVectorEncoder, base)
+            model = loading.load_complete(MultiVectorEncoder, base)
             if not isinstance(model[0], Transformer):
                 first = type(model[0]).__name__
                 got = f"{first} in {self.base_model}; the recipe trains no routes or static embeddings."

@@ -11,13 +11,13 @@ from typing import Any
 from tilefold._internal.typing import Module, Network, Tokenizer, Transformer
 from tilefold.recipes._builders import (
     Base,
+    default_logit_scale,
     head_pooling,
     load_transformer,
     shared_network,
-    usual_scale,
 )
 from tilefold.recipes._settings import EncoderSpec
-from tilefold.recipes.loading import local_only, saved_architectures, seeded, whole_weights
+from tilefold.recipes.loading import complete_weights, local_only, saved_architectures, seeded
 from tilefold.retrieval.errors import MissingPackageError
 
 VARIANTS = ("causal", "bidirectional", "echo")
@@ -56,7 +56,7 @@ def causal_transformer(
 
     base = str(base_model)
     _check_causal_lm(base)
-    with whole_weights(base):
+    with complete_weights(base):
         transformer = (EchoTransformer if variant == "echo" else Transformer)(
             base,
             transformer_task="text-generation",
@@ -191,7 +191,9 @@ def _prosper_transformer(spec: EncoderSpec, base: Base) -> Transformer:
             processing_kwargs=plain.processing_kwargs,
             pooling=spec.pooling or "last",
             literal_residual=spec.literal_residual is not False,
-            logit_scale=usual_scale(plain) if spec.logit_scale is None else spec.logit_scale,
+            logit_scale=default_logit_scale(plain)
+            if spec.logit_scale is None
+            else spec.logit_scale,
             **local_only(),
         )
     made.model.config._name_or_path = plain.model.config._name_or_path

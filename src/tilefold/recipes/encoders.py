@@ -23,7 +23,7 @@ from tilefold._internal.typing import (
 )
 from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.recipes import _builders as builders
-from tilefold.recipes._builders import Base, load_transformer, network_of, usual_scale
+from tilefold.recipes._builders import Base, default_logit_scale, load_transformer, network_of
 from tilefold.recipes._settings import FIELDS_BY_KIND, EncoderSpec
 from tilefold.recipes.colbert import ColbertRecipe
 from tilefold.recipes.decoders import build_causal, build_prosper
@@ -342,7 +342,7 @@ def _build_splate(spec: EncoderSpec, base: Base) -> list[Module]:
             colbert,
             masked,
             train_bias=spec.trainable is True,
-            logit_scale=usual_scale(masked),
+            logit_scale=default_logit_scale(masked),
         )
 
 

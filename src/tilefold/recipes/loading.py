@@ -1,6 +1,4 @@
-"""The kind of a saved model, and the model itself: whole, quiet, in the precision of this machine,
-ready to encode.
-"""
+"""Loading of saved models: their kind, checks of their files, precision and quiet libraries."""
 
 from __future__ import annotations
 
@@ -29,14 +27,14 @@ __all__ = [
     "quiet_libraries",
     "run_fast",
     "saved_kind",
+    "supports_bf16",
 ]
-__all__ += ["supports_bf16"]
 
 M = TypeVar("M", bound=Model)
-_loading = threading.RLock()
+_loading = threading.RLock()  # held while a method of transformers is replaced
 LOGGERS = ("sentence_transformers", "accelerate", "datasets", "huggingface_hub")
 
-_KINDS = {
+_KIND_OF_CLASS = {
     "SparseEncoder": "sparse",
     "MultiVectorEncoder": "multi-vector",
     "ColBERT": "multi-vector",  # PyLate's name
@@ -46,63 +44,81 @@ _KINDS = {
 
 
 def saved_kind(name_or_path: str) -> str:
-    """Return "sparse", "multi-vector", "dense", "cross-encoder", or "backbone" for any other or
-    unknown model.
+    """Return the kind of a saved model, from its configuration files.
+
+    Returns:
+        ``"sparse"``, ``"multi-vector"``, ``"dense"``, ``"cross-encoder"``, or ``"backbone"`` for
+        any other or unknown model.
     """
-    saved = _read(name_or_path, "config_sentence_transformers.json")
-    if isinstance(saved, dict) and (kind := _KINDS.get(str(saved.get("model_type")))):
-        return kind
+    config = _read(name_or_path, "config_sentence_transformers.json")
+    if isinstance(config, dict):
+        kind = _KIND_OF_CLASS.get(str(config.get("model_type")))
+        if kind is not None:
+            return kind
     modules = saved_modules(name_or_path)
     if any(".sparse_encoder." in module for module in modules):
         return "sparse"
     if modules:
         return "dense"
-    named = saved_architectures(name_or_path) or []
-    if any(name.endswith("ForSequenceClassification") for name in named):
-        return "cross-encoder"
-    late = any(name == "HF_ColBERT" or name.endswith("ForRetrieval") for name in named)
-    return "multi-vector" if late else "backbone"
+    architectures = saved_architectures(name_or_path) or []
+    for name in architectures:
+        if name.endswith("ForSequenceClassification"):
+            return "cross-encoder"
+    for name in architectures:
+        if name == "HF_ColBERT" or name.endswith("ForRetrieval"):
+            return "multi-vector"
+    return "backbone"
 
 
 def check_masked_lm(name_or_path: str) -> None:
-    """Refuse a backbone whose configuration names no ``...ForMaskedLM``: stock code would give it a
-    random head.
+    """Refuse a backbone without a masked-LM head, to which stock code would add a random one.
+
+    Raises:
+        ValueError: if its configuration names no ``...ForMaskedLM``.
     """
-    named = saved_architectures(name_or_path)
-    if named is not None and not any(name.endswith("ForMaskedLM") for name in named):
-        got = f"its config.json names {', '.join(named) or 'nothing'}), and sparse vectors come from one"
-        remedy = "Take a masked language model, or a SparseEncoder that was trained."
-        raise ValueError(f"{name_or_path} has no masked-LM head ({got}. {remedy}")
+    architectures = saved_architectures(name_or_path)
+    if architectures is None:
+        return
+    if not any(name.endswith("ForMaskedLM") for name in architectures):
+        names = ", ".join(architectures) or "nothing"
+        raise ValueError(
+            f"{name_or_path} has no masked-LM head (its config.json names {names}), and sparse "
+            "vectors come from one. Take a masked language model, or a SparseEncoder that was "
+            "trained.",
+        )
 
 
 def saved_architectures(name_or_path: str) -> list[str] | None:
-    """The classes that ``config.json`` of a model names; None without that file."""
+    """Return the classes that a model's ``config.json`` names; ``None`` without the file."""
     config = _read(name_or_path, "config.json")
     if not isinstance(config, dict):
         return None
-    named = config.get("architectures")
-    return [str(name) for name in named] if isinstance(named, list) else []
+    names = config.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def saved_modules(name_or_path: str) -> list[str]:
-    """The classes that ``modules.json`` of a saved model lists, in order; none without that file."""
-    listed = _read(name_or_path, "modules.json")
-    if not isinstance(listed, list):
+    """Return the classes that a model's ``modules.json`` lists; none without the file."""
+    modules = _read(name_or_path, "modules.json")
+    if not isinstance(modules, list):
         return []
-    return [str(module.get("type", "")) for module in listed if isinstance(module, dict)]
+    return [str(module.get("type", "")) for module in modules if isinstance(module, dict)]
 
 
 def load_saved(name_or_path: str, kind: str) -> Model:
-    """The model of a kind of :func:`saved_kind`, ready to encode, with the attention that it was
-    saved with.
+    """Load a saved model, ready to encode, with the attention that it was saved with.
 
-    No remote code runs, and a folder is read without a look at the network.
+    No remote code runs, and a folder is read without a network.
+
+    Args:
+        name_or_path: a folder or a Hugging Face name.
+        kind: kind of the model, see :func:`saved_kind`.
 
     Raises:
-        ImportError: sentence-transformers is not installed, or older than 6.2.
-        OSError: no such model, here or on the Hugging Face hub.
-        ValueError: a model that was trained with entmax attention and would run softmax; one whose
-            weights are not all in its files, or whose tokenizer is another's.
+        ImportError: if sentence-transformers is not installed, or older than 6.2.
+        OSError: if there is no such model, locally or on the Hugging Face hub.
+        ValueError: for a model that was trained with entmax attention and would run softmax, one
+            whose files lack weights, or one with the tokenizer of another model.
     """
     check_sentence_transformers()
     import sentence_transformers
@@ -110,7 +126,7 @@ def load_saved(name_or_path: str, kind: str) -> Model:
     from tilefold.integrations import transformers as entmax
     from tilefold.modules import load_encoder
 
-    names = {
+    class_names = {
         "multi-vector": "MultiVectorEncoder",
         "dense": "SentenceTransformer",
         "cross-encoder": "CrossEncoder",
@@ -118,22 +134,28 @@ def load_saved(name_or_path: str, kind: str) -> Model:
     if kind == "backbone":
         check_masked_lm(name_or_path)
     entmax.register()
-    model = load_whole(
-        getattr(sentence_transformers, names[kind]) if kind in names else load_encoder,
-        name_or_path,
-    )
+    load = load_encoder
+    if kind in class_names:
+        load = getattr(sentence_transformers, class_names[kind])
+    model = load_complete(load, name_or_path)
     entmax.runs_entmax(model)  # refuses a model that has alphas and would run softmax
     model.model_card_data.local_files_only = True
     run_fast(model)
     return model
 
 
-def load_whole(made: Callable[..., M], name_or_path: str) -> M:
-    """The model that `made` loads, without remote code; all its weights and its tokenizer must be
-    in its files.
+def load_complete(load: Callable[..., M], name_or_path: str) -> M:
+    """Load a model whose files contain all of its weights and its tokenizer.
+
+    Args:
+        load: function or class that loads the model; no remote code runs.
+        name_or_path: a folder or a Hugging Face name.
+
+    Raises:
+        ValueError: if weights are missing, or if the tokenizer belongs to another model.
     """
-    with whole_weights(name_or_path):
-        model = made(
+    with complete_weights(name_or_path):
+        model = load(
             name_or_path,
             trust_remote_code=False,
             local_files_only=Path(name_or_path).is_dir(),
@@ -144,7 +166,7 @@ def load_whole(made: Callable[..., M], name_or_path: str) -> M:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw torch's random numbers of the CPU from a seed; afterwards they go on where they were."""
+    """Seed torch's random numbers on the CPU in this context, and restore their state after it."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -153,85 +175,99 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def local_only(local: bool = True, **options: Mapping[str, object]) -> dict[str, Any]:
-    """Arguments of a ``Transformer`` module, which then asks no network if `local`."""
+    """Return the arguments of a ``Transformer`` module.
+
+    Args:
+        local: whether only local files are read.
+        options: further options by argument, such as ``config_kwargs``.
+    """
     names = ("model_kwargs", "processor_kwargs", "config_kwargs")
     return {name: {"local_files_only": local, **options.get(name, {})} for name in names}
 
 
 def stay_offline(model: M) -> M:
-    """The model, whose card asks no network and draws no examples."""
+    """Return the model after making its card write without a network and without examples."""
     model.model_card_data.local_files_only = True
     model.model_card_data.generate_widget_examples = False
     return model
 
 
 @contextmanager
-def whole_weights(name_or_path: str) -> Iterator[None]:
-    """Refuse what transformers loads in this context if weights, but for poolers, are not in the
-    files.
+def complete_weights(name_or_path: str) -> Iterator[None]:
+    """Refuse a model that transformers loads in this context without all of its weights.
+
+    Weights of poolers may be missing.
+
+    Args:
+        name_or_path: name of the model, for the error message.
+
+    Raises:
+        ValueError: if weights are not in the model's files.
     """
     from transformers import PreTrainedModel
 
-    fresh: list[str] = []
+    missing: list[str] = []
 
     def from_pretrained(cls: Any, /, *args: object, **kwargs: object) -> Any:
-        asked = kwargs.pop("output_loading_info", False)
+        with_loading_info = kwargs.pop("output_loading_info", False)
         model, info = stock.__func__(cls, *args, output_loading_info=True, **kwargs)
-        if not getattr(model, "peft_config", None):  # then the report is the adapter's
-            fresh.extend(sorted(key for key in info["missing_keys"] if "pooler" not in key))
-        return (model, info) if asked else model
+        if not getattr(model, "peft_config", None):  # else the info is about the adapter
+            missing.extend(sorted(name for name in info["missing_keys"] if "pooler" not in name))
+        return (model, info) if with_loading_info else model
 
-    with (
-        _loading
-    ):  # else threads would put back each other's method, and miss weights that are not there
+    # Without the lock, threads would restore each other's method and overlook missing weights.
+    with _loading:
         stock = PreTrainedModel.__dict__["from_pretrained"]
         PreTrainedModel.from_pretrained = classmethod(from_pretrained)
         try:
             yield
         finally:
             PreTrainedModel.from_pretrained = stock
-    if fresh:
-        got = f"{len(fresh)} weights are not in its files and would be random, {fresh[0]} first"
-        remedy = "Fetch it whole, or save it again with the class that config.json names."
-        raise ValueError(f"{name_or_path}: {got}. {remedy}")
+    if missing:
+        raise ValueError(
+            f"{name_or_path}: {len(missing)} weights are not in its files and would be random, "
+            f"{missing[0]} first. Fetch it whole, or save it again with the class that config.json "
+            "names.",
+        )
 
 
 def _check_tokenizer(model: Model, name_or_path: str) -> None:
-    """Refuse a model whose tokenizer has far fewer tokens than its embeddings, as without its
-    files, or more.
+    """Refuse a model whose tokenizer and embeddings differ much in size.
+
+    A tokenizer without its files has far fewer tokens than the embeddings have rows. Padded
+    vocabularies and added tokens are within the limits.
     """
     try:
-        tokens, rows = len(model.tokenizer), model[0].model.get_input_embeddings().num_embeddings
+        n_tokens = len(model.tokenizer)
+        n_rows = model[0].model.get_input_embeddings().num_embeddings
     except (AttributeError, TypeError, NotImplementedError):
         return  # static embeddings, routes, images: nothing to compare
-    if (
-        not 0.5 * rows <= tokens <= 1.1 * rows
-    ):  # padded vocabularies and added tokens are well within
-        why = "the tokenizer's files are missing or belong to another model. Put those of its own beside the weights."
+    if not 0.5 * n_rows <= n_tokens <= 1.1 * n_rows:
         raise ValueError(
-            f"{name_or_path}: its tokenizer has {tokens} tokens and its embeddings {rows}: {why}",
+            f"{name_or_path}: its tokenizer has {n_tokens} tokens and its embeddings {n_rows}: "
+            "the tokenizer's files are missing or belong to another model. Put those of its own "
+            "beside the weights.",
         )
 
 
 def _read(name_or_path: str, file: str) -> object:
+    """Return the content of a model's JSON file; ``None`` if it is missing or damaged."""
     from sentence_transformers.util import load_file_path
 
     try:
-        found = load_file_path(name_or_path, file, local_files_only=Path(name_or_path).is_dir())
-        return None if found is None else json.loads(Path(found).read_text(encoding="utf-8"))
+        path = load_file_path(name_or_path, file, local_files_only=Path(name_or_path).is_dir())
+        return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
 
 def supports_bf16() -> bool:
-    """Whether bf16 autocast is worth it on this machine: a GPU that has it, or a CPU with AMX or
-    AVX512-BF16.
-    """
+    """Return whether the hardware computes in bf16: some GPUs, CPUs with AMX or AVX512-BF16."""
     import torch
 
     if torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported())
-    # one that torch uses as one with AVX2 alone (ATEN_CPU_CAPABILITY=avx2) would emulate bf16
+    # torch would emulate bf16 on a CPU that it uses with AVX2 alone (ATEN_CPU_CAPABILITY=avx2)
     if "AVX512" not in torch.backends.cpu.get_cpu_capability():
         return False
     probes = (
@@ -243,11 +279,11 @@ def supports_bf16() -> bool:
 
 @contextmanager
 def fast_inference() -> Iterator[None]:
-    """Open bf16 autocast where the hardware has it.
+    """Enable bf16 autocast in this context if the hardware computes in bf16.
 
-    Weights stay as they are. Vectors and scores come from products of bf16 numbers, which have 8
-    bits: they differ from those in fp32 by a percent or so.
-    :func:`tilefold._internal.precision.inference_precision` tells which of both a model computes.
+    Weights keep their dtype. Vectors and scores differ from those in fp32 by about 1%, because bf16
+    has 8 significant bits. :func:`tilefold._internal.precision.inference_precision` returns the
+    dtype that a model computes in.
     """
     import torch
 
@@ -260,8 +296,9 @@ def fast_inference() -> Iterator[None]:
 
 
 def run_fast(model: nn.Module) -> None:
-    """Let every forward pass of `model` run in :func:`fast_inference`: a text has one vector in
-    every command.
+    """Run every forward pass of a model in :func:`fast_inference`.
+
+    So a text has the same vector in every command.
     """
     model.forward = fast_inference()(model.forward)
     vars(model)["inference_context"] = fast_inference  # read by inference_precision
@@ -269,8 +306,10 @@ def run_fast(model: nn.Module) -> None:
 
 @contextmanager
 def quiet_libraries(verbose: bool = False) -> Iterator[None]:
-    """Silence progress bars, logs and warnings of the Hugging Face libraries; put them back at the
-    end.
+    """Silence progress bars, logs and warnings of the Hugging Face libraries in this context.
+
+    Args:
+        verbose: silence nothing.
     """
     if verbose:
         yield
@@ -300,9 +339,7 @@ def quiet_libraries(verbose: bool = False) -> Iterator[None]:
 
 @contextmanager
 def quiet_loggers(*names: str | None) -> Iterator[None]:
-    """Let loggers, ``None`` for the root, say nothing but errors; their levels are put back at the
-    end.
-    """
+    """Let loggers log errors only in this context; ``None`` is the root logger."""
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -24,7 +24,7 @@ from tilefold._version import __version__
 from tilefold.modules import load_encoder
 from tilefold.modules.fused_pooling import STOCK_ACTIVATIONS, activate
 from tilefold.modules.onnx_graph import GRAPH, OnnxGraph
-from tilefold.recipes.loading import load_whole, quiet_loggers
+from tilefold.recipes.loading import load_complete, quiet_loggers
 from tilefold.retrieval.common.provenance import model_fingerprint, model_settings
 
 OPSET = 18
@@ -91,7 +91,7 @@ def export_onnx(
     if quantize not in {None, "int8"}:
         raise ValueError(f"quantize: expected 'int8' or None, got {quantize!r}.")
     if isinstance(model, str):
-        model = load_whole(load_encoder, model)
+        model = load_complete(load_encoder, model)
     if not isinstance(model, SparseEncoder):
         raise ValueError(f"model: expected a SparseEncoder, got a {type(model).__name__}.")
     if "encode_sparse_batch" in vars(model):

@@ -88,7 +88,7 @@ class SpladeRecipe(SparseRecipe):
             raise ValueError(f"base_model: {got}. Take {remedy}")
         if kind == "backbone":
             loading.check_masked_lm(base)
-        model = loading.load_whole(load_encoder, base)
+        model = loading.load_complete(load_encoder, base)
         model.max_seq_length = min(self.max_length, model.max_seq_length or self.max_length)
         return loading.stay_offline(model)
 
