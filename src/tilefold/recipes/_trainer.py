@@ -54,7 +54,8 @@ def _ddp_options(graphs: Any, n_weights: int) -> Any:
             """Register the hook on a model that DDP wraps."""
             bucket_addresses: dict[int, int] = {}
 
-            def reduce_bucket(group, bucket):  # type: ignore[no-untyped-def]  # DDP knows no annotation that is a string
+            # DDP refuses annotations that are strings.
+            def reduce_bucket(group, bucket):  # type: ignore[no-untyped-def]
                 buffer = bucket.buffer()
                 parameters = bucket.parameters()
                 if graphs is not None:
@@ -288,7 +289,8 @@ def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> Train
     graphs = getattr(trainer.model[0].forward, "graphs", None)
     if getattr(graphs, "failed", False):
         warnings += (
-            "the training ran without CUDA graphs, which could not be captured; leave --graphs out.",
+            "the training ran without CUDA graphs, which could not be captured; leave --graphs "
+            "out.",
         )
     n_rows = len(job.examples.columns["query"])
     warnings += step_warnings(

@@ -1,6 +1,4 @@
-"""The ``train`` of every recipe: pairs, one resumable run, a stock model, on one rank or on
-several.
-"""
+"""Training of any recipe: a resumable run on one or several ranks that saves a stock model."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from tilefold.retrieval.common.provenance import texts_digest
 from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.training_data.rows import RowsAhead
 
-EXPLODED = 4.0
+EXPLODED = 4.0  # growth of the ranking loss that means that the model is worse than before
 _logger = logging.getLogger(__name__)
 Losses = _run.Losses
 Progress = _run.Progress
@@ -43,39 +41,64 @@ Progress = _run.Progress
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of ``train``."""
+    """Result of :func:`train`.
 
-    model_dir: str  # of the finished stock model
-    steps: int  # of the optimiser; fewer than the recipe's where patience stopped it
-    loss: float | None  # mean of the last steps that were logged
-    seconds: float  # wall time of this call
-    resumed_from: int  # the step that this call resumed from, 0 for a new run
-    reused: bool  # whether the folder already held the finished model of this recipe and data
-    bf16: bool  # whether the run used it
-    fused: bool  # and this
-    first_ranking_loss: float | None = None  # without regularisers, of the first step of this call
-    ranking_loss: float | None = None  # and of the last ones
-    penalties: float | None = None  # of the last ones, weighted; None without any
-    warnings: tuple[str, ...] = ()  # what went wrong in the training, and what to do about it
-    # : ``{"texts", "count", "max_length"}`` for each length: texts that this call's steps read,
-    # repeated ones too, and : how many of them were cut there
+    Attributes:
+        model_dir: folder of the finished stock model.
+        steps: optimiser steps; fewer than the recipe's if patience stopped the training.
+        loss: mean loss of the last logged steps.
+        seconds: wall time of this call.
+        resumed_from: step from which this call resumed; 0 for a new run.
+        reused: whether the folder already held the finished model of this recipe and data.
+        bf16: whether the run used bf16.
+        fused: whether the run used the fused head or similarity.
+        first_ranking_loss: ranking loss of this call's first step, without penalties.
+        ranking_loss: ranking loss of the last logged steps, without penalties.
+        penalties: weighted penalties of the last logged steps; None without penalties.
+        warnings: problems of the training, with remedies.
+        truncated: ``{"texts", "count", "max_length"}`` for each length: texts that this call's
+            steps read, repeated ones too, and how many of them were truncated.
+        ranks: number of processes of the last call.
+        pairs: pairs of the largest step, on all ranks.
+        fewest_pairs: pairs of the smallest step.
+        trained_pairs: sum of the pairs of all steps; repeated pairs count again.
+        negatives: negatives of each query in the largest step, on all ranks.
+        fewest_negatives: negatives of each query in the smallest step.
+        trained_weights: number of weights that were trained.
+        weights: number of all weights.
+        evaluated: description of the queries and documents of nDCG@10; empty without evaluations.
+        evaluations: ``{"step", "nDCG@10", "kept"}`` of each evaluation.
+        kept_step: step of the saved model, which has the best evaluation.
+    """
+
+    model_dir: str
+    steps: int
+    loss: float | None
+    seconds: float
+    resumed_from: int
+    reused: bool
+    bf16: bool
+    fused: bool
+    first_ranking_loss: float | None = None
+    ranking_loss: float | None = None
+    penalties: float | None = None
+    warnings: tuple[str, ...] = ()
     truncated: tuple[dict[str, int | None], ...] = ()
-    ranks: int = 1  # processes that the last call trained with, each with its share of every step
-    pairs: int | None = None  # of the largest step that was done, on all ranks together
-    fewest_pairs: int | None = None  # of the smallest one
-    trained_pairs: int | None = None  # of all steps together; a pair counts in each of its steps
-    # documents that the largest step compared each query with, beside its own; on all ranks too
+    ranks: int = 1
+    pairs: int | None = None
+    fewest_pairs: int | None = None
+    trained_pairs: int | None = None
     negatives: int | None = None
-    fewest_negatives: int | None = None  # and the smallest step
-    trained_weights: int | None = None  # numbers in all parameters that were trained
-    weights: int | None = None  # and in all parameters
-    evaluated: str = ""  # what nDCG@10 is of; empty without evaluations
-    evaluations: tuple[dict[str, Any], ...] = ()  # ``{"step", "nDCG@10", "kept"}`` of each
-    kept_step: int | None = None  # whose model this is: the best evaluation
+    fewest_negatives: int | None = None
+    trained_weights: int | None = None
+    weights: int | None = None
+    evaluated: str = ""
+    evaluations: tuple[dict[str, Any], ...] = ()
+    kept_step: int | None = None
 
     @property
     def exploded(self) -> bool:
-        """Whether the ranking loss rose several times over: the model has lost what it knew."""
+        """Whether the ranking loss rose so much that the model is worse than at the start."""
         if self.ranking_loss is None or self.first_ranking_loss is None:
             return False
         return self.ranking_loss > EXPLODED * max(self.first_ranking_loss, 1.0)
@@ -95,52 +118,66 @@ class Call:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """The model, which is trained in place, its data, and where checkpoints go."""
+    """Everything that the training of one model reads.
+
+    Attributes:
+        recipe: the recipe.
+        model: the model, which is trained in place.
+        examples: the training rows.
+        run: checkpoints and logs.
+        result: the result so far, without what the training adds.
+        progress: called after every step, on rank 0.
+        world: all ranks.
+        call: arguments that do not change the model.
+        evaluator: stock evaluator, or None.
+    """
 
     recipe: Recipe
     model: Model
     examples: Examples
     run: _run.TrainingRun
-    result: TrainResult  # but for what the trainer tells
+    result: TrainResult
     progress: Progress | None
     world: World
     call: Call
-    evaluator: Any  # stock, or None
+    evaluator: Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(TrainingSettings):
-    """A configuration that :func:`train` takes."""
+    """Configuration that :func:`train` accepts."""
 
     reads_negatives: ClassVar[bool] = False
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The data that training takes: ``"pairs"``, ``"negatives"``, ``"scores"``."""
+        """The data that training reads: ``"pairs"``, ``"negatives"``, ``"scores"``."""
         return ("pairs",)
 
     def preparation(self, data: str) -> list[str]:
-        """Commands that make what :attr:`needs` has beside pairs of a collection, offline; the last
-        writes the file.
+        """Return the commands that make the data that :attr:`needs` lists besides pairs.
+
+        Args:
+            data: name or folder of the collection.
         """
         return []
 
     @property
     def distinct_texts(self) -> bool:
-        """Whether no text may occur twice in a batch, whose documents are negatives of each other."""
+        """Whether a text may occur only once in a batch, because of in-batch negatives."""
         return True
 
     def negatives_among(self, pairs: int) -> int:
-        """Documents that a step of so many pairs compares each query with, beside its own."""
+        """Return the number of negatives of each query in a step of ``pairs`` pairs."""
         return pairs - 1
 
     @property
     def adds_adapters(self) -> bool:
-        """Whether training puts adapters into the base model, which are merged at the end."""
+        """Whether training adds adapters to the base model, which are merged at the end."""
         return False
 
     def start(self, texts: Sequence[str]) -> Model:
-        """The untrained model; `texts` are the documents of the collection."""
+        """Build the untrained model; ``texts`` are the documents of the collection."""
         raise NotImplementedError
 
     def examples(
@@ -148,11 +185,11 @@ class Recipe(TrainingSettings):
         collection: Collection,
         negatives: str | Path | RowsAhead | None,
     ) -> Examples:
-        """The rows that training reads."""
+        """Return the rows that training reads."""
         return pair_examples(collection, "document")
 
     def fit(self, job: TrainingJob) -> TrainResult:
-        """Train the job's model in place; its result with losses and warnings."""
+        """Train the job's model in place, and return its result with losses and warnings."""
         raise NotImplementedError
 
 
@@ -170,50 +207,77 @@ def train(
     report_to: str = "none",
     command: str = "",
 ) -> TrainResult:
-    """Train any recipe on the pairs of the collection's ``"train"`` split, and save a stock model
-    in `output_dir`.
+    """Train a recipe on the pairs of a collection's ``"train"`` split, and save a stock model.
 
-    Checkpoints lie in ``<output_dir>.training``; the finished model is moved into place atomically.
-    The same call (recipe and data) goes on from the last complete checkpoint of an interrupted run,
-    and returns a finished one unchanged. Equal recipes, data and machines give equal models;
-    ``max_steps=0`` saves the model as it starts.
+    Checkpoints are in ``<output_dir>.training``; the finished model appears atomically. The same
+    call (recipe and data) resumes an interrupted run from the last complete checkpoint, and returns
+    a finished one unchanged. Equal recipes, data and machines give equal models. ``max_steps=0``
+    saves the untrained model.
 
     Under ``torchrun`` or ``accelerate launch``, every rank makes this call. The ranks share the
     pairs of each step: batches, negatives and penalties are those of one process with the same
-    recipe, but for the short last batch of an epoch, which several ranks fill with pairs that the
-    epoch has already had. The first rank writes; another number of ranks may resume.
+    recipe, except for the short last batch of an epoch, which several ranks fill with pairs that
+    the epoch has already had. Rank 0 writes. Another number of ranks may resume.
 
     Args:
-        negatives: of the training queries, mined or with teacher scores
+        recipe: the recipe.
+        collection: collection with training pairs.
+        output_dir: folder of the model.
+        negatives: negatives of the training queries, mined or with teacher scores
             (:mod:`tilefold.retrieval.training_data.rows`).
-        resume: go on with, or return, an earlier run; False discards its checkpoints.
+        resume: resume an earlier run, or return its model; False discards its checkpoints.
         overwrite: replace a finished model in `output_dir`.
-        progress: called as ``progress(step, steps, losses)`` after every step, on the first rank;
-            the :class:`tilefold.recipes.Losses` are ``None`` until they are known.
+        progress: called as ``progress(step, steps, losses)`` after every step, on rank 0; the
+            :class:`tilefold.recipes.Losses` are ``None`` until the first log.
         verbose: let the libraries log.
-        hours: of this call's training, at most; then a checkpoint is kept, and
+        hours: time limit of this call's training; then a checkpoint is saved, and
             :class:`OutOfTimeError` raised.
-        report_to: ``"tensorboard"`` (in ``<output_dir>.logs``), ``"wandb"`` or another name that
-            the trainer knows.
-        command: for the card of the model, ``README.md``, that made it.
+        report_to: ``"tensorboard"`` (in ``<output_dir>.logs``), ``"wandb"`` or another integration
+            of the trainer.
+        command: command that is shown in the model's card, ``README.md``.
 
     Raises:
-        TypeError: `recipe` is no recipe, such as its name, or `collection` no collection.
-        ValueError: no training pairs, missing data (the message has the command that makes them),
-            no split to evaluate, checkpoints of another recipe or data, `negatives` for a recipe
-            that reads none, graphs without a GPU, a batch that the ranks cannot share, or that must
-            be full and cannot be.
-        FileExistsError: `output_dir` holds something other than a model of this recipe and data.
-        ImportError: sentence-transformers is not installed, or older than 6.2; or the packaged
-            model is not installed.
-        OutOfTimeError: `hours` are over; the same call goes on.
-        TrainingError: the loss is not finite, or fewer steps were done than the recipe has.
-        RankError: another rank failed or ended; its checkpoints are kept.
-        RuntimeError: the environment names several processes, and no launcher that is known started
-            them.
+        TypeError: if `recipe` is no recipe, such as its name, or `collection` no collection.
+        ValueError: for no training pairs, missing data (the message has the command that makes
+            them), no split to evaluate, checkpoints of another recipe or data, `negatives` for a
+            recipe that reads none, graphs without a GPU, a batch that the ranks cannot share, or
+            one that must be full and cannot be.
+        FileExistsError: if `output_dir` holds something other than a model of this recipe and data.
+        ImportError: if sentence-transformers is not installed, or older than 6.2; or if the
+            packaged model is not installed.
+        OutOfTimeError: if the time limit is over; the same call resumes.
+        TrainingError: if the loss is not finite, or if fewer steps were done than the recipe has.
+        RankError: if another rank failed or ended; its checkpoints are kept.
+        RuntimeError: if the environment names several processes that no known launcher started.
     """
-    import torch.distributed as dist
+    _check_arguments(recipe, collection, negatives, hours, report_to)
+    _check_launcher()
+    check_sentence_transformers()
+    with join_ranks(training=True):
+        world = World()
+        call = Call(resume, overwrite, verbose, hours, report_to, command)
+        try:
+            return _train(
+                recipe,
+                collection,
+                Path(output_dir),
+                negatives,
+                world,
+                call,
+                progress if world.rank == 0 else None,
+            )
+        finally:
+            world.close()
 
+
+def _check_arguments(
+    recipe: Any,
+    collection: object,
+    negatives: object,
+    hours: float | None,
+    report_to: str,
+) -> None:
+    """Check the arguments of :func:`train` that need no files."""
     if not hasattr(recipe, "fit") or isinstance(recipe, type):
         remedy = f"get_recipe({recipe!r})" if isinstance(recipe, str) else "get_recipe(name)"
         raise TypeError(
@@ -230,29 +294,26 @@ def train(
         from transformers.integrations import INTEGRATION_TO_CALLBACK
 
         if report_to not in INTEGRATION_TO_CALLBACK:
-            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-            raise ValueError(f"report_to must be none, all or one of {known}, got {report_to!r}.")
-    processes = int(os.environ.get("WORLD_SIZE") or 1)
-    if (
-        processes > 1
-        and not has_other_ranks()
-        and not (dist.is_available() and dist.is_initialized())
-    ):
-        remedy = "Start it with torchrun, accelerate launch or tilefold train --devices, or unset WORLD_SIZE."
+            names = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"report_to must be none, all or one of {names}, got {report_to!r}.")
+
+
+def _check_launcher() -> None:
+    """Refuse several processes that no known launcher started.
+
+    They would all train the same model, and write to the same folder.
+    """
+    import torch.distributed as dist
+
+    n_processes = int(os.environ.get("WORLD_SIZE") or 1)
+    if n_processes <= 1 or has_other_ranks():
+        return
+    if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            f"several processes must come from a known launcher, got WORLD_SIZE={processes}. {remedy}",
+            f"several processes must come from a known launcher, got WORLD_SIZE={n_processes}. "
+            "Start it with torchrun, accelerate launch or tilefold train --devices, or unset "
+            "WORLD_SIZE.",
         )
-    check_sentence_transformers()
-    with join_ranks(training=True):
-        world = World()
-        try:
-            call, shown = (
-                Call(resume, overwrite, verbose, hours, report_to, command),
-                None if world.rank else progress,
-            )
-            return _train(recipe, collection, Path(output_dir), negatives, world, call, shown)
-        finally:
-            world.close()
 
 
 def _train(
@@ -264,46 +325,49 @@ def _train(
     call: Call,
     progress: Progress | None,
 ) -> TrainResult:
+    """Train a recipe as one of several ranks; see :func:`train`."""
     started = time.monotonic()
     untrained = recipe.max_steps == 0
-    made = Examples({}, 0) if untrained else recipe.examples(collection, negatives)
+    examples = Examples({}, 0)
     short_batches = ""
     if not untrained:
+        examples = recipe.examples(collection, negatives)
         short_batches = check_batches(
             recipe,
-            made,
+            examples,
             ranks=world.size,
             distinct_texts=recipe.distinct_texts,
         )
         if short_batches and world.rank == 0:
             _logger.warning("%s", short_batches)  # before hours of training
-    evaluator, evaluated, texts = choose(recipe, collection)
-    data = texts_digest(collection.contents()) if untrained else made.digest() + texts
+    evaluator, evaluated, evaluation_digest = choose(recipe, collection)
+    if untrained:
+        data_digest = texts_digest(collection.contents())
+    else:
+        data_digest = examples.digest() + evaluation_digest
     bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
-    run = _run.TrainingRun(output_dir, recipe.to_dict() | {"bf16": bf16}, data)
+    run = _run.TrainingRun(output_dir, {**recipe.to_dict(), "bf16": bf16}, data_digest)
     if any(settings != run.settings for settings in world.gather(run.settings)):
         raise ValueError(
-            "recipe and data must be the same on all ranks, got others; give each rank the same call.",
+            "recipe and data must be the same on all ranks, got others; give each rank the same "
+            "call.",
         )
     finished = world.call_on_first(
         lambda: run.finished(overwrite=call.overwrite, resume=call.resume)
     )
     if finished is not None:
-        now = {"seconds": time.monotonic() - started, "reused": True, "model_dir": str(output_dir)}
-        lists = {
-            name: tuple(finished.get(name, ())) for name in ("warnings", "truncated", "evaluations")
-        }
-        return TrainResult(**finished | now | lists)
+        return _reused_result(finished, output_dir, time.monotonic() - started)
     check_graphs(recipe.graphs)
     full_batches = world.size > 1 or recipe.fill_batches
-    opened = world.call_on_first(lambda: run.open(resume=call.resume, full_batches=full_batches))
-    run.checkpoint, run.resumed_from, run.full_batches = opened
+    run.checkpoint, run.resumed_from, run.full_batches = world.call_on_first(
+        lambda: run.open(resume=call.resume, full_batches=full_batches),
+    )
     with quiet_libraries(call.verbose):
         from tilefold.integrations.transformers import register
 
-        register()  # of entmax attention
+        register()  # entmax attention
         try:
-            with first_rank_first(), as_single_process():  # what it fetches, the others find
+            with first_rank_first(), as_single_process():  # rank 0 downloads for all ranks
                 model = recipe.start(document_texts(collection))
             _use_attention(model, recipe)
             adapters = () if untrained else train_adapters(model)
@@ -313,43 +377,63 @@ def _train(
             if world.rank == 0:
                 run.close()
             raise
+        notes = [*examples.notes]
+        if run.full_batches:  # otherwise the result warns about the steps that were short
+            notes.append(short_batches)
+        notes += [_truncation_note(recipe, model), _adapters_note(recipe, adapters)]
         result = TrainResult(
             model_dir=str(output_dir),
-            steps=total_steps(recipe, made.pairs),
+            steps=total_steps(recipe, examples.pairs),
             loss=None,
             seconds=0.0,
             resumed_from=run.resumed_from,
             reused=False,
             bf16=bf16,
             fused=recipe.fused,
-            warnings=tuple(
-                filter(
-                    None,
-                    (
-                        *made.notes,
-                        short_batches if run.full_batches else "",  # else the steps tell of it
-                        _lowered(recipe, model),
-                        _adapters_note(recipe, adapters),
-                    ),
-                ),
-            ),
+            warnings=tuple(note for note in notes if note),
             ranks=world.size,
             evaluated=evaluated,
         )
         with naming_full_disk(run.work_dir), world.naming_lost_ranks():
             if not untrained:
-                result = recipe.fit(
-                    TrainingJob(recipe, model, made, run, result, progress, world, call, evaluator),
+                job = TrainingJob(
+                    recipe=recipe,
+                    model=model,
+                    examples=examples,
+                    run=run,
+                    result=result,
+                    progress=progress,
+                    world=world,
+                    call=call,
+                    evaluator=evaluator,
                 )
+                result = recipe.fit(job)
             result = replace(result, seconds=time.monotonic() - started)
-            told = describe(recipe, result, collection.name, made.pairs, run.history, call.command)
-            world.call_on_first(lambda: run.finish(model, asdict(result), told))
+            card = describe(
+                recipe,
+                result,
+                collection.name,
+                examples.pairs,
+                run.history,
+                call.command,
+            )
+            world.call_on_first(lambda: run.finish(model, asdict(result), card))
     return result
 
 
+def _reused_result(saved: dict[str, Any], model_dir: Path, seconds: float) -> TrainResult:
+    """Return the saved result of a finished run, for a call that did not train."""
+    fields = {**saved, "model_dir": str(model_dir), "seconds": seconds, "reused": True}
+    for name in ("warnings", "truncated", "evaluations"):
+        fields[name] = tuple(saved.get(name, ()))
+    return TrainResult(**fields)
+
+
 def _use_attention(model: Model, recipe: TrainingSettings) -> None:
-    """Give `model` the attention of a recipe; a ``ValueError`` for one whose attention cannot be
-    chosen.
+    """Set the attention of a model to the recipe's.
+
+    Raises:
+        ValueError: if the model's attention cannot be replaced.
     """
     if recipe.attention is None:
         return
@@ -362,7 +446,7 @@ def _use_attention(model: Model, recipe: TrainingSettings) -> None:
 
 
 def _adapters_note(recipe: Recipe, adapters: Sequence[str]) -> str:
-    """A note on adapters that came with the base model; empty without any."""
+    """Return a note on adapters of the base model; empty without adapters."""
     if not adapters or recipe.adds_adapters:
         return ""
     return (
@@ -372,16 +456,19 @@ def _adapters_note(recipe: Recipe, adapters: Sequence[str]) -> str:
     )
 
 
-def _lowered(recipe: TrainingSettings, model: Model) -> str:
-    """A note on a model that reads fewer tokens than the recipe asks for; empty for others."""
+def _truncation_note(recipe: TrainingSettings, model: Model) -> str:
+    """Return a note if the model reads fewer tokens than the recipe's limit; empty otherwise."""
     limit = getattr(model[0], "document_length", None) or model.max_seq_length
     if not isinstance(limit, int) or limit >= recipe.max_length:
         return ""
-    return f"the model reads at most {limit} tokens of a text, fewer than max_length ({recipe.max_length})."
+    return (
+        f"the model reads at most {limit} tokens of a text, fewer than max_length "
+        f"({recipe.max_length})."
+    )
 
 
 def check_graphs(graphs: bool) -> None:
-    """Raise a ``ValueError`` where graphs are asked for and there is no GPU of CUDA."""
+    """Raise a ``ValueError`` for graphs without a CUDA GPU."""
     import torch
 
     if graphs and (torch.version.cuda is None or not torch.cuda.is_available()):

@@ -1,6 +1,4 @@
-"""Learned sparse retrieval: one typed configuration for the systems of the catalogue, trained with
-stock parts.
-"""
+"""Training of learned sparse retrieval: the recipe of most systems of the catalogue."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,19 +39,20 @@ __all__ = [
 ]
 
 LOSSES = ("infonce", "kl", "margin_mse", "pairwise_softmax", "term_recall")
-KL_TEMPERATURE = 2.0  # of student and teacher, that of sentence-transformers
-MASKED_LM, FLOPS = EncoderSpec(), RegularizerSpec()
-MAX_TEXTS = 1 << 24  # of the documents of all rows, where there are several draws of negatives
+KL_TEMPERATURE = 2.0  # of student and teacher; the default of sentence-transformers
+MASKED_LM = EncoderSpec()
+FLOPS = RegularizerSpec()
+MAX_DRAWN_DOCUMENTS = 1 << 24  # documents of all rows in memory, if negatives are drawn repeatedly
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseRecipe(Recipe):
-    """The settings of every learned sparse model, on top of :class:`TrainingSettings`.
+    """Settings of every learned sparse model, in addition to :class:`TrainingSettings`.
 
     Attributes:
         start_percentile: initial decoder bias of ``"minilm"``, see
             :func:`tilefold.recipes.minilm_splade`.
-        group_by_length: batches of documents of similar length, with little padding.
+        group_by_length: batch documents of similar length, with little padding.
     """
 
     start_percentile: float = rules.checked(
@@ -64,21 +64,22 @@ class SparseRecipe(Recipe):
 
 @dataclass(frozen=True)
 class LsrRecipe(SparseRecipe):
-    """Configuration of a learned sparse model and its training; every field is checked on
-    construction.
+    """Configuration of a learned sparse model and of its training.
 
     Attributes:
-        name: of the system, for messages; it changes nothing.
-        base_model: of encoders that name none: ``"minilm"``, a folder or a Hugging Face name.
-        query: encoder of queries; None shares the document's weights.
+        name: name of the system, for messages; it changes nothing.
+        base_model: base model of encoders that name none: ``"minilm"``, a folder or a Hugging Face
+            name.
+        query: encoder of queries; None shares the document encoder.
         document: encoder of documents.
-        loss: weights by name, out of ``"infonce"`` (in-batch negatives beside mined ones),
-            ``"kl"``, ``"margin_mse"``, ``"pairwise_softmax"`` and ``"term_recall"``.
-        query_regularizer, document_regularizer: penalties of the two sides.
-        negatives: mined, per query and step; 0 for in-batch negatives alone.
-        idf_learning_rate: of the weights of ``"idf"`` queries; None takes `learning_rate`.
+        loss: weight of each loss, out of ``"infonce"`` (in-batch and mined negatives), ``"kl"``,
+            ``"margin_mse"``, ``"pairwise_softmax"`` and ``"term_recall"``.
+        query_regularizer, document_regularizer: sparsity penalties.
+        negatives: number of mined negatives per query and step; 0 for in-batch negatives only.
+        idf_learning_rate: learning rate of the weights of ``"idf"`` queries; None takes
+            `learning_rate`.
 
-    The others are those of :class:`SparseRecipe` and :class:`TrainingSettings`.
+    The other fields are described in :class:`SparseRecipe` and :class:`TrainingSettings`.
     """
 
     name: str = "custom"
@@ -97,48 +98,54 @@ class LsrRecipe(SparseRecipe):
     reads_negatives: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for side in ("query", "document"):
-            self._nest(side, EncoderSpec)
-            self._nest(f"{side}_regularizer", RegularizerSpec)
+        self._parse_nested("query", EncoderSpec)
+        self._parse_nested("document", EncoderSpec)
+        self._parse_nested("query_regularizer", RegularizerSpec)
+        self._parse_nested("document_regularizer", RegularizerSpec)
         super().__post_init__()
+        self._check_loss()
         if self.query_regularizer.per_position:
             raise ValueError(
                 "query_regularizer: per_position must be False, a group has one query.",
             )
+        if self.mini_batch_size is not None and self.document.kind == "prosper":
+            raise ValueError(
+                "mini_batch_size must be None for kind 'prosper', whose penalties are on other "
+                "vectors.",
+            )
+        if self.negatives:
+            return
+        if self.needs_scores:
+            raise ValueError(
+                "negatives must be at least 1 for a loss that compares documents with a teacher, "
+                "got 0.",
+            )
+        if "pairwise_softmax" in self.loss:
+            raise ValueError("negatives must be at least 1 for the loss pairwise_softmax, got 0.")
+
+    def _check_loss(self) -> None:
+        """Check names and weights of the losses, and copy the mapping."""
         if not isinstance(self.loss, Mapping) or not self.loss or set(self.loss) - set(LOSSES):
             raise ValueError(
                 f"loss must map names out of {', '.join(LOSSES)} to weights, got {self.loss!r}.",
             )
-        object.__setattr__(
-            self,
-            "loss",
-            dict(self.loss),
-        )  # which nobody else changes, and which files can keep
         for name, weight in self.loss.items():
             rules.POSITIVE(f"loss[{name!r}]", weight)
-        compares = self.needs_scores or "pairwise_softmax" in self.loss
-        if self.mini_batch_size is not None and self.document.kind == "prosper":
-            raise ValueError(
-                "mini_batch_size must be None for kind 'prosper', whose penalties are on other vectors.",
-            )
-        if compares and not self.negatives:
-            of = (
-                "a loss that compares documents with a teacher"
-                if self.needs_scores
-                else "the loss pairwise_softmax"
-            )
-            raise ValueError(f"negatives must be at least 1 for {of}, got 0.")
+        # a copy that the caller cannot change, and a dictionary for JSON
+        object.__setattr__(self, "loss", dict(self.loss))
 
-    def _nest(self, name: str, cls: type[Settings]) -> None:
-        """Turn a specification that came as a dictionary, from JSON, into an object."""
+    def _parse_nested(self, name: str, settings_class: type[Settings]) -> None:
+        """Turn a specification that is a dictionary, as in JSON, into an object."""
         value = getattr(self, name)
         if isinstance(value, Mapping):
             try:
-                object.__setattr__(self, name, cls.from_dict(dict(value)))
+                object.__setattr__(self, name, settings_class.from_dict(dict(value)))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        elif not isinstance(value, cls) and not (name == "query" and value is None):
-            raise ValueError(f"{name} must be an instance of {cls.__name__}, got {value!r}.")
+        elif not isinstance(value, settings_class) and not (name == "query" and value is None):
+            raise ValueError(
+                f"{name} must be an instance of {settings_class.__name__}, got {value!r}.",
+            )
 
     @property
     def needs_scores(self) -> bool:
@@ -147,37 +154,54 @@ class LsrRecipe(SparseRecipe):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The data that training takes."""
-        return ("pairs",) + ("negatives",) * bool(self.negatives) + ("scores",) * self.needs_scores
+        """The data that training reads."""
+        names = ["pairs"]
+        if self.negatives:
+            names.append("negatives")
+        if self.needs_scores:
+            names.append("scores")
+        return tuple(names)
 
     @property
     def distinct_texts(self) -> bool:
-        """Whether no text may occur twice in a batch, whose documents are negatives of each other."""
+        """Whether a text may occur only once in a batch, because of in-batch negatives."""
         return "infonce" in self.loss
 
     def negatives_among(self, pairs: int) -> int:
-        """Documents that a step of so many pairs compares each query with, beside its own."""
+        """Return the number of negatives of each query in a step of ``pairs`` pairs."""
         return (1 + self.negatives) * pairs - 1 if self.distinct_texts else self.negatives
 
     @property
     def adds_adapters(self) -> bool:
-        """Whether training puts adapters into the base model, which are merged at the end."""
-        sides = (self.query, self.document)
-        return any(side is not None and side.lora is not None for side in sides)
+        """Whether training adds adapters to the base model, which are merged at the end."""
+        specs = (self.query, self.document)
+        return any(spec is not None and spec.lora is not None for spec in specs)
 
     def preparation(self, data: str) -> list[str]:
-        """Commands that make the negatives and scores that training needs, offline; the last writes
-        the file.
+        """Return the commands that mine negatives and score them, without a network.
+
+        Args:
+            data: name or folder of the collection.
+
+        Returns:
+            Commands, the last of which writes the file that training reads.
         """
+        if not self.negatives:
+            return []
         commands = [
             f"tilefold index --backend bm25 --data {data} --output bm25-index",
             f"tilefold mine --data {data} --index bm25-index --output negatives.parquet",
-            f"tilefold score negatives.parquet --data {data} --teacher minilm --teacher bm25 --output scores.parquet",
+            f"tilefold score negatives.parquet --data {data} --teacher minilm --teacher bm25 "
+            "--output scores.parquet",
         ]
-        return commands[: len(self.needs)] if self.negatives else []
+        return commands if self.needs_scores else commands[:-1]
 
     def start(self, texts: Sequence[str]) -> SparseEncoder:
-        """The untrained model; `texts` are the documents of the collection."""
+        """Build the untrained model.
+
+        Args:
+            texts: documents of the collection.
+        """
         base = Base(
             self.base_model,
             self.max_length,
@@ -192,7 +216,7 @@ class LsrRecipe(SparseRecipe):
         collection: Collection,
         negatives: str | Path | RowsAhead | None,
     ) -> Examples:
-        """The rows that training reads."""
+        """Return the rows that training reads."""
         return make_examples(self, collection, negatives)
 
     def fit(self, job: TrainingJob) -> TrainResult:
@@ -205,7 +229,17 @@ class LsrRecipe(SparseRecipe):
 
 
 def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> TrainResult:
-    """Train the job's model in place; a SPLADE recipe's has stock penalties, and a head to fuse."""
+    """Train the job's model in place.
+
+    Args:
+        recipe: the recipe.
+        job: the training.
+        splade: whether it is a :class:`SpladeRecipe`'s, which has stock penalties on one rank, and
+            a head that can be fused.
+
+    Returns:
+        The job's result with losses and warnings.
+    """
     from sentence_transformers.sparse_encoder import (
         SparseEncoderTrainer,
         SparseEncoderTrainingArguments,
@@ -214,53 +248,56 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
     from tilefold.recipes._watch import SparseWatch
     from tilefold.recipes.adapters import merge_adapters
 
-    model, length = job.model, job.model.max_seq_length
-    model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
-    ranks = job.world.size
-    loss = make_loss(
-        model,
-        recipe,
-        stock=splade and ranks == 1,
-        ranks=ranks,
-    )  # stock penalties are of one rank's rows
-    penalties = {"query": recipe.query_regularizer, "document": recipe.document_regularizer}
-    warmups = {side: spec.warmup_ratio for side, spec in penalties.items() if spec.kind != "none"}
+    model = job.model
+    max_length = model.max_seq_length
+    model.max_seq_length = min(max_length, recipe.train_max_length or recipe.max_length)
+    n_ranks = job.world.size
+    # Stock penalties read the rows of one rank only.
+    loss = make_loss(model, recipe, stock=splade and n_ranks == 1, ranks=n_ranks)
+    warmups = {
+        side: regularizer.warmup_ratio
+        for side, regularizer in (
+            ("query", recipe.query_regularizer),
+            ("document", recipe.document_regularizer),
+        )
+        if regularizer.kind != "none"
+    }
     watcher = SparseWatch(
         loss,
         warmups,
         bounded=not splade and model.max_active_dims is not None,
         world=job.world,
     )
+    # Models are compared once alpha and penalties no longer rise.
+    rising_share = max([recipe.anneal_alpha, *warmups.values()])
     with fused_head(model, recipe.fused, needed=splade):
-        last = run_trainer(
+        result = run_trainer(
             job,
             SparseEncoderTrainer,
             SparseEncoderTrainingArguments,
             loss,
             callbacks=[watcher],
-            eval_delay=math.ceil(max([recipe.anneal_alpha, *warmups.values()]) * job.result.steps),
-            **_routes(recipe, job),
+            eval_delay=math.ceil(rising_share * job.result.steps),
+            **_route_settings(recipe, job),
         )
-    model.max_seq_length = length
+    model.max_seq_length = max_length
     if recipe.adds_adapters:
         merge_adapters(model)
-    return replace(last, warnings=last.warnings + watcher.warnings())
+    return replace(result, warnings=result.warnings + watcher.warnings())
 
 
-def _routes(recipe: LsrRecipe, job: TrainingJob) -> dict[str, object]:
-    """Arguments of the trainer for a model of two routes, or one that reads queries in another
-    form.
-    """
+def _route_settings(recipe: LsrRecipe, job: TrainingJob) -> dict[str, object]:
+    """Return the trainer's arguments for a model that encodes queries and documents differently."""
     if recipe.query is None and recipe.document.kind not in ("echo", "splate"):
         return {}
     routes = {
-        name: "query" if name == "query" else "document"
-        for name in job.examples.columns
-        if name != "label"
+        column: "query" if column == "query" else "document"
+        for column in job.examples.columns
+        if column != "label"
     }
     settings: dict[str, object] = {"router_mapping": routes}
-    learned = recipe.query is not None and recipe.query.kind == "idf" and recipe.query.trainable
-    if learned and recipe.idf_learning_rate is not None:
+    trains_idf = recipe.query is not None and recipe.query.kind == "idf" and recipe.query.trainable
+    if trains_idf and recipe.idf_learning_rate is not None:
         settings["learning_rate_mapping"] = {
             r"sub_modules\.query\.0\.weight$": recipe.idf_learning_rate,
         }
@@ -273,8 +310,12 @@ def fused_head(
     *,
     needed: bool = False,
 ) -> AbstractContextManager[object]:
-    """A context in which `model` scores without the logits, where it has a head to fuse and `fused`
-    asks for it.
+    """Create a context in which a model with an LM head runs the fused head.
+
+    Args:
+        model: model to accelerate.
+        fused: whether to fuse at all.
+        needed: whether a model without a head to fuse is an error.
     """
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
@@ -284,29 +325,77 @@ def fused_head(
         isinstance(module, (SpladePooling, FusedPooling)) for module in model.modules()
     )
     if not fused or not fusable:
-        return nullcontext()  # encoders without a vocabulary-wide head have nothing to fuse
+        return nullcontext()  # other encoders have no head to fuse
     from tilefold.integrations.sentence_transformers import accelerate
 
     return accelerate(model)
 
 
 def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: int = 1) -> Module:
-    """``SpladeLoss`` of the recipe's loss and penalties, which may be stock ones; PROSPER's are on
-    base weights.
+    """Create the ``SpladeLoss`` of a recipe's losses and penalties.
 
-    Several `ranks` share negatives and penalties: documents are gathered as ``[B, V]``, their
-    gradients scattered back. The loss's own gathering does so with queries, too, of which it then
-    takes this rank's.
+    Args:
+        model: model that is trained.
+        recipe: the recipe. PROSPER's penalties are on base weights.
+        stock: whether penalties are the stock ones.
+        ranks: number of ranks. Several share negatives and penalties: documents are gathered as
+            ``[B, V]``, and their gradients scattered. The gathering of the stock loss would gather
+            queries, too, and then use this rank's only.
+    """
+    from tilefold.losses import WeightedLosses
+
+    weighted = [
+        (_make_ranking_loss(name, model, recipe, ranks), weight)
+        for name, weight in recipe.loss.items()
+    ]
+    first_loss, first_weight = weighted[0]
+    is_plain = len(weighted) == 1 and first_weight == 1
+    ranking_loss = first_loss if is_plain else WeightedLosses(weighted)
+    document_regularizer = None
+    query_regularizer = None
+    if not stock:
+        document_regularizer = make_regularizer(
+            recipe.document_regularizer,
+            positions=1 + recipe.negatives,
+        )
+        query_regularizer = make_regularizer(recipe.query_regularizer)
+    create_loss = _splade_loss_class(recipe)
+    return create_loss(
+        model,
+        loss=ranking_loss,
+        document_regularizer_weight=recipe.document_regularizer.weight,
+        query_regularizer_weight=recipe.query_regularizer.weight,
+        document_regularizer=document_regularizer,
+        query_regularizer=query_regularizer,
+    )
+
+
+def _splade_loss_class(recipe: LsrRecipe) -> Callable[..., Module]:
+    """Return the class of ``SpladeLoss`` for a recipe, with its mini-batches."""
+    from sentence_transformers.sparse_encoder import losses
+
+    from tilefold.losses.base_splade import BaseSpladeLoss, JoinedSpladeLoss
+
+    if recipe.document.kind == "prosper":
+        return BaseSpladeLoss
+    if recipe.mini_batch_size is not None:
+        return partial(JoinedSpladeLoss, mini_batch_size=recipe.mini_batch_size)
+    stock_class: Callable[..., Module] = losses.SpladeLoss
+    return stock_class
+
+
+def _make_ranking_loss(name: str, model: Model, recipe: LsrRecipe, ranks: int) -> Module:
+    """Create one of the losses of a recipe.
+
+    Every option that changes a value is passed, so that no release changes what a recipe trains.
     """
     from sentence_transformers.sparse_encoder import losses
     from sentence_transformers.util import dot_score, pairwise_dot_score
 
-    from tilefold.losses import PairwiseSoftmaxLoss, TermRecallLoss, WeightedLosses
-    from tilefold.losses.base_splade import BaseSpladeLoss, JoinedSpladeLoss
+    from tilefold.losses import PairwiseSoftmaxLoss, TermRecallLoss
 
-    # every option that changes a value is passed, so that no release changes what a recipe trains
-    made_by: dict[str, Callable[[], Module]] = {
-        "infonce": lambda: losses.SparseMultipleNegativesRankingLoss(
+    if name == "infonce":
+        return losses.SparseMultipleNegativesRankingLoss(
             model,
             scale=recipe.similarity_scale,
             similarity_fct=dot_of_all_ranks if ranks > 1 else dot_score,
@@ -314,65 +403,60 @@ def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: in
             directions=("query_to_doc",),
             partition_mode="joint",
             hardness_mode=None,
-        ),
-        "kl": lambda: losses.SparseDistillKLDivLoss(
+        )
+    if name == "kl":
+        return losses.SparseDistillKLDivLoss(
             model,
             similarity_fct=pairwise_dot_score,
             temperature=KL_TEMPERATURE,
-        ),
-        "margin_mse": lambda: losses.SparseMarginMSELoss(
-            model,
-            similarity_fct=pairwise_dot_score,
-        ),
-        "pairwise_softmax": PairwiseSoftmaxLoss,
-        "term_recall": TermRecallLoss,
-    }
-    terms = [(made_by[name](), weight) for name, weight in recipe.loss.items()]
-    made, cached = losses.SpladeLoss, {}
-    if recipe.mini_batch_size is not None:
-        made, cached = JoinedSpladeLoss, {"mini_batch_size": recipe.mini_batch_size}
-    if recipe.document.kind == "prosper":
-        made = BaseSpladeLoss
-    query, document = recipe.query_regularizer, recipe.document_regularizer
-    return made(
-        model,
-        loss=terms[0][0] if len(terms) == 1 and terms[0][1] == 1 else WeightedLosses(terms),
-        document_regularizer_weight=document.weight,
-        query_regularizer_weight=query.weight,
-        document_regularizer=None
-        if stock
-        else make_regularizer(document, positions=1 + recipe.negatives),
-        query_regularizer=None if stock else make_regularizer(query),
-        **cached,
-    )
+        )
+    if name == "margin_mse":
+        return losses.SparseMarginMSELoss(model, similarity_fct=pairwise_dot_score)
+    if name == "pairwise_softmax":
+        return PairwiseSoftmaxLoss()
+    return TermRecallLoss()
 
 
 def dot_of_all_ranks(queries: Tensor, documents: Tensor) -> Tensor:
-    """Scores of a rank's queries with the documents of all ranks, its own first."""
+    """Score a rank's queries with the documents of all ranks; its own documents come first.
+
+    Args:
+        queries: ``[B, V]``.
+        documents: ``[B * (1 + negatives), V]`` of this rank.
+
+    Returns:
+        Scores ``[B, ranks * B * (1 + negatives)]``.
+    """
     from tilefold.distributed.process_group import gather_rows
 
     return queries @ gather_rows(documents).T
 
 
 def make_regularizer(spec: RegularizerSpec, positions: int = 1) -> Module:
-    """The penalty as a module with ``compute_loss_from_embeddings``; a group has so many documents."""
-    from tilefold import losses as ours
+    """Create a penalty, a module with ``compute_loss_from_embeddings``.
+
+    Args:
+        spec: configuration of the penalty.
+        positions: number of documents of a query, for penalties per position.
+    """
+    from tilefold import losses
 
     if spec.kind == "none":
-        return ours.NoPenalty()
+        return losses.NoPenalty()
+    penalty: Module
     if spec.kind == "anti_zero":
-        penalty: Module = ours.RegularizerSum(
-            [(ours.GlobalFlopsLoss(), 1.0), (ours.AntiZeroLoss(), 1.0)],
+        penalty = losses.RegularizerSum(
+            [(losses.GlobalFlopsLoss(), 1.0), (losses.AntiZeroLoss(), 1.0)],
         )
     else:
-        kinds = {
-            "flops": ours.GlobalFlopsLoss,
-            "l1": ours.L1Loss,
-            "l2": ours.L2Loss,
-            "df_flops": ours.DFFlopsLoss,
+        penalty_classes = {
+            "flops": losses.GlobalFlopsLoss,
+            "l1": losses.L1Loss,
+            "l2": losses.L2Loss,
+            "df_flops": losses.DFFlopsLoss,
         }
-        penalty = kinds[spec.kind](threshold=spec.threshold)
-    return ours.PositionSum(penalty, positions) if spec.per_position else penalty
+        penalty = penalty_classes[spec.kind](threshold=spec.threshold)
+    return losses.PositionSum(penalty, positions) if spec.per_position else penalty
 
 
 def make_examples(
@@ -380,68 +464,87 @@ def make_examples(
     collection: Collection,
     file: str | Path | RowsAhead | None,
 ) -> Examples:
-    """The columns ``query``, ``positive``, ``negative_1`` to ``negative_n``, and ``label``: the
-    teachers' scores.
+    """Create the training rows of a recipe.
 
-    A query's negatives are drawn anew for each pass over the pairs, as far as memory allows,
-    without repetition within a row where the file has enough of them.
+    Without mined negatives the columns are ``query`` and ``positive``, with them also
+    ``negative_1`` to ``negative_n`` and, for a loss that reads them, ``label``: the teachers'
+    scores. A query's negatives are drawn anew for each pass over the pairs, as far as memory
+    allows. A row has no negative twice if the file has enough of them.
+
+    Args:
+        recipe: the recipe.
+        collection: collection of the pairs.
+        file: mined negatives, with teachers' scores if the loss reads them.
+
+    Raises:
+        ValueError: if negatives or scores are missing, or not read; the message has the commands
+            that make them.
     """
     if not recipe.negatives:
         if file is not None:
-            remedy = "leave the file out, or set negatives to at least 1."
             raise ValueError(
-                f"negatives: {recipe.name!r} takes none from a file (its negatives are 0); {remedy}",
+                f"negatives: {recipe.name!r} takes none from a file (its negatives are 0); leave "
+                "the file out, or set negatives to at least 1.",
             )
         return pair_examples(collection, "positive")
-    pairs, count = training_pairs(collection), recipe.negatives
+    pairs = training_pairs(collection)
     if file is None:
-        raise ValueError(_how_to_make(recipe, collection))
+        raise ValueError(_missing_negatives_message(recipe, collection))
     rows = file.take() if isinstance(file, RowsAhead) else read_training_rows(file)
-    places = rows.check_collection(collection)
+    positions = rows.check_collection(collection)
     if recipe.needs_scores and not rows.scored:
         raise ValueError(
-            f"negatives: {file} has no teachers' scores; {_how_to_make(recipe, collection)}",
+            f"negatives: {file} has no teachers' scores; "
+            f"{_missing_negatives_message(recipe, collection)}",
         )
-    mined = Mined(pairs, rows, places, scored=recipe.needs_scores)
-    what = "negatives and scored relevant documents" if recipe.needs_scores else "negatives"
-    kept, in_all = len(mined.pairs.names), len(pairs.names)
-    if not kept:
-        of = f"the training queries of {collection.name!r}"
+    mined = Mined(pairs, rows, positions, scored=recipe.needs_scores)
+    content = "negatives and scored relevant documents" if recipe.needs_scores else "negatives"
+    n_pairs = len(pairs.names)
+    n_mined_pairs = len(mined.pairs.names)
+    if not n_mined_pairs:
         raise ValueError(
-            f"negatives: {file} has no {what} of {of}; {_how_to_make(recipe, collection)}",
+            f"negatives: {file} has no {content} of the training queries of {collection.name!r}; "
+            f"{_missing_negatives_message(recipe, collection)}",
         )
     notes = []
-    if kept < in_all:
+    if n_mined_pairs < n_pairs:
         notes.append(
-            f"{in_all - kept} of {in_all} training pairs were left out: {file} has no {what} for "
-            "them.",
+            f"{n_pairs - n_mined_pairs} of {n_pairs} training pairs were left out: {file} has no "
+            f"{content} for them.",
         )
-    passes = (
-        recipe.epochs if recipe.max_steps is None else recipe.max_steps * recipe.batch_size / kept
-    )
-    draws = max(1, min(math.ceil(passes), MAX_TEXTS // (kept * (1 + count))))
     if recipe.needs_scores:
         notes += rows.narrow_teacher_warnings()
+    n_draws = _number_of_draws(recipe, n_mined_pairs)
     return examples_of(
         collection,
-        kept,
-        mined.columns(count, draws, recipe.seed),
+        n_mined_pairs,
+        mined.columns(recipe.negatives, n_draws, recipe.seed),
         tuple(notes),
     )
 
 
-def _how_to_make(recipe: LsrRecipe, collection: Collection) -> str:
-    what = "mined negatives with teachers' scores" if recipe.needs_scores else "mined negatives"
-    commands = ", then ".join(recipe.preparation(collection.name))
-    made = commands.rpartition(" ")[2]
+def _number_of_draws(recipe: LsrRecipe, n_pairs: int) -> int:
+    """Return how often negatives are drawn: once for each pass, as far as memory allows."""
+    n_passes = recipe.epochs
+    if recipe.max_steps is not None:
+        n_passes = recipe.max_steps * recipe.batch_size / n_pairs
+    max_draws = MAX_DRAWN_DOCUMENTS // (n_pairs * (1 + recipe.negatives))
+    return max(1, min(math.ceil(n_passes), max_draws))
+
+
+def _missing_negatives_message(recipe: LsrRecipe, collection: Collection) -> str:
+    """Return a message with the commands that make the file that a recipe reads."""
+    data = "mined negatives with teachers' scores" if recipe.needs_scores else "mined negatives"
+    commands = recipe.preparation(collection.name)
+    file = commands[-1].split()[-1]
     return (
-        f"the recipe {recipe.name!r} needs {what}: make them with {commands}, and give it the file: "
-        f"--negatives {made}, in Python negatives={made}"
+        f"the recipe {recipe.name!r} needs {data}: make them with {', then '.join(commands)}, and "
+        f"give it the file: --negatives {file}, in Python negatives={file}"
     )
 
 
 def length_grouped_batches(dataset: Any, batch_size: int, **settings: Any) -> TrainingBatches:
-    """A ``batch_sampler`` for trainers of sentence-transformers: documents of similar length.
+    """Create a ``batch_sampler`` for sentence-transformers that groups documents by length.
 
     No text occurs twice in a batch, and an epoch has ``ceil(rows / batch_size)`` batches.
     """
@@ -451,13 +554,14 @@ def length_grouped_batches(dataset: Any, batch_size: int, **settings: Any) -> Tr
 
 
 def filled_batches(dataset: Any, batch_size: int, **settings: Any) -> TrainingBatches:
-    """A ``batch_sampler`` for trainers of sentence-transformers: full batches of distinct texts.
+    """Create a ``batch_sampler`` for sentence-transformers with full batches of distinct texts.
 
     The stock sampler makes short batches, down to a single pair, where a query or a document
-    occurs in many rows. Here an epoch has ``ceil(rows / batch_size)`` batches, and rows that the
-    epoch has already had fill those that would be short.
+    occurs in many rows. Here an epoch has ``ceil(rows / batch_size)`` batches. Short ones are
+    filled with rows that the epoch has already had.
     """
-    return _batches_of_texts(dataset, batch_size, **settings | {"drop_last": True})
+    settings["drop_last"] = True
+    return _batches_of_texts(dataset, batch_size, **settings)
 
 
 def _batches_of_texts(
@@ -470,9 +574,16 @@ def _batches_of_texts(
     generator: object = None,
     lengths: Sequence[int] | None = None,
 ) -> TrainingBatches:
-    """The batches of a data set whose columns, but for labels, are texts.
+    """Create the batches of a data set whose columns are texts, except for labels.
 
-    `generator` is accepted for the trainer's sake: `seed` and epoch alone determine the order.
+    Args:
+        dataset: the data set.
+        batch_size: rows per batch.
+        drop_last: fill short batches.
+        seed: seed of the order, together with the number of the epoch.
+        valid_label_columns: columns that are not texts.
+        generator: ignored; trainers pass it.
+        lengths: length of each row's document, to group by.
     """
     import numpy as np
 

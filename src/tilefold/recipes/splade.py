@@ -1,6 +1,4 @@
-"""SPLADE encoders, trained with the stock trainer, loss and checkpoints of sentence-transformers,
-or untrained.
-"""
+"""The SPLADE recipe, and the untrained SPLADE encoder on the packaged MiniLM."""
 
 from __future__ import annotations
 
@@ -31,18 +29,19 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SpladeRecipe(SparseRecipe):
-    """A SPLADE model with in-batch negatives and FLOPS penalties (arXiv 2004.05665, 2107.05720);
-    fields are checked.
+    """Configuration of a SPLADE model with in-batch negatives and FLOPS penalties.
+
+    The papers are arXiv 2004.05665 and 2107.05720.
 
     Attributes:
         base_model: ``"minilm"`` for the packaged MiniLM, else a folder or a Hugging Face name of a
             masked LM, or of a SparseEncoder, whose modules are kept.
-        query_regularizer, document_regularizer: weights of the FLOPS terms.
-        regularizer_warmup_ratio: share of the steps over which those weights rise, quadratically.
+        query_regularizer, document_regularizer: weights of the FLOPS penalties.
+        regularizer_warmup_ratio: share of the steps over which these weights rise quadratically.
         frozen_layers: number of lowest encoder layers that are frozen, together with the embeddings
             (and a decoder tied to them); they have no backward pass. 0 trains everything.
 
-    The others are those of :class:`SparseRecipe` and :class:`TrainingSettings`.
+    The other fields are described in :class:`SparseRecipe` and :class:`TrainingSettings`.
     """
 
     base_model: str = checked("minilm", MODEL_NAME)
@@ -54,23 +53,31 @@ class SpladeRecipe(SparseRecipe):
     frozen_layers: int = checked(0, integer(0))
 
     def as_lsr(self) -> LsrRecipe:
-        """This training as the general record: both sides share a masked language model."""
-        own = (
+        """Return the same training as a :class:`LsrRecipe` with one encoder for both sides."""
+        settings = self.to_dict()
+        for name in (
             "query_regularizer",
             "document_regularizer",
             "regularizer_warmup_ratio",
             "frozen_layers",
+        ):
+            del settings[name]
+        warmup_ratio = self.regularizer_warmup_ratio
+        return LsrRecipe(
+            "splade",
+            query_regularizer=RegularizerSpec("flops", self.query_regularizer, warmup_ratio),
+            document_regularizer=RegularizerSpec("flops", self.document_regularizer, warmup_ratio),
+            **settings,
         )
-        common = {name: value for name, value in self.to_dict().items() if name not in own}
-        query, document = (
-            RegularizerSpec("flops", weight, self.regularizer_warmup_ratio)
-            for weight in (self.query_regularizer, self.document_regularizer)
-        )
-        return LsrRecipe("splade", query_regularizer=query, document_regularizer=document, **common)
 
     def start(self, texts: Sequence[str]) -> SparseEncoder:
-        """The stock SparseEncoder that training starts from; `texts` are the documents of the
-        collection.
+        """Load the stock SparseEncoder that training starts from.
+
+        Args:
+            texts: documents of the collection.
+
+        Raises:
+            ValueError: if the base model has no masked-LM head.
         """
         if self.base_model == "minilm":
             return minilm_splade(
@@ -81,14 +88,16 @@ class SpladeRecipe(SparseRecipe):
             )
         from tilefold.modules import load_encoder
 
-        base, kind = self.base_model, loading.saved_kind(self.base_model)
+        kind = loading.saved_kind(self.base_model)
         if kind not in ("sparse", "backbone"):
-            remedy = "a masked LM, a SparseEncoder, or 'minilm'; colbert trains dense and multi-vector models."
-            got = f"{base} is a {kind} model, without the masked-LM head that SPLADE trains"
-            raise ValueError(f"base_model: {got}. Take {remedy}")
+            raise ValueError(
+                f"base_model: {self.base_model} is a {kind} model, without the masked-LM head that "
+                "SPLADE trains. Take a masked LM, a SparseEncoder, or 'minilm'; colbert trains "
+                "dense and multi-vector models.",
+            )
         if kind == "backbone":
-            loading.check_masked_lm(base)
-        model = loading.load_complete(load_encoder, base)
+            loading.check_masked_lm(self.base_model)
+        model = loading.load_complete(load_encoder, self.base_model)
         model.max_seq_length = min(self.max_length, model.max_seq_length or self.max_length)
         return loading.stay_offline(model)
 
