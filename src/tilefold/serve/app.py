@@ -150,20 +150,28 @@ async def _http_error(request: Request, error: Exception) -> Response:
         status,
         "the request failed",
     )
-    return _shown(ServeError("Validation", text, status=status), getattr(error, "headers", None))
+    return _error_response(
+        ServeError("Validation", text, status=status), getattr(error, "headers", None)
+    )
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return _shown(ServeError("Backend", "internal error; the log says why", status=500))
+    return _error_response(ServeError("Backend", "internal error; the log says why", status=500))
 
 
-def _shown(error: ServeError, headers: Mapping[str, str] | None = None) -> Response:
+def _error_response(error: ServeError, headers: Mapping[str, str] | None = None) -> Response:
+    """Create the JSON response of an error."""
     return Response(error.body(), error.status, headers, JSON)
 
 
 class _Guard:
-    """Checks the key before anything else, and answers errors that nobody expected without their
-    trace.
+    """ASGI middleware that checks the key first, and answers unexpected errors without a trace.
+
+    Args:
+        app: application that answers requests.
+        service: service of the application.
+        api_key: key that requests must have; ``None`` for no key.
+        local: whether the header ``Host`` must name this machine.
     """
 
     def __init__(
@@ -173,54 +181,65 @@ class _Guard:
         api_key: str | None,
         local: bool = False,
     ) -> None:
-        self._app, self._service, self._local = app, service, local
+        self._app = app
+        self._service = service
+        self._local = local
         self._key = None if api_key is None else _digest(api_key.encode())
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if (
-            scope["method"] == "HEAD"
-        ):  # as GET; uvicorn, which has the scope that was sent, leaves the body out
+        """Answer a request."""
+        if scope["method"] == "HEAD":
+            # Answered as GET. uvicorn has the original scope, and leaves the body out.
             scope = {**scope, "method": "GET"}
-        started, cut = False, list[int]()
-        truncated_inputs.set(cut)
+        started = False
+        truncation_counts: list[int] = []
+        truncated_inputs.set(truncation_counts)
 
-        async def tracked(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                own = [(b"x-truncated-inputs", b"%d" % sum(cut))] if cut else []
-                message["headers"] = [*message.get("headers", []), *own, *_HEADERS]
+                headers = list(message.get("headers", []))
+                if truncation_counts:
+                    headers.append((b"x-truncated-inputs", b"%d" % sum(truncation_counts)))
+                message["headers"] = [*headers, *_HEADERS]
             await send(message)
 
-        if (refusal := self._refusal(scope)) is not None:
-            await _shown(*refusal)(scope, receive, tracked)
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            response = _error_response(*refusal)
+            await response(scope, receive, send_with_headers)
             return
         try:
-            if (
-                scope["method"] == "POST"
-                and (known := self._service.handlers.get(scope["path"])) is not None
-            ):
-                answer = await known(
-                    Request(scope, receive),
-                )  # to look for the route would take longer than to do it
-                await answer(scope, receive, tracked)
-            else:
-                await self._app(scope, receive, tracked)
-        except asyncio.CancelledError:  # the server ends, and the time for requests in work is over
+            await self._answer(scope, receive, send_with_headers)
+        except asyncio.CancelledError:  # the time of running requests at the server's end is over
             if not started:
-                await _shown(ServeError("Unhealthy", "the service is closing"))(
-                    scope,
-                    receive,
-                    tracked,
-                )
+                response = _error_response(ServeError("Unhealthy", "the service is closing"))
+                await response(scope, receive, send_with_headers)
         except Exception as error:  # the client learns that it failed, the log why
             self._service.log_failure(error)
             self._service.metrics.count("te_request_failure", err="internal")
             if not started:
-                await (await _failed(Request(scope), error))(scope, receive, tracked)
+                response = await _failed(Request(scope), error)
+                await response(scope, receive, send_with_headers)
+
+    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request by its route.
+
+        POST routes that were requested before are called directly, because routing takes longer
+        than encoding a short text.
+        """
+        handler = None
+        if scope["method"] == "POST":
+            handler = self._service.handlers.get(scope["path"])
+        if handler is None:
+            await self._app(scope, receive, send)
+            return
+        response = await handler(Request(scope, receive))
+        await response(scope, receive, send)
 
     def _refusal(self, scope: Message) -> tuple[ServeError, dict[str, str]] | None:
-        """Error and headers for a request that may not be answered."""
+        """Return the error and its headers for a request that is refused; ``None`` for others."""
         if scope["http_version"] not in _HTTP_VERSIONS:
             return ServeError("Validation", "expected HTTP/1.1 or HTTP/1.0", status=505), {
                 "connection": "close",

@@ -420,7 +420,9 @@ _HISTOGRAMS = {
 }
 _GAUGES = {
     "te_queue_size": "Inputs that wait for a batch",
-    "tilefold_inputs_in_flight": "Inputs in work or waiting; at max_concurrent_requests further ones get a 429",
+    "tilefold_inputs_in_flight": (
+        "Inputs in work or waiting; at max_concurrent_requests further ones get a 429"
+    ),
 }
 
 

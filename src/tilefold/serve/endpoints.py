@@ -60,21 +60,27 @@ class _Ending:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves; the body must have been
-    read.
+    """Await work, and cancel it when the client leaves.
+
+    Args:
+        request: request whose body has been read.
+        work: work to await.
+
+    Raises:
+        ClientGoneError: if the client leaves.
     """
     watch: asyncio.Task[None] | None = None
 
-    async def left() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         ending.end()
 
-    def look() -> None:
+    def start_watching() -> None:
         nonlocal watch
-        watch = asyncio.get_running_loop().create_task(left())
+        watch = asyncio.get_running_loop().create_task(wait_for_disconnect())
 
-    ending = _Ending(ClientGoneError, _UNWATCHED_SECONDS, look)
+    ending = _Ending(ClientGoneError, _UNWATCHED_SECONDS, start_watching)
     with ending:
         try:
             return await work
@@ -87,53 +93,65 @@ def add_route(
     router: APIRouter,
     service: Service,
     path: str,
-    work: Callable[..., Awaitable[Response]],
+    handler: Callable[..., Awaitable[Response]],
     summary: str,
     body: type[BaseModel] | None = None,
-    failed: Callable[[ServeError], bytes] = ServeError.body,
+    error_body: Callable[[ServeError], bytes] = ServeError.body,
 ) -> None:
-    """A GET, or the POST of a checked `body`; `work` ends when the client leaves, and its errors
-    are JSON.
+    """Add a GET route, or a POST route with a validated body.
+
+    Args:
+        router: router of the route.
+        service: service whose limits and metrics apply.
+        path: path of the route.
+        handler: answers a request; it is cancelled when the client leaves.
+        summary: description of the route for OpenAPI.
+        body: class of the body of a POST; ``None`` for a GET.
+        error_body: returns the JSON of an error.
     """
 
     async def endpoint(request: Request) -> Response:
         if body is not None and not request.path_params:
             service.handlers[request.scope["path"]] = endpoint
         try:
-            given = () if body is None else (await read(request, body, service.limits),)
-            return await while_connected(request, work(*given, request))
+            if body is None:
+                work = handler(request)
+            else:
+                work = handler(await read(request, body, service.limits), request)
+            return await while_connected(request, work)
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED)
         except ServeError as error:
             service.metrics.count("te_request_failure", err=error.label)
             headers = {"retry-after": "1"} if error.kind == "Overloaded" else None
-            return Response(failed(error), error.status, headers, JSON)
+            return Response(error_body(error), error.status, headers, JSON)
 
-    extra = None
+    openapi = None
     if body is not None:
         schema = body.model_json_schema()
-        schema = _inlined(schema, schema.pop("$defs", {}))
-        extra = {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
-    methods = ["GET" if body is None else "POST"]
+        definitions = schema.pop("$defs", {})
+        content = {JSON: {"schema": _inline_references(schema, definitions)}}
+        openapi = {"requestBody": {"required": True, "content": content}}
     router.add_api_route(
         path,
         endpoint,
-        methods=methods,
+        methods=["GET" if body is None else "POST"],
         summary=summary,
         response_class=Response,
-        openapi_extra=extra,
+        openapi_extra=openapi,
     )
 
 
-def _inlined(schema: Any, parts: dict[str, Any]) -> Any:
-    """A JSON schema with the parts that it refers to in their places."""
+def _inline_references(schema: Any, definitions: dict[str, Any]) -> Any:
+    """Replace the references of a JSON schema by their definitions."""
     if isinstance(schema, list):
-        return [_inlined(each, parts) for each in schema]
+        return [_inline_references(item, definitions) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
-        return _inlined(parts[schema["$ref"].rpartition("/")[2]], parts)
-    return {key: _inlined(value, parts) for key, value in schema.items()}
+        name = schema["$ref"].rpartition("/")[2]
+        return _inline_references(definitions[name], definitions)
+    return {key: _inline_references(value, definitions) for key, value in schema.items()}
 
 
 async def read(request: Request, model: type[B], limits: Limits) -> B:

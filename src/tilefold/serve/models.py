@@ -1,11 +1,8 @@
-"""The models of a service, each loaded once: their tokens, what they take, and how they encode a
-batch.
-"""
+"""Models of a service: their tokens, limits and prompts, and how they encode a batch."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -35,22 +32,30 @@ from tilefold.serve.bodies import Row, ServeError, Vector, empty, invalid, rows_
 Kind = Literal["sparse", "multi-vector", "dense"]
 Side = Literal["query", "document"]
 SIDES: tuple[Side, ...] = ("query", "document")
-_FEW = 64  # tokens, up to which the warm-up captures graphs
-_UNLIMITED = 1 << 30  # transformers says 1e30 where a tokenizer has no limit
+_MAX_GRAPH_TOKENS = 64  # for which the warm-up captures CUDA graphs
+_UNLIMITED = 1 << 30  # transformers reports 1e30 for a tokenizer without a limit
+_DEFAULT_LIMIT = 512  # tokens, for a tokenizer without a limit
 
 
 class TextTokens:
-    """A copy of a model's tokenizer that neither truncates nor pads, for any thread; it must have a
-    fast backend.
+    """Copy of a model's tokenizer that neither truncates nor pads; safe to use from any thread.
+
+    Args:
+        tokenizer: tokenizer of a model.
+
+    Raises:
+        ValueError: if the tokenizer has no fast backend.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         from tokenizers import Tokenizer  # a package of transformers
 
-        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
-            remedy = "Save its tokenizer.json (transformers.AutoTokenizer with use_fast=True), and serve that."
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
             raise ValueError(
-                f"model: expected a model with a fast tokenizer, got {type(tokenizer).__name__}. {remedy}",
+                f"model: expected a model with a fast tokenizer, got {type(tokenizer).__name__}. "
+                "Save its tokenizer.json (transformers.AutoTokenizer with use_fast=True), and "
+                "serve that.",
             )
         self._tokenizer = Tokenizer.from_str(backend.to_str())
         self._tokenizer.no_truncation()
@@ -62,7 +67,7 @@ class TextTokens:
         )
 
     def lengths(self, texts: Sequence[str], prompt: str = "", special: bool = True) -> list[int]:
-        """Tokens of each text with the prompt before it, with special tokens or without."""
+        """Return the number of tokens of each text with the prompt before it."""
         return list(map(len, self._encode([prompt + text for text in texts], special)))
 
     def tokenize(
@@ -98,7 +103,7 @@ class TextTokens:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         if not ids:
             raise empty("input_ids")
         return str(self._tokenizer.decode(list(self.known(ids)), skip_special_tokens=skip_special))
@@ -108,12 +113,13 @@ class TextTokens:
         return self.term_names[id_]
 
     def words(self, text: str) -> set[int]:
-        """The ids of the tokens of a text, without special ones."""
+        """Return the ids of the tokens of a text, without special tokens."""
         return set(self._encode([text], False)[0].ids) - self.special_ids
 
     def _encode(self, texts: Sequence[str], special: bool) -> list[Any]:
+        """Tokenize texts, with or without special tokens."""
         try:
-            if len(texts) == 1:  # this keeps Python's lock, for which there is a queue
+            if len(texts) == 1:  # ``encode`` keeps Python's lock, which ``encode_batch`` waits for
                 return [self._tokenizer.encode(texts[0], add_special_tokens=special)]
             return list(self._tokenizer.encode_batch(list(texts), add_special_tokens=special))
         except Exception as error:
@@ -152,23 +158,38 @@ def _byte_places(text: str) -> Sequence[int]:
 
 
 class BatchKey(NamedTuple):
-    """BatchKey of encoding a text: texts that share a key share batches."""
+    """Encoding of an input; inputs with equal keys share batches.
+
+    Attributes:
+        kind: kind of the model.
+        side: encode as queries or as documents.
+        prompt: name of a prompt that replaces the side's.
+        direction: end from which an input that is too long is truncated.
+        normalize: whether a dense model normalises its vectors, if it does so by default.
+        ids: whether inputs are token ids, which are encoded without a prompt and special tokens.
+    """
 
     kind: Kind
     side: Side
-    prompt: str | None = None  # the name of one to use instead of the side's own
-    direction: Literal["left", "right"] = "right"  # from which end an input that is too long is cut
-    normalize: bool = True  # let a dense model normalise its vectors, if it does
-    ids: bool = False  # inputs are token ids, which the model reads as they are
+    prompt: str | None = None
+    direction: Literal["left", "right"] = "right"
+    normalize: bool = True
+    ids: bool = False
 
 
 @dataclass
 class Served:
-    """A model and what the service knows of it."""
+    """Model of a service.
 
-    model: Model  # accelerated where that helps
+    Attributes:
+        model: the model, accelerated where that helps.
+        kind: kind of the model.
+        name: name that clients see; of a folder the last part of its path.
+    """
+
+    model: Model
     kind: Kind
-    name: str  # that clients are told; a folder's own name, without the way to it
+    name: str
 
     def __post_init__(self) -> None:
         path = Path(self.name)
@@ -182,43 +203,42 @@ class Served:
 
     @functools.cached_property
     def device(self) -> str:
+        """Device of the model."""
         return str(self.model.device)
 
     @property
     def dtype(self) -> str:
-        """Dtype of its weights, in the words of text-embeddings-inference."""
-        return str(
-            next((tensor.dtype for tensor in self.model.parameters()), torch.float32),
-        ).removeprefix("torch.")
+        """Dtype of the weights, such as ``"float32"``."""
+        dtypes = (parameter.dtype for parameter in self.model.parameters())
+        return str(next(dtypes, torch.float32)).removeprefix("torch.")
 
     @property
     def precision(self) -> str:
-        """Number type of its matrix products, such as ``"bf16"``, which may be less than its
-        weights'.
-        """
+        """Dtype of the matrix products, such as ``"bf16"``, which may differ from the weights'."""
         return inference_precision(self.model)
 
     def _call(self, side: Side) -> TokenizerCall:
-        """Tokenizer call of the model for a text of this side."""
+        """Return the tokenizer call of the model for a text of a side."""
         with counting_truncation() as seen:
             self.model.preprocess(["a"], task=side)
         return seen.calls[-1] if seen.calls else TokenizerCall(1, (), None)
 
     def limit(self, side: Side) -> int:
-        """The most tokens that the model reads of a text."""
+        """Return the largest number of tokens that the model reads of a text."""
         limit = self._calls[side].max_length
-        return limit if limit is not None and 0 < limit < _UNLIMITED else 512
+        if limit is None or not 0 < limit < _UNLIMITED:
+            return _DEFAULT_LIMIT
+        return limit
 
     def is_quick(self, tokens: int) -> bool:
-        """Whether a text of so many tokens takes about a millisecond, by a CUDA graph: some were
-        captured before.
-        """
+        """Return whether a text of ``tokens`` tokens takes about a millisecond, by a CUDA graph."""
         graphs = graphs_of(self.model)
-        return tokens <= _FEW and graphs is not None and bool(graphs.graphs)
+        return tokens <= _MAX_GRAPH_TOKENS and graphs is not None and bool(graphs.graphs)
 
     def lengths(self, key: BatchKey, texts: Sequence[str]) -> list[int]:
-        """Tokens of each text with what stands before it, if it is not cut; may be called in any
-        thread.
+        """Return the number of tokens of each text with its prompt, before truncation.
+
+        It may be called in any thread.
         """
         return self.text.lengths(texts, self.prompt(key), self._calls[key.side].special)
 
@@ -229,21 +249,31 @@ class Served:
         direction: Literal["left", "right"] = "right",
         normalize: bool = True,
     ) -> BatchKey:
-        """The way of a request; ``prompt_name`` of "query" or "document" chooses the side."""
+        """Return the batch key of a request.
+
+        Args:
+            side: side of the route.
+            prompt_name: name of a prompt, or a side that replaces that of the route.
+            direction: end from which inputs are truncated.
+            normalize: whether a dense model normalises its vectors.
+
+        Raises:
+            ServeError: if the model has no such prompt.
+        """
         if prompt_name in SIDES:
             return BatchKey(self.kind, prompt_name, None, direction, normalize)
         if prompt_name is not None and prompt_name not in self.prompts:
-            known = ", ".join(dict.fromkeys([*SIDES, *self.prompts]))
-            raise invalid(f"`prompt_name` expected one of {known}; got {prompt_name!r}")
+            names = ", ".join(dict.fromkeys([*SIDES, *self.prompts]))
+            raise invalid(f"`prompt_name` expected one of {names}; got {prompt_name!r}")
         return BatchKey(self.kind, side, prompt_name, direction, normalize)
 
     def prompt(self, key: BatchKey) -> str:
-        """Prompt before every text of a key."""
+        """Return the prompt before every text of a batch; empty without one."""
         return prompt_of(self.model, key.side, key.prompt) or ""
 
     @property
     def type(self) -> dict[str, Any]:
-        """Type of the model for text-embeddings-inference: a reranker, or how one vector is pooled."""
+        """Type in text-embeddings-inference: a reranker, or the pooling of a vector."""
         if self.kind == "multi-vector":
             return {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}
         if self.kind == "sparse":
@@ -259,70 +289,80 @@ class Served:
         }
 
     def encode(self, key: BatchKey, inputs: Sequence[Any]) -> list[Any]:
-        """One row per input, on the CPU: sparse ``(indices, weights)``, token vectors, or a dense
-        vector.
+        """Encode a batch. Only one thread at a time may call this.
+
+        Args:
+            key: encoding of all inputs.
+            inputs: texts, or lists of token ids.
+
+        Returns:
+            One row per input on the CPU: sparse ``(indices, weights)``, token vectors
+            ``[tokens, D]``, or a dense vector ``[D]``.
         """
+        encode_kind: dict[Kind, Callable[[BatchKey, Sequence[Any]], list[Any]]] = {
+            "sparse": self._sparse,
+            "multi-vector": self._tokens,
+            "dense": self._dense,
+        }
         tokenizer = self.model.tokenizer
-        stock = tokenizer.truncation_side  # a state, so that one thread alone may encode
+        previous_side = tokenizer.truncation_side  # state that threads share
         tokenizer.truncation_side = key.direction
-        ways: dict[Kind, Callable[[BatchKey, Sequence[Any]], list[Any]]]
-        ways = {"sparse": self._sparse, "multi-vector": self._tokens, "dense": self._dense}
         try:
             with nullcontext() if key.normalize else _unnormalized(self.model):
-                return ways[self.kind](key, inputs)
+                return encode_kind[self.kind](key, inputs)
         finally:
-            tokenizer.truncation_side = stock
+            tokenizer.truncation_side = previous_side
 
     def _sparse(self, key: BatchKey, inputs: Sequence[Any]) -> list[Row]:
+        """Return the sparse vector of each input."""
         fused = getattr(self.model, "encode_sparse_batch", None)
-        if (
-            fused is not None and not key.ids
-        ):  # no matrix, which takes longer to make than to copy the rows
-            found: Any = fused.batch(
+        if fused is not None and not key.ids:
+            # rows without a matrix, which takes longer to create than rows to copy
+            encoded: Any = fused.batch(
                 cut_texts(self.model, inputs),
                 task=key.side,
                 prompt_name=key.prompt,
             ).rows
-            offsets, indices = (
-                [0, *found.counts.cumsum(0).tolist()],
-                found.columns.to(torch.int32).numpy(),
-            )
-            weights = found.values.float().numpy()
-            if (
-                weights.size and not 0 <= weights.min() <= weights.max() < np.inf
-            ):  # a NaN is the lowest and the highest
-                got = f"{weights.min()} to {weights.max()}. Check the model"
-                raise ValueError(f"texts: expected finite weights of at least 0, got {got}.")
+            offsets = [0, *encoded.counts.cumsum(0).tolist()]
+            indices = encoded.columns.to(torch.int32).numpy()
+            weights = encoded.values.float().numpy()
+            _check_weights(weights)
             return rows_of(offsets, indices, weights)
         if key.ids:
-            rows = self._features(key, inputs)["sentence_embedding"].to_dense().float().cpu()
+            matrix = self._features(key, inputs)["sentence_embedding"].to_dense().float().cpu()
         else:
-            made = {"convert_to_tensor": True, "convert_to_sparse_tensor": False}
-            rows = encode_stock(self.model, inputs, key.side, prompt_name=key.prompt, **made)
-        vectors = SparseVectors.from_torch([str(row) for row in range(len(inputs))], rows)
-        parts = rows_of(vectors.indptr.tolist(), vectors.indices, vectors.data)
-        # ids, of which no ``encode`` has kept so many
-        return (
-            [strongest(row, self.model.max_active_dims, None) for row in parts]
-            if key.ids
-            else parts
-        )
+            matrix = encode_stock(
+                self.model,
+                inputs,
+                key.side,
+                prompt_name=key.prompt,
+                convert_to_tensor=True,
+                convert_to_sparse_tensor=False,
+            )
+        vectors = SparseVectors.from_torch([str(row) for row in range(len(inputs))], matrix)
+        rows = rows_of(vectors.indptr.tolist(), vectors.indices, vectors.data)
+        if not key.ids:
+            return rows
+        # Stock encode, which limits the number of terms, was not called.
+        return [strongest(row, self.model.max_active_dims, None) for row in rows]
 
     def _tokens(self, key: BatchKey, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the token vectors of each input."""
         if key.ids:
-            found = self._features(key, inputs)
-            kept = found["attention_mask"].bool()
-            encoded = [row[mask] for row, mask in zip(found["token_embeddings"], kept, strict=True)]
+            features = self._features(key, inputs)
+            masks = features["attention_mask"].bool()
+            encoded = [
+                row[mask] for row, mask in zip(features["token_embeddings"], masks, strict=True)
+            ]
         else:
             encoded = encode_stock(self.model, inputs, key.side, prompt_name=key.prompt)
         return _finite([row.detach().float().cpu() for row in encoded], "token vectors")
 
     def _dense(self, key: BatchKey, inputs: Sequence[Any]) -> list[Vector]:
+        """Return the dense vector of each input."""
         if key.ids:
-            encoded = self._features(key, inputs)["sentence_embedding"][
-                :,
-                : self.model.truncate_dim,
-            ]
+            embeddings = self._features(key, inputs)["sentence_embedding"]
+            encoded = embeddings[:, : self.model.truncate_dim]
         else:
             encoded = encode_stock(
                 self.model,
@@ -334,48 +374,68 @@ class Served:
         return [row.numpy() for row in _finite(list(encoded.detach().float().cpu()), "vectors")]
 
     def _features(self, key: BatchKey, inputs: Sequence[Sequence[int]]) -> Any:
-        """Features of token ids as they are, after the model: no prompt, no special token, no
-        expansion of queries.
-        """
-        limit, padding = self.limit(key.side), self.model.tokenizer.pad_token_id or 0
-        cut = [
-            torch.tensor(ids[:limit] if key.direction == "right" else ids[-limit:], device="cpu")
-            for ids in inputs
-        ]
+        """Return the model's output for token ids without prompt, special tokens or expansion."""
+        limit = self.limit(key.side)
+        truncated = []
+        for ids in inputs:
+            kept_ids = ids[:limit] if key.direction == "right" else ids[-limit:]
+            truncated.append(torch.tensor(kept_ids, device="cpu"))
+        masks = [torch.ones_like(ids) for ids in truncated]
+        padding_id = self.model.tokenizer.pad_token_id or 0
         features: dict[str, Any] = {
-            "input_ids": pad_sequence(cut, batch_first=True, padding_value=padding),
-            "attention_mask": pad_sequence([torch.ones_like(ids) for ids in cut], batch_first=True),
+            "input_ids": pad_sequence(truncated, batch_first=True, padding_value=padding_id),
+            "attention_mask": pad_sequence(masks, batch_first=True),
             "modality": "text",
             "task": key.side,
         }
-        if isinstance(
-            getattr(self.model[0], "preprocess", None),
-            PackedInputs,
-        ):  # of an accelerated encoder
+        preprocess = getattr(self.model[0], "preprocess", None)
+        if isinstance(preprocess, PackedInputs):  # the model is accelerated
             features = pack_features(features, padding_position(self.model[0].model))
         with torch.inference_mode():
             return self.model(on_device(features, self.model.device), task=key.side)
 
 
-def _finite(rows: list[torch.Tensor], what: str) -> list[torch.Tensor]:
-    """The rows of the inputs; a ``ValueError`` names the first number that is not finite, and which
-    input it is of.
+def _check_weights(weights: Vector) -> None:
+    """Raise a ``ValueError`` for weights that are negative, infinite or NaN."""
+    if not weights.size:
+        return
+    lowest = weights.min()  # NaN if there is a NaN
+    highest = weights.max()
+    if not 0 <= lowest <= highest < np.inf:
+        raise ValueError(
+            f"texts: expected finite weights of at least 0, got {lowest} to {highest}. Check the "
+            "model.",
+        )
+
+
+def _finite(rows: list[torch.Tensor], content: str) -> list[torch.Tensor]:
+    """Return the rows of inputs if all numbers are finite.
+
+    Args:
+        rows: one row per input.
+        content: description of the rows, for the error message.
+
+    Raises:
+        ValueError: naming the first number that is not finite, and the position of its input.
     """
-    for at, row in enumerate(rows):
-        if (wrong := row[~row.isfinite()]).numel():
-            found = f"{wrong[0].item()} for input {at}"
-            raise ValueError(f"texts: expected finite {what}, got {found}. Check the model.")
+    for position, row in enumerate(rows):
+        not_finite = row[~row.isfinite()]
+        if not_finite.numel():
+            raise ValueError(
+                f"texts: expected finite {content}, got {not_finite[0].item()} for input "
+                f"{position}. Check the model.",
+            )
     return rows
 
 
 @contextmanager
 def _unnormalized(model: Model) -> Iterator[None]:
-    """The model without the modules at its end that make its vectors of length 1."""
-    last = itertools.takewhile(
-        lambda module: type(module).__name__ == "Normalize",
-        reversed(list(model.children())),
-    )
-    skipped = list(last)
+    """Skip the normalising modules at the end of a model in this context."""
+    skipped: list[Any] = []
+    for module in reversed(list(model.children())):
+        if type(module).__name__ != "Normalize":
+            break
+        skipped.append(module)
     for module in skipped:
         module.forward = lambda features, **_: features
     try:

@@ -240,7 +240,8 @@ class Routes:
         """Raise ``ServeError`` unless there is a dense model."""
         if "dense" not in self.service.models and "sparse" in self.service.models:
             raise wrong_model(
-                "the model makes sparse vectors: POST /embed_sparse with inputs, or serve a dense model",
+                "the model makes sparse vectors: POST /embed_sparse with inputs, or serve a dense "
+                "model",
             )
         self.service.model("dense")
 

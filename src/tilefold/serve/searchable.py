@@ -1,6 +1,4 @@
-"""An index and what belongs to it: models, documents, vectors, a second index; why a document was
-found.
-"""
+"""Index of a server with its models, documents and vectors, and explanations of its hits."""
 
 from __future__ import annotations
 
@@ -117,13 +115,14 @@ class Searchable:
         k: int,
         where: Where = None,
     ) -> dict[str, float]:
-        """The `k` best documents that match by their dense vectors, in the collection of the index."""
+        """Search the dense vectors of a Qdrant collection, and return the scores of ``k`` hits."""
         from tilefold.retrieval.index.qdrant import Queries
         from tilefold.retrieval.index.qdrant.index import QdrantIndex  # needs qdrant
 
         if not isinstance(self.index, QdrantIndex):
             raise ValueError(
-                f"index: expected a Qdrant collection with dense vectors, got {self.index.backend!r}.",
+                "index: expected a Qdrant collection with dense vectors, got "
+                f"{self.index.backend!r}.",
             )
         (hits,) = self.index.collection.search(Queries([QUERY], dense=vector[None]), k, where=where)
         return {hit.id: hit.score for hit in hits}

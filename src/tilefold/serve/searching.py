@@ -1,6 +1,4 @@
-"""``/v1/{index}/search`` and ``/v1/{index}/doc``: Anserini's REST form, and a POST that can do
-more.
-"""
+"""Search routes: Anserini's REST form, and a POST with fusion, feedback and reranking."""
 
 from __future__ import annotations
 
@@ -30,28 +28,31 @@ from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.searchable import QUERY, Explanation, Searchable
 from tilefold.serve.service import EncodeOptions, Service
 
-MOST_WEIGHT = (
-    1000.0  # of the parts of a query after feedback, whose proportions alone order documents
-)
+# largest weight of a part of a query after feedback; only proportions of weights matter
+MAX_WEIGHT = 1000.0
 _AWAY = "the index is on a server that does not answer; the log says why"
-_NEEDS = {
+_REQUIRED_OPTIONS = {
     "explain": "--vectors, and an index of vectors",
     "prf": "--vectors, and an index of vectors, or one of dense vectors",
     "fusion": "--bm25, and an index of vectors",
     "rerank": "--tokens (and --data, if that is a model)",
 }
 T = TypeVar("T")
-_Vector: TypeAlias = (
-    SparseVectors | TokenVectors | torch.Tensor | None
-)  # of the query, as the index takes it
+_QueryVector: TypeAlias = SparseVectors | TokenVectors | torch.Tensor | None
+"""Vector of a query that an index searches with; ``None`` for an index of words."""
 
 
 class _Strict(Body):
+    """Body whose types are not converted, without unknown fields."""
+
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
 
 class FusionBody(_Strict):
-    """Fusion with the index of words; ``weight`` and ``normalization`` are of an interpolation."""
+    """Options of fusion with the index of words.
+
+    ``weight`` and ``normalization`` apply to interpolation only.
+    """
 
     method: Literal["rrf", "interpolation"] = Fusion.method
     weight: float = Field(default=Fusion.weight, ge=0, le=1)
@@ -59,21 +60,23 @@ class FusionBody(_Strict):
 
 
 class FeedbackBody(_Strict):
-    """Feedback, as ``tilefold search --prf``."""
+    """Options of feedback, as of ``tilefold search --prf``."""
 
     method: Literal["average", "rocchio"] = Feedback.method
     depth: int | None = Field(default=Feedback.depth, ge=1, le=100)
-    alpha: float | None = Field(default=Feedback.alpha, ge=0, le=MOST_WEIGHT)
-    beta: float | None = Field(default=Feedback.beta, ge=0, le=MOST_WEIGHT)
-    gamma: float = Field(default=Feedback.gamma, ge=0, le=MOST_WEIGHT)
+    alpha: float | None = Field(default=Feedback.alpha, ge=0, le=MAX_WEIGHT)
+    beta: float | None = Field(default=Feedback.beta, ge=0, le=MAX_WEIGHT)
+    gamma: float = Field(default=Feedback.gamma, ge=0, le=MAX_WEIGHT)
     bottom: int = Field(default=Feedback.bottom, ge=0, le=100)
     top_terms: int | None = Field(default=Feedback.top_terms, ge=1)
     equal_lengths: bool | None = Feedback.equal_lengths
 
 
 class RerankBody(_Strict):
-    """Reranking, as ``tilefold search --rerank``: of the best `depth`, with `weight` for MaxSim
-    beside first scores.
+    """Options of reranking, as of ``tilefold search --rerank``.
+
+    The highest ``depth`` documents are reranked. ``weight`` is that of MaxSim in an interpolation
+    with the first scores.
     """
 
     depth: int = Field(default=RERANK_DEPTH, ge=1)
@@ -81,7 +84,7 @@ class RerankBody(_Strict):
 
 
 class SearchBody(_Strict):
-    """A search; ``true`` stands for the defaults of fusion, feedback and reranking."""
+    """Body of a search; ``true`` selects the defaults of fusion, feedback and reranking."""
 
     query: str
     hits: int = Field(default=10, ge=1)
@@ -97,47 +100,59 @@ class SearchBody(_Strict):
 
 
 def search_router(service: Service) -> APIRouter:
-    """The routes of the index of a service; without one, ``/v1/indexes`` says so."""
+    """Create the search routes of a service; without an index, only ``/v1/indexes``."""
     if service.searchable is not None:
         return _SearchRoutes(service, service.searchable).router()
     router = APIRouter(prefix="/v1")
 
-    async def none(request: Request) -> Response:
+    async def no_indexes(request: Request) -> Response:
         return Response(plain({"indexes": []}), media_type=JSON)
 
-    add_route(router, service, "/indexes", none, "This server has no index")
+    add_route(router, service, "/indexes", no_indexes, "This server has no index")
     return router
 
 
 class _SearchRoutes:
+    """Routes that search an index.
+
+    Args:
+        service: service that encodes queries.
+        searchable: index with its models and documents.
+    """
+
     def __init__(self, service: Service, searchable: Searchable) -> None:
-        self.service, self.searchable = service, searchable
-        self._away = 0.0  # when the server of the index last failed to answer
+        self.service = service
+        self.searchable = searchable
+        self._last_failure = 0.0  # time.monotonic() when the index's server did not answer
 
     def router(self) -> APIRouter:
+        """Create the router with all routes."""
         router = APIRouter(prefix="/v1")
         add = functools.partial(add_route, router, self.service)
         add("/indexes", self.indexes, "The index, and what it can be asked for")
         add("/{index}/search", self.get_search, "Ranked documents, as Anserini answers")
         add("/{index}/doc/{docid:path}", self.get_document, "A document, as Anserini answers")
-        more = "Ranked documents, with fusion, feedback, reranking and explanations"
-        add("/{index}/search", self.post_search, more, SearchBody)
+        summary = "Ranked documents, with fusion, feedback, reranking and explanations"
+        add("/{index}/search", self.post_search, summary, SearchBody)
         return router
 
     async def indexes(self, request: Request) -> Response:
-        index, found = self.searchable.index, self.searchable
-        count = await self._asked(lambda: index.n_documents)
-        described = {
-            "name": found.name,
+        """Answer with a description of the index."""
+        searchable = self.searchable
+        index = searchable.index
+        description = {
+            "name": searchable.name,
             "backend": index.backend,
-            "documents": count,
-            "features": found.features,
+            "documents": await self._query_index(lambda: index.n_documents),
+            "features": searchable.features,
         }
-        return Response(plain({"indexes": [described]}), media_type=JSON)
+        return Response(plain({"indexes": [description]}), media_type=JSON)
 
     async def get_search(self, request: Request) -> Response:
+        """Answer a search in the form of Anserini."""
         self._check_index(request)
-        query, hits = request.query_params.get("query", ""), request.query_params.get("hits", "10")
+        query = request.query_params.get("query", "")
+        hits = request.query_params.get("hits", "10")
         parse = request.query_params.get("parse", "true").lower()
         if not query.strip():
             raise ServeError("Empty", "Parameter 'query' is required")
@@ -155,33 +170,35 @@ class _SearchRoutes:
         )
 
     async def post_search(self, body: SearchBody, request: Request) -> Response:
+        """Answer a search with options."""
         self._check_index(request)
         if not body.query.strip():
             raise ServeError("Empty", "`query` cannot be empty")
         return await self._answer(body, request)
 
     async def get_document(self, request: Request) -> Response:
+        """Answer with a document."""
         self._check_index(request)
-        name = request.path_params["docid"]
+        document_id = request.path_params["docid"]
         if not self.searchable.documents:
             raise ServeError(
                 "Validation",
                 "this server shows no documents: start it with --data",
                 status=404,
             )
-        if (
-            document := await self.service.run_in_helper(self.searchable.documents.get, name)
-        ) is None:
-            raise ServeError("Validation", f"there is no document {name!r}", status=404)
+        document = await self.service.run_in_helper(self.searchable.documents.get, document_id)
+        if document is None:
+            raise ServeError("Validation", f"there is no document {document_id!r}", status=404)
         answer = {
             "api": "v1",
             "index": self.searchable.name,
-            "docid": name,
-            "doc": _shown(document, True),
+            "docid": document_id,
+            "doc": _document_json(document, True),
         }
         return Response(plain(answer), media_type=JSON)
 
     def _check_index(self, request: Request) -> None:
+        """Raise ``ServeError`` if a request names another index."""
         if request.path_params["index"] != self.searchable.name:
             raise ServeError(
                 "Validation",
@@ -190,31 +207,37 @@ class _SearchRoutes:
             )
 
     def _check(self, body: SearchBody, reranking: Reranking | None) -> None:
-        """Refuse what the index was not started with."""
-        most = self.service.limits.max_hits
-        for name, value in (
-            ("hits", body.hits),
-            ("rerank.depth", None if reranking is None else reranking.depth),
-        ):
-            if value is not None and value > most:
-                raise invalid(f"`{name}` expected at most {most}, got {value}")
+        """Refuse too many documents, and options that the server was not started for."""
+        max_hits = self.service.limits.max_hits
+        if body.hits > max_hits:
+            raise invalid(f"`hits` expected at most {max_hits}, got {body.hits}")
+        if reranking is not None and reranking.depth is not None and reranking.depth > max_hits:
+            raise invalid(f"`rerank.depth` expected at most {max_hits}, got {reranking.depth}")
         features = self.searchable.features
         if body.by == "passage" and not features["passages"]:
             raise invalid(
                 "`by` expected 'document', the index is of whole documents; got 'passage'",
             )
-        for name, needed in _NEEDS.items():
+        for name, options in _REQUIRED_OPTIONS.items():
             if getattr(body, name) is not False and not features[name]:
-                raise invalid(f"`{name}`: this server was started without what it needs: {needed}")
+                raise invalid(f"`{name}`: this server was started without what it needs: {options}")
 
     async def _answer(self, body: SearchBody, request: Request) -> Response:
-        feedback = _record(Feedback, FeedbackBody, body.prf, "prf")
-        fusion = _record(Fusion, FusionBody, body.fusion, "fusion")
-        reranking = _record(Reranking, RerankBody, body.rerank, "rerank")
-        asked = SearchRequest(body.hits, feedback, None, fusion, reranking, body.by, _filter(body))
+        """Check a search, and answer it."""
+        feedback = _parse_options(Feedback, FeedbackBody, body.prf, "prf")
+        fusion = _parse_options(Fusion, FusionBody, body.fusion, "fusion")
+        reranking = _parse_options(Reranking, RerankBody, body.rerank, "rerank")
+        search = SearchRequest(
+            body.hits,
+            feedback=feedback,
+            fusion=fusion,
+            reranking=reranking,
+            by=body.by,
+            where=_filter(body),
+        )
         self._check(body, reranking)
         try:
-            return await self._searched(body, asked, brief=request.method == "GET")
+            return await self._search(body, search, brief=request.method == "GET")
         except MissingDocumentError as error:  # added to an index that can be added to
             option = {"vectors": "--vectors", "documents": "--data"}[error.argument]
             message = (
@@ -222,14 +245,23 @@ class _SearchRoutes:
             )
             raise ServeError("Backend", message) from error
 
-    async def _searched(self, body: SearchBody, request: SearchRequest, brief: bool) -> Response:
-        service, times = self.service, dict[str, float]()
+    async def _search(self, body: SearchBody, request: SearchRequest, brief: bool) -> Response:
+        """Encode a query, search, rerank, and write the answer.
+
+        Args:
+            body: the body.
+            request: the search that it describes.
+            brief: leave out durations, as Anserini does.
+        """
+        service = self.service
+        seconds: dict[str, float] = {}
         service.check_size([body.query], self.searchable.encoder, "query", "query")
         with service.input_limit.acquire(1):
-            started, vector = time.perf_counter(), None
+            started = time.perf_counter()
+            vector = None
 
-            def lap(name: str) -> None:
-                times[name] = time.perf_counter() - started - sum(times.values())
+            def record_time(stage: str) -> None:
+                seconds[stage] = time.perf_counter() - started - sum(seconds.values())
 
             if self.searchable.encoder is not None:
                 outcome = await service.encode(
@@ -238,26 +270,32 @@ class _SearchRoutes:
                     EncodeOptions("query"),
                 )
                 vector = self.searchable.query_vector(outcome.rows[0])
-            lap("encode")
+            record_time("encode")
             ranking = await self._rank(body.query, vector, request)
-            lap("search")
+            record_time("search")
             if request.reranking is not None and ranking.run[QUERY]:
                 ranking = await self._rerank(request.reranking, body.query, ranking)
-                lap("rerank")
+                record_time("rerank")
             columns: dict[str, Run] = {}
             if body.columns:
                 columns = await self._columns(body, request, vector)
-                lap("columns")
+                record_time("columns")
             content = await service.run_in_helper(
-                self._rendered, body, ranking, columns, times, brief
+                self._render, body, ranking, columns, seconds, brief
             )
         service.metrics.count("tilefold_search_count")
-        service.metrics.observe("tilefold_search_duration", times["search"])
+        service.metrics.observe("tilefold_search_duration", seconds["search"])
         return Response(content, media_type=JSON)
 
-    async def _rank(self, text: str, vector: _Vector, request: SearchRequest) -> Ranking:
+    async def _rank(self, text: str, vector: _QueryVector, request: SearchRequest) -> Ranking:
+        """Rank documents; a bad option of feedback or of a filter is the client's error."""
         try:
-            return await self._asked(self.searchable.searcher.rank, {QUERY: text}, request, vector)
+            return await self._query_index(
+                self.searchable.searcher.rank,
+                {QUERY: text},
+                request,
+                vector,
+            )
         except MissingDocumentError:
             raise
         except ValueError as error:
@@ -265,149 +303,217 @@ class _SearchRoutes:
             of_feedback = request.feedback is not None and not message.startswith("where")
             raise invalid(f"`prf`: {message}" if of_feedback else message) from error
 
-    async def _asked(self, work: Callable[..., T], *args: Any) -> T:
-        """Ask the index, in a thread: it may be on a server, which may be away."""
-        came, away = time.monotonic(), ServeError("Unhealthy", _AWAY)
+    async def _query_index(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function that reads the index, in a thread.
 
-        def ask() -> T:
-            if self._away > came:  # it failed another request while this one waited for a thread
-                raise away
+        Raises:
+            ServeError: if the index is on a server that does not answer.
+        """
+        arrived = time.monotonic()
+        unreachable = ServeError("Unhealthy", _AWAY)
+
+        def run() -> T:
+            if self._last_failure > arrived:  # of another request, while this one waited
+                raise unreachable
             try:
-                return work(*args)
+                return function(*arguments)
             except (ConnectionError, PermissionError) as error:
-                self._away = time.monotonic()
+                self._last_failure = time.monotonic()
                 self.service.log_failure(error)
-                raise away from error
+                raise unreachable from error
 
-        return await self.service.run_search(ask)
+        return await self.service.run_search(run)
 
     @property
-    def _encodable(self) -> int:
-        """The most candidates that a search may encode, which itself has a permit."""
+    def _max_encoded(self) -> int:
+        """Largest number of candidates that a search may encode; the search holds a permit too."""
         return self.service.input_limit.total - 1
 
     async def _rerank(self, reranking: Reranking, text: str, ranking: Ranking) -> Ranking:
-        """The ranking with its best candidates in the order of MaxSim, or of both scores."""
-        service, found = self.service, self.searchable
-        asked = await service.encode("multi-vector", [text], EncodeOptions("query"))
-        size, candidates = asked.rows[0].size(1), None
-        query = TokenVectors.pack([QUERY], asked.rows, size, "fp32")
-        if found.store is None:
-            if min(len(ranking.run[QUERY]), reranking.depth or RERANK_DEPTH) > self._encodable:
-                raise invalid(
-                    f"`rerank.depth` expected at most {self._encodable}, got {reranking.depth}",
-                )
-            wanted = await service.run_in_helper(found.searcher.rerank_texts, ranking, reranking)
-            names, texts = list(wanted), [text or " " for text in wanted.values()]
-            with service.input_limit.acquire(len(texts)):
-                encoded = await service.encode(
-                    "multi-vector",
-                    texts,
-                    EncodeOptions("document", truncate=True),
-                )
-            candidates = TokenVectors.pack(names, encoded.rows, size, "fp32")
-        work = functools.partial(
-            found.searcher.rerank,
+        """Rerank the highest candidates of a ranking by MaxSim, or by both scores."""
+        service = self.service
+        searchable = self.searchable
+        query_outcome = await service.encode("multi-vector", [text], EncodeOptions("query"))
+        dimension = query_outcome.rows[0].size(1)
+        query = TokenVectors.pack([QUERY], query_outcome.rows, dimension, "fp32")
+        candidates = None
+        if searchable.store is None:
+            candidates = await self._encode_candidates(reranking, ranking, dimension)
+        rerank = functools.partial(
+            searchable.searcher.rerank,
             {QUERY: text},
             ranking,
             reranking,
             query,
             candidates,
         )
-        return await service.run_on_device(service.model("multi-vector"), work)
+        return await service.run_on_device(service.model("multi-vector"), rerank)
+
+    async def _encode_candidates(
+        self,
+        reranking: Reranking,
+        ranking: Ranking,
+        dimension: int,
+    ) -> TokenVectors:
+        """Encode the texts of the candidates that are reranked.
+
+        Raises:
+            ServeError: if they are more than the service encodes at once.
+        """
+        service = self.service
+        n_candidates = min(len(ranking.run[QUERY]), reranking.depth or RERANK_DEPTH)
+        if n_candidates > self._max_encoded:
+            raise invalid(
+                f"`rerank.depth` expected at most {self._max_encoded}, got {reranking.depth}",
+            )
+        text_of_id = await service.run_in_helper(
+            self.searchable.searcher.rerank_texts,
+            ranking,
+            reranking,
+        )
+        texts = [text or " " for text in text_of_id.values()]
+        with service.input_limit.acquire(len(texts)):
+            outcome = await service.encode(
+                "multi-vector",
+                texts,
+                EncodeOptions("document", truncate=True),
+            )
+        return TokenVectors.pack(list(text_of_id), outcome.rows, dimension, "fp32")
 
     async def _columns(
         self,
         body: SearchBody,
         request: SearchRequest,
-        vector: _Vector,
+        vector: _QueryVector,
     ) -> dict[str, Run]:
-        """The ranking of each method alone; that of late interaction is of the candidates of the
-        index.
+        """Rank documents by each method separately.
+
+        Late interaction ranks the candidates of the index.
+
+        Returns:
+            A run for each method.
         """
-        found, depth = self.searchable, max(body.hits, RERANK_DEPTH)
-        late = depth if found.store is not None else min(depth, self._encodable)
-        alone = SearchRequest(depth, request.feedback, by=body.by, where=request.where)
-        ranking = await self._rank(body.query, vector, alone)
+        searchable = self.searchable
+        depth = max(body.hits, RERANK_DEPTH)
+        search = SearchRequest(depth, request.feedback, by=body.by, where=request.where)
+        ranking = await self._rank(body.query, vector, search)
         columns = dict(ranking.stages)
-        if found.words is not None:
-            columns["words"] = await self._asked(
-                found.searcher.second_run,
+        if searchable.words is not None:
+            columns["words"] = await self._query_index(
+                searchable.searcher.second_run,
                 {QUERY: body.query},
                 depth,
                 request,
             )
-        if found.dense is not None:
+        if searchable.dense is not None:
             outcome = await self.service.encode("dense", [body.query], EncodeOptions("query"))
-            columns["dense"] = {
-                QUERY: await self._asked(found.search_dense, outcome.rows[0], depth, request.where),
-            }
-        if found.features["rerank"] and ranking.run[QUERY] and late:
-            columns["late"] = (await self._rerank(Reranking(late), body.query, ranking)).stages[
-                "late"
-            ]
+            scores = await self._query_index(
+                searchable.search_dense,
+                outcome.rows[0],
+                depth,
+                request.where,
+            )
+            columns["dense"] = {QUERY: scores}
+        late_depth = depth
+        if searchable.store is None:
+            late_depth = min(depth, self._max_encoded)
+        if searchable.features["rerank"] and ranking.run[QUERY] and late_depth:
+            reranked = await self._rerank(Reranking(late_depth), body.query, ranking)
+            columns["late"] = reranked.stages["late"]
         return columns
 
-    def _rendered(
+    def _render(
         self,
         body: SearchBody,
         ranking: Ranking,
         columns: dict[str, Run],
-        times: dict[str, float],
+        seconds: dict[str, float],
         brief: bool,
     ) -> bytes:
-        """The answer, in a helper thread: documents are read from their file."""
-        found, query = self.searchable, Explanation(text=body.query)
-        candidates = []
-        for rank, (name, score) in enumerate(
-            list(ranking.run[QUERY].items())[: body.hits],
-            start=1,
-        ):
-            document, passage = found.owner(ranking, name)
-            docid = passage.document if passage else name
-            entry = {
-                "docid": docid,
-                "score": score,
-                "rank": rank,
-                "doc": _shown(document, body.parse),
-            }
-            entry |= {"passage": passage.shown(document)} if passage else {}
-            candidates.append(
-                entry
-                | ({"explanation": found.explain_document(ranking, name)} if body.explain else {}),
-            )
+        """Return the JSON of an answer; runs in a helper thread, because it reads documents."""
+        query: Explanation = {"text": body.query}
         if body.explain:
-            query |= found.explain_query(ranking, body.query)
+            query.update(self.searchable.explain_query(ranking, body.query))
+        hits = list(ranking.run[QUERY].items())[: body.hits]
         answer: Explanation = {
             "api": "v1",
-            "index": found.name,
+            "index": self.searchable.name,
             "query": query,
-            "candidates": candidates,
+            "candidates": [
+                self._candidate(body, ranking, result_id, score, rank)
+                for rank, (result_id, score) in enumerate(hits, start=1)
+            ],
         }
         if columns:
             answer["columns"] = {
-                name: self._column(run[QUERY], body.hits, body.by) for name, run in columns.items()
+                method: self._column(run[QUERY], body.hits, body.by)
+                for method, run in columns.items()
             }
         if not brief:
-            answer["milliseconds"] = {name: round(1000 * value, 3) for name, value in times.items()}
+            answer["milliseconds"] = {
+                stage: round(1000 * value, 3) for stage, value in seconds.items()
+            }
         return plain(answer)
 
-    def _column(self, scores: dict[str, float], hits: int, by: str) -> list[dict[str, Any]]:
-        best, documents = list(scores.items())[:hits], self.searchable.documents
-        owner = document_of if by == "passage" else str
-        named = [(owner(name), score, documents.get(owner(name))) for name, score in best]
-        return [
-            {
-                "docid": name,
+    def _candidate(
+        self,
+        body: SearchBody,
+        ranking: Ranking,
+        result_id: str,
+        score: float,
+        rank: int,
+    ) -> dict[str, Any]:
+        """Return an entry of the answer: a document with its score, and its explanation.
+
+        Args:
+            body: options of the search.
+            ranking: the ranking.
+            result_id: id of a document or of a passage.
+            score: its score.
+            rank: its rank, from 1.
+        """
+        document, passage = self.searchable.owner(ranking, result_id)
+        candidate: dict[str, Any] = {
+            "docid": passage.document if passage else result_id,
+            "score": score,
+            "rank": rank,
+            "doc": _document_json(document, body.parse),
+        }
+        if passage:
+            candidate["passage"] = passage.shown(document)
+        if body.explain:
+            candidate["explanation"] = self.searchable.explain_document(ranking, result_id)
+        return candidate
+
+    def _column(
+        self,
+        scores: dict[str, float],
+        n_hits: int,
+        by: Literal["document", "passage"],
+    ) -> list[dict[str, Any]]:
+        """Return the highest hits of one method, with titles.
+
+        Args:
+            scores: score of each document or passage, highest first.
+            n_hits: number of hits.
+            by: what the scores rank.
+        """
+        column = []
+        for rank, (result_id, score) in enumerate(list(scores.items())[:n_hits], start=1):
+            document_id = document_of(result_id) if by == "passage" else result_id
+            document = self.searchable.documents.get(document_id)
+            entry = {
+                "docid": document_id,
                 "score": score,
                 "rank": rank,
                 "title": document.title if document else "",
             }
-            for rank, (name, score, document) in enumerate(named, start=1)
-        ]
+            column.append(entry)
+        return column
 
 
 def _filter(body: SearchBody) -> Filter | None:
+    """Create the filter of a search; ``None`` without one."""
     if body.where is None and body.where_not is None:
         return None
     try:
@@ -416,23 +522,32 @@ def _filter(body: SearchBody) -> Filter | None:
         raise invalid(str(error)) from error
 
 
-def _shown(document: Document | None, parse: bool) -> Any:
-    """A document as an object, or as the text of its JSON."""
+def _document_json(document: Document | None, parse: bool) -> Any:
+    """Return a document as an object, or as the text of its JSON."""
     if document is None:
         return None
     fields = {"id": document.id, "title": document.title, "text": document.text}
     return fields if parse else json.dumps(fields, ensure_ascii=False)
 
 
-def _record(
-    kind: Callable[..., T],
-    default: Callable[[], Body],
-    given: Body | bool,
+def _parse_options(
+    options_class: Callable[..., T],
+    body_class: Callable[[], Body],
+    value: Body | bool,
     name: str,
 ) -> T | None:
-    if given is False:
+    """Create the options of feedback, fusion or reranking.
+
+    Args:
+        options_class: class of the options.
+        body_class: class of the body, for the defaults.
+        value: the body's value; True selects the defaults, False disables the feature.
+        name: field of the body, for error messages.
+    """
+    if value is False:
         return None
+    body = body_class() if value is True else value
     try:
-        return kind(**(default() if given is True else given).model_dump())
+        return options_class(**body.model_dump())
     except ValueError as error:
         raise invalid(f"`{name}`: {error}") from error

@@ -147,7 +147,8 @@ class _LimitedProtocol(Protocol):
         # With a limit of 0, pause_writing reports any bytes that the client has not read.
         transport.set_write_buffer_limits(0)
         self._close_transport = transport.close
-        super().connection_made(_HeadBufferingTransport(transport, self._close))  # type: ignore[arg-type]
+        buffering_transport: Any = _HeadBufferingTransport(transport, self._close)
+        super().connection_made(buffering_transport)
         if len(self.connections) > self._shared.limits.max_connections:
             self.connections.discard(self)
             transport.write(self._shared.refusal)
@@ -324,9 +325,9 @@ def bind(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn server without a log of requests, with the limits of a service.
 
-    After the first SIGTERM it accepts requests for ``grace_seconds``: a load balancer sends requests
-    until it has noticed. During this time health checks get status 503, and every answer closes its
-    connection. SIGINT and a second signal end the grace period.
+    After the first SIGTERM it accepts requests for ``grace_seconds``, because a load balancer sends
+    requests until it has noticed. During this time health checks get status 503, and every answer
+    closes its connection. SIGINT and a second signal end the grace period.
 
     Args:
         app: application that answers requests.
@@ -341,10 +342,11 @@ class Server(uvicorn.Server):
         self._grace_ends = -math.inf  # time.monotonic() at the end of the grace period
         if _client_logger.level == logging.NOTSET:
             _client_logger.setLevel(logging.ERROR)
+        protocol: Any = functools.partial(_LimitedProtocol, _ConnectionLimits(service))
         super().__init__(
             uvicorn.Config(
                 app,
-                http=functools.partial(_LimitedProtocol, _ConnectionLimits(service)),  # type: ignore[arg-type]
+                http=protocol,
                 ws="none",
                 log_config=None,
                 access_log=False,  # queries are private
