@@ -1,6 +1,4 @@
-"""Losses and regularisers of learned sparse retrieval that sentence-transformers lacks, as parts of
-``SpladeLoss``.
-"""
+"""Losses and regularisers of learned sparse retrieval, as parts of ``SpladeLoss``."""
 
 from tilefold.losses.functional import (
     ActivatedLmLoss,
@@ -32,13 +30,16 @@ __all__ = [
     "L1Loss",
     "L2Loss",
     "NoPenalty",
-]
-__all__ += [
     "PairwiseSoftmaxLoss",
     "PositionSum",
     "Regularizer",
     "RegularizerSum",
     "TermRecallLoss",
     "WeightedLosses",
+    "activated_lm_loss",
+    "anti_zero",
+    "df_weights",
+    "flops",
+    "l1",
+    "l2",
 ]
-__all__ += ["activated_lm_loss", "anti_zero", "df_weights", "flops", "l1", "l2"]

@@ -1,6 +1,4 @@
-"""``SpladeLoss`` with penalties on other vectors, and ``CachedSpladeLoss`` with mini-batches of all
-columns.
-"""
+"""Variants of ``SpladeLoss`` and ``CachedSpladeLoss``."""
 
 from __future__ import annotations
 
@@ -17,14 +15,15 @@ check_sentence_transformers()
 
 __all__ = ["JOINED", "BaseSpladeLoss", "JoinedSpladeLoss"]
 
-JOINED = "joined_columns"  # key of a packed column's place among those of its batch
+# feature that holds the joined columns of a batch, and the position of a column among them
+JOINED = "joined_columns"
 
 
 class BaseSpladeLoss(SpladeLoss):
-    """Ranks by ``sentence_embedding`` and penalises ``base_embedding``, both of which the model
-    must give.
+    """A ``SpladeLoss`` that ranks by ``sentence_embedding`` and penalises ``base_embedding``.
 
-    That is before a residual, a window and a norm (PROSPER, arXiv 2510.18527). Arguments, weights
+    The model writes both. The base embedding is the vector before a residual, a window and a norm
+    (PROSPER, arXiv 2510.18527). Arguments, weights
     and their schedule are those of ``SpladeLoss``. Each column of texts is one forward.
 
     Raises:
@@ -36,22 +35,25 @@ class BaseSpladeLoss(SpladeLoss):
         sentence_features: Iterable[dict[str, Tensor]],
         labels: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """The losses by name, as ``SpladeLoss`` gives them."""
+        """Compute the losses by name, as ``SpladeLoss`` does.
+
+        Args:
+            sentence_features: the columns of the batch, each the input of one forward.
+            labels: labels of the ranking loss.
+        """
         outputs: list[dict[str, Any]] = [self.model(features) for features in sentence_features]
-        if missing := next(
-            (sorted(map(str, out)) for out in outputs if "base_embedding" not in out),
-            None,
-        ):
-            raise ValueError(
-                f"model must give base_embedding for penalties on base weights, got {missing}; use SpladeLoss for "
-                "models without a literal residual.",
-            )
-        final = [out["sentence_embedding"] for out in outputs]
-        base = [out["base_embedding"] for out in outputs]
+        for output in outputs:
+            if "base_embedding" not in output:
+                raise ValueError(
+                    "model must give base_embedding for penalties on base weights, "
+                    f"got {sorted(map(str, output))}; use SpladeLoss for models without a "
+                    "literal residual.",
+                )
+        final = [output["sentence_embedding"] for output in outputs]
+        base = [output["base_embedding"] for output in outputs]
         ranking = self.loss.compute_loss_from_embeddings(final, labels)
-        losses: dict[str, Tensor] = (
-            dict(ranking) if isinstance(ranking, dict) else {"base_loss": ranking}
-        )
+        losses: dict[str, Tensor]
+        losses = dict(ranking) if isinstance(ranking, dict) else {"base_loss": ranking}
         documents = base if self.use_document_regularizer_only else base[1:]
         penalty = self.document_regularizer.compute_loss_from_embeddings(torch.cat(documents))
         losses["document_regularizer_loss"] = penalty * self.document_regularizer_weight
@@ -62,31 +64,47 @@ class BaseSpladeLoss(SpladeLoss):
 
 
 class JoinedSpladeLoss(CachedSpladeLoss):
-    """The stock loss, with its arguments and results, for batches of which ``collate_ahead`` joins
-    the columns.
+    """A ``CachedSpladeLoss`` whose mini-batches hold texts of all columns.
 
-    A stock mini-batch is of one column, that of queries too short for the time of its launches, and
-    waits for the GPU five times, to learn where its tokens lie. Here it holds the same texts of
-    every column, and nothing waits.
+    Arguments and results are those of the stock loss. The columns of a batch are joined by
+    ``collate_ahead``. A stock mini-batch holds texts of one column. Its queries are so short that
+    the launches take longer than the kernels, and it waits for the GPU five times to read the
+    positions of its tokens. A joined mini-batch holds the same rows of every column, and never
+    waits.
     """
 
     mini_batch_size: int
-    _joined = 1  # columns of a mini-batch
+    # columns of a mini-batch
+    _n_joined = 1
 
     def forward_cached(
         self,
         sentence_features: Iterable[dict[str, Any]],
         labels: Tensor | None = None,
     ) -> Tensor:
-        features, size = list(sentence_features), self.mini_batch_size
+        """Compute the loss, over joined columns if the batch has them.
+
+        Args:
+            sentence_features: the columns of the batch.
+            labels: labels of the ranking loss.
+        """
+        features = list(sentence_features)
         columns, _ = features[0].get(JOINED, (None, 0))
-        rows = None if columns is None or self.mini_batch_num_tokens else columns.rows(features)
-        self._joined = 1 if rows is None else len(features)
-        self.mini_batch_size = size * self._joined
+        rows = None
+        # a limit of tokens per mini-batch applies to each column separately
+        if columns is not None and not self.mini_batch_num_tokens:
+            rows = columns.rows(features)
+        if rows is None:
+            self._n_joined = 1
+        else:
+            self._n_joined = len(features)
+            features = [rows]
+        mini_batch_size = self.mini_batch_size
+        self.mini_batch_size = mini_batch_size * self._n_joined
         try:
-            loss: Tensor = super().forward_cached(features if rows is None else [rows], labels)
+            loss: Tensor = super().forward_cached(features, labels)
         finally:
-            self.mini_batch_size = size
+            self.mini_batch_size = mini_batch_size
         return loss
 
     def calculate_loss(
@@ -96,7 +114,18 @@ class JoinedSpladeLoss(CachedSpladeLoss):
         *,
         with_backward: bool = False,
     ) -> Tensor:
-        if self._joined > 1:
-            rows = [rep.view(-1, self._joined, rep.size(1)).unbind(1) for rep in reps[0]]
-            reps = [list(column) for column in zip(*rows, strict=True)]
+        """Split joined mini-batches into the columns that the stock loss expects.
+
+        Args:
+            reps: embeddings of each column, one tensor per mini-batch.
+            labels: labels of the ranking loss.
+            with_backward: as in the stock loss.
+        """
+        if self._n_joined > 1:
+            # the rows of a joined mini-batch alternate between the columns
+            mini_batches = [
+                embeddings.view(-1, self._n_joined, embeddings.size(1)).unbind(1)
+                for embeddings in reps[0]
+            ]
+            reps = [list(column) for column in zip(*mini_batches, strict=True)]
         return super().calculate_loss(reps, labels, with_backward=with_backward)  # type: ignore[no-any-return]

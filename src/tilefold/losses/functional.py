@@ -1,6 +1,4 @@
-"""Sparsity regularisers, as functions of the nonnegative scores ``[B, V]``, and the next-token loss
-of CSPLADE.
-"""
+"""Sparsity regularisers as functions of scores, and the next-token loss of CSPLADE."""
 
 from __future__ import annotations
 
@@ -31,9 +29,9 @@ def flops(
     weights: Tensor | None = None,
     group: Group = None,
 ) -> Tensor:
-    """FLOPS: the expected number of multiplications of one inner product (Paria et al., arXiv
-    2004.05665).
+    """FLOPS: the expected number of multiplications of one inner product.
 
+    The regulariser of Paria et al. (arXiv 2004.05665):
     ``sum_v (w_v * mean_b scores[b, v])^2``, the mean over all rows of all ranks of ``group``.
     Without weights on one process this is ``FlopsLoss`` of sentence-transformers. Averaging over
     one rank's rows instead adds ``variance / rows``: such a penalty grows as the same batch is
@@ -72,9 +70,9 @@ def flops(
 
 
 def l1(scores: Tensor, *, threshold: float | None = None, group: Group = None) -> Tensor:
-    """``mean_b sum_v |scores[b, v]|``: the query penalty of Efficient SPLADE (Lassance and
-    Clinchant, 2207.03834).
+    """Compute ``mean_b sum_v |scores[b, v]|``.
 
+    This is the query penalty of Efficient SPLADE (Lassance and Clinchant, arXiv 2207.03834).
     Arguments, result and errors are those of :func:`flops`.
     """
     return _mean_row_sum(scores, Tensor.abs, threshold, group)
@@ -90,15 +88,15 @@ def l2(scores: Tensor, *, threshold: float | None = None, group: Group = None) -
 
 def _mean_row_sum(
     scores: Tensor,
-    of: Callable[[Tensor], Tensor],
+    term_penalty: Callable[[Tensor], Tensor],
     threshold: float | None,
     group: Group,
 ) -> Tensor:
+    """Return the mean over rows of the sum over terms of an elementwise penalty."""
     columns = columns_of(scores, group)
-    return sum_over_columns(
-        _mean_over_rows(of(_long_rows(columns, threshold)).sum()[None], columns)[0],
-        columns.shards,
-    )
+    local_sum = term_penalty(_long_rows(columns, threshold)).sum()
+    mean = _mean_over_rows(local_sum[None], columns)[0]
+    return sum_over_columns(mean, columns.shards)
 
 
 def anti_zero(scores: Tensor, *, epsilon: float = 1e-8, group: Group = None) -> Tensor:
@@ -122,11 +120,10 @@ def anti_zero(scores: Tensor, *, epsilon: float = 1e-8, group: Group = None) -> 
 
 
 def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 10.0) -> Tensor:
-    """``w(x) = 1 / (1 + (x^log_alpha(2) - 1)^beta)``, the weights of DF-FLOPS (Porco et al., arXiv
-    2505.15070).
+    """Compute the term weights of DF-FLOPS (Porco et al., arXiv 2505.15070).
 
-    A logistic curve on [0, 1]: 0 for a term in no document, 1/2 for one in a share ``alpha`` of
-    them, 1 for one in all.
+    ``w(x) = 1 / (1 + (x^log_alpha(2) - 1)^beta)`` is a logistic curve on [0, 1]: 0 for a term in no
+    document, 1/2 for one in a share ``alpha`` of them, 1 for one in all.
 
     Args:
         document_frequency: ``[V]`` shares of documents that contain each term, in [0, 1].
@@ -142,17 +139,15 @@ def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 
     if not 0 < beta < math.inf:
         raise ValueError(f"beta must be positive and finite, got {beta!r}.")
     check_tensor("document_frequency", document_frequency)
-    share = document_frequency.to(
-        torch.promote_types(document_frequency.dtype, torch.float32),
-    ).clamp(0, 1)
-    base = (
-        share.pow(math.log(2) / math.log(alpha)) - 1
-    )  # infinite where the share is 0, which makes the weight 0
+    wide = torch.promote_types(document_frequency.dtype, torch.float32)
+    share = document_frequency.to(wide).clamp(0, 1)
+    # infinite where the share is 0, which makes the weight 0
+    base = share.pow(math.log(2) / math.log(alpha)) - 1
     return 1 / (1 + base.clamp(min=0).pow(beta))
 
 
 def _long_rows(columns: Columns, threshold: float | None) -> Tensor:
-    """The scores, with zeros for rows of at most `threshold` nonzero ones."""
+    """Return the scores, with zeros in rows of at most `threshold` nonzero scores."""
     if threshold is None:
         return columns.local
     counts = (columns.local != 0).sum(dim=1)
@@ -162,16 +157,18 @@ def _long_rows(columns: Columns, threshold: float | None) -> Tensor:
 
 
 def _mean_over_rows(sums: Tensor, columns: Columns) -> Tensor:
-    """``sums`` ``[n]`` of this process's rows -> means over all rows of the batch, in one
-    all-reduce.
+    """Turn sums over this rank's rows into means over all rows of the batch.
+
+    Args:
+        sums: ``[n]``.
+        columns: the scores of this rank.
     """
+    n_local_rows = columns.local.size(0)
     if columns.rows is None:
-        return sums / columns.local.size(0)
-    total = sum_over_rows(
-        torch.cat([sums, sums.new_full((1,), columns.local.size(0))]),
-        columns.rows,
-    )
-    return total[:-1] / total[-1]
+        return sums / n_local_rows
+    # the number of rows travels with the sums, so that one all-reduce suffices
+    totals = sum_over_rows(torch.cat([sums, sums.new_full((1,), n_local_rows)]), columns.rows)
+    return totals[:-1] / totals[-1]
 
 
 class ActivatedLmLoss(NamedTuple):
@@ -200,12 +197,12 @@ def activated_lm_loss(
     chunk: int = 1024,
     ignore_index: int = -100,
 ) -> ActivatedLmLoss:
-    """``CE(H, y) + activated_weight * CE(log1p(relu(H)), y)`` over positions, with ``H = hidden @
-    weight.T + bias``.
+    """Compute the next-token loss that prepares a causal LM head for SPLADE.
 
-    It prepares a causal LM head for SPLADE (CSPLADE, arXiv 2504.10816). Positions are taken `chunk`
-    at a time, forward and (recomputed) backward, so that fp32 logits are at most ``[chunk, V]``;
-    the result is that of one pass, up to the order of sums.
+    ``CE(H, y) + activated_weight * CE(log1p(relu(H)), y)`` over positions, with ``H = hidden @
+    weight.T + bias`` (CSPLADE, arXiv 2504.10816). Positions are processed `chunk` at a time,
+    forward and (recomputed) backward, so that fp32 logits are at most ``[chunk, V]``. The result is
+    that of one pass, up to the order of sums.
 
     Args:
         hidden: ``[N, D]`` states, already shifted: position i predicts ``labels[i]``.
@@ -225,25 +222,26 @@ def activated_lm_loss(
         or weight.shape[1:] != hidden.shape[1:]
     ):
         raise ValueError(
-            f"hidden [N, D], weight [V, D] and labels [N] must fit together, got {list(hidden.shape)}, "
-            f"{list(weight.shape)} and {list(labels.shape)}; flatten batch and positions, and shift the labels.",
+            "hidden [N, D], weight [V, D] and labels [N] must fit together, "
+            f"got {list(hidden.shape)}, {list(weight.shape)} and {list(labels.shape)}; "
+            "flatten batch and positions, and shift the labels.",
         )
     if chunk < 1 or activated_weight < 0:
-        got = f"{chunk} and {activated_weight}"
-        raise ValueError(f"chunk must be at least 1 and activated_weight at least 0, got {got}.")
-    sums = hidden.new_zeros(
-        3,
-        dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
-    )
+        raise ValueError(
+            "chunk must be at least 1 and activated_weight at least 0, "
+            f"got {chunk} and {activated_weight}.",
+        )
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    sums = hidden.new_zeros(3, dtype=wide)
     for start in range(0, len(hidden), chunk):
-        part = slice(start, start + chunk)
+        positions = slice(start, start + chunk)
         # hidden, weight and bias are arguments, so that the recomputation gives them gradients
         sums = sums + checkpoint(
-            _sums,
-            hidden[part],
+            _loss_sums,
+            hidden[positions],
             weight,
             bias,
-            labels[part],
+            labels[positions],
             ignore_index,
             use_reentrant=False,
             preserve_rng_state=False,
@@ -258,16 +256,22 @@ def activated_lm_loss(
     )
 
 
-def _sums(
+def _loss_sums(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
     ignore_index: int,
 ) -> Tensor:
-    """Sums of both losses, and of the positions with a logit above 0; ``[3]``."""
+    """Sum the losses of some positions.
+
+    Returns:
+        ``[3]``: the sums of the plain and of the activated cross-entropy, and the number of
+        positions with a logit above 0.
+    """
     logits = linear(hidden, weight, bias)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if logits.dtype != torch.float64:
+        logits = logits.float()
     plain = cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
     activated = cross_entropy(
         logits.relu().log1p(),

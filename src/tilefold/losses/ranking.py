@@ -1,8 +1,7 @@
-"""Ranking losses as modules with ``compute_loss_from_embeddings``, which ``SpladeLoss`` takes as
-its ``loss``.
+"""Ranking losses that ``SpladeLoss`` accepts as its ``loss``.
 
-``embeddings`` are those of its columns: queries ``[B, V]``, relevant documents ``[B, V]``, and one
-``[B, V]`` per column of negatives.
+They have a method ``compute_loss_from_embeddings``. Its ``embeddings`` are those of the columns:
+queries ``[B, V]``, relevant documents ``[B, V]``, and one ``[B, V]`` per column of negatives.
 """
 
 from __future__ import annotations
@@ -22,37 +21,45 @@ __all__ = ["PairwiseSoftmaxLoss", "TermRecallLoss", "WeightedLosses", "WeightedT
 
 
 class WeightedTerms(nn.Module):
-    """Pairs of a module with ``compute_loss_from_embeddings`` and its weight."""
+    """Modules with ``compute_loss_from_embeddings``, and their weights.
 
-    kind, remedy = "a loss", "losses that SpladeLoss takes"  # for messages
+    Attributes:
+        kind: the kind of term, for error messages.
+        remedy: terms that would be accepted, for error messages.
+    """
+
+    kind = "a loss"
+    remedy = "losses that SpladeLoss takes"
 
     def __init__(self, terms: Iterable[tuple[nn.Module, float]]) -> None:
         super().__init__()
-        if not (pairs := list(terms)):
+        pairs = list(terms)
+        if not pairs:
             raise ValueError(
-                f"terms must be at least one pair of {self.kind} and its weight, got an empty list.",
+                f"terms must be at least one pair of {self.kind} and its weight, "
+                "got an empty list.",
             )
         for term, _ in pairs:
             check_term("terms", term, self.remedy)
-        self.terms, self.weights = (
-            nn.ModuleList(term for term, _ in pairs),
-            [float(weight) for _, weight in pairs],
-        )
+        self.terms = nn.ModuleList(term for term, _ in pairs)
+        self.weights = [float(weight) for _, weight in pairs]
 
     def weighted_sum(self, *arguments: object) -> Tensor:
-        """The sum of the terms of these arguments, a scalar."""
+        """Call every term with the arguments, and return the weighted sum, a scalar."""
         terms: Iterable[Any] = self.terms
-        pairs = zip(terms, self.weights, strict=True)
-        return torch.stack(
-            [weight * term.compute_loss_from_embeddings(*arguments) for term, weight in pairs],
-        ).sum()
+        losses = [
+            weight * term.compute_loss_from_embeddings(*arguments)
+            for term, weight in zip(terms, self.weights, strict=True)
+        ]
+        return torch.stack(losses).sum()
 
 
 def check_term(name: str, term: object, remedy: str) -> None:
     """Raise ``TypeError`` for a module that is no term of ``SpladeLoss``."""
     if not callable(getattr(term, "compute_loss_from_embeddings", None)):
         raise TypeError(
-            f"{name} must have compute_loss_from_embeddings, got {type(term).__name__}; pass {remedy}.",
+            f"{name} must have compute_loss_from_embeddings, got {type(term).__name__}; "
+            f"pass {remedy}.",
         )
 
 
@@ -73,16 +80,15 @@ class WeightedLosses(WeightedTerms):
         embeddings: list[Tensor],
         labels: Tensor | None = None,
     ) -> Tensor:
-        """``sum_i weight_i * term_i``, a scalar."""
+        """Compute ``sum_i weight_i * term_i``, a scalar."""
         return self.weighted_sum(embeddings, labels)
 
 
 class PairwiseSoftmaxLoss(nn.Module):
-    """``mean_b mean_i (1 - P_bi)`` with ``P_bi = softmax(s(q_b, d_b), s(q_b, n_bi))`` of the
-    relevant document.
+    """The pairwise softmax loss of EPIC (MacAvaney et al., arXiv 2004.14245).
 
-    The loss of EPIC (MacAvaney et al., arXiv 2004.14245), which has one negative ``n`` per query;
-    with more, each makes a pair of its own.
+    ``mean_b mean_i (1 - P_bi)`` with ``P_bi = softmax(s(q_b, d_b), s(q_b, n_bi))`` of the relevant
+    document. The paper has one negative ``n`` per query. Several negatives make one pair each.
     """
 
     def compute_loss_from_embeddings(
@@ -97,14 +103,13 @@ class PairwiseSoftmaxLoss(nn.Module):
 
 
 class TermRecallLoss(nn.Module):
-    """``sum_bv m_bv (d_bv - q_bv)^2 / sum_bv m_bv``: documents' term weights learn in which queries
-    a term occurs.
+    """The term recall loss of DeepCT (Dai and Callan, arXiv 1910.10687).
 
-    ``m`` marks the terms of the document (its nonzero weights), and ``q_bv`` is 1 if the query has
-    term v, else 0. Over all queries of a document the weight that minimises this is the term's
-    recall, the share of relevant queries with that term, which is the target of DeepCT (Dai and
-    Callan, arXiv 1910.10687). Ranks of torch.distributed hold other rows: the average of their
-    values is that of all rows.
+    Documents' term weights learn in which queries a term occurs: ``sum_bv m_bv (d_bv - q_bv)^2 /
+    sum_bv m_bv``. ``m`` marks the terms of the document (its nonzero weights), and ``q_bv`` is 1 if
+    the query has term v, else 0. Over all queries of a document the weight that minimises this is
+    the term's recall, the share of relevant queries with that term. Ranks of torch.distributed hold
+    other rows: the average of their values is that of all rows.
     """
 
     def compute_loss_from_embeddings(
@@ -112,22 +117,35 @@ class TermRecallLoss(nn.Module):
         embeddings: list[Tensor],
         labels: Tensor | None = None,
     ) -> Tensor:
-        """The mean squared error over the terms of the relevant documents, a scalar; labels are not
-        read.
+        """Compute the mean squared error over the terms of the relevant documents, a scalar.
+
+        Labels are not read.
         """
         queries, documents, *_ = _columns(embeddings, 2, "a query and a relevant document")
         present = (documents != 0).to(documents.dtype)
         target = (queries.detach() != 0).to(documents.dtype)
-        terms, ranks = present.sum(), ranks_of("world")
-        if ranks is not None:  # a mean over the terms of all ranks, whose gradients DDP averages
-            terms = sum_over_rows(terms, ranks) / dist.get_world_size(ranks)
-        return (present * (documents - target).square()).sum() / terms.clamp(min=1)
+        n_terms = present.sum()
+        ranks = ranks_of("world")
+        if ranks is not None:
+            # the mean over ranks, because DDP averages the gradients of the ranks
+            n_terms = sum_over_rows(n_terms, ranks) / dist.get_world_size(ranks)
+        return (present * (documents - target).square()).sum() / n_terms.clamp(min=1)
 
 
-def _columns(embeddings: Sequence[Tensor], least: int, what: str) -> list[Tensor]:
-    """The columns in fp32 (fp64)."""
-    if len(embeddings) < least:
+def _columns(embeddings: Sequence[Tensor], n_min: int, description: str) -> list[Tensor]:
+    """Convert the columns to fp32 (fp64 stays).
+
+    Args:
+        embeddings: one ``[B, V]`` per column.
+        n_min: the smallest number of columns.
+        description: these columns, for the error message.
+
+    Raises:
+        ValueError: for fewer columns.
+    """
+    if len(embeddings) < n_min:
         raise ValueError(
-            f"embeddings must have at least {least} columns ({what}), got {len(embeddings)}.",
+            f"embeddings must have at least {n_min} columns ({description}), "
+            f"got {len(embeddings)}.",
         )
     return [column.to(torch.promote_types(column.dtype, torch.float32)) for column in embeddings]

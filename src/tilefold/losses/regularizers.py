@@ -1,6 +1,4 @@
-"""Regularisers as modules with ``compute_loss_from_embeddings``, which ``SpladeLoss`` calls for
-either side.
-"""
+"""Regularisers that ``SpladeLoss`` accepts for queries or documents."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from tilefold.losses.ranking import WeightedTerms, check_term
 
 
 class Regularizer(nn.Module):
-    """Base of the regularisers: a function of the scores ``[B, V]`` of one side, queries or
-    documents.
+    """Base class of regularisers: functions of the scores ``[B, V]`` of queries or documents.
 
     Args:
         group: ranks that hold other rows of the batch: a process group, ``"world"`` (all ranks,
@@ -32,7 +29,7 @@ class Regularizer(nn.Module):
         self.group = group
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        """The penalty of the scores ``[B, V]``, a scalar."""
+        """Compute the penalty of scores ``[B, V]``, a scalar."""
         raise NotImplementedError
 
     def forward(self, embeddings: Tensor) -> Tensor:
@@ -40,6 +37,8 @@ class Regularizer(nn.Module):
 
 
 class _Thresholded(Regularizer):
+    """Base class of regularisers that ignore rows with few nonzero scores."""
+
     _penalty: Callable[..., Tensor]
 
     def __init__(self, threshold: float | None = None, group: Group = "world") -> None:
@@ -51,13 +50,13 @@ class _Thresholded(Regularizer):
 
 
 class GlobalFlopsLoss(_Thresholded):
-    """FLOPS ``sum_v (mean_b w[b, v])^2`` over the batch of all ranks, see
-    :func:`tilefold.losses.flops`.
+    """FLOPS over the batch of all ranks: ``sum_v (mean_b w[b, v])^2``.
 
-    Pass it to ``SpladeLoss(..., document_regularizer=GlobalFlopsLoss())``. On one process it equals
-    ``FlopsLoss`` of sentence-transformers; on W ranks it equals what one process with W times the
-    rows computes, so that the weight found on one GPU keeps its meaning. Cost: one all-reduce of
-    ``[V]`` in forward, none in backward.
+    See :func:`tilefold.losses.flops`. Pass it to ``SpladeLoss(...,
+    document_regularizer=GlobalFlopsLoss())``. On one process it equals ``FlopsLoss`` of
+    sentence-transformers; on W ranks it equals what one process with W times the rows computes, so
+    that the weight found on one GPU keeps its meaning. Cost: one all-reduce of ``[V]`` in forward,
+    none in backward.
 
     Args:
         threshold: rows with at most this many nonzero scores count as zero (the l0 mask of arXiv
@@ -69,19 +68,19 @@ class GlobalFlopsLoss(_Thresholded):
 
 
 class L1Loss(_Thresholded):
-    """``mean_b sum_v |w|``, see :func:`tilefold.losses.l1`; arguments are those of
-    :class:`GlobalFlopsLoss`.
+    """L1 penalty ``mean_b sum_v |w|``.
 
-    A mean over rows is the same on any number of ranks with equal batches; ``group`` matters where
-    they differ.
+    See :func:`tilefold.losses.l1`. Arguments are those of :class:`GlobalFlopsLoss`. A mean over
+    rows is the same on any number of ranks with equal batches; ``group`` matters where they differ.
     """
 
     _penalty = staticmethod(l1)
 
 
 class L2Loss(_Thresholded):
-    """``mean_b sum_v w^2``, see :func:`tilefold.losses.l2`; arguments are those of
-    :class:`GlobalFlopsLoss`.
+    """Squared L2 penalty ``mean_b sum_v w^2``.
+
+    See :func:`tilefold.losses.l2`. Arguments are those of :class:`GlobalFlopsLoss`.
     """
 
     _penalty = staticmethod(l2)
@@ -91,13 +90,14 @@ class NoPenalty(Regularizer):
     """No penalty, for a side of ``SpladeLoss`` that has nothing to learn or nothing to lose."""
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        """A zero that depends on no score."""
+        """Return a zero that depends on no score."""
         return embeddings.new_zeros(())
 
 
 class AntiZeroLoss(Regularizer):
-    """``1 / ((sum w)^2 + epsilon)``, see :func:`tilefold.losses.anti_zero`; add it to another with
-    RegularizerSum.
+    """Anti-zero penalty ``1 / ((sum w)^2 + epsilon)``.
+
+    See :func:`tilefold.losses.anti_zero`. Add it to another penalty with :class:`RegularizerSum`.
 
     Args:
         epsilon: bounds the penalty of a batch of zeros.
@@ -113,9 +113,9 @@ class AntiZeroLoss(Regularizer):
 
 
 class DFFlopsLoss(Regularizer):
-    """DF-FLOPS: FLOPS with small weights for rare terms and large ones for frequent terms (arXiv
-    2505.15070).
+    """DF-FLOPS: FLOPS with small weights for rare terms and large weights for frequent terms.
 
+    The regulariser of Porco et al. (arXiv 2505.15070):
     ``sum_v (w_v * mean_b scores[b, v])^2`` with ``w`` of :func:`tilefold.losses.df_weights`.
     Descriptions of the paper put ``w_v`` inside the square or in front of it; here it is inside.
 
@@ -150,42 +150,52 @@ class DFFlopsLoss(Regularizer):
             raise ValueError(
                 f"refresh_every must be a positive number of steps or None, got {refresh_every!r}.",
             )
-        df_weights(torch.zeros(1), alpha=alpha, beta=beta)  # refuses numbers out of range
-        self.alpha, self.beta, self.refresh_every, self.threshold = (
-            alpha,
-            beta,
-            refresh_every,
-            threshold,
-        )
+        # refuses numbers out of range
+        df_weights(torch.zeros(1), alpha=alpha, beta=beta)
+        self.alpha = alpha
+        self.beta = beta
+        self.refresh_every = refresh_every
+        self.threshold = threshold
         self.register_buffer("weights", None, persistent=False)
         self.register_buffer("_counts", None, persistent=False)
         self._steps = 0
 
     def set_document_frequency(self, document_frequency: Tensor) -> None:
-        """Use these shares of documents ``[V]`` from now on (this rank's columns where scores are a
-        DTensor).
+        """Set the weights from document frequencies.
+
+        Args:
+            document_frequency: ``[V]`` shares of documents that contain each term, of this rank's
+                columns if scores are a DTensor.
         """
         self.weights = df_weights(document_frequency, alpha=self.alpha, beta=self.beta)
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        """The weighted FLOPS over the rows of all ranks; in training mode the rows are counted too."""
+        """Compute the weighted FLOPS over the rows of all ranks.
+
+        In training mode the rows are also counted for the next estimate.
+        """
         if self.training and self.refresh_every is not None and torch.is_grad_enabled():
             self._count(embeddings)
         return flops(embeddings, threshold=self.threshold, weights=self.weights, group=self.group)
 
     @torch.no_grad()
     def _count(self, embeddings: Tensor) -> None:
+        """Count the documents of each term, and refresh the weights if it is time.
+
+        Args:
+            embeddings: scores ``[B, V]`` of a training step.
+        """
         columns = columns_of(embeddings.detach(), self.group)
         present = (columns.local > 0).sum(dim=0)
-        seen = torch.cat(
-            [present, present.new_full((1,), columns.local.size(0))],
-        )  # [V + 1], the rows last
-        self._counts = seen if self._counts is None else self._counts + seen
+        n_rows = present.new_full((1,), columns.local.size(0))
+        counts = torch.cat([present, n_rows])  # [V + 1]
+        self._counts = counts if self._counts is None else self._counts + counts
         self._steps += 1
         if self._steps % (self.refresh_every or 1) == 0:
             if columns.rows is not None:
                 dist.all_reduce(self._counts, group=columns.rows)
-            self.set_document_frequency(self._counts[:-1] / self._counts[-1].clamp(min=1))
+            document_frequency = self._counts[:-1] / self._counts[-1].clamp(min=1)
+            self.set_document_frequency(document_frequency)
             self._counts = None
 
 
@@ -195,26 +205,27 @@ class RegularizerSum(WeightedTerms, Regularizer):
     Argument and errors are those of :class:`tilefold.losses.WeightedLosses`.
     """
 
-    kind, remedy = "a regulariser", "regularisers of tilefold.losses or of sentence-transformers"
+    kind = "a regulariser"
+    remedy = "regularisers of tilefold.losses or of sentence-transformers"
 
     def __init__(self, terms: Iterable[tuple[nn.Module, float]]) -> None:
         super().__init__(terms)
         self.group = None
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        """``sum_i weight_i * term_i``, a scalar."""
+        """Compute ``sum_i weight_i * term_i``, a scalar."""
         return self.weighted_sum(embeddings)
 
 
 class PositionSum(Regularizer):
-    """A regulariser of each position of a group of documents by itself: ``sum_p term(documents of
-    position p)``.
+    """Sum of a regulariser over the positions of a group of documents.
 
-    ``SpladeLoss`` gives the relevant documents of a batch, then its first negatives, its second
-    ones and so on, in one tensor, of which the other regularisers take means over all rows.
-    OpenSearch's trainer of inference-free models (arXiv 2411.04403, in its code) takes FLOPS of
-    each position and adds them, so that a term may not be frequent among the relevant documents
-    alone. With n positions the sum is n times as large where all are alike: divide the weight.
+    ``SpladeLoss`` passes one tensor with the relevant documents of a batch, then its first
+    negatives, its second negatives and so on. Other regularisers take means over all rows. This one
+    computes ``sum_p term(documents of position p)``, as OpenSearch's trainer of inference-free
+    models does with FLOPS (arXiv 2411.04403, in its code). It also penalises a term that is
+    frequent among the relevant documents only. The sum over n similar positions is n times as large
+    as the mean: divide the weight by n.
 
     Args:
         term: a module with ``compute_loss_from_embeddings``, ours or sentence-transformers'; no
@@ -240,9 +251,14 @@ class PositionSum(Regularizer):
         self.positions = positions
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        """The sum over the positions of scores ``[positions * B, V]``."""
+        """Compute the sum over the positions of scores ``[positions * B, V]``."""
         if embeddings.size(0) % self.positions:
-            expected = f"rows of {self.positions} positions, as many of each"
-            raise ValueError(f"embeddings must have {expected}, got {embeddings.size(0)}.")
-        parts = embeddings.chunk(self.positions)
-        return torch.stack([self.term.compute_loss_from_embeddings(part) for part in parts]).sum()
+            raise ValueError(
+                f"embeddings must have rows of {self.positions} positions, as many of each, "
+                f"got {embeddings.size(0)}.",
+            )
+        penalties = [
+            self.term.compute_loss_from_embeddings(scores)
+            for scores in embeddings.chunk(self.positions)
+        ]
+        return torch.stack(penalties).sum()

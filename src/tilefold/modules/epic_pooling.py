@@ -94,6 +94,7 @@ class EpicPooling(PoolingModule):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
+        """Compute dense scores ``[B, V]`` from the operands of the LM head."""
         if head is None:
             raise ValueError("EpicPooling must follow an LM head, got no head.")
         states, importance = self._importance(features)

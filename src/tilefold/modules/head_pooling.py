@@ -127,6 +127,7 @@ class HeadPooling(PoolingModule):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
+        """Compute scores ``[B, V]`` from the operands of the LM head."""
         if head is None:
             raise ValueError("HeadPooling must follow an LM head, got no head.")
         activation, n_log1p = fused.FUSED_ACTIVATIONS[self.activation]

@@ -109,6 +109,7 @@ class OnnxGraph(FusedPooling, InputModule):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
+        """Run the graph, and return dense scores ``[B, V]`` fp32."""
         if torch.is_grad_enabled() and self.training:
             raise RuntimeError(
                 "an ONNX graph is not trained, got a forward in training; train the model it is "

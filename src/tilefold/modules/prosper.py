@@ -29,7 +29,9 @@ LITERAL_WEIGHTS = "literal_residual.safetensors"
 class ProsperTransformer(Transformer):
     """A ``Transformer`` with LM head, pooling and literal residual network in one module.
 
-    It writes ``sentence_embedding``. With hidden states ``h`` ``[S, D]`` before the LM head, and its logits ``H = logit_scale * (h @
+    It writes ``sentence_embedding``.
+
+    With hidden states ``h`` ``[S, D]`` before the LM head, and its logits ``H = logit_scale * (h @
     E.T + b)``::
 
         w  = pool_s log1p(relu(H_s))        base weights      [V]
@@ -106,7 +108,7 @@ class ProsperTransformer(Transformer):
         if not autocasts(hidden):
             # some models return fp32 from a half-precision head
             hidden = hidden.to(head.weight.dtype)
-        bias = head.bias
+        bias: Tensor | None = head.bias
         if bias is not None and self.logit_scale != 1:
             bias = bias * self.logit_scale
         base = lsr_head(

@@ -126,6 +126,7 @@ class SplateHead(PoolingModule):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
+        """Compute scores ``[B, V]`` from the token states of the Transformer."""
         hidden: Tensor = features["token_embeddings"]
         states = hidden + self.adapter(hidden)
         if self.transform is not None and self.norm is not None and self.activation is not None:

@@ -32,7 +32,8 @@ def counted_tokens(features: Features, tokenizer: Tokenizer) -> Tensor:
     mask: Tensor = features["attention_mask"]
     if tokenizer.pad_token_id is None:
         return mask
-    return mask * (features["input_ids"] != tokenizer.pad_token_id)
+    counted: Tensor = mask * (features["input_ids"] != tokenizer.pad_token_id)
+    return counted
 
 
 class StaticQuery(FusedPooling, SparseStaticEmbedding):
@@ -92,6 +93,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
+        """Scatter the weights of the tokens to scores ``[B, V]``."""
         ids = features["input_ids"]
         mask = counted_tokens(features, self.tokenizer)
         is_shared = self.weight.numel() == 1

@@ -124,6 +124,7 @@ class TokenWeights(PoolingModule):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
+        """Scatter the learned weights of the tokens to scores ``[B, V]``."""
         weights = self.weights(features)
         features["token_weights"] = weights
         ignore_in_operator = len(self.ignore_ids) <= _MAX_OPERATOR_IGNORE_IDS

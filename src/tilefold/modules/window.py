@@ -51,6 +51,7 @@ class LexicalWindow(PoolingModule):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
+        """Prune and normalise ``sentence_embedding`` ``[B, V]``."""
         rows: Tensor = features["sentence_embedding"]
         if rows.layout != torch.strided:
             rows = rows.to_dense()

@@ -1,6 +1,4 @@
-"""Operators as modules: they own parameters and options, and leave the mathematics to
-``tilefold.ops``.
-"""
+"""The operators of ``tilefold.ops`` as modules with parameters and options."""
 
 from tilefold.nn.heads import EntmaxAlpha, LSRHead, TokenWeightHead
 

@@ -1,6 +1,4 @@
-"""Linear layers to the vocabulary or to one weight per token, fused with what follows them, and
-learned alphas.
-"""
+"""Fused sparse-retrieval heads, and learned alphas of entmax attention."""
 
 from __future__ import annotations
 
@@ -19,13 +17,17 @@ _REMEDY = "pass the output embeddings of the model, for instance model.get_outpu
 
 
 class LinearParameters(nn.Module):
-    """``weight`` ``[rows, D]`` and ``bias`` ``[rows]`` or ``None``, drawn as ``nn.Linear`` draws
-    them.
+    """Base class of heads with the parameters of an ``nn.Linear``.
+
+    Attributes:
+        weight: ``[rows, D]``.
+        bias: ``[rows]`` or None.
+        option_names: attributes that are options of the operator. They are printed by ``repr``.
     """
 
     weight: Tensor
     bias: Tensor | None
-    shown: tuple[str, ...]  # options of the operator, which are printed
+    option_names: tuple[str, ...]
 
     def __init__(
         self,
@@ -54,19 +56,23 @@ class LinearParameters(nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def _options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.shown}
-
     def extra_repr(self) -> str:
-        shown = "".join(f", {name}={value!r}" for name, value in self._options().items())
-        return f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}{shown}"
+        """List the sizes and the options of the operator."""
+        values = {
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "bias": self.bias is not None,
+        }
+        for name in self.option_names:
+            values[name] = getattr(self, name)
+        return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 class LSRHead(LinearParameters):
     """Scores of a sequence over the vocabulary, without the ``[B, S, V]`` logits.
 
-    A thin owner of ``weight`` and ``bias`` around :func:`tilefold.ops.lsr_head`, which documents
-    the mathematics. The paper is Sparton (arXiv 2603.25011); ``forward(hidden, mask)`` has the
+    It holds ``weight`` and ``bias`` for :func:`tilefold.ops.lsr_head`, which documents the
+    mathematics. The paper is Sparton (arXiv 2603.25011); ``forward(hidden, mask)`` has the
     signature of its ``SpartonHead``.
 
     Args:
@@ -82,7 +88,7 @@ class LSRHead(LinearParameters):
         device, dtype: of the parameters ``weight`` ``[V, D]`` and ``bias`` ``[V]`` or ``None``.
     """
 
-    shown = ("pooling", "activation", "logit_scale", "impl")
+    option_names = ("pooling", "activation", "logit_scale", "impl")
 
     def __init__(
         self,
@@ -97,12 +103,10 @@ class LSRHead(LinearParameters):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, vocab_size, bias, device, dtype)
-        self.pooling, self.activation, self.logit_scale, self.impl = (
-            pooling,
-            activation,
-            logit_scale,
-            impl,
-        )
+        self.pooling = pooling
+        self.activation = activation
+        self.logit_scale = logit_scale
+        self.impl = impl
 
     @property
     def vocab_size(self) -> int:
@@ -110,11 +114,11 @@ class LSRHead(LinearParameters):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> LSRHead:
-        """A head that shares the parameters of ``linear`` (``[V, D]``), which may itself be tied to
-        an embedding.
+        """Create a head that shares the parameters of a linear layer.
 
         Args:
-            linear: for instance ``model.get_output_embeddings()`` of a masked language model.
+            linear: layer with a weight ``[V, D]``, which may be tied to an embedding. For instance
+                ``model.get_output_embeddings()`` of a masked language model.
             options: ``pooling``, ``activation``, ``logit_scale`` and ``impl`` of the constructor.
 
         Raises:
@@ -132,8 +136,9 @@ class LSRHead(LinearParameters):
         return head
 
     def tie_weights(self, linear: nn.Linear) -> None:
-        """Share ``weight`` and ``bias`` with ``linear`` from now on; gradients and updates reach
-        both.
+        """Share ``weight`` and ``bias`` with ``linear`` from now on.
+
+        Gradients and updates reach both modules.
 
         Raises:
             TypeError: if ``linear`` is no ``nn.Linear``.
@@ -148,22 +153,28 @@ class LSRHead(LinearParameters):
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """``[B, V]`` scores.
+        """Compute scores ``[B, V]``.
 
         Args:
             hidden: ``[B, S, D]``, or packed ``[T, D]`` with ``cu_seqlens``.
-            attention_mask: ``[B, S]``, nonzero = keep; all tokens are kept without it.
+            attention_mask: ``[B, S]``, nonzero = keep. All tokens are kept without it.
             cu_seqlens: ``[B + 1]`` int32 offsets of packed sequences.
         """
-        options: dict[str, Any] = {
-            "attention_mask": attention_mask,
-            "cu_seqlens": cu_seqlens,
-            **self._options(),
-        }
-        return lsr_head(hidden, self.weight, self.bias, **options)
+        return lsr_head(
+            hidden,
+            self.weight,
+            self.bias,
+            attention_mask=attention_mask,
+            cu_seqlens=cu_seqlens,
+            pooling=self.pooling,
+            activation=self.activation,
+            logit_scale=self.logit_scale,
+            impl=self.impl,
+        )
 
 
 def _check_linear(name: str, linear: object, remedy: str) -> None:
+    """Raise ``TypeError`` unless an argument is an ``nn.Linear``."""
     if not isinstance(linear, nn.Linear):
         raise TypeError(f"{name} must be a torch.nn.Linear, got {type(linear).__name__}; {remedy}")
 
@@ -171,8 +182,8 @@ def _check_linear(name: str, linear: object, remedy: str) -> None:
 class TokenWeightHead(LinearParameters):
     """Scores over the vocabulary from one learned weight per token, without term expansion.
 
-    A thin owner of ``weight`` and ``bias`` around :func:`tilefold.ops.token_scatter`, which
-    documents the mathematics. This is the head of uniCOIL (arXiv 2106.14807) and the lexical one of
+    It holds ``weight`` and ``bias`` for :func:`tilefold.ops.token_scatter`, which documents the
+    mathematics. This is the head of uniCOIL (arXiv 2106.14807) and the lexical one of
     BGE-M3 (arXiv 2402.03216). The parameters have the names and shapes of ``nn.Linear(hidden_size,
     1)``, so the state dict of such a layer loads unchanged: BGE-M3's ``sparse_linear.pt`` with
     ``head.load_state_dict(torch.load(path, weights_only=True))``.
@@ -186,7 +197,7 @@ class TokenWeightHead(LinearParameters):
         ignore_ids: ids whose tokens do not count, for instance those of CLS, SEP, PAD and UNK.
     """
 
-    shown = ("reduce", "activation", "ignore_ids", "impl")
+    option_names = ("reduce", "activation", "ignore_ids", "impl")
 
     def __init__(
         self,
@@ -201,17 +212,15 @@ class TokenWeightHead(LinearParameters):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, 1, bias, device, dtype)
-        self.vocab_size, self.reduce, self.activation, self.impl = (
-            vocab_size,
-            reduce,
-            activation,
-            impl,
-        )
+        self.vocab_size = vocab_size
+        self.reduce = reduce
+        self.activation = activation
+        self.impl = impl
         self.ignore_ids = tuple(ignore_ids or ())
 
     @classmethod
     def from_linear(cls, layer: nn.Linear, vocab_size: int, **options: Any) -> TokenWeightHead:
-        """A head that shares the parameters of ``layer``, an ``nn.Linear(D, 1)``.
+        """Create a head that shares the parameters of ``layer``, an ``nn.Linear(D, 1)``.
 
         Args:
             layer: for instance the ``sparse_linear`` of a BGE-M3 model, or the ``tok_proj`` of a
@@ -230,10 +239,12 @@ class TokenWeightHead(LinearParameters):
         )
         if layer.out_features != 1:
             raise ValueError(
-                f"layer must have one output, got {layer.out_features}; a decoder goes into LSRHead.",
+                f"layer must have one output, got {layer.out_features}; "
+                "a decoder goes into LSRHead.",
             )
         head = cls(layer.in_features, vocab_size, layer.bias is not None, device="meta", **options)
-        head.weight, head.bias = layer.weight, layer.bias
+        head.weight = layer.weight
+        head.bias = layer.bias
         return head
 
     def forward(
@@ -243,11 +254,25 @@ class TokenWeightHead(LinearParameters):
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """``[B, V]`` scores; ``input_ids`` are ``[B, S]`` or packed ``[T]``, the rest is as in
-        :class:`LSRHead`.
+        """Compute scores ``[B, V]``.
+
+        Args:
+            hidden: ``[B, S, D]``, or packed ``[T, D]`` with ``cu_seqlens``.
+            input_ids: ``[B, S]``, or packed ``[T]``.
+            attention_mask: ``[B, S]``, nonzero = keep. All tokens are kept without it.
+            cu_seqlens: ``[B + 1]`` int32 offsets of packed sequences.
         """
-        operands, options = self._arguments(hidden, input_ids, attention_mask, cu_seqlens)
-        return token_scatter(*operands, **options)
+        return token_scatter(
+            functional.linear(hidden, self.weight, self.bias),
+            input_ids,
+            self.vocab_size,
+            attention_mask=attention_mask,
+            cu_seqlens=cu_seqlens,
+            reduce=self.reduce,
+            activation=self.activation,
+            ignore_ids=self.ignore_ids,
+            impl=self.impl,
+        )
 
     def encode(
         self,
@@ -258,35 +283,34 @@ class TokenWeightHead(LinearParameters):
         top_k: int | None = None,
         min_weight: float = 0.0,
     ) -> Tensor:
-        """The scores above ``min_weight`` as a ``[B, V]`` CSR tensor, at most ``top_k`` per row;
-        not differentiable.
+        """Compute the scores as a sparse ``[B, V]`` CSR tensor, without gradients.
 
-        The other arguments are those of :meth:`forward`; see
-        :func:`tilefold.ops.token_scatter_sparse`.
+        See :func:`tilefold.ops.token_scatter_sparse`.
+
+        Args:
+            hidden, input_ids, attention_mask, cu_seqlens: as in :meth:`forward`.
+            top_k: most entries per row, or None for all.
+            min_weight: entries must be larger than this.
         """
         with torch.no_grad():
-            operands, options = self._arguments(hidden, input_ids, attention_mask, cu_seqlens)
-            del options["impl"]
-            return token_scatter_sparse(*operands, **options, top_k=top_k, min_weight=min_weight)
-
-    def _arguments(
-        self,
-        hidden: Tensor,
-        input_ids: Tensor,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> Any:
-        options = {"attention_mask": mask, "cu_seqlens": cu_seqlens, **self._options()}
-        return (
-            functional.linear(hidden, self.weight, self.bias),
-            input_ids,
-            self.vocab_size,
-        ), options
+            return token_scatter_sparse(
+                functional.linear(hidden, self.weight, self.bias),
+                input_ids,
+                self.vocab_size,
+                attention_mask=attention_mask,
+                cu_seqlens=cu_seqlens,
+                reduce=self.reduce,
+                activation=self.activation,
+                ignore_ids=self.ignore_ids,
+                top_k=top_k,
+                min_weight=min_weight,
+            )
 
 
 class EntmaxAlpha(nn.Module):
-    """One learned alpha in (1, 2) per head, ``1 + sigmoid(theta)``, so that no optimiser step
-    leaves that range.
+    """One learned alpha in (1, 2) per attention head.
+
+    Alpha is ``1 + sigmoid(theta)``, so that no optimiser step leaves the range.
 
     Args:
         heads: number of heads.
@@ -302,12 +326,14 @@ class EntmaxAlpha(nn.Module):
             raise ValueError(f"heads must be at least 1, got {heads}.")
         if not 1 < initial < 2:
             raise ValueError(
-                f"initial must lie strictly between 1 and 2, got {initial}; the ends cannot be learned.",
+                f"initial must lie strictly between 1 and 2, got {initial}; "
+                "the ends cannot be learned.",
             )
-        self.theta = nn.Parameter(torch.full((heads,), math.log((initial - 1) / (2 - initial))))
+        initial_theta = math.log((initial - 1) / (2 - initial))
+        self.theta = nn.Parameter(torch.full((heads,), initial_theta))
 
     def forward(self) -> Tensor:
-        """The alphas, ``[heads]`` fp32."""
+        """Return the alphas, ``[heads]`` fp32."""
         return 1 + sigmoid(self.theta.float())
 
     def extra_repr(self) -> str:

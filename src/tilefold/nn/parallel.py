@@ -1,6 +1,4 @@
-"""Tensor parallelism of the modules, as styles for
-``torch.distributed.tensor.parallel.parallelize_module``.
-"""
+"""Tensor parallelism of the modules, as styles for ``parallelize_module`` of torch."""
 
 from __future__ import annotations
 
@@ -48,18 +46,20 @@ class VocabularyParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Shard the parameters of a head, and convert its input and output."""
         if not isinstance(module, LSRHead):
             raise TypeError(
-                f"VocabularyParallel must be applied to a tilefold.nn.LSRHead, got {type(module).__name__}; name the "
-                "head in the plan of parallelize_module, for instance {'head': VocabularyParallel()}.",
+                "VocabularyParallel must be applied to a tilefold.nn.LSRHead, "
+                f"got {type(module).__name__}; name the head in the plan of parallelize_module, "
+                "for instance {'head': VocabularyParallel()}.",
             )
-        rank = getattr(self, "src_data_rank", 0)
+        source_rank = getattr(self, "src_data_rank", 0)
         for name, parameter in list(module.named_parameters(recurse=False)):
             shard = distribute_tensor(
                 parameter.detach(),
                 device_mesh,
                 [Shard(0)],
-                src_data_rank=rank,
+                src_data_rank=source_rank,
             )
             module.register_parameter(
                 name,
@@ -81,12 +81,18 @@ class VocabularyParallel(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        return f"VocabularyParallel(output_layouts={self.output_layouts!r}, use_local_output={self.use_local_output})"
+        return (
+            f"VocabularyParallel(output_layouts={self.output_layouts!r}, "
+            f"use_local_output={self.use_local_output})"
+        )
 
 
 def as_replica(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
-    """``hidden``, equal on every rank of a one-dimensional mesh, as a ``Replicate()`` DTensor;
-    shards are gathered.
+    """Return ``hidden`` as a ``Replicate()`` DTensor of a one-dimensional mesh.
+
+    Args:
+        hidden: a plain tensor that is equal on every rank, or a DTensor, whose shards are gathered.
+        mesh: the ranks.
     """
     if not isinstance(hidden, DTensor):
         return DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)

@@ -46,10 +46,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SENTINEL = 113  # value of poisoned integers: no valid index into a small tensor
-_ACCUMULATION = 1e-5  # fp32 products and sums, before any rounding to the output
-CONFIDENCE = 8.0  # standard deviations of rounding that a comparison allows
-USUAL_SENSITIVITY = 2.0  # sensitivity c of a slope to the rounding of its score, at usual scores
+# value of poisoned integers: no valid index into a small tensor
+SENTINEL = 113
+# error of fp32 products and sums, before any rounding to the output
+_ACCUMULATION = 1e-5
+# standard deviations of rounding that a comparison allows
+CONFIDENCE = 8.0
+# sensitivity c of a slope to the rounding of its score, at usual scores
+USUAL_SENSITIVITY = 2.0
 _FACTORS = {"forward": 1.0, "gradient": 1.3, "gradient_bound": 4.0}
 
 
@@ -59,7 +63,9 @@ def budget(
     *,
     sensitivity: float = USUAL_SENSITIVITY,
 ) -> float:
-    """The relative error that results of ``dtype`` may have; the derivation heads this module.
+    """Return the relative error that results of ``dtype`` may have.
+
+    The derivation is in the docstring of this module.
 
     Args:
         dtype: dtype of the scores, or of the gradient.
@@ -75,11 +81,12 @@ def budget(
     accumulation = 1e-13 if dtype == torch.float64 else _ACCUMULATION
     if kind != "forward":
         accumulation *= 2  # two sums: the product, and that over the entries it selects
-    factor, c = _FACTORS[kind], max(sensitivity, USUAL_SENSITIVITY)
+    factor = _FACTORS[kind]
+    sensitivity = max(sensitivity, USUAL_SENSITIVITY)
     if kind == "gradient":
-        factor *= math.sqrt((c * c + 2) / (USUAL_SENSITIVITY**2 + 2))
+        factor *= math.sqrt((sensitivity**2 + 2) / (USUAL_SENSITIVITY**2 + 2))
     elif kind == "gradient_bound":
-        factor += c - USUAL_SENSITIVITY
+        factor += sensitivity - USUAL_SENSITIVITY
     return factor * roundoff + accumulation
 
 
@@ -89,7 +96,7 @@ def rounding_scale(
     terms: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """A bound on the standard deviation of the error of sums in ``dtype``, entry by entry.
+    """Bound the standard deviation of the rounding error of sums, entry by entry.
 
     Args:
         total: the sums, exact.
@@ -101,8 +108,9 @@ def rounding_scale(
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
-    """``||out - reference|| / ||reference||`` in fp64; 0 where both are zero, infinite for any
-    non-finite value.
+    """Compute ``||out - reference|| / ||reference||`` in fp64.
+
+    The error is 0 if both are zero, and infinite if any value is not finite.
 
     Raises:
         ValueError: for different shapes.
@@ -143,28 +151,33 @@ def assert_within_budget(
     """
     dtype = out.dtype if dtype is None else dtype
     allowed = budget(dtype, kind, sensitivity=sensitivity)
-    if (error := relative_error(out, reference)) <= allowed:
+    error = relative_error(out, reference)
+    if error <= allowed:
         return error
     wide = out.detach().to(reference.device, torch.float64)
     distance = (wide - reference.detach().double()).abs()
     distance = torch.where(distance.isnan(), math.inf, distance)
-    place = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
+    position = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
+    dtype_name = str(dtype).removeprefix("torch.")
+    n_not_finite = int((~wide.isfinite()).sum())
     raise AssertionError(
-        f"{name}: relative error {error:.2e} is over the {kind} budget {allowed:.1e} of {str(dtype).split('.')[-1]}; "
-        f"furthest at {place}: {wide[place].item():.6g} instead of {reference[place].item():.6g}, shape "
-        f"{list(out.shape)}, {int((~wide.isfinite()).sum())} not finite.",
+        f"{name}: relative error {error:.2e} is over the {kind} budget {allowed:.1e} of "
+        f"{dtype_name}; furthest at {position}: {wide[position].item():.6g} instead of "
+        f"{reference[position].item():.6g}, shape {list(out.shape)}, {n_not_finite} not finite.",
     )
 
 
 @contextlib.contextmanager
 def nan_poisoned_empty() -> Iterator[None]:
-    """Within it, ``torch.empty`` and all that is like it return NaN, or SENTINEL for integers.
+    """Make ``torch.empty`` and its variants return NaN, or SENTINEL for integers.
 
     An element that is never written then shows up as NaN, instead of holding an accidental zero.
     Not thread-safe.
     """
 
-    def poisoned(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def poison(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Wrap a function so that its result is filled."""
+
         def call(*args: Any, **kwargs: Any) -> Tensor:
             tensor = function(*args, **kwargs)
             if tensor.dtype != torch.bool:
@@ -173,15 +186,17 @@ def nan_poisoned_empty() -> Iterator[None]:
 
         return call
 
-    places: list[tuple[Any, str]] = [
-        (torch, name) for name in ("empty", "empty_like", "empty_strided")
+    functions: list[tuple[Any, str]] = [
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (Tensor, "new_empty"),
     ]
-    places.append((Tensor, "new_empty"))
-    originals = [getattr(owner, name) for owner, name in places]
+    originals = [getattr(owner, name) for owner, name in functions]
     try:
-        for (owner, name), original in zip(places, originals, strict=True):
-            setattr(owner, name, poisoned(original))
+        for (owner, name), original in zip(functions, originals, strict=True):
+            setattr(owner, name, poison(original))
         yield
     finally:
-        for (owner, name), original in zip(places, originals, strict=True):
+        for (owner, name), original in zip(functions, originals, strict=True):
             setattr(owner, name, original)

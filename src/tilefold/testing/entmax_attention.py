@@ -1,4 +1,4 @@
-"""Inputs of alpha-entmax attention, and its results."""
+"""Test problems of alpha-entmax attention, and their results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def entmax_attention_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> EntmaxAttentionInputs:
-    """Random inputs, the same on every device.
+    """Create random inputs, equal on every device.
 
     Args:
         batch, heads, nq, dim: B, H, the (longest) number of queries, D.
@@ -60,34 +60,31 @@ def entmax_attention_inputs(
     """
     padding.check_layout(layout)
     generator = torch.Generator().manual_seed(seed)
-    nk, kv_heads = nq if nk is None else nk, heads if kv_heads is None else kv_heads
+    nk = nq if nk is None else nk
+    kv_heads = heads if kv_heads is None else kv_heads
     q = sharpness * torch.randn(batch, heads, nq, dim, generator=generator)
-    k, v = (torch.randn(batch, kv_heads, nk, dim, generator=generator) for _ in range(2))
+    k = torch.randn(batch, kv_heads, nk, dim, generator=generator)
+    v = torch.randn(batch, kv_heads, nk, dim, generator=generator)
     if correlated:
         phase = 6.28 * torch.rand(kv_heads, 1, dim, generator=generator)
         speed = 0.12 * torch.randn(1, 1, dim, generator=generator)
         wave = 1.4 * torch.cos(phase + speed * torch.arange(max(nq, nk))[:, None])
         k = wave[:, :nk].expand(batch, -1, -1, -1).clone()
-        q = (
-            sharpness
-            * wave[:, :nq]
-            .repeat_interleave(heads // kv_heads, dim=0)
-            .expand(batch, -1, -1, -1)
-            .clone()
-        )
+        query_waves = wave[:, :nq].repeat_interleave(heads // kv_heads, dim=0)
+        q = sharpness * query_waves.expand(batch, -1, -1, -1).clone()
     dout = torch.randn(batch, heads, nq, dim, generator=generator)
     if layout == "packed":
         inputs = _packed(q, k, v, dout, generator)
     else:
-        given: dict[str, Any] = {}
+        masks: dict[str, Any] = {}
         if layout != "full":
             mask = padding.drawn_mask(layout, batch, nk, generator)
             if layout != "right" and batch >= 2:
                 mask[batch // 2] = False
-            given["key_padding_mask"] = mask
-        inputs = EntmaxAttentionInputs(q, k, v, dout, given)
-    there = {name: value.to(device) for name, value in inputs.layout.items()}
-    return dataclasses.replace(inputs.cast(dtype).to(device), layout=there)
+            masks["key_padding_mask"] = mask
+        inputs = EntmaxAttentionInputs(q, k, v, dout, masks)
+    layout_on_device = {name: value.to(device) for name, value in inputs.layout.items()}
+    return dataclasses.replace(inputs.cast(dtype).to(device), layout=layout_on_device)
 
 
 def _packed(
@@ -97,24 +94,28 @@ def _packed(
     dout: Tensor,
     generator: torch.Generator,
 ) -> EntmaxAttentionInputs:
-    kept_q, kept_k = (_kept(side, generator) for side in (q, k))
-    packed = [
-        side.transpose(1, 2)[kept]
-        for side, kept in ((q, kept_q), (k, kept_k), (v, kept_k), (dout, kept_q))
-    ]
-    given = {
-        "cu_seqlens_q": padding.offsets(kept_q.sum(1)),
-        "cu_seqlens_k": padding.offsets(kept_k.sum(1)),
-    }
-    return EntmaxAttentionInputs(packed[0], packed[1], packed[2], packed[3], given)
+    """Pack padded inputs ``[B, H, N, D]`` with random lengths."""
+    query_mask = _packing_mask(q, generator)
+    key_mask = _packing_mask(k, generator)
+    return EntmaxAttentionInputs(
+        q=q.transpose(1, 2)[query_mask],
+        k=k.transpose(1, 2)[key_mask],
+        v=v.transpose(1, 2)[key_mask],
+        dout=dout.transpose(1, 2)[query_mask],
+        layout={
+            "cu_seqlens_q": padding.offsets(query_mask.sum(1)),
+            "cu_seqlens_k": padding.offsets(key_mask.sum(1)),
+        },
+    )
 
 
-def _kept(padded: Tensor, generator: torch.Generator) -> Tensor:
-    kept = padding.drawn_mask("packed", padded.size(0), padded.size(2), generator)
-    kept[0] = True
-    if len(kept) >= 2:
-        kept[len(kept) // 2] = False
-    return kept
+def _packing_mask(padded: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw the tokens ``[B, N]`` that are packed: one full and one empty sequence among them."""
+    mask = padding.drawn_mask("packed", padded.size(0), padded.size(2), generator)
+    mask[0] = True
+    if len(mask) >= 2:
+        mask[len(mask) // 2] = False
+    return mask
 
 
 def entmax_attention_results(
@@ -124,18 +125,25 @@ def entmax_attention_results(
     dropout_seed: int = 0,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """``out``, the statistics of every row, and the gradients ``dq``, ``dk``, ``dv``, ``dalpha``
-    asked for.
+    """Run the forward and backward pass of the operator.
 
-    ``needs`` says which of q, k and v want a gradient; a tensor ``alpha`` always gets one.
-    ``dropout_seed`` is that of dropout's generator; options are the operator's.
+    Args:
+        inputs: the problem.
+        needs: which of q, k and v require a gradient. A tensor ``alpha`` always does.
+        dropout_seed: seed of the generator of dropout.
+        options: options of the operator.
+
+    Returns:
+        ``out``, the statistics of every row, and the gradients ``dq``, ``dk``, ``dv`` and
+        ``dalpha``.
     """
     leaves = {
         name: getattr(inputs, name).detach().requires_grad_(name in needs)
         for name in ("q", "k", "v")
     }
     if isinstance(options.get("alpha"), Tensor):
-        leaves["alpha"] = options["alpha"] = options["alpha"].detach().requires_grad_()
+        leaves["alpha"] = options["alpha"].detach().requires_grad_()
+        options["alpha"] = leaves["alpha"]
     if options.get("dropout_p"):
         options["generator"] = torch.Generator(inputs.q.device).manual_seed(dropout_seed)
     result = entmax_attention(
@@ -149,7 +157,7 @@ def entmax_attention_results(
     if isinstance(result, Tensor):
         raise TypeError("entmax_attention returned no statistics.")
     out, stats = result
-    given = {
+    statistics = {
         name: value for name, value in EntmaxStats(*stats)._asdict().items() if value is not None
     }
-    return {"out": out.detach(), **given, **padding.gradients(out, leaves, inputs.dout)}
+    return {"out": out.detach(), **statistics, **padding.gradients(out, leaves, inputs.dout)}

@@ -1,4 +1,4 @@
-"""Inputs of the LSR head, its results, and where their gradients have one answer."""
+"""Test problems of the LSR head, their results, and inputs with unambiguous gradients."""
 
 from __future__ import annotations
 
@@ -53,15 +53,20 @@ class LSRHeadInputs(padding.Problem):
         return list(self.hidden)
 
     def packed(self) -> LSRHeadInputs:
-        """This problem with ``hidden`` packed."""
-        rows = [self.hidden.new_empty(0, self.hidden.size(-1)), *self.sequences()]
-        lengths = [len(row) for row in rows[1:]]
-        ends = padding.offsets(torch.tensor(lengths, dtype=torch.int64, device=self.hidden.device))
+        """Return a copy with ``hidden`` packed."""
+        sequences = self.sequences()
+        lengths = torch.tensor(
+            [len(tokens) for tokens in sequences],
+            dtype=torch.int64,
+            device=self.hidden.device,
+        )
+        # the empty start is the result of a batch without sequences
+        empty = self.hidden.new_empty(0, self.hidden.size(-1))
         return dataclasses.replace(
             self,
-            hidden=torch.cat(rows),
+            hidden=torch.cat([empty, *sequences]),
             attention_mask=None,
-            cu_seqlens=ends,
+            cu_seqlens=padding.offsets(lengths),
         )
 
 
@@ -78,7 +83,7 @@ def lsr_head_inputs(
     density: str = "mixed",
     seed: int = 0,
 ) -> LSRHeadInputs:
-    """Random inputs with logits of standard deviation about 1, the same on every device.
+    """Create random inputs with logits of standard deviation about 1, equal on every device.
 
     Args:
         batch, length, dim, vocab: B, S (the longest sequence of a packed input), D, V.
@@ -97,17 +102,21 @@ def lsr_head_inputs(
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(batch, length, dim, generator=generator)
     weight = torch.randn(vocab, dim, generator=generator) / math.sqrt(dim)
-    shift = {"mixed": 0.0, "dense": 8.0, "sparse": -2.0 - math.sqrt(2 * math.log(max(length, 2)))}[
-        density
-    ]
-    offset = 0.5 * torch.randn(vocab, generator=generator) + shift
+    # about the largest of `length` standard normal numbers
+    expected_maximum = math.sqrt(2 * math.log(max(length, 2)))
+    mean_bias = {"mixed": 0.0, "dense": 8.0, "sparse": -2.0 - expected_maximum}[density]
+    bias_values = 0.5 * torch.randn(vocab, generator=generator) + mean_bias
     dscores = torch.randn(batch, vocab, generator=generator)
     mask = padding.padding_mask(layout, batch, length, generator)
-    inputs = (
-        LSRHeadInputs(hidden, weight, offset if bias else None, mask, None, dscores)
-        .cast(dtype)
-        .to(device)
+    inputs = LSRHeadInputs(
+        hidden=hidden,
+        weight=weight,
+        bias=bias_values if bias else None,
+        attention_mask=mask,
+        cu_seqlens=None,
+        dscores=dscores,
     )
+    inputs = inputs.cast(dtype).to(device)
     return inputs.packed() if layout == "packed" else inputs
 
 
@@ -117,13 +126,20 @@ def lsr_head_results(
     needs: Sequence[str] = ("hidden", "weight", "bias"),
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Run forward and backward with the operator's options; return ``scores``, and ``dhidden`` and
-    so on as needed.
+    """Run the forward and backward pass of the operator.
+
+    Args:
+        inputs: the problem.
+        needs: the operands that require a gradient.
+        options: options of the operator.
+
+    Returns:
+        ``scores``, and ``dhidden``, ``dweight`` and ``dbias`` as needed.
     """
-    given = {"hidden": inputs.hidden, "weight": inputs.weight, "bias": inputs.bias}
+    operands = {"hidden": inputs.hidden, "weight": inputs.weight, "bias": inputs.bias}
     leaves = {
-        name: None if t is None else t.detach().requires_grad_(name in needs)
-        for name, t in given.items()
+        name: None if operand is None else operand.detach().requires_grad_(name in needs)
+        for name, operand in operands.items()
     }
     scores = lsr_head(
         leaves["hidden"],  # type: ignore[arg-type]
@@ -136,9 +152,9 @@ def lsr_head_results(
 
 
 def lsr_head_truth(inputs: LSRHeadInputs, **options: Any) -> dict[str, Tensor]:
-    """:func:`lsr_head_results` of the reference in fp64."""
-    known: dict[str, Any] = padding.without(options, "out_dtype", "impl")
-    return lsr_head_results(inputs.cast(torch.float64), impl="reference", **known)
+    """Compute :func:`lsr_head_results` with the reference in fp64."""
+    reference_options: dict[str, Any] = padding.without(options, "out_dtype", "impl")
+    return lsr_head_results(inputs.cast(torch.float64), impl="reference", **reference_options)
 
 
 def with_one_answer(
@@ -147,8 +163,7 @@ def with_one_answer(
     activation: str = "log1p_relu",
     logit_scale: float = 1.0,
 ) -> LSRHeadInputs:
-    """Zero ``dscores`` where floating point does not decide the gradient, so that a tight budget
-    can hold.
+    """Zero ``dscores`` where rounding may change the gradient, so that a tight budget can hold.
 
     That is where the two largest logits, or a logit and the kink of relu, differ by less than the
     order of evaluation may (2e-5 of the largest logit). Builds every logit in fp64: for small
@@ -166,10 +181,10 @@ def with_one_answer(
         margin = 2e-5 * max(1.0, float(logits.nan_to_num(0.0, 0.0, 0.0).abs().max()))
         unclear = torch.zeros_like(row, dtype=torch.bool)
         if pooling == "max":
-            best = logits.topk(min(2, logits.size(0)), dim=0).values
-            if best.size(0) == 2:
-                unclear |= best[0] - best[1] < margin
-            logits = best[:1]
+            largest = logits.topk(min(2, logits.size(0)), dim=0).values
+            if largest.size(0) == 2:
+                unclear |= largest[0] - largest[1] < margin
+            logits = largest[:1]
         if kinked:
             unclear |= (logits.abs() < margin).any(dim=0)
         row[unclear] = 0

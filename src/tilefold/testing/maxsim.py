@@ -1,4 +1,4 @@
-"""Inputs of MaxSim and XTR."""
+"""Test problems of MaxSim and XTR."""
 
 from __future__ import annotations
 
@@ -42,40 +42,55 @@ class MaxSimInputs(padding.Problem):
         return {name: getattr(self, name) for name in names}
 
     def cast(self, dtype: torch.dtype) -> MaxSimInputs:
-        """This problem with token vectors in ``dtype``, and the scores' gradient in what the scores
-        then have.
-        """
-        wide = torch.promote_types(dtype, torch.float32)
-        queries, documents = self.queries.to(dtype), self.documents.to(dtype)
+        """Return a copy with token vectors in ``dtype``, and ``dscores`` in the scores' dtype."""
         return dataclasses.replace(
             self,
-            queries=queries,
-            documents=documents,
-            dscores=self.dscores.to(wide),
+            queries=self.queries.to(dtype),
+            documents=self.documents.to(dtype),
+            dscores=self.dscores.to(torch.promote_types(dtype, torch.float32)),
         )
 
     def packed(self, sides: str = "qd") -> MaxSimInputs:
-        """This problem with the kept tokens of queries (``"q"``), documents (``"d"``) or both in
-        packed rows.
+        """Return a copy with the kept tokens of one or both sides packed.
+
+        Args:
+            sides: ``"q"`` for queries, ``"d"`` for documents, ``"qd"`` for both.
         """
-        changes: dict[str, Any] = {}
-        for side, name, mask_name in (
-            ("q", "queries", "query_mask"),
-            ("d", "documents", "document_mask"),
-        ):
-            if side not in sides:
-                continue
-            tokens, mask = getattr(self, name), getattr(self, mask_name)
-            kept = (
-                tokens.new_ones(tokens.shape[:-1], dtype=torch.bool) if mask is None else mask != 0
+        problem = self
+        if "q" in sides:
+            tokens, cu_seqlens = _pack(self.queries, self.query_mask)
+            problem = dataclasses.replace(
+                problem,
+                queries=tokens,
+                query_mask=None,
+                cu_seqlens_q=cu_seqlens,
             )
-            lengths = kept.reshape(-1, kept.size(-1)).sum(dim=1)
-            changes |= {
-                name: tokens[kept],
-                mask_name: None,
-                f"cu_seqlens_{side}": padding.offsets(lengths),
-            }
-        return dataclasses.replace(self, **changes)
+        if "d" in sides:
+            tokens, cu_seqlens = _pack(self.documents, self.document_mask)
+            problem = dataclasses.replace(
+                problem,
+                documents=tokens,
+                document_mask=None,
+                cu_seqlens_d=cu_seqlens,
+            )
+        return problem
+
+
+def _pack(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Pack the kept tokens of padded sequences.
+
+    Args:
+        tokens: ``[..., L, D]``.
+        mask: ``[..., L]``, nonzero = keep, or None to keep all tokens.
+
+    Returns:
+        The tokens ``[T, D]``, and the offsets of the sequences.
+    """
+    if mask is None:
+        mask = tokens.new_ones(tokens.shape[:-1], dtype=torch.bool)
+    keep = mask != 0
+    lengths = keep.reshape(-1, keep.size(-1)).sum(dim=1)
+    return tokens[keep], padding.offsets(lengths)
 
 
 def maxsim_inputs(
@@ -91,7 +106,7 @@ def maxsim_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> MaxSimInputs:
-    """Random inputs with similarities of standard deviation about 1, the same on every device.
+    """Create random inputs with similarities of standard deviation about 1, equal on every device.
 
     Args:
         n_queries: Nq, or B.
@@ -110,43 +125,53 @@ def maxsim_inputs(
     if pairing not in PAIRINGS:
         raise ValueError(f"pairing must be one of {PAIRINGS}, got {pairing!r}.")
     generator = torch.Generator().manual_seed(seed)
-    outer = {"aligned": (n_queries,), "grouped": (n_queries, n_documents)}.get(
-        pairing,
-        (n_documents,),
-    )
-    queries = torch.randn(n_queries, query_length, dim, generator=generator) * dim**-0.25
-    documents = torch.randn(*outer, document_length, dim, generator=generator) * dim**-0.25
-    index: str | Tensor = pairing
-    shape: tuple[int, ...] = {"all": (n_queries, n_documents), "grouped": outer}.get(
-        pairing,
-        (n_queries,),
-    )
+    n_pairs = n_queries + n_documents
+    documents_shape: tuple[int, ...]
+    scores_shape: tuple[int, ...]
+    if pairing == "all":
+        documents_shape = (n_documents,)
+        scores_shape = (n_queries, n_documents)
+    elif pairing == "aligned":
+        documents_shape = (n_queries,)
+        scores_shape = (n_queries,)
+    elif pairing == "grouped":
+        documents_shape = (n_queries, n_documents)
+        scores_shape = (n_queries, n_documents)
+    else:
+        documents_shape = (n_documents,)
+        scores_shape = (n_pairs,)
+    # similarities are sums of `dim` products
+    scale = dim**-0.25
+    queries = torch.randn(n_queries, query_length, dim, generator=generator) * scale
+    documents = torch.randn(*documents_shape, document_length, dim, generator=generator) * scale
+    pairs: str | Tensor = pairing
     if pairing == "index":
-        count = n_queries + n_documents
-        columns = [
-            torch.randint(size, (count, 1), generator=generator)
-            for size in (n_queries, n_documents)
-        ]
-        index, shape = torch.cat(columns, dim=1), (count,)
-    masks = _mask(layout, queries, generator), _mask(layout, documents, generator)
+        query_positions = torch.randint(n_queries, (n_pairs, 1), generator=generator)
+        document_positions = torch.randint(n_documents, (n_pairs, 1), generator=generator)
+        pairs = torch.cat([query_positions, document_positions], dim=1)
     inputs = MaxSimInputs(
-        queries,
-        documents,
-        *masks,
-        None,
-        None,
-        index,
-        torch.randn(shape, generator=generator),
+        queries=queries,
+        documents=documents,
+        query_mask=_mask(layout, queries, generator),
+        document_mask=_mask(layout, documents, generator),
+        cu_seqlens_q=None,
+        cu_seqlens_d=None,
+        pairing=pairs,
+        dscores=torch.randn(scores_shape, generator=generator),
     )
-    return (inputs.packed() if layout == "packed" else inputs).cast(dtype).to(device)
+    if layout == "packed":
+        inputs = inputs.packed()
+    return inputs.cast(dtype).to(device)
 
 
 def _mask(layout: str, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+    """Draw a mask ``[..., L]`` with a full sequence, and an empty one if there are two or more."""
     if layout == "full":
         return None
-    count = tokens.shape[:-2].numel()
-    mask = padding.drawn_mask(layout, count, tokens.size(-2), generator)
-    mask[:1] = True  # one sequence of the full length
-    if count >= 2:
-        mask[count // 2] = False
+    n_sequences = tokens.shape[:-2].numel()
+    mask = padding.drawn_mask(layout, n_sequences, tokens.size(-2), generator)
+    # a slice, because there may be no sequence
+    mask[:1] = True
+    if n_sequences >= 2:
+        mask[n_sequences // 2] = False
     return mask.view(tokens.shape[:-1])

@@ -1,6 +1,4 @@
-"""Layouts of a batch, and what the problems of all operators share: dtypes, devices, gradients and
-budgets.
-"""
+"""Layouts of a batch, and the base class of the operators' test problems."""
 
 from __future__ import annotations
 
@@ -12,25 +10,31 @@ import torch
 from torch import Tensor
 
 LAYOUTS = ("full", "right", "left", "holes", "packed")
-_Mine = TypeVar("_Mine", bound="Problem")
+_ProblemT = TypeVar("_ProblemT", bound="Problem")
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Tensors of one problem, the fields of a frozen dataclass."""
+    """Base class of test problems, whose fields are the tensors."""
 
-    def each(self: _Mine, change: Callable[[Tensor], Tensor]) -> _Mine:
-        """This problem with all of its tensors changed."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return dataclasses.replace(self, **{name: change(value) for name, value in tensors.items()})
+    def map_tensors(self: _ProblemT, convert: Callable[[Tensor], Tensor]) -> _ProblemT:
+        """Return a copy with all tensors converted."""
+        tensors = {
+            name: convert(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return dataclasses.replace(self, **tensors)
 
-    def cast(self: _Mine, dtype: torch.dtype) -> _Mine:
-        """This problem with all floating tensors in `dtype`."""
-        return self.each(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    def cast(self: _ProblemT, dtype: torch.dtype) -> _ProblemT:
+        """Return a copy with all floating-point tensors in `dtype`."""
 
-    def to(self: _Mine, device: torch.device | str) -> _Mine:
-        """This problem on `device`."""
-        return self.each(lambda tensor: tensor.to(device))
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return self.map_tensors(convert)
+
+    def to(self: _ProblemT, device: torch.device | str) -> _ProblemT:
+        """Return a copy on `device`."""
+        return self.map_tensors(lambda tensor: tensor.to(device))
 
 
 def check_layout(layout: str) -> None:
@@ -40,11 +44,11 @@ def check_layout(layout: str) -> None:
 
 
 def padding_mask(layout: str, batch: int, length: int, generator: torch.Generator) -> Tensor | None:
-    """``[batch, length]`` int64, 1 for the tokens that are kept, or ``None`` for a full batch.
+    """Create a mask ``[batch, length]`` int64, 1 for tokens that are kept, or None if all are.
 
-    From B = 2 on the first sequence has the full length, and ``"left"`` and ``"holes"`` have an
-    empty one; ``"packed"`` (padded on the right, to be packed) has empty ones at both ends and in
-    the middle from B = 5 on.
+    For batches of two or more the first sequence has the full length, and ``"left"`` and
+    ``"holes"`` have an empty sequence. For batches of five or more ``"packed"`` (padded on the
+    right, to be packed) has empty sequences at both ends and in the middle.
 
     Args:
         layout: one of :data:`LAYOUTS`.
@@ -65,30 +69,41 @@ def padding_mask(layout: str, batch: int, length: int, generator: torch.Generato
 
 
 def drawn_mask(layout: str, batch: int, length: int, generator: torch.Generator) -> Tensor:
-    """Bool ``[batch, length]`` of random lengths, or with holes, before any sequence is made full
-    or empty.
-    """
-    places = torch.arange(length)
+    """Draw a bool mask ``[batch, length]`` with random lengths, or with random holes."""
+    positions = torch.arange(length)
     lengths = torch.randint(min(1, length), length + 1, (batch, 1), generator=generator)
     if layout == "holes":
         return torch.rand(batch, length, generator=generator) < 0.6
-    return places >= length - lengths if layout == "left" else places < lengths
+    if layout == "left":
+        return positions >= length - lengths
+    return positions < lengths
 
 
 def offsets(lengths: Tensor) -> Tensor:
-    """Int32 ``[B + 1]``, where packed sequences of these lengths begin and end."""
+    """Return the int32 offsets ``[B + 1]`` of packed sequences of these lengths."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 def gradients(out: Tensor, leaves: Mapping[str, Tensor | None], grad: Tensor) -> dict[str, Tensor]:
-    """Gradients of the leaves that want one, by their names with ``"d"``."""
-    wanted = {
+    """Compute the gradients of the leaves that require one.
+
+    Args:
+        out: the result.
+        leaves: leaf tensors by name.
+        grad: gradient of `out`.
+
+    Returns:
+        Gradients by the name of the leaf with the prefix ``d``.
+    """
+    differentiated = {
         f"d{name}": leaf for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad
     }
-    found = torch.autograd.grad(out, list(wanted.values()), grad.to(out.dtype)) if wanted else ()
-    return dict(zip(wanted, found, strict=True))
+    if not differentiated:
+        return {}
+    results = torch.autograd.grad(out, list(differentiated.values()), grad.to(out.dtype))
+    return dict(zip(differentiated, results, strict=True))
 
 
 def without(options: Mapping[str, object], *names: str) -> dict[str, object]:
-    """Options but those of these names."""
+    """Return the options except those with these names."""
     return {name: value for name, value in options.items() if name not in names}
