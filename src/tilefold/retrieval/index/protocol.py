@@ -257,7 +257,9 @@ class StoredIds(Sequence[str]):
             return [self[item] for item in range(*position.indices(len(self)))]
         position = position + len(self) if position < 0 else position
         if not 0 <= position < len(self):
-            raise IndexError(f"position: expected a position among {len(self)} ids, got {position}.")
+            raise IndexError(
+                f"position: expected a position among {len(self)} ids, got {position}."
+            )
         encoded = self._text[self._offsets[position] : self._offsets[position + 1]].tobytes()
         try:
             return encoded.decode("utf-8", _ENCODING_ERRORS)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,31 +46,26 @@ __all__ = ["QueryRows", "TrainingRows", "read_training_rows", "write_training_ro
 TEACHER = "score:"
 METADATA = b"tilefold"
 SCHEMA_VERSION = 1
-PUBLISHED = (
-    ".tsv",
-    ".tsv.gz",
-    ".json",
-    ".json.gz",
-    ".jsonl",
-    ".jsonl.gz",
-)  # ends of the names of MS MARCO's files
-NARROW_RANGE = 1e-4  # of the scores of a query's documents, in which a teacher prefers none
-NARROW_SHARE = 0.5  # of the queries, from which a teacher counts as narrow
+# Suffixes of the files of MS MARCO.
+PUBLISHED = (".tsv", ".tsv.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz")
+NARROW_RANGE = 1e-4  # range of a query's scores within which a teacher prefers no document
+NARROW_SHARE = 0.5  # share of queries from which on a teacher is narrow
 _ROWS_PER_GROUP = 1 << 20
-_COLUMNS_AT_ONCE = 2  # read by two cores; more of them would need more memory
-_THREADS = 8  # that read ids, a group of rows each
+_COLUMNS_PER_READ = 2  # one per core; more columns would need more memory
+_MAX_THREADS = 8  # that read ids, one group of rows each
+_MAX_GAP_FACTOR = 4  # numeric ids up to this multiple of the number of rows are numbered directly
+_N_SHOWN_OFFSETS = 9
 _IDS = ["query_id", "document_id"]
-_COLUMNS = ("document", "relevant", "rank", "retrieved")  # of every table, beside its scores
+_COLUMNS = ("document", "relevant", "rank", "retrieved")  # of every table, in addition to scores
 _REMEDY = "Make it again: tilefold mine, then tilefold score."
 
 Floats = npt.NDArray[np.float32]
-Numbered = tuple[list[str], npt.NDArray[np.int32]]  # distinct ids, and which is whose
+# Distinct ids in the order of their first row, and the position of each row's id among them.
+NumberedIds = tuple[list[str], npt.NDArray[np.int32]]
 
 
 class QueryRows(NamedTuple):
-    """The rows of one query: arrays ``[n]`` in the order of `documents`; columns as in
-    :class:`TrainingRows`.
-    """
+    """The rows of one query, as arrays ``[n]``; columns as in :class:`TrainingRows`."""
 
     query: str
     documents: list[str]
@@ -83,8 +78,9 @@ class QueryRows(NamedTuple):
 
 @dataclass
 class TrainingRows:
-    """Q queries with N rows over D documents, in memory; rows of query `i` are
-    ``offsets[i]:offsets[i + 1]``.
+    """Training rows in memory: Q queries with N rows over D documents.
+
+    The rows of query `i` are ``offsets[i]:offsets[i + 1]``.
 
     Attributes:
         queries: Q distinct ids.
@@ -96,11 +92,11 @@ class TrainingRows:
         retrieved: float32 ``[N]``, the retriever's score; NaN where not retrieved.
         teachers: name -> float32 ``[N]``, finite, as the teacher gave it.
         target: float32 ``[N]``, finite, the score to train with; None without teachers.
-        made_by: JSON object that says what made the rows; ``texts_sha256`` and ``queries_sha256``
-            are fingerprints.
+        made_by: JSON object that describes how the rows were made; ``texts_sha256`` and
+            ``queries_sha256`` are fingerprints.
 
-    Shapes that do not fit, a document given twice for a query, or a score that is not finite are a
-    ``DataError``.
+    Raises:
+        DataError: if shapes do not fit, a query has a document twice, or a score is not finite.
     """
 
     queries: list[str]
@@ -116,32 +112,20 @@ class TrainingRows:
 
     def __post_init__(self) -> None:
         self._convert()
-        n, needed = len(self), len(self.queries) + 1
-        if (
-            len(self.offsets) != needed
-            or self.offsets[0] != 0
-            or bool((np.diff(self.offsets) < 0).any())
-        ):
-            raise DataError(
-                f"offsets: expected {needed} numbers that rise from 0, got {self.offsets.tolist()[:9]}.",
-            )
-        for name, values in (
-            {name: getattr(self, name) for name in _COLUMNS} | self._scores()
-        ).items():
-            if values.shape != (n,):
-                raise DataError(
-                    f"{name}: expected {n} values, one per row, got shape {values.shape}.",
-                )
+        self._check_offsets()
+        self._check_shapes()
         if bool(self.teachers) != (self.target is not None):
-            alone = "no target" if self.target is None else "no teachers"
+            missing = "no target" if self.target is None else "no teachers"
             raise DataError(
-                f"target: expected it together with the scores of one teacher at least, got {alone}.",
+                "target: expected it together with the scores of one teacher at least, got "
+                f"{missing}.",
             )
-        for name, values in self._scores().items():
-            if not np.isfinite(values).all():
-                row = self._row(int(np.flatnonzero(~np.isfinite(values))[0]))
-                raise DataError(f"{name}: {row} has no finite score.")
-        self._check_once()
+        for name, scores in self._scores().items():
+            is_finite = np.isfinite(scores)
+            if not is_finite.all():
+                row = int(np.flatnonzero(~is_finite)[0])
+                raise DataError(f"{name}: {self._describe_row(row)} has no finite score.")
+        self._check_documents_differ()
 
     def _convert(self) -> None:
         """Convert ids to lists and columns to arrays, by position."""
@@ -155,33 +139,60 @@ class TrainingRows:
             self.target = np.asarray(self.target)
 
     def _scores(self) -> dict[str, Floats]:
+        """Return the scores of the teachers and the target, by name."""
         return self.teachers if self.target is None else {**self.teachers, "target": self.target}
 
-    def _check_once(self) -> None:
-        bounds = np.searchsorted(
-            self.offsets,
-            np.arange(0, len(self) + _ROWS_PER_GROUP, _ROWS_PER_GROUP),
+    def _check_offsets(self) -> None:
+        n_offsets = len(self.queries) + 1
+        is_valid = (
+            len(self.offsets) == n_offsets
+            and self.offsets[0] == 0
+            and not bool((np.diff(self.offsets) < 0).any())
         )
-        for first, last in itertools.pairwise(np.minimum(bounds, len(self.queries)).tolist()):
-            low, counts = int(self.offsets[first]), np.diff(self.offsets[first : last + 1])
-            keys = np.repeat(np.arange(len(counts)) * max(1, len(self.documents)), counts)
-            keys += self.document[low : low + len(keys)]
-            order = np.argsort(keys, kind="stable")
-            twice = np.flatnonzero(np.diff(keys[order]) == 0)
-            if twice.size:
-                row = self._row(low + int(order[twice[0] + 1]))
-                raise DataError(f"rows: {row} is given twice. Keep one row of it.")
+        if not is_valid:
+            raise DataError(
+                f"offsets: expected {n_offsets} numbers that rise from 0, got "
+                f"{self.offsets.tolist()[:_N_SHOWN_OFFSETS]}.",
+            )
 
-    def _row(self, at: int) -> str:
-        query = int(np.searchsorted(self.offsets, at, side="right")) - 1
-        return f"document {self.documents[self.document[at]]!r} of query {self.queries[query]!r}"
+    def _check_shapes(self) -> None:
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        for name, values in {**columns, **self._scores()}.items():
+            if values.shape != (len(self),):
+                raise DataError(
+                    f"{name}: expected {len(self)} values, one per row, got shape {values.shape}.",
+                )
+
+    def _check_documents_differ(self) -> None:
+        """Raise ``DataError`` if a query has a document twice; compares a block of rows at a time."""
+        block_starts = np.arange(0, len(self) + _ROWS_PER_GROUP, _ROWS_PER_GROUP)
+        boundaries = np.minimum(np.searchsorted(self.offsets, block_starts), len(self.queries))
+        for first_query, end_query in itertools.pairwise(boundaries.tolist()):
+            start = int(self.offsets[first_query])
+            n_rows = np.diff(self.offsets[first_query : end_query + 1])
+            # Keys that are equal for equal pairs of a query and a document.
+            keys = np.repeat(np.arange(len(n_rows)) * max(1, len(self.documents)), n_rows)
+            keys += self.document[start : start + len(keys)]
+            order = np.argsort(keys, kind="stable")
+            repeated = np.flatnonzero(np.diff(keys[order]) == 0)
+            if repeated.size:
+                row = start + int(order[repeated[0] + 1])
+                raise DataError(
+                    f"rows: {self._describe_row(row)} is given twice. Keep one row of it.",
+                )
+
+    def _describe_row(self, row: int) -> str:
+        """Return the document and the query of a row, for errors."""
+        query = int(np.searchsorted(self.offsets, row, side="right")) - 1
+        return f"document {self.documents[self.document[row]]!r} of query {self.queries[query]!r}"
 
     def __len__(self) -> int:
-        """N, the number of rows."""
+        """Return N, the number of rows."""
         return len(self.document)
 
     @property
     def scored(self) -> bool:
+        """Whether the rows have scores of teachers."""
         return self.target is not None
 
     @property
@@ -190,7 +201,7 @@ class TrainingRows:
         return Provenance.from_dict(self.made_by)
 
     def narrow_teachers(self) -> dict[str, float]:
-        """Teachers that hardly tell documents apart, by their scores before normalisation.
+        """Return the teachers that hardly distinguish documents, before normalisation.
 
         A sigmoid at the end of a cross-encoder does this. Normalisation per query then stretches
         rounding errors to the range of real differences.
@@ -203,7 +214,9 @@ class TrainingRows:
         starts = self.offsets[:-1][counts > 0]
         compared = counts[counts > 0] > 1
         shares: dict[str, float] = {}
-        for name, scores in self.teachers.items() if compared.any() else ():
+        if not compared.any():
+            return shares
+        for name, scores in self.teachers.items():
             highest = np.maximum.reduceat(scores, starts)[compared]
             lowest = np.minimum.reduceat(scores, starts)[compared]
             share = float((highest.astype(np.float64) - lowest < NARROW_RANGE).mean())
@@ -212,7 +225,7 @@ class TrainingRows:
         return shares
 
     def narrow_teacher_warnings(self) -> list[str]:
-        """A warning about each of the :meth:`narrow_teachers`."""
+        """Return a warning about each of the :meth:`narrow_teachers`."""
         return [
             f"the teacher {name!r} scores all documents of a query within {NARROW_RANGE:g} for "
             f"{share:.0%} of the queries: there is nothing to learn from them. A sigmoid at the end "
@@ -221,77 +234,90 @@ class TrainingRows:
         ]
 
     def query_of_row(self) -> npt.NDArray[np.int64]:
-        """int64 ``[N]``: the position of each row's query."""
+        """Return the position of each row's query, int64 ``[N]``."""
         return np.repeat(np.arange(len(self.queries), dtype=np.int64), np.diff(self.offsets))
 
-    def _part(self, rows: slice | npt.NDArray[np.bool_]) -> Json:
-        """The columns of some rows, by attribute."""
-        teachers = {name: scores[rows] for name, scores in self.teachers.items()}
-        target = None if self.target is None else self.target[rows]
-        return {name: getattr(self, name)[rows] for name in _COLUMNS} | {
-            "teachers": teachers,
-            "target": target,
-        }
-
     def groups(self) -> Iterator[QueryRows]:
-        """The rows query by query, in order."""
-        for query, low, high in zip(
-            self.queries,
-            self.offsets[:-1].tolist(),
-            self.offsets[1:].tolist(),
-            strict=True,
-        ):
-            part = self._part(slice(low, high))
+        """Yield the rows of each query, in order."""
+        for position, query in enumerate(self.queries):
+            rows = slice(int(self.offsets[position]), int(self.offsets[position + 1]))
             yield QueryRows(
-                query,
-                [self.documents[i] for i in part.pop("document").tolist()],
-                **part,
+                query=query,
+                documents=[self.documents[document] for document in self.document[rows].tolist()],
+                relevant=self.relevant[rows],
+                rank=self.rank[rows],
+                retrieved=self.retrieved[rows],
+                target=None if self.target is None else self.target[rows],
+                teachers={name: scores[rows] for name, scores in self.teachers.items()},
             )
 
     def take(self, keep: npt.NDArray[np.bool_]) -> TrainingRows:
-        """The rows where `keep` ``[N]`` is true; queries without any are left out, documents are
-        not.
+        """Return the rows where `keep` ``[N]`` is true.
+
+        Queries without such a row are left out. Documents are not.
         """
-        counts = np.bincount(self.query_of_row()[keep], minlength=len(self.queries))
-        queries = [
-            query for query, count in zip(self.queries, counts.tolist(), strict=True) if count
-        ]
-        offsets, made_by = offsets_of(counts[counts > 0]), dict(self.made_by)
-        return replace(self, queries=queries, offsets=offsets, made_by=made_by, **self._part(keep))
+        n_rows = np.bincount(self.query_of_row()[keep], minlength=len(self.queries))
+        return replace(
+            self,
+            queries=[
+                query for query, count in zip(self.queries, n_rows.tolist(), strict=True) if count
+            ],
+            offsets=offsets_of(n_rows[n_rows > 0]),
+            document=self.document[keep],
+            relevant=self.relevant[keep],
+            rank=self.rank[keep],
+            retrieved=self.retrieved[keep],
+            teachers={name: scores[keep] for name, scores in self.teachers.items()},
+            target=None if self.target is None else self.target[keep],
+            made_by=dict(self.made_by),
+        )
 
     def check_collection(self, collection: Collection) -> npt.NDArray[np.int64]:
-        """The place of each of the D documents in `collection`, ``[D]``.
+        """Check that the rows were made from the texts of a collection.
 
-        Raises ``DataError`` unless the rows are of its texts, by ids and by known fingerprints.
+        Returns:
+            The position of each of the D documents in `collection`, ``[D]``.
+
+        Raises:
+            DataError: if the collection lacks a query or a document, or the texts have another
+                fingerprint.
         """
-        places = collection.places(self.documents)
-        unknown = np.flatnonzero(places < 0)
-        for what, stray in (
-            (
-                "query",
-                next((name for name in self.queries if name not in collection.queries), None),
-            ),
-            ("document", self.documents[unknown[0]] if unknown.size else None),
-        ):
-            if stray is not None:
-                said = f"is not in {collection.name}; they were made from another collection. Give that one"
-                raise DataError(f"training rows: {what} {stray!r} {said}. {_REMEDY}")
-        digests = {
-            "texts_sha256": collection.contents(),
-            "queries_sha256": queries_of(self, collection),
-        }
-        for key, texts in digests.items():
-            if (known := self.made_by.get(key)) is not None and known != texts_digest(texts):
-                what = "documents" if key == "texts_sha256" else "queries"
-                said = f"those of {collection.name}, which has changed since or is another one"
-                raise DataError(
-                    f"training rows: they were made from other {what} than {said}. {_REMEDY}",
-                )
-        return places
+        positions = collection.places(self.documents)
+        for query in self.queries:
+            if query not in collection.queries:
+                raise _other_collection_error("query", query, collection)
+        unknown = np.flatnonzero(positions < 0)
+        if unknown.size:
+            raise _other_collection_error("document", self.documents[unknown[0]], collection)
+        self._check_digest("texts_sha256", "documents", collection.contents(), collection)
+        self._check_digest("queries_sha256", "queries", queries_of(self, collection), collection)
+        return positions
+
+    def _check_digest(
+        self,
+        key: str,
+        texts_name: str,
+        texts: Mapping[str, str],
+        collection: Collection,
+    ) -> None:
+        """Raise ``DataError`` if the rows were made from other texts; a missing digest is valid."""
+        digest = self.made_by.get(key)
+        if digest is not None and digest != texts_digest(texts):
+            raise DataError(
+                f"training rows: they were made from other {texts_name} than those of "
+                f"{collection.name}, which has changed since or is another one. {_REMEDY}",
+            )
+
+
+def _other_collection_error(kind: str, text_id: str, collection: Collection) -> DataError:
+    return DataError(
+        f"training rows: {kind} {text_id!r} is not in {collection.name}; they were made from "
+        f"another collection. Give that one. {_REMEDY}",
+    )
 
 
 def queries_of(rows: TrainingRows, collection: Collection) -> dict[str, str]:
-    """Query id -> text, of the queries of `rows`, in their order."""
+    """Return query id -> text of the queries of `rows`, in their order."""
     return {query: collection.queries[query] for query in rows.queries}
 
 
@@ -301,55 +327,69 @@ def check_rows(name: str, rows: object) -> None:
 
 
 def write_training_rows(rows: TrainingRows, path: str | Path) -> None:
-    """Write the Parquet file of this module's table, atomically; ValueError where there is no row."""
+    """Write rows as the Parquet file of this module's table, atomically.
+
+    Raises:
+        ValueError: if there is no row.
+    """
     check_rows("rows", rows)
     pa, pq = arrow("Storing training rows")
     if not len(rows):
         raise ValueError("rows: expected at least one row, got an empty table.")
-    fields = [("query_id", pa.string()), ("document_id", pa.string()), ("rank", pa.int32())]
-    fields += [("score", pa.float32()), ("relevant", pa.bool_())]
-    if rows.scored:
-        fields += [
-            ("retriever_score", pa.float32()),
-            *((TEACHER + name, pa.float32()) for name in rows.teachers),
-        ]
-    made_by = json.dumps(
-        {"schema_version": SCHEMA_VERSION, **rows.made_by},
-        ensure_ascii=False,
-    ).encode()
-    schema = pa.schema(fields, metadata={METADATA: made_by})
-    query = rows.query_of_row()
+    schema = _schema_of(pa, rows)
+    query_of_row = rows.query_of_row()
     with (
         atomic_file(path_of("path", path)) as temporary,
         pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
     ):
-        for low in range(0, len(rows), _ROWS_PER_GROUP):
-            part = slice(low, low + _ROWS_PER_GROUP)
-            found = pa.array(rows.retrieved[part], mask=np.isnan(rows.retrieved[part]))
+        for start in range(0, len(rows), _ROWS_PER_GROUP):
+            part = slice(start, start + _ROWS_PER_GROUP)
+            retrieved = pa.array(rows.retrieved[part], mask=np.isnan(rows.retrieved[part]))
             columns = {
-                "query_id": [rows.queries[i] for i in query[part].tolist()],
-                "document_id": [rows.documents[i] for i in rows.document[part].tolist()],
+                "query_id": [rows.queries[query] for query in query_of_row[part].tolist()],
+                "document_id": [rows.documents[row] for row in rows.document[part].tolist()],
                 "rank": pa.array(rows.rank[part], mask=rows.rank[part] == 0),
-                "score": found if rows.target is None else rows.target[part],
+                "score": retrieved if rows.target is None else rows.target[part],
                 "relevant": rows.relevant[part],
-                "retriever_score": found,
-                **{TEACHER + name: scores[part] for name, scores in rows.teachers.items()},
+                "retriever_score": retrieved,
             }
-            writer.write_table(
-                pa.table({name: columns[name] for name in schema.names}, schema=schema),
-            )
+            for name, scores in rows.teachers.items():
+                columns[TEACHER + name] = scores[part]
+            stored_columns = {name: columns[name] for name in schema.names}
+            writer.write_table(pa.table(stored_columns, schema=schema))
+
+
+def _schema_of(pa: ModuleType, rows: TrainingRows) -> Any:
+    """Return the schema of mined rows, or of scored ones, with ``made_by`` as metadata."""
+    fields = [
+        ("query_id", pa.string()),
+        ("document_id", pa.string()),
+        ("rank", pa.int32()),
+        ("score", pa.float32()),
+        ("relevant", pa.bool_()),
+    ]
+    if rows.scored:
+        fields.append(("retriever_score", pa.float32()))
+        fields += [(TEACHER + name, pa.float32()) for name in rows.teachers]
+    made_by = {"schema_version": SCHEMA_VERSION, **rows.made_by}
+    return pa.schema(
+        fields,
+        metadata={METADATA: json.dumps(made_by, ensure_ascii=False).encode()},
+    )
 
 
 def read_training_rows(path: str | Path) -> TrainingRows:
-    """Read what :func:`write_training_rows`, or another program, wrote; or one of the files that MS
-    MARCO comes with.
+    """Read training rows from Parquet, or from one of the formats of MS MARCO.
 
-    Those are lines of three ids with tabs (query, relevant, negative), or of JSON: ``[query,
-    relevant, negative, ..]``; ``[query, [document, score], ..]``, the relevant one first; ``{"qid":
-    .., "pos": [..], "neg": {name: [..]}}``.
+    A Parquet file has the table of this module. Files of MS MARCO have lines of three ids with tabs
+    between them (query, relevant, negative), or of JSON: ``[query, relevant, negative, ..]``;
+    ``[query, [document, score], ..]``, the relevant document first; or ``{"qid": .., "pos": [..],
+    "neg": {name: [..]}}``.
 
-    ``DataError`` says what is no Parquet, column, type, value or finite score, and which document
-    comes twice.
+    Raises:
+        FileNotFoundError: if there is no such file.
+        DataError: if the file is not Parquet, a column, type or value is wrong, a score is not
+            finite, or a query has a document twice.
     """
     file = path_of("path", path)
     if not file.is_file():
@@ -371,12 +411,12 @@ def read_training_rows(path: str | Path) -> TrainingRows:
 
 
 class RowsAhead:
-    """The path of a file of training rows, which a thread reads meanwhile."""
+    """Path of a file of training rows that a thread reads in the meantime."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         pool = ThreadPoolExecutor(1)
-        self._reading = [pool.submit(read_training_rows, path)]
+        self._pending_reads = [pool.submit(read_training_rows, path)]
         pool.shutdown(wait=False)
 
     def __fspath__(self) -> str:
@@ -385,8 +425,10 @@ class RowsAhead:
     __str__ = __fspath__
 
     def take(self) -> TrainingRows:
-        """The rows, which are not held: taken again, they are read again."""
-        return self._reading.pop().result() if self._reading else read_training_rows(self.path)
+        """Return the rows and release them. A second call reads the file again."""
+        if self._pending_reads:
+            return self._pending_reads.pop().result()
+        return read_training_rows(self.path)
 
 
 def _from_table(
@@ -396,129 +438,183 @@ def _from_table(
     table: Any,
     encoded: Any,
 ) -> TrainingRows:
-    known = table.schema_arrow.names
-    names = [name for name in known if name.startswith(TEACHER)]
-    needed = ("query_id", "document_id", "relevant", *(("score",) if names else ()))
-    if missing := [name for name in needed if name not in known]:
-        got = f"{known!r:.80} without {missing[0]!r}"
-        raise DataError(f"expected the columns {', '.join(needed)}, got {got}. {_REMEDY}")
-    queries, query = _ids(pa, encoded, "query_id")
-    documents, document = _numbered(file, pa, pq, table, "document_id") or _ids(
-        pa,
-        encoded,
-        "document_id",
-    )
-    flags = table.read(["relevant"]).column(0)
-    if not pa.types.is_boolean(flags.type) or flags.null_count:
+    """Return the rows of a Parquet file.
+
+    Args:
+        file: its path.
+        pa: the module ``pyarrow``.
+        pq: the module ``pyarrow.parquet``.
+        table: the open file.
+        encoded: the open file whose ids are read as dictionaries.
+    """
+    available = table.schema_arrow.names
+    teacher_columns = [name for name in available if name.startswith(TEACHER)]
+    _check_columns(available, has_teachers=bool(teacher_columns))
+    queries, query = _read_ids(pa, encoded, "query_id")
+    numeric_documents = _read_numeric_ids(file, pa, pq, table, "document_id")
+    documents, document = numeric_documents or _read_ids(pa, encoded, "document_id")
+    relevant = table.read(["relevant"]).column(0)
+    if not pa.types.is_boolean(relevant.type) or relevant.null_count:
         raise DataError(
-            f"relevant: expected true or false in every row, got {flags.type} with nulls or numbers.",
+            "relevant: expected true or false in every row, got "
+            f"{relevant.type} with nulls or numbers.",
         )
     order: Any = slice(None)
-    if bool((np.diff(query) < 0).any()):
-        order = np.argsort(query, kind="stable")  # rows of a query together, in their order
-    retriever = "retriever_score" if names else "score"
-    nulls = {"rank": 0.0, retriever: np.nan, **dict.fromkeys((*names, "score") if names else ())}
-    values = {
-        name: np.full(len(query), null, np.float32)
-        for name, null in nulls.items()
-        if name not in known
-    }
-    stored = [name for name in nulls if name in known]
-    for low in range(0, len(stored), _COLUMNS_AT_ONCE):
-        part = table.read(stored[low : low + _COLUMNS_AT_ONCE])
-        for name in part.column_names:
-            values[name] = _numbers(pa, part.column(name), name, nulls[name])[order]
-    offsets = offsets_of(np.bincount(query, minlength=len(queries)))
-    arrays = (
-        document[order],
-        np.asarray(flags.to_numpy(), bool)[order],
-        values["rank"].astype(np.int32),
-    )
-    teachers, target = (
-        {name.removeprefix(TEACHER): values[name] for name in names},
-        values["score"] if names else None,
-    )
-    made_by = _made_by(table.schema_arrow)
+    are_grouped = not bool((np.diff(query) < 0).any())
+    if not are_grouped:
+        order = np.argsort(query, kind="stable")  # puts the rows of a query together
+    # Name of a column -> value of its nulls, None where nulls are an error.
+    retriever_column = "retriever_score" if teacher_columns else "score"
+    null_values: dict[str, float | None] = {"rank": 0.0, retriever_column: np.nan}
+    if teacher_columns:
+        null_values.update(dict.fromkeys([*teacher_columns, "score"]))
+    columns = _read_numbers(pa, table, null_values, order)
     return TrainingRows(
-        queries,
-        documents,
-        offsets,
-        *arrays,
-        values[retriever],
-        teachers,
-        target,
-        made_by,
+        queries=queries,
+        documents=documents,
+        offsets=offsets_of(np.bincount(query, minlength=len(queries))),
+        document=document[order],
+        relevant=np.asarray(relevant.to_numpy(), bool)[order],
+        rank=columns["rank"].astype(np.int32),
+        retrieved=columns[retriever_column],
+        teachers={name.removeprefix(TEACHER): columns[name] for name in teacher_columns},
+        target=columns["score"] if teacher_columns else None,
+        made_by=_read_made_by(table.schema_arrow),
     )
 
 
-def _numbered(file: Path, pa: ModuleType, pq: ModuleType, table: Any, name: str) -> Numbered | None:
-    """:func:`_ids` of numbers from 0 without gaps of note, faster; None of others."""
+def _check_columns(available: list[str], *, has_teachers: bool) -> None:
+    """Raise ``DataError`` if a required column is missing."""
+    required = ["query_id", "document_id", "relevant"]
+    if has_teachers:
+        required.append("score")
+    missing = [name for name in required if name not in available]
+    if missing:
+        raise DataError(
+            f"expected the columns {', '.join(required)}, got {available!r:.80} without "
+            f"{missing[0]!r}. {_REMEDY}",
+        )
 
-    def numbers(column: Any) -> npt.NDArray[np.int64]:
-        found = column.cast(pa.int64())
-        if (
-            not pa.types.is_string(column.type)
-            or column.null_count
-            or not found.cast(pa.string()).equals(column)
-        ):
-            raise pa.ArrowInvalid(f"{name}: other ids")
-        return np.asarray(found)
 
-    def of_group(group: int) -> list[npt.NDArray[np.int64]]:
-        with pq.ParquetFile(file, metadata=table.metadata) as own:
-            return [
-                numbers(batch.column(0))
-                for batch in own.iter_batches(_ROWS_PER_GROUP, [group], [name])
-            ]
+def _read_numbers(
+    pa: ModuleType,
+    table: Any,
+    null_values: Mapping[str, float | None],
+    order: Any,
+) -> dict[str, Floats]:
+    """Return columns of numbers as float32, a few read at a time.
+
+    Args:
+        pa: the module ``pyarrow``.
+        table: the open file.
+        null_values: name of a column -> value of its nulls, None where nulls are an error. A
+            missing column has this value in every row.
+        order: index that sorts the rows.
+    """
+    available = table.schema_arrow.names
+    columns: dict[str, Floats] = {}
+    for name, null_value in null_values.items():
+        if name not in available:
+            columns[name] = np.full(table.metadata.num_rows, null_value, np.float32)
+    stored = [name for name in null_values if name in available]
+    for start in range(0, len(stored), _COLUMNS_PER_READ):
+        part = table.read(stored[start : start + _COLUMNS_PER_READ])
+        for name in part.column_names:
+            columns[name] = _to_float32(pa, part.column(name), name, null_values[name])[order]
+    return columns
+
+
+def _read_numeric_ids(
+    file: Path,
+    pa: ModuleType,
+    pq: ModuleType,
+    table: Any,
+    name: str,
+) -> NumberedIds | None:
+    """Read ids that are integers from 0 with few gaps, which is faster than :func:`_read_ids`.
+
+    Returns:
+        The ids, or None if they are not such integers.
+    """
+
+    def read_group(group: int) -> list[npt.NDArray[np.int64]]:
+        with pq.ParquetFile(file, metadata=table.metadata) as group_file:
+            batches = group_file.iter_batches(_ROWS_PER_GROUP, [group], [name])
+            return [_to_integers(pa, batch.column(0), name) for batch in batches]
 
     try:
-        with ThreadPoolExecutor(min(_THREADS, pa.cpu_count())) as pool:
-            parts = itertools.chain.from_iterable(pool.map(of_group, range(table.num_row_groups)))
-            every = np.concatenate([np.empty(0, np.int64), *parts])
+        with ThreadPoolExecutor(min(_MAX_THREADS, pa.cpu_count())) as pool:
+            groups = pool.map(read_group, range(table.num_row_groups))
+            parts = list(itertools.chain.from_iterable(groups))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return None
-    if not len(every) or every.min() < 0 or every.max() > 4 * len(every):
+    numbers = np.concatenate([np.empty(0, np.int64), *parts])
+    n_rows = len(numbers)
+    if not n_rows or numbers.min() < 0 or numbers.max() > _MAX_GAP_FACTOR * n_rows:
         return None
-    first = np.full(every.max() + 1, len(every))
-    first[every[::-1]] = np.arange(len(every))[
-        ::-1
-    ]  # of a number given twice the last value is kept
-    distinct = every[np.sort(first[first < len(every)])]
-    first[distinct] = np.arange(len(distinct))
-    return pa.array(distinct).cast(pa.string()).to_pylist(), first[every].astype(np.int32)
+    # Rows are assigned backwards: of a repeated number, the last assignment remains.
+    first_row = np.full(numbers.max() + 1, n_rows)
+    first_row[numbers[::-1]] = np.arange(n_rows)[::-1]
+    distinct = numbers[np.sort(first_row[first_row < n_rows])]
+    position_of_number = first_row  # its memory is used again
+    position_of_number[distinct] = np.arange(len(distinct))
+    ids = pa.array(distinct).cast(pa.string()).to_pylist()
+    return ids, position_of_number[numbers].astype(np.int32)
 
 
-def _ids(pa: ModuleType, table: Any, name: str) -> Numbered:
-    """Distinct ids in the order of their first row, and the position of each row's."""
-    whole = table.read([name])
-    column = whole.column(0)
+def _to_integers(pa: ModuleType, column: Any, name: str) -> npt.NDArray[np.int64]:
+    """Return strings as integers; ``ArrowInvalid`` if they are not integers in shortest form."""
+    integers = column.cast(pa.int64())
+    is_exact = (
+        pa.types.is_string(column.type)
+        and not column.null_count
+        and integers.cast(pa.string()).equals(column)
+    )
+    if not is_exact:
+        raise pa.ArrowInvalid(f"{name}: other ids")
+    return np.asarray(integers)
+
+
+def _read_ids(pa: ModuleType, table: Any, name: str) -> NumberedIds:
+    """Return the distinct ids in the order of their first row, and the position of each row's."""
+    id_table = table.read([name])
+    column = id_table.column(0)
     if not pa.types.is_dictionary(column.type) or not pa.types.is_string(column.type.value_type):
         raise DataError(f"{name}: expected strings, got {column.type}.")
     if column.null_count:
         raise DataError(f"{name}: expected an id in every row, got {column.null_count} null(s).")
-    encoded = whole.unify_dictionaries().column(0).combine_chunks()
+    encoded = id_table.unify_dictionaries().column(0).combine_chunks()
     highest = np.maximum.accumulate(np.append(np.int32(-1), encoded.indices.to_numpy()))
-    if highest[-1] != len(encoded.dictionary) - 1 or bool((np.diff(highest) > 1).any()):
-        encoded = (
-            column.cast(pa.string()).dictionary_encode().combine_chunks()
-        )  # sorted, or of rows that are gone
+    is_in_first_order = highest[-1] == len(encoded.dictionary) - 1 and not bool(
+        (np.diff(highest) > 1).any()
+    )
+    if not is_in_first_order:
+        # The dictionary is sorted, or has ids of rows that were removed: it is built again.
+        encoded = column.cast(pa.string()).dictionary_encode().combine_chunks()
     return encoded.dictionary.to_pylist(), encoded.indices.to_numpy().astype(np.int32, copy=False)
 
 
-def _numbers(pa: ModuleType, column: Any, name: str, null: float | None) -> Floats:
-    """A column as float32; nulls become `null`, and are an error where that is None."""
+def _to_float32(pa: ModuleType, column: Any, name: str, null_value: float | None) -> Floats:
+    """Return a column as float32, with `null_value` for nulls.
+
+    Raises:
+        DataError: if the column has no numbers, or has nulls and `null_value` is None.
+    """
     if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
         raise DataError(f"{name}: expected numbers, got {column.type}.")
-    if column.null_count and null is None:
+    if column.null_count and null_value is None:
         raise DataError(f"{name}: expected a number in every row, got {column.null_count} null(s).")
     numbers = column if pa.types.is_float32(column.type) else column.cast(pa.float64(), safe=False)
-    filled = numbers if null is None else numbers.fill_null(null)
-    values: Floats = filled.to_numpy().astype(np.float32, copy=False)
+    if null_value is not None:
+        numbers = numbers.fill_null(null_value)
+    values: Floats = numbers.to_numpy().astype(np.float32, copy=False)
     return values
 
 
-def _made_by(schema: Any) -> Json:
-    if (text := (schema.metadata or {}).get(METADATA)) is None:
+def _read_made_by(schema: Any) -> Json:
+    """Return the JSON object in the metadata of a schema; an empty one without metadata."""
+    text = (schema.metadata or {}).get(METADATA)
+    if text is None:
         return {}
     try:
         value = json.loads(text)
