@@ -52,7 +52,7 @@ class FolderEncoder(Generic[M, V]):
         return manifest
 
     def _encode_and_save(self, *, opens_folder: bool) -> None:
-        """Encode and write the shards. On Ctrl-C, what is finished is saved."""
+        """Encode and write the shards. On Ctrl-C, finished texts are saved."""
         try:
             self._encode(opens_folder=opens_folder)
         except KeyboardInterrupt:  # the thread that writes has ended
@@ -116,7 +116,7 @@ class FolderEncoder(Generic[M, V]):
         return next((shard for shard in self._shards if not shard.is_written), None)
 
     def _save_part(self) -> None:
-        """Save what is finished of the first unwritten shard, if it is unfinished.
+        """Save the finished texts of the first unwritten shard, if it is unfinished.
 
         The thread that writes must be idle. A finished shard is about to be written.
         """
@@ -130,7 +130,7 @@ class FolderEncoder(Generic[M, V]):
         shard.last_saved = time.monotonic()
 
     def _save_finished(self) -> None:
-        """Save what is finished of the first unwritten shard, when nothing else will write it."""
+        """Save the finished texts of the first unwritten shard when no thread will write it."""
         shard = self._first_unwritten()
         if shard is None or self._writer is None:
             return

@@ -202,7 +202,7 @@ class Job(ABC, Generic[M, V]):
         """Yield the positions of each batch, longest texts first.
 
         Skipped positions are removed after batches are formed, so that a resumed run has the same
-        batches as one that was not interrupted.
+        batches as an uninterrupted run.
         """
         batch_size = self.encoding.batch_size or PLAIN_BATCH_SIZE
         longest_first = sorted(

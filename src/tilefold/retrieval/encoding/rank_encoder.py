@@ -98,6 +98,7 @@ class RankEncoder(Generic[M, V]):
         return manifest
 
     def _encode(self, *, open_folder: Callable[[], None] | None) -> None:
+        """Encode and write the shards of this rank; `open_folder` opens the folder if it is not."""
         with (
             BackgroundWorker(WAITING_SHARDS, "tilefold-writer") as writer_thread,
             closing(
@@ -132,7 +133,7 @@ class RankEncoder(Generic[M, V]):
             self.store.wait_for(FINISHED)  # raises the error of rank 0, which names the differences
 
     def _identity(self) -> Json:
-        """Return the identity of the folder as it is after a round trip through JSON."""
+        """Return the identity of the folder after a round trip through JSON."""
         identity: Json = json.loads(json.dumps(self._writer.manifest.identity))
         return identity
 

@@ -191,6 +191,7 @@ class SparseEncoding(Encoding):
         output: Output,
         get_provenance: GetProvenance,
     ) -> SparseJob:
+        """Return the job of encoding `texts` into sparse vectors."""
         return SparseJob(
             encoding=self,
             model=model,
@@ -234,6 +235,7 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
         )
 
     def to_vectors(self, ids: list[str], rows: SparseRows | Tensor) -> SparseVectors:
+        """Return the rows of a batch with ids, without light terms and removed special tokens."""
         min_weight = self.encoding.min_weight
         if isinstance(rows, SparseRows):
             vectors = SparseVectors(
@@ -253,6 +255,7 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
         return SparseVectors.from_rows({}, self.size, self.vocabulary)
 
     def open_writer(self, *, lists: bool) -> SparseVectorWriter:
+        """Open the output folder for sparse vectors."""
         manifest = VectorManifest(
             self.size,
             self.vocabulary,

@@ -111,6 +111,7 @@ class TokenEncoding(Encoding):
         output: Output,
         get_provenance: GetProvenance,
     ) -> TokenJob:
+        """Return the job of encoding `texts` into token vectors."""
         return TokenJob(
             encoding=self,
             model=model,
@@ -143,6 +144,7 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
         return rows
 
     def to_vectors(self, ids: list[str], rows: TokenRows | list[Tensor]) -> TokenVectors:
+        """Return the rows of a batch with ids; a vector that is not finite is an error."""
         storage = self.encoding.storage
         if not isinstance(rows, TokenRows):
             return TokenVectors.pack(ids, rows, self.size, storage)
@@ -160,6 +162,7 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
         return TokenVectors.pack([], [], self.size, self.encoding.storage)
 
     def open_writer(self, *, lists: bool) -> TokenVectorWriter:
+        """Open the output folder for token vectors, or for dense ones."""
         manifest = self.MANIFEST(
             self.size,
             self.encoding.storage,
@@ -257,6 +260,7 @@ class DenseEncoding(TokenEncoding):
         output: Output,
         get_provenance: GetProvenance,
     ) -> DenseJob:
+        """Return the job of encoding `texts` into dense vectors."""
         model_dimension = dense_dimension(model, self.kind)
         if self.dimension is not None and self.dimension > model_dimension:
             raise ValueError(

@@ -269,14 +269,14 @@ class Beginnings:
     Pieces that end well before the end of a text stay the same when the text goes on. The last
     piece is open: its last tokens may change.
 
-    For BPE and Unigram, if ``t1 ... tk`` are the tokens of a piece, then ``t1 ... tj`` are those of
-    their characters, for each j: neither merges left of a boundary nor the best path to it depend
-    on the characters after it. No token is longer than the longest of the vocabulary, M characters,
-    so that the complete piece has a boundary among any M consecutive positions. If all M beginnings
-    that end there agree on their first n tokens, the complete piece begins with these n tokens.
-    Tokens that a tokenizer fuses (unknown characters) are closed by the next token, which is
-    therefore required. WordPiece and WordLevel know a word or do not, as a unit, so that nothing is
-    known of their open piece.
+    For BPE and Unigram, if ``t1 ... tk`` are the tokens of a piece, then ``t1 ... tj`` are the
+    tokens of their characters, for each j: neither merges left of a boundary nor the best path to
+    it depend on the characters after it. No token is longer than the longest of the vocabulary, M
+    characters, so that the complete piece has a boundary among any M consecutive positions. If all
+    M beginnings that end there agree on their first n tokens, the complete piece begins with these
+    n tokens. Tokens that a tokenizer fuses (unknown characters) are closed by the next token, which
+    is therefore required. WordPiece and WordLevel know a word or do not, as a unit, so that nothing
+    is known of their open piece.
 
     Args:
         tokenizer: a fast tokenizer of transformers.

@@ -1,21 +1,23 @@
-"""Mined negatives and teacher scores on disk: one Parquet file, a row per query and document.
+"""Mined negatives and teacher scores in one Parquet file, with a row per query and document.
 
-===================  =======  ==============================================================================
+===================  =======  ==================================================================
 column               type     meaning
-===================  =======  ==============================================================================
-``query_id``         string   rows of a query stand together
+===================  =======  ==================================================================
+``query_id``         string   rows of a query follow one another
 ``document_id``      string   at most once per query
-``rank``             int32    in the retriever's list, from 1, judged documents counted; null if not retrieved
-``score``            float32  mined file: the retriever's (null if not retrieved); scored file: the teachers'
-``relevant``         bool     judged relevant; the other rows are negatives
-``retriever_score``  float32  scored file only: what ``score`` was when the rows were mined
-``score:<teacher>``  float32  scored file only: what each teacher gave, before normalisation
-===================  =======  ==============================================================================
+``rank``             int32    rank in the retriever's list, from 1, where judged documents have
+                              ranks, too; null if the document was not retrieved
+``score``            float32  mined file: the retriever's score, null if not retrieved;
+                              scored file: the score of the teachers together
+``relevant``         bool     judged relevant; other rows are negatives
+``retriever_score``  float32  scored file only: ``score`` of the mined file
+``score:<teacher>``  float32  scored file only: score of a teacher, before normalisation
+===================  =======  ==================================================================
 
-A file is scored when it has a column ``score:<teacher>``. What made it is a JSON object under the
-key ``tilefold`` of the schema's metadata. ``tilefold mine`` writes such files and ``tilefold
-score`` adds the teachers; files of other programs are read too, of which only ``query_id``,
-``document_id`` and ``relevant`` are required (and ``score`` where there are teachers).
+A file is scored if it has a column ``score:<teacher>``. A JSON object under the key ``tilefold`` of
+the schema's metadata describes how the rows were made. ``tilefold mine`` writes such files and
+``tilefold score`` adds the teachers. Files of other programs can be read if they have the columns
+``query_id``, ``document_id`` and ``relevant``, and ``score`` if there are teachers.
 """
 
 from __future__ import annotations
@@ -111,6 +113,7 @@ class TrainingRows:
     made_by: Json = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Convert the columns to arrays, and check them."""
         self._convert()
         self._check_offsets()
         self._check_shapes()
@@ -164,7 +167,7 @@ class TrainingRows:
                 )
 
     def _check_documents_differ(self) -> None:
-        """Raise ``DataError`` if a query has a document twice; compares a block of rows at a time."""
+        """Raise ``DataError`` if a query has a document twice, comparing rows in blocks."""
         block_starts = np.arange(0, len(self) + _ROWS_PER_GROUP, _ROWS_PER_GROUP)
         boundaries = np.minimum(np.searchsorted(self.offsets, block_starts), len(self.queries))
         for first_query, end_query in itertools.pairwise(boundaries.tolist()):
@@ -228,8 +231,8 @@ class TrainingRows:
         """Return a warning about each of the :meth:`narrow_teachers`."""
         return [
             f"the teacher {name!r} scores all documents of a query within {NARROW_RANGE:g} for "
-            f"{share:.0%} of the queries: there is nothing to learn from them. A sigmoid at the end "
-            "of a teacher does this: take its raw logits, or another teacher."
+            f"{share:.0%} of the queries: there is nothing to learn from them. A sigmoid at the "
+            "end of a teacher does this: take its raw logits, or another teacher."
             for name, share in self.narrow_teachers().items()
         ]
 

@@ -185,8 +185,8 @@ def score_rows(
 ) -> Floats:
     """Score each row with a teacher.
 
-    Scores are as the model computes them: those of a cross-encoder are taken before any activation,
-    and are not rounded to 16 bits (:func:`tilefold._internal.precision.scores_in_fp32`). Each
+    Scores are as the model computes them: a cross-encoder's are taken before any activation, and
+    are not rounded to 16 bits (:func:`tilefold._internal.precision.scores_in_fp32`). Each
     distinct text is encoded once.
 
     Args:
