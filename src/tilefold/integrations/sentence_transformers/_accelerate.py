@@ -1,6 +1,4 @@
-"""Fuses the head of a SparseEncoder, or the scores of a MultiVectorEncoder, in place; encodes texts
-to sparse rows.
-"""
+"""``accelerate`` for models of sentence-transformers, and ``encode_sparse``."""
 
 from __future__ import annotations
 
@@ -42,61 +40,69 @@ from tilefold.integrations.transformers import stop_packed
 from tilefold.integrations.transformers.packed import apart, in_eval_mode
 from tilefold.modules.fused_pooling import SparseOptions, pass_hidden_states
 from tilefold.ops.implementations import SWITCH, check_impl, switched_off
+from tilefold.pipeline.rows import Batch
 
-SIMILARITY_TOLERANCE = (
-    2**-6
-)  # of the largest score: error of the stock function from rounding similarities to bf16
+# Allowed difference of similarities, relative to the largest score: the stock function rounds
+# similarities to bf16.
+SIMILARITY_TOLERANCE = 2**-6
+# Largest number of texts that are encoded without background threads, and their batch size.
+FEW = 32
 _METHODS = ("similarity", "similarity_pairwise")
-FEW = 32  # texts that are encoded in one batch, without threads
-ASKED = "_replicate_for_data_parallel"  # which torch.nn.parallel.replicate calls on every module that it copies
+# The method that torch.nn.parallel.replicate calls on every module that it copies.
+_REPLICATE = "_replicate_for_data_parallel"
 
 
 class FusedSimilarity(Replacement):
-    """Replaces ``similarity`` or ``similarity_pairwise`` of one model, and reads its
-    ``similarity_fn_name``.
+    """Replaces ``similarity`` or ``similarity_pairwise`` of one MultiVectorEncoder.
+
+    The model's ``similarity_fn_name`` is read at every call.
+
+    Args:
+        model: the model.
+        name: name of the method that is replaced.
+        impl: implementation of :func:`tilefold.ops.maxsim`.
     """
 
     def __init__(self, model: Model, name: str, impl: str) -> None:
         super().__init__(model)
-        self.name, self.impl = name, impl
+        self.name = name
+        self.impl = impl
 
     def __call__(self, embeddings1: object, embeddings2: object, **options: Any) -> Tensor:
-        """Scores, with the keywords of the stock function."""
-        mean = self.owner.similarity_fn_name == "meanmaxsim"
+        """Compute scores, with the keywords of the stock function."""
         function = maxsim if self.name == "similarity" else maxsim_pairwise
-        return function(
-            embeddings1,
-            embeddings2,
-            **{"length_normalize": mean, "impl": self.impl, **options},
-        )
+        options.setdefault("length_normalize", self.owner.similarity_fn_name == "meanmaxsim")
+        options.setdefault("impl", self.impl)
+        return function(embeddings1, embeddings2, **options)
 
 
 class NoReplicas(Replacement):
-    """Replaces the method by which ``torch.nn.DataParallel`` copies a module: those read the
-    original's weights.
-    """
+    """Refuses ``torch.nn.DataParallel``: its copies of a module would use the original's weights."""
 
     def __call__(self) -> nn.Module:
-        gpus = max(2, torch.cuda.device_count())
+        n_gpus = max(2, torch.cuda.device_count())
         raise RuntimeError(
             f"an accelerated {type(self.owner).__name__} must run in one process for each GPU, got "
-            "torch.nn.DataParallel, which copies it within one (transformers' Trainer does this where several GPUs are "
-            f"visible). For all GPUs, start the training with `torchrun --nproc-per-node {gpus} SCRIPT` (or "
-            "`accelerate launch`); for one, set CUDA_VISIBLE_DEVICES=0, or make the trainer's arguments with "
+            "torch.nn.DataParallel, which copies it within one (transformers' Trainer does this "
+            "where several GPUs are visible). For all GPUs, start the training with `torchrun "
+            f"--nproc-per-node {n_gpus} SCRIPT` (or `accelerate launch`); for one, set "
+            "CUDA_VISIBLE_DEVICES=0, or make the trainer's arguments with "
             "tilefold.integrations.transformers.one_gpu.",
         )
 
 
 @dataclass(repr=False)
 class Acceleration:
-    """Handle of an accelerated model; as a context, it gives the model and restores it at its end.
+    """Handle of an accelerated model.
+
+    As a context manager, it returns the model and restores it at the end.
 
     Attributes:
         model: the SparseEncoder or MultiVectorEncoder, accelerated in place.
-        heads: how many LM heads were fused; a Router may have one per route; token weights and a
+        heads: number of fused LM heads. A Router may have one per route. Token weights and a
             MultiVectorEncoder have none.
-        padded: why a network still runs on padded batches, by the name of its class; empty if all
-            run packed.
+        padded: reasons why networks run on padded batches, by the names of their classes; empty if
+            all run packed.
     """
 
     model: Model
@@ -114,8 +120,8 @@ class Acceleration:
         restore(self.model)
 
     def __repr__(self) -> str:
-        what = f"heads={self.heads}" if self.heads else "similarity"
-        return f"Acceleration({type(self.model).__name__}, {what})"
+        fused = f"heads={self.heads}" if self.heads else "similarity"
+        return f"Acceleration({type(self.model).__name__}, {fused})"
 
 
 def accelerate(
@@ -157,10 +163,9 @@ def accelerate(
             through the stock and the fused model, in eval mode, and raise an error if they
             disagree.
         quantize: ``"fp8"`` rounds LM head and token states to fp8 wherever no gradient is needed,
-            as in ``encode``:
-            1.6 times the speed of the bf16 head on an H200, scores about 1% off (see
-            :func:`tilefold.ops.quantize_weight`). Training and checkpoints do not change. Only for the max pooling of
-            a SparseEncoder.
+            as in ``encode``: 1.6 times the speed of the bf16 head on an H200, scores about 1% off
+            (see :func:`tilefold.ops.quantize_weight`). Training and checkpoints do not change. Only
+            for the max pooling of a SparseEncoder.
         packed: run the encoder on packed tokens where it and all modules after it take them.
             ``preprocess`` stays as it is: padding is taken out where the encoder begins, for which
             a forward in training waits for the GPU once, unless :func:`collate_ahead` packs the
@@ -191,27 +196,56 @@ def accelerate(
     if is_multi_vector(model):
         if quantize is not None:
             raise ValueError(
-                f"quantize must be None for a MultiVectorEncoder, got {quantize!r}; see quantize_tokens.",
+                f"quantize must be None for a MultiVectorEncoder, got {quantize!r}; "
+                "see quantize_tokens.",
             )
         _fuse_similarity(model, impl, check)
-        _carry(model, _encoders.TokenBatchEncoder(model), "encode_token_batch")
-        return Acceleration(model, 0, _packed(model, check, packed))
+        _add_encoder(model, "encode_token_batch", _encoders.TokenBatchEncoder(model))
+        return Acceleration(model, 0, _pack(model, check, packed))
     if not isinstance(model, SparseEncoder):
-        expected = "a sentence_transformers.SparseEncoder or MultiVectorEncoder"
         raise TypeError(
-            f"model must be {expected}, got {type(model).__name__}; others write no big score matrix.",
+            "model must be a sentence_transformers.SparseEncoder or MultiVectorEncoder, "
+            f"got {type(model).__name__}; others write no big score matrix.",
         )
+    n_heads = _fuse_heads(model, impl, check, quantize, screen)
+    _pooling.count_no_padding(model)
+    _add_encoder(model, "encode_sparse_batch", _encoders.SparseBatchEncoder(model))
+    setattr(model, _REPLICATE, NoReplicas(model))
+    return Acceleration(model, n_heads, _pack(model, check, packed))
+
+
+def _check_bits(quantize: object, screen: object) -> None:
+    if quantize not in {None, "fp8"}:
+        remedy = "For 8 bits on a CPU: tilefold export --to onnx --quantize int8."
+        raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}. {remedy}")
+    if not isinstance(screen, bool):
+        raise TypeError(f"screen must be True or False, got {screen!r}.")
+
+
+def _fuse_heads(
+    model: Model,
+    impl: str,
+    check: bool,
+    quantize: str | None,
+    screen: bool,
+) -> int:
+    """Replace the forwards of the LM heads and poolings of a SparseEncoder.
+
+    Everything is checked before the first change. The arguments are those of :func:`accelerate`.
+
+    Returns:
+        Number of fused LM heads.
+    """
     pairs = find_pairs(model)
-    with_head = [pair for pair in pairs if pair.head is not None]
-    for pair in with_head:
+    pairs_with_head = [pair for pair in pairs if pair.head is not None]
+    for pair in pairs_with_head:
         check_head(pair.head)
-        if (
-            quantize is not None
-            and not (pooling := _pooling.fused_pooling(pair.pooling)).quantizable
-        ):
+        pooling = _pooling.fused_pooling(pair.pooling)
+        if quantize is not None and not pooling.quantizable:
             name = getattr(pooling, "pooling", type(pooling).__name__)
             raise ValueError(
-                f"quantize must be None for pooling {name!r}, got {quantize!r}; only max runs in fp8.",
+                f"quantize must be None for pooling {name!r}, got {quantize!r}; "
+                "only max runs in fp8.",
             )
         if check:
             _pooling.check_pair(pair, impl)
@@ -224,43 +258,31 @@ def accelerate(
             pair.last,
             screen,
         )
-    for pair in with_head:
+    for pair in pairs_with_head:
         pair.head.forward = pass_hidden_states
         if _check_head_is_fused not in pair.transformer._forward_pre_hooks.values():
             pair.transformer.register_forward_pre_hook(_check_head_is_fused)
-    _pooling.count_no_padding(model)
-    _carry(model, _encoders.SparseBatchEncoder(model), "encode_sparse_batch")
-    setattr(model, ASKED, NoReplicas(model))
-    return Acceleration(
-        model,
-        len({id(pair.head) for pair in with_head}),
-        _packed(model, check, packed),
-    )
+    return len({id(pair.head) for pair in pairs_with_head})
 
 
-def _check_bits(quantize: object, screen: object) -> None:
-    if quantize not in {None, "fp8"}:
-        remedy = "For 8 bits on a CPU: tilefold export --to onnx --quantize int8."
-        raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}. {remedy}")
-    if not isinstance(screen, bool):
-        raise TypeError(f"screen must be True or False, got {screen!r}.")
+def _add_encoder(model: Model, name: str, encoder: object) -> None:
+    """Put an encoder, CUDA graphs and ``encode`` on the instance.
 
-
-def _carry(model: Model, encoder: object, name: str) -> None:
-    """Put methods on the instance; an ``encode`` of somebody else stays."""
+    An ``encode`` that another package has put there stays.
+    """
     setattr(model, name, encoder)
     setattr(model, GRAPHS, EncodingGraphs(model))
     if "encode" not in vars(model):
         model.encode = _encoders.FusedEncode(model)
 
 
-def _packed(model: Model, check: bool, packed: bool) -> dict[str, str]:
-    """Why networks stay padded; the others get packed batches."""
+def _pack(model: Model, check: bool, packed: bool) -> dict[str, str]:
+    """Let networks run on packed tokens, and return why others stay padded."""
     if not packed:
         return {"all": "packed=False was chosen"}
     padded = pack_inputs(model, check)
-    if any(isinstance(found, PackedInputs) for _, _, found in replacements(model)):
-        setattr(model, ASKED, NoReplicas(model))
+    if any(isinstance(replacement, PackedInputs) for _, _, replacement in replacements(model)):
+        setattr(model, _REPLICATE, NoReplicas(model))
     return padded
 
 
@@ -271,12 +293,14 @@ def restore(model: Model) -> None:
         TypeError: if ``model`` is not a ``torch.nn.Module``.
     """
     if not isinstance(model, nn.Module):
-        got = f"{type(model).__name__}; pass the model, not its path."
-        raise TypeError(f"model must be a SparseEncoder or MultiVectorEncoder, got {got}")
-    for module, name, found in list(replacements(model)):
+        raise TypeError(
+            "model must be a SparseEncoder or MultiVectorEncoder, "
+            f"got {type(model).__name__}; pass the model, not its path.",
+        )
+    for module, name, replacement in list(replacements(model)):
         delattr(module, name)
-        if isinstance(found, PackedInputs):
-            stop_packed(found.owner.model)
+        if isinstance(replacement, PackedInputs):
+            stop_packed(replacement.owner.model)
     for module in model.modules():
         if vars(module).get("forward") is pass_hidden_states:
             del module.forward
@@ -287,74 +311,86 @@ def restore(model: Model) -> None:
 
 def is_accelerated(model: Model) -> bool:
     """Whether ``model`` has a fused head or fused similarities."""
+    kinds = (
+        FusedSimilarity,
+        _encoders.SparseBatchEncoder,
+        _pooling.FusedForward,
+        _pooling.StaticTokens,
+    )
     return isinstance(model, nn.Module) and any(
-        isinstance(
-            found,
-            (
-                FusedSimilarity,
-                _encoders.SparseBatchEncoder,
-                _pooling.FusedForward,
-                _pooling.StaticTokens,
-            ),
-        )
-        for _, _, found in replacements(model)
+        isinstance(replacement, kinds) for _, _, replacement in replacements(model)
     )
 
 
 def _check_head_is_fused(transformer: Transformer, _: object) -> None:
-    """Before each forward: raise if adding or merging an adapter has replaced the head's layer."""
+    """Forward pre-hook that raises if the model's LM head is not the one that was fused.
+
+    Adding or merging an adapter replaces the head's layer. The new one would compute logits, which
+    the fused pooling would read as hidden states.
+    """
     if torch.compiler.is_compiling():
         return
     head = transformer.model.get_output_embeddings()
     if vars(head).get("forward") is not pass_hidden_states:
-        why = "an adapter was added, merged or removed, or the head was replaced"
-        got = f"a {type(head).__name__} in its place ({why}); call accelerate(model) again."
-        raise RuntimeError(f"the LM head must be the one that accelerate(model) saw, got {got}")
+        raise RuntimeError(
+            "the LM head must be the one that accelerate(model) saw, "
+            f"got a {type(head).__name__} in its place (an adapter was added, merged or removed, "
+            "or the head was replaced); call accelerate(model) again.",
+        )
 
 
 def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
-    """Put :class:`FusedSimilarity` on the instance, after a ``check`` against the model's own
-    scores if asked for.
+    """Replace the similarity methods of a MultiVectorEncoder on the instance.
+
+    Args:
+        model: the model.
+        impl: implementation of :func:`tilefold.ops.maxsim`.
+        check: whether scores are first compared with the model's.
+
+    Raises:
+        ValueError: if the model has similarity methods of another class, or scores differ.
     """
     stock = next(kind for kind in type(model).__mro__ if kind.__name__ == "MultiVectorEncoder")
     for name in _METHODS:
         if name in vars(model) or getattr(type(model), name) is not getattr(stock, name):
-            got = f"a {type(model).__name__}; use maxsim in it."
-            raise ValueError(f"model must score with MultiVectorEncoder.{name}, got {got}")
-    fused = [FusedSimilarity(model, name, impl) for name in _METHODS]
-    for function in fused if check else []:
-        _check_similarity(model, function)
-    vars(model).update({function.name: function for function in fused})
+            raise ValueError(
+                f"model must score with MultiVectorEncoder.{name}, "
+                f"got a {type(model).__name__}; use maxsim in it.",
+            )
+    functions = [FusedSimilarity(model, name, impl) for name in _METHODS]
+    if check:
+        for function in functions:
+            _check_similarity(model, function)
+    for function in functions:
+        setattr(model, function.name, function)
 
 
 def _check_similarity(model: Model, function: FusedSimilarity) -> None:
-    """Compare both on a few vectors, on the model's device and in its dtype."""
+    """Compare fused and stock scores of a few vectors, on the model's device and in its dtype."""
     parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(1))
-    wave = (
-        torch.arange(10 * 16, dtype=torch.float32)
-        .sin()
-        .view(10, 16)
-        .to(parameter.device, parameter.dtype)
-    )
-    queries, documents = [wave[:3], wave[3:4]], [wave[4:8], wave[8:]]
+    n_vectors, dim = 10, 16
+    vectors = torch.arange(n_vectors * dim, dtype=torch.float32).sin().view(n_vectors, dim)
+    vectors = vectors.to(parameter.device, parameter.dtype)
+    queries = [vectors[:3], vectors[3:4]]
+    documents = [vectors[4:8], vectors[8:]]
     try:
         with torch.no_grad():
-            expected, got = (
-                getattr(model, function.name)(queries, documents),
-                function(queries, documents),
-            )
-        difference, allowed = (
-            apart(got, expected),
-            SIMILARITY_TOLERANCE * expected.abs().max().item(),
-        )
+            expected = getattr(model, function.name)(queries, documents)
+            scores = function(queries, documents)
+        difference = apart(scores, expected)
+        allowed = SIMILARITY_TOLERANCE * expected.abs().max().item()
     except Exception as error:
-        why = f"it raised {type(error).__name__}: {error}; move it to its device first, or pass check=False."
-        check = f"score four short sequences on {parameter.device} for the check of accelerate()"
-        raise RuntimeError(f"model must be able to {check}, but {why}") from error
-    if not difference <= allowed:
-        found = f"{difference:.3g} (shapes {list(got.shape)} and {list(expected.shape)}); leave such a model stock."
-        stock = f"model.{function.name} within {allowed:.3g} on four short sequences"
-        raise ValueError(f"fused scores must equal those of {stock}, got {found}")
+        raise RuntimeError(
+            f"model must be able to score four short sequences on {parameter.device} for the check "
+            f"of accelerate(), but it raised {type(error).__name__}: {error}; "
+            "move it to its device first, or pass check=False.",
+        ) from error
+    if not difference <= allowed:  # a NaN is no small difference
+        raise ValueError(
+            f"fused scores must equal those of model.{function.name} within {allowed:.3g} on four "
+            f"short sequences, got {difference:.3g} (shapes {list(scores.shape)} and "
+            f"{list(expected.shape)}); leave such a model stock.",
+        )
 
 
 def encode_sparse(
@@ -403,19 +439,14 @@ def encode_sparse(
     for name, value in (("batch_size", batch_size), ("batch_tokens", batch_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value}.")
-    with nullcontext() if graphs_of(model) or is_accelerated(model) else accelerate(model):
+    has_acceleration = graphs_of(model) is not None or is_accelerated(model)
+    with nullcontext() if has_acceleration else accelerate(model):
         options = _encoders.sparse_options(model, top_k, min_weight)
-        prompt = prompt_of(model, task, prompt_name) if prompt is None else prompt
+        if prompt is None:
+            prompt = prompt_of(model, task, prompt_name)
         if switched_off():
             with in_eval_mode(model):
-                return _stock_rows(
-                    model,
-                    texts,
-                    options,
-                    task=task,
-                    prompt=prompt,
-                    batch_size=batch_size or FEW,
-                )
+                return _encode_stock(model, texts, options, task, prompt, batch_size or FEW)
         if len(texts) > FEW or batch_tokens is not None:
             with in_eval_mode(model):
                 stream = SparseStream(
@@ -426,43 +457,66 @@ def encode_sparse(
                     batch_size=batch_size,
                     batch_tokens=batch_tokens,
                 )
-                batches = list(_encoders.batches_of(stream, texts, lambda done: None))
+                batches = list(_encoders.batches_of(stream, texts, lambda _: None))
         else:
-            order, size = sorted(range(len(texts)), key=lambda i: -len(texts[i])), batch_size or FEW
-            cuts = [order[start : start + size] for start in range(0, len(order), size)]
-            encoded = (
-                encode_batch(model, [texts[i] for i in cut], task, prompt, options) for cut in cuts
-            )
-            batches = [
-                batch._replace(positions=cut) for batch, cut in zip(encoded, cuts, strict=True)
-            ]
-        vocab_size = (
-            0
-            if batches
-            else _encoders.fused_vocab_size(model) or int(model.get_embedding_dimension())
-        )
+            batches = _encode_few(model, texts, options, task, prompt, batch_size or FEW)
+        vocab_size = 0
+        if not batches:
+            vocab_size = _encoders.fused_vocab_size(model) or int(model.get_embedding_dimension())
         rows = as_csr(batches, len(texts), vocab_size)
     rows.vocabulary_fingerprint = vocabulary_fingerprint(model.tokenizer)  # type: ignore[attr-defined]
     return rows
 
 
-def _stock_rows(
+def _encode_few(
     model: Model,
     texts: list[str],
     options: SparseOptions,
-    **how: object,
+    task: str | None,
+    prompt: str | None,
+    batch_size: int,
+) -> list[Batch]:
+    """Encode texts in this thread, the longest first.
+
+    Returns:
+        Batches whose positions are those in `texts`.
+    """
+    order = sorted(range(len(texts)), key=lambda position: -len(texts[position]))
+    batches = []
+    for start in range(0, len(order), batch_size):
+        positions = order[start : start + batch_size]
+        batch_texts = [texts[position] for position in positions]
+        batch = encode_batch(model, batch_texts, task, prompt, options)
+        batches.append(batch._replace(positions=positions))
+    return batches
+
+
+def _encode_stock(
+    model: Model,
+    texts: list[str],
+    options: SparseOptions,
+    task: str | None,
+    prompt: str | None,
+    batch_size: int,
 ) -> Tensor:
-    """Rows of the model's own ``encode``, as :func:`encode_sparse` returns them."""
-    made = {"convert_to_tensor": True, "convert_to_sparse_tensor": True, "save_to_cpu": True}
-    found = model.encode(
+    """Encode texts by the model's own ``encode``, with the result of :func:`encode_sparse`."""
+    scores = model.encode(
         texts,
+        task=task,
+        prompt=prompt,
+        batch_size=batch_size,
         max_active_dims=options.top_k,
         show_progress_bar=False,
-        **made,
-        **how,
+        convert_to_tensor=True,
+        convert_to_sparse_tensor=True,
+        save_to_cpu=True,
     ).coalesce()
-    kept = found.values() > options.min_weight
-    entries = found.indices()[:, kept], found.values()[kept]
-    rows = torch.sparse_coo_tensor(*entries, found.shape, check_invariants=True).to_sparse_csr()
+    is_kept = scores.values() > options.min_weight
+    rows = torch.sparse_coo_tensor(
+        scores.indices()[:, is_kept],
+        scores.values()[is_kept],
+        scores.shape,
+        check_invariants=True,
+    ).to_sparse_csr()
     rows.vocabulary_fingerprint = vocabulary_fingerprint(model.tokenizer)  # type: ignore[attr-defined]
     return rows
