@@ -1,20 +1,19 @@
-"""Packed token ids of an accelerated Transformer: of texts by the Rust tokenizer, of padded
-features by their mask.
+"""Packed inputs of an accelerated Transformer.
 
-Between ``preprocess`` and the model, features have many readers (data loaders, Hugging Face's
-accelerate, losses), so ``preprocess`` gives what the stock one gives, and padding is taken out
-where the encoder begins. Within :func:`packed_inputs`, whose features go to the encoder and nowhere
-else, texts become packed ids at once.
+They are made of texts, by the Rust tokenizer, or of padded features, by their attention mask.
+
+``preprocess`` returns padded features like the stock method, because many others read them: data
+loaders, Hugging Face's accelerate, losses. Their padding is removed where the encoder begins.
+Within :func:`packed_inputs` only the encoder reads them, and ``preprocess`` returns packed tokens.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -36,14 +35,16 @@ from tilefold.ops.packed_attention import token_positions
 from tilefold.pipeline.ragged import Int64, offsets_of
 from tilefold.pipeline.truncation import current_truncation, ignoring_truncation
 
+# Texts for which the packed tokenisation of a plan is compared with the stock one.
 _PROBES = ("a", "", "Cats, dogs \u00e9t\u00e9 \u4e2d\u6587 x1-y2?")
 _LONGEST_PROBE = 8192  # tokens of the probe that shows where texts are truncated
-PACKED = frozenset(
-    {"input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"},
-)  # tensors of packed features
-EXPANDED = "query_expansion_positions"  # of ColBERT queries, which all have one length
-_OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids"})
-_PLANNED = frozenset({"task", "max_length"})  # arguments of preprocess that a plan covers
+# Names of the tensors of packed features.
+PACKED = frozenset({"input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"})
+# Name of the tensor that marks the expansion of ColBERT queries, which all have one length.
+EXPANDED = "query_expansion_positions"
+_TOKEN_TENSORS = frozenset({"input_ids", "attention_mask", "token_type_ids"})
+_PLANNED_ARGUMENTS = frozenset({"task", "max_length"})  # arguments of preprocess that a plan covers
+# Form of the inputs in this thread: "packed", "padded" or "either".
 _form: ContextVar[str] = ContextVar("tilefold_form_of_inputs", default="either")
 
 
@@ -56,54 +57,65 @@ def _inputs(form: str) -> Iterator[None]:
         _form.reset(token)
 
 
-# within it, in this thread, accelerated models preprocess texts to packed tokens, for the encoder
-# alone
-packed_inputs = functools.partial(_inputs, "packed")
-# within it, in this thread, accelerated models run on padded tokens, as stock ones do
-padded_inputs = functools.partial(_inputs, "padded")
+def packed_inputs() -> AbstractContextManager[None]:
+    """Let accelerated models preprocess texts to packed tokens in this thread."""
+    return _inputs("packed")
+
+
+def padded_inputs() -> AbstractContextManager[None]:
+    """Let accelerated models run on padded tokens in this thread, like stock models."""
+    return _inputs("padded")
 
 
 def pads_inputs() -> bool:
-    """Whether :func:`padded_inputs` is in force."""
+    """Return whether this thread is within :func:`padded_inputs`."""
     return _form.get() == "padded"
 
 
 class _Plan(NamedTuple):
-    """Tokenisation plan of texts of one prompt, task and maximal length."""
+    """How texts with one prompt, task and maximum length are tokenised.
 
-    truncation: Features | None  # of the Rust tokenizer; None = texts are not cut
-    others: Features  # no tensors; they go with every batch, such as the length of the prompt
-    padding: int | None  # :func:`padding_position` of the model
-    expanded: Features | None = None  # features of an expanded query without a token, [1, L] each
+    Attributes:
+        truncation: truncation settings of the Rust tokenizer; ``None`` if texts are not truncated.
+        others: features that are no tensors and are the same for every batch, such as the length of
+            the prompt.
+        padding: :func:`padding_position` of the model.
+        expansion: features of an expanded query without any token, ``[1, L]``; ``None`` if queries
+            are not expanded.
+    """
+
+    truncation: Features | None
+    others: Features
+    padding: int | None
+    expansion: Features | None = None
 
 
 class PackedInputs(Replacement):
-    """Replaces ``preprocess`` of one Transformer of sentence-transformers: within
-    :func:`packed_inputs`, packed tokens.
+    """Replaces ``preprocess`` of one Transformer: within :func:`packed_inputs` it packs tokens.
 
-    Texts then go through a copy of the Rust tokenizer if that gives what the stock ``preprocess``
-    gives for a few probes; else the stock one tokenises, and its padding is taken out. What is no
-    list of texts, and ColBERT's query expansion, which scores padding, stay padded.
+    Texts then go through a copy of the Rust tokenizer, if that agrees with the stock ``preprocess``
+    on a few probes. Otherwise the stock method tokenises, and its padding is removed. Inputs other
+    than texts stay padded, and so does ColBERT's query expansion, whose padding is scored.
     """
 
     def __init__(self, transformer: Transformer) -> None:
         super().__init__(transformer)
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._plans: dict[tuple[object, ...], _Plan | None] = {}
-        self._backend: Any = (
-            None  # a copy, because calls of the stock tokenizer change padding and truncation
-        )
-        self._copied: object = None
-        self._lock, self._process = threading.Lock(), os.getpid()
+        # A copy, because calls of the stock tokenizer change padding and truncation.
+        self._backend: Any = None
+        self._copied_from: object = None
+        self._lock = threading.Lock()
+        self._process = os.getpid()
 
     def __getstate__(self) -> Features:
         return {"owner": self.owner}
 
     def __setstate__(self, state: Features) -> None:
         self.owner = state["owner"]
-        self._forget()
+        self._reset()
         register_packed()
 
     def __call__(
@@ -113,7 +125,7 @@ class PackedInputs(Replacement):
         processing_kwargs: object = None,
         **kwargs: object,
     ) -> Features:
-        """Features of the inputs, with the arguments of ``Transformer.preprocess``."""
+        """Return features of the inputs, with the arguments of ``Transformer.preprocess``."""
         if processing_kwargs is not None:
             kwargs["processing_kwargs"] = processing_kwargs
         return self.begin(inputs, prompt, **kwargs)()
@@ -124,44 +136,64 @@ class PackedInputs(Replacement):
         prompt: str | None = None,
         **kwargs: object,
     ) -> Callable[[], Features]:
-        """The tokenizer's part of a call, which holds Python's lock for a moment only; the rest is
-        what it returns.
+        """Tokenise inputs, mostly without the GIL, and return a function that makes the features.
+
+        Args:
+            inputs: the inputs.
+            prompt: text that is put before every input.
+            **kwargs: other arguments of ``Transformer.preprocess``.
         """
         if _form.get() != "packed" or not inputs:
-            features = self._stock(inputs, prompt, kwargs)
+            features = self._stock_features(inputs, prompt, kwargs)
             return lambda: features
-        expansion = (
-            getattr(self.owner, "query_expansion", None) if kwargs.get("task") == "query" else None
-        )  # ColBERT's
-        if kwargs.keys() <= _PLANNED and {*map(type, inputs)} == {str}:
-            if (
-                self._process != os.getpid()
-            ):  # a forked process may have a copy of a lock that nobody will open
-                self._forget()
-            with self._lock:
-                if (plan := self._plan(prompt, kwargs, expansion)) is not None:
-                    encodings = [self._encodings(inputs, prompt, plan)]
-                    # of a query without room for a token of the expansion, stock warns
-                    if plan.expanded is None or max(map(len, encodings[0])) < plan.expanded[
-                        "input_ids"
-                    ].size(1):
-                        if (watch := current_truncation()) is not None:
-                            watch.add_encodings(encodings[0], plan.truncation)
-                        return lambda: self._features(encodings.pop(), plan)
-        features = self._stock(inputs, prompt, kwargs)
+        expansion = None  # settings of ColBERT's query expansion
+        if kwargs.get("task") == "query":
+            expansion = getattr(self.owner, "query_expansion", None)
+        if kwargs.keys() <= _PLANNED_ARGUMENTS and {*map(type, inputs)} == {str}:
+            finish = self._begin_planned(inputs, prompt, kwargs, expansion)
+            if finish is not None:
+                return finish
+        features = self._stock_features(inputs, prompt, kwargs)
         if expansion is None:
             features = pack_features(features, padding_position(self.owner.model))
         return lambda: features
 
-    def _stock(
+    def _begin_planned(
+        self,
+        texts: Sequence[str],
+        prompt: str | None,
+        kwargs: dict[str, object],
+        expansion: dict[str, Any] | None,
+    ) -> Callable[[], Features] | None:
+        """Tokenise texts by a plan; return None if the stock method must tokenise them."""
+        if self._process != os.getpid():
+            # A forked process may have a copy of a locked lock, which nothing would release.
+            self._reset()
+        with self._lock:
+            plan = self._plan(prompt, kwargs, expansion)
+            if plan is None:
+                return None
+            encodings = [self._encodings(texts, prompt, plan)]
+            if plan.expansion is not None:
+                longest = max(map(len, encodings[0]))
+                if longest >= plan.expansion["input_ids"].size(1):
+                    return None  # a query fills the expansion, about which the stock method warns
+            truncation = current_truncation()
+            if truncation is not None:
+                truncation.add_encodings(encodings[0], plan.truncation)
+            # The list lets go of the encodings when their features are made.
+            return lambda: self._features(encodings.pop(), plan)
+
+    def _stock_features(
         self,
         inputs: Sequence[object],
         prompt: str | None,
         kwargs: dict[str, object],
     ) -> Features:
-        transformer = self.owner
-        found: Features = type(transformer).preprocess(transformer, inputs, prompt=prompt, **kwargs)
-        return found
+        """Call the stock ``preprocess``."""
+        preprocess = type(self.owner).preprocess
+        features: Features = preprocess(self.owner, inputs, prompt=prompt, **kwargs)
+        return features
 
     def _plan(
         self,
@@ -169,154 +201,208 @@ class PackedInputs(Replacement):
         kwargs: dict[str, object],
         expansion: dict[str, Any] | None,
     ) -> _Plan | None:
+        """Return the plan for a call, which is made when it is first needed.
+
+        Args:
+            prompt: text that is put before every text.
+            kwargs: other arguments of the call.
+            expansion: settings of the query expansion.
+
+        Returns:
+            The plan, or None if the stock method must tokenise.
+        """
         tokenizer = self.owner.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "encode_batch"):
             return None
-        now = (backend, len(tokenizer))
-        if self._copied != now:
-            self._plans, self._backend, self._copied = {}, None, now
-        lengths = [getattr(self.owner, name, None) for name in ("query_length", "document_length")]
-        settings = (tokenizer.model_max_length, tokenizer.truncation_side, *lengths)
+        source = (backend, len(tokenizer))
+        if self._copied_from != source:
+            self._plans = {}
+            self._backend = None
+            self._copied_from = source
+        settings = [
+            tokenizer.model_max_length,
+            tokenizer.truncation_side,
+            getattr(self.owner, "query_length", None),
+            getattr(self.owner, "document_length", None),
+        ]
+        expanded_length = None
         if expansion is not None:
             if expansion["strategy"] != "fixed":
                 return None
-            settings = (*settings, tokenizer.mask_token_id, *expansion.values())
-        if (key := (prompt, *settings, *sorted(kwargs.items()))) not in self._plans:
-            self._plans[key] = self._planned(
-                prompt,
-                kwargs,
-                backend,
-                expansion["length"] if expansion else None,
-            )
+            settings += [tokenizer.mask_token_id, *expansion.values()]
+            expanded_length = expansion["length"]
+        key = (prompt, *settings, *sorted(kwargs.items()))
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(prompt, kwargs, backend, expanded_length)
         return self._plans[key]
 
-    def _planned(
+    def _make_plan(
         self,
         prompt: str | None,
         kwargs: dict[str, object],
         backend: Any,
-        expanded: int | None,
+        expanded_length: int | None,
     ) -> _Plan | None:
+        """Make a plan, and compare its features with stock ones for a few probes.
+
+        Args:
+            prompt: text that is put before every text.
+            kwargs: other arguments of the call.
+            backend: the Rust tokenizer of the Transformer.
+            expanded_length: length L of expanded queries, if they are expanded.
+
+        Returns:
+            The plan, or None if the features differ.
+        """
         with padded_inputs(), ignoring_truncation():
-            self._stock([_PROBES[0]], prompt, kwargs)
+            self._stock_features([_PROBES[0]], prompt, kwargs)  # sets the tokenizer's truncation
             limit = (backend.truncation or {}).get("max_length", _LONGEST_PROBE + 1)
-            cut = limit <= _LONGEST_PROBE and not expanded
-            probes = [*_PROBES, "word " * (limit + 8)] if cut else list(_PROBES)
-            stock = self._stock(probes, prompt, kwargs)
-        tensors = {key for key, value in stock.items() if isinstance(value, Tensor)}
-        known = _OF_TOKENS | ({EXPANDED} if expanded else set())
-        if (
-            not {"input_ids", "attention_mask"} <= tensors <= known
-            or stock.get("modality") != "text"
-        ):
+            probes = list(_PROBES)
+            if limit <= _LONGEST_PROBE and not expanded_length:
+                probes.append("word " * (limit + 8))
+            stock = self._stock_features(probes, prompt, kwargs)
+        tensor_names = {name for name, value in stock.items() if isinstance(value, Tensor)}
+        supported_names = set(_TOKEN_TENSORS)
+        if expanded_length:
+            supported_names.add(EXPANDED)
+        has_supported_names = {"input_ids", "attention_mask"} <= tensor_names <= supported_names
+        if not has_supported_names or stock.get("modality") != "text":
             return None
-        others = {key: value for key, value in stock.items() if key not in tensors}
+        others = {name: value for name, value in stock.items() if name not in tensor_names}
         plan = _Plan(backend.truncation, others, padding_position(self.owner.model))
-        if (
-            expanded and stock["input_ids"].size(1) == expanded
-        ):  # what stands behind the tokens of the shortest probe
-            last = {
+        if expanded_length and stock["input_ids"].size(1) == expanded_length:
+            # The end of the empty probe is expansion: repeated, it is a query without a token.
+            expansion = {
                 name: stock[name][1:2, -1:].expand(1, stock[name].size(1))
-                for name in sorted(tensors)
+                for name in sorted(tensor_names)
             }
-            plan = plan._replace(expanded=last)
+            plan = plan._replace(expansion=expansion)
         if self._backend is None:
             self._backend = type(backend).from_str(backend.to_str())
             self._backend.no_padding()
-        expected = stock if expanded else pack_features(stock, plan.padding)
-        got = self._features(self._encodings(probes, prompt, plan), plan)
-        same = expected.keys() == got.keys() and all(
-            torch.equal(value, got[key]) if isinstance(value, Tensor) else value == got[key]
-            for key, value in expected.items()
-        )
-        return plan if same else None
+        expected = stock if expanded_length else pack_features(stock, plan.padding)
+        features = self._features(self._encodings(probes, prompt, plan), plan)
+        return plan if _are_equal(features, expected) else None
 
     def _encodings(self, texts: Sequence[str], prompt: str | None, plan: _Plan) -> list[Any]:
+        """Tokenise texts by the copy of the Rust tokenizer."""
         backend = self._backend
         if backend.truncation != plan.truncation:
             if plan.truncation is None:
                 backend.no_truncation()
             else:
                 backend.enable_truncation(**plan.truncation)
-        encode = getattr(
-            backend,
-            "encode_batch_fast",
-            backend.encode_batch,
-        )  # fast: without offsets
-        found: list[Any] = encode(
-            [prompt + text for text in texts] if prompt else list(texts),
-            add_special_tokens=True,
-        )
-        return found
+        # The fast method leaves out offsets in the text.
+        encode = getattr(backend, "encode_batch_fast", backend.encode_batch)
+        prompted = [prompt + text for text in texts] if prompt else list(texts)
+        encodings: list[Any] = encode(prompted, add_special_tokens=True)
+        return encodings
 
     def _features(self, encodings: list[Any], plan: _Plan) -> Features:
-        if (
-            len(encodings) == 1
-            and plan.expanded is None
-            and plan.padding not in (first := encodings[0].ids)
-        ):
-            begin, size = 0 if plan.padding is None else plan.padding + 1, len(first)
-            numbers = np.array(first, np.int64), np.arange(begin, begin + size, dtype=np.int64)
-            tokens, places, cu_seqlens = map(
-                torch.from_numpy,
-                (*numbers, np.array([0, size], np.int32)),
-            )
-            return packed_arguments(tokens, places, cu_seqlens, size) | plan.others
+        """Return packed features of encodings, or padded ones of expanded queries."""
+        if len(encodings) == 1 and plan.expansion is None:
+            token_ids = encodings[0].ids
+            if plan.padding not in token_ids:
+                return _single_text_features(token_ids, plan)
         flat = array("i")
         for encoding in encodings:
-            flat.fromlist(
-                encoding.ids,
-            )  # the quickest of what was tried: 29 ns a token, 24 of them for the list
+            # The fastest way that was tried: 29 ns a token, 24 of them for the list.
+            flat.fromlist(encoding.ids)
         ids = np.array(flat, np.int64)
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
-        if plan.expanded is not None:
-            return _expanded(ids, lengths, plan.expanded) | plan.others
-        offsets, padding = offsets_of(lengths), -1 if plan.padding is None else plan.padding
-        counted = ids != padding
-        before = offsets_of(counted)
-        positions = (before[1:] - np.repeat(before[offsets[:-1]], lengths)) * counted + padding
-        tokens, places, cu_seqlens = map(
-            torch.from_numpy,
-            (ids, positions, offsets.astype(np.int32)),
+        if plan.expansion is not None:
+            return _expanded_features(ids, lengths, plan.expansion) | plan.others
+        # As models count: padding tokens have the position `padding`, and others follow it.
+        padding = -1 if plan.padding is None else plan.padding
+        offsets = offsets_of(lengths)
+        is_counted = ids != padding
+        n_before = offsets_of(is_counted)
+        n_in_text = n_before[1:] - np.repeat(n_before[offsets[:-1]], lengths)
+        positions = n_in_text * is_counted + padding
+        packed = packed_arguments(
+            torch.from_numpy(ids),
+            torch.from_numpy(positions),
+            torch.from_numpy(offsets.astype(np.int32)),
+            int(lengths.max(initial=0)),
         )
-        return (
-            packed_arguments(tokens, places, cu_seqlens, int(lengths.max(initial=0))) | plan.others
-        )
+        return packed | plan.others
 
 
-def _expanded(ids: Int64, lengths: Int64, alone: Features) -> Features:
-    """Features ``[B, L]`` of queries before what is to stand behind their tokens."""
+def _single_text_features(token_ids: list[int], plan: _Plan) -> Features:
+    """Return packed features of one text without padding tokens."""
+    length = len(token_ids)
+    start = 0 if plan.padding is None else plan.padding + 1
+    packed = packed_arguments(
+        torch.from_numpy(np.array(token_ids, np.int64)),
+        torch.from_numpy(np.arange(start, start + length, dtype=np.int64)),
+        torch.from_numpy(np.array([0, length], np.int32)),
+        length,
+    )
+    return packed | plan.others
+
+
+def _are_equal(features: Features, expected: Features) -> bool:
+    """Return whether two sets of features have the same names and values."""
+    if features.keys() != expected.keys():
+        return False
+    for name, value in expected.items():
+        if isinstance(value, Tensor):
+            if not torch.equal(value, features[name]):
+                return False
+        elif value != features[name]:
+            return False
+    return True
+
+
+def _expanded_features(ids: Int64, lengths: Int64, expansion: Features) -> Features:
+    """Return padded features ``[B, L]`` of expanded queries.
+
+    Args:
+        ids: packed token ids, ``[T]``.
+        lengths: number of tokens of each query, ``[B]``.
+        expansion: features of a query without any token, ``[1, L]``.
+    """
+    n_queries = len(lengths)
     features = {
-        name: np.repeat(value.numpy(), len(lengths), axis=0) for name, value in alone.items()
+        name: np.repeat(tensor.numpy(), n_queries, axis=0) for name, tensor in expansion.items()
     }
-    tokens = np.arange(features[EXPANDED].shape[1]) < lengths[:, None]
-    for name, filled in (("input_ids", ids), ("attention_mask", 1), (EXPANDED, False)):
-        features[name][tokens] = filled
-    return {name: torch.from_numpy(value) for name, value in features.items()}
+    is_token = np.arange(features[EXPANDED].shape[1]) < lengths[:, None]
+    features["input_ids"][is_token] = ids
+    features["attention_mask"][is_token] = 1
+    features[EXPANDED][is_token] = False
+    return {name: torch.from_numpy(values) for name, values in features.items()}
 
 
 def texts_to(model: Model) -> PackedInputs | None:
-    """The ``preprocess`` of the first module, which a model need not look at each text for; None if
-    it is another.
+    """Return ``preprocess`` of the model's first module if the model's own only calls that.
+
+    It saves the model's look at each text.
     """
-    first: Any = next(iter(model.children()), None)
-    shortcut = None if first is None else vars(first).get("preprocess")
-    stock = type(model).preprocess is BaseModel.preprocess and "preprocess" not in vars(model)
-    return shortcut if stock and isinstance(shortcut, PackedInputs) else None
+    is_stock = type(model).preprocess is BaseModel.preprocess and "preprocess" not in vars(model)
+    first_module: Any = next(iter(model.children()), None)
+    if first_module is None or not is_stock:
+        return None
+    preprocess = vars(first_module).get("preprocess")
+    return preprocess if isinstance(preprocess, PackedInputs) else None
 
 
 def on_device(features: Mapping[str, object], device: torch.device | str) -> Features:
-    """Features whose tensors are there."""
+    """Return features with their tensors moved to a device."""
     return {
-        key: value.to(device) if isinstance(value, Tensor) else value
-        for key, value in features.items()
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in features.items()
     }
 
 
 def packed_features(ids: Tensor, lengths: Tensor, padding: int | None, longest: int) -> Features:
-    """Features of packed tokens ``[T]``, under the names that sentence-transformers gives flattened
-    ones.
+    """Return features of packed tokens, with the names of sentence-transformers' flattened inputs.
+
+    Args:
+        ids: token ids, ``[T]``.
+        lengths: number of tokens of each text, ``[B]``.
+        padding: :func:`padding_position` of the model.
+        longest: number of tokens of the longest text.
     """
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=ids.device)
     torch.cumsum(lengths, 0, dtype=torch.int32, out=cu_seqlens[1:])
@@ -329,37 +415,73 @@ def packed_features(ids: Tensor, lengths: Tensor, padding: int | None, longest: 
 
 
 def pack_features(features: Features, padding: int | None) -> Features:
-    """Padded features of texts without their padding; anything else, and masks with holes, as they
-    are.
+    """Remove the padding of padded features.
 
-    Waits for the GPU once, if they are there. `padding` is :func:`padding_position` of the model.
+    It waits for the GPU once, if the features are there.
+
+    Args:
+        features: output of ``preprocess``.
+        padding: :func:`padding_position` of the model.
+
+    Returns:
+        Packed features; the same features if they are not padded texts, or a mask has holes.
     """
-    mask, ids = features.get("attention_mask"), features.get("input_ids")
-    tensors = {key for key, value in features.items() if isinstance(value, Tensor)} - {
-        "prompt_length",
-    }
-    if mask is None or ids is None or not tensors <= _OF_TOKENS or mask.dim() != 2:
+    mask = features.get("attention_mask")
+    ids = features.get("input_ids")
+    tensor_names = {name for name, value in features.items() if isinstance(value, Tensor)}
+    tensor_names.discard("prompt_length")
+    if mask is None or ids is None or not tensor_names <= _TOKEN_TENSORS or mask.dim() != 2:
         return features
-    keep = mask != 0
-    begins = keep & ~torch.nn.functional.pad(keep, (1, 0))[:, :-1]
-    lengths, types = keep.sum(1), features.get("token_type_ids")
-    typed = lengths if types is None else types.sum(1)
-    facts = (
-        [lengths.sum(), *(n.amax() for n in (lengths, begins.sum(1), typed.long()))]
-        if keep.numel()
-        else []
-    )
-    tokens, most, parts, marked = torch.stack(facts).tolist() if facts else (0, 0, 0, 0)
-    if parts > 1:
+    is_token = mask != 0
+    lengths = is_token.sum(1)
+    token_types = features.get("token_type_ids")
+    facts = _mask_facts(is_token, lengths, token_types)
+    if facts.max_runs > 1:
         return features
-    at = lengths[:0]
-    if tokens:  # ``nonzero`` would wait for the GPU to know how many they are
-        sequence, place = token_positions(
-            torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
-            tokens,
-        )
-        at = sequence * keep.size(1) + keep.long().argmax(1)[sequence] + place
-    found = packed_features(ids.long().flatten()[at], lengths, padding, most)
-    if types is not None and marked:  # models take zeros where none are given
-        found["token_type_ids"] = types.flatten()[at][None]
-    return found | {key: value for key, value in features.items() if key not in tensors}
+    sources = lengths[:0]
+    if facts.n_tokens > 0:
+        # ``nonzero`` would wait for the GPU once more, to know the number of tokens.
+        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        text, position = token_positions(cu_seqlens, facts.n_tokens)
+        first_tokens = is_token.long().argmax(1)
+        sources = text * is_token.size(1) + first_tokens[text] + position
+    packed_ids = ids.long().flatten()[sources]
+    packed = packed_features(packed_ids, lengths, padding, facts.longest)
+    if token_types is not None and facts.has_types:  # models use zeros by default
+        packed["token_type_ids"] = token_types.flatten()[sources][None]
+    others = {name: value for name, value in features.items() if name not in tensor_names}
+    return packed | others
+
+
+class _MaskFacts(NamedTuple):
+    """What packing has to know of padded texts on the CPU.
+
+    Attributes:
+        n_tokens: number of tokens of all texts.
+        longest: number of tokens of the longest text.
+        max_runs: largest number of separate runs of tokens in a text: 1 without holes.
+        has_types: whether a text has a token type other than 0.
+    """
+
+    n_tokens: int = 0
+    longest: int = 0
+    max_runs: int = 0
+    has_types: bool = False
+
+
+def _mask_facts(is_token: Tensor, lengths: Tensor, token_types: Tensor | None) -> _MaskFacts:
+    """Compute facts of padded texts, with one copy from the device.
+
+    Args:
+        is_token: bool ``[B, S]``.
+        lengths: number of tokens of each text, ``[B]``.
+        token_types: ``[B, S]``, if there are any.
+    """
+    if is_token.numel() == 0:
+        return _MaskFacts()
+    has_token_before = torch.nn.functional.pad(is_token, (1, 0))[:, :-1]
+    n_runs = (is_token & ~has_token_before).sum(1)
+    type_sums = lengths if token_types is None else token_types.sum(1)
+    facts = [lengths.sum(), lengths.amax(), n_runs.amax(), type_sums.long().amax()]
+    n_tokens, longest, max_runs, largest_type_sum = torch.stack(facts).tolist()
+    return _MaskFacts(n_tokens, longest, max_runs, largest_type_sum != 0)
