@@ -1,11 +1,9 @@
-"""Queries and documents in the forms of sentence-transformers, divided into parts for calls of
-``maxsim``.
-"""
+"""Queries and documents in the forms of sentence-transformers, scored by ``maxsim`` in parts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,14 +12,17 @@ from tilefold.integrations._ragged import as_tensor, as_tokens, pack, token_vect
 from tilefold.ops import maxsim
 
 EMPTY_DOCUMENT_SCORE = -1e9  # score of a document without a token in sentence-transformers
-CHUNK_ELEMENTS = (
-    100_000_000  # numbers of one side that are packed, or moved to another device, at a time
-)
+# Number of elements of one side that are packed, or moved to another device, at a time.
+CHUNK_ELEMENTS = 100_000_000
 
 
-class Part(NamedTuple):
-    """Some sequences of a side: ``[.., L, D]`` with a bool mask, or ``[T, D]`` with the offsets of
-    its sequences.
+class SidePart(NamedTuple):
+    """Some sequences of a side, padded or packed.
+
+    Attributes:
+        rows: token vectors: padded ``[..., L, D]``, or packed ``[T, D]``.
+        mask: which padded vectors count, bool ``[..., L]``; ``None`` for packed ones.
+        cu_seqlens: offsets of packed sequences, ``[B + 1]``; ``None`` for padded ones.
     """
 
     rows: Tensor
@@ -29,16 +30,22 @@ class Part(NamedTuple):
     cu_seqlens: Tensor | None
 
     def counts(self) -> Tensor:
-        """``[..]`` tokens of each sequence that take part."""
+        """Return the number of vectors of each sequence that count, ``[...]``."""
         if self.cu_seqlens is not None:
             return self.cu_seqlens.diff()
-        kept: Tensor = self.rows.any(dim=-1) if self.mask is None else self.mask
-        return kept.sum(dim=-1)
+        is_counted: Tensor = self.rows.any(dim=-1) if self.mask is None else self.mask
+        return is_counted.sum(dim=-1)
 
 
 class Side:
-    """All queries or documents: ``[n, L, D]``, ``[L, D]`` or a list of ``[L_i, D]``; a floating
-    mask may weigh them.
+    """All queries or all documents of a call.
+
+    Args:
+        name: name of the argument, for error messages.
+        embeddings: ``[N, L, D]``, ``[L, D]`` or a list of ``[L_i, D]``.
+        mask: which vectors count, ``[N, L]`` or a list; ``None`` if all of them do, except rows of
+            zeros in a padded tensor.
+        weighted: whether a floating mask multiplies the vectors.
     """
 
     def __init__(self, name: str, embeddings: object, mask: object, weighted: bool = False) -> None:
@@ -46,52 +53,73 @@ class Side:
         if isinstance(embeddings, (list, tuple)):
             self.rows = token_vectors(name, embeddings)
             longest = max((item.size(0) for item in self.rows), default=0)
-            first = embeddings[0] if embeddings else None
+            first_item = embeddings[0] if embeddings else None
         else:
-            rows, first = as_tensor(embeddings), embeddings
+            rows = as_tensor(embeddings)
             self.rows = as_tokens(name, rows[None] if rows.dim() == 2 else rows, 3)
             longest = self.rows.size(1)
-        self.device = (
-            first.device if isinstance(first, Tensor) else None
-        )  # arrays go to the device of the other side
+            first_item = embeddings
+        # Arrays have no device: they go to that of the other side.
+        self.device = first_item.device if isinstance(first_item, Tensor) else None
         self.count = len(self.rows)
-        name = f"{name.removesuffix('_embeddings')}_mask"
-        self.mask = None if mask is None else _mask(name, mask, self.count, longest)
+        mask_name = f"{name.removesuffix('_embeddings')}_mask"
+        self.mask = None if mask is None else _mask(mask_name, mask, self.count, longest)
         if weighted and self.mask is not None and self.mask.is_floating_point():
-            weights = self.mask
-            if isinstance(self.rows, Tensor):
-                self.rows = self.rows * weights.to(self.rows)[..., None]
-            else:
-                pairs = zip(self.rows, weights, strict=True)
-                self.rows = [row * weight[: len(row), None].to(row) for row, weight in pairs]
+            self._multiply(self.mask)
 
-    def parts(self, device: torch.device, budget: int) -> list[slice]:
-        """The whole side if it is padded and on ``device``, else parts of up to ``budget`` numbers."""
+    def _multiply(self, weights: Tensor) -> None:
+        """Multiply the vectors by weights ``[N, L]``."""
+        if isinstance(self.rows, Tensor):
+            self.rows = self.rows * weights.to(self.rows)[..., None]
+            return
+        self.rows = [
+            vectors * vector_weights[: len(vectors), None].to(vectors)
+            for vectors, vector_weights in zip(self.rows, weights, strict=True)
+        ]
+
+    def slices(self, device: torch.device, budget: int) -> list[slice]:
+        """Divide the sequences into parts that are moved to a device one after another.
+
+        Args:
+            device: the device.
+            budget: largest number of elements of a part. A longer sequence is a part by itself.
+
+        Returns:
+            Slices of the sequences; one slice if they are padded and on the device already.
+        """
         if isinstance(self.rows, Tensor) and self.rows.device == device:
             return [slice(0, self.count)]
-        packed = isinstance(self.rows, list) and self.mask is None
-        found: list[slice] = []
-        start, width, total = 0, 0, 0
-        for i, item in enumerate(self.rows):
-            size, dim = item.shape
-            width, total = max(width, size), total + size
-            if i > start and (total if packed else width * (i + 1 - start)) * dim > budget:
-                found.append(slice(start, i))
-                start, width, total = i, size, size
-        return [*found, slice(start, self.count)]
+        is_packed = isinstance(self.rows, list) and self.mask is None
+        slices: list[slice] = []
+        start = 0
+        longest = 0
+        n_vectors = 0
+        for position, vectors in enumerate(self.rows):
+            length, dim = vectors.shape
+            longest = max(longest, length)
+            n_vectors += length
+            n_padded = longest * (position + 1 - start)
+            n_elements = (n_vectors if is_packed else n_padded) * dim
+            if position > start and n_elements > budget:
+                slices.append(slice(start, position))
+                start = position
+                longest = length
+                n_vectors = length
+        slices.append(slice(start, self.count))
+        return slices
 
-    def part(self, where: slice, device: torch.device) -> Part:
-        """Some of the sequences, on ``device``; at least one if the side is a list."""
-        chosen = self.rows[where]
-        if isinstance(chosen, list):
+    def part(self, sequences: slice, device: torch.device) -> SidePart:
+        """Return some of the sequences on a device; at least one if the side is a list."""
+        rows = self.rows[sequences]
+        if isinstance(rows, list):
             if self.mask is None:
-                rows, offsets = pack(chosen)
-                return Part(rows.to(device), None, offsets.to(device))
-            chosen = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
-        chosen = chosen.to(device)
+                packed, offsets = pack(rows)
+                return SidePart(packed.to(device), None, offsets.to(device))
+            rows = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        rows = rows.to(device)
         if self.mask is None:
-            return Part(chosen, chosen.any(dim=-1), None)
-        return Part(chosen, self.mask[where, : chosen.size(1)].to(device) != 0, None)
+            return SidePart(rows, rows.any(dim=-1), None)
+        return SidePart(rows, self.mask[sequences, : rows.size(1)].to(device) != 0, None)
 
 
 def scores_of_sides(
@@ -103,90 +131,130 @@ def scores_of_sides(
     chunk_elements: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """fp32 scores ``[Nq, Nd]`` (``pairing="all"``) or ``[N]`` (``"aligned"``) on the device of the
-    documents.
+    """Score queries and documents part by part.
+
+    Args:
+        queries: Nq queries.
+        documents: Nd documents.
+        pairing: ``"all"``, or ``"aligned"``: one document for each query.
+        length_normalize: whether scores are divided by the number of query tokens.
+        impl: implementation of ``maxsim``.
+        chunk_elements: number of elements of a part; by default ``CHUNK_ELEMENTS``.
+        device: device that computes; by default that of the documents.
+
+    Returns:
+        fp32 scores ``[Nq, Nd]`` or ``[N]`` on the device of the documents, else of the queries.
     """
-    home = documents.device or queries.device or torch.device("cpu")
-    place = home if device is None else torch.device(device)
+    output_device = documents.device or queries.device or torch.device("cpu")
+    compute_device = output_device if device is None else torch.device(device)
     budget = CHUNK_ELEMENTS if chunk_elements is None else chunk_elements
     if pairing == "aligned" and queries.count != documents.count:
-        expected = f"there must be one document for each of the {queries.count} queries"
-        raise ValueError(f"{expected}, got {documents.count} documents.")
-    if queries.count == 0 or documents.count == 0:
-        return torch.zeros(
-            (queries.count, documents.count) if pairing == "all" else (0,),
-            device=home,
+        raise ValueError(
+            f"there must be one document for each of the {queries.count} queries, "
+            f"got {documents.count} documents.",
         )
+    if queries.count == 0 or documents.count == 0:
+        shape = (queries.count, documents.count) if pairing == "all" else (0,)
+        return torch.zeros(shape, device=output_device)
 
-    def scored(query: Part, where: slice) -> Tensor:
-        return score(query, documents.part(where, place), pairing, length_normalize, impl).to(home)
+    def score_part(query_part: SidePart, sequences: slice) -> Tensor:
+        document_part = documents.part(sequences, compute_device)
+        scores = score(query_part, document_part, pairing, length_normalize, impl)
+        return scores.to(output_device)
 
-    columns = documents.parts(place, budget)
+    document_slices = documents.slices(compute_device, budget)
     if pairing == "aligned":
-        return _joined([scored(queries.part(where, place), where) for where in columns], 0)
+        parts = [
+            score_part(queries.part(sequences, compute_device), sequences)
+            for sequences in document_slices
+        ]
+        return _concatenate(parts, 0)
     rows = []
-    for part in queries.parts(place, budget):
-        query = queries.part(part, place)
-        rows.append(_joined([scored(query, where) for where in columns], 1))
-    return _joined(rows, 0)
+    for query_slice in queries.slices(compute_device, budget):
+        query_part = queries.part(query_slice, compute_device)
+        columns = [score_part(query_part, sequences) for sequences in document_slices]
+        rows.append(_concatenate(columns, 1))
+    return _concatenate(rows, 0)
 
 
 def score(
-    queries: Part,
-    documents: Part,
+    queries: SidePart,
+    documents: SidePart,
     pairing: str,
     length_normalize: bool,
     impl: str,
 ) -> Tensor:
-    """Scores of sentence-transformers from sums: fp32, -1e9 for empty documents, then the mean over
-    query tokens.
+    """Compute the scores of sentence-transformers: fp32, -1e9 for documents without a token.
+
+    Args:
+        queries: part of the queries.
+        documents: part of the documents.
+        pairing: see :func:`tilefold.ops.maxsim`.
+        length_normalize: whether scores are divided by the number of query tokens.
+        impl: implementation of ``maxsim``.
     """
-    layout: dict[str, Any] = {"query_mask": queries.mask, "document_mask": documents.mask}
-    layout |= {"cu_seqlens_q": queries.cu_seqlens, "cu_seqlens_d": documents.cu_seqlens}
-    scores: Tensor = maxsim(queries.rows, documents.rows, **layout, pairing=pairing, impl=impl)
+    scores: Tensor = maxsim(
+        queries.rows,
+        documents.rows,
+        query_mask=queries.mask,
+        document_mask=documents.mask,
+        cu_seqlens_q=queries.cu_seqlens,
+        cu_seqlens_d=documents.cu_seqlens,
+        pairing=pairing,
+        impl=impl,
+    )
     scores = scores.float().masked_fill(documents.counts() == 0, EMPTY_DOCUMENT_SCORE)
     if not length_normalize:
         return scores
-    kept = queries.counts().clamp(min=1)
-    return scores / (kept if pairing == "aligned" else kept[:, None])
+    n_tokens = queries.counts().clamp(min=1)
+    return scores / (n_tokens if pairing == "aligned" else n_tokens[:, None])
 
 
 def groups(embeddings: object, mask: object) -> tuple[Tensor, Tensor]:
-    """Documents ``[B, N, Ld, D]`` and their mask ``[B, N, Ld]``; without one, rows of zeros are
-    padding.
+    """Return documents grouped by query ``[B, N, Ld, D]``, and their mask ``[B, N, Ld]``.
+
+    Without a mask, rows of zeros are padding.
     """
     rows = as_tokens("documents_embeddings", embeddings, 4)
     if mask is None:
         return rows, rows.any(dim=-1)
     shape = list(rows.shape[:-1])
-    found = _as_mask("documents_mask", mask, shape)
-    if list(found.shape) != shape:
+    mask = _as_mask("documents_mask", mask, shape)
+    if list(mask.shape) != shape:
         raise ValueError(
-            f"documents_mask must have shape {shape}, one entry per token, got {list(found.shape)}.",
+            f"documents_mask must have shape {shape}, one entry per token, got {list(mask.shape)}.",
         )
-    return rows, found.to(rows.device) != 0
+    return rows, mask.to(rows.device) != 0
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
+def _concatenate(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def _mask(name: str, mask: object, count: int, longest: int) -> Tensor:
-    """``[count, longest]``."""
+    """Convert a mask to a tensor ``[count, longest]``.
+
+    Args:
+        name: name of the argument, for error messages.
+        mask: a tensor or an array ``[count, longest]`` or ``[longest]``, or a list of masks.
+        count: number of sequences.
+        longest: number of vectors of the longest sequence.
+    """
     if isinstance(mask, (list, tuple)):
         rows = [_as_mask(name, item, ["L"]) for item in mask]
-        mask = (
-            torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            if rows
-            else torch.zeros(0, longest)
-        )
-    found = _as_mask(name, mask, [count, longest])
-    found = found[None] if found.dim() == 1 else found
-    if found.dim() != 2 or found.size(0) not in (1, count) or found.size(1) != longest:
+        if rows:
+            mask = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        else:
+            mask = torch.zeros(0, longest)
+    tensor = _as_mask(name, mask, [count, longest])
+    if tensor.dim() == 1:
+        tensor = tensor[None]
+    if tensor.dim() != 2 or tensor.size(0) not in (1, count) or tensor.size(1) != longest:
         raise ValueError(
-            f"{name} must have shape {[count, longest]}, one entry per token, got {list(found.shape)}.",
+            f"{name} must have shape {[count, longest]}, one entry per token, "
+            f"got {list(tensor.shape)}.",
         )
-    return found.expand(count, -1)
+    return tensor.expand(count, -1)
 
 
 def _as_mask(name: str, mask: object, shape: Sequence[object]) -> Tensor:

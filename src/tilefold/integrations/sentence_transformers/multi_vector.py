@@ -182,7 +182,7 @@ def _colbert(name: str, pairing: str, mean: bool, summary: str) -> Scores:
             query = queries.part(slice(0, queries.count), rows.device)
             return _sides.score(
                 query,
-                _sides.Part(rows, mask, None),
+                _sides.SidePart(rows, mask, None),
                 pairing,
                 length_normalize,
                 impl,
