@@ -116,7 +116,7 @@ def test_help_names_the_words_that_an_option_takes(call: Call) -> None:
         for verb in ("index", "evaluate", "fuse", "export", "serve", "encode")
     }
     for verb, words in (
-        ("index", "exact | seismic |"),
+        ("index", "exact|seismic|"),
         ("fuse", "rrf|interpolation"),
         ("evaluate", "average|rocchio"),
         ("evaluate", "keep|drop"),

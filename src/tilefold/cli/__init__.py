@@ -110,7 +110,7 @@ def _report(error: Exception) -> int:
 def _app() -> Any:
     import typer
 
-    from tilefold.cli._options import Command, root, with_document_fields
+    from tilefold.cli._options import Command, as_command, root
     from tilefold.cli.bench import bench, warmup
     from tilefold.cli.compare import compare
     from tilefold.cli.demo import demo
@@ -132,10 +132,27 @@ def _app() -> Any:
         rich_markup_mode="rich",
     )
     app.callback()(root)
-    making = (demo, train, recipes, encode, merge, index)
-    asking = (search, evaluate, compare, export, fuse, mine, score, serve)
-    for verb in (*making, *asking, bench, warmup, info):
-        app.command(cls=Command)(with_document_fields(verb))
+    commands = (
+        demo,
+        train,
+        recipes,
+        encode,
+        merge,
+        index,
+        search,
+        evaluate,
+        compare,
+        export,
+        fuse,
+        mine,
+        score,
+        serve,
+        bench,
+        warmup,
+        info,
+    )
+    for command in commands:
+        app.command(cls=Command)(as_command(command))
     return app
 
 

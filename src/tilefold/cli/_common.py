@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from tilefold.retrieval.data.collection import Collection
 
-Asked: TypeAlias = Mapping[str, Any]  # parameters of a command and their values
-Values: TypeAlias = dict[str, Any]  # what a command prints as JSON, or options by name
 
 DEMO_DIR = Path("tilefold-demo")
 SECONDS_PER_LINE = 60.0
@@ -268,7 +266,7 @@ def texts_of(data: str | None) -> Callable[[], Mapping[str, str]] | None:
     return None if data is None else lambda: load_data(data, documents_only=True).contents()
 
 
-def known(values: Asked) -> Values:
+def known(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 

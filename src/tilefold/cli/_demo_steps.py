@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tilefold import retrieval
 from tilefold._internal.typing import Model
 from tilefold.cli import _common, _models
-from tilefold.cli._common import Values
 from tilefold.retrieval.common.provenance import texts_digest
 from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.errors import DataError
@@ -111,8 +110,8 @@ def make_recipe(size: Size, seed: int) -> SpladeRecipe:
     """The recipe of a size."""
     from tilefold.recipes.splade import SpladeRecipe
 
-    lengths: Values = {"max_length": size.max_length, "train_max_length": size.train_length}
-    pace: Values = {
+    lengths: dict[str, Any] = {"max_length": size.max_length, "train_max_length": size.train_length}
+    pace: dict[str, Any] = {
         "max_steps": size.steps,
         "batch_size": size.batch_size,
         "learning_rate": size.learning_rate,

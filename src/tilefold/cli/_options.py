@@ -1,21 +1,23 @@
-"""Options: their declaration, the table of those that go together, and errors that name them; those
-of the program.
-"""
+"""Declaration of options, the base class of the requests of commands, and errors that name options."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import inspect
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
+from typer.models import OptionInfo, ParameterInfo
 
 from tilefold._version import __version__
 from tilefold.cli._common import CommandError, UsageError, document_fields, first_line, note
@@ -23,15 +25,9 @@ from tilefold.distributed.ranks import RENDEZVOUS, is_rank, run_ranks
 from tilefold.retrieval.data.fields import DocumentFields
 from tilefold.retrieval.errors import DataError
 
-# types of options that may be left out
-Text: TypeAlias = str | None
-Count: TypeAlias = int | None
-Number: TypeAlias = float | None
-Place: TypeAlias = Path | None
-Words: TypeAlias = list[str] | None
-FIELDS_PANEL = "Fields of --data"  # of --help
-_FIELD_OPTIONS = ("id_field", "title_field", "text_field")
-# options of what a command works on: of two, one would be left out
+OPTION_COLUMNS = 26  # of the names of options in --help, whose texts begin after them
+
+# Options of what a command reads. Of two values, one would be ignored.
 INPUTS = frozenset(
     {
         "bm25",
@@ -47,298 +43,189 @@ INPUTS = frozenset(
         "vectors",
     },
 )
-# A row has the options that are refused (parameters of the command), where they are, and what is
-# said behind them. Where: NAME is given, !NAME is not, NAME=VALUE or NAME!=VALUE; of several all
-# must hold, and of a|b one.
-_Rules = tuple[tuple[str, str, str], ...]
-_INDEX = "query_top_k query_cut heap_factor candidates other_model device"
-_MIX = "prf_place prf_weight prf_normalization"
-_ROCCHIO = "prf_alpha prf_beta prf_gamma prf_bottom"
-_RERANK: _Rules = (
-    (
-        "rerank_model rerank_depth rerank_tail rerank_weight",
-        "!rerank",
-        "goes together with --rerank",
-    ),
-    (
-        "rerank_tail",
-        "rerank_weight",
-        "goes without --rerank-weight, under which every candidate keeps its share",
-    ),
-)
-_PRF: _Rules = (
-    (
-        f"prf_depth prf_terms {_ROCCHIO} prf_equal_lengths prf_with {_MIX}",
-        "!prf",
-        "goes together with --prf",
-    ),
-    (_ROCCHIO, "prf=average", "goes with --prf rocchio"),
-    (_MIX, "!prf_with", "goes together with --prf-with"),
-)
-_TRAINING = (
-    "epochs negatives batch_size fill_batches mini_batch_size learning_rate regularizer group_by_length train_max_length "
-    "anneal_alpha bf16 fused graphs save_steps save_minutes devices hours report_to evaluate_steps"
-)
-OF_BACKEND = {
-    "bm25": "language k1 b identifiers",
-    "seismic": "n_postings centroid_fraction min_cluster_size summary_energy doc_cut query_cut heap_factor num_threads",
-    "qdrant": "url collection weights",
-    "late": "storage pool_factor queries",
-}
-_BUILDS = " ".join((*OF_BACKEND.values(), "passages stride cut overwrite"))
-_USELESS = "does nothing {}: leave it out"
-_CUTS: _Rules = (("stride cut", "!passages", "goes together with --passages"),)
-
-RULES: dict[str, _Rules] = {
-    "encode": (
-        *_CUTS,
-        ("passages", "queries", "cuts documents, and --queries encodes queries"),
-        ("split", "!queries", "chooses queries: give it together with --queries"),
-        (
-            "jsonl address worker_cpus save_minutes resume",
-            "dry_run",
-            _USELESS.format("with --dry-run, which writes nothing and measures here"),
-        ),
-        (
-            "save_minutes",
-            "engine=ray",
-            _USELESS.format("where several processes share the work, which keep whole shards"),
-        ),
-        (
-            "jsonl",
-            "engine=ray",
-            "is written from all vectors in memory: leave it out with --engine ray",
-        ),
-        (
-            "overwrite",
-            "!jsonl",
-            "goes with --jsonl, which it replaces; to encode again there is --fresh",
-        ),
-        ("address worker_cpus", "engine=local", "is for --engine ray"),
-        ("workers", "engine=local !dry_run", "is for --engine ray and --dry-run"),
-        (
-            "devices",
-            "engine=ray|dry_run",
-            "is for encoding in processes of this machine: with Ray give --workers",
-        ),
-    ),
-    "search": (
-        ("queries", "query", "goes without a query"),
-        ("model data vectors", "!index", "goes with --index"),
-        ("overwrite", "!save_run", "goes with --save-run"),
-        ("demo", "index", _USELESS.format("with --index")),
-        *_RERANK[:1],
-        *_PRF,
-    ),
-    "evaluate": (
-        (f"{_INDEX} where", "!index", "goes with --index"),
-        ("max_length", "index|run", "goes with a dense --model, without --index"),
-        ("k", "run", "goes with --index or a dense --model; for --rerank there is --rerank-depth"),
-        ("vectors", "!prf", "goes together with --prf"),
-        ("overwrite", "!save_run !per_query", "goes with --save-run and --per-query"),
-        ("prf", "run", "goes with --index or a dense --model: a run has no vectors"),
-        *_RERANK,
-        *_PRF,
-    ),
-    "fuse": (
-        ("weight tune normalization", "method=rrf", "goes with --method interpolation"),
-        ("rrf_k", "method=interpolation", "goes with --method rrf"),
-        ("tune", "weight", "chooses the weights, and goes without --weight"),
-        ("in_sample", "!tune", "goes with --tune"),
-        ("split drop_unknown measure tune", "!data", "goes with --data"),
-        ("overwrite", "!save_run", "goes with --save-run"),
-    ),
-    "mine": (
-        (_INDEX, "!index !vectors", "goes with --index or --vectors"),
-        ("max_length", "run|index|vectors", "goes with a dense --model alone"),
-    ),
-    "compare": (("overwrite", "!plot", "goes with --plot"),),
-    "score": (("scale", "like", "goes without --like, which sets mean and deviation"),),
-    "serve": (
-        (f"data vectors bm25 name {_INDEX}", "!index", "goes with --index"),
-        (
-            "default_side max_batch_tokens auto_truncate max_length",
-            "index !model !tokens",
-            _USELESS.format("for an index of words alone, without a model"),
-        ),
-        ("tokens_model", "!tokens", "goes with --tokens"),
-    ),
-    "train": (
-        (_TRAINING, "steps=0", _USELESS.format("with --steps 0, which trains nothing")),
-        (
-            "evaluate_split evaluate_documents patience",
-            "!evaluate_steps",
-            "goes together with --evaluate-steps",
-        ),
-        ("epochs", "steps", _USELESS.format("with --steps, which says how many")),
-        *_CUTS,
-        ("negatives", "passages", "names whole documents, and goes without --passages"),
-    ),
-    "bench": (
-        (
-            "shape impl device dtype output quick seconds minutes",
-            "listing",
-            _USELESS.format("with --list, which runs nothing"),
-        ),
-    ),
-    "export": (
-        ("field_type dots", "to!=opensearch", "goes with --to opensearch"),
-        ("document namespace", "to!=vespa", "goes with --to vespa"),
-        ("quantize top_k", "to!=onnx", "goes with --to onnx"),
-        ("overwrite", "to=onnx", "goes with --to opensearch and vespa; a graph needs a new folder"),
-        (
-            "vectors names data",
-            "to=onnx",
-            "goes with --to opensearch and vespa; onnx reads --model",
-        ),
-    ),
-    "index": (
-        (_BUILDS, "update|delete|merge", "is for a new index; {output} says how this one was made"),
-        *(
-            (options, f"backend!={name}", f"goes with --backend {name}")
-            for name, options in OF_BACKEND.items()
-        ),
-        ("collection", "!url", "goes with --url, the address of a server"),
-        (
-            "data vectors tokens",
-            "delete|merge !update",
-            "goes with --update, to put them into the index",
-        ),
-        (
-            "passages",
-            "backend!=bm25",
-            "goes with --backend bm25; vectors are cut by tilefold encode --passages",
-        ),
-        *_CUTS,
-        (
-            "vectors",
-            "backend=bm25",
-            "goes with the backends exact, seismic and qdrant; bm25 reads --data",
-        ),
-        (
-            "vectors",
-            "backend=late",
-            "goes with the backends exact, seismic and qdrant; late reads --tokens",
-        ),
-        (
-            "tokens",
-            "backend!=late !update",
-            "goes with --backend late; {backend} reads --vectors or --data",
-        ),
-    ),
-}
 
 
-def option(help: str, *flags: str, default: object = None, **settings: Any) -> Any:
-    """An option of a command, under its parameter's name unless `flags` are given, with those of
-    ``typer.Option``.
+def option(help: str, *flags: str, panel: str | None = None, **settings: Any) -> Any:
+    """Declare an option of a command, for the ``Annotated`` type of a field of its request.
 
-    A `metavar` such as ``"keep|drop"`` is shown by ``--help``, and has the only words that the
-    option takes.
+    Args:
+        help: the text of ``--help``.
+        flags: spellings of the option. By default the name of the field with dashes.
+        panel: group of the option in ``--help``.
+        settings: further arguments of ``typer.Option``.
     """
-    return typer.Option(default, *flags, help=help, **settings)
+    return typer.Option(..., *flags, help=help, rich_help_panel=panel, **settings)
 
 
-def preset(default: object, help: str, *flags: str, **settings: Any) -> Any:
-    """An option with a default."""
-    return option(help, *flags, default=default, **settings)
-
-
-def _at_least_one(parameter: typer.CallbackParam, value: Any) -> Any:
-    for each in value if isinstance(value, list) else [value]:
-        if each is not None and each < 1:
-            raise UsageError(f"{parameter.opts[0]}: expected at least 1, got {each}.")
+def _check_positive(parameter: typer.CallbackParam, value: Any) -> Any:
+    """Return the value of an option, or raise ``UsageError`` if it is below 1."""
+    for number in value if isinstance(value, list) else [value]:
+        if number is not None and number < 1:
+            raise UsageError(f"{parameter.opts[0]}: expected at least 1, got {number}.")
     return value
 
 
-required = functools.partial(option, default=...)
-flag = functools.partial(option, default=False)
-positive = functools.partial(option, callback=_at_least_one)
+def positive(help: str, *flags: str, **settings: Any) -> Any:
+    """Declare an option whose value is at least 1."""
+    return option(help, *flags, callback=_check_positive, **settings)
 
 
-def argument(help: str, default: object = None) -> Any:
-    """An argument of a command without an option's name."""
-    return typer.Argument(default, help=help)
+def argument(help: str) -> Any:
+    """Declare a positional argument of a command."""
+    return typer.Argument(help=help)
 
 
-def with_options(
-    *groups: Callable[..., None],
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of functions that declare them; its last parameter, ``**more``,
-    takes their values.
+def is_given(value: object) -> bool:
+    """Whether the value of an option without a default was given on the command line."""
+    return value is not None and value is not False
+
+
+def refuse_options(options: Mapping[str, object], reason: str) -> None:
+    """Raise ``UsageError`` for the first of `options` that was given.
+
+    Args:
+        options: value of each option by its spelling, such as ``{"--top-k": request.top_k}``. An
+            option with a default is given as the comparison with it.
+        reason: the rest of the message, which starts with the spelling.
+    """
+    for spelling, value in options.items():
+        if is_given(value):
+            raise UsageError(f"{spelling} {reason}.")
+
+
+def declared_options(request_type: type[Any]) -> dict[str, ParameterInfo]:
+    """Return the declarations of the options of a request by field.
+
+    A request's own fields precede those of its base classes, as in ``--help``.
+    """
+    hints = get_type_hints(request_type, include_extras=True)
+    declared: dict[str, ParameterInfo] = {}
+    for base in request_type.__mro__:
+        panel = vars(base).get("HELP_PANEL")
+        for name in vars(base).get("__annotations__", {}):
+            if name in declared or name == "HELP_PANEL":
+                continue
+            info = copy.copy(get_args(hints[name])[1])
+            if info.rich_help_panel is None:
+                info.rich_help_panel = panel
+            declared[name] = info
+    return declared
+
+
+def choices_of(annotation: Any) -> tuple[str, ...]:
+    """Return the values of a ``Literal``, also of one that may be None; empty for other types."""
+    for alternative in (annotation, *get_args(annotation)):
+        if get_origin(alternative) is Literal:
+            return get_args(alternative)
+    return ()
+
+
+def spellings(request_type: type[Any]) -> dict[str, str]:
+    """Return the spelling of every option of a request by field, such as ``--resume/--fresh``."""
+    return {
+        name: "/".join(info.param_decls or ()) or f"--{name.replace('_', '-')}"
+        for name, info in declared_options(request_type).items()
+        if isinstance(info, OptionInfo)
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base class of the requests of commands, and of groups of options that several share.
+
+    A field is an option. Its type is ``Annotated`` with the declaration that :func:`option`,
+    :func:`positive` or :func:`argument` returns. A request checks its values when it is made.
+
+    Attributes:
+        HELP_PANEL: title of the group in ``--help``.
     """
 
-    def extended(command: Callable[..., None]) -> Callable[..., None]:
-        parameters: list[inspect.Parameter] = []
-        for function in (command, *groups):
-            hints = get_type_hints(function)
-            own = inspect.signature(function).parameters.values()
-            parameters += [
-                each.replace(annotation=hints[each.name])
-                for each in own
-                if each.kind != each.VAR_KEYWORD
-            ]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return command
+    HELP_PANEL: ClassVar[str | None] = None
 
-    return extended
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise ``UsageError`` for values that an option does not accept, or that exclude others."""
+        hints = get_type_hints(type(self))
+        for name, spelling in spellings(type(self)).items():
+            choices = choices_of(hints[name])
+            if choices:
+                check_choice(spelling, getattr(self, name), choices)
 
 
-def _document_fields(
-    id_field: Text = option(
-        "Field of documents that is the id, where it has no usual name.",
-        rich_help_panel=FIELDS_PANEL,
-    ),
-    title_field: Text = option(
-        "Field of documents that is the title.",
-        rich_help_panel=FIELDS_PANEL,
-    ),
-    text_field: Text = option(
-        "Field of documents that is the text.",
-        rich_help_panel=FIELDS_PANEL,
-    ),
-) -> None:
-    """Declare the options that name the fields of documents."""
+@dataclass(frozen=True, kw_only=True)
+class DocumentFieldOptions(Options):
+    """Options that name the fields of the documents of ``--data``."""
+
+    HELP_PANEL: ClassVar[str | None] = "Fields of --data"
+
+    id_field: Annotated[
+        str | None,
+        option("Field of documents that is the id, where it has no usual name."),
+    ] = None
+    title_field: Annotated[str | None, option("Field of documents that is the title.")] = None
+    text_field: Annotated[str | None, option("Field of documents that is the text.")] = None
+
+    def validate(self) -> None:
+        """Refuse names of fields without files that have them."""
+        super().validate()
+        options = {
+            "--id-field": self.id_field,
+            "--title-field": self.title_field,
+            "--text-field": self.text_field,
+        }
+        data: str | None = getattr(self, "data")  # noqa: B009  # declared by each request
+        if data is None:
+            refuse_options(options, "goes together with --data")
+        if data == "pydocs":
+            refuse_options(options, "goes without --data pydocs, which has no files")
+
+    def document_fields(self) -> DocumentFields:
+        """Return the names of the fields."""
+        return DocumentFields(self.id_field, self.title_field, self.text_field)
 
 
-def with_document_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command with --data the options that name the fields of its documents.
+def as_command(function: Callable[[Any], None]) -> Callable[..., None]:
+    """Return the command whose options are the fields of the request that `function` takes.
 
-    Every collection that the command loads is read by these names. A command without --data is
-    returned as it is.
+    Args:
+        function: takes one argument, ``request``, whose annotation is a subclass of
+            :class:`Options`.
     """
-    parameters = dict(inspect.signature(command).parameters)
-    if "data" not in parameters:
-        return command
+    request_type = get_type_hints(function)["request"]
+    hints = get_type_hints(request_type, include_extras=True)
+    defaults = {field.name: field.default for field in dataclasses.fields(request_type)}
+    parameters = []
+    for name, info in declared_options(request_type).items():
+        annotation = get_args(hints[name])[0]
+        choices = choices_of(annotation)
+        if choices:  # checked by the request, whose message names the choices
+            annotation = str | None
+            info.metavar = "|".join(choices)
+        default = defaults[name]
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
+                annotation=Annotated[annotation, info],
+            ),
+        )
 
-    @functools.wraps(command)
-    def run(
-        *,
-        id_field: str | None,
-        title_field: str | None,
-        text_field: str | None,
-        **values: Any,
-    ) -> None:
-        fields = DocumentFields(id_field, title_field, text_field)
-        if fields.names and values["data"] is None:
-            refuse(_FIELD_OPTIONS, "goes together with --data")
-        if fields.names and values["data"] == "pydocs":
-            refuse(_FIELD_OPTIONS, "goes without --data pydocs, which has no files")
-        with document_fields(fields):
-            command(**values)
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        request = request_type(**values)
+        names_of_fields = (
+            document_fields(request.document_fields())
+            if isinstance(request, DocumentFieldOptions)
+            else nullcontext()
+        )
+        with names_of_fields:
+            function(request)
 
-    hints = get_type_hints(command)
-    typed = [
-        parameter.replace(annotation=hints.get(name, parameter.annotation))
-        for name, parameter in parameters.items()
-    ]
-    field_hints = get_type_hints(_document_fields)
-    named = [
-        parameter.replace(annotation=field_hints[name])
-        for name, parameter in inspect.signature(_document_fields).parameters.items()
-    ]
-    run.__signature__ = inspect.Signature([*typed, *named])  # type: ignore[attr-defined]
-    return run
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
 
 
 def read_text(path: Path, option: str, encoding: str = "utf-8") -> str:
@@ -352,21 +239,6 @@ def read_text(path: Path, option: str, encoding: str = "utf-8") -> str:
 arguments: list[str] = []  # of the command that runs
 # Parameter -> option of the command that runs, also by value: "resume=False" -> "--fresh".
 options: dict[str, str] = {}
-given: dict[str, str] = {}  # those of them that are on the command line
-
-
-def refuse(names: Iterable[str], why: str) -> None:
-    """Raise an error for parameters whose options were given where they do nothing."""
-    for name in names:
-        if name in given:
-            raise UsageError(f"{given[name]} {why}.")
-
-
-def refuse_useless(names: Iterable[str], where: str) -> None:
-    """Raise an error for parameters whose options were given and do nothing, such as ``"with
-    --steps 0"``.
-    """
-    refuse(names, _USELESS.format(where))
 
 
 def in_options(message: str) -> str:
@@ -393,24 +265,30 @@ def check_choice(option: str, value: str | None, allowed: Iterable[str]) -> None
 
 
 @contextmanager
-def as_options(*same: str, **names: str) -> Iterator[None]:
-    """Errors of library functions with options for their arguments, ``--prf-depth: ...`` for
-    ``depth: ...``.
+def option_errors(**spellings: str) -> Iterator[None]:
+    """Raise errors of the library about its arguments as errors about options.
 
-    `same` are arguments that are called like a parameter of the command. What files hold is a
-    failure, a value that cannot be is an error of usage. A name with a colon, such as ``--bm25:
-    FOLDER``, is the beginning of the sentence.
+    ``depth: expected ...`` becomes ``--prf-depth: expected ...`` with ``depth="--prf-depth"``. A
+    ``DataError``, which is about the content of a file, is a failure, another ``ValueError`` an
+    error of usage.
+
+    Args:
+        spellings: option by argument. A value with a colon, such as ``"--bm25: FOLDER"``, is the
+            beginning of the sentence.
     """
     try:
         yield
     except ValueError as error:
-        argument, _, rest = str(error).partition(":")
-        known = {name: options[name] for name in same} | names
-        if not all(name in known for name in argument.split(", ")):
+        subject, _, predicate = str(error).partition(":")
+        arguments = subject.split(", ")
+        if not all(argument in spellings for argument in arguments):
             raise
-        option = ", ".join(known[name] for name in argument.split(", "))
+        subject = ", ".join(spellings[argument] for argument in arguments)
+        if ":" not in subject:
+            subject += ":"
         kind = CommandError if isinstance(error, DataError) else UsageError
-        raise kind(in_options(f"{option}{'' if ':' in option else ':'}{rest}")) from error
+        predicate = predicate.replace(" or None, got ", ", or left out, got ")
+        raise kind(f"{subject}{predicate}") from error
 
 
 def on_devices(devices: str | None) -> int | None:
@@ -437,64 +315,73 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _holds(condition: str, values: Mapping[str, object]) -> bool:
-    name, equals, value = condition.lstrip("!").partition("=")
-    if equals:
-        return (str(values[name.removesuffix("!")]) == value) is not name.endswith("!")
-    return (
-        values[name] not in (None, ()) and values[name] is not False
-    ) is not condition.startswith("!")
-
-
 class Command(TyperCommand):
-    """A command that says so where an option is given twice, but for lists, and refuses two inputs."""
+    """A command that refuses an input given twice, and notes other options given twice."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The arguments that are left, as click returns them."""
-        given.clear()
+        """Return the arguments that are left, as click does."""
         options.clear()
-        _, _, found = self.make_parser(ctx).parse_args(args=list(args))
-        spelled = {each.name: "/".join((*each.opts, *each.secondary_opts)) for each in self.params}
         for parameter in self.params:
             if parameter.opts[0].startswith("--"):
                 options[str(parameter.name)] = parameter.opts[0]
                 options[f"{parameter.name}=True"] = parameter.opts[0]
             if parameter.secondary_opts:
                 options[f"{parameter.name}=False"] = parameter.secondary_opts[0]
-        for parameter in (each for each in found if each.name in spelled):  # --help is click's own
-            option = spelled[parameter.name]
-            if parameter.name in given and not getattr(parameter, "multiple", False):
-                if parameter.name in INPUTS:
-                    raise UsageError(f"{option}: expected once, got it twice: leave one out.")
-                note(f"{option} was given twice: the last one counts.")
-            given[parameter.name] = option
+        _, _, parameters = self.make_parser(ctx).parse_args(args=list(args))
+        self._check_repetitions(parameters)
         return super().parse_args(ctx, args)
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command, unless the table refuses its options, or one is none of the words of its
-        metavar.
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help in groups of options.
+
+        Names of options are never cut. The tables of typer would do so at 80 columns.
         """
-        for each in (each for each in self.params if "|" in (each.metavar or "")):
-            check_choice(
-                options[str(each.name)],
-                ctx.params[each.name],
-                map(str.strip, str(each.metavar).split("|")),
-            )
-        for names, where, why in RULES.get(ctx.info_name or "", ()):
-            if all(
-                any(_holds(each, ctx.params) for each in part.split("|")) for part in where.split()
-            ):
-                refuse(names.split(), why.format_map(ctx.params))
-        return super().invoke(ctx)
+        self.format_usage(ctx, formatter)
+        self._format_description(formatter)
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            is_option = parameter.opts[0].startswith("-")
+            default_group = "Options" if is_option else "Arguments"
+            group = getattr(parameter, "rich_help_panel", None) or default_group
+            groups.setdefault(group, []).append(record)
+        for group, records in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(records, col_max=OPTION_COLUMNS)
+
+    def _format_description(self, formatter: Any) -> None:
+        """Write the docstring of a command, whose paragraphs are wrapped, but for its example."""
+        with formatter.indentation():
+            for paragraph in inspect.cleandoc(self.help or "").split("\n\n"):
+                formatter.write_paragraph()
+                if paragraph.startswith("Example:"):
+                    for line in paragraph.splitlines():
+                        formatter.write(f"  {line}\n")
+                else:
+                    formatter.write_text(" ".join(paragraph.split()))
+
+    def _check_repetitions(self, parameters: Iterable[Any]) -> None:
+        """Refuse or note options that occur twice among the `parameters` of a command line."""
+        declared = {parameter.name for parameter in self.params}  # without click's own --help
+        names: set[str] = set()
+        for parameter in parameters:
+            if parameter.name not in declared or getattr(parameter, "multiple", False):
+                continue
+            if parameter.name in names:
+                spelling = "/".join((*parameter.opts, *parameter.secondary_opts))
+                if parameter.name in INPUTS:
+                    raise UsageError(f"{spelling}: expected once, got it twice: leave one out.")
+                note(f"{spelling} was given twice: the last one counts.")
+            names.add(parameter.name)
 
 
 def root(
-    version: bool = flag(
-        "Show the version and exit.",
-        "--version",
-        callback=_show_version,
-        is_eager=True,
-    ),
-    debug: bool = flag("Show the whole traceback of an error.", "--debug"),
+    version: Annotated[
+        bool,
+        option("Show the version and exit.", "--version", callback=_show_version, is_eager=True),
+    ] = False,
+    debug: Annotated[bool, option("Show the whole traceback of an error.", "--debug")] = False,
 ) -> None:
     """Train, encode, index, search and evaluate neural retrievers. Start with: tilefold demo"""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from tilefold import retrieval
 from tilefold._internal.precision import inference_precision
 from tilefold.cli import _common, _models, _options, _scores
-from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import Count, Number, Place, Text, flag, option, positive
+from tilefold.cli._common import CommandError, UsageError, note
+from tilefold.cli._options import Options, option, positive, refuse_options
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.index import DENSE, LATE
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from tilefold._internal.typing import Model
     from tilefold.retrieval.common.runs import Run
     from tilefold.retrieval.data.collection import Document
-    from tilefold.retrieval.data.metadata import Filter
+    from tilefold.retrieval.data.metadata import Filter, Where
     from tilefold.retrieval.data.passages import Passages
     from tilefold.retrieval.index import SparseIndex
     from tilefold.retrieval.index.bm25 import BM25Index
@@ -32,14 +33,7 @@ if TYPE_CHECKING:
 
 Texts = Callable[[], Mapping[str, str]]
 AnyIndex: TypeAlias = "SparseIndex | BM25Index | DenseIndex | LateIndex"
-PASSAGES = option(
-    "Cut texts into passages of at most so many words; documents are then found by their best one.",
-)
-STRIDE = option(
-    "Words from the beginning of a passage to that of the next; by default --passages, without overlap.",
-)
-CUT = option("Where passages begin and end; by default sentences.", metavar="sentences|words")
-CHUNK = 1024  # queries searched at a time
+QUERIES_AT_A_TIME = 1024
 MODEL_HELP = "The model that made --index; minilm for an index of encode --model minilm."
 DENSE_LENGTH = positive(
     "Dense: tokens read of a text, at most; by default as many as the model reads.",
@@ -50,91 +44,363 @@ WHERE = option(
 )
 
 
-def of_index(
-    query_top_k: Count = positive("Sparse: keep only this many terms of a query."),
-    query_cut: Count = option(
-        "seismic: heaviest terms of a query that choose clusters; by default the index's.",
-    ),
-    heap_factor: Number = option(
-        "seismic: lower is slower and closer to exact; by default the index's.",
-    ),
-    candidates: Count = option(
-        "late, on a CPU: documents to score, 0 for all; by default the index's.",
-        min=0,
-    ),
-    other_model: bool = flag(
-        "Take a model that did not make the vectors, such as a query encoder.",
-        "--other-model",
-    ),
-    device: Text = option(
-        "exact, dense, late: such as cuda; by default the CPU for exact, else a GPU if any.",
-    ),
-) -> None:
-    """Options of a search in an index."""
+@dataclass(frozen=True, kw_only=True)
+class PassageOptions(Options):
+    """Options that split documents into passages."""
+
+    HELP_PANEL: ClassVar[str | None] = "Passages"
+
+    passages: Annotated[
+        int | None,
+        option(
+            "Cut texts into passages of at most so many words; documents are then found by their best one.",
+        ),
+    ] = None
+    stride: Annotated[
+        int | None,
+        option(
+            "Words from the beginning of a passage to that of the next; by default --passages, without overlap.",
+        ),
+    ] = None
+    cut: Annotated[
+        Literal["sentences", "words"] | None,
+        option(
+            "Where passages begin and end; by default sentences.",
+        ),
+    ] = None
+
+    def validate(self) -> None:
+        """Refuse options of passages without ``--passages``."""
+        super().validate()
+        if self.passages is None:
+            refuse_options(
+                {"--stride": self.stride, "--cut": self.cut},
+                "goes together with --passages",
+            )
+
+    def passage_splitter(self) -> Passages | None:
+        """Return how documents are split, or None without ``--passages``."""
+        if self.passages is None:
+            return None
+        from tilefold.retrieval.data.passages import Passages
+
+        with _options.option_errors(length="--passages", stride="--stride", cut="--cut"):
+            return Passages(
+                self.passages,
+                stride=self.stride,
+                cut=self.cut or "sentences",
+            )
 
 
-def of_reranking(
-    rerank: Text = option(
-        "Rerank by late interaction: token vectors (tilefold encode), or a multi-vector model, which encodes "
-        "candidates; minilm takes the token states of the packaged one.",
-    ),
-    rerank_model: Text = option(
-        "Multi-vector model of the queries, or minilm; by default that of the token vectors.",
-    ),
-    rerank_depth: Count = option(
-        "Candidates to rerank; by default 100, of evaluate --k or a whole run.",
-    ),
-    rerank_weight: Number = option(
-        "Weight of MaxSim beside the first scores, both in [0, 1]; by default MaxSim alone.",
-    ),
-) -> None:
-    """Options of reranking."""
+@dataclass(frozen=True, kw_only=True)
+class IndexOptions(Options):
+    """Options of a search in an index, or in encoded documents.
+
+    Each command declares `index`, `vectors` and `model` again with its own help.
+    """
+
+    HELP_PANEL: ClassVar[str | None] = "Search in the index"
+
+    index: Annotated[
+        Path | None,
+        option("Index to search, with the --model that made it; BM25 has none."),
+    ] = None
+    vectors: Annotated[Path | None, option("The encoded documents of --index.")] = None
+    model: Annotated[str | None, option(MODEL_HELP)] = None
+    query_top_k: Annotated[
+        int | None,
+        positive("Sparse: keep only this many terms of a query."),
+    ] = None
+    query_cut: Annotated[
+        int | None,
+        option("seismic: heaviest terms of a query that choose clusters; by default the index's."),
+    ] = None
+    heap_factor: Annotated[
+        float | None,
+        option("seismic: lower is slower and closer to exact; by default the index's."),
+    ] = None
+    candidates: Annotated[
+        int | None,
+        option("late, on a CPU: documents to score, 0 for all; by default the index's.", min=0),
+    ] = None
+    other_model: Annotated[
+        bool,
+        option(
+            "Take a model that did not make the vectors, such as a query encoder.",
+            "--other-model",
+        ),
+    ] = False
+    device: Annotated[
+        str | None,
+        option(
+            "exact, dense, late: such as cuda; by default the CPU for exact, else a GPU if any.",
+        ),
+    ] = None
+
+    @property
+    def searched_folder(self) -> Path:
+        """Folder of the index, or of the encoded documents."""
+        folder = self.vectors if self.index is None else self.index
+        if folder is None:
+            raise UsageError("--index: expected an index to search, got none.")
+        return folder
+
+    def refuse_index_options(self, reason: str) -> None:
+        """Raise ``UsageError`` if an option of the search in an index was given."""
+        refuse_options(
+            {
+                "--query-top-k": self.query_top_k,
+                "--query-cut": self.query_cut,
+                "--heap-factor": self.heap_factor,
+                "--candidates": self.candidates,
+                "--other-model": self.other_model,
+                "--device": self.device,
+            },
+            reason,
+        )
+
+    def search_options(self, backend: str) -> dict[str, int | float]:
+        """Return the options of the search of an index, as :class:`Searcher` takes them.
+
+        Raises:
+            UsageError: if an option of another backend was given.
+        """
+        searched_as = f"{self.searched_folder} is searched as {backend}"
+        if backend != "seismic":
+            refuse_options(
+                {"--query-cut": self.query_cut, "--heap-factor": self.heap_factor},
+                f"is for seismic indexes, and {searched_as}",
+            )
+        if backend != LATE:
+            refuse_options(
+                {"--candidates": self.candidates},
+                f"is for {LATE} indexes, and {searched_as}",
+            )
+        options: dict[str, int | float] = {}
+        if self.query_cut is not None:
+            options["query_cut"] = self.query_cut
+        if self.heap_factor is not None:
+            options["heap_factor"] = self.heap_factor
+        if self.candidates is not None:
+            options["candidates"] = self.candidates
+        return options
 
 
-def of_feedback(
-    prf: Text = option(
-        "Search again with each query moved towards what it found.",
-        "--prf",
-        metavar="average|rocchio",
-    ),
-    prf_depth: Count = option("Best documents taken as relevant; by default 3, and 5 for rocchio."),
-    prf_terms: Count = option("Sparse: heaviest terms kept of a query after --prf."),
-    prf_alpha: Number = option(
-        "rocchio: weight of the query; by default 0.9 of vectors of equal length.",
-    ),
-    prf_beta: Number = option("rocchio: weight of the best documents; by default 0.1."),
-    prf_equal_lengths: bool | None = option(
-        "Bring documents' vectors to the query's length first; by default for rocchio without weights.",
-        "--prf-equal-lengths/--no-prf-equal-lengths",
-    ),
-    prf_gamma: Number = option("rocchio: weight of the last documents, subtracted (0)."),
-    prf_bottom: Count = option("rocchio: how many last documents, of 1,000, --prf-gamma is for."),
-    prf_with: Place = option("A second ranking to interpolate with: a BM25 index, or a TREC run."),
-    prf_place: Text = option(
-        "Where to interpolate around feedback; by default both.",
-        metavar="before|after|both",
-    ),
-    prf_weight: Number = option("Weight of --prf-with in [0, 1], beside the other one (0.5)."),
-    prf_normalization: Text = option(
-        "Before interpolation; by default min_max.",
-        metavar="min_max|z_score|none",
-    ),
-) -> None:
-    """Options of pseudo relevance feedback."""
+@dataclass(frozen=True, kw_only=True)
+class RerankOptions(Options):
+    """Options of reranking by late interaction."""
+
+    HELP_PANEL: ClassVar[str | None] = "Reranking"
+
+    rerank: Annotated[
+        str | None,
+        option(
+            "Rerank by late interaction: token vectors (tilefold encode), or a multi-vector model, which encodes "
+            "candidates; minilm takes the token states of the packaged one.",
+        ),
+    ] = None
+    rerank_model: Annotated[
+        str | None,
+        option(
+            "Multi-vector model of the queries, or minilm; by default that of the token vectors."
+        ),
+    ] = None
+    rerank_depth: Annotated[
+        int | None,
+        option("Candidates to rerank; by default 100, of evaluate --k or a whole run."),
+    ] = None
+    rerank_weight: Annotated[
+        float | None,
+        option(
+            "Weight of MaxSim beside the first scores, both in [0, 1]; by default MaxSim alone."
+        ),
+    ] = None
+
+    def validate(self) -> None:
+        """Refuse options of reranking without ``--rerank``."""
+        super().validate()
+        if self.rerank is None:
+            refuse_options(
+                {
+                    "--rerank-model": self.rerank_model,
+                    "--rerank-depth": self.rerank_depth,
+                    "--rerank-weight": self.rerank_weight,
+                },
+                "goes together with --rerank",
+            )
+
+    def reranking(
+        self, depth: int | None = None, tail: Literal["keep", "drop"] | None = None
+    ) -> Reranking | None:
+        """Return the options of reranking, or None without ``--rerank``.
+
+        Args:
+            depth: number of candidates without ``--rerank-depth``.
+            tail: what becomes of candidates below that depth, ``"keep"`` (default) or ``"drop"``.
+        """
+        if self.rerank is None:
+            return None
+        from tilefold.retrieval.search.reranking import Reranking
+
+        with _options.option_errors(
+            depth="--rerank-depth",
+            tail="--rerank-tail",
+            weight="--rerank-weight",
+        ):
+            return Reranking(
+                depth=depth if self.rerank_depth is None else self.rerank_depth,
+                tail=tail or "keep",
+                weight=self.rerank_weight,
+            )
 
 
-def passages(asked: Asked) -> Passages | None:
-    """The cut that --passages, --stride and --cut ask for."""
-    if asked["passages"] is None:
-        return None
-    from tilefold.retrieval.data.passages import Passages
+@dataclass(frozen=True, kw_only=True)
+class FeedbackOptions(Options):
+    """Options of pseudo-relevance feedback, and of a second ranking around it."""
 
-    given = _common.known({name: asked[name] for name in ("stride", "cut")})
-    with _options.as_options(length="--passages", stride="--stride", cut="--cut"):
-        return Passages(asked["passages"], **given)
+    HELP_PANEL: ClassVar[str | None] = "Feedback"
+
+    prf: Annotated[
+        Literal["average", "rocchio"] | None,
+        option(
+            "Search again with each query moved towards what it found.",
+        ),
+    ] = None
+    prf_depth: Annotated[
+        int | None,
+        option("Best documents taken as relevant; by default 3, and 5 for rocchio."),
+    ] = None
+    prf_terms: Annotated[
+        int | None,
+        option("Sparse: heaviest terms kept of a query after --prf."),
+    ] = None
+    prf_alpha: Annotated[
+        float | None,
+        option("rocchio: weight of the query; by default 0.9 of vectors of equal length."),
+    ] = None
+    prf_beta: Annotated[
+        float | None,
+        option("rocchio: weight of the best documents; by default 0.1."),
+    ] = None
+    prf_equal_lengths: Annotated[
+        bool | None,
+        option(
+            "Bring documents' vectors to the query's length first; by default for rocchio without weights.",
+            "--prf-equal-lengths/--no-prf-equal-lengths",
+        ),
+    ] = None
+    prf_gamma: Annotated[
+        float | None,
+        option("rocchio: weight of the last documents, subtracted (0)."),
+    ] = None
+    prf_bottom: Annotated[
+        int | None,
+        option("rocchio: how many last documents, of 1,000, --prf-gamma is for."),
+    ] = None
+    prf_with: Annotated[
+        Path | None,
+        option("A second ranking to interpolate with: a BM25 index, or a TREC run."),
+    ] = None
+    prf_place: Annotated[
+        Literal["before", "after", "both"] | None,
+        option(
+            "Where to interpolate around feedback; by default both.",
+        ),
+    ] = None
+    prf_weight: Annotated[
+        float | None,
+        option("Weight of --prf-with in [0, 1], beside the other one (0.5)."),
+    ] = None
+    prf_normalization: Annotated[
+        Literal["min_max", "z_score", "none"] | None,
+        option(
+            "Before interpolation; by default min_max.",
+        ),
+    ] = None
+
+    def validate(self) -> None:
+        """Refuse options of feedback, of Rocchio and of the second ranking without these."""
+        super().validate()
+        of_rocchio: dict[str, object] = {
+            "--prf-alpha": self.prf_alpha,
+            "--prf-beta": self.prf_beta,
+            "--prf-gamma": self.prf_gamma,
+            "--prf-bottom": self.prf_bottom,
+        }
+        of_second_ranking: dict[str, object] = {
+            "--prf-place": self.prf_place,
+            "--prf-weight": self.prf_weight,
+            "--prf-normalization": self.prf_normalization,
+        }
+        if self.prf is None:
+            refuse_options(
+                {
+                    "--prf-depth": self.prf_depth,
+                    "--prf-terms": self.prf_terms,
+                    **of_rocchio,
+                    "--prf-equal-lengths/--no-prf-equal-lengths": self.prf_equal_lengths
+                    is not None,
+                    "--prf-with": self.prf_with,
+                    **of_second_ranking,
+                },
+                "goes together with --prf",
+            )
+        if self.prf == "average":
+            refuse_options(of_rocchio, "goes with --prf rocchio")
+        if self.prf_with is None:
+            refuse_options(of_second_ranking, "goes together with --prf-with")
+        if (self.prf_gamma is None) != (self.prf_bottom is None):
+            raise UsageError(
+                "--prf-gamma and --prf-bottom go together: a weight, and how many documents.",
+            )
+
+    def feedback(self) -> Feedback | None:
+        """Return the options of feedback, or None without ``--prf``."""
+        from tilefold.retrieval.search.feedback import Feedback
+
+        if self.prf is None:
+            return None
+        with _options.option_errors(
+            depth="--prf-depth",
+            alpha="--prf-alpha",
+            beta="--prf-beta",
+            gamma="--prf-gamma",
+            bottom="--prf-bottom",
+            top_terms="--prf-terms",
+            equal_lengths="--prf-equal-lengths",
+        ):
+            return Feedback(
+                self.prf,
+                depth=self.prf_depth,
+                alpha=self.prf_alpha,
+                beta=self.prf_beta,
+                gamma=0.0 if self.prf_gamma is None else self.prf_gamma,
+                bottom=0 if self.prf_bottom is None else self.prf_bottom,
+                top_terms=self.prf_terms,
+                equal_lengths=self.prf_equal_lengths,
+            )
+
+    def interpolation(self) -> Interpolation | None:
+        """Return the options of interpolation with a second ranking, or None without one."""
+        from tilefold.retrieval.search.feedback import Interpolation
+
+        if self.prf_with is None:
+            return None
+        with _options.option_errors(
+            place="--prf-place",
+            weight="--prf-weight",
+            normalization="--prf-normalization",
+        ):
+            return Interpolation(
+                place=self.prf_place or "both",
+                weight=0.5 if self.prf_weight is None else self.prf_weight,
+                normalization=self.prf_normalization or "min_max",
+            )
 
 
-def load_index(asked: Asked, texts: Texts | None) -> tuple[AnyIndex, Model | None, Values]:
+def load_index(
+    request: IndexOptions, texts: Texts | None
+) -> tuple[AnyIndex, Model | None, dict[str, Any]]:
     """The index of --index or --vectors, the model of --model (BM25 has none), and options of the
     search.
 
@@ -144,63 +410,89 @@ def load_index(asked: Asked, texts: Texts | None) -> tuple[AnyIndex, Model | Non
     from tilefold.retrieval.index.opening import open_index
     from tilefold.retrieval.search.searcher import check_model
 
-    if (path := asked.get("index")) is None:
-        read = read_documents(asked["vectors"])
-        sparse = isinstance(read, retrieval.SparseVectors)
-        index = (retrieval.build_index if sparse else retrieval.DenseIndex.build)(read)
+    index: Any
+    if request.index is not None:
+        index = open_index(request.index)
     else:
-        index = open_index(path)
-    path = path or asked["vectors"]
-    index = _on(index, asked.get("device"), path)
-    options = _common.known(
-        {name: asked.get(name) for name in ("query_cut", "heap_factor", "candidates")},
-    )
-    of = {"query_cut": "seismic", "heap_factor": "seismic", "candidates": LATE}
-    for name in (name for name, backend in of.items() if backend != index.backend):
-        _options.refuse(
-            [name],
-            f"is for {of[name]} indexes, and {path} is searched as {index.backend}",
-        )
+        documents = read_documents(request.vectors)
+        if isinstance(documents, retrieval.SparseVectors):
+            index = retrieval.build_index(documents)
+        else:
+            index = retrieval.DenseIndex.build(documents)
+    source = request.searched_folder
+    index = _on(index, request.device, source)
+    options = request.search_options(index.backend)
     if index.backend == "bm25":
-        useless = [name for name in ("model", "query_top_k", "other_model") if asked[name]]
-        _options.refuse(useless, f"does nothing here: {path} is a BM25 index, which reads words")
+        refuse_options(
+            {
+                "--model": request.model,
+                "--query-top-k": request.query_top_k,
+                "--other-model": request.other_model,
+            },
+            f"does nothing here: {source} is a BM25 index, which reads words",
+        )
         return index, None, {}
-    model, made_by = asked["model"], index.provenance
+    model, made_by = request.model, index.provenance
     if model is None:
         raise UsageError(
-            f"--index: {path} holds vectors; name the model that made them with --model.",
+            f"--index: {source} holds vectors; name the model that made them with --model.",
         )
-    encoder: Model
-    others = {
-        DENSE: (["query_top_k", "prf_terms"], "dense"),
-        LATE: (["query_top_k", "prf", "vectors"], "multi-vector"),
-    }
-    if index.backend in others:
-        useless, kind = others[index.backend]
-        _options.refuse(useless, f"is for sparse queries, and {path} holds {_models.VECTORS[kind]}")
-        encoder = _models.load_model(model, kinds=(kind,))[0]
-    elif model == _models.PACKAGED:
-        if made_by.texts_sha256 is None:
-            missing = (
-                f"{path} does not say which those are: give the folder of the model that made it."
-            )
-            raise UsageError(
-                f"--model: {model} is the untrained start for the documents of an index, and {missing}",
-            )
-        encoder = _models.load_untrained(made_by.texts_sha256, texts, f"the documents of {path}")
-    else:
-        encoder = _models.load_encoder(model)
+    encoder = _load_query_encoder(request, model, index.backend, made_by, texts)
     try:
-        if not check_model(made_by, encoder, model, f"the index {path}"):
+        if not check_model(made_by, encoder, model, f"the index {source}"):
             note(
-                f"--index: {path} does not say which model made it, so that {model} could not be compared with it",
+                f"--index: {source} does not say which model made it, so that {model} could not be compared with it",
             )
     except ValueError as error:
-        if not asked["other_model"]:
+        if not request.other_model:
             raise CommandError(f"--{error}") from error
-        note(f"--model: {model} is not the model that made the index {path}")
-    _report_precision(made_by, encoder, path)
+        note(f"--model: {model} is not the model that made the index {source}")
+    _report_precision(made_by, encoder, source)
     return index, encoder, options
+
+
+def _load_query_encoder(
+    request: IndexOptions,
+    model: str,
+    backend: str,
+    made_by: Provenance,
+    texts: Texts | None,
+) -> Model:
+    """Load the model that encodes queries for an index of vectors.
+
+    Args:
+        request: names the index.
+        model: the name of the model.
+        backend: the backend of the index.
+        made_by: provenance of the index.
+        texts: loads the documents of ``--data``, from which the untrained start is made again.
+    """
+    source = request.searched_folder
+    if backend in (DENSE, LATE):
+        kind = "dense" if backend == DENSE else "multi-vector"
+        _refuse_sparse_options(request, backend, f"{source} holds {_models.VECTORS[kind]}")
+        encoder: Model = _models.load_model(model, kinds=(kind,))[0]
+        return encoder
+    if model != _models.PACKAGED:
+        return _models.load_encoder(model)
+    if made_by.texts_sha256 is None:
+        raise UsageError(
+            f"--model: {model} is the untrained start for the documents of an index, and {source} does not say "
+            "which those are: give the folder of the model that made it.",
+        )
+    return _models.load_untrained(made_by.texts_sha256, texts, f"the documents of {source}")
+
+
+def _refuse_sparse_options(request: IndexOptions, backend: str, reason: str) -> None:
+    """Refuse options of sparse queries for an index of dense or token vectors."""
+    options: dict[str, object] = {"--query-top-k": request.query_top_k}
+    if backend == DENSE and isinstance(request, FeedbackOptions):
+        options["--prf-terms"] = request.prf_terms
+    if backend == LATE:
+        if isinstance(request, FeedbackOptions):
+            options["--prf"] = request.prf
+        options["--vectors"] = request.vectors
+    refuse_options(options, f"is for sparse queries, and {reason}")
 
 
 def _report_precision(made_by: Provenance, encoder: Model, index: Path) -> None:
@@ -229,58 +521,83 @@ def _on(index: Any, device: str | None, path: Path) -> Any:
         ) from error
 
 
+@dataclass(frozen=True)
+class SearcherParts:
+    """Optional parts of a searcher, as :class:`Searcher` takes them."""
+
+    documents: Mapping[str, Document] | None = None
+    vectors: Path | None = None
+    second: BM25Index | Run | None = None
+    late: Model | None = None
+    tokens: TokenStore | None = None
+
+
 def open_searcher(
-    asked: Asked,
+    request: IndexOptions,
     texts: Texts | None,
-    load: Callable[[Provenance], Values],
+    load: Callable[[Provenance], SearcherParts],
 ) -> Searcher:
-    """A searcher of what :func:`load_index` loads, with the parts that `load` then loads for its
-    provenance.
+    """Open a searcher of what :func:`load_index` loads.
+
+    Args:
+        request: names the index, the model and the options of the search.
+        texts: loads the documents of ``--data``.
+        load: loads the other parts, given the provenance of the index.
     """
     from tilefold.retrieval.search.searcher import Searcher
 
-    index, encoder, options = load_index(asked, texts)
+    index, encoder, options = load_index(request, texts)
     parts = load(index.provenance)
-    if index.backend == DENSE and asked["index"] is not None:
-        _options.refuse(["vectors"], f"does nothing here: {asked['index']} holds its own vectors")
-    elif encoder is not None and asked.get("prf") is not None and parts.get("vectors") is None:
+    prf = request.prf if isinstance(request, FeedbackOptions) else None
+    if index.backend == DENSE and request.index is not None:
+        refuse_options(
+            {"--vectors": request.vectors},
+            f"does nothing here: {request.index} holds its own vectors",
+        )
+    elif encoder is not None and prf is not None and parts.vectors is None:
         raise UsageError(
             "--prf reads the vectors of the documents found: give them with --vectors.",
         )
-    names = {
-        "vectors": "--vectors",
-        "second": f"--prf-with: {asked.get('prf_with')}",
-        "tokens": "--rerank",
-    }
-    with _options.as_options(**names, model="--rerank-model"):
+    second = request.prf_with if isinstance(request, FeedbackOptions) else None
+    with _options.option_errors(
+        vectors="--vectors",
+        second=f"--prf-with: {second}",
+        tokens="--rerank",
+        model="--rerank-model",
+    ):
         return Searcher(
             index,
             encoder,
-            query_top_k=asked["query_top_k"],
+            documents=parts.documents,
+            vectors=parts.vectors,
+            second=parts.second,
+            late=parts.late,
+            tokens=parts.tokens,
+            query_top_k=request.query_top_k,
             options=options,
             other_model=True,
-            **parts,
         )
 
 
-def where_of(asked: Asked, searcher: Searcher) -> Filter | None:
-    """The conditions of --where, checked against the fields of the index; a line says so where
-    nothing matches.
+def parse_filter(conditions: list[str] | None, searcher: Searcher) -> Filter | None:
+    """Return the conditions of ``--where``, checked against the fields of the index.
+
+    Prints a note if no document matches.
     """
     from tilefold.retrieval.data.metadata import Filter
 
-    if not asked["where"]:
+    if not conditions:
         return None
     index: Any = getattr(searcher.retriever, "index", None)
-    with _options.as_options(where="--where"):
-        chosen = Filter.parse(asked["where"], index.metadata and index.metadata.kinds)
-        matching = count_matching(index, chosen)
+    with _options.option_errors(where="--where"):
+        where = Filter.parse(conditions, index.metadata and index.metadata.kinds)
+        matching = count_matching(index, where)
     if not matching:
         note(f"--where: none of the {index.n_documents} documents of the index matches")
-    return chosen
+    return where
 
 
-def count_matching(index: Any, where: Filter) -> int:
+def count_matching(index: Any, where: Where) -> int:
     """Number of documents of an index that match a filter."""
     from tilefold.retrieval.data.metadata import allowed_by
 
@@ -290,7 +607,7 @@ def count_matching(index: Any, where: Filter) -> int:
     return index.n_documents if allowed is None else int(allowed.sum())
 
 
-def reason_without_hits(searcher: Searcher, where: Filter | None) -> str:
+def reason_without_hits(searcher: Searcher, where: Where) -> str:
     """Return why a query found nothing: no documents, none that matches, or none with its terms."""
     index: Any = getattr(searcher.retriever, "index", None)
     if not index.n_documents:
@@ -307,31 +624,33 @@ def ranked(
     queries: Mapping[str, str],
     request: SearchRequest,
 ) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """The rankings of `queries`, some at a time, after reranking if the request has one."""
-    left, done = iter(queries.items()), 0
+    """Yield the ranking of each query, after reranking if the request asks for it."""
+    remaining = iter(queries.items())
+    done = 0
     with _common.progress_bar("searching") as update:
-        while chunk := dict(itertools.islice(left, CHUNK)):
-            found = searcher.rank(chunk, request)
+        while chunk := dict(itertools.islice(remaining, QUERIES_AT_A_TIME)):
+            ranking = searcher.rank(chunk, request)
             if request.reranking is not None:
-                found = searcher.rerank(chunk, found, request.reranking)
-            yield from (
-                (query, dict(list(scores.items())[: request.k]))
-                for query, scores in found.run.items()
-            )
+                ranking = searcher.rerank(chunk, ranking, request.reranking)
+            for query, scores in ranking.run.items():
+                yield query, dict(itertools.islice(scores.items(), request.k))
             done += len(chunk)
             update(done, len(queries))
 
 
-def read_documents(path: Path) -> Any:
-    """The encoded documents that --vectors names, sparse or dense ones."""
+def read_documents(path: Path | None) -> Any:
+    """Return the encoded documents of ``--vectors``, sparse or dense."""
     from tilefold.retrieval.vectors.sparse_files import layout_of
 
+    if path is None:
+        raise UsageError("--vectors: expected a folder of encoded documents, got none.")
     dense = retrieval.open_dense(path) if layout_of(path) == "dense" else None
-    if (kind := (dense.manifest if dense else retrieval.read_manifest(path)).kind) != "document":
+    manifest = retrieval.read_manifest(path) if dense is None else dense.manifest
+    if manifest.kind != "document":
         raise UsageError(
-            f"--vectors: {path} holds {kind} vectors; encode documents without --queries.",
+            f"--vectors: {path} holds {manifest.kind} vectors; encode documents without --queries.",
         )
-    return dense or retrieval.read_vectors(path)
+    return retrieval.read_vectors(path) if dense is None else dense
 
 
 def read_tokens(tokens: Path | None) -> Any:
@@ -345,98 +664,91 @@ def read_tokens(tokens: Path | None) -> Any:
     return retrieval.open_tokens(tokens)
 
 
-def open_dense(asked: Asked, texts: Mapping[str, str], **parts: Any) -> Searcher:
-    """A searcher of `texts` by the dense model at --model, encoded now, and of `parts`, which fit
-    the texts.
+def open_dense(
+    request: IndexOptions,
+    texts: Mapping[str, str],
+    max_length: int | None,
+    second: BM25Index | Run | None = None,
+) -> Searcher:
+    """Encode `texts` with the dense model of ``--model``, and return a searcher of them.
+
+    Args:
+        request: names the model.
+        texts: documents by id.
+        max_length: tokens read of a text. None reads as many as the model does.
+        second: a second ranking of the same documents.
     """
     from tilefold.retrieval.search.searcher import Searcher
 
-    _options.refuse(["prf_terms"], "is for sparse queries, and this model is dense")
-    _options.refuse(
-        ["vectors"],
+    if isinstance(request, FeedbackOptions):
+        refuse_options(
+            {"--prf-terms": request.prf_terms},
+            "is for sparse queries, and this model is dense",
+        )
+    refuse_options(
+        {"--vectors": request.vectors},
         "does nothing here: --model is a dense model, which encodes the documents itself",
     )
-    model, _ = _models.load_model(asked["model"], kinds=("dense",))
-    _models.limit_length(model, asked["max_length"])
+    model, _ = _models.load_model(str(request.model), kinds=("dense",))
+    _models.limit_length(model, max_length)
     with _common.progress_bar("encoding") as update:
-        return Searcher(retrieval.encoded_index(model, texts, progress=update), model, **parts)
-
-
-def feedback_request(asked: Asked) -> tuple[Feedback | None, Interpolation | None]:
-    """Feedback and interpolation, None without --prf."""
-    from tilefold.retrieval.search.feedback import Feedback, Interpolation
-
-    if (method := asked["prf"]) is None:
-        return None, None
-    if (asked["prf_gamma"] is None) != (asked["prf_bottom"] is None):
-        raise UsageError(
-            "--prf-gamma and --prf-bottom go together: a weight, and how many documents.",
-        )
-    names = ("depth", "terms", "alpha", "beta", "gamma", "bottom", "equal_lengths")
-    own = {name: asked[f"prf_{name}"] for name in names}
-    mixed = {name: asked[f"prf_{name}"] for name in ("place", "weight", "normalization")}
-    options = {name: f"--prf-{name.replace('_', '-')}" for name in (*own, *mixed)} | {
-        "top_terms": "--prf-terms",
-    }
-    own["top_terms"] = own.pop("terms")
-    with _options.as_options(**options):
-        mix = None if asked["prf_with"] is None else Interpolation(**_common.known(mixed))
-        return Feedback(method, **_common.known(own)), mix
+        index = retrieval.encoded_index(model, texts, progress=update)
+        return Searcher(index, model, second=second)
 
 
 def second_ranking(
-    asked: Asked,
+    path: Path | None,
     queries: Mapping[str, str],
-    made_of: Provenance,
+    texts: Provenance,
 ) -> BM25Index | Run | None:
-    """The BM25 index, or the run of `queries` over texts `made_of`, that --prf-with names."""
+    """Return the second ranking of ``--prf-with``: a BM25 index, or a run of the queries.
+
+    Args:
+        path: the index or the run. None returns None.
+        queries: texts of the queries by id, whose rankings are taken from a run.
+        texts: provenance of the documents that are searched.
+    """
     from tilefold.retrieval.index.bm25 import BM25Index
     from tilefold.retrieval.index.opening import open_index
 
-    if (path := asked["prf_with"]) is None:
+    if path is None:
         return None
-    given = open_index(path) if path.is_dir() else _scores.read_run(path, "--prf-with")
-    if "texts_sha256" in made_of.differs(given.provenance):
+    second = open_index(path) if path.is_dir() else _scores.read_run(path, "--prf-with")
+    if "texts_sha256" in texts.differs(second.provenance):
         raise CommandError(
             f"--prf-with: {path} was made from other documents than those that are searched.",
         )
-    if isinstance(given, BM25Index):
-        return given
-    if not isinstance(given, _scores.NamedRun):
+    if isinstance(second, BM25Index):
+        return second
+    if not isinstance(second, _scores.NamedRun):
         remedy = "give a BM25 index, or save its run and give that: tilefold evaluate --save-run."
         raise UsageError(f"--prf-with: {path} is an index of vectors; {remedy}")
-    if not (found := {query: given.run[query] for query in queries if query in given.run}):
-        raise CommandError(f"{given.name}: no result for any of the {len(queries)} queries.")
-    if len(found) < len(queries):
-        note(f"{given.name}: results for {len(found)} of the {len(queries)} queries")
-    return found
+    run = {query: second.run[query] for query in queries if query in second.run}
+    if not run:
+        raise CommandError(f"{second.name}: no result for any of the {len(queries)} queries.")
+    if len(run) < len(queries):
+        note(f"{second.name}: results for {len(run)} of the {len(queries)} queries")
+    return run
 
 
-def rerank_request(asked: Asked, depth: int | None = None) -> Reranking | None:
-    """Reranking by --rerank-depth, else `depth`, --rerank-tail and --rerank-weight; None without
-    --rerank.
+def load_reranker(
+    source: str,
+    model: str | None,
+    documents: Mapping[str, Document],
+    texts: Provenance,
+) -> Reranker:
+    """Load the reranker of ``--rerank``.
+
+    Args:
+        source: a folder of token vectors, or a multi-vector model.
+        model: the model of ``--rerank-model``.
+        documents: documents by id, whose texts are encoded without token vectors.
+        texts: provenance of the documents.
     """
-    if asked["rerank"] is None:
-        return None
-    from tilefold.retrieval.search.reranking import Reranking
-
-    given: Values = _common.known(
-        {name: asked.get(f"rerank_{name}") for name in ("depth", "tail", "weight")},
-    )
-    with _options.as_options(
-        depth="--rerank-depth",
-        tail="--rerank-tail",
-        weight="--rerank-weight",
-    ):
-        return Reranking(**{"depth": depth, **given})
-
-
-def load_reranker(asked: Asked, documents: Mapping[str, Document], texts: Provenance) -> Reranker:
-    """The reranker of --rerank, for documents with the fingerprint of `texts`."""
     from tilefold.retrieval.search.reranking import Reranker
 
-    late, tokens = load_late(asked["rerank"], asked["rerank_model"], texts=True)
-    with _options.as_options(tokens="--rerank", model="--rerank-model"):
+    late, tokens = load_late(source, model, texts=True)
+    with _options.option_errors(tokens="--rerank", model="--rerank-model"):
         return Reranker(late, tokens, documents, texts)
 
 

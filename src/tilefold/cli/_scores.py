@@ -10,14 +10,14 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tilefold import retrieval
 from tilefold._internal.files import atomic_file
 from tilefold.cli import _common
-from tilefold.cli._common import CommandError, UsageError, Values, note
+from tilefold.cli._common import CommandError, UsageError, note
 from tilefold.retrieval.common.provenance import Provenance, texts_digest
 
 if TYPE_CHECKING:
@@ -424,7 +424,7 @@ def changed_by_feedback(
     request: SearchRequest,
     ranking: Ranking,
     collection: Collection,
-) -> Values:
+) -> dict[str, Any]:
     """Say by split what feedback changes in the first measure, beside the ranking without it; as
     ``--json`` has it.
     """
@@ -455,7 +455,7 @@ def changed_by_feedback(
     return found
 
 
-def facts(collection: Collection, scores: Scores) -> Values:
+def facts(collection: Collection, scores: Scores) -> dict[str, Any]:
     """The scores as ``--json`` prints them: of the first split, and of each; errors; conventions."""
     means, first = scores.means(), next(iter(scores.tables))
     splits = {
@@ -464,7 +464,7 @@ def facts(collection: Collection, scores: Scores) -> Values:
     errors = {
         split: {name: asdict(found) for name, found in row.items()} for split, row in means.items()
     }
-    known: Values = {
+    known: dict[str, Any] = {
         "collection": collection.name,
         "split": first,
         "measures": splits[first],

@@ -6,26 +6,15 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tilefold.cli import _common, _models, _options
+from tilefold.cli import _common, _models
 from tilefold.cli._common import UsageError
-from tilefold.cli._options import (
-    Count,
-    Place,
-    Text,
-    Words,
-    argument,
-    flag,
-    option,
-    positive,
-    preset,
-    required,
-)
+from tilefold.cli._options import Options, argument, option, positive, refuse_options
 
 if TYPE_CHECKING:
     from torch import device
@@ -33,33 +22,121 @@ if TYPE_CHECKING:
     from tilefold.bench.runner import BenchRow, RunOptions
     from tilefold.bench.spec import BenchCase, BenchSpec
 
+SECONDS = 0.5  # of an implementation and phase
 _QUICK_SECONDS = 0.15
 
 
-def bench(
-    op: Text = argument(
-        "Operator to time, such as lsr_head; or claims: those of papers and the README.",
-    ),
-    every: bool = flag("Time every operator.", "--all"),
-    listing: bool = flag("List shapes and implementations, run nothing.", "--list"),
-    shape: Words = option("Named shape; repeat for several.", "--shape", "--only"),
-    impl: Words = option("Implementation; repeat for several."),
-    device: Text = option("By default the GPU if there is one.", metavar="cpu|cuda"),
-    dtype: Text = option("Override the shapes' dtype.", metavar="bf16|fp16|fp32"),
-    output: Place = option("Folder for <device>/<op>.csv."),
-    quick: bool = flag("A few shapes, short timing; saved only with --output.", "--quick"),
-    seconds: float = preset(0.5, "Timing budget of one implementation and phase.", min=0),
-    minutes: float = preset(
-        math.inf,
-        "Start no further shape after this many; slow peers run last.",
-        min=0,
-        show_default=False,
-    ),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest(Options):
+    """Options of ``tilefold bench``."""
+
+    op: Annotated[
+        str | None,
+        argument(
+            "Operator to time, such as lsr_head; or claims: those of papers and the README.",
+        ),
+    ] = None
+    every: Annotated[
+        bool,
+        option(
+            "Time every operator.",
+            "--all",
+        ),
+    ] = False
+    listing: Annotated[
+        bool,
+        option(
+            "List shapes and implementations, run nothing.",
+            "--list",
+        ),
+    ] = False
+    shape: Annotated[
+        list[str] | None,
+        option(
+            "Named shape; repeat for several.",
+            "--shape",
+            "--only",
+        ),
+    ] = None
+    impl: Annotated[
+        list[str] | None,
+        option(
+            "Implementation; repeat for several.",
+        ),
+    ] = None
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        option(
+            "By default the GPU if there is one.",
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None,
+        option(
+            "Override the shapes' dtype.",
+        ),
+    ] = None
+    output: Annotated[
+        Path | None,
+        option(
+            "Folder for <device>/<op>.csv.",
+        ),
+    ] = None
+    quick: Annotated[
+        bool,
+        option(
+            "A few shapes, short timing; saved only with --output.",
+            "--quick",
+        ),
+    ] = False
+    seconds: Annotated[
+        float,
+        option(
+            "Timing budget of one implementation and phase.",
+            min=0,
+        ),
+    ] = SECONDS
+    minutes: Annotated[
+        float,
+        option(
+            "Start no further shape after this many; slow peers run last.",
+            min=0,
+            show_default=False,
+        ),
+    ] = math.inf
+
+    def validate(self) -> None:
+        """Raise ``UsageError`` for options that exclude one another."""
+        super().validate()
+        if self.listing:
+            refuse_options(
+                {
+                    "--shape/--only": self.shape,
+                    "--impl": self.impl,
+                    "--device": self.device,
+                    "--dtype": self.dtype,
+                    "--output": self.output,
+                    "--quick": self.quick,
+                    "--seconds": self.seconds != SECONDS,
+                    "--minutes": self.minutes != math.inf,
+                },
+                "does nothing with --list, which runs nothing: leave it out",
+            )
+        if self.quick:
+            refuse_options(
+                {"--seconds": self.seconds != SECONDS and self.seconds > _QUICK_SECONDS},
+                f"does nothing above {_QUICK_SECONDS:g} with --quick: leave it out",
+            )
+
+
+def bench(request: BenchRequest) -> None:
     """Check, then time operators and their baselines; a row whose check fails shows no time.
 
     Without --output, results go to benchmarks/results if the current directory has benchmarks.
     Exits with 1 if an implementation failed its check.
+
+    Example:
+        tilefold bench lsr_head --quick
     """
     from tilefold.bench.results import choose_device, results_folder
     from tilefold.bench.runner import RunOptions
@@ -67,22 +144,31 @@ def bench(
     from tilefold.bench.timing import TimeBudget
 
     try:
-        if every and op is not None:
-            raise UsageError(f"--all times every operator: leave it out, or {op}.")
-        if quick and seconds > _QUICK_SECONDS:
-            _options.refuse_useless(["seconds"], f"above {_QUICK_SECONDS:g} with --quick")
-        if op == "claims":
+        if request.every and request.op is not None:
+            raise UsageError(f"--all times every operator: leave it out, or {request.op}.")
+        if request.op == "claims":
             raise typer.Exit(
                 int(
-                    not _claims(choose_device(device), 0.15 if quick else seconds, minutes, output),
+                    not _claims(
+                        choose_device(request.device),
+                        _QUICK_SECONDS if request.quick else request.seconds,
+                        request.minutes,
+                        request.output,
+                    ),
                 ),
             )
-        names = OPERATORS if every or (listing and op is None) else (op,) if op is not None else ()
+        names = (
+            OPERATORS
+            if request.every or (request.listing and request.op is None)
+            else (request.op,)
+            if request.op is not None
+            else ()
+        )
         if not (specs := [get_spec(name) for name in names]):
             raise ValueError(
                 f"op must be given, one of {', '.join(OPERATORS)}, claims; or use --all.",
             )
-        if listing:
+        if request.listing:
             for spec in specs:
                 typer.echo(f"{spec.op}: shapes")
                 for case in spec.cases:
@@ -95,15 +181,20 @@ def bench(
                         f"  {each.name:32} {each.kind:9} {', '.join(each.default_on) or 'on request'}",
                     )
             return
-        target = choose_device(device)
-        chosen = [(spec, _cases(spec, shape, target.type, dtype, quick)) for spec in specs]
-        seconds = min(seconds, _QUICK_SECONDS) if quick else seconds
+        target = choose_device(request.device)
+        chosen = [
+            (spec, _cases(spec, request.shape, target.type, request.dtype, request.quick))
+            for spec in specs
+        ]
+        seconds = min(request.seconds, _QUICK_SECONDS) if request.quick else request.seconds
         # on the CPU a call takes long enough that its own noise, not the clock's, decides: more
         # seconds, fewer calls
         on_cpu = TimeBudget(seconds=6 * seconds, min_reps=5, max_reps=50)
         budget = TimeBudget(seconds=seconds) if target.type == "cuda" else on_cpu
-        options = RunOptions(device=target, impls=impl or None, budget=budget, limit=60 * minutes)
-        failed = _run_all(chosen, options, results_folder(output, quick))
+        options = RunOptions(
+            device=target, impls=request.impl or None, budget=budget, limit=60 * request.minutes
+        )
+        failed = _run_all(chosen, options, results_folder(request.output, request.quick))
     except ValueError as error:
         raise UsageError(str(error)) from error
     if failed:
@@ -214,28 +305,77 @@ def _run_all(
     return failed
 
 
-def warmup(
-    model: str = required("A SparseEncoder or multi-vector model: folder or Hugging Face name."),
-    length: list[int] | None = positive(
-        "Tokens of the longest text of a batch; may be repeated, first that of queries. [32, 256]",
-    ),
-    batch_size: int = positive("Texts per batch: kernels are chosen by shape.", default=32),
-    inference: bool = preset(True, "Kernels of scores alone.", "--inference/--no-inference"),
-    training: bool = preset(True, "Kernels of gradients too.", "--training/--no-training"),
-    precision: str = preset("bf16", "Of autocast; fp32 for none.", metavar="bf16|fp16|fp32"),
-    workers: Count = positive("Kernels built at a time; by default one per core."),
-    as_json: bool = flag("What was built as JSON on stdout.", "--json"),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class WarmupRequest(Options):
+    """Options of ``tilefold warmup``."""
+
+    model: Annotated[
+        str,
+        option(
+            "A SparseEncoder or multi-vector model: folder or Hugging Face name.",
+        ),
+    ]
+    length: Annotated[
+        list[int] | None,
+        positive(
+            "Tokens of the longest text of a batch; may be repeated, first that of queries. [32, 256]",
+        ),
+    ] = None
+    batch_size: Annotated[
+        int,
+        positive(
+            "Texts per batch: kernels are chosen by shape.",
+        ),
+    ] = 32
+    inference: Annotated[
+        bool,
+        option(
+            "Kernels of scores alone.",
+            "--inference/--no-inference",
+        ),
+    ] = True
+    training: Annotated[
+        bool,
+        option(
+            "Kernels of gradients too.",
+            "--training/--no-training",
+        ),
+    ] = True
+    precision: Annotated[
+        Literal["bf16", "fp16", "fp32"],
+        option(
+            "Of autocast; fp32 for none.",
+        ),
+    ] = "bf16"
+    workers: Annotated[
+        int | None,
+        positive(
+            "Kernels built at a time; by default one per core.",
+        ),
+    ] = None
+    as_json: Annotated[
+        bool,
+        option(
+            "What was built as JSON on stdout.",
+            "--json",
+        ),
+    ] = False
+
+
+def warmup(request: WarmupRequest) -> None:
     """Build the kernels that a model needs on this GPU, several at a time, into Triton's cache on
     the disk.
 
     A first call of an operator otherwise waits seconds for a compiler. Later processes of this user
     load what was built, as long as Triton, its settings and the GPU stay the same.
+
+    Example:
+        tilefold warmup --model MODEL --length 32 --length 256
     """
-    lengths = length or [32, 256]
-    if not (inference or training):
+    lengths = request.length or [32, 256]
+    if not (request.inference or request.training):
         raise UsageError("--no-inference and --no-training together leave nothing to build.")
-    _models.find_model(model, "--model")
+    _models.find_model(request.model, "--model")
     from tilefold.ops.warm_up import check_kernels_can_be_built
 
     check_kernels_can_be_built()
@@ -243,16 +383,16 @@ def warmup(
 
     from tilefold.integrations.sentence_transformers import warm_up
 
-    loaded, _ = _models.load_model(model)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    loaded, _ = _models.load_model(request.model)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(request.precision)
     built = warm_up(
         loaded.to("cuda"),
         lengths,
-        batch_size,
-        inference=inference,
-        training=training,
+        request.batch_size,
+        inference=request.inference,
+        training=request.training,
         dtype=dtype,
-        workers=workers,
+        workers=request.workers,
     )
     names = ", ".join(
         f"{name} x {count}" if count > 1 else name for name, count in sorted(built.kernels.items())
@@ -265,6 +405,6 @@ def warmup(
     lines.append(f"first calls take up to {max(built.first_calls, default=0.0):.2f} s now")
     _common.print_result(
         asdict(built) | {"cache": str(built.cache), "count": built.count},
-        as_json,
+        request.as_json,
         *lines,
     )

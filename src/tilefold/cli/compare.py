@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from tilefold import retrieval
 from tilefold.cli import _common, _options, _scores
-from tilefold.cli._common import UsageError, Values
-from tilefold.cli._options import Place, Text, Words, argument, flag, option, preset, required
+from tilefold.cli._common import UsageError
+from tilefold.cli._options import DocumentFieldOptions, argument, option, refuse_options
 
 if TYPE_CHECKING:
     from tilefold.retrieval.data.collection import Collection
@@ -20,113 +21,201 @@ if TYPE_CHECKING:
 SHOWN_CELLS = 60
 
 
-def compare(
-    run: list[Path] = argument(
-        "TREC run files, two or more; the others are compared with the first.",
-        default=...,
-    ),
-    data: str = required(_common.DATA_HELP),
-    split: str = preset("test", "Split of the judgements."),
-    drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
-    measure: Words = option(
-        "Measure in the notation of ir-measures, by default nDCG@10; may be repeated.",
-    ),
-    all_pairs: bool = flag("Compare every two runs.", "--all-pairs"),
-    alpha: float = preset(
-        0.05,
-        "Level of significance: the chance of calling any two equal runs different.",
-    ),
-    resamples: int = preset(
-        9999,
-        "Sign flips of the randomisation test, and samples of the bootstrap.",
-    ),
-    worst: int = preset(10, "Queries to show that lose most, with their texts.", min=0),
-    seed: int = preset(0, "Equal seeds give equal numbers.", min=0),
-    identical_ids: Text = option(
-        _scores.IDENTICAL_IDS_HELP,
-        metavar=_scores.IDENTICAL_IDS,
-    ),
-    plot: Place = option("PNG to draw: the first measure of each query, run against run."),
-    overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
-    as_json: bool = flag("Everything as JSON on stdout.", "--json"),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CompareRequest(DocumentFieldOptions):
+    """Options of ``tilefold compare``."""
+
+    run: Annotated[
+        list[Path],
+        argument(
+            "TREC run files, two or more; the others are compared with the first.",
+        ),
+    ]
+    data: Annotated[
+        str,
+        option(
+            _common.DATA_HELP,
+        ),
+    ]
+    split: Annotated[
+        str,
+        option(
+            "Split of the judgements.",
+        ),
+    ] = "test"
+    drop_unknown: Annotated[
+        bool,
+        option(
+            _common.DROP_UNKNOWN_HELP,
+            "--drop-unknown",
+        ),
+    ] = False
+    measure: Annotated[
+        list[str] | None,
+        option(
+            "Measure in the notation of ir-measures, by default nDCG@10; may be repeated.",
+        ),
+    ] = None
+    all_pairs: Annotated[
+        bool,
+        option(
+            "Compare every two runs.",
+            "--all-pairs",
+        ),
+    ] = False
+    alpha: Annotated[
+        float,
+        option(
+            "Level of significance: the chance of calling any two equal runs different.",
+        ),
+    ] = 0.05
+    resamples: Annotated[
+        int,
+        option(
+            "Sign flips of the randomisation test, and samples of the bootstrap.",
+        ),
+    ] = 9999
+    worst: Annotated[
+        int,
+        option(
+            "Queries to show that lose most, with their texts.",
+            min=0,
+        ),
+    ] = 10
+    seed: Annotated[
+        int,
+        option(
+            "Equal seeds give equal numbers.",
+            min=0,
+        ),
+    ] = 0
+    identical_ids: Annotated[
+        Literal["ignore", "count"] | None,
+        option(
+            _scores.IDENTICAL_IDS_HELP,
+        ),
+    ] = None
+    plot: Annotated[
+        Path | None,
+        option(
+            "PNG to draw: the first measure of each query, run against run.",
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool,
+        option(
+            _common.OVERWRITE_HELP,
+            "--overwrite",
+        ),
+    ] = False
+    as_json: Annotated[
+        bool,
+        option(
+            "Everything as JSON on stdout.",
+            "--json",
+        ),
+    ] = False
+
+    def validate(self) -> None:
+        """Raise ``UsageError`` for options that exclude one another."""
+        super().validate()
+        if self.plot is None:
+            refuse_options({"--overwrite": self.overwrite}, "goes with --plot")
+
+
+def compare(request: CompareRequest) -> None:
     """Compare runs over the same queries: differences, paired tests, wins and losses, and the
     queries that lose most.
 
     A difference is marked * if the paired randomisation test, after Holm's correction over all
     comparisons of the table, calls it significant.
+
+    Example:
+        tilefold compare bm25.trec splade.trec --data DATA
     """
-    measures, deepest = _scores.check_measures(measure or ["nDCG@10"])
+    measures, deepest = _scores.check_measures(request.measure or ["nDCG@10"])
     _scores.check_output_file(
-        plot,
+        request.plot,
         "--plot",
         _scores.PICTURE,
-        *run,
-        *_scores.files_of_collection(data),
-        overwrite=overwrite,
+        *request.run,
+        *_scores.files_of_collection(request.data),
+        overwrite=request.overwrite,
     )
-    if plot is not None:
+    if request.plot is not None:
         from tilefold._internal.figures import new_figure
 
         new_figure((1, 1))  # says what to install
-    named = dict(zip(_labels(run), (_scores.read_run(path, "run") for path in run), strict=True))
-    collection, _ = _scores.load_splits(data, [split], drop_unknown, also=())
-    _scores.check_runs(list(named.values()), collection, [split])
-    ignores_identical_ids = _scores.ignores_identical_ids(identical_ids, collection, [split])
+    named = dict(
+        zip(
+            _labels(request.run),
+            (_scores.read_run(path, "run") for path in request.run),
+            strict=True,
+        )
+    )
+    collection, _ = _scores.load_splits(
+        request.data, [request.split], request.drop_unknown, also=()
+    )
+    _scores.check_runs(list(named.values()), collection, [request.split])
+    ignores_identical_ids = _scores.ignores_identical_ids(
+        request.identical_ids, collection, [request.split]
+    )
     scores = {
-        name: _scores.score(each, collection, [split], measures, deepest, ignores_identical_ids)
+        name: _scores.score(
+            each, collection, [request.split], measures, deepest, ignores_identical_ids
+        )
         for name, each in named.items()
     }
-    tables = {name: each.tables[split] for name, each in scores.items()}
-    with _options.as_options(
-        "alpha",
-        "resamples",
+    tables = {name: each.tables[request.split] for name, each in scores.items()}
+    with _options.option_errors(
+        alpha="--alpha",
+        resamples="--resamples",
         tables="--split",
         **{"queries to compare runs on": "--split"},
     ):
         found = retrieval.compare(
             tables,
             measures,
-            all_pairs=all_pairs,
-            alpha=alpha,
-            resamples=resamples,
-            seed=seed,
+            all_pairs=request.all_pairs,
+            alpha=request.alpha,
+            resamples=request.resamples,
+            seed=request.seed,
         )
-    if plot is not None:
-        _draw(found, tables, plot)
-    lost = [_worst(each, tables, collection, worst) for each in found]
-    if as_json:
+    if request.plot is not None:
+        _draw(found, tables, request.plot)
+    lost = [_worst(each, tables, collection, request.worst) for each in found]
+    if request.as_json:
         rows = [
             each.to_dict() | {"worst": queries} for each, queries in zip(found, lost, strict=True)
         ]
         known = {
             "collection": collection.name,
-            "split": split,
-            "queries": len(collection.qrels[split]),
-            "alpha": alpha,
+            "split": request.split,
+            "queries": len(collection.qrels[request.split]),
+            "alpha": request.alpha,
         }
         runs = {}
         for name, told in (
             (name, _scores.facts(collection, each)) for name, each in scores.items()
         ):
             runs[name] = {
-                "measures": told["errors"][split],
-                "conventions": told["conventions"][split],
+                "measures": told["errors"][request.split],
+                "conventions": told["conventions"][request.split],
             }
         _common.print_json(known | {"runs": runs, "comparisons": rows})
         return
-    _print(collection, split, scores, found)
+    _print(collection, request.split, scores, found)
     typer.echo(
-        f"* different at {alpha:g}: paired randomisation ({resamples:,} sign flips), Holm over {len(found)}",
+        f"* different at {request.alpha:g}: paired randomisation ({request.resamples:,} sign flips), Holm over {len(found)}",
     )
     for name, each in scores.items():
-        if said := _scores.said_of(each.conventions[split]):
+        if said := _scores.said_of(each.conventions[request.split]):
             typer.echo(f"{name}: {said}")
     for each, queries in zip(found, lost, strict=True):
         if each.measure == measures[0] and queries:
             _print_worst(each, queries)
-    if plot is not None:
-        typer.echo(f"plot: {plot}")
+    if request.plot is not None:
+        typer.echo(f"plot: {request.plot}")
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
@@ -170,7 +259,7 @@ def _worst(
     tables: Mapping[str, Table],
     collection: Collection,
     count: int,
-) -> list[Values]:
+) -> list[dict[str, Any]]:
     """The queries that lose most, with their texts and values; those that lose nothing are left
     out.
     """
@@ -188,7 +277,7 @@ def _worst(
     ]
 
 
-def _print_worst(found: Difference, queries: Sequence[Values]) -> None:
+def _print_worst(found: Difference, queries: Sequence[dict[str, Any]]) -> None:
     rows = []
     for row in queries:
         values = [f"{value:.4f}" for value in row["values"].values()]

@@ -8,7 +8,9 @@ import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -16,9 +18,9 @@ from tilefold import retrieval
 from tilefold._internal.files import write_json
 from tilefold.cli import _common, _models
 from tilefold.cli import _demo_steps as steps
-from tilefold.cli._common import CommandError, UsageError, Values, note
+from tilefold.cli._common import CommandError, UsageError, note
 from tilefold.cli._demo_steps import DEPTH, DOCUMENT_TERMS, EXAMPLE, NDCG, RECALL, Size, Tokens
-from tilefold.cli._options import Number, flag, option, preset
+from tilefold.cli._options import Options, option
 from tilefold.retrieval.common.provenance import texts_digest
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Collection
@@ -35,47 +37,83 @@ SYSTEMS = (
 ERRORS = 2.0  # a difference of fewer standard errors may be chance
 
 
-def demo(
-    minutes: Number = option(
-        "The largest of four sizes, meant for 3, 5, 10 and 15 minutes on two cores; by default 5.",
-    ),
-    full: bool = flag(
-        "Everything at full size: 6 to 30 minutes on 2 cores, depending on the CPU.",
-        "--full",
-    ),
-    quick: bool = flag("The same as --minutes 3.", "--quick"),
-    seed: int = preset(0, "Equal seeds and sizes give equal models."),
-    output: Path = preset(_common.DEMO_DIR, "Folder for all files of the demo."),
-    as_json: bool = flag("The results as JSON on stdout.", "--json"),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DemoRequest(Options):
+    """Options of ``tilefold demo``."""
+
+    minutes: Annotated[
+        float | None,
+        option(
+            "The largest of four sizes, meant for 3, 5, 10 and 15 minutes on two cores; by default 5.",
+        ),
+    ] = None
+    full: Annotated[
+        bool,
+        option(
+            "Everything at full size: 6 to 30 minutes on 2 cores, depending on the CPU.",
+            "--full",
+        ),
+    ] = False
+    quick: Annotated[
+        bool,
+        option(
+            "The same as --minutes 3.",
+            "--quick",
+        ),
+    ] = False
+    seed: Annotated[
+        int,
+        option(
+            "Equal seeds and sizes give equal models.",
+        ),
+    ] = 0
+    output: Annotated[
+        Path,
+        option(
+            "Folder for all files of the demo.",
+        ),
+    ] = _common.DEMO_DIR
+    as_json: Annotated[
+        bool,
+        option(
+            "The results as JSON on stdout.",
+            "--json",
+        ),
+    ] = False
+
+
+def demo(request: DemoRequest) -> None:
     """Train, index, search and evaluate a sparse retriever on the documentation of this Python.
 
     Runs offline on a CPU. A second run reuses the results of the first; an interrupted run is
     resumed.
+
+    Example:
+        tilefold demo --minutes 3
     """
-    size = _asked_size(minutes, full, quick)
-    if not 0 <= seed < 2**32:
+    size = _asked_size(request.minutes, request.full, request.quick)
+    if not 0 <= request.seed < 2**32:
         raise UsageError(
-            f"--seed: expected a whole number of at least 0 and below 2^32, got {seed}.",
+            f"--seed: expected a whole number of at least 0 and below 2^32, got {request.seed}.",
         )
-    if output.is_file():
-        raise UsageError(f"--output: expected a folder, got the file {output}.")
-    output.mkdir(parents=True, exist_ok=True)
-    started, stages = time.monotonic(), dict[str, Values]()
+    if request.output.is_file():
+        raise UsageError(f"--output: expected a folder, got the file {request.output}.")
+    request.output.mkdir(parents=True, exist_ok=True)
+    started, stages = time.monotonic(), dict[str, dict[str, Any]]()
     try:
-        results = _run(size, seed, output, stages)
+        results = _run(size, request.seed, request.output, stages)
     except MissingPackageError as error:
         raise CommandError(
             f'{_common.first_line(error)} (everything: pip install "tilefold[demo]")',
         ) from error
-    results |= {"seconds": time.monotonic() - started, "stages": stages, "seed": seed}
+    results |= {"seconds": time.monotonic() - started, "stages": stages, "seed": request.seed}
     record = {
         "folder": Path(results["model"]).parent.name,
         "query_terms": steps.QUERY_TERMS,
         "results": results,
     }
-    write_json(output / "demo.json", record)
-    (_common.print_json if as_json else print_report)(results)
+    write_json(request.output / "demo.json", record)
+    (_common.print_json if request.as_json else print_report)(results)
 
 
 def _asked_size(minutes: float | None, full: bool, quick: bool) -> Size:
@@ -90,13 +128,13 @@ def _asked_size(minutes: float | None, full: bool, quick: bool) -> Size:
 
 
 @contextmanager
-def _step(stages: Values, name: str, text: str) -> Iterator[Values]:
+def _step(stages: dict[str, Any], name: str, text: str) -> Iterator[dict[str, Any]]:
     """Print what begins, and afterwards its time; yields a record that takes what it ``found``, and
     if it was kept.
     """
     started = time.monotonic()
     note(f"{text} ...")
-    told: Values = {"found": "", "reused": False}
+    told: dict[str, Any] = {"found": "", "reused": False}
     yield told
     seconds = time.monotonic() - started
     stages[name] = {"seconds": seconds, "reused": told["reused"]}
@@ -113,7 +151,7 @@ def _answers(system: str, collection: Collection, run: Run) -> None:
     note(f'  {system} answers "{EXAMPLE}": {", ".join(titles) or "nothing"}')
 
 
-def _run(size: Size, seed: int, output: Path, stages: Values) -> Values:
+def _run(size: Size, seed: int, output: Path, stages: dict[str, Any]) -> dict[str, Any]:
     """All stages; the results."""
     from tilefold.recipes.splade import train
 
@@ -175,8 +213,8 @@ def _evaluate(
     queries: dict[str, str],
     first: tuple[Run, Run],
     tokens: Tokens,
-    stages: Values,
-) -> Values:
+    stages: dict[str, Any],
+) -> dict[str, Any]:
     """Search with the trained model, fuse and rerank, with weights chosen on held-out queries; the
     figures.
     """
@@ -198,7 +236,7 @@ def _evaluate(
         )
         vectors = retrieval.read_vectors(stored)
         told["found"] = f"{len(vectors)} vectors"
-    indexes: Values = {}
+    indexes: dict[str, Any] = {}
     with _step(stages, "indexing", "indexing") as told:
         for backend, name in (("exact", "index"), ("seismic", "index-seismic")):
             try:
@@ -248,13 +286,13 @@ def _evaluate(
     return results
 
 
-def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> Values:
+def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str, Any]:
     """Means with standard errors of every system, and the paired differences that the demo reports."""
     measures = (NDCG, RECALL)
     tables = {
         name: retrieval.evaluate_per_query(run, qrels, measures) for name, run in runs.items()
     }
-    systems: dict[str, Values] = {}
+    systems: dict[str, dict[str, Any]] = {}
     for name, table in tables.items():
         means = {
             each: retrieval.mean_of([row[each] for row in table.values()], resamples=99)
@@ -276,7 +314,7 @@ def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> Values:
     return {"queries": len(qrels), "systems": systems, "comparisons": comparisons}
 
 
-def difference_line(row: Values) -> str:
+def difference_line(row: dict[str, Any]) -> str:
     """The line that the user reads about a paired difference."""
     difference, error = row["difference"], row["standard_error"]
     line = f"{row['system']} over {row['over']}: {difference:+.3f} ± {error:.3f}"
@@ -285,7 +323,7 @@ def difference_line(row: Values) -> str:
     return f"{line} ({abs(difference) / error:.1f} standard errors)" if error else line
 
 
-def print_report(results: Values) -> None:
+def print_report(results: dict[str, Any]) -> None:
     """Print the tables, and commands to try next, on stdout."""
     late, active, rows = results["late_interaction"], results["active_terms"], []
     weights = (results["fusion_weights"], late["weights"])

@@ -7,10 +7,11 @@ from __future__ import annotations
 import functools
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,18 +19,8 @@ from tilefold import retrieval
 from tilefold._internal.files import read_json
 from tilefold._internal.typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
-from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import (
-    Count,
-    Number,
-    Place,
-    Text,
-    flag,
-    option,
-    positive,
-    preset,
-    required,
-)
+from tilefold.cli._common import CommandError, UsageError, note
+from tilefold.cli._options import DocumentFieldOptions, option, positive, refuse_options
 from tilefold.distributed.ranks import first_rank_first, has_other_ranks, join_ranks
 
 if TYPE_CHECKING:
@@ -38,82 +29,263 @@ if TYPE_CHECKING:
     from tilefold.retrieval.data.shard_texts import Texts
     from tilefold.retrieval.encoding.sparse import Encoding
 
-_OF_KINDS = {  # option -> as it is spelled, and the kinds of models that it is for
-    "top_k": ("--top-k", ("sparse",)),
-    "special_tokens": ("--no-special-tokens", ("sparse",)),
-    "jsonl": ("--jsonl", ("sparse",)),
-    "storage": ("--storage", ("multi-vector", "dense")),
-    "dimension": ("--dimension", ("dense",)),
-}
-_SAMPLE = 512  # texts whose tokens a dry run counts, about
-_TIMED = {"cpu": 32, "cuda": 4096}  # texts that it encodes, at most
+SAVE_MINUTES = 1.0
+SHOWN_FAILURES = 5
+SAMPLED_TEXTS = 512  # texts whose tokens a dry run counts, about
+TIMED_TEXTS = {"cpu": 32, "cuda": 4096}  # texts that a dry run encodes, at most
 
 
-def encode(
-    model: str = required(
-        "Folder or name of a SparseEncoder, a MultiVectorEncoder or a dense model; or minilm.",
-    ),
-    output: Path = required("Folder for the vectors."),
-    data: str = required(_common.DOCUMENTS_HELP),
-    kind: Text = option(
-        "By default that of the model, with minilm sparse.",
-        metavar="sparse|tokens|dense",
-    ),
-    queries: bool = flag("Encode queries instead of documents.", "--queries"),
-    split: Text = option("With --queries: only those of this split."),
-    top_k: Count = positive("Sparse: keep only this many terms per text."),
-    special_tokens: bool | None = option(
-        "Sparse: keep weights of special tokens such as [CLS], which match in every text (default), or not.",
-        "--special-tokens/--no-special-tokens",
-    ),
-    max_length: Count = positive(
-        "Tokens read of a text, at most; by default as many as the model reads.",
-    ),
-    passages: Count = _retrievers.PASSAGES,
-    stride: Count = _retrievers.STRIDE,
-    cut: Text = _retrievers.CUT,
-    storage: Text = option(
-        "Tokens: by default fp16; dense: fp32; int8 is half of fp16.",
-        metavar="fp32|fp16|int8",
-    ),
-    dimension: Count = positive(
-        "Dense: keep only the first entries of a vector, for a Matryoshka model.",
-    ),
-    batch_size: Count = positive("Texts per batch, at most; by default batches are cut by tokens."),
-    batch_tokens: Count = positive("Tokens per batch; by default what suits the device."),
-    shard_size: int = positive(
-        "Texts per shard; each shard is saved when it is full.",
-        default=1024,
-    ),
-    save_minutes: float = preset(
-        1.0,
-        "The part of a shard that is done is saved this often, and on Ctrl-C.",
-        min=0,
-    ),
-    devices: Text = option(
-        "GPUs to use, a number or all: a process for each. Without GPUs, processes.",
-    ),
-    jsonl: Place = option("Sparse: also write the vectors as JSON lines (Anserini form)."),
-    overwrite: bool = flag("Replace the file of --jsonl if it exists.", "--overwrite"),
-    resume: bool = preset(True, "Keep what an interrupted run has encoded.", "--resume/--fresh"),
-    engine: str = preset(
-        "local",
-        "This process, or workers on this machine or on a cluster.",
-        metavar="local|ray",
-    ),
-    address: Text = option(
-        "Ray: host:port of a cluster, auto for the one of this machine; by default this machine.",
-    ),
-    workers: Count = positive(
-        "Ray: models at a time, at most; by default as many as fit, one per GPU.",
-    ),
-    worker_cpus: Count = positive("Ray: cores of each worker."),
-    dry_run: bool = flag("Only estimate shards, tokens, hours and gigabytes.", "--dry-run"),
-    rate: Number = option(
-        "With --dry-run: texts per second of a worker, instead of what is measured.",
-    ),
-    as_json: bool = flag("The manifest as JSON on stdout.", "--json"),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
+    """Options of ``tilefold encode``."""
+
+    model: Annotated[
+        str,
+        option(
+            "Folder or name of a SparseEncoder, a MultiVectorEncoder or a dense model; or minilm.",
+        ),
+    ]
+    output: Annotated[
+        Path,
+        option(
+            "Folder for the vectors.",
+        ),
+    ]
+    data: Annotated[
+        str,
+        option(
+            _common.DOCUMENTS_HELP,
+        ),
+    ]
+    kind: Annotated[
+        Literal["sparse", "tokens", "dense"] | None,
+        option(
+            "By default that of the model, with minilm sparse.",
+        ),
+    ] = None
+    queries: Annotated[
+        bool,
+        option(
+            "Encode queries instead of documents.",
+            "--queries",
+        ),
+    ] = False
+    split: Annotated[
+        str | None,
+        option(
+            "With --queries: only those of this split.",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        positive(
+            "Sparse: keep only this many terms per text.",
+            panel="Encoding",
+        ),
+    ] = None
+    special_tokens: Annotated[
+        bool | None,
+        option(
+            "Sparse: keep weights of special tokens such as [CLS], which match in every text (default), or not.",
+            "--special-tokens/--no-special-tokens",
+            panel="Encoding",
+        ),
+    ] = None
+    max_length: Annotated[
+        int | None,
+        positive(
+            "Tokens read of a text, at most; by default as many as the model reads.",
+            panel="Encoding",
+        ),
+    ] = None
+    storage: Annotated[
+        Literal["fp32", "fp16", "int8"] | None,
+        option(
+            "Tokens: by default fp16; dense: fp32; int8 is half of fp16.",
+            panel="Encoding",
+        ),
+    ] = None
+    dimension: Annotated[
+        int | None,
+        positive(
+            "Dense: keep only the first entries of a vector, for a Matryoshka model.",
+            panel="Encoding",
+        ),
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        positive(
+            "Texts per batch, at most; by default batches are cut by tokens.",
+            panel="Encoding",
+        ),
+    ] = None
+    batch_tokens: Annotated[
+        int | None,
+        positive(
+            "Tokens per batch; by default what suits the device.",
+            panel="Encoding",
+        ),
+    ] = None
+    shard_size: Annotated[
+        int,
+        positive(
+            "Texts per shard; each shard is saved when it is full.",
+            panel="Shards and processes",
+        ),
+    ] = 1024
+    save_minutes: Annotated[
+        float,
+        option(
+            "The part of a shard that is done is saved this often, and on Ctrl-C.",
+            min=0,
+            panel="Shards and processes",
+        ),
+    ] = SAVE_MINUTES
+    devices: Annotated[
+        str | None,
+        option(
+            "GPUs to use, a number or all: a process for each. Without GPUs, processes.",
+            panel="Shards and processes",
+        ),
+    ] = None
+    jsonl: Annotated[
+        Path | None,
+        option(
+            "Sparse: also write the vectors as JSON lines (Anserini form).",
+            panel="Output",
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool,
+        option(
+            "Replace the file of --jsonl if it exists.",
+            "--overwrite",
+            panel="Output",
+        ),
+    ] = False
+    resume: Annotated[
+        bool,
+        option(
+            "Keep what an interrupted run has encoded.",
+            "--resume/--fresh",
+            panel="Shards and processes",
+        ),
+    ] = True
+    engine: Annotated[
+        Literal["local", "ray"],
+        option(
+            "This process, or workers on this machine or on a cluster.",
+            panel="Shards and processes",
+        ),
+    ] = "local"
+    address: Annotated[
+        str | None,
+        option(
+            "Ray: host:port of a cluster, auto for the one of this machine; by default this machine.",
+            panel="Shards and processes",
+        ),
+    ] = None
+    workers: Annotated[
+        int | None,
+        positive(
+            "Ray: models at a time, at most; by default as many as fit, one per GPU.",
+            panel="Shards and processes",
+        ),
+    ] = None
+    worker_cpus: Annotated[
+        int | None,
+        positive(
+            "Ray: cores of each worker.",
+            panel="Shards and processes",
+        ),
+    ] = None
+    dry_run: Annotated[
+        bool,
+        option(
+            "Only estimate shards, tokens, hours and gigabytes.",
+            "--dry-run",
+            panel="Estimates",
+        ),
+    ] = False
+    rate: Annotated[
+        float | None,
+        option(
+            "With --dry-run: texts per second of a worker, instead of what is measured.",
+            panel="Estimates",
+        ),
+    ] = None
+    as_json: Annotated[
+        bool,
+        option(
+            "The manifest as JSON on stdout.",
+            "--json",
+            panel="Output",
+        ),
+    ] = False
+
+    def validate(self) -> None:
+        """Raise ``UsageError`` for options that exclude one another."""
+        super().validate()
+        if self.queries:
+            refuse_options(
+                {"--passages": self.passages},
+                "cuts documents, and --queries encodes queries",
+            )
+        else:
+            refuse_options(
+                {"--split": self.split},
+                "chooses queries: give it together with --queries",
+            )
+        if self.rate is not None and not (self.dry_run and self.rate > 0):
+            raise UsageError("--rate: expected a number above 0 together with --dry-run.")
+        if self.jsonl is None:
+            refuse_options(
+                {"--overwrite": self.overwrite},
+                "goes with --jsonl, which it replaces; to encode again there is --fresh",
+            )
+        if self.dry_run:
+            refuse_options(
+                {
+                    "--jsonl": self.jsonl,
+                    "--address": self.address,
+                    "--worker-cpus": self.worker_cpus,
+                    "--save-minutes": self.save_minutes != SAVE_MINUTES,
+                    "--resume/--fresh": not self.resume,
+                },
+                "does nothing with --dry-run, which writes nothing and measures here: leave it out",
+            )
+        self._check_engine()
+
+    def _check_engine(self) -> None:
+        """Refuse options of the other engine."""
+        if self.engine == "ray":
+            self.refuse_save_minutes()
+            refuse_options(
+                {"--jsonl": self.jsonl},
+                "is written from all vectors in memory: leave it out with --engine ray",
+            )
+        else:
+            refuse_options(
+                {"--address": self.address, "--worker-cpus": self.worker_cpus},
+                "is for --engine ray",
+            )
+            if not self.dry_run:
+                refuse_options({"--workers": self.workers}, "is for --engine ray and --dry-run")
+        if self.engine == "ray" or self.dry_run:
+            refuse_options(
+                {"--devices": self.devices},
+                "is for encoding in processes of this machine: with Ray give --workers",
+            )
+
+    def refuse_save_minutes(self) -> None:
+        """Refuse ``--save-minutes`` if several processes encode."""
+        refuse_options(
+            {"--save-minutes": self.save_minutes != SAVE_MINUTES},
+            "does nothing where several processes share the work, which keep whole shards: leave it out",
+        )
+
+
+def encode(request: EncodeRequest) -> None:
     """Encode a collection to sparse or dense vectors, or to token vectors with a multi-vector model
     (for --rerank).
 
@@ -123,145 +295,205 @@ def encode(
 
     The same command again resumes an interrupted run from what was kept last, with either engine.
     With --devices, or under torchrun, several processes share the work; the result is that of one.
+
+    Example:
+        tilefold encode --model MODEL --data DATA --output VECTORS --top-k 128
     """
-    asked = locals()
     if has_other_ranks():
-        _options.refuse_useless(
-            ["save_minutes"],
-            "where several processes share the work, which keep whole shards",
-        )
-    cuts = _retrievers.passages(asked)
-    if rate is not None and not (dry_run and rate > 0):
-        raise UsageError("--rate: expected a number above 0 together with --dry-run.")
+        request.refuse_save_minutes()
+    splitter = request.passage_splitter()
     _scores.check_output_file(
-        jsonl,
+        request.jsonl,
         "--jsonl",
         _scores.VECTOR_LINES,
-        *_scores.files_of_collection(data),
-        overwrite=overwrite,
+        *_scores.files_of_collection(request.data),
+        overwrite=request.overwrite,
     )
-    _models.find_model(model, "--model")
-    if (code := _options.on_devices(devices)) is not None:
-        raise typer.Exit(code)
+    _models.find_model(request.model, "--model")
+    exit_code = _options.on_devices(request.devices)
+    if exit_code is not None:
+        raise typer.Exit(exit_code)
     with join_ranks() as rank:
-        stored = (
-            (engine == "ray" or dry_run)
-            and not queries
-            and cuts is None
-            and data != "pydocs"
-            and Path(data).exists()
+        _encode_on_rank(request, splitter, rank)
+
+
+def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int) -> None:
+    """Load the data and the model, encode the share of this rank, and print the result on rank 0."""
+    if rank:  # imported while rank 0 downloads or makes what the others read
+        _models.check_sentence_transformers()
+    rank_0_writes_first = request.model == _models.PACKAGED or request.data == "pydocs"
+    with first_rank_first() if rank_0_writes_first else nullcontext():
+        collection = _load_collection(request, splitter)
+        texts = None if collection is None else _texts(collection, request, splitter)
+        model, kind = _models.load_kind(
+            request.model,
+            request.kind,
+            None if request.engine == "ray" else collection,
         )
-        if rank:  # while the first one makes what this one finds
-            _models.check_sentence_transformers()
-        with first_rank_first() if model == _models.PACKAGED or data == "pydocs" else nullcontext():
-            parts: Values = {
-                "documents_only": not queries,
-                "splits": None if split is None else [split],
-            }
-            collection = None if stored else _common.load_data(data, drop_unknown=True, **parts)
-            texts = None if collection is None else _texts(collection, data, queries, split, cuts)
-            encoder, made = _models.load_kind(model, kind, None if engine == "ray" else collection)
-        with _options.as_options("storage"):
-            encoding = _encoding(made, asked)
-        if cuts is not None and collection is not None and not rank:
-            note(
-                f"{len(collection.documents):,} documents in {len(texts or ()):,} passages of at most {passages} words",
-            )
-        if dry_run:
-            found = _dry_run(
-                encoder,
-                encoding,
-                _source(data, texts),
-                shard_size,
-                workers or 1,
-                rate,
-            )
-            _common.print_result(found, as_json, _said_of_dry_run(found))
-            return
-        _common.kept.append(lambda: _has_vectors(output))
-        bar = nullcontext() if rank else _common.progress_bar("encoding", resumes=_common.FRESH)
-        with bar as update, _options.as_options("max_length"):
-            options: Values = {"shard_size": shard_size, "resume": resume, "progress": update}
-            if engine == "ray":
-                from tilefold.retrieval.encoding.on_ray import RayCluster, encode_on_ray
-
-                load = functools.partial(_models.load_once, _models.absolute(model), (made,))
-                cluster = RayCluster(address=address, workers=workers, worker_cpus=worker_cpus)
-                manifest: Any = encode_on_ray(
-                    load,
-                    _source(data, texts),
-                    output,
-                    encoding,
-                    cluster=cluster,
-                    **options,
-                )
-            else:
-                from tilefold.retrieval.encoding.sparse import Output, encode_to_folder
-
-                where = Output(output, save_minutes=save_minutes, **options)
-                with _options.as_options("dimension"):
-                    manifest = encode_to_folder(encoding, encoder, texts or {}, where, "world")
-        if jsonl is not None and rank == 0:
-            tokens = retrieval.term_names(encoder.tokenizer, manifest.vocab_size)
-            retrieval.export_jsonl(retrieval.read_vectors(output), jsonl, tokens, contents=texts)
-        if rank == 0:
-            _print(manifest, output, as_json)
+    with _options.option_errors(storage="--storage"):
+        encoding = _encoding_of(request, kind)
+    if splitter is not None and collection is not None and texts is not None and rank == 0:
+        note(
+            f"{len(collection.documents):,} documents in {len(texts):,} passages of at most {request.passages} words",
+        )
+    if request.dry_run:
+        estimate = _estimate(model, encoding, _source(request.data, texts), request)
+        _common.print_result(asdict(estimate), request.as_json, _format_estimate(estimate))
+        return
+    _common.kept.append(lambda: _has_vectors(request.output))
+    bar = nullcontext() if rank else _common.progress_bar("encoding", resumes=_common.FRESH)
+    with (
+        bar as update,
+        _options.option_errors(max_length="--max-length", dimension="--dimension"),
+    ):
+        if request.engine == "ray":
+            manifest = _encode_on_ray(request, encoding, kind, _source(request.data, texts), update)
+        else:
+            manifest = _encode_here(request, encoding, model, texts or {}, update)
+    if rank != 0:
+        return
+    if request.jsonl is not None:
+        terms = retrieval.term_names(model.tokenizer, manifest.vocab_size)
+        vectors = retrieval.read_vectors(request.output)
+        retrieval.export_jsonl(vectors, request.jsonl, terms, contents=texts)
+    _print_manifest(manifest, request.output, request.as_json)
 
 
-def _print(manifest: Any, output: Path, as_json: bool) -> None:
+def _load_collection(request: EncodeRequest, splitter: Passages | None) -> Collection | None:
+    """Load the collection, or return None if the documents are read from their file instead."""
+    reads_ranges = (request.engine == "ray" or request.dry_run) and request.data != "pydocs"
+    if reads_ranges and not request.queries and splitter is None and Path(request.data).exists():
+        return None
+    return _common.load_data(
+        request.data,
+        drop_unknown=True,
+        documents_only=not request.queries,
+        splits=None if request.split is None else [request.split],
+    )
+
+
+def _encode_on_ray(
+    request: EncodeRequest,
+    encoding: Encoding,
+    kind: str,
+    texts: Texts,
+    progress: Callable[..., None] | None,
+) -> Any:
+    """Encode with workers on this machine or on a cluster, and return the manifest."""
+    from tilefold.retrieval.encoding.on_ray import RayCluster, encode_on_ray
+
+    load_model = functools.partial(
+        _models.load_once,
+        _models.absolute(request.model),
+        (kind,),
+    )
+    return encode_on_ray(
+        load_model,
+        texts,
+        request.output,
+        encoding,
+        cluster=RayCluster(
+            address=request.address,
+            workers=request.workers,
+            worker_cpus=request.worker_cpus,
+        ),
+        shard_size=request.shard_size,
+        resume=request.resume,
+        progress=progress,
+    )
+
+
+def _encode_here(
+    request: EncodeRequest,
+    encoding: Encoding,
+    model: Model,
+    texts: Mapping[str, str],
+    progress: Callable[..., None] | None,
+) -> Any:
+    """Encode in this process, or with the other ranks, and return the manifest."""
+    from tilefold.retrieval.encoding.sparse import Output, encode_to_folder
+
+    output = Output(
+        request.output,
+        shard_size=request.shard_size,
+        resume=request.resume,
+        progress=progress,
+        save_minutes=request.save_minutes,
+    )
+    return encode_to_folder(encoding, model, texts, output, "world")
+
+
+def _print_manifest(manifest: Any, output: Path, as_json: bool) -> None:
     """Print a summary of the folder, and the texts that are not in it."""
     from tilefold.retrieval.encoding.truncation import report_manifest_truncation
 
-    cut = manifest.provenance.passages
+    passages = manifest.provenance.passages
     report_manifest_truncation(
-        manifest.kind if cut is None else "passage",
+        manifest.kind if passages is None else "passage",
         manifest.n_texts,
         manifest.truncated,
     )
-    if cut is not None and manifest.truncated.get("count"):
+    if passages is not None and manifest.truncated.get("count"):
         note(
             "what was cut off a passage is never found: give --passages fewer words, or another model",
         )
-    result, failed = (
-        {"output": str(output), "n": manifest.n_documents, "kind": manifest.kind},
-        manifest.failed,
-    )
-    if hasattr(manifest, "vocab_size"):
-        mean = sum(shard["nonzeros"] for shard in manifest.shards) / max(1, manifest.n_documents)
-        result |= {"vocab_size": manifest.vocab_size, "mean_active_terms": mean}
-        line = f"{manifest.n_documents} vectors, {mean:.0f} terms each on average: {output}"
-    elif manifest.layout == "dense":
-        result |= {name: getattr(manifest, name) for name in ("dimension", "storage", "similarity")}
-        each = f"{manifest.dimension} entries in {manifest.storage}, {manifest.similarity}"
-        line = f"{manifest.n_documents} dense vectors of {each}: {output}"
-    else:
-        mean = manifest.n_tokens / max(1, manifest.n_documents)
-        shape = {"dimension": manifest.dimension, "storage": manifest.storage}
-        result |= {**shape, "n_tokens": manifest.n_tokens, "mean_tokens": mean}
-        each = f"{mean:.0f} of {manifest.dimension} entries in {manifest.storage}"
-        line = f"token vectors of {manifest.n_documents} texts, {each} each on average: {output}"
-    result |= {
-        "shards": len(manifest.shards),
-        "texts": manifest.n_texts,
-        "truncated": manifest.truncated,
-        "precision": manifest.precision,
-    }
+    facts, summary = _describe_vectors(manifest)
+    summary += f": {output}"
     if manifest.precision is not None:
-        line += f" (computed in {manifest.precision})"
-    lines = [line]
+        summary += f" (computed in {manifest.precision})"
+    lines = [summary]
+    failed = manifest.failed
     if failed:
         lines.append(
             f"{manifest.n_texts} texts = {manifest.n_documents} encoded + {len(failed)} not encoded",
         )
     if manifest.kind == "document":
         lines.append(_index_command(manifest.layout, output))
-    _common.print_result(result | {"failed": failed}, as_json, *lines)
+    result = {
+        "output": str(output),
+        "n": manifest.n_documents,
+        "kind": manifest.kind,
+        **facts,
+        "shards": len(manifest.shards),
+        "texts": manifest.n_texts,
+        "truncated": manifest.truncated,
+        "precision": manifest.precision,
+        "failed": failed,
+    }
+    _common.print_result(result, as_json, *lines)
     if as_json:
         return
-    for name, reason in list(failed.items())[:5]:
+    for name, reason in list(failed.items())[:SHOWN_FAILURES]:
         note(f"not encoded: {name}: {reason}")
-    if len(failed) > 5:
-        note(f"and {len(failed) - 5} more; see {output / 'manifest.json'}")
+    if len(failed) > SHOWN_FAILURES:
+        note(f"and {len(failed) - SHOWN_FAILURES} more; see {output / 'manifest.json'}")
+
+
+def _describe_vectors(manifest: Any) -> tuple[dict[str, Any], str]:
+    """Return the facts of a folder of vectors by name, and a summary in words."""
+    n_documents = manifest.n_documents
+    if hasattr(manifest, "vocab_size"):
+        nonzeros = sum(shard["nonzeros"] for shard in manifest.shards)
+        mean_terms = nonzeros / max(1, n_documents)
+        facts = {"vocab_size": manifest.vocab_size, "mean_active_terms": mean_terms}
+        return facts, f"{n_documents} vectors, {mean_terms:.0f} terms each on average"
+    shape = f"{manifest.dimension} entries in {manifest.storage}"
+    if manifest.layout == "dense":
+        facts = {
+            "dimension": manifest.dimension,
+            "storage": manifest.storage,
+            "similarity": manifest.similarity,
+        }
+        return facts, f"{n_documents} dense vectors of {shape}, {manifest.similarity}"
+    mean_tokens = manifest.n_tokens / max(1, n_documents)
+    facts = {
+        "dimension": manifest.dimension,
+        "storage": manifest.storage,
+        "n_tokens": manifest.n_tokens,
+        "mean_tokens": mean_tokens,
+    }
+    summary = f"token vectors of {n_documents} texts, {mean_tokens:.0f} of {shape} each on average"
+    return facts, summary
 
 
 def _index_command(layout: str, vectors: Path) -> str:
@@ -270,50 +502,76 @@ def _index_command(layout: str, vectors: Path) -> str:
     return _common.next_command("index", *source, vectors, "--output", "INDEX")
 
 
-def _encoding(made: str, asked: Asked) -> Encoding:
-    """The record of what a model of the kind `made` makes of texts; refuses options of the other
-    kinds.
-    """
-    model = asked["model"]
-    for name, (spelled, kinds) in _OF_KINDS.items():
-        if asked[name] is not None and made not in kinds:
-            these = " and ".join(kinds)
-            raise UsageError(
-                f"{spelled} is for {these} models, and {model} is a {made} one: leave it out.",
-            )
-    shared: Values = {name: asked[name] for name in ("batch_size", "batch_tokens", "max_length")}
-    shared["kind"] = "query" if asked["queries"] else "document"
-    if made != "sparse":
-        from tilefold.retrieval.encoding.tokens import DenseEncoding, TokenEncoding
+def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:
+    """Return how a model of a kind encodes, and refuse options of other kinds of models."""
+    its_kind = f"{request.model} is a {model_kind} one: leave it out"
+    if model_kind != "sparse":
+        refuse_options(
+            {
+                "--top-k": request.top_k,
+                "--no-special-tokens": request.special_tokens is not None,
+                "--jsonl": request.jsonl,
+            },
+            f"is for sparse models, and {its_kind}",
+        )
+    if model_kind not in ("multi-vector", "dense"):
+        refuse_options(
+            {"--storage": request.storage},
+            f"is for multi-vector and dense models, and {its_kind}",
+        )
+    if model_kind != "dense":
+        refuse_options({"--dimension": request.dimension}, f"is for dense models, and {its_kind}")
 
-        shared["source"] = model if model == _models.PACKAGED else _models.absolute(model)
-        shared |= _common.known({name: asked[name] for name in ("storage", "dimension")})
-        return (DenseEncoding if made == "dense" else TokenEncoding)(**shared)
     from tilefold.retrieval.encoding.sparse import SparseEncoding
+    from tilefold.retrieval.encoding.tokens import DenseEncoding, TokenEncoding
 
-    return SparseEncoding(
-        top_k=asked["top_k"],
-        special_tokens=asked["special_tokens"] is not False,
-        **shared,
+    kind: Literal["query", "document"] = "query" if request.queries else "document"
+    if model_kind == "sparse":
+        return SparseEncoding(
+            kind=kind,
+            batch_size=request.batch_size,
+            batch_tokens=request.batch_tokens,
+            max_length=request.max_length,
+            top_k=request.top_k,
+            special_tokens=request.special_tokens is not False,
+        )
+    source = request.model if request.model == _models.PACKAGED else _models.absolute(request.model)
+    if model_kind == "dense":
+        return DenseEncoding(
+            kind=kind,
+            batch_size=request.batch_size,
+            batch_tokens=request.batch_tokens,
+            max_length=request.max_length,
+            source=source,
+            storage=request.storage or DenseEncoding.storage,
+            dimension=request.dimension,
+        )
+    return TokenEncoding(
+        kind=kind,
+        batch_size=request.batch_size,
+        batch_tokens=request.batch_tokens,
+        max_length=request.max_length,
+        source=source,
+        storage=request.storage or TokenEncoding.storage,
     )
 
 
 def _texts(
     collection: Collection,
-    data: str,
-    queries: bool,
-    split: Text,
-    cuts: Passages | None,
+    request: EncodeRequest,
+    splitter: Passages | None,
 ) -> Mapping[str, str]:
-    """Id -> text of the documents or of their passages, or of the queries."""
-    if not queries:
-        return collection.contents() if cuts is None else cuts.of(collection.documents)
+    """Return what is encoded by id: documents, their passages, or queries."""
+    if not request.queries:
+        if splitter is None:
+            return collection.contents()
+        return splitter.of(collection.documents)
     if not collection.queries:
-        raise UsageError(f"--queries: {data} has no queries.")
-    if split is None:
+        raise UsageError(f"--queries: {request.data} has no queries.")
+    if request.split is None:
         return collection.queries
-    _common.check_split(collection, split)
-    return collection.split_queries(split)
+    _common.check_split(collection, request.split)
+    return collection.split_queries(request.split)
 
 
 def _has_vectors(output: Path) -> bool:
@@ -336,28 +594,64 @@ def _source(data: str, texts: Mapping[str, str] | None) -> Texts:
     return FileTexts(documents_table(Path(data)), _common.fields_of_documents())
 
 
-def _dry_run(
+@dataclass(frozen=True)
+class Estimate:
+    """What encoding a collection takes, estimated from a sample.
+
+    Attributes:
+        texts: number of texts.
+        shards: number of shards.
+        shard_size: texts per shard.
+        tokens: tokens of all texts.
+        tokens_per_text: mean over the sample.
+        sampled_texts: texts of the sample that the tokenizer accepts.
+        refused_texts: texts of the sample that it does not.
+        bytes_per_text: size of the vectors of a text.
+        gigabytes: size of all vectors.
+        texts_per_second: rate of one worker.
+        rate_from: where the rate is from, in words.
+        workers: number of workers.
+        hours: time of all workers together.
+        reading_seconds: time to read all texts once.
+    """
+
+    texts: int
+    shards: int
+    shard_size: int
+    tokens: int
+    tokens_per_text: float
+    sampled_texts: int
+    refused_texts: int
+    bytes_per_text: float
+    gigabytes: float
+    texts_per_second: float
+    rate_from: str
+    workers: int
+    hours: float
+    reading_seconds: float
+
+
+def _estimate(
     model: Model,
     encoding: Encoding,
     texts: Texts,
-    shard_size: int,
-    workers: int,
-    rate: Number,
-) -> Values:
-    """Estimate what encoding `texts` takes, from a sample of them; nothing is written but to a
-    temporary folder.
-    """
+    request: EncodeRequest,
+) -> Estimate:
+    """Estimate what encoding `texts` takes, from a sample that is encoded to a temporary folder."""
     import torch
 
     from tilefold.retrieval.encoding.truncation import token_counts
 
-    began = time.monotonic()
-    survey = texts.plan_shards(shard_size, sample=_SAMPLE)
-    reading = time.monotonic() - began
+    started = time.monotonic()
+    survey = texts.plan_shards(request.shard_size, sample=SAMPLED_TEXTS)
+    reading_seconds = time.monotonic() - started
     counts = token_counts(model, survey.sample)
-    sample = [
-        text for text, count in zip(survey.sample, counts, strict=True) if isinstance(count, int)
-    ]
+    sample: list[str] = []
+    n_tokens = 0
+    for text, count in zip(survey.sample, counts, strict=True):
+        if isinstance(count, int):
+            sample.append(text)
+            n_tokens += min(count, encoding.max_length or count)
     if not sample:
         problem = next(
             _common.first_line(count) for count in counts if isinstance(count, Exception)
@@ -365,64 +659,72 @@ def _dry_run(
         raise CommandError(
             f"--data: the tokenizer refuses all {len(counts)} texts of the sample ({problem}).",
         )
-    tokens = sum(
-        min(count, encoding.max_length or count) for count in counts if isinstance(count, int)
-    ) / len(sample)
+    tokens_per_text = n_tokens / len(sample)
     device = model.device.type
-    here, size = _encoded(model, encoding, sample[: _TIMED.get(device, 32)])
-    where = (
-        torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"{device} with {torch.get_num_threads()} threads"
+    measured_rate, bytes_per_text = _time_encoding(
+        model,
+        encoding,
+        sample[: TIMED_TEXTS.get(device, TIMED_TEXTS["cpu"])],
     )
-    per_second = here if rate is None else rate
-    return {
-        "texts": survey.count,
-        "shards": len(survey.ranges),
-        "shard_size": shard_size,
-        "tokens": round(tokens * survey.count),
-        "tokens_per_text": tokens,
-        "sampled_texts": len(sample),
-        "refused_texts": len(survey.sample) - len(sample),
-        "bytes_per_text": size,
-        "gigabytes": size * survey.count / 1e9,
-        "texts_per_second": per_second,
-        "rate_from": f"measured here on {where}" if rate is None else "given with --rate",
-        "workers": workers,
-        "hours": survey.count / (per_second * workers) / 3600,
-        "reading_seconds": reading,
-    }
+    if request.rate is not None:
+        rate, rate_from = request.rate, "given with --rate"
+    elif device == "cuda":
+        rate, rate_from = measured_rate, f"measured here on {torch.cuda.get_device_name()}"
+    else:
+        threads = torch.get_num_threads()
+        rate, rate_from = measured_rate, f"measured here on {device} with {threads} threads"
+    workers = request.workers or 1
+    return Estimate(
+        texts=survey.count,
+        shards=len(survey.ranges),
+        shard_size=request.shard_size,
+        tokens=round(tokens_per_text * survey.count),
+        tokens_per_text=tokens_per_text,
+        sampled_texts=len(sample),
+        refused_texts=len(survey.sample) - len(sample),
+        bytes_per_text=bytes_per_text,
+        gigabytes=bytes_per_text * survey.count / 1e9,
+        texts_per_second=rate,
+        rate_from=rate_from,
+        workers=workers,
+        hours=survey.count / (rate * workers) / 3600,
+        reading_seconds=reading_seconds,
+    )
 
 
-def _encoded(model: Model, encoding: Encoding, sample: list[str]) -> tuple[float, float]:
-    """Texts per second and bytes per text of a sample, encoded twice; the faster run counts."""
+def _time_encoding(
+    model: Model,
+    encoding: Encoding,
+    sample: list[str],
+) -> tuple[float, float]:
+    """Return texts per second and bytes per text of a sample: the faster of two runs."""
     from tilefold.retrieval.encoding.sparse import Output, encode_to_folder
 
     texts = {str(number): text for number, text in enumerate(sample)}
     seconds: list[float] = []
     with tempfile.TemporaryDirectory(prefix="tilefold-dry-run-") as name:
-        for turn in range(2):
-            folder, began = Path(name) / str(turn), time.perf_counter()
+        for run in range(2):
+            folder = Path(name) / str(run)
+            started = time.perf_counter()
             manifest = encode_to_folder(encoding, model, texts, Output(folder, len(texts)))
-            seconds.append(time.perf_counter() - began)
-        size = sum(file.stat().st_size for file in folder.glob("part-*"))
-    return len(texts) / min(seconds), size / max(1, manifest.n_documents)
+            seconds.append(time.perf_counter() - started)
+        n_bytes = sum(file.stat().st_size for file in folder.glob("part-*"))
+    return len(texts) / min(seconds), n_bytes / max(1, manifest.n_documents)
 
 
-def _said_of_dry_run(found: Values) -> str:
-    refused = (
-        f"; {found['refused_texts']} others are none that the tokenizer takes"
-        if found["refused_texts"]
-        else ""
-    )
-    one = "1 worker" if found["workers"] == 1 else f"{found['workers']} workers"
+def _format_estimate(estimate: Estimate) -> str:
+    """Return an estimate in words."""
+    refused = ""
+    if estimate.refused_texts:
+        refused = f"; {estimate.refused_texts} others are none that the tokenizer takes"
+    workers = "1 worker" if estimate.workers == 1 else f"{estimate.workers} workers"
     return (
-        f"{found['texts']:,} texts in {found['shards']:,} shards of {found['shard_size']:,}\n"
-        f"{found['tokens']:,} tokens, about ({found['tokens_per_text']:.0f} each in {found['sampled_texts']} texts"
+        f"{estimate.texts:,} texts in {estimate.shards:,} shards of {estimate.shard_size:,}\n"
+        f"{estimate.tokens:,} tokens, about ({estimate.tokens_per_text:.0f} each in {estimate.sampled_texts} texts"
         f"{refused})\n"
-        f"{_common.size(found['gigabytes'] * 1e9)}, about ({found['bytes_per_text']:,.0f} bytes each)\n"
-        f"{_common.duration(found['hours'] * 3600)}, about, with {one} "
-        f"({found['texts_per_second']:,.0f} texts per second each, {found['rate_from']})\n"
+        f"{_common.size(estimate.gigabytes * 1e9)}, about ({estimate.bytes_per_text:,.0f} bytes each)\n"
+        f"{_common.duration(estimate.hours * 3600)}, about, with {workers} "
+        f"({estimate.texts_per_second:,.0f} texts per second each, {estimate.rate_from})\n"
         "assumed: the other texts are like the sample; workers do not slow one another down. Starting them, loading\n"
-        f"models and reading all texts once ({found['reading_seconds']:.1f} s here) come on top. Nothing was written."
+        f"models and reading all texts once ({estimate.reading_seconds:.1f} s here) come on top. Nothing was written."
     )

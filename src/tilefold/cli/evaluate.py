@@ -5,138 +5,241 @@ fuse``, several runs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
-from tilefold.cli._common import Asked, UsageError, Values
-from tilefold.cli._options import (
-    Count,
-    Place,
-    Text,
-    Words,
-    flag,
-    option,
-    positive,
-    preset,
-    required,
-)
+from tilefold.cli._common import UsageError
+from tilefold.cli._options import DocumentFieldOptions, option, positive, refuse_options
+from tilefold.cli._retrievers import SearcherParts
 from tilefold.retrieval.common.provenance import Provenance
 
 if TYPE_CHECKING:
     from tilefold.retrieval.common.runs import Run
     from tilefold.retrieval.data.collection import Collection
     from tilefold.retrieval.search.fusion import Normalization
+    from tilefold.retrieval.search.passages import BestPassages
     from tilefold.retrieval.search.searcher import Ranking, Searcher, SearchRequest
 
-DEPTH = 100
+DEPTH = 100  # documents per query
+RRF_K = 60
 
 
-@_options.with_options(_retrievers.of_index, _retrievers.of_reranking, _retrievers.of_feedback)
-def evaluate(
-    data: str = required(_common.DATA_HELP),
-    split: Words = option(_scores.SPLIT_HELP),
-    drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
-    run: Place = option("A TREC run file to score."),
-    index: Place = option("Index to search, with the --model that made it; BM25 has none."),
-    model: Text = option(
-        _retrievers.MODEL_HELP + " Without --index, a dense model; minilm is all-MiniLM-L6-v2.",
-    ),
-    k: Count = positive(
-        "Documents per query to rerank and to save, by default 100; measures see what they need.",
-    ),
-    measure: Words = option(_scores.MEASURE_HELP),
-    where: Words = _retrievers.WHERE,
-    max_length: Count = _retrievers.DENSE_LENGTH,
-    rerank_tail: Text = option(
-        "Candidates that were not reranked: by default kept, last.",
-        metavar="keep|drop",
-    ),
-    vectors: Place = option("The encoded documents of --index, for --prf."),
-    save_run: Place = option(_scores.SAVE_RUN_HELP),
-    per_query: Place = option(
-        "Write the measures of each query: tab-separated columns, named in the first line.",
-    ),
-    overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
-    identical_ids: Text = option(
-        _scores.IDENTICAL_IDS_HELP,
-        metavar=_scores.IDENTICAL_IDS,
-    ),
-    as_json: bool = flag("The measures as JSON on stdout.", "--json"),
-    **more: Any,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class EvaluateRequest(
+    _retrievers.IndexOptions,
+    _retrievers.RerankOptions,
+    _retrievers.FeedbackOptions,
+    DocumentFieldOptions,
+):
+    """Options of ``tilefold evaluate``."""
+
+    data: Annotated[
+        str,
+        option(
+            _common.DATA_HELP,
+        ),
+    ]
+    split: Annotated[
+        list[str] | None,
+        option(
+            _scores.SPLIT_HELP,
+        ),
+    ] = None
+    drop_unknown: Annotated[
+        bool,
+        option(
+            _common.DROP_UNKNOWN_HELP,
+            "--drop-unknown",
+        ),
+    ] = False
+    run: Annotated[
+        Path | None,
+        option(
+            "A TREC run file to score.",
+        ),
+    ] = None
+    index: Annotated[
+        Path | None,
+        option(
+            "Index to search, with the --model that made it; BM25 has none.",
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        option(
+            _retrievers.MODEL_HELP + " Without --index, a dense model; minilm is all-MiniLM-L6-v2.",
+        ),
+    ] = None
+    k: Annotated[
+        int | None,
+        positive(
+            "Documents per query to rerank and to save, by default 100; measures see what they need.",
+        ),
+    ] = None
+    measure: Annotated[
+        list[str] | None,
+        option(
+            _scores.MEASURE_HELP,
+        ),
+    ] = None
+    where: Annotated[list[str] | None, _retrievers.WHERE] = None
+    max_length: Annotated[int | None, _retrievers.DENSE_LENGTH] = None
+    rerank_tail: Annotated[
+        Literal["keep", "drop"] | None,
+        option(
+            "Candidates that were not reranked: by default kept, last.",
+        ),
+    ] = None
+    vectors: Annotated[
+        Path | None,
+        option(
+            "The encoded documents of --index, for --prf.",
+        ),
+    ] = None
+    save_run: Annotated[
+        Path | None,
+        option(
+            _scores.SAVE_RUN_HELP,
+            panel="Output",
+        ),
+    ] = None
+    per_query: Annotated[
+        Path | None,
+        option(
+            "Write the measures of each query: tab-separated columns, named in the first line.",
+            panel="Output",
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool,
+        option(
+            _common.OVERWRITE_HELP,
+            "--overwrite",
+            panel="Output",
+        ),
+    ] = False
+    identical_ids: Annotated[
+        Literal["ignore", "count"] | None,
+        option(
+            _scores.IDENTICAL_IDS_HELP,
+        ),
+    ] = None
+    as_json: Annotated[
+        bool,
+        option(
+            "The measures as JSON on stdout.",
+            "--json",
+            panel="Output",
+        ),
+    ] = False
+
+    def validate(self) -> None:
+        """Raise ``UsageError`` for options that exclude one another."""
+        super().validate()
+        if (self.run is None) == (self.model is None and self.index is None):
+            raise UsageError(
+                "give either --run FILE, or --index (with --model, but for BM25), or a dense --model.",
+            )
+        if self.index is None:
+            self.refuse_index_options("goes with --index")
+            refuse_options({"--where": self.where}, "goes with --index")
+        if self.index is not None or self.run is not None:
+            refuse_options(
+                {"--max-length": self.max_length},
+                "goes with a dense --model, without --index",
+            )
+        if self.run is not None:
+            refuse_options(
+                {"--k": self.k},
+                "goes with --index or a dense --model; for --rerank there is --rerank-depth",
+            )
+            refuse_options(
+                {"--prf": self.prf},
+                "goes with --index or a dense --model: a run has no vectors",
+            )
+        if self.prf is None:
+            refuse_options({"--vectors": self.vectors}, "goes together with --prf")
+        if self.save_run is None and self.per_query is None:
+            refuse_options({"--overwrite": self.overwrite}, "goes with --save-run and --per-query")
+        if self.rerank is None:
+            refuse_options({"--rerank-tail": self.rerank_tail}, "goes together with --rerank")
+        if self.rerank_weight is not None:
+            refuse_options(
+                {"--rerank-tail": self.rerank_tail},
+                "goes without --rerank-weight, under which every candidate keeps its share",
+            )
+
+
+def evaluate(request: EvaluateRequest) -> None:
     """Evaluate a TREC run, an index (with its model, or of BM25), or a dense model; with --rerank,
     after reranking.
 
     Means over queries have standard errors (±) and bootstrap intervals; tilefold compare tests
     differences.
+
+    Example:
+        tilefold evaluate --data DATA --index INDEX --model MODEL
     """
-    asked = locals() | more
-    rerank = asked["rerank"]
-    if (run is None) == (model is None and index is None):
-        raise UsageError(
-            "give either --run FILE, or --index (with --model, but for BM25), or a dense --model.",
-        )
-    depth = None if run is not None else k or DEPTH
-    reranking, (feedback, mix) = (
-        _retrievers.rerank_request(asked, depth),
-        _retrievers.feedback_request(asked),
+    depth = None if request.run is not None else request.k or DEPTH
+    reranking = request.reranking(depth, request.rerank_tail)
+    feedback = request.feedback()
+    interpolation = request.interpolation()
+    measures, deepest = _scores.check_measures(request.measure)
+    _scores.say_depth(request.k, deepest, request.save_run or request.rerank)
+    _check_output_files(request)
+    _models.find_models({"--model": request.model, "--rerank": request.rerank})
+    collection, splits = _scores.load_splits(
+        request.data,
+        request.split,
+        request.drop_unknown,
+        also=(),
     )
-    measures, deepest = _scores.check_measures(measure)
-    _scores.say_depth(k, deepest, save_run or rerank)
-    inputs = (run, asked["prf_with"], *_scores.files_of_collection(data))
-    _scores.check_output_file(save_run, "--save-run", _scores.RUN, *inputs, overwrite=overwrite)
-    _scores.check_output_file(
-        per_query,
-        "--per-query",
-        _scores.MEASURES,
-        *inputs,
-        save_run,
-        overwrite=overwrite,
-    )
-    _models.find_models({"--model": model, "--rerank": rerank})
-    collection, splits = _scores.load_splits(data, split, drop_unknown, also=())
-    ignores_identical_ids = _scores.ignores_identical_ids(identical_ids, collection, splits)
-    queries = {
-        query: text for name in splits for query, text in collection.split_queries(name).items()
-    }
-    if run is None:
-        _scores.check_savable(save_run, collection.documents, queries)
+    ignores_identical_ids = _scores.ignores_identical_ids(request.identical_ids, collection, splits)
+    queries = _queries_of_splits(collection, splits)
+    if request.run is None:
+        _scores.check_savable(request.save_run, collection.documents, queries)
     texts = _scores.texts_of(collection)
-    reranker = (
-        None if rerank is None else _retrievers.load_reranker(asked, collection.documents, texts)
-    )
-    passages, changed = None, None
-    ignored: set[str] = set()
-    if run is not None:
-        found = _scores.read_run(run, "--run")
-        if ignores_identical_ids:
-            found, ignored = _scores.without_identical_ids(found)
-        _scores.check_texts(found.name, found.provenance, collection, texts)
-    else:
-        request = retrieval.SearchRequest(
-            max(k or DEPTH, deepest, asked["rerank_depth"] or 0),
-            feedback,
-            mix,
-            ignore_identical_ids=ignores_identical_ids and _share_ids(queries, collection),
+    reranker = None
+    if request.rerank is not None:
+        reranker = _retrievers.load_reranker(
+            request.rerank,
+            request.rerank_model,
+            collection.documents,
+            texts,
         )
-        searcher, request, ranking = _searched(asked, collection, queries, texts, request)
-        name = f"--model {model}" if index is None else f"--index {index}"
-        found = _scores.NamedRun(name, ranking.run, searcher.provenance)
-        passages = ranking.best_passages if searcher.passages else None
-        ignored = ranking.ignored_identical_ids
-    _scores.check_answers(found, collection, splits)
+    search: _Search | None = None
+    if request.run is not None:
+        run = _scores.read_run(request.run, "--run")
+        ignored: set[str] = set()
+        if ignores_identical_ids:
+            run, ignored = _scores.without_identical_ids(run)
+        _scores.check_texts(run.name, run.provenance, collection, texts)
+    else:
+        shares_ids = any(query in collection.documents for query in queries)
+        search_request = retrieval.SearchRequest(
+            k=max(request.k or DEPTH, deepest, request.rerank_depth or 0),
+            feedback=feedback,
+            interpolation=interpolation,
+            ignore_identical_ids=ignores_identical_ids and shares_ids,
+        )
+        search = _search(request, search_request, collection, queries, texts)
+        source = f"--model {request.model}" if request.index is None else f"--index {request.index}"
+        run = _scores.NamedRun(source, search.ranking.run, search.searcher.provenance)
+        ignored = search.ranking.ignored_identical_ids
+    _scores.check_answers(run, collection, splits)
     if reranker is not None and reranking is not None:
-        answers = {query: scores for query, scores in found.run.items() if query in queries}
-        with _options.as_options(documents="--rerank", tokens="--rerank"):
-            reranked = reranker(queries, answers, reranking, passages=passages)[1]
-        found = _scores.NamedRun(found.name, reranked, texts)
+        candidates = {query: scores for query, scores in run.run.items() if query in queries}
+        passages = None if search is None else search.passages
+        with _options.option_errors(documents="--rerank", tokens="--rerank"):
+            _, reranked, _ = reranker(queries, candidates, reranking, passages=passages)
+        run = _scores.NamedRun(run.name, reranked, texts)
     scores = _scores.score(
-        found,
+        run,
         collection,
         splits,
         measures,
@@ -144,156 +247,326 @@ def evaluate(
         ignores_identical_ids,
         ignored,
     )
-    _scores.save(found, texts, save_run, depth)
-    scores.write(per_query)
-    if feedback is not None and reranking is None:
-        changed = _scores.changed_by_feedback(
+    _scores.save(run, texts, request.save_run, depth)
+    scores.write(request.per_query)
+    changes = None
+    if search is not None and feedback is not None and reranking is None:
+        changes = _scores.changed_by_feedback(
             scores,
-            searcher,
+            search.searcher,
             queries,
-            request,
-            ranking,
+            search.request,
+            search.ranking,
             collection,
         )
-    if as_json:
-        _common.print_json(
-            _scores.facts(collection, scores)
-            | _common.known({"rerank": rerank, "feedback": changed}),
-        )
-    else:
+    _print_scores(request, collection, scores, changes)
+
+
+def _print_scores(
+    request: EvaluateRequest,
+    collection: Collection,
+    scores: _scores.Scores,
+    changes: dict[str, Any] | None,
+) -> None:
+    """Print the measures, and what feedback changed, as a table or as JSON."""
+    if not request.as_json:
         _scores.print_scores(collection, scores)
+        return
+    facts = _scores.facts(collection, scores)
+    if request.rerank is not None:
+        facts["rerank"] = request.rerank
+    if changes is not None:
+        facts["feedback"] = changes
+    _common.print_json(facts)
 
 
-def _share_ids(queries: dict[str, str], collection: Collection) -> bool:
-    """Whether a query has the id of a document."""
-    return any(query in collection.documents for query in queries)
+def _queries_of_splits(collection: Collection, splits: Sequence[str]) -> dict[str, str]:
+    """Return the texts of the queries of all splits by id."""
+    queries: dict[str, str] = {}
+    for split in splits:
+        queries |= collection.split_queries(split)
+    return queries
 
 
-def _searched(
-    asked: Asked,
+def _check_output_files(request: EvaluateRequest) -> None:
+    """Refuse files to write that cannot be written, or are read by the same command."""
+    inputs = (request.run, request.prf_with, *_scores.files_of_collection(request.data))
+    _scores.check_output_file(
+        request.save_run,
+        "--save-run",
+        _scores.RUN,
+        *inputs,
+        overwrite=request.overwrite,
+    )
+    _scores.check_output_file(
+        request.per_query,
+        "--per-query",
+        _scores.MEASURES,
+        *inputs,
+        request.save_run,
+        overwrite=request.overwrite,
+    )
+
+
+@dataclass(frozen=True)
+class _Search:
+    """A searcher, the request that it answered, and its rankings."""
+
+    searcher: Searcher
+    request: SearchRequest
+    ranking: Ranking
+
+    @property
+    def passages(self) -> BestPassages | None:
+        """Best passages of the documents, or None for an index of whole documents."""
+        return self.ranking.best_passages if self.searcher.passages else None
+
+
+def _search(
+    request: EvaluateRequest,
+    search_request: SearchRequest,
     collection: Collection,
     queries: dict[str, str],
     texts: Provenance,
-    request: SearchRequest,
-) -> tuple[Searcher, SearchRequest, Ranking]:
-    """The searcher of --index or --model, the request with --where, and the ranking of the queries."""
-    parts = {
-        "vectors": asked["vectors"],
-        "second": _retrievers.second_ranking(asked, queries, texts),
-    }
-    if asked["index"] is None:
-        searcher = _retrievers.open_dense(asked, collection.contents(), **parts)
+) -> _Search:
+    """Search the queries in the index, or in documents that a dense model encodes now.
+
+    Args:
+        request: names the index or the model.
+        search_request: the search without the conditions of ``--where``.
+        collection: the documents.
+        queries: texts of the queries by id.
+        texts: provenance of the documents.
+    """
+    second = _retrievers.second_ranking(request.prf_with, queries, texts)
+    if request.index is None:
+        searcher = _retrievers.open_dense(
+            request,
+            collection.contents(),
+            request.max_length,
+            second,
+        )
     else:
-        searcher = _retrievers.open_searcher(asked, collection.contents, lambda _: parts)
-        _scores.check_texts(f"--index {asked['index']}", searcher.provenance, collection, texts)
-    request = replace(request, where=_retrievers.where_of(asked, searcher))
-    with _options.as_options(queries="--model"):
-        return searcher, request, searcher.rank(queries, request)
+        parts = SearcherParts(vectors=request.vectors, second=second)
+        searcher = _retrievers.open_searcher(request, collection.contents, lambda _: parts)
+        _scores.check_texts(f"--index {request.index}", searcher.provenance, collection, texts)
+    where = _retrievers.parse_filter(request.where, searcher)
+    search_request = replace(search_request, where=where)
+    with _options.option_errors(queries="--model"):
+        ranking = searcher.rank(queries, search_request)
+    return _Search(searcher, search_request, ranking)
 
 
-def fuse(
-    run: list[Path] = required(
-        "A TREC run file, such as evaluate --save-run writes; twice or more.",
-    ),
-    method: str = preset(
-        "rrf",
-        "Reciprocal rank fusion, or weighted sum of normalised scores.",
-        metavar="rrf|interpolation",
-    ),
-    weight: list[float] | None = option(
-        "interpolation: one per run, in their order; by default equal ones.",
-    ),
-    tune: Text = option(
-        "interpolation: choose the weights on this split of --data, by the first measure.",
-    ),
-    in_sample: bool = flag(
-        "Report queries that --tune chose the weights on, too, and say so.",
-        "--in-sample",
-    ),
-    normalization: Text = option(
-        "interpolation: per query; by default min_max.",
-        metavar="min_max|z_score|none",
-    ),
-    rrf_k: Count = positive("rrf: the constant of 1 / (k + rank); by default 60."),
-    k: int = positive(
-        "Documents to keep per query; as many as the measures need at least.",
-        default=100,
-    ),
-    data: Text = option(
-        "The collection of the runs, to measure the fusion. " + _common.DATA_HELP,
-    ),
-    split: Words = option(_scores.SPLIT_HELP),
-    drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
-    measure: Words = option(_scores.MEASURE_HELP),
-    save_run: Place = option(_scores.SAVE_RUN_HELP),
-    overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
-    identical_ids: Text = option(
-        _scores.IDENTICAL_IDS_HELP,
-        metavar=_scores.IDENTICAL_IDS,
-    ),
-    as_json: bool = flag("Weights and measures as JSON on stdout.", "--json"),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class FuseRequest(DocumentFieldOptions):
+    """Options of ``tilefold fuse``."""
+
+    run: Annotated[
+        list[Path],
+        option(
+            "A TREC run file, such as evaluate --save-run writes; twice or more.",
+        ),
+    ]
+    method: Annotated[
+        Literal["rrf", "interpolation"],
+        option(
+            "Reciprocal rank fusion, or weighted sum of normalised scores.",
+        ),
+    ] = "rrf"
+    weight: Annotated[
+        list[float] | None,
+        option(
+            "interpolation: one per run, in their order; by default equal ones.",
+        ),
+    ] = None
+    tune: Annotated[
+        str | None,
+        option(
+            "interpolation: choose the weights on this split of --data, by the first measure.",
+        ),
+    ] = None
+    in_sample: Annotated[
+        bool,
+        option(
+            "Report queries that --tune chose the weights on, too, and say so.",
+            "--in-sample",
+        ),
+    ] = False
+    normalization: Annotated[
+        Literal["min_max", "z_score", "none"] | None,
+        option(
+            "interpolation: per query; by default min_max.",
+        ),
+    ] = None
+    rrf_k: Annotated[
+        int | None,
+        positive(
+            "rrf: the constant of 1 / (k + rank); by default 60.",
+        ),
+    ] = None
+    k: Annotated[
+        int | None,
+        positive(
+            "Documents to keep per query, by default 100; as many as the measures need at least.",
+        ),
+    ] = None
+    data: Annotated[
+        str | None,
+        option(
+            "The collection of the runs, to measure the fusion. " + _common.DATA_HELP,
+        ),
+    ] = None
+    split: Annotated[
+        list[str] | None,
+        option(
+            _scores.SPLIT_HELP,
+        ),
+    ] = None
+    drop_unknown: Annotated[
+        bool,
+        option(
+            _common.DROP_UNKNOWN_HELP,
+            "--drop-unknown",
+        ),
+    ] = False
+    measure: Annotated[
+        list[str] | None,
+        option(
+            _scores.MEASURE_HELP,
+        ),
+    ] = None
+    save_run: Annotated[
+        Path | None,
+        option(
+            _scores.SAVE_RUN_HELP,
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool,
+        option(
+            _common.OVERWRITE_HELP,
+            "--overwrite",
+        ),
+    ] = False
+    identical_ids: Annotated[
+        Literal["ignore", "count"] | None,
+        option(
+            _scores.IDENTICAL_IDS_HELP,
+        ),
+    ] = None
+    as_json: Annotated[
+        bool,
+        option(
+            "Weights and measures as JSON on stdout.",
+            "--json",
+        ),
+    ] = False
+
+    def validate(self) -> None:
+        """Raise ``UsageError`` for options that exclude one another."""
+        super().validate()
+        if len(self.run) < 2:
+            raise UsageError(f"--run: expected two runs or more, got {len(self.run)}.")
+        if self.method == "rrf":
+            refuse_options(
+                {
+                    "--weight": self.weight,
+                    "--tune": self.tune,
+                    "--normalization": self.normalization,
+                },
+                "goes with --method interpolation",
+            )
+        else:
+            refuse_options({"--rrf-k": self.rrf_k}, "goes with --method rrf")
+        if self.weight is not None:
+            refuse_options({"--tune": self.tune}, "chooses the weights, and goes without --weight")
+            if len(self.weight) != len(self.run) or not any(self.weight):
+                raise UsageError(
+                    f"--weight: expected one for each of {len(self.run)} runs, not all of them 0, got {self.weight}.",
+                )
+        if self.tune is None:
+            refuse_options({"--in-sample": self.in_sample}, "goes with --tune")
+        if self.data is None:
+            refuse_options(
+                {
+                    "--split": self.split,
+                    "--drop-unknown": self.drop_unknown,
+                    "--measure": self.measure,
+                    "--tune": self.tune,
+                },
+                "goes with --data",
+            )
+        if self.save_run is None:
+            refuse_options({"--overwrite": self.overwrite}, "goes with --save-run")
+        if self.data is None and self.save_run is None:
+            raise UsageError("give --data to measure the fusion, or --save-run to write it.")
+
+
+def fuse(request: FuseRequest) -> None:
     """Fuse runs: measure the fusion with --data, write it with --save-run.
 
     To choose weights, make the runs with --split dev --split test, and give --method interpolation
     --tune dev.
+
+    Example:
+        tilefold fuse --run bm25.trec --run splade.trec --data DATA
     """
-    if len(run) < 2:
-        raise UsageError(f"--run: expected two runs or more, got {len(run)}.")
-    if weight is not None and (len(weight) != len(run) or not any(weight)):
-        raise UsageError(
-            f"--weight: expected one for each of {len(run)} runs, not all of them 0, got {weight}.",
-        )
-    if data is None and save_run is None:
-        raise UsageError("give --data to measure the fusion, or --save-run to write it.")
-    measures, deepest = _scores.check_measures(measure)
-    _scores.say_depth(k if "k" in _options.given else None, deepest, save_run)
+    measures, deepest = _scores.check_measures(request.measure)
+    _scores.say_depth(request.k, deepest, request.save_run)
     _scores.check_output_file(
-        save_run,
+        request.save_run,
         "--save-run",
         _scores.RUN,
-        *run,
-        *([] if data is None else _scores.files_of_collection(data)),
-        overwrite=overwrite,
+        *request.run,
+        *([] if request.data is None else _scores.files_of_collection(request.data)),
+        overwrite=request.overwrite,
     )
-    named = [_scores.read_run(path, "--run") for path in run]
-    also = [] if tune is None else [tune]
+    named = [_scores.read_run(path, "--run") for path in request.run]
+    also = [] if request.tune is None else [request.tune]
     collection, splits = (
-        (None, []) if data is None else _scores.load_splits(data, split, drop_unknown, also)
+        (None, [])
+        if request.data is None
+        else _scores.load_splits(request.data, request.split, request.drop_unknown, also)
     )
     _scores.check_runs(named, collection, [*splits, *also])
     named, ignores_identical_ids, ignored = _without_identical_ids(
         named,
-        identical_ids,
+        request.identical_ids,
         collection,
         [*splits, *also],
     )
-    weights, runs, depth = weight, [each.run for each in named], max(k, deepest)
-    chosen = cast("Normalization", normalization or "min_max")
-    result: Values = {"method": method, "runs": [str(path) for path in run], "weights": weights}
+    weights = request.weight
+    runs = [run.run for run in named]
+    depth = max(request.k or DEPTH, deepest)
+    normalization: Normalization = request.normalization or "min_max"
+    result: dict[str, Any] = {
+        "method": request.method,
+        "runs": [str(path) for path in request.run],
+        "weights": weights,
+    }
     shared: dict[str, int] = {}
-    if tune is not None and collection is not None:
-        shared = _in_sample(collection, tune, splits, in_sample)
-        result |= {"tuned_on": tune, "in_sample": shared}
+    if request.tune is not None and collection is not None:
+        shared = _in_sample(collection, request.tune, splits, request.in_sample)
+        result |= {"tuned_on": request.tune, "in_sample": shared}
         weights = _tuned(
             runs,
-            collection.qrels[tune],
+            collection.qrels[request.tune],
             measures[0],
-            chosen,
+            normalization,
             depth,
             ignores_identical_ids,
         )
-    if method == "rrf":
-        whole = retrieval.reciprocal_rank_fusion(runs, rrf_k or 60)
-        found = {query: dict(list(scores.items())[:depth]) for query, scores in whole.items()}
+    if request.method == "rrf":
+        ranking = retrieval.reciprocal_rank_fusion(runs, request.rrf_k or RRF_K)
+        fused_run = {query: dict(list(scores.items())[:depth]) for query, scores in ranking.items()}
     else:
-        with _options.as_options("normalization", weights="--weight"):
-            found = retrieval.interpolate(runs, weights, chosen, k=depth)
+        with _options.option_errors(normalization="--normalization", weights="--weight"):
+            fused_run = retrieval.interpolate(runs, weights, normalization, k=depth)
     made_of = Provenance(
         texts_sha256=Provenance.shared(each.provenance for each in named).texts_sha256,
     )
-    fused = _scores.NamedRun("the fusion", found, made_of)
-    _scores.save(fused, made_of, save_run)
+    fused = _scores.NamedRun("the fusion", fused_run, made_of)
+    _scores.save(fused, made_of, request.save_run)
     result["weights"] = weights
     scores = (
         None
@@ -308,7 +581,7 @@ def fuse(
             ignored,
         )
     )
-    if as_json:
+    if request.as_json:
         _common.print_json(
             result | (_scores.facts(collection, scores) if collection and scores else {}),
         )
@@ -316,15 +589,17 @@ def fuse(
     if weights is not None:
         typer.echo(
             "weights: "
-            + ", ".join(f"{path} {value:g}" for path, value in zip(run, weights, strict=True)),
+            + ", ".join(
+                f"{path} {value:g}" for path, value in zip(request.run, weights, strict=True)
+            ),
         )
     if collection is not None and scores is not None:
         _scores.print_scores(collection, scores)
         for name, count in shared.items():
             of = f"{count} of the {len(collection.qrels[name])} queries of {name}"
             typer.echo(f"in sample: the weights were chosen on {of}")
-    if save_run is not None:
-        typer.echo(f"{len(fused.run)} queries: {save_run}")
+    if request.save_run is not None:
+        typer.echo(f"{len(fused.run)} queries: {request.save_run}")
 
 
 def _without_identical_ids(
@@ -378,14 +653,16 @@ def _tuned(
         raise UsageError(f"--tune: {error}") from error
 
 
-def _in_sample(collection: Collection, tune: str, splits: list[str], asked: bool) -> dict[str, int]:
+def _in_sample(
+    collection: Collection, tune: str, splits: list[str], request: bool
+) -> dict[str, int]:
     """Split -> how many of its queries the weights are chosen on, of those that have any; refused
     unless asked for.
     """
     counts = {
         name: len(collection.qrels[name].keys() & collection.qrels[tune].keys()) for name in splits
     }
-    if (shared := {name: count for name, count in counts.items() if count}) and not asked:
+    if (shared := {name: count for name, count in counts.items() if count}) and not request:
         name, count = next(iter(shared.items()))
         some = f"{count} of the {len(collection.qrels[name])} queries of {name}, whose numbers are reported (--split)"
         remedy = (

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tilefold import retrieval
 from tilefold._internal.files import lock_path
 from tilefold.cli import _common, _options, _retrievers, _scores
-from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import (
-    OF_BACKEND,
-    Count,
-    Number,
-    Place,
-    Text,
-    argument,
-    flag,
-    option,
-    preset,
-    required,
-)
+from tilefold.cli._common import CommandError, UsageError, note
+from tilefold.cli._options import DocumentFieldOptions, Options, argument, option, refuse_options
 from tilefold.retrieval.common.provenance import ids_to_delete
 from tilefold.retrieval.data.passages import Passages, document_of
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index import DENSE
 from tilefold.retrieval.index.protocol import MANIFEST_NAME, read_description
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.index.bm25 import BM25Options
 
 # Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller,
 # and built in seconds.
 SEISMIC_DOCUMENTS = 100_000
 LONG_VECTOR = 256
-BM25, QDRANT, LATE = "bm25", "qdrant", "late"
+BM25 = "bm25"
+QDRANT = "qdrant"
+LATE = "late"
+SEISMIC = "seismic"
+SAMPLED_QUERIES = 64  # whose recall a late index measures
 _BACKEND_HELP = (
     "exact (fastest and smallest up to 100,000 documents at least), bm25 (words, no model: give --data), seismic "
     "(approximate, for much larger collections; encode with --top-k 128 or so), qdrant (exact; to add to "
@@ -40,83 +38,340 @@ _BACKEND_HELP = (
 )
 
 
-def index(
-    output: Path = required("Folder for the index."),
-    vectors: Place = option(
-        "exact, seismic, qdrant: a folder of tilefold encode; exact takes dense vectors, too.",
-    ),
-    tokens: Place = option(
-        "late: token vectors, a folder of tilefold encode, or a .safetensors or .npz file.",
-    ),
-    data: Text = option(
-        "bm25: the documents; others: those of --vectors or --tokens, to keep their metadata. "
-        + _common.DOCUMENTS_HELP,
-    ),
-    backend: str = preset("exact", _BACKEND_HELP, metavar="exact | seismic | qdrant | bm25 | late"),
-    language: Text = option(
-        "bm25: of Snowball stemmer and stop words, or none for neither; by default english.",
-    ),
-    k1: Number = option("bm25: saturation of term frequencies; by default 1.5."),
-    b: Number = option("bm25: normalisation of document length, 0 to 1; by default 0.75."),
-    identifiers: bool = flag(
-        "bm25: split words at underscores and capitals, for programs.",
-        "--identifiers",
-    ),
-    passages: Count = _retrievers.PASSAGES,
-    stride: Count = _retrievers.STRIDE,
-    cut: Text = _retrievers.CUT,
-    n_postings: Count = option(
-        "seismic: postings kept per term, on average; more for more documents by default.",
-    ),
-    centroid_fraction: Number = option(
-        "seismic: clusters of a term, as a fraction of its documents (0.1).",
-    ),
-    min_cluster_size: Count = option("seismic: documents of the smallest cluster (10)."),
-    summary_energy: Number = option(
-        "seismic: fraction of a cluster's weight in its summary (0.4).",
-    ),
-    doc_cut: Count = option("seismic: heaviest terms of a document used to cluster (15)."),
-    query_cut: Count = option(
-        "seismic: query terms that choose clusters (20; 10 from a million documents on).",
-    ),
-    heap_factor: Number = option(
-        "seismic: lower is slower and closer to exact (0.7; 0.8 from a million on).",
-    ),
-    num_threads: Count = option("seismic: threads, 0 for one per core (0).", "--threads"),
-    storage: Text = option(
-        "late: by default int8; int4 takes half as much.",
-        metavar="int8|fp16|int4",
-    ),
-    pool_factor: Count = option(
-        "late: keep a vector for so many tokens of a document, the mean of a cluster (1).",
-    ),
-    queries: Place = option(
-        "late: token vectors of queries, to measure the recall of candidates on them.",
-    ),
-    url: Text = option(
-        "qdrant: a server, such as http://localhost:6333; its key is in QDRANT_API_KEY.",
-    ),
-    collection: Text = option(
-        "qdrant: name of the collection on the server; by default that of --output.",
-    ),
-    weights: Text = option(
-        "qdrant: of what is searched; by default float32.",
-        metavar="float32|float16",
-    ),
-    overwrite: bool = flag(
-        "Replace the index at --output; qdrant: also other vectors in the collection of the server.",
-        "--overwrite",
-    ),
-    update: bool = flag(
-        "Put --vectors (bm25: --data, late: --tokens) into the index at --output, replacing documents of the same id.",
-        "--update",
-    ),
-    delete: Place = option(
-        "Remove documents, an id per line of this file, from the index at --output.",
-    ),
-    merge: bool = flag("Make one index of that at --output and what was added to it.", "--merge"),
-    as_json: bool = flag("The result as JSON on stdout.", "--json"),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
+    """Options of ``tilefold index``."""
+
+    output: Annotated[
+        Path,
+        option(
+            "Folder for the index.",
+        ),
+    ]
+    vectors: Annotated[
+        Path | None,
+        option(
+            "exact, seismic, qdrant: a folder of tilefold encode; exact takes dense vectors, too.",
+        ),
+    ] = None
+    tokens: Annotated[
+        Path | None,
+        option(
+            "late: token vectors, a folder of tilefold encode, or a .safetensors or .npz file.",
+        ),
+    ] = None
+    data: Annotated[
+        str | None,
+        option(
+            "bm25: the documents; others: those of --vectors or --tokens, to keep their metadata. "
+            + _common.DOCUMENTS_HELP,
+        ),
+    ] = None
+    backend: Annotated[
+        Literal["exact", "seismic", "qdrant", "bm25", "late"] | None,
+        option(
+            _BACKEND_HELP,
+        ),
+    ] = None
+    language: Annotated[
+        str | None,
+        option(
+            "bm25: of Snowball stemmer and stop words, or none for neither; by default english.",
+            panel="BM25",
+        ),
+    ] = None
+    k1: Annotated[
+        float | None,
+        option(
+            "bm25: saturation of term frequencies; by default 1.5.",
+            panel="BM25",
+        ),
+    ] = None
+    b: Annotated[
+        float | None,
+        option(
+            "bm25: normalisation of document length, 0 to 1; by default 0.75.",
+            panel="BM25",
+        ),
+    ] = None
+    identifiers: Annotated[
+        bool,
+        option(
+            "bm25: split words at underscores and capitals, for programs.",
+            "--identifiers",
+            panel="BM25",
+        ),
+    ] = False
+    n_postings: Annotated[
+        int | None,
+        option(
+            "seismic: postings kept per term, on average; more for more documents by default.",
+            panel="Seismic",
+        ),
+    ] = None
+    centroid_fraction: Annotated[
+        float | None,
+        option(
+            "seismic: clusters of a term, as a fraction of its documents (0.1).",
+            panel="Seismic",
+        ),
+    ] = None
+    min_cluster_size: Annotated[
+        int | None,
+        option(
+            "seismic: documents of the smallest cluster (10).",
+            panel="Seismic",
+        ),
+    ] = None
+    summary_energy: Annotated[
+        float | None,
+        option(
+            "seismic: fraction of a cluster's weight in its summary (0.4).",
+            panel="Seismic",
+        ),
+    ] = None
+    doc_cut: Annotated[
+        int | None,
+        option(
+            "seismic: heaviest terms of a document used to cluster (15).",
+            panel="Seismic",
+        ),
+    ] = None
+    query_cut: Annotated[
+        int | None,
+        option(
+            "seismic: query terms that choose clusters (20; 10 from a million documents on).",
+            panel="Seismic",
+        ),
+    ] = None
+    heap_factor: Annotated[
+        float | None,
+        option(
+            "seismic: lower is slower and closer to exact (0.7; 0.8 from a million on).",
+            panel="Seismic",
+        ),
+    ] = None
+    num_threads: Annotated[
+        int | None,
+        option(
+            "seismic: threads, 0 for one per core (0).",
+            "--threads",
+            panel="Seismic",
+        ),
+    ] = None
+    storage: Annotated[
+        Literal["int8", "fp16", "int4"] | None,
+        option(
+            "late: by default int8; int4 takes half as much.",
+            panel="Late interaction",
+        ),
+    ] = None
+    pool_factor: Annotated[
+        int | None,
+        option(
+            "late: keep a vector for so many tokens of a document, the mean of a cluster (1).",
+            panel="Late interaction",
+        ),
+    ] = None
+    queries: Annotated[
+        Path | None,
+        option(
+            "late: token vectors of queries, to measure the recall of candidates on them.",
+            panel="Late interaction",
+        ),
+    ] = None
+    url: Annotated[
+        str | None,
+        option(
+            "qdrant: a server, such as http://localhost:6333; its key is in QDRANT_API_KEY.",
+            panel="Qdrant",
+        ),
+    ] = None
+    collection: Annotated[
+        str | None,
+        option(
+            "qdrant: name of the collection on the server; by default that of --output.",
+            panel="Qdrant",
+        ),
+    ] = None
+    weights: Annotated[
+        Literal["float32", "float16"] | None,
+        option(
+            "qdrant: of what is searched; by default float32.",
+            panel="Qdrant",
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool,
+        option(
+            "Replace the index at --output; qdrant: also other vectors in the collection of the server.",
+            "--overwrite",
+        ),
+    ] = False
+    update: Annotated[
+        bool,
+        option(
+            "Put --vectors (bm25: --data, late: --tokens) into the index at --output, replacing documents of the same id.",
+            "--update",
+            panel="Changes of an index",
+        ),
+    ] = False
+    delete: Annotated[
+        Path | None,
+        option(
+            "Remove documents, an id per line of this file, from the index at --output.",
+            panel="Changes of an index",
+        ),
+    ] = None
+    merge: Annotated[
+        bool,
+        option(
+            "Make one index of that at --output and what was added to it.",
+            "--merge",
+            panel="Changes of an index",
+        ),
+    ] = False
+    as_json: Annotated[
+        bool,
+        option(
+            "The result as JSON on stdout.",
+            "--json",
+        ),
+    ] = False
+
+    def validate(self) -> None:
+        """Raise ``UsageError`` for options that exclude one another."""
+        super().validate()
+        if self.changes_index:
+            self._refuse_options_of_new_index()
+        self._refuse_options_of_other_backends()
+        if self.url is None:
+            refuse_options(
+                {"--collection": self.collection},
+                "goes with --url, the address of a server",
+            )
+        if (self.delete is not None or self.merge) and not self.update:
+            refuse_options(
+                {"--data": self.data, "--vectors": self.vectors, "--tokens": self.tokens},
+                "goes with --update, to put them into the index",
+            )
+        backend = self.new_backend
+        if backend != BM25:
+            refuse_options(
+                {"--passages": self.passages},
+                "goes with --backend bm25; vectors are cut by tilefold encode --passages",
+            )
+        if backend == BM25:
+            refuse_options(
+                {"--vectors": self.vectors},
+                "goes with the backends exact, seismic and qdrant; bm25 reads --data",
+            )
+        if backend == LATE:
+            refuse_options(
+                {"--vectors": self.vectors},
+                "goes with the backends exact, seismic and qdrant; late reads --tokens",
+            )
+        elif not self.update:
+            refuse_options(
+                {"--tokens": self.tokens},
+                f"goes with --backend late; {backend} reads --vectors or --data",
+            )
+
+    @property
+    def new_backend(self) -> str:
+        """Backend of a new index."""
+        return self.backend or "exact"
+
+    @property
+    def changes_index(self) -> bool:
+        """Whether an index that exists is changed, and no new one is built."""
+        return self.update or self.delete is not None or self.merge
+
+    def _options_of_backends(self) -> dict[str, dict[str, object]]:
+        """Return the options of a new index by backend, and their values by spelling."""
+        return {
+            BM25: {
+                "--language": self.language,
+                "--k1": self.k1,
+                "--b": self.b,
+                "--identifiers": self.identifiers,
+            },
+            SEISMIC: {
+                "--n-postings": self.n_postings,
+                "--centroid-fraction": self.centroid_fraction,
+                "--min-cluster-size": self.min_cluster_size,
+                "--summary-energy": self.summary_energy,
+                "--doc-cut": self.doc_cut,
+                "--query-cut": self.query_cut,
+                "--heap-factor": self.heap_factor,
+                "--threads": self.num_threads,
+            },
+            QDRANT: {
+                "--url": self.url,
+                "--collection": self.collection,
+                "--weights": self.weights,
+            },
+            LATE: {
+                "--storage": self.storage,
+                "--pool-factor": self.pool_factor,
+                "--queries": self.queries,
+            },
+        }
+
+    def _refuse_options_of_new_index(self) -> None:
+        reason = f"is for a new index; {self.output} says how this one was made"
+        for options in self._options_of_backends().values():
+            refuse_options(options, reason)
+        refuse_options(
+            {
+                "--passages": self.passages,
+                "--stride": self.stride,
+                "--cut": self.cut,
+                "--overwrite": self.overwrite,
+            },
+            reason,
+        )
+
+    def _refuse_options_of_other_backends(self) -> None:
+        for backend, options in self._options_of_backends().items():
+            if backend != self.new_backend:
+                refuse_options(options, f"goes with --backend {backend}")
+
+    def bm25_options(self) -> BM25Options:
+        """Return the options of a BM25 index."""
+        from tilefold.retrieval.index.bm25 import BM25Options, Tokenizer
+
+        with _options.option_errors(language="--language", k1="--k1", b="--b"):
+            options = BM25Options(
+                language=BM25Options.language if self.language is None else self.language,
+                k1=BM25Options.k1 if self.k1 is None else self.k1,
+                b=BM25Options.b if self.b is None else self.b,
+                identifiers=self.identifiers,
+            )
+            Tokenizer(options)  # checks the language
+        return options
+
+    def seismic_options(self) -> dict[str, object]:
+        """Return the options of a Seismic index that were given, by field of `SeismicOptions`."""
+        from tilefold.retrieval.index.seismic import SeismicOptions
+
+        names = [field.name for field in fields(SeismicOptions)]
+        options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        with _options.option_errors(
+            n_postings="--n-postings",
+            centroid_fraction="--centroid-fraction",
+            min_cluster_size="--min-cluster-size",
+            summary_energy="--summary-energy",
+            doc_cut="--doc-cut",
+            query_cut="--query-cut",
+            heap_factor="--heap-factor",
+            num_threads="--threads",
+        ):
+            SeismicOptions.parse(options)
+        return options
+
+
+def index(request: IndexRequest) -> None:
     """Build an index: of encoded documents (exact, seismic, qdrant, late), or of the words of a
     collection (bm25).
 
@@ -125,65 +380,71 @@ def index(
 
     With --update and --delete, the index at --output is changed, whatever its backend; it stays
     whole if that is interrupted.
+
+    Example:
+        tilefold index --vectors VECTORS --output INDEX
     """
-    asked = locals()
-    options = {
-        name: asked[name] for name in OF_BACKEND.get(backend, "").split() if name in _options.given
-    }
     started = time.monotonic()
-    if update or delete is not None or merge:
-        changed = _change(asked)
-        told = f"{changed['n_documents']} documents: {changed['written']} written, {changed['deleted']} removed"
-        changed["seconds"] = round(time.monotonic() - started, 3)
-        _common.print_result(changed, as_json, f"{told} in {changed['seconds']:.1f} s: {output}")
+    if request.changes_index:
+        changes = _change(request)
+        seconds = round(time.monotonic() - started, 3)
+        summary = (
+            f"{changes['n_documents']} documents: {changes['written']} written, {changes['deleted']} removed "
+            f"in {seconds:.1f} s: {request.output}"
+        )
+        _common.print_result({**changes, "seconds": seconds}, request.as_json, summary)
         return
-    if not overwrite:
-        _check_new(output)
-    if backend == QDRANT:  # on the server, or in the folder
-        options = (
-            {"collection": output.resolve().name} if "url" in options else {"folder": output}
-        ) | options
-        options["overwrite"] = overwrite
-    with lock_path(output), _common.heartbeat(f"indexing ({backend})"):
-        words, of_words = backend == BM25, _retrievers.passages(asked)
-        if backend == LATE:
-            built: Any = _late(tokens, data, output, options | {"overwrite": overwrite})
-        else:
-            built = (
-                _words(data, options, of_words)
-                if words
-                else _vectors(vectors, data, backend, options)
-            )
-        built.save(output, overwrite=overwrite)
-        documents = built.n_documents
-        if backend == QDRANT:
+    if not request.overwrite:
+        _check_new(request.output)
+    splitter = request.passage_splitter()
+    with lock_path(request.output), _common.heartbeat(f"indexing ({request.new_backend})"):
+        built = _build(request, splitter)
+        built.save(request.output, overwrite=request.overwrite)
+        n_documents = built.n_documents
+        if request.new_backend == QDRANT:
             built.close()
-    seconds = round(time.monotonic() - started, 3)
+    _print_new_index(request, built, n_documents, round(time.monotonic() - started, 3))
+
+
+def _build(request: IndexRequest, splitter: Passages | None) -> Any:
+    """Build the index of a backend."""
+    if request.new_backend == LATE:
+        return _build_late(request)
+    if request.new_backend == BM25:
+        return _build_bm25(request, splitter)
+    return _build_of_vectors(request)
+
+
+def _print_new_index(request: IndexRequest, built: Any, n_documents: int, seconds: float) -> None:
+    """Print what was built, and the command that searches it."""
+    backend = request.new_backend
     result = {
-        "output": str(output),
+        "output": str(request.output),
         "backend": backend,
-        "n_documents": documents,
+        "n_documents": n_documents,
         "seconds": seconds,
     }
-    if cuts := built.provenance.passages:
-        result["passages"] = cuts
-    what = "passages" if cuts else "documents"
-    said = f"{documents} {what} indexed ({backend}) in {seconds:.1f} s: {output}"
+    unit = "documents"
+    if built.provenance.passages:
+        unit = "passages"
+        result["passages"] = built.provenance.passages
+    summary = f"{n_documents} {unit} indexed ({backend}) in {seconds:.1f} s: {request.output}"
     if backend == LATE:
         result |= built.options
-        found = ""
+        recall = ""
         if built.recall:
-            found = f"; on a CPU it scores {built.n_candidates} candidates, of the ten best {built.recall:.1%}"
-        said += f" ({_common.size(built.files.nbytes)} of {built.options['storage']}{found})"
+            recall = f"; on a CPU it scores {built.n_candidates} candidates, of the ten best {built.recall:.1%}"
+        size = _common.size(built.files.nbytes)
+        summary += f" ({size} of {built.options['storage']}{recall})"
     if built.metadata is not None:
         result["metadata"] = built.metadata.kinds
-        kept = ", ".join(
+        fields_of_metadata = [
             f"{name} ({' or '.join(kinds)})" for name, kinds in built.metadata.kinds.items()
-        )
-        said += f"; metadata: {kept}"
-    model = () if words else ("--model", "MODEL")
-    following = _common.next_command("search", "QUERY", "--index", output, *model)
-    _common.print_result(result, as_json, said, following)
+        ]
+        summary += f"; metadata: {', '.join(fields_of_metadata)}"
+    model = () if backend == BM25 else ("--model", "MODEL")
+    search = _common.next_command("search", "QUERY", "--index", request.output, *model)
+    _common.print_result(result, request.as_json, summary, search)
 
 
 def _check_new(output: Path) -> None:
@@ -203,46 +464,52 @@ def _check_new(output: Path) -> None:
     )
 
 
-def _words(data: str | None, options: Values, cuts: Passages | None) -> Any:
-    from tilefold.retrieval.index.bm25 import BM25Options, Tokenizer
-
-    if data is None:
+def _build_bm25(request: IndexRequest, splitter: Passages | None) -> Any:
+    """Build an index of the words of documents or passages."""
+    if request.data is None:
         raise UsageError("--backend bm25 indexes the words of a collection: give it with --data.")
-    with _options.as_options("language", "k1", "b"):
-        Tokenizer(BM25Options(**options))
-    collection = _common.load_data(data, documents_only=True)
-    texts = collection.contents() if cuts is None else cuts.of(collection.documents)
-    return retrieval.BM25Index.build(texts, metadata=collection.metadata(), **options)
+    options = request.bm25_options()
+    collection = _common.load_data(request.data, documents_only=True)
+    texts = collection.contents()
+    if splitter is not None:
+        texts = splitter.of(collection.documents)
+    return retrieval.BM25Index.build(
+        texts,
+        language=options.language,
+        k1=options.k1,
+        b=options.b,
+        identifiers=options.identifiers,
+        metadata=collection.metadata(),
+    )
 
 
-def _vectors(vectors: Path | None, data: str | None, backend: str, options: Values) -> Any:
-    if backend == "seismic":
-        from tilefold.retrieval.index.seismic import SeismicOptions
-
-        with _options.as_options(*options):
-            SeismicOptions.parse(options)
-    read = _read(vectors, backend)
-    options = {**options, "metadata": _metadata(data, vectors, read)}
+def _build_of_vectors(request: IndexRequest) -> Any:
+    """Build an index of sparse or dense vectors: exact, seismic or qdrant."""
+    backend = request.new_backend
+    seismic_options = request.seismic_options() if backend == SEISMIC else {}
+    read = _read(request.vectors, backend)
+    metadata = _metadata(request.data, request.vectors, read)
     if not isinstance(read, retrieval.SparseVectors):
         if backend != "exact":
             raise UsageError(
-                f"--backend: {vectors} holds dense vectors, which exact alone searches, got {backend}.",
+                f"--backend: {request.vectors} holds dense vectors, which exact alone searches, got {backend}.",
             )
-        return retrieval.DenseIndex.build(read, metadata=options["metadata"])
+        return retrieval.DenseIndex.build(read, metadata=metadata)
     if backend == QDRANT:
-        return _build_qdrant(read, options)
-    documents, terms = len(read), len(read.indices) / max(1, len(read))
-    if backend == "seismic" and documents < SEISMIC_DOCUMENTS:
+        return _build_qdrant(request, read, metadata)
+    documents = len(read)
+    terms = len(read.indices) / max(1, documents)
+    if backend == SEISMIC and documents < SEISMIC_DOCUMENTS:
         note(
             f"{documents} documents are few for seismic: up to {SEISMIC_DOCUMENTS:,} at least, --backend exact is "
             "built in seconds, smaller, as fast, and misses nothing",
         )
-    if backend == "seismic" and terms > LONG_VECTOR:
+    if backend == SEISMIC and terms > LONG_VECTOR:
         note(
             f"{terms:.0f} terms per document are many for seismic, whose time and size grow with them: "
             "tilefold encode --top-k 128 keeps the heaviest",
         )
-    return retrieval.build_index(read, backend, **options)
+    return retrieval.build_index(read, backend, metadata=metadata, **seismic_options)
 
 
 def _read(vectors: Path | None, backend: str) -> Any:
@@ -279,112 +546,135 @@ def _metadata(
     return found
 
 
-def _late(tokens: Path | None, data: str | None, output: Path, options: Values) -> Any:
-    if (queries := options.pop("queries", None)) is not None:
-        store = retrieval.open_tokens(queries)
+def _build_late(request: IndexRequest) -> Any:
+    """Build an index of token vectors in the folder of ``--output``."""
+    queries = None
+    if request.queries is not None:
+        store = retrieval.open_tokens(request.queries)
         if store.manifest.kind != "query" or store.manifest.storage == "int8":
             raise UsageError(
-                f"--queries: expected vectors in fp16 of encode --queries, got others in {queries}.",
+                f"--queries: expected vectors in fp16 of encode --queries, got others in {request.queries}.",
             )
-        options["queries"] = store.read(list(store.ids)[:64])
-    with _options.as_options("storage", "pool_factor", "queries", vectors="--tokens"):
-        read = _retrievers.read_tokens(tokens)
+        queries = store.read(list(store.ids)[:SAMPLED_QUERIES])
+    with _options.option_errors(
+        storage="--storage",
+        pool_factor="--pool-factor",
+        queries="--queries",
+        vectors="--tokens",
+    ):
+        vectors = _retrievers.read_tokens(request.tokens)
         return retrieval.LateIndex.build(
-            read,
-            output,
-            metadata=_metadata(data, tokens, read),
-            **options,
+            vectors,
+            request.output,
+            storage=request.storage or "int8",
+            pool_factor=1 if request.pool_factor is None else request.pool_factor,
+            queries=queries,
+            metadata=_metadata(request.data, request.tokens, vectors),
+            overwrite=request.overwrite,
         )
 
 
-def _build_qdrant(read: Any, options: Values) -> Any:
-    done = 0
-    _common.kept.append(lambda: done > 0)
+def _build_qdrant(
+    request: IndexRequest,
+    vectors: Any,
+    metadata: Mapping[str, Mapping[str, object]] | None,
+) -> Any:
+    """Build a Qdrant index in the folder of ``--output``, or on the server of ``--url``."""
+    n_written = 0
+    _common.kept.append(lambda: n_written > 0)
+    on_server = request.url is not None
     with (
-        _options.as_options("url", "weights", name="--collection"),
+        _options.option_errors(url="--url", weights="--weights", name="--collection"),
         _common.progress_bar("indexing") as update,
     ):
 
-        def count(kept: int, total: int) -> None:
-            nonlocal done
-            done = kept
-            update(kept, total)
+        def report_progress(done: int, total: int) -> None:
+            nonlocal n_written
+            n_written = done
+            update(done, total)
 
-        resumes = "indexing resumes: {:,} of {:,} were done before".format
+        def report_resumption(done: int, total: int) -> None:
+            note(f"indexing resumes: {done:,} of {total:,} were done before")
+
         return retrieval.build_index(
-            read,
-            "qdrant",
-            progress=count,
-            resumes=lambda *of: note(resumes(*of)),
-            **options,
+            vectors,
+            QDRANT,
+            metadata=metadata,
+            folder=None if on_server else request.output,
+            url=request.url,
+            collection=(request.collection or request.output.resolve().name) if on_server else None,
+            weights=request.weights or "float32",
+            overwrite=request.overwrite,
+            progress=report_progress,
+            resumes=report_resumption,
         )
 
 
-def _change(asked: Asked) -> Values:
+def _change(request: IndexRequest) -> dict[str, Any]:
     """Remove the documents of --delete, then put those of --vectors or --data in; how many, and
     what there is now.
     """
     from tilefold.retrieval.index.merging import merge_segments, update_index
 
-    output, update = asked["output"], asked["update"]
-    there = read_description(output)["backend"]
-    if "backend" in _options.given and there not in (
-        asked["backend"],
-        {"exact": "dense"}.get(asked["backend"]),
-    ):
+    output = request.output
+    backend = read_description(output)["backend"]
+    accepted = {None, backend}
+    if backend == DENSE:
+        accepted.add("exact")
+    if request.backend not in accepted:
         raise UsageError(
-            f"--backend: {output} is an index of backend {there}, got {asked['backend']}.",
+            f"--backend: {output} is an index of backend {backend}, got {request.backend}.",
         )
-    if asked["merge"] and there in (QDRANT, BM25):
-        several = "exact, dense, seismic and late indexes"
-        raise UsageError(f"--merge goes with {several}; {output} ({there}) is of one part.")
-    listed = (
-        ""
-        if asked["delete"] is None
-        else _options.read_text(asked["delete"], "--delete", "utf-8-sig")
-    )
-    names = [
-        line for line in listed.split("\n") if line.strip()
-    ]  # an id may hold what splitlines() splits at
-    changed: Values = {"written": 0, "deleted": 0}
-    if there == BM25:
-        _options.refuse(
-            ["vectors"],
+    if request.merge and backend in (QDRANT, BM25):
+        raise UsageError(
+            f"--merge goes with exact, dense, seismic and late indexes; {output} ({backend}) is of one part.",
+        )
+    ids = [] if request.delete is None else _read_ids(request.delete)
+    if backend == BM25:
+        refuse_options(
+            {"--vectors": request.vectors},
             f"does nothing here: {output} is a BM25 index, which reads --data",
         )
-        return {"output": str(output)} | _change_words(
-            output,
-            names,
-            asked["data"] if update else None,
-        )
-    late = there == LATE
-    _options.refuse(
-        ["vectors" if late else "tokens"],
-        f"does nothing here: {output} is an index of backend {there}",
+        return {"output": str(output)} | _change_words(request, ids)
+    late = backend == LATE
+    refuse_options(
+        {"--vectors": request.vectors} if late else {"--tokens": request.tokens},
+        f"does nothing here: {output} is an index of backend {backend}",
     )
-    where, read = asked["tokens" if late else "vectors"], None
-    if update:
-        read = _retrievers.read_tokens(where) if late else _read(where, there)
-    metadata = _metadata(asked["data"], where, read)
-    if there == QDRANT:
-        return _change_qdrant(output, read, names, metadata)
-    with _options.as_options(
+    source = request.tokens if late else request.vectors
+    vectors = None
+    if request.update:
+        vectors = _retrievers.read_tokens(source) if late else _read(source, backend)
+    metadata = _metadata(request.data, source, vectors)
+    if backend == QDRANT:
+        return _change_qdrant(output, vectors, ids, metadata)
+    changes: dict[str, Any] = {"written": 0, "deleted": 0}
+    with _options.option_errors(
         metadata="--data",
         vectors="--tokens" if late else "--vectors",
         index="--output",
         path="--output",
     ):
-        if update or asked["delete"] is not None:
-            changed = update_index(output, read, names, metadata=metadata)
-        if asked["merge"]:
-            changed["n_documents"] = merge_segments(output)
-    return {"output": str(output)} | changed
+        if request.update or request.delete is not None:
+            changes = update_index(output, vectors, ids, metadata=metadata)
+        if request.merge:
+            changes["n_documents"] = merge_segments(output)
+    return {"output": str(output)} | changes
 
 
-def _change_words(output: Path, names: Sequence[str], data: str | None) -> Values:
-    if data is None and "update" in _options.given:
+def _read_ids(path: Path) -> list[str]:
+    """Return the ids of documents in a file, one per line."""
+    text = _options.read_text(path, "--delete", "utf-8-sig")
+    return [line for line in text.split("\n") if line.strip()]  # not at characters inside an id
+
+
+def _change_words(request: IndexRequest, names: Sequence[str]) -> dict[str, Any]:
+    """Remove documents from a BM25 index, and put those of ``--data`` in."""
+    output = request.output
+    data = request.data if request.update else None
+    if data is None and request.update:
         raise UsageError("--update: a BM25 index reads the new documents: give them with --data.")
-    with lock_path(output), _options.as_options(index="--output", documents="--data"):
+    with lock_path(output), _options.option_errors(index="--output", documents="--data"):
         index = retrieval.BM25Index.load(output)
         cut = index.provenance.passages
         collection = None if data is None else _common.load_data(data, documents_only=True)
@@ -406,7 +696,7 @@ def _change_qdrant(
     read: Any,
     names: list[str],
     metadata: Mapping[str, Mapping[str, object]] | None,
-) -> Values:
+) -> dict[str, Any]:
     from tilefold.retrieval.data.metadata import fields_by_id
     from tilefold.retrieval.index.qdrant import Documents
     from tilefold.retrieval.index.qdrant.index import QdrantIndex
@@ -449,30 +739,58 @@ def _change_qdrant(
     }
 
 
-def merge(
-    folders: list[Path] = argument(
-        "Folders of vectors of one kind, of the same model and settings.",
-        ...,
-    ),
-    output: Path = required("Folder for all of them."),
-    overwrite: bool = flag("Replace the vectors at --output.", "--overwrite"),
-    as_json: bool = flag("The result as JSON on stdout.", "--json"),
-) -> None:
-    """Write several folders of vectors as one: sparse, token or dense ones, whose texts differ."""
+@dataclass(frozen=True, kw_only=True)
+class MergeRequest(Options):
+    """Options of ``tilefold merge``."""
+
+    folders: Annotated[
+        list[Path],
+        argument(
+            "Folders of vectors of one kind, of the same model and settings.",
+        ),
+    ]
+    output: Annotated[
+        Path,
+        option(
+            "Folder for all of them.",
+        ),
+    ]
+    overwrite: Annotated[
+        bool,
+        option(
+            "Replace the vectors at --output.",
+            "--overwrite",
+        ),
+    ] = False
+    as_json: Annotated[
+        bool,
+        option(
+            "The result as JSON on stdout.",
+            "--json",
+        ),
+    ] = False
+
+
+def merge(request: MergeRequest) -> None:
+    """Write several folders of vectors as one: sparse, token or dense ones, whose texts differ.
+
+    Example:
+        tilefold merge VECTORS MORE_VECTORS --output ALL_VECTORS
+    """
     from tilefold.retrieval.index.merging import merge_vectors
 
     with (
-        _options.as_options(folders="FOLDERS:", output_dir="--output"),
+        _options.option_errors(folders="FOLDERS:", output_dir="--output"),
         _common.heartbeat("merging"),
     ):
-        made = merge_vectors(folders, output, overwrite=overwrite)
+        made = merge_vectors(request.folders, request.output, overwrite=request.overwrite)
     result = {
-        "output": str(output),
+        "output": str(request.output),
         "n": made.n_documents,
-        "folders": [str(folder) for folder in folders],
+        "folders": [str(folder) for folder in request.folders],
     }
     _common.print_result(
         result,
-        as_json,
-        f"{made.n_documents} vectors of {len(folders)} folders: {output}",
+        request.as_json,
+        f"{made.n_documents} vectors of {len(request.folders)} folders: {request.output}",
     )

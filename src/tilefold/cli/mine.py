@@ -4,28 +4,19 @@ them.
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
-from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import (
-    Count,
-    Number,
-    Place,
-    Text,
-    Words,
-    argument,
-    flag,
-    option,
-    positive,
-    preset,
-    required,
-)
+from tilefold.cli._common import CommandError, UsageError, note
+from tilefold.cli._options import DocumentFieldOptions, argument, option, positive, refuse_options
+from tilefold.cli._retrievers import SearcherParts
 from tilefold.retrieval.common.provenance import texts_digest
 
 if TYPE_CHECKING:
@@ -49,83 +40,187 @@ _LEFT_OUT = {
 SHARE_HELP = "Leave out negatives above this share, such as 0.95, of the score of the query's best relevant document."
 
 
-@_options.with_options(_retrievers.of_index)
-def mine(
-    output: Path = required(
-        "File to write, NAME.parquet; tilefold score adds teachers' scores.",
-    ),
-    data: str = required(_common.DATA_HELP),
-    split: str = preset("train", "Split whose queries get negatives."),
-    drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
-    run: Place = option("A TREC run to draw from."),
-    index: Place = option("Index to draw from, with the --model that made it; BM25 has none."),
-    vectors: Place = option(
-        "Encoded documents to search exactly, with the --model that made them.",
-    ),
-    model: Text = option(
-        "The SparseEncoder of --index or --vectors; or alone, a dense model such as minilm.",
-    ),
-    ranks: Words = option(
-        f"Ranks to draw from, such as 1-50; by default {RANKS}. May be repeated with --per-query.",
-    ),
-    per_query: list[int] | None = option(
-        f"Negatives per query, by default {PER_QUERY}; one for each --ranks.",
-    ),
-    margin: Number = option(MARGIN_HELP),
-    max_score_share: Number = option(SHARE_HELP),
-    seed: int = preset(0, "Of the draws where ranks hold more than --per-query.", min=0),
-    max_length: Count = _retrievers.DENSE_LENGTH,
-    overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
-    as_json: bool = flag("What was mined as JSON on stdout.", "--json"),
-    **more: Any,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class MineRequest(_retrievers.IndexOptions, DocumentFieldOptions):
+    """Options of ``tilefold mine``."""
+
+    output: Annotated[
+        Path,
+        option(
+            "File to write, NAME.parquet; tilefold score adds teachers' scores.",
+        ),
+    ]
+    data: Annotated[
+        str,
+        option(
+            _common.DATA_HELP,
+        ),
+    ]
+    split: Annotated[
+        str,
+        option(
+            "Split whose queries get negatives.",
+        ),
+    ] = "train"
+    drop_unknown: Annotated[
+        bool,
+        option(
+            _common.DROP_UNKNOWN_HELP,
+            "--drop-unknown",
+        ),
+    ] = False
+    run: Annotated[
+        Path | None,
+        option(
+            "A TREC run to draw from.",
+        ),
+    ] = None
+    index: Annotated[
+        Path | None,
+        option(
+            "Index to draw from, with the --model that made it; BM25 has none.",
+        ),
+    ] = None
+    vectors: Annotated[
+        Path | None,
+        option(
+            "Encoded documents to search exactly, with the --model that made them.",
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        option(
+            "The SparseEncoder of --index or --vectors; or alone, a dense model such as minilm.",
+        ),
+    ] = None
+    ranks: Annotated[
+        list[str] | None,
+        option(
+            f"Ranks to draw from, such as 1-50; by default {RANKS}. May be repeated with --per-query.",
+        ),
+    ] = None
+    per_query: Annotated[
+        list[int] | None,
+        option(
+            f"Negatives per query, by default {PER_QUERY}; one for each --ranks.",
+        ),
+    ] = None
+    margin: Annotated[
+        float | None,
+        option(
+            MARGIN_HELP,
+        ),
+    ] = None
+    max_score_share: Annotated[
+        float | None,
+        option(
+            SHARE_HELP,
+        ),
+    ] = None
+    seed: Annotated[
+        int,
+        option(
+            "Of the draws where ranks hold more than --per-query.",
+            min=0,
+        ),
+    ] = 0
+    max_length: Annotated[int | None, _retrievers.DENSE_LENGTH] = None
+    overwrite: Annotated[
+        bool,
+        option(
+            _common.OVERWRITE_HELP,
+            "--overwrite",
+        ),
+    ] = False
+    as_json: Annotated[
+        bool,
+        option(
+            "What was mined as JSON on stdout.",
+            "--json",
+        ),
+    ] = False
+
+    def validate(self) -> None:
+        """Raise ``UsageError`` for options that exclude one another."""
+        super().validate()
+        if self.index is None and self.vectors is None:
+            self.refuse_index_options("goes with --index or --vectors")
+        if self.run is not None or self.index is not None or self.vectors is not None:
+            refuse_options(
+                {"--max-length": self.max_length},
+                "goes with a dense --model alone",
+            )
+        sources = [self.run, self.index, self.vectors]
+        n_sources = sum(source is not None for source in sources)
+        if (
+            n_sources > 1
+            or (n_sources == 0 and self.model is None)
+            or (self.run is not None and self.model is not None)
+        ):
+            ways = "--run FILE, --index FOLDER (with --model, but for BM25), --vectors FOLDER with --model"
+            raise UsageError(
+                f"give one of {ways}, or a dense --model such as {_models.PACKAGED}, which needs no download.",
+            )
+
+    def source(self) -> str:
+        """Return the option that names what negatives are drawn from, with its value."""
+        if self.run is not None:
+            return f"--run {self.run}"
+        if self.index is not None:
+            return f"--index {self.index}"
+        if self.vectors is not None:
+            return f"--vectors {self.vectors}"
+        return f"--model {self.model}"
+
+
+def mine(request: MineRequest) -> None:
     """Draw hard negatives for the judged queries of a split, into a Parquet file that training
     reads.
 
     Documents judged relevant, and ones with the same text, are never negatives. --ranks 1-50
     --per-query 50 --ranks 1-1000 --per-query 50 takes the best 50 and 50 more of the best 1,000.
+
+    Example:
+        tilefold mine --data DATA --index INDEX --output mined.parquet
     """
-    asked = locals() | more
-    windows = _windows(ranks, per_query)
-    false_negatives = check_filter(margin, max_score_share)
-    sources = {"--run": run, "--index": index, "--vectors": vectors}
-    given = [name for name, value in sources.items() if value is not None]
-    if len(given) > 1 or (not given and model is None) or (run is not None and model is not None):
-        ways = (
-            "--run FILE, --index FOLDER (with --model, but for BM25), --vectors FOLDER with --model"
-        )
-        raise UsageError(
-            f"give one of {ways}, or a dense --model such as {_models.PACKAGED}, which needs no download.",
-        )
+    windows = _windows(request.ranks, request.per_query)
+    false_negatives = check_filter(request.margin, request.max_score_share)
     _scores.check_output_file(
-        output,
+        request.output,
         "--output",
         _scores.TRAINING_ROWS,
-        run,
-        *_scores.files_of_collection(data),
-        overwrite=overwrite,
+        request.run,
+        *_scores.files_of_collection(request.data),
+        overwrite=request.overwrite,
     )
-    _models.find_models({"--model": model})
-    collection, _ = _scores.load_splits(data, [split], drop_unknown)
+    _models.find_models({"--model": request.model})
+    collection, _ = _scores.load_splits(request.data, [request.split], request.drop_unknown)
     depth = max(window.last for window in windows)
     depth = depth if false_negatives is None else max(depth, FILTER_DEPTH)
-    source, rankings = _open(asked, collection, split, depth)
+    source, rankings = _open(request, collection, request.split, depth)
 
     mined = retrieval.mine_negatives(
         rankings,
         collection,
-        split,
+        request.split,
         windows,
-        seed=seed,
+        seed=request.seed,
         false_negatives=false_negatives,
     )
-    made_by: Values = {"kind": "mined", "collection": collection.name, "retriever": source.name}
-    made_by |= {name: asked[name] for name in ("split", "seed", "margin", "max_score_share")}
-    made_by["model_fingerprint"] = source.provenance.model_fingerprint
+    made_by: dict[str, Any] = {
+        "kind": "mined",
+        "collection": collection.name,
+        "retriever": source.name,
+        "split": request.split,
+        "seed": request.seed,
+        "margin": request.margin,
+        "max_score_share": request.max_score_share,
+        "model_fingerprint": source.provenance.model_fingerprint,
+    }
     if source.provenance.precision is not None:
         made_by["precision"] = source.provenance.precision
     made_by["windows"] = [[window.first, window.last, window.count] for window in windows]
-    _write(mined, made_by, collection, asked)
+    _write(mined, made_by, collection, request)
 
 
 def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Window]:
@@ -141,7 +236,7 @@ def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Windo
     for span, count in zip(spans, counts, strict=True):
         if (parts := re.fullmatch(r"(\d+)-(\d+)", span)) is None:
             raise UsageError(f"--ranks: expected FIRST-LAST such as 1-50, got {span!r}.")
-        with _options.as_options("ranks", count="--per-query"):
+        with _options.option_errors(ranks="--ranks", count="--per-query"):
             windows.append(retrieval.Window(int(parts[1]), int(parts[2]), count))
     return windows
 
@@ -152,12 +247,12 @@ def check_filter(margin: float | None, max_score_share: float | None) -> FalseNe
 
     if margin is None and max_score_share is None:
         return None
-    with _options.as_options("margin", "max_score_share"):
+    with _options.option_errors(margin="--margin", max_score_share="--max-score-share"):
         return FalseNegatives(margin, max_score_share)
 
 
 def _open(
-    asked: Asked,
+    request: MineRequest,
     collection: Collection,
     split: str,
     depth: int,
@@ -165,21 +260,20 @@ def _open(
     """The source of the draws (its run is empty unless it is --run), and its rankings query by
     query.
     """
-    texts, model = _scores.texts_of(collection), asked["model"]
-    if asked["run"] is not None:
-        named = _scores.read_run(asked["run"], "--run")
+    texts = _scores.texts_of(collection)
+    if request.run is not None:
+        named = _scores.read_run(request.run, "--run")
         _scores.check_texts(named.name, named.provenance, collection, texts)
         _scores.check_answers(named, collection, [split])
         return named, iter(named.run.items())
-    if (
-        source := next((name for name in ("index", "vectors") if asked[name] is not None), None)
-    ) is None:
-        searcher = _retrievers.open_dense(asked, collection.contents())
-    elif model is None and source == "vectors":
-        raise UsageError(f"--vectors: name the model that made {asked['vectors']} with --model.")
+    if request.index is None and request.vectors is None:
+        searcher = _retrievers.open_dense(request, collection.contents(), request.max_length)
+    elif request.model is None and request.vectors is not None:
+        raise UsageError(f"--vectors: name the model that made {request.vectors} with --model.")
     else:
-        searcher = _retrievers.open_searcher(asked, collection.contents, lambda _: {})
-    name = f"--model {model}" if source is None else f"--{source} {asked[source]}"
+        parts = SearcherParts()
+        searcher = _retrievers.open_searcher(request, collection.contents, lambda _: parts)
+    name = request.source()
     _scores.check_texts(name, searcher.provenance, collection, texts)
     ranked = _retrievers.ranked(
         searcher,
@@ -189,13 +283,15 @@ def _open(
     return _scores.NamedRun(name, {}, searcher.provenance), ranked
 
 
-def _write(mined: Mined, made_by: Values, collection: Collection, asked: Asked) -> None:
+def _write(
+    mined: Mined, made_by: dict[str, Any], collection: Collection, request: MineRequest
+) -> None:
     if not mined.queries:
         why = f"{mined.filtered} candidates were left out as possible false negatives"
         raise CommandError(
             f"no negative was found for any query ({why}): draw from more --ranks, or filter less.",
         )
-    rows, output = mined.rows(made_by), asked["output"]
+    rows, output = mined.rows(made_by), request.output
     _stamp(rows, collection)
     retrieval.write_training_rows(rows, output)
     negatives = len(rows) - int(rows.relevant.sum())
@@ -215,7 +311,7 @@ def _write(mined: Mined, made_by: Values, collection: Collection, asked: Asked) 
         "left_out_by_text": mined.same_text,
     }
     for name, what in _LEFT_OUT.items():
-        if result[name] and not asked["as_json"]:
+        if result[name] and not request.as_json:
             note(f"{result[name]} {what}")
     teachers = ["--teacher", _models.PACKAGED, "--teacher", BM25]
     following = _common.next_command(
@@ -223,7 +319,7 @@ def _write(mined: Mined, made_by: Values, collection: Collection, asked: Asked) 
         output,
         *teachers,
         "--data",
-        asked["data"],
+        request.data,
         "--output",
         "scored.parquet",
     )
@@ -231,47 +327,135 @@ def _write(mined: Mined, made_by: Values, collection: Collection, asked: Asked) 
         f"a cross-encoder is a stronger teacher: a folder, or a Hugging Face name{_models.cached()}"
     )
     said = f"{negatives} negatives for {len(rows.queries)} queries: {output}"
-    _common.print_result(result, asked["as_json"], said, following, stronger)
+    _common.print_result(result, request.as_json, said, following, stronger)
 
 
 BM25 = "bm25"
+BATCH_SIZE = 32
 _TEACHER_HELP = (
     "A cross-encoder, dense, sparse or multi-vector model (folder or Hugging Face name), minilm, bm25, or the folder "
     "of a BM25 index; may be repeated."
 )
 
 
-def score(
-    mined: Path = argument(
-        "Parquet file of tilefold mine, or one that was scored before.",
-        default=...,
-    ),
-    output: Path = required("File to write, NAME.parquet."),
-    teacher: list[str] = required(_TEACHER_HELP),
-    data: str = required(_common.DATA_HELP),
-    split: Text = option(
-        "Split whose relevant documents are scored too; by default that of the file.",
-    ),
-    drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
-    normalization: str = preset(
-        "min_max",
-        "Of a teacher's scores of a query before the mean.",
-        metavar="min_max|none",
-    ),
-    scale: Number = option("Factor of the mean; by default 30, and 1 with --normalization none."),
-    like: Text = option(
-        "Map the mean to the mean and deviation of this --teacher, in place of --scale.",
-    ),
-    margin: Number = option(MARGIN_HELP + " By the ensemble's score."),
-    max_score_share: Number = option(SHARE_HELP + " By the ensemble's score."),
-    batch_size: int = positive("Texts, or pairs of a cross-encoder, per batch.", default=32),
-    max_length: Count = positive(
-        "Tokens that a model reads of a text or pair; by default its own limit.",
-    ),
-    resume: bool = preset(True, "Keep what an interrupted run has scored.", "--resume/--fresh"),
-    overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
-    as_json: bool = flag("What was scored as JSON on stdout.", "--json"),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest(DocumentFieldOptions):
+    """Options of ``tilefold score``."""
+
+    mined: Annotated[
+        Path,
+        argument(
+            "Parquet file of tilefold mine, or one that was scored before.",
+        ),
+    ]
+    output: Annotated[
+        Path,
+        option(
+            "File to write, NAME.parquet.",
+        ),
+    ]
+    teacher: Annotated[
+        list[str],
+        option(
+            _TEACHER_HELP,
+        ),
+    ]
+    data: Annotated[
+        str,
+        option(
+            _common.DATA_HELP,
+        ),
+    ]
+    split: Annotated[
+        str | None,
+        option(
+            "Split whose relevant documents are scored too; by default that of the file.",
+        ),
+    ] = None
+    drop_unknown: Annotated[
+        bool,
+        option(
+            _common.DROP_UNKNOWN_HELP,
+            "--drop-unknown",
+        ),
+    ] = False
+    normalization: Annotated[
+        Literal["min_max", "none"],
+        option(
+            "Of a teacher's scores of a query before the mean.",
+        ),
+    ] = "min_max"
+    scale: Annotated[
+        float | None,
+        option(
+            "Factor of the mean; by default 30, and 1 with --normalization none.",
+        ),
+    ] = None
+    like: Annotated[
+        str | None,
+        option(
+            "Map the mean to the mean and deviation of this --teacher, in place of --scale.",
+        ),
+    ] = None
+    margin: Annotated[
+        float | None,
+        option(
+            MARGIN_HELP + " By the ensemble's score.",
+        ),
+    ] = None
+    max_score_share: Annotated[
+        float | None,
+        option(
+            SHARE_HELP + " By the ensemble's score.",
+        ),
+    ] = None
+    batch_size: Annotated[
+        int,
+        positive(
+            "Texts, or pairs of a cross-encoder, per batch.",
+        ),
+    ] = BATCH_SIZE
+    max_length: Annotated[
+        int | None,
+        positive(
+            "Tokens that a model reads of a text or pair; by default its own limit.",
+        ),
+    ] = None
+    resume: Annotated[
+        bool,
+        option(
+            "Keep what an interrupted run has scored.",
+            "--resume/--fresh",
+        ),
+    ] = True
+    overwrite: Annotated[
+        bool,
+        option(
+            _common.OVERWRITE_HELP,
+            "--overwrite",
+        ),
+    ] = False
+    as_json: Annotated[
+        bool,
+        option(
+            "What was scored as JSON on stdout.",
+            "--json",
+        ),
+    ] = False
+
+    def validate(self) -> None:
+        """Raise ``UsageError`` for options that exclude one another."""
+        super().validate()
+        if self.like is not None:
+            refuse_options(
+                {"--scale": self.scale},
+                "goes without --like, which sets mean and deviation",
+            )
+        if self.scale is not None and not 0 < self.scale < math.inf:
+            raise UsageError(f"--scale: expected a finite number above 0, got {self.scale:g}.")
+
+
+def score(request: ScoreRequest) -> None:
     """Score mined negatives and relevant documents with one teacher or several; training reads the
     result.
 
@@ -279,50 +463,59 @@ def score(
     command goes on: 2,048 pairs of a cross-encoder at a time, shards of vectors of a sparse or
     multi-vector model, and whole columns are kept; the unfinished encoding of a dense model is
     repeated.
+
+    Example:
+        tilefold score mined.parquet --teacher minilm --data DATA \\
+            --output scored.parquet
     """
-    if scale is not None and not 0 < scale < float("inf"):
-        raise UsageError(f"--scale: expected a finite number above 0, got {scale:g}.")
-    false_negatives = check_filter(margin, max_score_share)
-    names = _names(teacher)
+    false_negatives = check_filter(request.margin, request.max_score_share)
+    names = _names(request.teacher)
     _scores.check_output_file(
-        output,
+        request.output,
         "--output",
         _scores.TRAINING_ROWS,
-        mined,
-        *_scores.files_of_collection(data),
-        overwrite=overwrite,
+        request.mined,
+        *_scores.files_of_collection(request.data),
+        overwrite=request.overwrite,
     )
-    if not (models := [name for name in teacher if name != BM25 and not _is_index(name)]):
-        _options.refuse_useless(
-            ("batch_size", "max_length"),
-            "with teachers that read words, of BM25",
+    models = [name for name in request.teacher if name != BM25 and not _is_index(name)]
+    if not models:
+        refuse_options(
+            {
+                "--batch-size": request.batch_size != BATCH_SIZE,
+                "--max-length": request.max_length,
+            },
+            "does nothing with teachers that read words, of BM25: leave it out",
         )
     for name in models:
         _models.find_model(name, "--teacher")
 
     from tilefold.retrieval.training_data.teachers import with_relevant
 
-    rows = retrieval.read_training_rows(mined)
-    if like is not None and names.get(like, like) not in {*names.values(), *rows.teachers}:
-        raise UsageError(f"--like: expected one of --teacher, got {like!r}.")
-    split = split or str(rows.made_by.get("split", "train"))
-    collection = _common.load_data(data, drop_unknown=drop_unknown, splits=[split])
+    rows = retrieval.read_training_rows(request.mined)
+    if request.like is not None and names.get(request.like, request.like) not in {
+        *names.values(),
+        *rows.teachers,
+    }:
+        raise UsageError(f"--like: expected one of --teacher, got {request.like!r}.")
+    split = request.split or str(rows.made_by.get("split", "train"))
+    collection = _common.load_data(request.data, drop_unknown=request.drop_unknown, splits=[split])
     _common.check_split(collection, split)
     rows.check_collection(collection)
     rows = with_relevant(rows, collection, split)
-    work = output.with_name(f".{output.name}.scoring")
-    if not resume:
+    work = request.output.with_name(f".{request.output.name}.scoring")
+    if not request.resume:
         shutil.rmtree(work, ignore_errors=True)
     _common.kept.append(lambda: any(work.rglob("*.npy")) or any(work.rglob("part-*")))
     for given, name in names.items():
-        loaded = _load(given, name, collection, max_length)
+        loaded = _load(given, name, collection, request.max_length)
         with _common.progress_bar(f"scoring ({name})", resumes=_common.FRESH) as update:
             scores = retrieval.score_rows(
                 loaded,
                 rows,
                 collection,
                 work,
-                batch_size=batch_size,
+                batch_size=request.batch_size,
                 progress=update,
             )
         rows.teachers[name] = scores
@@ -331,26 +524,31 @@ def score(
             made_by["precision"] = loaded.precision
             note(f"{name} computes in {loaded.precision}{_last_layers(loaded)}")
         rows.made_by["teachers"] = rows.made_by.get("teachers", {}) | {name: made_by}
-    column = None if like is None else names.get(like, like)
+    column = None if request.like is None else names.get(request.like, request.like)
     rows.target = retrieval.ensemble(
         rows,
         rows.teachers,
-        normalization=normalization,
-        scale=scale,
+        normalization=request.normalization,
+        scale=request.scale,
         like=column,
     )
-    rows.made_by |= {"kind": "scored", "normalization": normalization, "scale": scale, "like": like}
+    rows.made_by |= {
+        "kind": "scored",
+        "normalization": request.normalization,
+        "scale": request.scale,
+        "like": request.like,
+    }
     before = len(rows)
     if false_negatives is not None:
-        with _options.as_options("margin", "max_score_share"):
+        with _options.option_errors(margin="--margin", max_score_share="--max-score-share"):
             rows = retrieval.drop_false_negatives(rows, false_negatives)
-        rows.made_by |= {"score_margin": margin, "score_max_share": max_score_share}
+        rows.made_by |= {"score_margin": request.margin, "score_max_share": request.max_score_share}
     _stamp(rows, collection)
-    retrieval.write_training_rows(rows, output)
+    retrieval.write_training_rows(rows, request.output)
     shutil.rmtree(work, ignore_errors=True)
     for warning in rows.narrow_teacher_warnings():
         note(f"warning: {warning}")
-    _report(rows, output, before - len(rows), as_json)
+    _report(rows, request.output, before - len(rows), request.as_json)
 
 
 def _last_layers(teacher: Teacher) -> str:

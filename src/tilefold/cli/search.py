@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
-from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import Place, Text, Words, argument, flag, option, positive, preset
+from tilefold.cli._common import CommandError, UsageError, note
+from tilefold.cli._options import DocumentFieldOptions, argument, option, positive, refuse_options
+from tilefold.cli._retrievers import SearcherParts
 from tilefold.retrieval.common.provenance import Provenance
 
 if TYPE_CHECKING:
@@ -24,247 +25,371 @@ SHOWN_TERMS = 6
 SHOWN_CELLS = 80
 
 
-@_options.with_options(_retrievers.of_index, _retrievers.of_reranking, _retrievers.of_feedback)
-def search(
-    query: Text = argument(
-        "The query; - reads one per line from standard input; without it, a prompt.",
-    ),
-    queries: Place = option(
-        "A file of queries: .jsonl, .parquet, TREC topics (.trec), or a text or id, tab, text per line.",
-    ),
-    demo: Path = preset(_common.DEMO_DIR, "Folder of tilefold demo, used without --index."),
-    index: Place = option("Index to search, with the --model that made it; BM25 has none."),
-    model: Text = option(_retrievers.MODEL_HELP),
-    data: Text = option("The collection, to show titles."),
-    vectors: Place = option("The encoded documents, to show which terms matched."),
-    k: int = positive("Documents to show.", default=10),
-    by: str = preset(
-        "document",
-        "An index of passages: documents by their best one, or passages.",
-        metavar="document|passage",
-    ),
-    where: Words = _retrievers.WHERE,
-    save_run: Place = option(
-        "With several queries: write their documents as a TREC run, and print none.",
-    ),
-    overwrite: bool = flag(_common.OVERWRITE_HELP, "--overwrite"),
-    ignore_identical_ids: bool = flag(
-        "With --save-run: leave out documents that have the query's id, also of feedback.",
-        "--ignore-identical-ids",
-    ),
-    as_json: bool = flag("The hits as JSON on stdout.", "--json"),
-    **more: Any,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SearchCommandRequest(
+    _retrievers.IndexOptions,
+    _retrievers.RerankOptions,
+    _retrievers.FeedbackOptions,
+    DocumentFieldOptions,
+):
+    """Options of ``tilefold search``."""
+
+    query: Annotated[
+        str | None,
+        argument(
+            "The query; - reads one per line from standard input; without it, a prompt.",
+        ),
+    ] = None
+    queries: Annotated[
+        Path | None,
+        option(
+            "A file of queries: .jsonl, .parquet, TREC topics (.trec), or a text or id, tab, text per line.",
+        ),
+    ] = None
+    demo: Annotated[
+        Path,
+        option(
+            "Folder of tilefold demo, used without --index.",
+        ),
+    ] = _common.DEMO_DIR
+    index: Annotated[
+        Path | None,
+        option(
+            "Index to search, with the --model that made it; BM25 has none.",
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        option(
+            _retrievers.MODEL_HELP,
+        ),
+    ] = None
+    data: Annotated[
+        str | None,
+        option(
+            "The collection, to show titles.",
+        ),
+    ] = None
+    vectors: Annotated[
+        Path | None,
+        option(
+            "The encoded documents, to show which terms matched.",
+        ),
+    ] = None
+    k: Annotated[
+        int,
+        positive(
+            "Documents to show.",
+        ),
+    ] = 10
+    by: Annotated[
+        Literal["document", "passage"],
+        option(
+            "An index of passages: documents by their best one, or passages.",
+        ),
+    ] = "document"
+    where: Annotated[list[str] | None, _retrievers.WHERE] = None
+    save_run: Annotated[
+        Path | None,
+        option(
+            "With several queries: write their documents as a TREC run, and print none.",
+            panel="Output",
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool,
+        option(
+            _common.OVERWRITE_HELP,
+            "--overwrite",
+            panel="Output",
+        ),
+    ] = False
+    ignore_identical_ids: Annotated[
+        bool,
+        option(
+            "With --save-run: leave out documents that have the query's id, also of feedback.",
+            "--ignore-identical-ids",
+            panel="Output",
+        ),
+    ] = False
+    as_json: Annotated[
+        bool,
+        option(
+            "The hits as JSON on stdout.",
+            "--json",
+            panel="Output",
+        ),
+    ] = False
+
+    def validate(self) -> None:
+        """Raise ``UsageError`` for options that exclude one another."""
+        super().validate()
+        if self.query is not None:
+            if not self.query.strip():
+                raise UsageError("query: expected some words, got an empty text.")
+            refuse_options({"--queries": self.queries}, "goes without a query")
+        if self.index is None:
+            refuse_options(
+                {"--model": self.model, "--data": self.data, "--vectors": self.vectors},
+                "goes with --index",
+            )
+        else:
+            refuse_options(
+                {"--demo": self.demo != _common.DEMO_DIR},
+                "does nothing with --index: leave it out",
+            )
+        if self.prf_with is not None and not self.prf_with.is_dir():
+            got = "the file" if self.prf_with.exists() else "nothing at"
+            raise UsageError(
+                f"--prf-with: search takes a BM25 index, evaluate also a run; got {got} {self.prf_with}.",
+            )
+        if self.rerank_depth is not None and self.rerank_depth < self.k:
+            raise UsageError(
+                f"--rerank-depth: expected at least --k ({self.k}), got {self.rerank_depth}.",
+            )
+        self._check_save_run()
+
+    def _check_save_run(self) -> None:
+        """Refuse ``--save-run`` for queries without ids, and options that go with it."""
+        if self.save_run is None:
+            refuse_options({"--overwrite": self.overwrite}, "goes with --save-run")
+            refuse_options(
+                {"--ignore-identical-ids:": self.ignore_identical_ids},
+                "goes with --save-run, whose queries have ids",
+            )
+        elif self.has_one_query:
+            raise UsageError(
+                "--save-run: goes with --queries, or with queries on standard input (-), which have ids.",
+            )
+
+    @property
+    def has_one_query(self) -> bool:
+        """Whether the query is an argument, and not read from a file, a pipe or a prompt."""
+        return self.query is not None and self.query != "-"
+
+
+def search(request: SearchCommandRequest) -> None:
     """Search an index; without options, the index of the demo.
 
     With --rerank, the best candidates of the index are reordered by late interaction, and scores
     are MaxSim. With --prf, terms that feedback added to the query are marked +.
+
+    Example:
+        tilefold search "how to sort a list" --index INDEX --model MODEL
     """
-    asked = locals() | more
-    if query is not None and not query.strip():
-        raise UsageError("query: expected some words, got an empty text.")
-    if (second := asked["prf_with"]) is not None and not second.is_dir():
-        got = "the file" if second.exists() else "nothing at"
-        raise UsageError(
-            f"--prf-with: search takes a BM25 index, evaluate also a run; got {got} {second}.",
+    feedback = request.feedback()
+    interpolation = request.interpolation()
+    reranking = request.reranking()
+    if request.index is None:
+        request = _with_index_of_demo(request)
+    _models.find_models({"--model": request.model, "--rerank": request.rerank})
+    if request.save_run is not None:
+        _scores.check_output_file(
+            request.save_run,
+            "--save-run",
+            _scores.RUN,
+            request.queries,
+            *([] if request.data is None else _scores.files_of_collection(request.data)),
+            overwrite=request.overwrite,
         )
-    feedback, mix = _retrievers.feedback_request(asked)
-    reranking = _retrievers.rerank_request(asked)
-    if (depth := asked["rerank_depth"]) is not None and depth < k:
-        raise UsageError(f"--rerank-depth: expected at least --k ({k}), got {depth}.")
-    if index is None:
-        asked |= _demo_paths(demo)
-    _models.find_models({"--model": model, "--rerank": asked["rerank"]})
-    single = query is not None and query != "-"
-    _check_save_run(asked, single)
-    searcher = _open(asked)
-    request = retrieval.SearchRequest(
-        k,
-        feedback,
-        mix,
-        None,
-        reranking,
-        by,
-        _retrievers.where_of(asked, searcher),
-        ignore_identical_ids,
+    searcher = _open_searcher(request)
+    search_request = retrieval.SearchRequest(
+        k=request.k,
+        feedback=feedback,
+        interpolation=interpolation,
+        reranking=reranking,
+        by=request.by,
+        where=_retrievers.parse_filter(request.where, searcher),
+        ignore_identical_ids=request.ignore_identical_ids,
     )
-    if save_run is not None:
-        found = _save(searcher, _many(query, queries), request, save_run)
-        _common.print_result(
-            found,
-            as_json,
-            f"{found['queries']} queries, {found['documents']} documents: {save_run}",
-        )
-        return
-    for name, text in [("query", str(query))] if single else _many(query, queries):
-        with _options.as_options(documents="--data", tokens="--rerank", queries="--model"):
-            hits = searcher.search(text, request)
-        if as_json and single:
-            _common.print_json({"query": text, "hits": hits})
-        elif as_json:
-            typer.echo(json.dumps({"id": name, "query": text, "hits": hits}, ensure_ascii=False))
-        elif hits:
-            _print(text, hits)
-        else:
-            reason = _retrievers.reason_without_hits(searcher, request.where)
-            typer.echo(reason if single else f"{reason}: {text}")
+    if request.save_run is not None:
+        _save_run(searcher, request, search_request, request.save_run)
+    else:
+        _print_hits_of_queries(searcher, request, search_request)
 
 
-def _check_save_run(asked: Asked, single: bool) -> None:
-    """Refuse, before any work, a run that cannot be written, and an option that goes with one."""
-    save_run, data = asked["save_run"], asked["data"]
-    if save_run is None:
-        if asked["ignore_identical_ids"]:
-            raise UsageError(
-                "--ignore-identical-ids: goes with --save-run, whose queries have ids."
-            )
-        return
-    if single:
-        raise UsageError(
-            "--save-run: goes with --queries, or with queries on standard input (-), which have ids.",
+def _with_index_of_demo(request: SearchCommandRequest) -> SearchCommandRequest:
+    """Return the request with the index, the model and the data of ``tilefold demo``."""
+    record_file = request.demo / "demo.json"
+    if not record_file.is_file():
+        raise CommandError(
+            f"no finished demo in {request.demo}: run tilefold demo first, or name --model and --index.",
         )
-    _scores.check_output_file(
-        save_run,
-        "--save-run",
-        _scores.RUN,
-        asked["queries"],
-        *([] if data is None else _scores.files_of_collection(data)),
-        overwrite=asked["overwrite"],
+    try:
+        record = json.loads(record_file.read_text(encoding="utf-8"))
+        folder = request.demo / record["folder"]
+        query_top_k = int(record["query_terms"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CommandError(f"{record_file} is damaged: run tilefold demo again.") from error
+    return replace(
+        request,
+        demo=_common.DEMO_DIR,
+        index=folder / "index",
+        model=str(folder / "model"),
+        data=str(folder / "data"),
+        vectors=folder / "vectors",
+        query_top_k=query_top_k,
     )
 
 
-def _open(asked: Asked) -> Searcher:
-    """The index, with the documents, vectors, second ranking and reranker that the options name."""
-    data, rerank = asked["data"], asked["rerank"]
+def _open_searcher(request: SearchCommandRequest) -> Searcher:
+    """Open the index with the documents, vectors, second ranking and reranker of the request."""
 
-    def load(made_by: Provenance) -> Values:
-        parts = {
-            "vectors": asked["vectors"],
-            "second": _retrievers.second_ranking(asked, {}, Provenance()),
-        }
-        if data is not None:
-            parts["documents"] = _scores.open_documents(data, asked["index"], made_by)
-        if rerank is not None:
-            parts["late"], parts["tokens"] = _retrievers.load_late(
-                rerank,
-                asked["rerank_model"],
-                data is not None,
+    def load_parts(made_by: Provenance) -> SearcherParts:
+        documents = late = tokens = None
+        if request.data is not None:
+            index = Path(str(request.index))
+            documents = _scores.open_documents(request.data, index, made_by)
+        if request.rerank is not None:
+            late, tokens = _retrievers.load_late(
+                request.rerank,
+                request.rerank_model,
+                texts=request.data is not None,
             )
-        return parts
+        return SearcherParts(
+            documents=documents,
+            vectors=request.vectors,
+            second=_retrievers.second_ranking(request.prf_with, {}, Provenance()),
+            late=late,
+            tokens=tokens,
+        )
 
-    searcher = _retrievers.open_searcher(asked, _common.texts_of(data), load)
-    if asked["by"] == "passage" and searcher.passages is None:
+    searcher = _retrievers.open_searcher(request, _common.texts_of(request.data), load_parts)
+    if request.by == "passage" and searcher.passages is None:
         raise UsageError(
             "--by passage goes with an index of passages: tilefold encode, or index, with --passages.",
         )
     return searcher
 
 
-def _save(
+def _save_run(
     searcher: Searcher,
-    asked: Iterator[tuple[str, str]],
-    request: SearchRequest,
+    request: SearchCommandRequest,
+    search_request: SearchRequest,
     path: Path,
-) -> Values:
-    """Write the run of all queries, whose ids and those of the documents are checked before the
-    first one.
+) -> None:
+    """Rank all queries, write their run to `path`, and print a summary.
+
+    Ids of queries and documents are checked before the first search.
     """
     queries: dict[str, str] = {}
-    for name, text in asked:
-        if name in queries:
+    for query, text in _read_queries(request):
+        if query in queries:
             raise CommandError(
-                f"queries: the id {name!r} was given before; a run needs one for each query.",
+                f"queries: the id {query!r} was given before; a run needs one for each query.",
             )
-        queries[name] = text
+        queries[query] = text
     if not queries:
         raise CommandError("queries: expected at least one for --save-run, got none.")
-    _scores.check_savable(
-        path,
-        getattr(getattr(searcher.retriever, "index", None), "ids", ()),
-        queries,
-    )
-    with _options.as_options(documents="--data", tokens="--rerank"):
+    index = getattr(searcher.retriever, "index", None)
+    _scores.check_savable(path, getattr(index, "ids", ()), queries)
+    with _options.option_errors(documents="--data", tokens="--rerank"):
         run = {
-            name: dict(scores) for name, scores in _retrievers.ranked(searcher, queries, request)
+            query: dict(scores)
+            for query, scores in _retrievers.ranked(searcher, queries, search_request)
         }
-    made_of = (
-        searcher.provenance
-        if request.by == "passage"
-        else replace(searcher.provenance, passages=None)
-    )
-    _scores.save(_scores.NamedRun("the run", run, searcher.provenance), made_of, path)
-    if empty := sum(not scores for scores in run.values()):
-        note(f"{empty} of {len(run)} queries found no document, and have no line in the run")
-    return {
+    provenance = searcher.provenance
+    if search_request.by == "document":
+        provenance = replace(provenance, passages=None)
+    _scores.save(_scores.NamedRun("the run", run, searcher.provenance), provenance, path)
+    n_empty = sum(not scores for scores in run.values())
+    if n_empty:
+        note(f"{n_empty} of {len(run)} queries found no document, and have no line in the run")
+    n_documents = sum(len(scores) for scores in run.values())
+    result = {
         "output": str(path),
         "queries": len(run),
-        "documents": sum(map(len, run.values())),
-        "empty": empty,
+        "documents": n_documents,
+        "empty": n_empty,
     }
+    _common.print_result(
+        result,
+        request.as_json,
+        f"{len(run)} queries, {n_documents} documents: {path}",
+    )
 
 
-def _many(query: str | None, queries: Path | None) -> Iterator[tuple[str, str]]:
-    """Ids and texts of the queries in a file, on standard input, or typed at a prompt."""
-    if queries is not None:
-        yield from retrieval.load_queries(queries).items()
+def _print_hits_of_queries(
+    searcher: Searcher,
+    request: SearchCommandRequest,
+    search_request: SearchRequest,
+) -> None:
+    """Search each query when it is read, and print its hits."""
+    for query, text in _read_queries(request):
+        with _options.option_errors(documents="--data", tokens="--rerank", queries="--model"):
+            hits = searcher.search(text, search_request)
+        if request.as_json and request.has_one_query:
+            _common.print_json({"query": text, "hits": hits})
+        elif request.as_json:
+            typer.echo(json.dumps({"id": query, "query": text, "hits": hits}, ensure_ascii=False))
+        elif hits:
+            _print_hits(text, hits)
+        else:
+            reason = _retrievers.reason_without_hits(searcher, search_request.where)
+            typer.echo(reason if request.has_one_query else f"{reason}: {text}")
+
+
+def _read_queries(request: SearchCommandRequest) -> Iterator[tuple[str, str]]:
+    """Yield ids and texts of the queries: the argument, a file, standard input, or a prompt."""
+    if request.has_one_query:
+        yield "query", str(request.query)
         return
-    prompted = query is None and sys.stdin.isatty()
-    if prompted:
+    if request.queries is not None:
+        yield from retrieval.load_queries(request.queries).items()
+        return
+    read_line = sys.stdin.readline
+    if request.query is None and sys.stdin.isatty():
         note("a query per line; Ctrl-D ends")
-    for number, line in enumerate(iter(_typed if prompted else sys.stdin.readline, ""), 1):
+        read_line = _read_line_at_prompt
+    for number, line in enumerate(iter(read_line, ""), 1):
         if line.strip():
             yield retrieval.query_of_line(line, number)
 
 
-def _typed() -> str:
-    """The next line of a prompt, the empty string at its end."""
+def _read_line_at_prompt() -> str:
+    """Return the next line that is typed, and the empty string at the end."""
     try:
         return input("search> ") + "\n"
     except EOFError:
         return ""
 
 
-def _demo_paths(folder: Path) -> Values:
-    """The options that search what the demo left."""
-    record = folder / "demo.json"
-    if not record.is_file():
-        raise CommandError(
-            f"no finished demo in {folder}: run tilefold demo first, or name --model and --index.",
-        )
-    try:
-        found = json.loads(record.read_text(encoding="utf-8"))
-        at = folder / found["folder"]
-        query_top_k = int(found["query_terms"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CommandError(f"{record} is damaged: run tilefold demo again.") from error
-    paths = {
-        "model": str(at / "model"),
-        "index": at / "index",
-        "data": str(at / "data"),
-        "vectors": at / "vectors",
-    }
-    return paths | {"query_top_k": query_top_k}
-
-
-def _print(query: str, hits: list[Values]) -> None:
-    late, found = "first" in hits[0], [hit.get("passage") for hit in hits]
-    passages = [f"{each['number']}: {each.get('text', '')}" if each else "" for each in found]
-    terms = [hit["terms"][:SHOWN_TERMS] for hit in hits]
-    said = [
-        [f"{'+' * each.get('feedback', False)}{each['term']} {each['share']:.0%}" for each in row]
-        for row in terms
-    ]
-    columns = {
+def _print_hits(query: str, hits: list[dict[str, Any]]) -> None:
+    """Print a table of the hits of a query, without columns that are empty."""
+    is_reranked = "first" in hits[0]
+    terms_title = "matched terms, share of the score"
+    if is_reranked:
+        terms_title += " before"
+    columns: dict[str, list[str]] = {
         "#>": [str(hit["rank"]) for hit in hits],
         "id": [hit["id"] for hit in hits],
         "document": [_common.shorten(hit["title"], SHOWN_CELLS) for hit in hits],
-        "passage": [_common.shorten(part, SHOWN_CELLS) for part in passages],
+        "passage": [_format_passage(hit.get("passage")) for hit in hits],
         "score>": [f"{hit['score']:.2f}" for hit in hits],
-        "before: #, score>": [
-            f"{hit['first']['rank']}, {hit['first']['score']:.2f}" if late else "" for hit in hits
-        ],
-        "matched terms, share of the score" + " before" * late: ["  ".join(row) for row in said],
+        "before: #, score>": [_format_first(hit.get("first")) for hit in hits],
+        terms_title: [_format_terms(hit["terms"]) for hit in hits],
     }
-    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    shown = {title: cells for title, cells in columns.items() if any(cells)}
     rows = zip(*shown.values(), strict=True)
     _common.print_table(shown, rows, query, ("id", "document", "passage"), title_justify="left")
+
+
+def _format_passage(passage: dict[str, Any] | None) -> str:
+    """Return the number and the beginning of the passage that a document was found by."""
+    if not passage:
+        return ""
+    return _common.shorten(f"{passage['number']}: {passage.get('text', '')}", SHOWN_CELLS)
+
+
+def _format_first(first: dict[str, Any] | None) -> str:
+    """Return rank and score of a hit before reranking."""
+    return "" if first is None else f"{first['rank']}, {first['score']:.2f}"
+
+
+def _format_terms(terms: list[dict[str, Any]]) -> str:
+    """Return the matched terms of a hit; ``+`` marks those that feedback added."""
+    cells = []
+    for term in terms[:SHOWN_TERMS]:
+        mark = "+" if term.get("feedback") else ""
+        cells.append(f"{mark}{term['term']} {term['share']:.0%}")
+    return "  ".join(cells)

@@ -6,20 +6,21 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tilefold import retrieval
 from tilefold._internal.typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
-from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import Count, Place, Text, Words, option, positive, preset
+from tilefold.cli._common import CommandError, UsageError, note
+from tilefold.cli._options import DocumentFieldOptions, option, positive, refuse_options
 from tilefold.retrieval.index import DENSE, LATE
 from tilefold.serve.settings import Limits, check_origins
 
 if TYPE_CHECKING:
+    from tilefold.retrieval.data.collection import Document
     from tilefold.retrieval.vectors.tokens import TokenStore
     from tilefold.serve.models import Kind, Served
     from tilefold.serve.searchable import Searchable
@@ -29,62 +30,229 @@ KEY_VARIABLE = "TILEFOLD_API_KEY"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-@_options.with_options(_retrievers.of_index)
-def serve(
-    model: Text = option(
-        "Folder or Hugging Face name of a sparse, multi-vector or dense model; or minilm.",
-    ),
-    index: Place = option("Index to search, with the --model that made it; BM25 needs none."),
-    data: Text = option("The collection of --index, to show documents."),
-    vectors: Place = option(
-        "The encoded documents of --index, for explanations and feedback; kept in memory.",
-    ),
-    bm25: Place = option("BM25 index of the same collection, to fuse with."),
-    tokens: Text = option(
-        "Token vectors or a multi-vector model that reranks (as search --rerank).",
-    ),
-    tokens_model: Text = option("Multi-vector model that made --tokens, where it has moved."),
-    name: Text = option("Name of --index in addresses; by default that of its folder."),
-    max_length: Count = positive(
-        "Tokens read of a text, at most; by default as many as the model reads.",
-    ),
-    host: str = preset("127.0.0.1", "Interface to listen on; 0.0.0.0 for all."),
-    port: int = preset(8080, "Port; 0 takes a free one.", min=0, max=65535),
-    default_side: str = preset(
-        "document",
-        "How to encode inputs posted to the root routes.",
-        metavar="query|document",
-    ),
-    api_key_file: Place = option(
-        f"File with the key that requests must carry; or {KEY_VARIABLE} in the environment.",
-    ),
-    cors_allow_origin: Words = option(
-        "Site whose pages may ask this server in a browser; * for all; may be repeated.",
-    ),
-    max_concurrent_requests: int = preset(
-        Limits.max_concurrent_requests,
-        "Inputs in work or waiting; the next gets a 429.",
-    ),
-    max_batch_tokens: int = preset(Limits.max_batch_tokens, "Tokens of a batch, padding included."),
-    max_client_batch_size: int = preset(Limits.max_client_batch_size, "Inputs of a request."),
-    cached_queries: int = preset(
-        Limits.cached_queries,
-        "Answers kept for queries asked again; 0 keeps none.",
-        min=0,
-    ),
-    payload_limit: int = preset(Limits.payload_limit, "Bytes of a body."),
-    auto_truncate: bool = preset(
-        Limits.auto_truncate,
-        "Cut inputs that are too long, or refuse them.",
-        "--auto-truncate/--no-auto-truncate",
-    ),
-    grace_seconds: float = preset(
-        Limits.grace_seconds,
-        "Seconds after SIGTERM in which requests are still taken, while /health answers 503.",
-        min=0,
-    ),
-    **more: Any,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
+    """Options of ``tilefold serve``."""
+
+    model: Annotated[
+        str | None,
+        option(
+            "Folder or Hugging Face name of a sparse, multi-vector or dense model; or minilm.",
+        ),
+    ] = None
+    index: Annotated[
+        Path | None,
+        option(
+            "Index to search, with the --model that made it; BM25 needs none.",
+            panel="Index",
+        ),
+    ] = None
+    data: Annotated[
+        str | None,
+        option(
+            "The collection of --index, to show documents.",
+            panel="Index",
+        ),
+    ] = None
+    vectors: Annotated[
+        Path | None,
+        option(
+            "The encoded documents of --index, for explanations and feedback; kept in memory.",
+            panel="Index",
+        ),
+    ] = None
+    bm25: Annotated[
+        Path | None,
+        option(
+            "BM25 index of the same collection, to fuse with.",
+            panel="Index",
+        ),
+    ] = None
+    tokens: Annotated[
+        str | None,
+        option(
+            "Token vectors or a multi-vector model that reranks (as search --rerank).",
+            panel="Index",
+        ),
+    ] = None
+    tokens_model: Annotated[
+        str | None,
+        option(
+            "Multi-vector model that made --tokens, where it has moved.",
+            panel="Index",
+        ),
+    ] = None
+    name: Annotated[
+        str | None,
+        option(
+            "Name of --index in addresses; by default that of its folder.",
+            panel="Index",
+        ),
+    ] = None
+    max_length: Annotated[
+        int | None,
+        positive(
+            "Tokens read of a text, at most; by default as many as the model reads.",
+        ),
+    ] = None
+    host: Annotated[
+        str,
+        option(
+            "Interface to listen on; 0.0.0.0 for all.",
+            panel="Access",
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        option(
+            "Port; 0 takes a free one.",
+            min=0,
+            max=65535,
+            panel="Access",
+        ),
+    ] = 8080
+    default_side: Annotated[
+        Literal["query", "document"],
+        option(
+            "How to encode inputs posted to the root routes.",
+        ),
+    ] = "document"
+    api_key_file: Annotated[
+        Path | None,
+        option(
+            f"File with the key that requests must carry; or {KEY_VARIABLE} in the environment.",
+            panel="Access",
+        ),
+    ] = None
+    cors_allow_origin: Annotated[
+        list[str] | None,
+        option(
+            "Site whose pages may ask this server in a browser; * for all; may be repeated.",
+            panel="Access",
+        ),
+    ] = None
+    max_concurrent_requests: Annotated[
+        int,
+        option(
+            "Inputs in work or waiting; the next gets a 429.",
+            panel="Limits",
+        ),
+    ] = Limits.max_concurrent_requests
+    max_batch_tokens: Annotated[
+        int,
+        option(
+            "Tokens of a batch, padding included.",
+            panel="Limits",
+        ),
+    ] = Limits.max_batch_tokens
+    max_client_batch_size: Annotated[
+        int,
+        option(
+            "Inputs of a request.",
+            panel="Limits",
+        ),
+    ] = Limits.max_client_batch_size
+    cached_queries: Annotated[
+        int,
+        option(
+            "Answers kept for queries asked again; 0 keeps none.",
+            min=0,
+            panel="Limits",
+        ),
+    ] = Limits.cached_queries
+    payload_limit: Annotated[
+        int,
+        option(
+            "Bytes of a body.",
+            panel="Limits",
+        ),
+    ] = Limits.payload_limit
+    auto_truncate: Annotated[
+        bool,
+        option(
+            "Cut inputs that are too long, or refuse them.",
+            "--auto-truncate/--no-auto-truncate",
+            panel="Limits",
+        ),
+    ] = Limits.auto_truncate
+    grace_seconds: Annotated[
+        float,
+        option(
+            "Seconds after SIGTERM in which requests are still taken, while /health answers 503.",
+            min=0,
+            panel="Limits",
+        ),
+    ] = Limits.grace_seconds
+
+    def validate(self) -> None:
+        """Raise ``UsageError`` for options that exclude one another."""
+        super().validate()
+        if self.index is None:
+            refuse_options(
+                {
+                    "--data": self.data,
+                    "--vectors": self.vectors,
+                    "--bm25": self.bm25,
+                    "--name": self.name,
+                },
+                "goes with --index",
+            )
+            self.refuse_index_options("goes with --index")
+            if self.model is None and self.tokens is None:
+                raise UsageError(
+                    "--model: expected a model, or --index with an index; got neither."
+                )
+        elif not re.fullmatch(r"[\w.-]+", self.index_name):
+            raise UsageError(
+                f"--name: expected letters, digits, dots and dashes, got {self.index_name!r}; it is part of addresses.",
+            )
+        if self.index is not None and self.model is None and self.tokens is None:
+            refuse_options(
+                {
+                    "--default-side": self.default_side != "document",
+                    "--max-batch-tokens": self.max_batch_tokens != Limits.max_batch_tokens,
+                    "--auto-truncate/--no-auto-truncate": not self.auto_truncate,
+                    "--max-length": self.max_length,
+                },
+                "does nothing for an index of words alone, without a model: leave it out",
+            )
+        if self.max_client_batch_size > self.max_concurrent_requests:
+            raise UsageError(
+                f"--max-client-batch-size: expected at most --max-concurrent-requests ({self.max_concurrent_requests}), "
+                f"got {self.max_client_batch_size}: such a request would never be taken.",
+            )
+        if self.tokens is None:
+            refuse_options({"--tokens-model": self.tokens_model}, "goes with --tokens")
+
+    @property
+    def index_name(self) -> str:
+        """Name of the index in addresses; empty without one."""
+        if self.index is None:
+            return ""
+        return self.name or self.index.resolve().name
+
+    def limits(self) -> Limits:
+        """Return the limits of the service."""
+        with _options.option_errors(
+            max_concurrent_requests="--max-concurrent-requests",
+            max_batch_tokens="--max-batch-tokens",
+            max_client_batch_size="--max-client-batch-size",
+            cached_queries="--cached-queries",
+            payload_limit="--payload-limit",
+            grace_seconds="--grace-seconds",
+        ):
+            return Limits(
+                max_concurrent_requests=self.max_concurrent_requests,
+                max_batch_tokens=self.max_batch_tokens,
+                max_client_batch_size=self.max_client_batch_size,
+                cached_queries=self.cached_queries,
+                payload_limit=self.payload_limit,
+                auto_truncate=self.auto_truncate,
+                grace_seconds=self.grace_seconds,
+            )
+
+
+def serve(request: ServeRequest) -> None:
     """Serve a model and an index over HTTP, wire-compatible with text-embeddings-inference 1.9;
     Ctrl-C ends it.
 
@@ -92,8 +260,10 @@ def serve(
     /health and /metrics. The same routes below /query and /document encode queries and documents,
     where a model tells them apart. With --index, GET and POST /v1/NAME/search and GET
     /v1/NAME/doc/ID.
+
+    Example:
+        tilefold serve --index INDEX --model MODEL --data DATA
     """
-    asked = locals() | more
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -104,31 +274,35 @@ def serve(
         ) from error
     from tilefold.serve.server import bind
 
-    index_name = _index_name(asked)
-    given = {each.name: asked[each.name] for each in fields(Limits) if each.name in asked}
-    with _options.as_options(*given):
-        limits = Limits(**given)
-    key, origins = _key(api_key_file), cors_allow_origin or []
-    with _options.as_options(origins="--cors-allow-origin"):
+    limits = request.limits()
+    key = _read_key(request.api_key_file)
+    origins = request.cors_allow_origin or []
+    with _options.option_errors(origins="--cors-allow-origin"):
         check_origins(origins)
-    _models.find_models({"--model": model, "--tokens": tokens, "--tokens-model": tokens_model})
+    _models.find_models(
+        {
+            "--model": request.model,
+            "--tokens": request.tokens,
+            "--tokens-model": request.tokens_model,
+        }
+    )
     try:  # before the model is loaded, which takes longer than finding out that a port is taken
-        opened = bind(host, port)
+        opened = bind(request.host, request.port)
     except OSError as error:
         why = error.strerror or _common.first_line(error)
         raise CommandError(
-            f"--host, --port: cannot listen on {host}:{port} ({why}); try --port 0.",
+            f"--host, --port: cannot listen on {request.host}:{request.port} ({why}); try --port 0.",
         ) from error
     with opened:
         from tilefold.serve.service import Service
 
-        models, searchable = _load(index_name, asked)
-        service = Service(models, limits, default_side, searchable)  # type: ignore[arg-type]
-        if host not in _LOOPBACK and key is None:
+        models, searchable = _load(request)
+        service = Service(models, limits, request.default_side, searchable)
+        if request.host not in _LOOPBACK and key is None:
             note(
-                f"--host: anyone who can reach {host} may use this server; set --api-key-file to require a key",
+                f"--host: anyone who can reach {request.host} may use this server; set --api-key-file to require a key",
             )
-        _run(service, key, opened, host, origins)
+        _run(service, key, opened, request.host, origins)
 
 
 def _run(
@@ -162,44 +336,31 @@ def _run(
     run(app, service, opened, announce)
 
 
-def _key(file: Path | None) -> str | None:
+def _read_key(file: Path | None) -> str | None:
     """The key of --api-key-file, else that of the environment, else None."""
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
-    if not (key := _options.read_text(file, "--api-key-file").strip()) or len(key.splitlines()) > 1:
-        got = f"{len(key.splitlines())} lines" if key else "an empty one"
+    key = _options.read_text(file, "--api-key-file").strip()
+    n_lines = len(key.splitlines())
+    if n_lines != 1:
+        got = f"{n_lines} lines" if key else "an empty one"
         raise UsageError(f"--api-key-file: expected one line with the key in {file}, got {got}.")
     return key
 
 
-def _index_name(asked: Asked) -> str:
-    """The name of the index in addresses; refuses one that is no part of them, and nothing to
-    serve.
-    """
-    name = asked["name"] or (asked["index"].resolve().name if asked["index"] else "")
-    if asked["index"] is None:
-        if asked["model"] is None and asked["tokens"] is None:
-            raise UsageError("--model: expected a model, or --index with an index; got neither.")
-    elif not re.fullmatch(r"[\w.-]+", name):
-        raise UsageError(
-            f"--name: expected letters, digits, dots and dashes, got {name!r}; it is part of addresses.",
-        )
-    return str(name)
-
-
-def _load(name: str, asked: Asked) -> tuple[list[Served], Searchable | None]:
+def _load(request: ServeRequest) -> tuple[list[Served], Searchable | None]:
     """The models, each loaded once, and the index with what belongs to it."""
     from tilefold.serve.models import Served
 
-    if asked["index"] is not None:
-        return _with_index(name, asked)
+    if request.index is not None:
+        return _load_with_index(request, request.index)
     served = []
-    if asked["model"] is not None:
-        model, kind = _models.load_model(asked["model"], kinds=("sparse", "multi-vector", "dense"))
-        _limit(model, asked)
-        served.append(Served(model, kind, asked["model"]))  # type: ignore[arg-type]
-    if asked["tokens"] is not None:
-        served.append(_late(asked, texts=True)[0])  # its model is of use alone
+    if request.model is not None:
+        model, kind = _models.load_model(request.model, kinds=("sparse", "multi-vector", "dense"))
+        _limit(model, request)
+        served.append(Served(model, kind, request.model))  # type: ignore[arg-type]
+    if request.tokens is not None:
+        served.append(_late(request, texts=True)[0])  # its model is of use alone
     if len({each.kind for each in served}) < len(served):
         raise UsageError(
             "--tokens: --model is a multi-vector model itself, which reranks: leave one out.",
@@ -207,81 +368,115 @@ def _load(name: str, asked: Asked) -> tuple[list[Served], Searchable | None]:
     return served, None
 
 
-def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
-    from tilefold.retrieval.index.opening import open_index
-    from tilefold.serve.models import Served
+def _load_with_index(
+    request: ServeRequest,
+    index_path: Path,
+) -> tuple[list[Served], Searchable]:
+    """Load the index, its model, and what else belongs to it."""
     from tilefold.serve.searchable import Searchable
 
-    index, encoder, options = _retrievers.load_index(asked, _common.texts_of(asked["data"]))
-    parts: Values = {"query_top_k": asked["query_top_k"], "options": options}
-    if asked["data"] is not None:
-        parts["documents"] = _scores.open_documents(asked["data"], asked["index"], index.provenance)
-    if encoder is None:
-        _options.refuse(("vectors", "bm25"), f"does nothing here: {asked['index']} is a BM25 index")
-    else:
-        _limit(encoder, asked)
-        kind: Kind = {DENSE: "dense", LATE: "multi-vector"}.get(index.backend, "sparse")  # type: ignore[assignment]
-        if kind == "multi-vector":
-            _options.refuse(
-                ["tokens"],
-                f"does nothing here: {asked['index']} is an index of token vectors",
-            )
-        parts["encoder"] = Served(encoder, kind, str(asked["model"]))
-        if kind == "dense":
-            _options.refuse(
-                ["vectors"],
-                f"does nothing here: {asked['index']} holds its own vectors",
-            )
-        parts["vectors"] = (
-            None if asked["vectors"] is None else retrieval.read_vectors(asked["vectors"])
+    index, model, options = _retrievers.load_index(request, _common.texts_of(request.data))
+    documents: Mapping[str, Document] = {}
+    if request.data is not None:
+        documents = _scores.open_documents(request.data, index_path, index.provenance)
+    encoder = None
+    if model is None:
+        refuse_options(
+            {"--vectors": request.vectors, "--bm25": request.bm25},
+            f"does nothing here: {index_path} is a BM25 index",
         )
-    if asked["tokens"] is not None:
-        parts["late"], parts["store"] = _late(asked, texts=asked["data"] is not None)
-        if encoder is None and parts["store"] is not None:
-            _options.refuse_useless(
-                ["max_length"],
-                "with token vectors, whose queries are read as they were",
+    else:
+        encoder = _served_encoder(request, index_path, index.backend, model)
+    vectors = None if request.vectors is None else retrieval.read_vectors(request.vectors)
+    late = store = None
+    if request.tokens is not None:
+        late, store = _late(request, texts=request.data is not None)
+        if model is None and store is not None:
+            refuse_options(
+                {"--max-length": request.max_length},
+                "does nothing with token vectors, whose queries are read as they were: leave it out",
             )
-    if asked["bm25"] is not None:
-        parts["words"] = words = open_index(asked["bm25"])
-        if words.backend != "bm25":
-            raise UsageError(
-                f"--bm25: {asked['bm25']} is an index of vectors; try tilefold index --backend bm25.",
-            )
-    names = {
-        "vectors": f"--vectors: {asked['vectors']}",
-        "second": f"--bm25: {asked['bm25']}",
-        "tokens": "--tokens",
-    }
-    with _options.as_options(**names, model="--tokens-model"):
-        searchable = Searchable(name, index, **parts)
-    return [
-        model for model in (searchable.encoder, searchable.late) if model is not None
-    ], searchable
+    words = None if request.bm25 is None else _load_bm25(request.bm25)
+    with _options.option_errors(
+        vectors=f"--vectors: {request.vectors}",
+        second=f"--bm25: {request.bm25}",
+        tokens="--tokens",
+        model="--tokens-model",
+    ):
+        searchable = Searchable(
+            request.index_name,
+            index,
+            encoder=encoder,
+            documents=documents,
+            vectors=vectors,
+            words=words,
+            late=late,
+            store=store,
+            query_top_k=request.query_top_k,
+            options=options,
+        )
+    models = [served for served in (encoder, late) if served is not None]
+    return models, searchable
 
 
-def _limit(model: Model, asked: Asked) -> None:
+def _served_encoder(
+    request: ServeRequest,
+    index_path: Path,
+    backend: str,
+    model: Model,
+) -> Served:
+    """Return the model of an index of vectors, and refuse options of other indexes."""
+    from tilefold.serve.models import Served
+
+    _limit(model, request)
+    kind: Kind = "sparse"
+    if backend == DENSE:
+        kind = "dense"
+        refuse_options(
+            {"--vectors": request.vectors},
+            f"does nothing here: {index_path} holds its own vectors",
+        )
+    if backend == LATE:
+        kind = "multi-vector"
+        refuse_options(
+            {"--tokens": request.tokens},
+            f"does nothing here: {index_path} is an index of token vectors",
+        )
+    return Served(model, kind, str(request.model))
+
+
+def _load_bm25(path: Path) -> Any:
+    """Open the BM25 index of ``--bm25``."""
+    from tilefold.retrieval.index.opening import open_index
+
+    words = open_index(path)
+    if words.backend != "bm25":
+        raise UsageError(
+            f"--bm25: {path} is an index of vectors; try tilefold index --backend bm25.",
+        )
+    return words
+
+
+def _limit(model: Model, request: ServeRequest) -> None:
     """Let a model read as many tokens as --max-length says."""
     from tilefold.retrieval.encoding.truncation import limit_length
 
-    with _options.as_options("max_length"):
+    with _options.option_errors(max_length="--max-length"):
         for side in ("query", "document"):
-            limit_length(model, side, asked["max_length"])
+            limit_length(model, side, request.max_length)
 
 
-def _late(asked: Asked, texts: bool) -> tuple[Served, TokenStore | None]:
+def _late(request: ServeRequest, texts: bool) -> tuple[Served, TokenStore | None]:
     """The multi-vector model of --tokens, and its token vectors if those are what is there."""
     from tilefold.serve.models import Served
 
     model, store = _retrievers.load_late(
-        str(asked["tokens"]),
-        asked["tokens_model"],
+        str(request.tokens),
+        request.tokens_model,
         texts,
         "--tokens",
     )
-    if store is None or asked["index"] is None:
-        _limit(model, asked)
-    name = (
-        asked["tokens"] if store is None else asked["tokens_model"] or store.manifest.model_source
-    )
+    if store is None or request.index is None:
+        _limit(model, request)
+    name = request.tokens if store is None else request.tokens_model or store.manifest.model_source
     return Served(model, "multi-vector", str(name)), store
