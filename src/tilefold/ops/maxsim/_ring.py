@@ -354,6 +354,11 @@ class _RingScores(torch.autograd.Function):
         ring: Ring,
         impl: str,
     ) -> Tensor:
+        """Compute the scores block by block, as the documents arrive.
+
+        Masks and offsets are read from ``tensors``. Queries and documents are separate arguments,
+        since they have gradients.
+        """
         training = any(ctx.needs_input_grad[:2])
         tensors = tensors._replace(queries=queries.detach(), documents=documents.detach())
         scores: list[Tensor] = [queries] * len(ring.layouts)
@@ -385,6 +390,7 @@ class _RingScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
+        """Send the documents around once more, and the sums of their gradients after them."""
         ring: Ring = ctx.ring
         queries, documents, mask, offsets, *winners = ctx.saved_tensors
         tensors = ctx.tensors_without_rows._replace(queries=queries, documents=documents)

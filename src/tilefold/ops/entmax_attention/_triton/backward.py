@@ -191,6 +191,12 @@ def dq_kernel(
     NEED_ALPHA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Compute the gradients of a tile of queries, and the number of each row that dk needs.
+
+    Grid: ``[query tiles, H]``. With ``LISTS`` it visits the live blocks of ``BLOCK_N`` keys,
+    otherwise all blocks that the queries see. Writes ``dq`` with ``NEED_Q``, ``delta``
+    ``[B, H, Nq]``, and with ``NEED_ALPHA`` each row's term of dalpha.
+    """
     tile = tl.program_id(0)
     b, m0, q_base, q_len = of_tile.locate(
         tile,
@@ -399,6 +405,12 @@ def dkv_kernel(
     NEED_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Compute the gradients of a tile of keys and values.
+
+    Grid: ``[key tiles, Hkv]``. The query heads that share a key head are visited one after another,
+    with ``LISTS`` only the tiles of queries in which a block is live. Writes ``dk`` with ``NEED_K``
+    and ``dv`` with ``NEED_V``.
+    """
     key_tile = tl.program_id(0)
     b, n0, k_base, k_len = of_tile.locate(
         key_tile,

@@ -87,6 +87,12 @@ def resident_kernel(
     NEAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Compute the output of a tile of queries whose scores with all keys stay on chip.
+
+    Grid: ``[query tiles, H]``. The scores of a tile are ``[BLOCK_M, BLOCK_N]``. Writes ``out``, and
+    with ``GRADIENT`` the second output, from which delta is computed. Statistics of the rows are
+    ``[4, B, H, Nq]``: peak, root, mass and support.
+    """
     b, m0, q_base, q_len = of_tile.locate(
         tl.program_id(0),
         Nq,

@@ -172,6 +172,13 @@ def all_pairs_kernel(
     INTEGER: tl.constexpr,
     NORMALIZED: tl.constexpr,
 ):
+    """Compute the scores of a tile of query tokens with a share of the documents.
+
+    Grid: ``[ceil(Tq / tile_rows), splits]``. ``queries``: ``[Tq, D]``. ``documents``: ``[Td, D]``,
+    by a TMA descriptor if ``USE_TMA``. Masks, factors and ``row_query``: one per row. With
+    ``DIRECT``, writes ``scores`` ``[Nq, Nd]``, otherwise partial sums ``parts`` for
+    ``combine_kernel``. With ``WITH_SAVED``, writes ``saved`` ``[Nd, Tq]``.
+    """
     tile = tl.program_id(0)
     split = tl.program_id(1)
     row0 = tile * tile_rows
@@ -394,6 +401,12 @@ def listed_pairs_kernel(
     INTEGER: tl.constexpr,
     NORMALIZED: tl.constexpr,
 ):
+    """Compute the score of one aligned, grouped or listed pair.
+
+    Grid: ``[P]``. ``queries``: ``[Tq, D]``. ``documents``: ``[Td, D]``, by a TMA descriptor if
+    ``USE_TMA``. ``pairs``: ``[P, 2]`` int32, for listed pairs. Writes ``scores`` ``[P]``, and with
+    ``WITH_SAVED`` the pair's part of ``saved``.
+    """
     pair = tl.program_id(0)
     if PAIRING == INDEX:
         query = tl.load(pairs_ptr + 2 * pair.to(tl.int64))

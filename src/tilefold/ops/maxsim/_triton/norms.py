@@ -30,6 +30,7 @@ def _inverse_norms(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    """Compute the inverse norms of ``BLOCK_R`` of the ``[T, D]`` rows."""
     row = block * BLOCK_R + tl.arange(0, BLOCK_R)
     largest = tl.zeros((BLOCK_R,), tl.float32)
     power = inverse_power_of_two(largest)

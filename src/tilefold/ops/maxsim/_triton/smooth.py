@@ -121,6 +121,12 @@ def smooth_dqueries_kernel(
     HAS_LARGEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Compute the gradient of a tile of query rows from smooth maxima.
+
+    Grid: ``[ceil(Tq / BLOCK_Q), ceil(D / BLOCK_D)]`` for all pairs, otherwise
+    ``[Nq, ceil(D / BLOCK_D)]``. ``saved``: smooth maxima. ``order``, ``first``: order of listed
+    pairs by query, and offsets ``[Nq + 1]``. Writes ``dquery`` ``[Tq, D]``.
+    """
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     first, stop, e0, e1 = query_list(
@@ -245,6 +251,12 @@ def smooth_ddocuments_kernel(
     HAS_LARGEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Compute the gradient of the tiles of one document from smooth maxima.
+
+    Grid: ``[Nd, tiles, ceil(D / BLOCK_D)]``; programs share the tiles of a document. ``saved``:
+    smooth maxima. ``order``, ``first``: order of listed pairs by document, and offsets
+    ``[Nd + 1]``. Writes ``ddoc`` ``[Td, D]``.
+    """
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
