@@ -1,4 +1,8 @@
-"""Positive float32 weights as 16-bit floats: a power of two for all, and an exact store for the rest."""
+"""Positive float32 weights as 16-bit floats.
+
+All weights are multiplied by one power of two. Entries that are still too small are stored in 32
+bits.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,11 @@ from tilefold.retrieval.index.exact import Postings
 from tilefold.retrieval.vectors.sparse import SparseVectors
 
 _LARGEST = 65504.0
-_SMALLEST_NORMAL = 2.0**-14  # smaller ones have fewer than 11 bits
-_LARGEST_EXPONENT = 15  # scaled weights are at most 2^15
+# Smallest float16 with all 11 bits of precision, and its exponent as of frexp.
+_SMALLEST_NORMAL = 2.0**-14
+_SMALLEST_NORMAL_EXPONENT = -13
+# Scaled weights are below 2^15.
+_LARGEST_EXPONENT = 15
 
 Rows = npt.NDArray[np.int64]
 
@@ -44,7 +51,7 @@ class SmallWeights:
         terms: npt.NDArray[np.int32],
         weights: npt.NDArray[np.float32],
     ) -> npt.NDArray[np.float32]:
-        """Inner products ``[M]`` of a query with these entries."""
+        """Return inner products ``[M]`` of a query with the small entries."""
         products = np.zeros(len(self.rows), np.float32)
         self._postings.add(products, terms, weights)
         return products
@@ -52,11 +59,12 @@ class SmallWeights:
 
 @dataclass
 class HalfWeights:
-    """How weights become 16-bit floats with a relative error below 2^-11.
+    """Conversion of weights to 16-bit floats with a relative error below 2^-11.
 
     Attributes:
-        exponent: weights are stored times ``2 ** exponent``, which is exact.
-        small: entries that would lose bits nevertheless, which are stored apart; None without any.
+        exponent: weights are multiplied by ``2 ** exponent``, which is exact.
+        small: entries that would still lose bits, and are stored in 32 bits; None if there are
+            none.
     """
 
     exponent: int = 0
@@ -64,55 +72,63 @@ class HalfWeights:
 
     @classmethod
     def split(cls, vectors: SparseVectors) -> tuple[HalfWeights, SparseVectors]:
-        """Choose the scale for `vectors`, and return it with the scaled entries that suit 16 bits.
+        """Choose the scale of vectors, and the entries that 16 bits represent.
 
-        Vectors whose weights all suit 16 bits as they are keep them. At least one weight must be
-        positive; zeros are dropped.
+        Args:
+            vectors: at least one weight is positive. Zeros are dropped.
+
+        Returns:
+            The conversion, and the scaled vectors without entries that are too small. They are not
+            scaled if 16 bits represent all weights.
         """
         positive = vectors.above(0.0)
-        smallest, largest = float(positive.data.min()), float(positive.data.max())
+        smallest = float(positive.data.min())
+        largest = float(positive.data.max())
         if smallest >= _SMALLEST_NORMAL and largest <= _LARGEST:
             return cls(), positive
-        # a number with the exponent e of frexp is in [2^(e - 1), 2^e)
-        needed = max(0, -13 - math.frexp(smallest)[1])
-        exponent = min(needed, _LARGEST_EXPONENT - math.frexp(largest)[1])
+        # A number with the exponent e of frexp is in [2^(e - 1), 2^e).
+        _, smallest_exponent = math.frexp(smallest)
+        _, largest_exponent = math.frexp(largest)
+        needed = max(0, _SMALLEST_NORMAL_EXPONENT - smallest_exponent)
+        exponent = min(needed, _LARGEST_EXPONENT - largest_exponent)
         scaled = replace(positive, data=np.ldexp(positive.data, exponent))
         is_small = scaled.data < _SMALLEST_NORMAL
         if not is_small.any():
             return cls(exponent), scaled
-        apart = positive.selected(is_small)
-        rows = np.flatnonzero(np.diff(apart.indptr))
-        return cls(exponent, SmallWeights(rows, apart.take(rows))), scaled.selected(~is_small)
+        small_vectors = positive.selected(is_small)
+        rows = np.flatnonzero(np.diff(small_vectors.indptr))
+        small = SmallWeights(rows, small_vectors.take(rows))
+        return cls(exponent, small), scaled.selected(~is_small)
 
     @property
     def is_default(self) -> bool:
-        """Whether all weights suit 16 bits as they are."""
+        """Whether 16 bits represent all weights without a scale."""
         return self.exponent == 0 and self.small is None
 
     def unscaled(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Stored weights, or scores of them, without the scale."""
+        """Return stored weights, or scores from them, without the scale."""
         return np.ldexp(values, -self.exponent)
 
     def joined(self, vectors: SparseVectors) -> SparseVectors:
-        """Unscaled vectors together with the entries that are stored apart."""
+        """Return unscaled vectors with the small entries added."""
         if self.small is None:
             return vectors
-        owners = np.concatenate(
+        rows = np.concatenate(
             [
                 np.repeat(np.arange(len(vectors)), np.diff(vectors.indptr)),
                 np.repeat(self.small.rows, np.diff(self.small.vectors.indptr)),
             ],
         )
-        order = np.argsort(owners, kind="stable")
+        order = np.argsort(rows, kind="stable")
         return replace(
             vectors,
-            indptr=offsets_of(np.bincount(owners, minlength=len(vectors))),
+            indptr=offsets_of(np.bincount(rows, minlength=len(vectors))),
             indices=np.concatenate([vectors.indices, self.small.vectors.indices])[order],
             data=np.concatenate([vectors.data, self.small.vectors.data])[order],
         )
 
     def save(self, file: Path) -> None:
-        """Write scale and entries; only needed where they differ from the default."""
+        """Write the conversion, which is needed unless it :attr:`is_default`."""
         small = self.small
         np.savez(
             file,
@@ -132,8 +148,10 @@ class HalfWeights:
         """
         with np.load(file, allow_pickle=False) as arrays:
             exponent = int(arrays["exponent"])
-            rows, indptr = arrays["rows"], arrays["indptr"]
-            terms, weights = arrays["terms"], arrays["weights"]
+            rows = arrays["rows"]
+            indptr = arrays["indptr"]
+            terms = arrays["terms"]
+            weights = arrays["weights"]
         if not rows.size:
             return cls(exponent)
         check_offsets(indptr, terms.size)
@@ -142,7 +160,5 @@ class HalfWeights:
         if (np.diff(rows) <= 0).any() or len(indptr) != rows.size + 1:
             raise DataError(f"{file.name}: expected ascending rows and an offset after each.")
         ids = [str(row) for row in rows.tolist()]
-        return cls(
-            exponent,
-            SmallWeights(rows, SparseVectors(ids, indptr, terms, weights, vocab_size)),
-        )
+        vectors = SparseVectors(ids, indptr, terms, weights, vocab_size)
+        return cls(exponent, SmallWeights(rows, vectors))

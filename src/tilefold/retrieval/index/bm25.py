@@ -34,11 +34,11 @@ from tilefold.retrieval.vectors.sparse import SparseVectors
 __all__ = ["LANGUAGES", "BM25Index", "BM25Options", "Tokenizer"]
 
 _WORD = re.compile(rf"[{UNSPACED}]+|[^\W{UNSPACED}]+")
-_PAIRED = re.compile(rf"[{UNSPACED}]")
-_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|_")
-# Language of bm25s's stop words -> its two letters. Snowball stems more languages, then without
-# stop words.
-_STOPPED = {
+_UNSPACED_CHARACTER = re.compile(rf"[{UNSPACED}]")
+_IDENTIFIER_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|_")
+# Languages with stop words in bm25s, and their two letters. Snowball stems more languages, which
+# then have no stop words.
+_STOPWORD_LANGUAGES = {
     "danish": "da",
     "dutch": "nl",
     "english": "en",
@@ -53,7 +53,8 @@ _STOPPED = {
     "turkish": "tr",
 }
 Counts = npt.NDArray[np.int32]
-LANGUAGES = (*_STOPPED, "none")
+LANGUAGES = (*_STOPWORD_LANGUAGES, "none")
+# Arrays of bm25s's scores: weights, documents, and offsets of the words.
 _ARRAYS = ("data", "indices", "indptr")
 _COUNTS = "counts.npy"
 _OWN_NAMES = (
@@ -69,11 +70,12 @@ class BM25Options:
     """Options of BM25.
 
     Attributes:
-        language: of stop words and Snowball stemmer: one of `LANGUAGES`, its two letters, any other
-            that Snowball stems (without stop words), or ``"none"`` for neither.
+        language: language of the stop words and the Snowball stemmer: one of `LANGUAGES`, its two
+            letters, or another language that Snowball stems, then without stop words. ``"none"``
+            uses neither.
         k1: saturation of term frequency; 0 ignores repetitions.
         b: normalisation by document length, in [0, 1].
-        identifiers: also cut words at underscores and at capitals (``move_to_end``,
+        identifiers: also split words at underscores and capitals (``move_to_end``,
             ``OrderedDict``), for texts about programs.
     """
 
@@ -89,10 +91,12 @@ class BM25Options:
 
 
 class Tokenizer:
-    """Lower-cased words of at least two characters, without stop words, stemmed.
+    """Splits a text into lower-cased, stemmed words of at least two characters.
 
-    Scripts without spaces give overlapping pairs of characters. A language that Snowball does not
-    stem is a ``ValueError``.
+    Stop words are left out. Scripts without spaces give overlapping pairs of characters.
+
+    Raises:
+        ValueError: for a language that Snowball does not stem.
     """
 
     def __init__(self, options: BM25Options) -> None:
@@ -100,54 +104,60 @@ class Tokenizer:
         self._stopwords, self._stem = _language(options.language)
 
     def __call__(self, text: str) -> list[str]:
+        if self._identifiers:
+            text = _IDENTIFIER_BOUNDARY.sub(" ", text)
         tokens: list[str] = []
-        for match in _WORD.finditer((_CAMEL.sub(" ", text) if self._identifiers else text).lower()):
+        for match in _WORD.finditer(text.lower()):
             word = match.group()
-            if _PAIRED.match(word):
-                tokens.extend(word[i : i + 2] for i in range(max(1, len(word) - 1)))
+            if _UNSPACED_CHARACTER.match(word):
+                n_pairs = max(1, len(word) - 1)
+                tokens.extend(word[begin : begin + 2] for begin in range(n_pairs))
             elif len(word) > 1 and word not in self._stopwords:
                 tokens.append(self._stem(word))
         return tokens
 
 
 def _language(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
+    """Return the stop words and the stemmer of a language, or of its two letters."""
     if name == "none":
         return frozenset(), str
     snowball = require("Stemmer", "PyStemmer", "BM25 with stemming")
-    full = next((language for language, letters in _STOPPED.items() if name == letters), name)
+    language_by_letters = {letters: language for language, letters in _STOPWORD_LANGUAGES.items()}
+    language = language_by_letters.get(name, name)
     try:
-        stem: Callable[[str], str] = snowball.Stemmer(full).stemWord
+        stem: Callable[[str], str] = snowball.Stemmer(language).stemWord
     except KeyError:
         known = ", ".join([*snowball.algorithms(), "none"])
         raise ValueError(f"language: expected one of {known}, got {name!r}.") from None
-    if full not in _STOPPED:
+    if language not in _STOPWORD_LANGUAGES:
         return frozenset(), stem
     _package()
-    lists = require("bm25s.stopwords", "bm25s", "BM25")
-    return frozenset(
-        getattr(lists, "STOPWORDS_EN" if full == "english" else f"STOPWORDS_{full.upper()}"),
-    ), stem
+    stopwords = require("bm25s.stopwords", "bm25s", "BM25")
+    name_in_bm25s = "EN" if language == "english" else language.upper()
+    return frozenset(getattr(stopwords, f"STOPWORDS_{name_in_bm25s}")), stem
 
 
 def _package() -> ModuleType:
-    """The package, without JAX, which it starts where that is installed, and which takes 75% of a
-    GPU's memory.
+    """Import bm25s without JAX.
+
+    bm25s imports JAX if it is installed, and JAX takes 75% of a GPU's memory.
     """
-    if hide := "jax" not in sys.modules:
+    hides_jax = "jax" not in sys.modules
+    if hides_jax:
         sys.modules["jax"] = None  # type: ignore[assignment]
     try:
         return require("bm25s", "bm25s", "BM25")
     finally:
-        if hide:
+        if hides_jax:
             del sys.modules["jax"]
 
 
 class BM25Index(FolderIndex):
-    """BM25 (Lucene's variant) over texts, in memory or saved as a directory like the indexes of
-    sparse vectors.
-    """
+    """BM25 (Lucene's variant) over texts, in memory or stored as a directory."""
 
-    backend, package, own_files = "bm25", "bm25s", _OWN_NAMES
+    backend = "bm25"
+    package = "bm25s"
+    own_files = _OWN_NAMES
 
     def __init__(
         self,
@@ -157,9 +167,21 @@ class BM25Index(FolderIndex):
         options: BM25Options,
         provenance: Provenance,
     ) -> None:
-        self._engine, self.ids, self.vocab_size = engine, ids, len(engine.vocab_dict)
-        self._counts = counts  # how often a word is in a document, in the order of weights
-        self.options, self.provenance = options, provenance
+        """Wrap an engine of bm25s.
+
+        Args:
+            engine: has the weights of words in documents.
+            ids: of the documents.
+            counts: occurrences of a word in a document, in the order of the engine's weights.
+            options: options of the build.
+            provenance: of the texts.
+        """
+        self._engine = engine
+        self.ids = ids
+        self.vocab_size = len(engine.vocab_dict)
+        self._counts = counts
+        self.options = options
+        self.provenance = provenance
         self._tokenize = Tokenizer(options)
 
     @classmethod
@@ -173,10 +195,12 @@ class BM25Index(FolderIndex):
         identifiers: bool = False,
         metadata: Mapping[str, Fields] | None = None,
     ) -> BM25Index:
-        """Index ``{id: contents}`` of documents or passages, one of them with a word; options:
-        :class:`BM25Options`.
+        """Index texts.
 
-        `metadata` is as in :func:`tilefold.retrieval.build_index`.
+        Args:
+            documents: id -> contents of documents or passages; at least one has a word.
+            language, k1, b, identifiers: as in :class:`BM25Options`.
+            metadata: as in :func:`tilefold.retrieval.build_index`.
         """
         check_texts_by_id("documents", documents)
         options = BM25Options(language, k1, b, identifiers)
@@ -187,9 +211,9 @@ class BM25Index(FolderIndex):
         corpus = {name: tokenize(text) for name, text in documents.items()}
         if not any(corpus.values()):
             raise ValueError("documents: expected at least one with a word, got only empty ones.")
-        made = cls._of_words(corpus, options, provenance_of(documents))
-        made.metadata = Metadata.of(metadata, made.ids, made.provenance.passages)
-        return made
+        index = cls._of_words(corpus, options, provenance_of(documents))
+        index.metadata = Metadata.of(metadata, index.ids, index.provenance.passages)
+        return index
 
     @classmethod
     def _of_words(
@@ -198,6 +222,13 @@ class BM25Index(FolderIndex):
         options: BM25Options,
         provenance: Provenance,
     ) -> BM25Index:
+        """Index documents that are split into words.
+
+        Args:
+            corpus: id -> words.
+            options: options of the build.
+            provenance: of the texts.
+        """
         engine = _package().BM25(
             k1=options.k1,
             b=options.b,
@@ -211,14 +242,14 @@ class BM25Index(FolderIndex):
             engine.index(list(corpus.values()), create_empty_token=True, show_progress=False)
         else:
             _make_wordless(engine, len(corpus))
-        found = (
-            (engine.vocab_dict[word], at)
-            for at, words in enumerate(corpus.values())
+        # One number for each pair of a word and a document, in the order of the engine's weights.
+        occurrences = [
+            engine.vocab_dict[word] * len(corpus) + row
+            for row, words in enumerate(corpus.values())
             for word in words
-        )
-        places = [number * len(corpus) + at for number, at in found]
-        counts = np.unique(np.array(places, np.int64), return_counts=True)[1].astype(np.int32)
-        return cls(engine, list(corpus), counts, options, provenance)
+        ]
+        _, counts = np.unique(np.array(occurrences, np.int64), return_counts=True)
+        return cls(engine, list(corpus), counts.astype(np.int32), options, provenance)
 
     def updated(
         self,
@@ -226,53 +257,66 @@ class BM25Index(FolderIndex):
         delete: Collection[str] = (),
         metadata: Mapping[str, Fields] | None = None,
     ) -> BM25Index:
-        """An index without some documents, and with others and their metadata, which replace those
-        of the same ids.
+        """Return an index with documents added, replaced or deleted.
 
-        Weights depend on all documents, so that it is made anew, of the words that are stored and
-        those of the new texts: the scores are those of :meth:`build` of all. Its texts have no
-        fingerprint. An index may end up without any document, or without a word. One that keeps
-        metadata needs those of new documents, if only an empty mapping; none is a ``ValueError``.
+        Weights depend on all documents, so the index is built again from the stored words and those
+        of the new texts. Scores equal those of :meth:`build` with all documents. The texts of the
+        result have no fingerprint. It may have no documents, or no words.
+
+        Args:
+            documents: id -> contents; replace documents with the same ids.
+            delete: ids of documents to delete.
+            metadata: of the new documents. Required if the index has metadata; an empty mapping
+                will do.
+
+        Raises:
+            ValueError: without metadata for an index that has metadata.
+            DataError: for passages that are divided in another way than those of the index.
         """
         check_texts_by_id("documents", documents)
         delete = set(list_of_ids("delete", delete))
         check_text_ids("documents", documents)
         if documents:
             check_metadata(self.metadata, metadata)
-        _, at_documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
-        words = {place: word for word, place in self._engine.vocab_dict.items()}
-        corpus: dict[str, list[str]] = {name: [] for name in self.ids}
-        for place in range(len(offsets) - 1):
-            span = slice(offsets[place], offsets[place + 1])
-            for at, count in zip(
-                at_documents[span].tolist(),
-                self._counts[span].tolist(),
-                strict=True,
-            ):
-                corpus[self.ids[at]] += [words[place]] * count
-        new, cut = (
-            provenance_of(documents) if documents else self.provenance,
-            self.provenance.passages,
-        )
-        if new.passages != cut:
+        passages = self.provenance.passages
+        new_passages = provenance_of(documents).passages if documents else passages
+        if new_passages != passages:
             raise DataError(
-                f"documents: expected passages {cut!r} as in the index, got {new.passages!r}.",
+                f"documents: expected passages {passages!r} as in the index, got {new_passages!r}.",
             )
-        gone = ids_to_delete((*corpus, *documents), delete, documents, cut)
-        left = {row: name for row, name in enumerate(self.ids) if name not in gone}
-        kept = {name: corpus[name] for name in left.values()}
-        kept |= {name: self._tokenize(text) for name, text in documents.items()}
-        made = self._of_words(kept, self.options, Provenance(passages=cut))
-        parts = (
-            self.metadata and self.metadata.take(list(left)),
-            Metadata.of(metadata, list(documents), cut),
+        stored_words = self._stored_words()
+        removed = ids_to_delete((*stored_words, *documents), delete, documents, passages)
+        retained_rows = [row for row, name in enumerate(self.ids) if name not in removed]
+        corpus = {self.ids[row]: stored_words[self.ids[row]] for row in retained_rows}
+        for name, text in documents.items():
+            corpus[name] = self._tokenize(text)
+        index = self._of_words(corpus, self.options, Provenance(passages=passages))
+        retained_metadata = self.metadata and self.metadata.take(retained_rows)
+        new_metadata = Metadata.of(metadata, list(documents), passages)
+        index.metadata = Metadata.concatenate(
+            (retained_metadata, new_metadata),
+            [len(retained_rows), len(documents)],
         )
-        made.metadata = Metadata.concatenate(parts, [len(left), len(documents)])
-        return made
+        return index
+
+    def _stored_words(self) -> dict[str, list[str]]:
+        """Return id -> words of the documents, in the order of the vocabulary."""
+        _, rows, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
+        word_of = {number: word for word, number in self._engine.vocab_dict.items()}
+        words: dict[str, list[str]] = {name: [] for name in self.ids}
+        for number in range(len(offsets) - 1):
+            span = slice(offsets[number], offsets[number + 1])
+            for row, count in zip(rows[span].tolist(), self._counts[span].tolist(), strict=True):
+                words[self.ids[row]].extend([word_of[number]] * count)
+        return words
 
     def search(self, queries: Mapping[str, str], k: int, *, where: Where = None) -> Run:
-        """At most `k` best documents per query, of those that match `where`, which share a word
-        with it.
+        """Search the best documents that share a word with each query.
+
+        Args:
+            queries: id -> text.
+            k: documents per query.
+            where: filter of the documents' metadata.
         """
         check_texts_by_id("queries", queries)
         check_k(k)
@@ -280,35 +324,38 @@ class BM25Index(FolderIndex):
         run: Run = {}
         for query_id, text in queries.items():
             run[query_id] = {}
-            if tokens := self._known(text):
-                scores = np.asarray(self._engine.get_scores(tokens), dtype=np.float32)
-                if allowed is not None:
-                    scores = np.where(allowed, scores, np.float32(0))
-                run[query_id] = {self.ids[i]: float(scores[i]) for i in top_positive(scores, k)}
+            tokens = self._indexed_tokens(text)
+            if not tokens:
+                continue
+            scores = np.asarray(self._engine.get_scores(tokens), dtype=np.float32)
+            if allowed is not None:
+                scores = np.where(allowed, scores, np.float32(0))
+            run[query_id] = {
+                self.ids[position]: float(scores[position]) for position in top_positive(scores, k)
+            }
         return run
 
     def document_vectors(self) -> SparseVectors:
-        """BM25's weight of each word in each document: the inner product with :meth:`query_vectors`
-        is the score.
+        """Return BM25's weight of each word in each document.
+
+        Inner products with :meth:`query_vectors` are the scores.
         """
-        data, documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
-        return Postings(offsets, documents, data, len(self.ids)).vectors(
-            self.ids,
-            None,
-            self.provenance,
-        )
+        weights, documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
+        postings = Postings(offsets, documents, weights, len(self.ids))
+        return postings.vectors(self.ids, None, self.provenance)
 
     def query_vectors(self, queries: Mapping[str, str]) -> SparseVectors:
-        """Term frequencies of each query; words that the index lacks are left out."""
+        """Return term frequencies of queries, without words that the index lacks."""
         check_texts_by_id("queries", queries)
-        words = self._engine.vocab_dict
-        counts = {
-            name: Counter(words[token] for token in self._known(text))
-            for name, text in queries.items()
-        }
+        number_of = self._engine.vocab_dict
+        counts: dict[str, Counter[int]] = {}
+        for query_id, text in queries.items():
+            tokens = self._indexed_tokens(text)
+            counts[query_id] = Counter(number_of[token] for token in tokens)
         return SparseVectors.from_rows(counts, len(self._engine.scores["indptr"]) - 1)
 
-    def _known(self, text: str) -> list[str]:
+    def _indexed_tokens(self, text: str) -> list[str]:
+        """Tokens of a text that are in the index."""
         return [token for token in self._tokenize(text) if token in self._engine.vocab_dict]
 
     def _write(self, folder: Path) -> None:
@@ -318,11 +365,8 @@ class BM25Index(FolderIndex):
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> BM25Index:
         bm25s = _package()
-        with naming_versions(
-            folder,
-            manifest,
-            cls.package,
-        ):  # which takes its files as they are, and fails later
+        # bm25s does not check its files, and would fail in a search.
+        with naming_versions(folder, manifest, cls.package):
             engine = bm25s.BM25.load(folder, mmap=True)
             options = BM25Options(**manifest["options"])
             _check_arrays(engine, len(ids))
@@ -331,11 +375,11 @@ class BM25Index(FolderIndex):
 
 
 def _make_wordless(engine: Any, n_documents: int) -> None:
-    """Make an engine one of documents without any word, which bm25s cannot index itself.
+    """Fill an engine with documents that have no words, which bm25s cannot index.
 
-    It has one word that is in no document, and that no text has: vectors need a vocabulary.
+    Vectors need a vocabulary, so the engine gets one word that no text can have.
     """
-    engine.vocab_dict = {" ": 0, "": 1}  # the second is in every engine, and has no postings
+    engine.vocab_dict = {" ": 0, "": 1}  # every engine has "", without postings
     engine.unique_token_ids_set = {0, 1}
     engine.nonoccurrence_array = None
     engine.scores = {
@@ -347,35 +391,35 @@ def _make_wordless(engine: Any, n_documents: int) -> None:
 
 
 def _check_arrays(engine: Any, n_documents: int) -> None:
-    """Raise ``DataError`` unless a loaded engine holds weights of words of its vocabulary in
-    documents.
+    """Raise ``DataError`` unless the arrays of a loaded engine are consistent.
+
+    They are the weights of the vocabulary's words in `n_documents` documents.
     """
-    data, documents, offsets = (np.asarray(engine.scores[name]) for name in _ARRAYS)
-    kinds = data.dtype.kind, documents.dtype.kind, offsets.dtype.kind
+    weights, documents, offsets = (np.asarray(engine.scores[name]) for name in _ARRAYS)
+    kinds = (weights.dtype.kind, documents.dtype.kind, offsets.dtype.kind)
     if (
         kinds != ("f", "i", "i")
-        or data.shape != documents.shape
-        or data.ndim != 1
+        or weights.shape != documents.shape
+        or weights.ndim != 1
         or offsets.ndim != 1
     ):
         raise DataError(
-            f"expected weights, documents and offsets of words, got arrays of {data.dtype} {data.shape}.",
+            "expected weights, documents and offsets of words, "
+            f"got arrays of {weights.dtype} {weights.shape}.",
         )
     if engine.scores["num_docs"] != n_documents:
         raise DataError(f"num_docs: expected {n_documents}, got {engine.scores['num_docs']!r}.")
-    check_offsets(offsets, data.size)
+    check_offsets(offsets, weights.size)
     check_positions("indices", documents, n_documents)
-    check_weights("data", data)
-    words = np.array(
-        [place for word, place in engine.vocab_dict.items() if word],
-        np.int64,
-    )  # "" has no postings
-    if words.size != offsets.size - 1 or first_outside(words, words.size) is not None:
-        got = (
-            f"{words.size}"
-            if words.size != offsets.size - 1
-            else f"one at {words[first_outside(words, words.size)]}"
-        )
-        raise DataError(
-            f"vocab_dict: expected {offsets.size - 1} words in [0, {offsets.size - 1}), got {got}.",
-        )
+    check_weights("data", weights)
+    n_words = offsets.size - 1
+    # The word "" has no postings.
+    numbers = np.array([number for word, number in engine.vocab_dict.items() if word], np.int64)
+    outside = first_outside(numbers, numbers.size)
+    if numbers.size != n_words:
+        problem = f"{numbers.size}"
+    elif outside is not None:
+        problem = f"one at {numbers[outside]}"
+    else:
+        return
+    raise DataError(f"vocab_dict: expected {n_words} words in [0, {n_words}), got {problem}.")
