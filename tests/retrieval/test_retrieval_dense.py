@@ -44,8 +44,8 @@ def test_hits_are_those_of_one_sorted_product_with_ties_in_order(
     """Blocks of 7 documents and 2 queries; documents 3 to 40 are equal, so that k cuts through a
     tie.
     """
-    monkeypatch.setattr(dense, "_BLOCK", 7)
-    monkeypatch.setattr(dense, "_QUERIES", 2)
+    monkeypatch.setattr(dense, "_BLOCK_DOCUMENTS", 7)
+    monkeypatch.setattr(dense, "_BLOCK_QUERIES", 2)
     from sentence_transformers.util import SimilarityFunction
 
     generator = torch.Generator().manual_seed(0)

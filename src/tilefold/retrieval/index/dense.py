@@ -30,36 +30,43 @@ __all__ = ["DenseIndex"]
 
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 _FILE = "vectors.safetensors"
-_BLOCK, _QUERIES = 1 << 16, 256  # documents and queries of a block of scores: 64 MB
+# Documents and queries of a block of scores, which takes 64 MB.
+_BLOCK_DOCUMENTS = 1 << 16
+_BLOCK_QUERIES = 256
 T = TypeVar("T", bound="TorchIndex")
 
 
 class TorchIndex(FolderIndex):
-    """Base of the indexes that torch searches, on a CPU or a GPU."""
+    """Base of the indexes that torch searches, on a CPU or a GPU.
+
+    Attributes:
+        device: device of a search; None takes a GPU if there is one.
+        dimension: D, the length of a vector.
+    """
 
     package = "torch"
-    device: torch.device | None = None  # that searches; None is a GPU if there is one
+    device: torch.device | None = None
 
-    dimension: int  # D, the length of a vector
+    dimension: int
 
     def on(self: T, device: str = "cuda") -> T:
-        """The index, searched on a device."""
-        placed = copy.copy(self)
-        placed.device = torch.device(device)
-        torch.empty(1, device=placed.device)  # an error where there is none
-        return placed
+        """Return the index with `device` as the device of its searches."""
+        index = copy.copy(self)
+        index.device = torch.device(device)
+        torch.empty(1, device=index.device)  # raises an error if there is no such device
+        return index
 
 
 class DenseIndex(TorchIndex):
-    """Exact search of dense vectors by the similarity that they were made for.
+    """Exact search of dense vectors by the similarity that they were trained for.
 
-    Scores are taken in float32, whatever the storage, on a GPU if there is one and on the CPU
-    otherwise: equal up to the order in which sums are evaluated. Equal scores are in document
-    order. Every document has a score, so that a query finds `k` of them. A GPU keeps the vectors
-    where they fit into half of its free memory.
+    Scores are computed in float32 for every storage. Those of a GPU and a CPU differ in the order
+    of sums only. Equal scores are in document order. Every document has a score, so that a query
+    has `k` results. A GPU keeps the vectors if they fit into half of its free memory.
     """
 
-    backend, own_files = "dense", (_FILE,)
+    backend = "dense"
+    own_files = (_FILE,)
 
     def __init__(
         self,
@@ -69,6 +76,15 @@ class DenseIndex(TorchIndex):
         similarity: str,
         provenance: Provenance,
     ) -> None:
+        """Check and wrap vectors.
+
+        Args:
+            ids: of the documents.
+            values: ``[N, D]``.
+            scales: ``[N]``, factors of int8 values; None for floats.
+            similarity: one of `SIMILARITIES`.
+            provenance: of the vectors.
+        """
         ids = ids if isinstance(ids, StoredIds) else list_of("ids", ids)
         check_choice("similarity", similarity, SIMILARITIES)
         check_values(values, scales)
@@ -76,11 +92,16 @@ class DenseIndex(TorchIndex):
             raise DataError(
                 f"vectors: expected [{len(ids)}, D], at least one, got {list(values.shape)}.",
             )
-        self.ids, self.similarity, self.provenance = ids, similarity, provenance
+        self.ids = ids
+        self.similarity = similarity
+        self.provenance = provenance
         self.options = {"similarity": similarity}
-        self.vocab_size = self.dimension = int(values.size(1))
-        self._values, self._scales = values, scales
-        self._placed: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
+        self.dimension = int(values.size(1))
+        self.vocab_size = self.dimension
+        self._values = values
+        self._scales = scales
+        # Values and scales by the device that searches them.
+        self._copies: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
 
     @classmethod
     def build(
@@ -89,28 +110,34 @@ class DenseIndex(TorchIndex):
         similarity: str = "cosine",
         metadata: Mapping[str, Fields] | None = None,
     ) -> DenseIndex:
-        """Index vectors of ``open_dense``, which know their similarity, or one of each text in
-        memory.
+        """Index dense vectors.
 
-        `metadata` is as in :func:`tilefold.retrieval.build_index`.
+        Args:
+            vectors: of ``open_dense``, or in memory with one vector per text.
+            similarity: of vectors in memory; those of ``open_dense`` record theirs.
+            metadata: as in :func:`tilefold.retrieval.build_index`.
         """
         check_instance("vectors", vectors, (TokenStore, TokenVectors), "open_dense(folder)")
-        made_by = Provenance()
+        provenance = Provenance()
         if isinstance(vectors, TokenStore):
             manifest = vectors.manifest
             if not isinstance(manifest, DenseManifest) or manifest.kind != "document":
-                got = f"{manifest.kind} vectors of layout {manifest.layout!r} in {vectors.folder}"
-                raise DataError(f"vectors: expected dense vectors of documents, got {got}.")
+                raise DataError(
+                    "vectors: expected dense vectors of documents, got "
+                    f"{manifest.kind} vectors of layout {manifest.layout!r} in {vectors.folder}.",
+                )
             if not len(vectors):
                 raise ValueError(
-                    f"vectors: expected at least one, got none in {vectors.folder}. Check the texts.",
+                    f"vectors: expected at least one, got none in {vectors.folder}. "
+                    "Check the texts.",
                 )
-            similarity, made_by = manifest.similarity, manifest.provenance
+            similarity = manifest.similarity
+            provenance = manifest.provenance
             vectors = TokenVectors.concatenate(
                 [vectors.shard(number) for number in range(len(manifest.shards))],
             )
-        index = cls(vectors.ids, vectors.values, vectors.scales, similarity, made_by)
-        index.metadata = Metadata.of(metadata, index.ids, made_by.passages)
+        index = cls(vectors.ids, vectors.values, vectors.scales, similarity, provenance)
+        index.metadata = Metadata.of(metadata, index.ids, provenance.passages)
         return index
 
     def search(
@@ -122,78 +149,98 @@ class DenseIndex(TorchIndex):
         where: Where = None,
         allowed: Mask | None = None,
     ) -> list[list[Hit]]:
-        """The `k` best documents of each query ``[Q, D]``, best first.
+        """Search the `k` best documents of each query, best first.
 
-        Queries of more entries are cut to those that the documents kept; `allowed`, bool ``[N]``,
-        leaves documents out, and so does `where`, by their metadata. A ``ValueError`` for shorter
-        queries, and for numbers that are not finite.
+        Args:
+            queries: ``[Q, D]``; longer vectors are truncated to the dimension of the documents.
+            k: documents per query.
+            device: where to search; None takes that of the index.
+            where: filter of the documents' metadata.
+            allowed: bool ``[N]``, False for documents that are left out.
+
+        Raises:
+            ValueError: for queries that are shorter than the documents, or not finite.
         """
         check_instance("queries", queries, Tensor, "encode_dense(model, {id: text}, kind='query')")
         check_k(k)
-        as_searched = queries.to(torch.float32)  # where large numbers of 64 bits become infinite
-        all_finite = bool(as_searched.isfinite().all())
+        queries = queries.to(torch.float32)  # large float64 numbers become infinite
+        all_finite = bool(queries.isfinite().all())
         if queries.dim() != 2 or queries.size(1) < self.dimension or not all_finite:
-            got = f"{list(queries.shape)}" + ("" if all_finite else " with NaN or infinity")
+            suffix = "" if all_finite else " with NaN or infinity"
             raise ValueError(
-                f"queries: expected finite vectors [Q, {self.dimension}], got {got}. Take the same model.",
+                f"queries: expected finite vectors [Q, {self.dimension}], "
+                f"got {list(queries.shape)}{suffix}. Take the same model.",
             )
         allowed = allowed_by(self.metadata, where, allowed)
-        place = torch.device(
-            device or self.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        )
-        asked = as_searched[:, : self.dimension].to(place)
+        default_device = "cuda" if torch.cuda.is_available() else "cpu"
+        search_device = torch.device(device or self.device or default_device)
+        queries = queries[:, : self.dimension].to(search_device)
         if self.similarity == "cosine":
-            asked = torch.nn.functional.normalize(asked)
-        found: list[list[Hit]] = []
-        for part in torch.split(asked, _QUERIES):
-            scores, rows = (each.cpu().numpy() for each in self._best(part, k, allowed))
-            found += hits_of(self.ids, rows, scores)
-        return found
+            queries = torch.nn.functional.normalize(queries)
+        hits: list[list[Hit]] = []
+        for block in torch.split(queries, _BLOCK_QUERIES):
+            scores, rows = self._search_block(block, k, allowed)
+            hits += hits_of(self.ids, rows.cpu().numpy(), scores.cpu().numpy())
+        return hits
 
-    def _best(self, asked: Tensor, k: int, allowed: Mask | None) -> tuple[Tensor, Tensor]:
-        best, rows = (
-            asked.new_empty(len(asked), 0),
-            torch.empty(len(asked), 0, dtype=torch.int64, device=asked.device),
-        )
-        values, scales = self._on(asked.device)
-        for low in range(0, len(values), _BLOCK):
-            block = values[low : low + _BLOCK].to(asked.device).float()
+    def _search_block(
+        self,
+        queries: Tensor,
+        k: int,
+        allowed: Mask | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores and rows ``[Q, k]`` of the best documents, best first."""
+        device = queries.device
+        best_scores = queries.new_empty(len(queries), 0)
+        best_rows = torch.empty(len(queries), 0, dtype=torch.int64, device=device)
+        values, scales = self._vectors_for(device)
+        for begin in range(0, len(values), _BLOCK_DOCUMENTS):
+            end = begin + _BLOCK_DOCUMENTS
+            documents = values[begin:end].to(device).float()
             if scales is not None:
-                block = block * scales[low : low + _BLOCK, None].to(asked.device)
-            scores = self._scores(asked, block)
+                documents = documents * scales[begin:end, None].to(device)
+            scores = self._scores(queries, documents)
             if allowed is not None:
-                left_out = torch.from_numpy(~allowed[low : low + _BLOCK]).to(asked.device)
+                left_out = torch.from_numpy(~allowed[begin:end]).to(device)
                 scores = scores.masked_fill(left_out, -float("inf"))
-            top, at = top_columns(scores, k)
-            both, places = torch.cat([best, top], 1), torch.cat([rows, at + low], 1)
-            best, at = top_columns(both, k)
-            rows = places.gather(1, at)
-        return best, rows
+            block_scores, block_columns = top_columns(scores, k)
+            candidate_scores = torch.cat([best_scores, block_scores], 1)
+            candidate_rows = torch.cat([best_rows, block_columns + begin], 1)
+            best_scores, columns = top_columns(candidate_scores, k)
+            best_rows = candidate_rows.gather(1, columns)
+        return best_scores, best_rows
 
-    def _scores(self, asked: Tensor, block: Tensor) -> Tensor:
+    def _scores(self, queries: Tensor, documents: Tensor) -> Tensor:
+        """Return the scores ``[Q, N]`` of queries ``[Q, D]`` and documents ``[N, D]``."""
         if self.similarity in ("cosine", "dot"):
-            return asked @ block.T
-        return -torch.cdist(asked, block, p=2 if self.similarity == "euclidean" else 1)
+            return queries @ documents.T
+        return -torch.cdist(queries, documents, p=2 if self.similarity == "euclidean" else 1)
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """The vectors on a device, if they fit there, else where they are."""
+    def _vectors_for(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Return values and scales for a search on a device.
+
+        Values that do not fit into half of a GPU's free memory stay on the CPU.
+        """
         if device.type == "cpu":
             return self._values, self._scales
-        if device not in self._placed:
-            fits = self._values.nbytes < torch.cuda.mem_get_info(device)[0] // 2
+        if device not in self._copies:
+            free_bytes, _ = torch.cuda.mem_get_info(device)
+            fits = self._values.nbytes < free_bytes // 2
+            values = self._values.to(device) if fits else self._values
             scales = None if self._scales is None else self._scales.to(device)
-            self._placed[device] = (self._values.to(device) if fits else self._values, scales)
-        return self._placed[device]
+            self._copies[device] = (values, scales)
+        return self._copies[device]
 
     @cached_property
-    def _rows(self) -> dict[str, int]:
+    def _row_of(self) -> dict[str, int]:
         return {name: row for row, name in enumerate(self.ids)}
 
     def holds(self, name: str) -> bool:
-        return name in self._rows
+        """Whether the index has a document."""
+        return name in self._row_of
 
     def stored(self) -> TokenVectors:
-        """The vectors of the documents as they are stored, one of each."""
+        """Return the vectors of the documents in their storage, one vector per document."""
         return TokenVectors(
             list(self.ids),
             torch.arange(len(self.ids) + 1),
@@ -202,11 +249,13 @@ class DenseIndex(TorchIndex):
         )
 
     def vectors(self, names: Iterable[str]) -> Tensor:
-        """The vectors of documents, float32 ``[n, D]``; a ``MissingDocumentError`` for one that is
-        not there.
+        """Return the vectors of documents, float32 ``[n, D]``.
+
+        Raises:
+            MissingDocumentError: for the first document that the index does not have.
         """
         try:
-            rows = torch.tensor([self._rows[name] for name in names], dtype=torch.int64)
+            rows = torch.tensor([self._row_of[name] for name in names], dtype=torch.int64)
         except KeyError as error:
             raise MissingDocumentError("vectors", str(error.args[0])) from error
         values = self._values[rows].float()
@@ -217,22 +266,26 @@ class DenseIndex(TorchIndex):
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> DenseIndex:
-        found, made_by = read_tensors(folder / _FILE, "values"), Provenance.from_dict(manifest)
+        tensors = read_tensors(folder / _FILE, "values")
         try:
             return cls(
                 ids,
-                found["values"],
-                found.get("scales"),
+                tensors["values"],
+                tensors.get("scales"),
                 manifest["options"].get("similarity"),
-                made_by,
+                Provenance.from_dict(manifest),
             )
         except ValueError as error:
             raise DataError(f"{folder}: {error} {REMEDY}") from error
 
 
 def top_columns(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The `k` largest of each row and their columns, largest first, equal ones by column."""
+    """Return the `k` largest values of each row and their columns, largest first.
+
+    Equal values are in the order of their columns, also those at the limit of `k`.
+    """
     values, columns = scores.topk(min(k, scores.size(1)), dim=1)
+    # topk takes any of the values that equal the smallest one.
     tied = (scores >= values[:, -1:]).sum(1) > values.size(1)
     for row in tied.nonzero().flatten().tolist():
         columns[row] = scores[row].sort(descending=True, stable=True).indices[: columns.size(1)]
