@@ -1,4 +1,4 @@
-"""Collections by name, and the one that is made of Python's own documentation."""
+"""Loading collections by name or path, and the collection of Python's own documentation."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ __all__ = ["BUILDER_VERSION", "build_pydocs", "cache_key", "default_cache_dir", 
 
 BUILDER_VERSION = 1
 MIN_WORDS = 8
-MIN_QUERY_WORDS, MAX_QUERY_WORDS = 4, 40
+MIN_QUERY_WORDS = 4
+MAX_QUERY_WORDS = 40
 TEST_QUERIES = 400
 
+# Files and folders of the standard library that are no documentation of modules.
 _SKIP = "__phello__ __pycache__ dist-packages ensurepip idlelib lib-dynload lib2to3 site-packages test tests turtledemo"
 # Modules written in C, some with the public module that re-exports them.
 _C_MODULES = (
@@ -61,11 +63,16 @@ _logger = logging.getLogger(__name__)
 
 
 def default_cache_dir() -> Path:
-    """``$TILEFOLD_CACHE_DIR``, else ``$XDG_CACHE_HOME/tilefold``, else ``~/.cache/tilefold``."""
-    if chosen := os.environ.get("TILEFOLD_CACHE_DIR"):
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tilefold"
+    """Return the folder of the cache.
+
+    It is ``$TILEFOLD_CACHE_DIR``, else ``$XDG_CACHE_HOME/tilefold``, else ``~/.cache/tilefold``.
+    """
+    folder = os.environ.get("TILEFOLD_CACHE_DIR")
+    if folder:
+        return Path(folder)
+    user_cache = os.environ.get("XDG_CACHE_HOME")
+    parent = Path(user_cache) if user_cache else Path.home() / ".cache"
+    return parent / "tilefold"
 
 
 def load_collection(
@@ -78,24 +85,35 @@ def load_collection(
     stored: int | None = None,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> Collection:
-    """The built-in collection ``"pydocs"``, or what :func:`tilefold.retrieval.load_beir` reads at a
-    path.
+    """Load the built-in collection ``"pydocs"``, or a collection at a path.
 
-    ``pydocs`` is built once for each Python installation and kept as a BEIR folder under
-    `cache_dir` (:func:`default_cache_dir` when None). A damaged or unwritable cache costs only the
-    time to build again.
+    ``pydocs`` is built once for each Python installation and kept as a BEIR folder in the cache. A
+    damaged or unwritable cache costs only the time to build again.
 
-    Documents in a file of at least `stored` bytes, of JSON lines or lines of an id, a tab and a
-    text, stay there and are read one by one: ``documents`` is a mapping that cannot be changed, and
-    raises a ``DataError`` once the file has changed. Where their lines begin is kept in the cache.
-    `fields` names the fields of documents, where they are not the usual ones.
+    Args:
+        name_or_path: ``"pydocs"``, or a path that :func:`tilefold.retrieval.load_beir` reads.
+        cache_dir: folder of the cache; :func:`default_cache_dir` by default.
+        unknown: what to do with judgements of unknown queries or documents: ``"error"`` or
+            ``"drop"``.
+        documents_only: leave queries and judgements unread.
+        splits: the splits whose judgements are read; all by default.
+        stored: documents in a file of at least this many bytes are read one by one, from JSON lines
+            or lines of an id, a tab and a text. ``documents`` is then a mapping that cannot be
+            changed, and raises a ``DataError`` once the file has changed. The offsets of the lines
+            are kept in the cache. By default all documents are held in memory.
+        fields: names of the fields of documents that are not the usual ones.
+
+    Raises:
+        FileNotFoundError: for an unknown name or a missing file.
+        DataError: for malformed files.
     """
     check_instance("name_or_path", name_or_path, (str, Path), "'pydocs', or a path")
     check_instance("fields", fields, DocumentFields, "DocumentFields(text=...)")
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
 
     def load(path: Path) -> Collection:
-        file, documents = documents_table(path), None
+        file = documents_table(path)
+        documents = None
         if stored is not None and file.is_file() and file.stat().st_size >= stored:
             documents = open_lazy_documents(file, cache, fields)
         return load_beir(
@@ -115,12 +133,15 @@ def load_collection(
         return _cached_pydocs(cache / "pydocs" / cache_key(), load)
     path = Path(name_or_path)
     if not path.exists():
-        wanted = "expected 'pydocs', or the path of a BEIR folder or of documents"
-        raise FileNotFoundError(f"{name_or_path}: no such file or folder, {wanted}. {BEIR_LAYOUT}")
+        raise FileNotFoundError(
+            f"{name_or_path}: no such file or folder, expected 'pydocs', or the path of a BEIR "
+            f"folder or of documents. {BEIR_LAYOUT}",
+        )
     return load(path)
 
 
 def _cached_pydocs(folder: Path, load: Callable[[Path], Collection]) -> Collection:
+    """Load the built-in collection from the cache, or build it and write it there."""
     if folder.is_dir():
         try:
             return replace(load(folder), name="pydocs")
@@ -128,50 +149,54 @@ def _cached_pydocs(folder: Path, load: Callable[[Path], Collection]) -> Collecti
             _logger.warning("cached pydocs is damaged and is built again: %s", error)
     collection = build_pydocs()
     try:
-        collection.save_beir(folder, overwrite=True)  # what is there is damaged
+        collection.save_beir(folder, overwrite=True)  # an earlier one is damaged
     except (OSError, InUseError) as error:
         _logger.warning("pydocs could not be cached: %s", error)
     return collection
 
 
 def cache_key() -> str:
-    """A key of the installed standard library and of this builder: equal keys give equal
-    collections.
-    """
-    digest = hashlib.sha256(
-        f"{sysconfig.get_paths()['stdlib']}\n{sys.version}".encode(),
-    ).hexdigest()[:8]
-    return f"{platform.python_implementation().lower()}-{platform.python_version()}-{digest}-v{BUILDER_VERSION}"
+    """Return a key of the standard library and this builder: equal keys give equal collections."""
+    library = f"{sysconfig.get_paths()['stdlib']}\n{sys.version}"
+    digest = hashlib.sha256(library.encode()).hexdigest()[:8]
+    implementation = platform.python_implementation().lower()
+    return f"{implementation}-{platform.python_version()}-{digest}-v{BUILDER_VERSION}"
 
 
 def build_pydocs() -> Collection:
-    """Build the collection in a few seconds; the same every time for one Python installation.
+    """Build the collection of Python's documentation, in a few seconds.
 
-    Its splits are ``train`` and ``test`` (400 queries, or a quarter of them all when there are
-    fewer than 1,600). A summary line that opens several docstrings is no query. A Python without
-    library sources is a ``RuntimeError``.
+    It is the same every time for one Python installation. The summary line of a docstring is a
+    query, unless it opens several docstrings. Its splits are ``train`` and ``test`` (400 queries,
+    or a quarter of all when there are fewer than 1,600).
+
+    Raises:
+        RuntimeError: for a Python without library sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, str] = {}
-    seen: set[str] = set()
+    normalized: set[str] = set()
     for name, text in (*_from_sources(root), *_from_c_modules()):
         key = _normal(text)
-        if name not in texts and key not in seen and len(text.split()) >= MIN_WORDS:
+        if name not in texts and key not in normalized and len(text.split()) >= MIN_WORDS:
             texts[name] = text
-            seen.add(key)
-    if not (queries := _held_out(texts)):
+            normalized.add(key)
+    queries = _summary_queries(texts)
+    if not queries:
         raise RuntimeError(
             f"pydocs: no documented Python sources under {root}. Use another Python, or a BEIR folder.",
         )
-    documents = {
-        key: Document(key, key, _split(text)[1] if key in queries else text)
-        for key, text in texts.items()
-    }
-    ranked = sorted(queries, key=lambda name: hashlib.sha256(name.encode()).digest())
-    chosen = set(ranked[: min(TEST_QUERIES, len(ranked) // 4)])
+    documents = {}
+    for name, text in texts.items():
+        # the summary line of a document with a query is the query
+        body = _split(text)[1] if name in queries else text
+        documents[name] = Document(name, name, body)
+    shuffled = sorted(queries, key=lambda name: hashlib.sha256(name.encode()).digest())
+    test_names = set(shuffled[: min(TEST_QUERIES, len(shuffled) // 4)])
     qrels: dict[str, dict[str, dict[str, int]]] = {"train": {}, "test": {}}
     for name in queries:
-        qrels["test" if name in chosen else "train"][f"q-{name}"] = {name: 1}
+        split = "test" if name in test_names else "train"
+        qrels[split][f"q-{name}"] = {name: 1}
     return Collection(
         "pydocs",
         documents,
@@ -180,8 +205,12 @@ def build_pydocs() -> Collection:
     )
 
 
-def _held_out(texts: dict[str, str]) -> dict[str, str]:
-    """Document name -> summary line, where the line can serve as the query of that document alone."""
+def _summary_queries(texts: dict[str, str]) -> dict[str, str]:
+    """Return name -> summary line of docstrings, for lines that are queries of one docstring only.
+
+    Args:
+        texts: name -> docstring.
+    """
     parts = {name: _split(text) for name, text in texts.items()}
     openings = Counter(_normal(summary) for summary, _ in parts.values())
     bodies = Counter(_normal(body) for _, body in parts.values())
@@ -197,33 +226,42 @@ def _held_out(texts: dict[str, str]) -> dict[str, str]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Summary line and body; without an empty line after the first there is no body."""
-    summary, _, rest = text.partition("\n")
-    return (
-        (summary.strip(), textwrap.dedent(rest).strip("\n"))
-        if rest.startswith("\n")
-        else (summary.strip(), "")
-    )
+    """Split a docstring into its summary line and its body, which follows an empty line."""
+    summary, _, body = text.partition("\n")
+    if not body.startswith("\n"):
+        return summary.strip(), ""
+    return summary.strip(), textwrap.dedent(body).strip("\n")
 
 
 def _is_query(summary: str) -> bool:
-    signature = "->" in summary or re.match(r"[\w.]+\s?\(", summary) is not None
-    return not signature and MIN_QUERY_WORDS <= len(summary.split()) <= MAX_QUERY_WORDS
+    """Whether a summary line is a sentence of a fit length, and no signature of a function."""
+    is_signature = "->" in summary or re.match(r"[\w.]+\s?\(", summary) is not None
+    return not is_signature and MIN_QUERY_WORDS <= len(summary.split()) <= MAX_QUERY_WORDS
 
 
 def _normal(text: str) -> str:
+    """Return the words of a text in lower case, by which equal texts are recognised."""
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
 def _from_sources(root: Path) -> Iterator[tuple[str, str]]:
-    """Dotted name and docstring of everything in the sources under `root`, public modules first."""
-    files, skipped = [], set(_SKIP.split())
+    """Yield name and docstring of all definitions in the sources, public modules first.
+
+    Args:
+        root: folder of the standard library.
+    """
+    skipped = set(_SKIP.split())
+    files = []
     for file in root.rglob("*.py"):
-        parts = file.relative_to(root).with_suffix("").parts
-        if not skipped.intersection(parts) and not parts[0].startswith("config-"):
-            parts = parts[:-1] if parts[-1] == "__init__" else parts
-            name = ".".join((_TWINS.get(parts[0], parts[0]), *parts[1:])) if parts else ""
-            files.append((any(part.startswith("_") for part in parts), name, file))
+        parts = list(file.relative_to(root).with_suffix("").parts)
+        if skipped.intersection(parts) or parts[0].startswith("config-"):
+            continue
+        if parts[-1] == "__init__":
+            del parts[-1]
+        is_private = any(part.startswith("_") for part in parts)
+        if parts:
+            parts[0] = _TWINS.get(parts[0], parts[0])
+        files.append((is_private, ".".join(parts), file))
     for _, name, file in sorted(files):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -235,8 +273,10 @@ def _from_sources(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _from_tree(node: _Definition, name: str) -> Iterator[tuple[str, str]]:
-    if text := ast.get_docstring(node):
-        yield name, _tidy(text)
+    """Yield name and docstring of a definition and of those in it, in the order of the source."""
+    docstring = ast.get_docstring(node)
+    if docstring:
+        yield name, _tidy(docstring)
     pending: list[ast.AST] = list(reversed(node.body))
     while pending:
         child = pending.pop()
@@ -247,6 +287,7 @@ def _from_tree(node: _Definition, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _from_c_modules() -> Iterator[tuple[str, str]]:
+    """Yield name and docstring of modules written in C, and of their functions and classes."""
     for entry in _C_MODULES.split():
         name, _, public = entry.partition(":")
         public = public or name
@@ -271,16 +312,15 @@ def _from_c_modules() -> Iterator[tuple[str, str]]:
 
 
 def _documented(value: object, name: str) -> Iterator[tuple[str, str]]:
-    constant = not (callable(value) or inspect.ismodule(value) or inspect.isdatadescriptor(value))
-    text = None if constant else getattr(value, "__doc__", None)
+    """Yield name and docstring of a value, unless it is a constant or has none."""
+    if not (callable(value) or inspect.ismodule(value) or inspect.isdatadescriptor(value)):
+        return
+    text = getattr(value, "__doc__", None)
     if isinstance(text, str) and text.strip():
         yield name, _tidy(inspect.cleandoc(text))
 
 
 def _tidy(text: str) -> str:
-    """Without trailing blanks, and without characters that UTF-8 cannot encode."""
-    return (
-        "\n".join(line.rstrip() for line in text.strip().splitlines())
-        .encode("utf-8", "replace")
-        .decode("utf-8")
-    )
+    """Remove trailing blanks, and replace characters that UTF-8 cannot encode."""
+    lines = "\n".join(line.rstrip() for line in text.strip().splitlines())
+    return lines.encode("utf-8", "replace").decode("utf-8")

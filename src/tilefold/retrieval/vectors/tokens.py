@@ -1,6 +1,4 @@
-"""Token vectors, and dense ones, one of each text, in memory and on disk: safetensors shards with a
-manifest.
-"""
+"""Token vectors and dense vectors, in memory and on disk as safetensors shards with a manifest."""
 
 from __future__ import annotations
 
@@ -59,7 +57,8 @@ class TokenVectors:
         values: ``[T, D]`` fp16, fp32 or int8.
         scales: ``[T]`` fp32 factors of int8 values, else None.
 
-    Shapes, dtypes or offsets that do not fit, and an empty or repeated id, are a ``DataError``.
+    Raises:
+        DataError: for shapes, dtypes or offsets that do not fit, and an empty or repeated id.
     """
 
     ids: list[str]
@@ -70,13 +69,14 @@ class TokenVectors:
     def __post_init__(self) -> None:
         self.ids = list_of("ids", self.ids)
         check_ids(self.ids)
-        n, offsets, values = len(self.ids), self.offsets, self.values
-        check_values(values, self.scales)
-        if offsets.dtype != torch.int64 or tuple(offsets.shape) != (n + 1,):
+        check_values(self.values, self.scales)
+        n_texts = len(self.ids)
+        if self.offsets.dtype != torch.int64 or tuple(self.offsets.shape) != (n_texts + 1,):
             raise DataError(
-                f"offsets: expected {n + 1} int64 offsets for {n} ids, got {_described(offsets)}.",
+                f"offsets: expected {n_texts + 1} int64 offsets for {n_texts} ids, got "
+                f"{_described(self.offsets)}.",
             )
-        check_offsets(offsets.cpu().numpy(), values.size(0), "offsets")
+        check_offsets(self.offsets.cpu().numpy(), self.values.size(0), "offsets")
 
     @classmethod
     def pack(
@@ -86,12 +86,20 @@ class TokenVectors:
         dimension: int,
         storage: str,
     ) -> TokenVectors:
-        """From one ``[n_i, D]`` tensor per text, on any device, to the CPU.
+        """Pack one tensor per text on the CPU.
 
-        ``DataError`` names the id of a tensor of another shape, or of an entry that is not finite
-        in `storage`.
+        Args:
+            ids: N ids.
+            vectors: N tensors ``[n_i, D]``, on any device.
+            dimension: D.
+            storage: ``"fp32"``, ``"fp16"`` or ``"int8"``.
+
+        Raises:
+            DataError: for a tensor of another shape, and an entry that is not finite in `storage`.
+                It names the id.
         """
-        ids, vectors = list_of("ids", ids), list_of("vectors", vectors)
+        ids = list_of("ids", ids)
+        vectors = list_of("vectors", vectors)
         check_choice("storage", storage, DENSE_STORAGES)
         for name, rows in zip(ids, vectors, strict=True):
             check_instance(f"vectors of {name!r}", rows, Tensor, "a tensor [n, D]")
@@ -99,18 +107,15 @@ class TokenVectors:
                 raise DataError(
                     f"vectors: expected [n, {dimension}] for {name!r}, got shape {list(rows.shape)}.",
                 )
-        offsets = torch.tensor([0, *(rows.size(0) for rows in vectors)], dtype=torch.int64).cumsum(
-            0,
-        )
-        packed = (
-            torch.cat([rows.detach().float() for rows in vectors])
-            if vectors
-            else torch.zeros(0, dimension)
-        )
-        kept = packed.half() if storage == "fp16" else packed
-        check_finite(ids, offsets, kept.isfinite().all(dim=1).cpu(), storage, packed)
+        lengths = torch.tensor([0, *(rows.size(0) for rows in vectors)], dtype=torch.int64)
+        offsets = lengths.cumsum(0)
+        packed = torch.zeros(0, dimension)
+        if vectors:
+            packed = torch.cat([rows.detach().float() for rows in vectors])
+        rounded = packed.half() if storage == "fp16" else packed
+        check_finite(ids, offsets, rounded.isfinite().all(dim=1).cpu(), storage, packed)
         if storage != "int8":
-            return cls(ids, offsets, kept.cpu())
+            return cls(ids, offsets, rounded.cpu())
         quantized = quantize_tokens(packed, "int8")
         return cls(ids, offsets, quantized.values.cpu(), quantized.scales.cpu())
 
@@ -119,18 +124,17 @@ class TokenVectors:
 
     @property
     def dimension(self) -> int:
+        """D, the length of a vector."""
         return int(self.values.size(1))
 
     def rows(self, i: int) -> Tensor:
-        """The vectors of text `i`, ``[n, D]`` fp32."""
+        """Return the vectors of text `i`, ``[n, D]`` fp32."""
         low, high = int(self.offsets[i]), int(self.offsets[i + 1])
         values = self.values[low:high].float()
         return values if self.scales is None else values * self.scales[low:high, None]
 
     def packed(self) -> Tensor | QuantizedTokens:
-        """The document argument of :func:`tilefold.ops.maxsim`, with ``offsets`` as its
-        ``cu_seqlens_d``.
-        """
+        """Return the documents for :func:`tilefold.ops.maxsim`; ``offsets`` are their offsets."""
         return self.values if self.scales is None else QuantizedTokens(self.values, self.scales)
 
     def take(self, chosen: Sequence[int]) -> TokenVectors:
@@ -144,20 +148,26 @@ class TokenVectors:
 
     @classmethod
     def concatenate(cls, parts: Sequence[TokenVectors]) -> TokenVectors:
-        """All texts of `parts`, at least one, of one dimension and storage, in order."""
+        """Join the texts of at least one part, all of one dimension and storage, in order."""
         lengths = torch.cat([part.offsets.diff() for part in parts])
         scales = [part.scales for part in parts if part.scales is not None]
-        with torch.autocast(
-            "cpu",
-            enabled=False,
-        ):  # numpy, because torch lacks the operation for fp16 on the CPU
+        with torch.autocast("cpu", enabled=False):  # which would fail for fp16, or widen it
             values = torch.cat([part.values for part in parts])
-        names, offsets = [name for part in parts for name in part.ids], offsets_of(lengths.numpy())
-        return cls(names, torch.from_numpy(offsets), values, torch.cat(scales) if scales else None)
+        return cls(
+            [name for part in parts for name in part.ids],
+            torch.from_numpy(offsets_of(lengths.numpy())),
+            values,
+            torch.cat(scales) if scales else None,
+        )
 
 
 def check_values(values: Tensor, scales: Tensor | None) -> None:
-    """Raise ``DataError`` unless these are vectors, and scales where they are int8."""
+    """Raise ``DataError`` for other shapes or dtypes, or scales that do not fit the values.
+
+    Args:
+        values: ``[T, D]`` fp32, fp16 or int8.
+        scales: ``[T]`` fp32 for int8 values, else None.
+    """
     if values.dim() != 2 or values.dtype not in _DTYPES.values():
         raise DataError(f"values: expected [T, D] in fp16, fp32 or int8, got {_described(values)}.")
     if (scales is not None) != (values.dtype == torch.int8):
@@ -175,29 +185,41 @@ def check_finite(
     storage: str,
     numbers: Tensor,
 ) -> None:
-    """Raise ``DataError``, with an id and one of its `numbers`, unless all are `finite`, bool
-    ``[T]``, as stored.
+    """Raise ``DataError`` unless all token vectors are finite in their storage.
+
+    Args:
+        ids: N ids.
+        offsets: where the vectors of each text begin, ``[N + 1]``.
+        finite: whether each vector is finite as it is stored, bool ``[T]``.
+        storage: ``"fp32"``, ``"fp16"`` or ``"int8"``.
+        numbers: the vectors ``[T, D]``, for the error.
     """
-    if not bool(finite.all()):
-        got = named(
-            ids,
-            offsets,
-            numbers,
-            ~(numbers.half() if storage == "fp16" else numbers).isfinite(),
-        )
-        raise DataError(
-            f"vectors: expected finite numbers within the range of {storage}, got {got}. Check the model.",
-        )
+    if bool(finite.all()):
+        return
+    rounded = numbers.half() if storage == "fp16" else numbers
+    got = named(ids, offsets, numbers, ~rounded.isfinite())
+    raise DataError(
+        f"vectors: expected finite numbers within the range of {storage}, got {got}. Check the model.",
+    )
 
 
 def named(ids: Sequence[str], offsets: Tensor, numbers: Tensor, wrong: Tensor) -> str:
-    """The first of the `numbers` of some tokens that is `wrong`, and the id of its text."""
-    at = wrong.nonzero()[0].tolist()
-    owner = ids[int(torch.searchsorted(offsets.contiguous(), at[0], right=True)) - 1]
-    return f"{numbers[tuple(at)].item()} for {owner!r}"
+    """Describe the first wrong number of token vectors, with the id of its text, for an error.
+
+    Args:
+        ids: N ids.
+        offsets: where the vectors of each text begin, ``[N + 1]``.
+        numbers: ``[T, D]`` or ``[T]``.
+        wrong: which of them are wrong, of the same shape.
+    """
+    position = wrong.nonzero()[0].tolist()
+    token = position[0]
+    text = int(torch.searchsorted(offsets.contiguous(), token, right=True)) - 1
+    return f"{numbers[tuple(position)].item()} for {ids[text]!r}"
 
 
 def _described(tensor: Tensor) -> str:
+    """Return dtype and shape of a tensor, for an error."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
@@ -240,7 +262,10 @@ class TokenManifest(Manifest):
     layout: str = field(default="tokens", kw_only=True)
 
     def wrong(self, types: Mapping[str, type | UnionType]) -> list[str]:
-        return super().wrong(types) or ([] if self.storage in self.STORAGES else ["storage"])
+        wrong = super().wrong(types)
+        if not wrong and self.storage not in self.STORAGES:
+            return ["storage"]
+        return wrong
 
 
 @dataclass
@@ -296,14 +321,21 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
 
 
 class TokenStore:
-    """A memory-mapped folder of token vectors, of :func:`open_tokens`; a shard is read and checked
-    when it is scored.
+    """A memory-mapped folder of token vectors, as :func:`open_tokens` opens it.
 
-    ``ids`` maps each id to (shard, row); ``manifest`` is that of the folder.
+    A shard is read and checked when it is first used.
+
+    Attributes:
+        folder: the folder.
+        manifest: its manifest.
+        dimension: D, the length of a vector.
+        ids: id -> number of its shard, and row in the shard.
     """
 
     def __init__(self, folder: Path, manifest: TokenManifest) -> None:
-        self.folder, self.manifest, self.dimension = folder, manifest, manifest.dimension
+        self.folder = folder
+        self.manifest = manifest
+        self.dimension = manifest.dimension
         self._shards: dict[int, TokenVectors] = {}
         self.ids: dict[str, tuple[int, int]] = {}
         for number, shard in enumerate(manifest.shards):
@@ -323,17 +355,18 @@ class TokenStore:
 
     @cached_property
     def passages(self) -> dict[str, list[str]]:
-        """Document id -> ids of its passages, those that could not be encoded too, of a store of
-        passages.
-        """
-        found: dict[str, list[str]] = {}
+        """Document id -> ids of its passages, with those that could not be encoded."""
+        passages: dict[str, list[str]] = {}
         for name in (*self.ids, *self.manifest.failed):
-            found.setdefault(document_of(name), []).append(name)
-        return found
+            passages.setdefault(document_of(name), []).append(name)
+        return passages
 
     def shard(self, number: int) -> TokenVectors:
-        """Shard `number`, memory-mapped; the first time, FileNotFoundError or ``DataError`` for a
-        damaged one.
+        """Return shard `number`, memory-mapped, which is checked the first time.
+
+        Raises:
+            FileNotFoundError: if its file is missing.
+            DataError: if it is damaged.
         """
         if number not in self._shards:
             listed = self.manifest.shards[number]
@@ -345,49 +378,53 @@ class TokenStore:
                 listed["rows"],
                 listed["tokens"],
             )
-            found = (vectors.dimension, vectors.values.dtype, len(vectors), vectors.values.size(0))
-            if found != expected:
+            actual = (vectors.dimension, vectors.values.dtype, len(vectors), vectors.values.size(0))
+            if actual != expected:
                 raise DataError(
-                    f"{file}: expected (D, dtype, texts, vectors) {expected}, got {found}. {REMEDY}",
+                    f"{file}: expected (D, dtype, texts, vectors) {expected}, got {actual}. {REMEDY}",
                 )
             _check_finite(vectors, file)
             self._shards[number] = vectors
         return self._shards[number]
 
     def each(self) -> Iterator[TokenVectors]:
-        """All shards in turn, of which one at a time is mapped."""
+        """Yield all shards; those that were not mapped before are mapped one at a time."""
         for number in range(len(self.manifest.shards)):
-            there = number in self._shards
+            was_mapped = number in self._shards
             yield self.shard(number)
-            if not there:
+            if not was_mapped:
                 del self._shards[number]
 
     def read(self, names: Iterable[str]) -> TokenVectors:
-        """The vectors of some texts, copied into memory, in the given order; KeyError for one that
-        is not there.
+        """Copy the vectors of some texts into memory, in the given order.
+
+        Raises:
+            KeyError: for an unknown id.
         """
-        wanted = list_of_ids("names", names)
-        rows: dict[int, list[int]] = {}
-        for number, row in (self.ids[name] for name in wanted):
-            rows.setdefault(number, []).append(row)
-        if not wanted:
+        ids = list_of_ids("names", names)
+        if not ids:
             return TokenVectors.pack([], [], self.dimension, self.manifest.storage)
-        found = TokenVectors.concatenate(
-            [self.shard(number).take(chosen) for number, chosen in rows.items()],
+        rows_by_shard: dict[int, list[int]] = {}
+        for name in ids:
+            number, row = self.ids[name]
+            rows_by_shard.setdefault(number, []).append(row)
+        vectors = TokenVectors.concatenate(
+            [self.shard(number).take(rows) for number, rows in rows_by_shard.items()],
         )
-        place = {name: at for at, name in enumerate(found.ids)}
-        return found.take([place[name] for name in wanted])
+        positions = {name: position for position, name in enumerate(vectors.ids)}
+        return vectors.take([positions[name] for name in ids])
 
 
 def open_tokens(path: str | Path) -> TokenStore:
-    """Open a folder of token vectors without loading it; a shard's checksum is compared when it is
-    first used.
+    """Open a folder of token vectors without loading it.
+
+    The checksum of a shard is compared when the shard is first used.
     """
     return _opened(TokenManifest, path_of("path", path))
 
 
 def open_dense(path: str | Path) -> TokenStore:
-    """Open a folder of dense vectors as :func:`open_tokens` does, a text having one vector each."""
+    """Open a folder of dense vectors, one for each text, as :func:`open_tokens` does."""
     return _opened(DenseManifest, path_of("path", path))
 
 
@@ -398,35 +435,38 @@ def _opened(kind: type[TokenManifest], folder: Path) -> TokenStore:
 
 
 def safetensors_package() -> ModuleType:
-    """``safetensors``, or an error that says how to install it."""
+    """Import ``safetensors``, or raise an error that says how to install it."""
     require("safetensors.torch", "safetensors", "Storing token vectors")
     return require("safetensors", "safetensors", "Storing token vectors")
 
 
 def save_tensors(path: Path, **tensors: Tensor | None) -> None:
-    """Write a shard of those tensors that there are, for :func:`read_tensors`."""
-    there = {name: each.contiguous() for name, each in tensors.items() if each is not None}
-    safetensors_package().torch.save_file(there, str(path), metadata={"format": "pt"})
+    """Write the tensors of a shard by name; those that are None are left out."""
+    contiguous = {
+        name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None
+    }
+    safetensors_package().torch.save_file(contiguous, str(path), metadata={"format": "pt"})
 
 
 def read_tensors(path: Path, *names: str) -> dict[str, Tensor]:
-    """Tensors of a shard, memory-mapped, and its scales if it has some."""
+    """Read tensors of a shard by name, memory-mapped, and its scales if it has some."""
     try:
         with safetensors_package().safe_open(str(path), framework="pt") as file:
-            there = set(file.keys())
-            found = {name: file.get_tensor(name) for name in there & {*names, "scales"}}
-    except (
-        Exception
-    ) as error:  # safetensors raises its own exception, or OSError for a truncated file
+            stored = set(file.keys())
+            tensors = {name: file.get_tensor(name) for name in stored & {*names, "scales"}}
+    # safetensors raises its own exception, or OSError for a truncated file
+    except Exception as error:
         raise DataError(
             f"{path}: expected a shard of token vectors, got ({error}). {REMEDY}",
         ) from error
-    if missing := [name for name in names if name not in found]:
-        raise DataError(f"{path}: expected a tensor {missing[0]!r}, got {sorted(there)}. {REMEDY}")
-    return found
+    for name in names:
+        if name not in tensors:
+            raise DataError(f"{path}: expected a tensor {name!r}, got {sorted(stored)}. {REMEDY}")
+    return tensors
 
 
 def _read_ids(path: Path) -> list[str]:
+    """Read the ids of a shard."""
     raw = read_tensors(path, "ids")["ids"]
     try:
         names = json.loads(raw.numpy().tobytes().decode("utf-8", "surrogatepass"))
@@ -440,9 +480,15 @@ def _read_ids(path: Path) -> list[str]:
 
 
 def _read_shard(path: Path) -> TokenVectors:
-    found = read_tensors(path, "offsets", "values")
+    """Read a shard, memory-mapped; a ``DataError`` names the file."""
+    tensors = read_tensors(path, "offsets", "values")
     try:
-        return TokenVectors(_read_ids(path), found["offsets"], found["values"], found.get("scales"))
+        return TokenVectors(
+            _read_ids(path),
+            tensors["offsets"],
+            tensors["values"],
+            tensors.get("scales"),
+        )
     except DataError as error:
         if str(error).startswith(str(path)):
             raise
@@ -451,12 +497,12 @@ def _read_shard(path: Path) -> TokenVectors:
 
 def _check_finite(vectors: TokenVectors, path: Path) -> None:
     """Raise ``DataError`` for numbers, or factors of int8 values, that are NaN or infinite."""
-    numbers, least, what = vectors.values, -math.inf, ""
+    numbers, least, prefix = vectors.values, -math.inf, ""
     if vectors.scales is not None:
-        numbers, least, what = vectors.scales, 0.0, "a scale of "
-    low, high = (
-        numbers.aminmax() if numbers.numel() else (0.0, 0.0)
-    )  # both are NaN where there is one
+        numbers, least, prefix = vectors.scales, 0.0, "a scale of "
+    if not numbers.numel():
+        return
+    low, high = numbers.aminmax()  # both are NaN if a number is
     if not (math.isfinite(low) and math.isfinite(high) and low >= least):
         got = named(vectors.ids, vectors.offsets, numbers, ~numbers.isfinite() | (numbers < least))
-        raise DataError(f"{path}: expected finite token vectors, got {what}{got}. {REMEDY}")
+        raise DataError(f"{path}: expected finite token vectors, got {prefix}{got}. {REMEDY}")
