@@ -1,4 +1,4 @@
-"""Sparse tensors of torch, without the warnings that torch gives for every first one of a process."""
+"""Sparse tensors of torch, without torch's warnings about the first one of a process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,16 @@ def csr_tensor(
     values: Tensor,
     shape: tuple[int, int],
 ) -> Tensor:
-    """``[R, V]`` CSR of ``row_starts`` ``[R + 1]``, ``columns`` and ``values`` ``[N]``, unchecked,
-    on their device.
+    """Make a CSR tensor without checks.
+
+    Args:
+        row_starts: offsets of the rows, ``[R + 1]``.
+        columns: column of each entry, ``[N]``.
+        values: ``[N]``.
+        shape: ``(R, V)``.
+
+    Returns:
+        ``[R, V]`` on the device of the values.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
@@ -35,17 +43,21 @@ def csr_tensor(
 
 
 def to_csr(rows: Tensor) -> Tensor:
-    """Dense ``[R, V]`` as CSR."""
+    """Convert dense ``[R, V]`` to CSR."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
         return rows.to_sparse_csr()
 
 
 def coo_tensor(indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """COO of ``indices`` ``[D, N]`` in rising order and ``values`` ``[N]``, unchecked, on their
-    device.
+    """Make a coalesced COO tensor without checks.
+
+    Args:
+        indices: ``[D, N]`` in rising order.
+        values: ``[N]``.
+        shape: D sizes.
     """
-    _warned()
+    _suppress_first_warning()
     return torch.sparse_coo_tensor(
         indices,
         values,
@@ -56,11 +68,17 @@ def coo_tensor(indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tenso
 
 
 @functools.cache
-def _warned() -> None:
-    """Have the warnings of a first tensor behind us; to look away at every one takes longer than to
-    make it.
+def _suppress_first_warning() -> None:
+    """Make a first tensor without its warning, once per process.
+
+    Suppressing warnings for every tensor takes longer than making the tensor.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        none = torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0)
-        torch.sparse_coo_tensor(*none, (1,), is_coalesced=True, check_invariants=False)
+        torch.sparse_coo_tensor(
+            torch.zeros(1, 0, dtype=torch.int64),
+            torch.zeros(0),
+            (1,),
+            is_coalesced=True,
+            check_invariants=False,
+        )

@@ -1,4 +1,4 @@
-"""Files that other processes see whole or not at all, JSON in them, and their checksums."""
+"""Atomic files and folders, locks, JSON and checksums."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 LOCK = ".writing.lock"
-_FULL = re.compile(
+# Messages of libraries about a full disk or quota.
+_DISK_FULL = re.compile(
     r"(?i)no space left|quota exceeded|file too large|requested and \d+ written|os error (28|27|122)\b",
 )
-SCRATCH = ".tilefold.tmp"  # ends the name of a folder in which something is written before it is put in its place
-_ATTEMPTS, _PAUSE_SECONDS = 8, 0.02
-_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
+SCRATCH = ".tilefold.tmp"  # suffix of temporary folders, whose contents are moved when complete
+_ATTEMPTS = 8
+_PAUSE_SECONDS = 0.02
+# Arguments of renameat2(2).
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 _UNLOCKED_SECONDS = 60.0  # between making a scratch folder and locking it, at the very most
 
 
@@ -33,11 +37,14 @@ class InUseError(RuntimeError):
 
 
 def lock_folder(folder: Path, *, again: bool = True) -> FileLock:
-    """Keep other processes from writing to `folder`, made when missing, until it is released or
-    this process ends.
+    """Lock a folder for writing, until it is unlocked or this process ends.
 
-    :class:`InUseError` says that another one holds it; `again` allows for this process to hold it
-    twice.
+    Args:
+        folder: the folder, which is created when missing.
+        again: whether this process may lock it twice.
+
+    Raises:
+        InUseError: if another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.resolve() / LOCK, timeout=0, thread_local=False, is_singleton=again)
@@ -58,8 +65,9 @@ def unlock_folder(lock: FileLock) -> None:
 
 @contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Turn errors of a full disk, which the libraries tell in many ways and without a path, into
-    one that names it.
+    """Turn errors about a full disk into a :class:`DiskFullError` that names the path.
+
+    Libraries report a full disk in many ways, and without a path.
     """
     try:
         yield
@@ -67,7 +75,11 @@ def naming_full_disk(path: Path) -> Iterator[None]:
         of_a_library = (
             isinstance(error, (OSError, RuntimeError)) or "safetensors" in type(error).__module__
         )
-        if isinstance(error, DiskFullError) or not of_a_library or not _FULL.search(str(error)):
+        if (
+            isinstance(error, DiskFullError)
+            or not of_a_library
+            or not _DISK_FULL.search(str(error))
+        ):
             raise
         raise DiskFullError(
             f"{path}: could not be written, the disk or the quota is full ({' '.join(str(error).split())}). "
@@ -81,11 +93,16 @@ class DiskFullError(OSError):
 
 @contextmanager
 def lock_path(path: Path) -> Iterator[None]:
-    """Keep other processes from writing the file or folder `path` while the block runs; blocks may
-    be nested.
+    """Keep other processes from writing a file or folder while the context is open.
+
+    Contexts may be nested.
+
+    Raises:
+        InUseError: if another process writes it.
     """
     folder = path.parent.resolve() / f".{path.name}{SCRATCH}"
-    if (lock := _hold_scratch(folder, again=True)) is None:
+    lock = _lock_scratch(folder, again=True)
+    if lock is None:
         raise InUseError(
             f"{path}: another process is writing it. Wait for it, or choose another place.",
         )
@@ -99,13 +116,14 @@ def lock_path(path: Path) -> Iterator[None]:
 
 @contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder beside `path`, removed after the block, or by the next one if
-    the process dies.
+    """Yield an empty, locked folder next to a path, which is removed after the block.
+
+    If the process is killed, the next scratch folder in the same parent removes it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
     folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=SCRATCH, dir=path.parent))
-    lock = _hold_scratch(folder, again=False)
+    lock = _lock_scratch(folder, again=False)
     try:
         if lock is None:
             raise InUseError(f"{folder}: another process holds this temporary folder. Try again.")
@@ -116,9 +134,11 @@ def scratch_folder(path: Path) -> Iterator[Path]:
             lock.release()
 
 
-def _hold_scratch(folder: Path, *, again: bool) -> FileLock | None:
-    """The lock of a scratch folder, None where another process holds it for longer than it takes to
-    remove it.
+def _lock_scratch(folder: Path, *, again: bool) -> FileLock | None:
+    """Lock a scratch folder, and try again while another process removes it.
+
+    Returns:
+        The lock, or None if another process keeps it.
     """
     for attempt in range(_ATTEMPTS):
         time.sleep(_PAUSE_SECONDS * min(attempt, 1))
@@ -132,22 +152,24 @@ def _hold_scratch(folder: Path, *, again: bool) -> FileLock | None:
 
 def remove_leftovers(parent: Path) -> None:
     """Remove the scratch folders in `parent` whose processes have died."""
-    for left in parent.glob(f".*{SCRATCH}"):
-        with suppress(OSError, InUseError):  # of somebody else, gone by now, or alive
-            if not left.is_symlink() and (left / LOCK).is_file():
-                lock = lock_folder(left, again=False)
-                shutil.rmtree(left)
+    for folder in parent.glob(f".*{SCRATCH}"):
+        # another user owns it, it was removed meanwhile, or its process is alive
+        with suppress(OSError, InUseError):
+            if not folder.is_symlink() and (folder / LOCK).is_file():
+                lock = lock_folder(folder, again=False)
+                shutil.rmtree(folder)
                 lock.release()
-            elif time.time() - left.lstat().st_mtime > _UNLOCKED_SECONDS:
-                left.rmdir()  # killed before it was locked: nothing is in it, else this fails
+            elif time.time() - folder.lstat().st_mtime > _UNLOCKED_SECONDS:
+                folder.rmdir()  # the process was killed before it locked the folder, which is empty
 
 
 @contextmanager
 def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield the path of an empty file that replaces `path` only when the block ends well.
+    """Yield the path of an empty file that replaces `path` if the block ends without an error.
 
-    What killed processes left in the same folder is removed. A `durable` file survives a loss of
-    power.
+    Args:
+        path: the file to write.
+        durable: whether the file must survive a loss of power.
     """
     with scratch_folder(path) as folder:
         temporary = folder / path.name
@@ -164,9 +186,9 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the entries of a folder, are on the disk."""
     if path.is_dir() and os.name == "nt":
-        return  # which syncs no folders
+        return  # Windows cannot sync a folder
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -181,8 +203,7 @@ def atomic_directory(
     own_names: Collection[str],
     overwrite: bool,
 ) -> Iterator[Path]:
-    """Yield a temporary directory beside `path`, which becomes `path` if the block ends without an
-    error.
+    """Yield a temporary directory that becomes `path` if the block ends without an error.
 
     Args:
         path: the directory to write.
@@ -196,15 +217,15 @@ def atomic_directory(
     check_replaceable(path, own_names, overwrite=overwrite)
     with lock_path(path), scratch_folder(path) as temporary:
         check_replaceable(path, own_names, overwrite=overwrite)  # another process may be done
-        made = temporary / "made"
-        made.mkdir()
+        new = temporary / "made"
+        new.mkdir()
         with naming_full_disk(path):
-            yield made
-        swap_directory(made, path)
+            yield new
+        swap_directory(new, path)
 
 
 def check_replaceable(path: Path, own_names: Collection[str], *, overwrite: bool) -> None:
-    """Check that a directory can be written to `path` without a loss.
+    """Check that writing a directory to `path` would not destroy other files.
 
     Args:
         path: the directory to write.
@@ -233,9 +254,7 @@ def check_replaceable(path: Path, own_names: Collection[str], *, overwrite: bool
 
 
 def swap_directory(new: Path, path: Path) -> None:
-    """Put the directory `new` in the place of `path`, which is removed if it was there; `new` is
-    gone afterwards.
-    """
+    """Move a directory to `path`, and remove the directory that was there."""
     if not path.exists():
         new.replace(path)
         return
@@ -252,21 +271,29 @@ def swap_directory(new: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Let two paths change places at once, where system and file system can: a kill leaves each
-    whole.
+def exchange(left: Path, right: Path) -> bool:
+    """Exchange two paths in one atomic step.
+
+    Returns:
+        False where the system or the file system cannot do it, or it failed.
     """
-    swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    return (
-        swap is not None
-        and swap(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
+    if sys.platform != "linux":
+        return False
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    status = renameat2(
+        _AT_FDCWD,
+        os.fsencode(left),
+        _AT_FDCWD,
+        os.fsencode(right),
+        _RENAME_EXCHANGE,
     )
+    return bool(status == 0)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
-    """Write JSON so that a reader sees the old file or the whole new one; `durable` as in
-    :func:`atomic_file`.
-    """
+    """Write a value as JSON to a file, atomically; `durable` as in :func:`atomic_file`."""
     with atomic_file(path, durable=durable) as temporary:
         temporary.write_text(
             json.dumps(value, ensure_ascii=False, indent=1) + "\n",
@@ -275,7 +302,7 @@ def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file, or ``None`` when it is missing or is none."""
+    """Read the JSON object in a file; None if the file is missing or holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -284,7 +311,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of the bytes of a file, in hexadecimal."""
+    """Return the SHA-256 of the bytes of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):

@@ -1,4 +1,4 @@
-"""Memory of the host that is left."""
+"""Free memory of the machine, and of the container or job that this process runs in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-# of a group: its limit, what it takes, and of that what the kernel gives up when asked
+# Name of a cgroup controller ("" for cgroup v2) -> files with the limit and the used memory, and
+# the entry of memory.stat with the cached memory, which the kernel frees on demand.
 _FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -14,17 +15,22 @@ _FILES = {
 
 
 def memory_left() -> int | None:
-    """Bytes that are left to the machine and to the container or job, or None where nobody says."""
-    left = list[int]()
+    """Return the free bytes of the machine, or of the container or job if it has fewer.
+
+    Returns:
+        Bytes, or None where the system does not report them.
+    """
+    free: list[int] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        left = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    for group, (limit, used, cached) in _groups():
-        with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is no limit
-            most, taken = (int((group / name).read_text()) for name in (limit, used))
+        free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    for group, (limit_file, used_file, cached_entry) in _groups():
+        with contextlib.suppress(OSError, ValueError, KeyError):  # "max" means no limit
+            limit = int((group / limit_file).read_text())
+            used = int((group / used_file).read_text())
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            left.append(most - taken + int(stat[cached]))
-    return min(left, default=None)
+            free.append(limit - used + int(stat[cached_entry]))
+    return min(free, default=None)
 
 
 def _groups(
