@@ -1,10 +1,9 @@
-"""Run one case of one benchmark: gate, then memory, then time, for every implementation that was
-right.
-"""
+"""Run the cases of a benchmark: check results, then measure memory, then time."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,15 +24,21 @@ from tilefold.bench.spec import (
     Runnable,
 )
 
-SEED = 0  # of the inputs
+# of the random inputs
+SEED = 0
+# columns that identify a row of a CSV file
 CSV_KEY = ("op", "case", "dtype", "impl")
-_MEMORY_SHARE = 0.8  # of the free memory that a case may be expected to take
+# characters of an error in a row
+_MAX_NOTE_LENGTH = 200
+# share of the free memory that a case may take
+_MEMORY_SHARE = 0.8
 
 
 @dataclass
 class BenchRow:
-    """One line of the table and of the CSV; no time unless the gate passed, ``None`` for what was
-    not measured.
+    """One row of the table and of the CSV file.
+
+    Values that were not measured are None. There is no time unless the gate passed.
     """
 
     op: str
@@ -72,34 +77,43 @@ class BenchRow:
         return self.status == "FAILED" or (self.status == "ERROR" and self.kind == "ours")
 
     def fail(self, error: Exception) -> None:
-        """Say why there is no time: one implementation must not take the others' rows with it."""
+        """Record an error of the implementation, so that other implementations still run."""
         if isinstance(error, torch.cuda.OutOfMemoryError):
-            self.status, self.note = "OOM", "out of device memory"
+            self.status = "OOM"
+            self.note = "out of device memory"
         elif isinstance(error, specs.NotApplicable):
-            self.status, self.note = "skipped", str(error)
+            self.status = "skipped"
+            self.note = str(error)
         else:
             lines = str(error).strip().splitlines()
-            self.status, self.note = (
-                "ERROR",
-                f"{type(error).__name__}: {lines[0] if lines else ''}"[:200],
-            )
+            first_line = lines[0] if lines else ""
+            self.status = "ERROR"
+            self.note = f"{type(error).__name__}: {first_line}"[:_MAX_NOTE_LENGTH]
 
     def record(self) -> dict[str, object]:
-        """The row as CSV fields."""
+        """Return the row as CSV fields."""
         return {name: value for name, value in asdict(self).items() if name != "kind"}
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of a run."""
+    """Options of a run.
+
+    Attributes:
+        device: the device to measure.
+        impls: names of the implementations to run, for all cases or by the name of the case. None
+            runs those that are the default of the device.
+        budget: time to spend on timing.
+        memory: measure peak memory too, on a CPU in a process for each implementation.
+        limit: seconds after which no further case starts.
+        progress: called with a description of each step.
+    """
 
     device: torch.device
-    impls: Collection[str] | Mapping[str, Collection[str]] | None = (
-        None  # names to run, of each case or of all
-    )
+    impls: Collection[str] | Mapping[str, Collection[str]] | None = None
     budget: timing.TimeBudget = field(default_factory=timing.TimeBudget)
-    memory: bool = True  # measure peak memory too, on a CPU in a process for each implementation
-    limit: float = math.inf  # seconds after which no further case is begun
+    memory: bool = True
+    limit: float = math.inf
     progress: Callable[[str], None] = lambda text: None
 
 
@@ -108,14 +122,23 @@ def chosen_implementations(
     options: RunOptions,
     case: str = "",
 ) -> list[Implementation]:
-    """The implementations to run, by default those of the device, in the spec's order;
-    ``ValueError`` for others.
+    """Return the implementations to run, in the order of the spec.
+
+    Raises:
+        ValueError: for a name that the spec does not have.
     """
     names = options.impls.get(case, ()) if isinstance(options.impls, Mapping) else options.impls
     if names is None:
-        return [i for i in spec.implementations if options.device.type in i.default_on]
-    wanted = {spec.implementation(name).name for name in names}
-    return [i for i in spec.implementations if i.name in wanted]
+        return [
+            implementation
+            for implementation in spec.implementations
+            if options.device.type in implementation.default_on
+        ]
+    # the lookup refuses unknown names
+    chosen = {spec.implementation(name).name for name in names}
+    return [
+        implementation for implementation in spec.implementations if implementation.name in chosen
+    ]
 
 
 def run_case(
@@ -124,7 +147,19 @@ def run_case(
     options: RunOptions,
     ceilings: Ceilings,
 ) -> list[BenchRow]:
-    """Gate, weigh and time the chosen implementations on ``case``; nothing that they raise escapes."""
+    """Check and measure the chosen implementations on a case.
+
+    An error of an implementation is recorded in its row.
+
+    Args:
+        spec: the benchmark.
+        case: shapes and data types.
+        options: device, implementations and time.
+        ceilings: rates of the device, for the floor of the time.
+
+    Returns:
+        One row per implementation.
+    """
     inputs = spec.make_inputs(case, options.device, SEED)
     options.progress(f"{spec.op}: {case.name}: computing the fp64 ground truth")
     gate = spec.make_gate(case, inputs)
@@ -146,22 +181,22 @@ def run_case(
         )
         rows.append(row)
         options.progress(f"{spec.op}: {case.name}: checking {implementation.name}")
-        if (
-            runnable := _check_and_weigh(spec, case, gate, implementation, row, options)
-        ) is not None:
+        runnable = _check_and_weigh(spec, case, gate, implementation, row, options)
+        if runnable is not None:
             runnables[row.impl] = runnable
     for phase in PHASES:
         options.progress(f"{spec.op}: {case.name}: timing {phase.replace('_', ' + ')}")
         _time_phase(rows, runnables, phase, options)
-    for row in (row for row in rows if row.status == "ok"):
-        forward = spec.work(case, inputs, "forward")
-        row.forward_floor_ms = forward.floor_ms(ceilings)
+    for row in rows:
+        if row.status != "ok":
+            continue
+        forward_work = spec.work(case, inputs, "forward")
+        row.forward_floor_ms = forward_work.floor_ms(ceilings)
         if row.forward_p50_ms:
-            row.forward_tflops = forward.flops / row.forward_p50_ms / 1e9
+            row.forward_tflops = forward_work.flops / row.forward_p50_ms / 1e9
         if row.forward_backward_p50_ms is not None:
-            row.forward_backward_floor_ms = spec.work(case, inputs, "forward_backward").floor_ms(
-                ceilings,
-            )
+            total_work = spec.work(case, inputs, "forward_backward")
+            row.forward_backward_floor_ms = total_work.floor_ms(ceilings)
     return rows
 
 
@@ -173,32 +208,29 @@ def _check_and_weigh(
     row: BenchRow,
     options: RunOptions,
 ) -> Runnable | None:
-    """The implementation bound to the inputs, or ``None`` with the reason in its row."""
+    """Check an implementation against the gate, and measure its peak memory.
+
+    Returns:
+        The implementation bound to the inputs, or None if it cannot be timed. Its row then has the
+        reason.
+    """
     _release(options.device)
-    needed, free = (
-        spec.needs_bytes(case, implementation.name),
-        timing.free_memory_bytes(options.device),
-    )
+    needed = spec.needs_bytes(case, implementation.name)
+    free = timing.free_memory_bytes(options.device)
     if free is not None and needed > _MEMORY_SHARE * free:
-        row.status, row.note = (
-            "skipped",
-            f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free",
-        )
+        row.status = "skipped"
+        row.note = f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
         return None
     try:
         runnable = implementation.build(gate.inputs)
         row.label = runnable.label
         if implementation.kind != "bare":
             result = gate.check(runnable, implementation.kind)
-            row.forward_error, row.gradient_error = (
-                result.worst(gradients=False),
-                result.worst(gradients=True),
-            )
+            row.forward_error = result.worst(gradients=False)
+            row.gradient_error = result.worst(gradients=True)
             if not result.passed:
-                row.status, row.note = (
-                    "FAILED",
-                    "; ".join(result.failures) or "the gate checked nothing",
-                )
+                row.status = "FAILED"
+                row.note = "; ".join(result.failures) or "the gate checked nothing"
                 return None
             if options.memory:
                 for phase, peak in _peaks(spec, case, runnable, row.impl, options).items():
@@ -216,33 +248,40 @@ def _peaks(
     impl: str,
     options: RunOptions,
 ) -> Mapping[str, float]:
+    """Measure the peak memory of each phase in MiB, in a fresh process on a CPU."""
     if options.device.type != "cuda":
         return measure_peaks(spec.op, case, impl)
-    runs = {phase: getattr(runnable, phase) for phase in PHASES}
-    return {
-        phase: timing.cuda_extra_peak_mib(run) for phase, run in runs.items() if run is not None
-    }
+    peaks: dict[str, float] = {}
+    for phase in PHASES:
+        run = getattr(runnable, phase)
+        if run is not None:
+            peaks[phase] = timing.cuda_extra_peak_mib(run)
+    return peaks
 
 
 def measure_peaks(op: str, case: BenchCase, impl: str) -> dict[str, float]:
-    """Peak resident MiB above the inputs of ``"forward"`` and ``"forward_backward"``, taken in a
-    fresh process.
+    """Measure the peak resident memory of each phase in a fresh process.
+
+    Returns:
+        MiB above the inputs, by ``"forward"`` and ``"forward_backward"``.
     """
     return timing.in_fresh_process(_resident_peaks, op, case, impl)
 
 
 def _resident_peaks(op: str, case: BenchCase, impl: str) -> dict[str, float]:
-    spec, device = specs.get_spec(op), torch.device(case.device)
+    """Measure the peak resident memory of each phase in this process, in MiB."""
+    spec = specs.get_spec(op)
+    device = torch.device(case.device)
     build = spec.implementation(impl).build
     runnable = build(spec.make_inputs(case, device, SEED))
     probe = build(spec.make_inputs(spec.probe(case), device, SEED))
     peaks: dict[str, float] = {}
-    for (
-        phase
-    ) in PHASES:  # the smaller phase first: where the high-water mark cannot be reset it only grows
-        run, warm = getattr(runnable, phase), getattr(probe, phase)
-        if run is not None and warm is not None:
-            warm()
+    # the smaller phase first, because a high-water mark that cannot be reset only grows
+    for phase in PHASES:
+        run = getattr(runnable, phase)
+        warm_up = getattr(probe, phase)
+        if run is not None and warm_up is not None:
+            warm_up()
             peaks[phase] = timing.resident_peak_mib(run)
     return peaks
 
@@ -253,34 +292,38 @@ def _time_phase(
     phase: Phase,
     options: RunOptions,
 ) -> None:
-    """Time all together; if one raises an error, one by one, so that only the culprit loses its
-    time.
+    """Time one phase of all implementations, and write the times into their rows.
+
+    They are timed together. If one raises an error, they are timed one by one, so that only the
+    failing implementation has no time.
     """
-    runs = {row.impl: getattr(runnables[row.impl], phase) for row in rows if row.status == "ok"}
-    runs = {name: run for name, run in runs.items() if run is not None}
+    runs = {}
+    for row in rows:
+        if row.status == "ok":
+            run = getattr(runnables[row.impl], phase)
+            if run is not None:
+                runs[row.impl] = run
     _release(options.device)
     try:
-        measured = timing.time_all(runs, options.device, options.budget)
-    except Exception:  # of one that is found below
-        measured = {}
+        timings = timing.time_all(runs, options.device, options.budget)
+    except Exception:  # the loop below records it in the row of the implementation that raised it
+        timings = {}
     for row in rows:
-        if row.impl in runs and row.impl not in measured:
+        if row.impl in runs and row.impl not in timings:
             _release(options.device)
+            run = runs[row.impl]
             try:
-                measured |= timing.time_all(
-                    {row.impl: runs[row.impl]},
-                    options.device,
-                    options.budget,
-                )
+                timings.update(timing.time_all({row.impl: run}, options.device, options.budget))
             except Exception as error:
                 row.fail(error)
-        if row.impl in measured:
+        if row.impl in timings:
             for percentile in ("p20", "p50", "p80"):
-                setattr(row, f"{phase}_{percentile}_ms", getattr(measured[row.impl], percentile))
-            setattr(row, f"{phase}_reps", measured[row.impl].reps)
+                setattr(row, f"{phase}_{percentile}_ms", getattr(timings[row.impl], percentile))
+            setattr(row, f"{phase}_reps", timings[row.impl].reps)
 
 
 def _release(device: torch.device) -> None:
+    """Free unused memory of the host and the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -293,32 +336,41 @@ def run_spec(
     options: RunOptions,
     on_rows: Callable[[BenchCase, list[BenchRow]], None] = lambda case, rows: None,
 ) -> list[BenchRow]:
-    """Run ``cases``, slow implementations in a second round; ``on_rows`` sees all rows of a case as
-    it ends.
+    """Run cases, with slow implementations in a second round.
+
+    Args:
+        spec: the benchmark.
+        cases: the cases to run.
+        options: device, implementations and time.
+        on_rows: called with a case and all its rows after each round of it.
+
+    Returns:
+        The rows of all cases.
     """
     started = time.monotonic()
     ceilings: dict[str, Ceilings] = {}
     rows: dict[str, list[BenchRow]] = {}
     shape: Mapping[str, int] | None = None
     chosen = {case.name: chosen_implementations(spec, options, case.name) for case in cases}
-    rounds = (
-        ([i.name for i in chosen[case.name] if i.slow is slow], case)
-        for slow in (False, True)
-        for case in cases
-    )
-    for names, case in (each for each in rounds if each[0]):
+    for slow, case in itertools.product((False, True), cases):
+        names = [
+            implementation.name
+            for implementation in chosen[case.name]
+            if implementation.slow is slow
+        ]
+        if not names:
+            continue
         if time.monotonic() - started > options.limit:
             break
         if shape not in (None, case.dims):
-            # compiled baselines recompile for a new shape: forget the last one, or dynamo's limit
-            # is soon reached
+            # compiled baselines recompile for each new shape, and would soon reach dynamo's limit
             torch.compiler.reset()
         shape = case.dims
         if case.dtype not in ceilings:
             options.progress(f"{spec.op}: measuring the ceilings in {case.dtype}")
             ceilings[case.dtype] = timing.measure_ceilings(options.device, case.dtype)
-        found = run_case(spec, case, replace(options, impls=names), ceilings[case.dtype])
-        rows[case.name] = rows.get(case.name, []) + found
+        round_rows = run_case(spec, case, replace(options, impls=names), ceilings[case.dtype])
+        rows[case.name] = rows.get(case.name, []) + round_rows
         on_rows(case, rows[case.name])
         _release(options.device)
-    return [row for found in rows.values() for row in found]
+    return list(itertools.chain.from_iterable(rows.values()))

@@ -1,10 +1,9 @@
-"""Timers and memory probes: device events with a cold L2 on CUDA, interleaved wall clock on the
-CPU.
-"""
+"""Timers and memory probes for CUDA devices and CPUs."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import resource
 import sys
 import time
@@ -23,9 +22,12 @@ import torch
 from tilefold._internal.memory import memory_left
 from tilefold.bench.spec import DTYPES, Ceilings
 
-_FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU so far
-_Asked = ParamSpec("_Asked")
-_Answer = TypeVar("_Answer")
+# several times the L2 cache of any GPU so far
+_FLUSH_BYTES = 256 * 2**20
+# tolerance of a high-water mark that was reset
+_HIGH_WATER_SLACK_KIB = 1024
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,21 @@ class Timing:
     def of(cls, samples: list[float]) -> Timing:
         """Percentiles of ``samples`` in milliseconds."""
         values = torch.tensor(samples, dtype=torch.float64)
-        p20, p50, p80 = torch.quantile(
-            values,
-            torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64),
-        ).tolist()
+        levels = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+        p20, p50, p80 = torch.quantile(values, levels).tolist()
         return cls(p20, p50, p80, len(samples))
 
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """Time to spend on timing: seconds for one implementation and phase, and bounds on the number
-    of calls.
+    """Time to spend on one implementation and phase.
+
+    Attributes:
+        seconds: time to spend.
+        min_reps: smallest number of timed calls.
+        max_reps: largest number of timed calls.
+        rounds: rounds over all implementations, on CUDA devices.
+        warmup: calls before the timed ones.
     """
 
     seconds: float = 0.5
@@ -62,6 +68,11 @@ class TimeBudget:
 
 
 def _cuda_samples(run: Callable[[], object], reps: int, flush: torch.Tensor) -> list[float]:
+    """Time calls with CUDA events, and flush the L2 cache before each one.
+
+    Returns:
+        Milliseconds of each call.
+    """
     new_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
     events = [(new_event(), new_event()) for _ in range(reps)]
     for start, end in events:
@@ -74,9 +85,13 @@ def _cuda_samples(run: Callable[[], object], reps: int, flush: torch.Tensor) -> 
 
 
 def time_cuda(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> dict[str, Timing]:
-    """Time every call of ``runs`` with CUDA events, L2 flushed before each, in rounds that share a
-    clock's drift.
+    """Time calls with CUDA events and a cold L2 cache.
+
+    The implementations take turns in rounds, so that a drift of the clock affects all of them.
     """
+    min_reps = math.ceil(budget.min_reps / budget.rounds)
+    max_reps = math.ceil(budget.max_reps / budget.rounds)
+    round_ms = 1e3 * budget.seconds / budget.rounds
     flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(budget.rounds):
@@ -84,18 +99,20 @@ def time_cuda(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> d
             for _ in range(budget.warmup):
                 run()
             estimate = _cuda_samples(run, 1, flush)[0]
-            wanted = int(1e3 * budget.seconds / budget.rounds / max(estimate, 1e-3))
-            low, high = (-(-reps // budget.rounds) for reps in (budget.min_reps, budget.max_reps))
-            samples[name] += _cuda_samples(run, min(max(wanted, low), high), flush)
+            reps = int(round_ms / max(estimate, 1e-3))
+            reps = min(max(reps, min_reps), max_reps)
+            samples[name] += _cuda_samples(run, reps, flush)
     return {name: Timing.of(values) for name, values in samples.items()}
 
 
 def time_cpu(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> dict[str, Timing]:
-    """Time every call of ``runs`` by wall clock, one of each in turn, as many as the slowest one
-    allows.
+    """Time calls by wall clock.
+
+    The implementations take turns after every call, so that they have the same number of calls.
     """
-    for run in runs.values() if budget.warmup else ():
-        run()
+    if budget.warmup:
+        for run in runs.values():
+            run()
     samples: dict[str, list[float]] = {name: [] for name in runs}
     deadline = time.perf_counter() + budget.seconds * len(runs)
     while runs:
@@ -104,7 +121,8 @@ def time_cpu(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> di
             run()
             samples[name].append(1e3 * (time.perf_counter() - before))
         reps = len(next(iter(samples.values())))
-        if reps >= budget.max_reps or (reps >= budget.min_reps and time.perf_counter() >= deadline):
+        is_late = time.perf_counter() >= deadline
+        if reps >= budget.max_reps or (reps >= budget.min_reps and is_late):
             break
     return {name: Timing.of(values) for name, values in samples.items()}
 
@@ -114,14 +132,12 @@ def time_all(
     device: torch.device,
     budget: TimeBudget,
 ) -> dict[str, Timing]:
-    """``time_cuda`` or ``time_cpu``, whichever fits ``device``."""
+    """Time calls with the timer of ``device``."""
     return time_cuda(runs, budget) if device.type == "cuda" else time_cpu(runs, budget)
 
 
 def cuda_extra_peak_mib(run: Callable[[], object]) -> float:
-    """MiB that one call of ``run`` allocates at its peak above what is held before it, its results
-    included.
-    """
+    """Measure the peak of device memory that one call of ``run`` adds, results included, in MiB."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -133,12 +149,14 @@ def cuda_extra_peak_mib(run: Callable[[], object]) -> float:
 
 
 def in_fresh_process(
-    call: Callable[_Asked, _Answer],
-    *args: _Asked.args,
-    **kwargs: _Asked.kwargs,
-) -> _Answer:
-    """``call`` of these arguments in a new interpreter; ``RuntimeError`` when it died without an
-    answer.
+    call: Callable[_Arguments, _Result],
+    *args: _Arguments.args,
+    **kwargs: _Arguments.kwargs,
+) -> _Result:
+    """Call a function in a new interpreter, and return its result.
+
+    Raises:
+        RuntimeError: if the process died without a result.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
@@ -150,7 +168,7 @@ def in_fresh_process(
 
 
 def _proc_kib(file: str, field: str) -> int | None:
-    """A line of a file of /proc, or ``None`` where there is none."""
+    """Return a field of a file of /proc in KiB, or None if there is none."""
     with suppress(OSError):
         for line in Path("/proc", file).read_text().splitlines():
             if line.startswith(field + ":"):
@@ -159,58 +177,76 @@ def _proc_kib(file: str, field: str) -> int | None:
 
 
 def _reset_high_water() -> bool:
+    """Reset the peak of this process's resident memory, and return whether that worked."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False
-    high, now = _proc_kib("self/status", "VmHWM"), _proc_kib("self/status", "VmRSS")
-    return high is not None and now is not None and high <= now + 1024
+    peak = _proc_kib("self/status", "VmHWM")
+    resident = _proc_kib("self/status", "VmRSS")
+    if peak is None or resident is None:
+        return False
+    return peak <= resident + _HIGH_WATER_SLACK_KIB
 
 
 def resident_mib() -> float:
-    """MiB of memory that this process holds now; where the system does not say, the most that it
-    ever held.
+    """Return the resident memory of this process in MiB.
+
+    Without /proc this is the largest amount that the process ever held.
     """
-    now = _proc_kib("self/status", "VmRSS")
-    return (_max_rss_kib() if now is None else now) / 1024
+    resident = _proc_kib("self/status", "VmRSS")
+    if resident is None:
+        resident = _max_rss_kib()
+    return resident / 1024
 
 
 def resident_peak_mib(run: Callable[[], object]) -> float:
-    """MiB of resident memory that one call of ``run`` adds at its peak, in a process that did
-    nothing bigger before.
+    """Measure the peak of resident memory that one call of ``run`` adds, in MiB.
+
+    Without /proc this is right only in a process that did not hold more memory before.
     """
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
     was_reset = _reset_high_water()
     before = resident_mib()
     result = run()
-    high = _proc_kib("self/status", "VmHWM") if was_reset else _max_rss_kib()
+    peak_kib = _proc_kib("self/status", "VmHWM") if was_reset else _max_rss_kib()
     del result
-    return max(0.0, (high or 0) / 1024 - before)
+    return max(0.0, (peak_kib or 0) / 1024 - before)
 
 
 def _max_rss_kib() -> int:
-    value = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return value // 1024 if sys.platform == "darwin" else value
+    """Return the largest resident memory that this process ever held, in KiB."""
+    max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes
+    return max_rss // 1024 if sys.platform == "darwin" else max_rss
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """Memory that ``device`` can still hand out, or ``None`` where that cannot be read."""
+    """Return the free memory of ``device`` in bytes, or None if it cannot be read."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_left()
 
 
 def measure_ceilings(device: torch.device, dtype: str) -> Ceilings:
-    """Rate of a large matrix product in ``dtype`` and of a large copy, by the 20th percentile of
-    their times.
+    """Measure the rates of a large matrix product in ``dtype`` and of a large copy.
+
+    The 20th percentile of the times counts.
     """
-    size, copy_bytes = (8192, 2**31) if device.type == "cuda" else (2048, 2**28)
+    on_gpu = device.type == "cuda"
+    size = 8192 if on_gpu else 2048
+    copy_bytes = 2**31 if on_gpu else 2**28
     budget = TimeBudget(seconds=0.3, min_reps=5, max_reps=30, rounds=1, warmup=3)
     torch_dtype = DTYPES[dtype]
     a = torch.randn(size, size, device=device).to(torch_dtype)
     b = torch.randn(size, size, device=device).to(torch_dtype)
     c = torch.empty(size, size, device=device, dtype=torch_dtype)
-    product = time_all({"mm": lambda: torch.mm(a, b, out=c)}, device, budget)["mm"].p20
+    product_ms = time_all({"mm": lambda: torch.mm(a, b, out=c)}, device, budget)["mm"].p20
     source = torch.randint(0, 2**30, (copy_bytes // 4,), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
-    copy = time_all({"copy": lambda: target.copy_(source)}, device, budget)["copy"].p20
-    return Ceilings(flops=2 * size**3 / product * 1e3, bandwidth=2 * copy_bytes / copy * 1e3)
+    copy_ms = time_all({"copy": lambda: target.copy_(source)}, device, budget)["copy"].p20
+    return Ceilings(
+        flops=2 * size**3 / product_ms * 1e3,
+        # a copy reads and writes
+        bandwidth=2 * copy_bytes / copy_ms * 1e3,
+    )
