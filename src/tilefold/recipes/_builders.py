@@ -32,7 +32,7 @@ IDF_BATCH_SIZE = 256  # texts that are tokenized at once to count document frequ
 
 @dataclass(frozen=True)
 class Base:
-    """What the query encoder and the document encoder of a model start from.
+    """Starting points of the query encoder and the document encoder of a model.
 
     Attributes:
         base_model: base model of encoders that name none: ``"minilm"``, a folder or a Hugging Face

@@ -454,7 +454,7 @@ def pack_features(features: Features, padding: int | None) -> Features:
 
 
 class _MaskFacts(NamedTuple):
-    """What packing has to know of padded texts on the CPU.
+    """Properties of padded texts that packing needs on the CPU.
 
     Attributes:
         n_tokens: number of tokens of all texts.
