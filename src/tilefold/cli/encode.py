@@ -596,7 +596,7 @@ def _source(data: str, texts: Mapping[str, str] | None) -> Texts:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What encoding a collection takes, estimated from a sample.
+    """Estimated cost of encoding a collection, measured on a sample.
 
     Attributes:
         texts: number of texts.
