@@ -1,9 +1,8 @@
-"""Claims of published systems and of the README, each with both sides, their ratio, and whether it
-holds.
+"""Performance claims of the README and of published systems, and whether they hold.
 
-A claim names two rows of a file of results, a column, and how many times better ours must be. Its
-rows are measured anew in one run where an operator's benchmark makes them (:func:`measured_by`),
-else they are the committed ones, with the command that repeats them.
+A claim names two rows of a results file, a column, and how many times better tilefold's row must
+be. If an operator's benchmark measures the rows (:func:`measured_by`), they are measured anew in
+one run. Otherwise they are the committed rows, with the command that repeats them.
 """
 
 from __future__ import annotations
@@ -17,9 +16,13 @@ from pathlib import Path
 from tilefold.bench.results import read_csv
 
 H200 = "nvidia-h200"
-TIME, TRAIN, MEMORY = "forward_p50_ms", "forward_backward_p50_ms", "forward_backward_peak_mib"
+TIME = "forward_p50_ms"
+TRAIN = "forward_backward_p50_ms"
+MEMORY = "forward_backward_peak_mib"
 FORWARD_MEMORY = "forward_peak_mib"
-BATCH, RATE = "largest_batch", "pairs_per_second"  # of which more is better
+# columns in which a larger value is better
+BATCH = "largest_batch"
+RATE = "pairs_per_second"
 COLUMNS = {
     TIME: ("forward", "ms"),
     TRAIN: ("forward + backward", "ms"),
@@ -34,31 +37,46 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """One claim: in `column`, our row is at least `times` better than the other's, lower being
-    better or higher.
+    """A claim that tilefold is several times better than another implementation.
+
+    Attributes:
+        system: the system or paper that the claim is about.
+        claim: description of the measurement.
+        device: folder of its results.
+        file: name of the results file, without .csv.
+        where: cells that the rows of both sides share.
+        other: the implementation that tilefold is compared with.
+        column: the column that is compared.
+        times: the smallest ratio at which the claim holds.
+        ours: tilefold's implementation.
+        side: the column that names the implementation.
+        shown: the values in the README, the other's and tilefold's.
     """
 
     system: str
     claim: str
-    device: str  # folder of its results
-    file: str  # without .csv
-    where: Mapping[str, str]  # cells that both rows share
+    device: str
+    file: str
+    where: Mapping[str, str]
     other: str
     column: str
     times: float
     ours: str = "tilefold"
-    side: str = "impl"  # column that names the side
-    shown: Sequence[str] = ("", "")  # as the README has them: the other's, ours
+    side: str = "impl"
+    shown: Sequence[str] = ("", "")
 
     @property
     def command(self) -> str:
         """The command that measures both rows in one run."""
         if self.side == "impl":
-            return f"tilefold bench {self.file} --shape {self.where['case']} --impl {self.ours} --impl {self.other}"
+            return (
+                f"tilefold bench {self.file} --shape {self.where['case']} "
+                f"--impl {self.ours} --impl {self.other}"
+            )
         return f"python -m benchmarks.{self.file}"
 
 
-# : Claims in the order of docs/claims.md; those of ``"cpu"`` are measured on any CPU, and have no
+# Claims in the order of docs/claims.md. Those of "cpu" are measured on any CPU, and have no
 # committed rows.
 CLAIMS = tuple(
     Claim(**row)
@@ -68,22 +86,29 @@ CLAIMS = tuple(
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim with both sides; NaN for what was not measured."""
+    """A claim with the measured values of both sides.
+
+    Attributes:
+        claim: the claim.
+        ours: tilefold's value, or NaN if it was not measured.
+        other: the other implementation's value, or NaN if it was not measured.
+        conditions: device, versions and date of tilefold's row, and whether it is a committed row.
+    """
 
     claim: Claim
     ours: float
     other: float
-    conditions: str  # device, versions and date of our row, and whether it is a committed one
+    conditions: str
 
     @property
     def times(self) -> float:
-        """How many times better ours is."""
-        better, worse = (
-            (self.ours, self.other)
-            if self.claim.column in (BATCH, RATE)
-            else (self.other, self.ours)
-        )
-        return better / worse if worse else math.nan  # 0: too little memory to be seen
+        """How many times better tilefold's value is, or NaN if a divisor is 0."""
+        if self.claim.column in (BATCH, RATE):
+            dividend, divisor = self.ours, self.other
+        else:
+            dividend, divisor = self.other, self.ours
+        # memory may be too small to be measured
+        return dividend / divisor if divisor else math.nan
 
     @property
     def outcome(self) -> str:
@@ -94,74 +119,102 @@ class Verdict:
 
 
 def measured_by(device: str) -> dict[str, dict[str, set[str]]]:
-    """Cases that a run on ``"cuda"`` or ``"cpu"`` measures of each operator, and the
-    implementations of each.
+    """Return the cases that a run on a device has to measure.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``.
+
+    Returns:
+        Names of implementations, by operator and case.
     """
-    found: dict[str, dict[str, set[str]]] = {}
+    measured: dict[str, dict[str, set[str]]] = {}
     for claim in CLAIMS:
         if claim.side == "impl" and (claim.device == "cpu") == (device == "cpu"):
-            found.setdefault(claim.file, {}).setdefault(claim.where["case"], set()).update(
-                (claim.ours, claim.other),
-            )
-    return found
+            cases = measured.setdefault(claim.file, {})
+            implementations = cases.setdefault(claim.where["case"], set())
+            implementations.update((claim.ours, claim.other))
+    return measured
 
 
 def judge(claim: Claim, rows: Sequence[Row], note: str = "") -> Verdict:
-    """A claim by the rows of its file: of several of a side, the best."""
-    more = claim.column in (BATCH, RATE)
+    """Compare both sides of a claim.
+
+    Args:
+        claim: the claim.
+        rows: rows of its file. The best of several rows of a side counts.
+        note: text after the conditions.
+    """
+    choose_best = max if claim.column in (BATCH, RATE) else min
     values: dict[str, float] = {}
     conditions = ""
     for row in rows:
         if any(row.get(name) != value for name, value in claim.where.items()):
             continue
         side = row.get(claim.side, "")
-        if text := row.get(claim.column):
-            values[side] = (max if more else min)(values.get(side, float(text)), float(text))
+        text = row.get(claim.column)
+        if text:
+            value = float(text)
+            values[side] = choose_best(values.get(side, value), value)
         if side == claim.ours:
-            versions = f"torch {row['torch']}" + (
-                f", Triton {row['triton']}" if row.get("triton") else ""
-            )
+            versions = f"torch {row['torch']}"
+            if row.get("triton"):
+                versions += f", Triton {row['triton']}"
             threads = "" if row.get("cuda") else f", {row['threads']} threads"
             conditions = f"{row['device']}{threads}, {versions}, {row['date'][:10]}{note}"
     return Verdict(
-        claim,
-        values.get(claim.ours, math.nan),
-        values.get(claim.other, math.nan),
-        conditions,
+        claim=claim,
+        ours=values.get(claim.ours, math.nan),
+        other=values.get(claim.other, math.nan),
+        conditions=conditions,
     )
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file of results; none if there is no such file."""
-    return [*read_csv(path)] if path.exists() else []
+    """Read the rows of a results file, or none if there is no such file."""
+    return list(read_csv(path)) if path.exists() else []
 
 
 def judged(op: str, rows: Sequence[Row]) -> list[Verdict]:
-    """The claims about an operator of which one run measured both sides."""
-    found = [judge(claim, rows) for claim in CLAIMS if claim.file == op]
-    return [verdict for verdict in found if verdict.outcome != "not measured"]
+    """Return verdicts on the claims about an operator whose sides one run measured."""
+    verdicts = [judge(claim, rows) for claim in CLAIMS if claim.file == op]
+    return [verdict for verdict in verdicts if verdict.outcome != "not measured"]
 
 
 def table(verdicts: Iterable[Verdict]) -> list[str]:
-    """The lines of a table in Markdown, a row for each claim."""
-    columns = "system", "claim", "baseline", "measured: baseline, ours", "times better (claimed)"
-    head = f"| {' | '.join([*columns, 'outcome', 'conditions', 'command'])} |"
-    return [head, "|---|---|---|---|---:|---|---|---|", *map(_line, verdicts)]
+    """Return the lines of a Markdown table with a row for each claim."""
+    columns = [
+        "system",
+        "claim",
+        "baseline",
+        "measured: baseline, ours",
+        "times better (claimed)",
+        "outcome",
+        "conditions",
+        "command",
+    ]
+    lines = [f"| {' | '.join(columns)} |", "|---|---|---|---|---:|---|---|---|"]
+    lines += [_line(verdict) for verdict in verdicts]
+    return lines
 
 
 def _line(verdict: Verdict) -> str:
-    claim, (what, unit) = verdict.claim, COLUMNS[verdict.claim.column]
-    digits = [",.0f" if value >= 1000 else ".4g" for value in (verdict.other, verdict.ours)]
-    sides = ", ".join(
-        format(value, spec)
-        for value, spec in zip((verdict.other, verdict.ours), digits, strict=True)
-    )
+    """Return the table row of one claim."""
+    claim = verdict.claim
+    quantity, unit = COLUMNS[claim.column]
     times = "-" if math.isnan(verdict.times) else f"{verdict.times:.3g}"
     cells = [
         claim.system,
-        f"{claim.claim} ({what})",
+        f"{claim.claim} ({quantity})",
         claim.other,
-        f"{sides} {unit}",
+        f"{_measured(verdict.other)}, {_measured(verdict.ours)} {unit}",
         f"{times} ({claim.times:g})",
+        verdict.outcome,
+        verdict.conditions,
+        f"`{claim.command}`",
     ]
-    return f"| {' | '.join([*cells, verdict.outcome, verdict.conditions, f'`{claim.command}`'])} |"
+    return f"| {' | '.join(cells)} |"
+
+
+def _measured(value: float) -> str:
+    """Format a value with four significant digits, or as a whole number from 1,000 on."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

@@ -1,6 +1,4 @@
-"""Results: where a number comes from, CSV files in which a row is replaced when it is measured
-again, and tables.
-"""
+"""Results of benchmarks: their provenance, CSV files and tables."""
 
 from __future__ import annotations
 
@@ -44,8 +42,10 @@ _COLUMNS = (
     "of floor",
     "peak MiB",
 )
-_BUSY = 0.7  # load average before the first timing above which the machine is not ours
-COMMIT_VARIABLE = "TILEFOLD_COMMIT"  # what a copy of the sources is at, if git does not know
+# load average before the first timing, above which other programs disturb the times
+_BUSY = 0.7
+# environment variable with the commit of a copy of the sources without git
+COMMIT_VARIABLE = "TILEFOLD_COMMIT"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Provenance:
 
 @functools.cache
 def cpu_name() -> str:
-    """The model name of the processor."""
+    """Return the model name of the processor."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.lower().startswith("model name"):
@@ -79,15 +79,15 @@ def cpu_name() -> str:
 
 @functools.cache
 def driver_version() -> str:
-    """The NVIDIA driver's version, or ``""`` if ``nvidia-smi`` cannot say."""
-    out = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return out.splitlines()[0].strip() if out else ""
+    """Return the version of the NVIDIA driver, or ``""`` if ``nvidia-smi`` does not run."""
+    versions = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return versions.splitlines()[0].strip() if versions else ""
 
 
 def _output(command: list[str], cwd: Path | None = None) -> str:
-    """Output of a program, or ``""`` where it is not there or fails."""
+    """Return the output of a program, or ``""`` if it is missing or fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(  # noqa: S603
+        process = subprocess.run(  # noqa: S603
             command,
             cwd=cwd,
             capture_output=True,
@@ -95,62 +95,57 @@ def _output(command: list[str], cwd: Path | None = None) -> str:
             timeout=20,
             check=True,
         )
-        return done.stdout.strip()
+        return process.stdout.strip()
     return ""
 
 
 @functools.cache
 def commit() -> tuple[str, str]:
-    """``(commit, "yes" | "no" | "unknown")``: what the sources are at, and whether they differ from
-    it.
+    """Return the commit of the sources, and whether they differ from it.
+
+    Returns:
+        The commit or ``"unknown"``, and ``"yes"``, ``"no"`` or ``"unknown"``.
     """
-    if given := os.environ.get(COMMIT_VARIABLE, ""):
-        return given, "unknown"
-    here = Path(__file__).resolve().parent
-    # an installed copy may lie inside somebody else's repository: only a file that git tracks
-    # speaks for us
-    head = _output(["git", "rev-parse", "--short=12", "HEAD"], here)
-    if not head or not _output(["git", "ls-files", Path(__file__).name], here):
+    commit_of_copy = os.environ.get(COMMIT_VARIABLE, "")
+    if commit_of_copy:
+        return commit_of_copy, "unknown"
+    folder = Path(__file__).resolve().parent
+    head = _output(["git", "rev-parse", "--short=12", "HEAD"], folder)
+    # an installed copy may be inside another repository, which does not track this file
+    is_tracked = _output(["git", "ls-files", Path(__file__).name], folder)
+    if not head or not is_tracked:
         return "unknown", "unknown"
-    root = Path(_output(["git", "rev-parse", "--show-toplevel"], here) or here)
-    return head, "yes" if _output(
-        ["git", "status", "--porcelain", "--untracked-files=no"],
-        root,
-    ) else "no"
+    root = Path(_output(["git", "rev-parse", "--show-toplevel"], folder) or folder)
+    changes = _output(["git", "status", "--porcelain", "--untracked-files=no"], root)
+    return head, "yes" if changes else "no"
 
 
 def collect(device: torch.device) -> Provenance:
-    """Read the provenance of a run on ``device``."""
+    """Collect the provenance of a run on ``device``."""
     on_gpu = device.type == "cuda"
-    name, count = (
-        (torch.cuda.get_device_name(device), torch.cuda.device_count())
-        if on_gpu
-        else (cpu_name(), 1)
-    )
-    driver, cuda = (driver_version(), torch.version.cuda or "") if on_gpu else ("", "")
-    versions = (
-        torch.__version__,
-        package_version("triton"),
-        platform.python_version(),
-        __version__,
-    )
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    current_commit, dirty = commit()
     return Provenance(
-        name,
-        count,
-        driver,
-        cuda,
-        cpu_name(),
-        torch.get_num_threads(),
-        *versions,
-        *commit(),
-        date,
+        device=torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        device_count=torch.cuda.device_count() if on_gpu else 1,
+        driver=driver_version() if on_gpu else "",
+        cuda=(torch.version.cuda or "") if on_gpu else "",
+        cpu=cpu_name(),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        triton=package_version("triton"),
+        python=platform.python_version(),
+        tilefold=__version__,
+        commit=current_commit,
+        dirty=dirty,
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device called ``name``, by default the GPU if there is one; ``ValueError`` if there is
-    none such.
+    """Return the device called ``name``, by default the GPU if there is one.
+
+    Raises:
+        ValueError: for an unknown name, or if there is no CUDA device.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -162,8 +157,9 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def device_slug(provenance: Provenance) -> str:
-    """A folder name for the device: ``"NVIDIA H200"`` -> ``"nvidia-h200"``; processors carry their
-    thread count.
+    """Return a folder name for the device, such as ``"nvidia-h200"`` for ``"NVIDIA H200"``.
+
+    The name of a processor contains the number of threads.
     """
     slug = re.sub(r"\((r|tm)\)", "", provenance.device.lower())
     slug = re.sub(r"[^a-z0-9]+", "-", slug).strip("-") or "unknown"
@@ -171,14 +167,20 @@ def device_slug(provenance: Provenance) -> str:
 
 
 def results_folder(output: Path | None, quick: bool) -> Path | None:
-    """The folder of results: ``output``, else that of the repository around; ``quick`` ones go
-    nowhere.
+    """Return the folder to write results to, or None to write none.
+
+    Args:
+        output: the folder that the user chose.
+        quick: a quick run is only written to a chosen folder. Other runs in a checkout of the
+            repository are written to its results.
     """
-    return output or (RESULTS if RESULTS.parent.is_dir() and not quick else None)
+    if output:
+        return output
+    return RESULTS if RESULTS.parent.is_dir() and not quick else None
 
 
 def results_file(folder: Path, name: str, provenance: Provenance) -> Path:
-    """``<folder>/<device>/<name>.csv``."""
+    """Return the path ``<folder>/<device>/<name>.csv``."""
     return folder / device_slug(provenance) / f"{name}.csv"
 
 
@@ -188,16 +190,23 @@ def write_csv(
     provenance: Provenance,
     key: Sequence[str],
 ) -> None:
-    """Merge ``rows`` into the CSV at ``path``, atomically: rows of equal ``key`` are replaced,
-    others stay as they are.
+    """Merge rows into a CSV file, atomically.
 
-    ``ValueError`` if the file exists and lacks one of the ``key`` columns.
+    Args:
+        path: the file.
+        rows: new rows, which replace rows of equal key.
+        provenance: further cells of the new rows.
+        key: names of the columns that identify a row.
+
+    Raises:
+        ValueError: if the file exists and lacks one of the ``key`` columns.
     """
-    fresh = [cells(row, provenance) for row in rows]
-    kept = read_csv(path, key) if path.exists() else []
-    replaced = {tuple(row[name] for name in key) for row in fresh}
-    merged = [row for row in kept if tuple(row[name] for name in key) not in replaced] + fresh
-    columns = list(dict.fromkeys(name for row in [*fresh, *kept] for name in row))
+    new_rows = [cells(row, provenance) for row in rows]
+    old_rows = read_csv(path, key) if path.exists() else []
+    replaced = {tuple(row[name] for name in key) for row in new_rows}
+    merged = [row for row in old_rows if tuple(row[name] for name in key) not in replaced]
+    merged += new_rows
+    columns = list(dict.fromkeys(name for row in [*new_rows, *old_rows] for name in row))
     with atomic_file(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
         writer.writeheader()
@@ -205,22 +214,34 @@ def write_csv(
 
 
 def cells(row: Mapping[str, object], provenance: Provenance) -> dict[str, str]:
-    """A row and where it comes from, as text."""
-    found = {**row, **asdict(provenance)}.items()
-    return {
-        name: "" if it is None else f"{it:.6g}" if isinstance(it, float) else str(it)
-        for name, it in found
-    }
+    """Return a row and its provenance as text."""
+    values = {**row, **asdict(provenance)}
+    return {name: _cell(value) for name, value in values.items()}
+
+
+def _cell(value: object) -> str:
+    """Return a value as text, with six significant digits of a float, and ``""`` for None."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)
 
 
 def read_csv(path: str | Path, key: Sequence[str] = ()) -> list[dict[str, str]]:
-    """The rows of a CSV file, as text; ``ValueError`` if it lacks one of the ``key`` columns."""
+    """Read the rows of a CSV file as text.
+
+    Raises:
+        ValueError: if it lacks one of the ``key`` columns, or a row is longer than the header.
+    """
     with Path(path).open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        if missing := [name for name in key if name not in (reader.fieldnames or [])]:
+        columns = reader.fieldnames or []
+        missing = [name for name in key if name not in columns]
+        if missing:
             raise ValueError(
-                f"{path} must have the columns {', '.join(key)} to be updated, {', '.join(missing)} missing; "
-                "choose another --output or move the file away.",
+                f"{path} must have the columns {', '.join(key)} to be updated, "
+                f"{', '.join(missing)} missing; choose another --output or move the file away.",
             )
         rows = list(reader)
     if any(None in row for row in rows):
@@ -231,8 +252,9 @@ def read_csv(path: str | Path, key: Sequence[str] = ()) -> list[dict[str, str]]:
 
 
 def short_number(value: float | None) -> str:
-    """Three significant digits, no exponent for large values: ``1234``, ``12.3``, ``0.123``; ``-``
-    for ``None``.
+    """Format a number with three significant digits, or ``-`` for None.
+
+    Large values have no exponent: ``1234``, ``12.3``, ``0.123``.
     """
     if value is None:
         return "-"
@@ -240,39 +262,56 @@ def short_number(value: float | None) -> str:
 
 
 def spread(p50: float | None, p20: float | None, p80: float | None) -> str:
-    """The median, and the 20th to the 80th percentile in brackets."""
-    return "-" if p50 is None else f"{short_number(p50)} ({short_number(p20)}..{short_number(p80)})"
+    """Format a median, with the 20th and the 80th percentile in brackets."""
+    if p50 is None:
+        return "-"
+    return f"{short_number(p50)} ({short_number(p20)}..{short_number(p80)})"
 
 
 def ratio(above: float | None, below: float | None) -> str:
-    """``above / below`` with two digits; ``-`` where there is none."""
+    """Format ``above / below`` with two decimals, or ``-`` without a quotient."""
     return "-" if above is None or not below else f"{above / below:.2f}"
 
 
 def exponent(value: float | None) -> str:
-    """An error with two digits."""
+    """Format an error with two significant digits, or ``-`` for None."""
     return "-" if value is None else f"{value:.1e}"
 
 
 def _phase_cells(row: BenchRow, base: BenchRow | None, phase: str) -> list[str]:
-    """Time, speedup over the baseline, rate of a forward, share of the floor and peak memory."""
-    mine, floor = getattr(row, f"{phase}_p50_ms"), getattr(row, f"{phase}_floor_ms")
-    return [
-        spread(mine, getattr(row, f"{phase}_p20_ms"), getattr(row, f"{phase}_p80_ms")),
-        ratio(getattr(base, f"{phase}_p50_ms", None), mine),
-        *([short_number(row.forward_tflops)] if phase == "forward" else []),
-        "-" if not mine or floor is None else f"{100 * floor / mine:.0f}%",
-        short_number(getattr(row, f"{phase}_peak_mib")),
-    ]
+    """Return time, speedup, rate (of a forward), share of the floor and peak memory of a phase."""
+    p20_ms = getattr(row, f"{phase}_p20_ms")
+    p50_ms = getattr(row, f"{phase}_p50_ms")
+    p80_ms = getattr(row, f"{phase}_p80_ms")
+    floor_ms = getattr(row, f"{phase}_floor_ms")
+    baseline_ms = getattr(base, f"{phase}_p50_ms", None)
+    phase_cells = [spread(p50_ms, p20_ms, p80_ms), ratio(baseline_ms, p50_ms)]
+    if phase == "forward":
+        phase_cells.append(short_number(row.forward_tflops))
+    if not p50_ms or floor_ms is None:
+        phase_cells.append("-")
+    else:
+        phase_cells.append(f"{100 * floor_ms / p50_ms:.0f}%")
+    phase_cells.append(short_number(getattr(row, f"{phase}_peak_mib")))
+    return phase_cells
 
 
 def case_table(spec: BenchSpec, case: BenchCase, rows: Sequence[BenchRow]) -> Table:
-    """One case: a line for each implementation; without a time where its gate failed."""
+    """Create the table of one case, with a line for each implementation.
+
+    Implementations whose gate failed have a status in place of times.
+
+    Args:
+        spec: the benchmark.
+        case: the case.
+        rows: its rows, at least one.
+    """
     from rich.table import Table
 
-    dims, row = ", ".join(f"{name}={size}" for name, size in case.dims.items()), rows[0]
-    active = "" if row.active is None else f", {100 * row.active:.3g}% of scores positive"
-    title = f"{row.op} {case.name} ({dims}; {case.dtype}; {row.valid_tokens} valid tokens{active})"
+    op, active_share, valid_tokens = rows[0].op, rows[0].active, rows[0].valid_tokens
+    dims = ", ".join(f"{name}={size}" for name, size in case.dims.items())
+    active = "" if active_share is None else f", {100 * active_share:.3g}% of scores positive"
+    title = f"{op} {case.name} ({dims}; {case.dtype}; {valid_tokens} valid tokens{active})"
     table = Table(title=title, title_justify="left", header_style="bold")
     names = [name if name != "x eager" else f"x {spec.baseline}" for name in _COLUMNS]
     for position, name in enumerate([*names, "error fwd / grad"]):
@@ -282,11 +321,8 @@ def case_table(spec: BenchSpec, case: BenchCase, rows: Sequence[BenchRow]) -> Ta
         name = f"{row.impl} ({row.label})" if row.impl == "tilefold" and row.label else row.impl
         error = f"{exponent(row.forward_error)} / {exponent(row.gradient_error)}"
         if row.status == "ok":
-            table.add_row(
-                name,
-                *(cell for phase in PHASES for cell in _phase_cells(row, base, phase)),
-                error,
-            )
+            phase_cells = [cell for phase in PHASES for cell in _phase_cells(row, base, phase)]
+            table.add_row(name, *phase_cells, error)
         else:
             blanks = ["-"] * (len(_COLUMNS) - 2)
             table.add_row(
@@ -305,7 +341,7 @@ def print_case(
     case: BenchCase,
     rows: Sequence[BenchRow],
 ) -> None:
-    """Print the table of one case, and why rows have no time."""
+    """Print the table of one case, and the reasons of rows without times."""
     if not rows:
         return
     console.print(case_table(spec, case, rows))
@@ -315,21 +351,22 @@ def print_case(
 
 
 def print_header(console: Console, provenance: Provenance) -> None:
-    """One line on where the numbers come from."""
-    where = provenance.device
+    """Print the provenance in one line, and warn if the machine is busy."""
+    device = provenance.device
     if provenance.cuda:
-        where += f", driver {provenance.driver or 'unknown'}, CUDA {provenance.cuda}, triton {provenance.triton}"
+        driver = provenance.driver or "unknown"
+        device += f", driver {driver}, CUDA {provenance.cuda}, triton {provenance.triton}"
     else:
-        where += f", {provenance.threads} threads"
+        device += f", {provenance.threads} threads"
     dirty = {"yes": " with local changes", "no": "", "unknown": ""}[provenance.dirty]
     versions = (
         f"torch {provenance.torch}, Python {provenance.python}, tilefold {provenance.tilefold}"
     )
-    text = f"{where}; {versions} at {provenance.commit}{dirty}; {provenance.date}"
+    text = f"{device}; {versions} at {provenance.commit}{dirty}; {provenance.date}"
     console.print(text, markup=False, highlight=False)
-    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if not provenance.cuda and busy > _BUSY:
+    load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if not provenance.cuda and load_average > _BUSY:
         console.print(
-            f"load average {busy:.1f}: other programs run here, CPU times will be noisy",
+            f"load average {load_average:.1f}: other programs run here, CPU times will be noisy",
             style="yellow",
         )

@@ -73,7 +73,7 @@ class BenchRow:
 
     @property
     def failed_gate(self) -> bool:
-        """Whether the row is wrong: its check failed, or an implementation of ours raised an error."""
+        """Whether the gate failed, or an implementation of tilefold raised an error."""
         return self.status == "FAILED" or (self.status == "ERROR" and self.kind == "ours")
 
     def fail(self, error: Exception) -> None:
