@@ -99,7 +99,8 @@ def main() -> int:
     ]
     rows: list[dict[str, Any]] = []
     print(
-        f"{'case':34s} {'implementation':20s} {'phase':16s} {'before ms':>9s} {'after ms':>9s} {'ratio':>6s}  p20-p80",
+        f"{'case':34s} {'implementation':20s} {'phase':16s} {'before ms':>9s} {'after ms':>9s} "
+        f"{'ratio':>6s}  p20-p80",
     )
     for op in options.op or OPERATORS[:3]:
         for case in sides[0].ask("cases", op):
@@ -191,7 +192,8 @@ def show(row: dict[str, Any], limit: float) -> None:
         return
     mark = "  SLOWER" if row["ratio"] > limit else ""
     print(
-        f"{row['case']:34s} {row['impl']:20s} {row['phase']:16s} {row['before_ms']:9.4f} {row['after_ms']:9.4f} "
+        f"{row['case']:34s} {row['impl']:20s} {row['phase']:16s} {row['before_ms']:9.4f} "
+        f"{row['after_ms']:9.4f} "
         f"{row['ratio']:6.3f}  {row['ratio_p20']:.3f}-{row['ratio_p80']:.3f}{mark}",
         flush=True,
     )

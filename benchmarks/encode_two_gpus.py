@@ -185,7 +185,8 @@ def report(
         row |= {"turns": " ".join(f"{value:.2f}" for value in seconds[what]), "gate": "ok"}
         rows.append({"gpu_busy": "", **row})
         print(
-            f"{count} x {options.case}: {options.texts / best[what]:,.0f} documents/s, {row['x_one']:.2f} times one; "
+            f"{count} x {options.case}: {options.texts / best[what]:,.0f} documents/s, "
+            f"{row['x_one']:.2f} times one; "
             f"turns {row['turns']} s; GPU busy {row.get('gpu_busy') or '-'}",
         )
     if options.output is not None:

@@ -59,14 +59,16 @@ def main() -> int:
     options = parser.parse_args()
     if options.calls < 1 or options.samples < 2:
         parser.error(
-            f"--calls must be at least 1 and --samples at least 2, got {options.calls} and {options.samples}.",
+            f"--calls must be at least 1 and --samples at least 2, got {options.calls} and "
+            f"{options.samples}.",
         )
     if not torch.cuda.is_available():
         print("host_time.py needs a CUDA device, and torch sees none here.", file=sys.stderr)
         return 1
     provenance = collect(torch.device("cuda"))
     print(
-        f"{provenance.device}, {provenance.cpu}, torch {provenance.torch}, triton {provenance.triton}; microseconds\n",
+        f"{provenance.device}, {provenance.cpu}, torch {provenance.torch}, triton "
+        f"{provenance.triton}; microseconds\n",
     )
     print(f"{'call':44s} {'p20':>8s} {'median':>8s} {'p80':>8s} {'yardstick':>10s} {'ratio':>8s}")
     addition, function = _add(), _empty_function()

@@ -38,7 +38,8 @@ PANELS = (
     (
         "entmax_attention.csv",
         "4x16384-correlated-causal",
-        "Entmax attention, causal, 1.6% of blocks non-zero\n4 texts x 16,384 tokens, 12 heads of 64",
+        "Entmax attention, causal, 1.6% of blocks non-zero\n4 texts x 16,384 tokens, 12 heads of "
+        "64",
         {
             "softmax-fa2": "softmax,\nFlashAttention-2",
             "softmax-cudnn": "softmax, cuDNN",

@@ -64,7 +64,8 @@ def print_table(title: str, first: str, rows: Sequence[Row], device: torch.devic
         return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     print(
-        f"{title}; {dist.get_world_size()} x {name}; torch {torch.__version__}, tilefold {tilefold.__version__}\n",
+        f"{title}; {dist.get_world_size()} x {name}; torch {torch.__version__}, tilefold "
+        f"{tilefold.__version__}\n",
     )
     print(f"| {first} | median ms | p20 | p80 | peak extra MB |\n|---|---|---|---|---|")
     for what, times, peak in rows:

@@ -419,7 +419,8 @@ def main(argv: Sequence[str]) -> int:
         if found is not None and "document_terms" in found:
             value += f", terms {found['query_terms']:.0f} and {found['document_terms']:.0f}"
         print(
-            f"[{time.monotonic() - begin:5.0f} s] {job.data}, {job.recipe}, seed {job.seed}, {job.what}: {value}",
+            f"[{time.monotonic() - begin:5.0f} s] {job.data}, {job.recipe}, seed {job.seed}, "
+            f"{job.what}: {value}",
         )
         sys.stdout.flush()
         if found is None:

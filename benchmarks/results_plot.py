@@ -147,7 +147,8 @@ def _conditions(rows: Sequence[Mapping[str, str]]) -> str:
     commits = "/".join(commit[:7] for commit in distinct(rows, "commit").split("/"))
     return (
         f"{op} on {machine(rows)}, {distinct(rows, 'dtype')};\n"
-        f"shapes {_SHAPES_OF.get(op, 'BxSxDxV')}; commit {commits}; bars relative to each shape's largest"
+        f"shapes {_SHAPES_OF.get(op, 'BxSxDxV')}; commit {commits}; bars relative to each shape's "
+        "largest"
     )
 
 

@@ -31,7 +31,8 @@ def markdown_table(path: str | Path) -> str:
     rows = read_csv(path)
     if not rows or "forward_p50_ms" not in rows[0]:
         raise ValueError(
-            f"{path} must be a file that `tilefold bench` wrote, got {len(rows)} rows of another kind.",
+            f"{path} must be a file that `tilefold bench` wrote, got {len(rows)} rows of another "
+            "kind.",
         )
     lines = [_line(_HEADER), _line(["---", "---", *["---:"] * 4, "---"])]
     previous = ""
@@ -81,8 +82,10 @@ def _conditions(rows: Sequence[Mapping[str, str]]) -> list[str]:
         where = f"{row['device']}{gpu}" if gpu else f"{row['device']}, {row['threads']} threads"
         dirty = " with local changes" if row["dirty"] == "yes" else ""
         distinct[
-            f"{where}; torch {row['torch']}, Python {row['python']}; commit {row['commit']}{dirty}; {row['date']}; "
-            f"ceilings {_short(row['ceiling_tflops'])} TFLOP/s ({row['dtype']}), {_short(row['ceiling_tbps'])} TB/s."
+            f"{where}; torch {row['torch']}, Python {row['python']}; commit "
+            f"{row['commit']}{dirty}; {row['date']}; "
+            f"ceilings {_short(row['ceiling_tflops'])} TFLOP/s ({row['dtype']}), "
+            f"{_short(row['ceiling_tbps'])} TB/s."
         ] = None
     return [f"Medians. {text}" for text in distinct]
 

@@ -130,7 +130,8 @@ async def load(
     """
     if not 0 < seconds <= LONGEST_SECONDS or not 0 < clients <= 1000:
         raise ValueError(
-            f"clients, seconds: expected at most 1,000 and {LONGEST_SECONDS}, got {clients} and {seconds}.",
+            f"clients, seconds: expected at most 1,000 and {LONGEST_SECONDS}, got {clients} and "
+            f"{seconds}.",
         )
     found, began, connected = Measured(), time.perf_counter(), list[_Client]()
     requests, loop = [request(path, body) for body in bodies], asyncio.get_running_loop()

@@ -221,7 +221,8 @@ def main(argv: Sequence[str]) -> int:
     rows = watched.minutes()
     print("memory, MiB, at the end of each minute:", *(row["memory_mib"] for row in rows))
     print(
-        f"memory, MiB: {second:.0f} in the second third, {last:.0f} in the last: {100 * (last / second - 1):+.1f}%",
+        f"memory, MiB: {second:.0f} in the second third, {last:.0f} in the last: "
+        f"{100 * (last / second - 1):+.1f}%",
     )
     print(
         f"at the end the server answers {alive}; lines in its log: {len(log)}",

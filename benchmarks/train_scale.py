@@ -332,7 +332,8 @@ class Clock:
             )
             count = self.setting.profiled
             self.kernels = [
-                f"{event.self_device_time_total / 1e3 / count:9.3f} ms {event.count / count:6.0f} x {event.key[:110]}"
+                f"{event.self_device_time_total / 1e3 / count:9.3f} ms {event.count / count:6.0f} "
+                f"x {event.key[:110]}"
                 for event in found[:KERNELS]
             ]
 

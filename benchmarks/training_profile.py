@@ -93,7 +93,8 @@ class Profile(Watch):
         """Print it."""
         measured = self.measured()
         print(
-            f"{measured.step_ms:.1f} ms a step, GPU busy {measured.busy}, {measured.peak_gib:.1f} GiB",
+            f"{measured.step_ms:.1f} ms a step, GPU busy {measured.busy}, {measured.peak_gib:.1f} "
+            "GiB",
         )
         per_sample = measured.step_ms / max(1, sum(self.samples.values()))
         inclusive: collections.Counter[str] = collections.Counter()
@@ -111,14 +112,17 @@ class Profile(Watch):
                 print(f"  {count * per_sample:8.2f}  {name}")
         total = sum(time for _, time, _ in self.kernels)
         print(
-            f"device: {total / PROFILED_STEPS:.1f} ms of kernels a step; ms a step, launches a step",
+            f"device: {total / PROFILED_STEPS:.1f} ms of kernels a step; ms a step, launches a "
+            "step",
         )
         for name, milliseconds, count in sorted(self.kernels, key=lambda row: -row[1])[:ROWS]:
             print(
-                f"  {milliseconds / PROFILED_STEPS:8.3f} {count / PROFILED_STEPS:6.0f}  {name[:120]}",
+                f"  {milliseconds / PROFILED_STEPS:8.3f} {count / PROFILED_STEPS:6.0f}  "
+                f"{name[:120]}",
             )
         print(
-            f"device: nothing to do for {sum(gap for gap, *_ in self.gaps) / PROFILED_STEPS:.1f} ms a step; the longest",
+            f"device: nothing to do for {sum(gap for gap, *_ in self.gaps) / PROFILED_STEPS:.1f} "
+            "ms a step; the longest",
         )
         for gap, before, after in sorted(self.gaps, reverse=True)[:ROWS]:
             print(f"  {gap:8.3f}  {before[:60]} -> {after[:60]}")

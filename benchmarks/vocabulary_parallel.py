@@ -104,7 +104,8 @@ def gate(whole: list[Tensor], shared: list[Tensor]) -> None:
         error = relative_error(got.full_tensor() if isinstance(got, DTensor) else got, expected)
         if error > allowed:
             raise RuntimeError(
-                f"{name} of the shared head must be within {allowed:.1e} of the whole one, got {error:.1e}.",
+                f"{name} of the shared head must be within {allowed:.1e} of the whole one, got "
+                f"{error:.1e}.",
             )
 
 

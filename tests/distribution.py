@@ -55,7 +55,8 @@ def check_sdist(path: Path, sources: set[str]) -> None:
 def _same(what: str, got: set[str], expected: set[str]) -> None:
     if got != expected:
         sys.exit(
-            f"{what}: too much {sorted(got - expected)[:10]}, missing {sorted(expected - got)[:10]}",
+            f"{what}: too much {sorted(got - expected)[:10]}, missing "
+            f"{sorted(expected - got)[:10]}",
         )
 
 
@@ -72,7 +73,8 @@ def main(folder: Path) -> None:
     check_wheel(wheel, set(tracked.split()))
     check_sdist(sdist, set(tracked.split()))
     sys.stdout.write(
-        f"{wheel.name} ({wheel.stat().st_size / 1e6:.1f} MB) and {sdist.name} hold what they should\n",
+        f"{wheel.name} ({wheel.stat().st_size / 1e6:.1f} MB) and {sdist.name} hold what they "
+        "should\n",
     )
 
 

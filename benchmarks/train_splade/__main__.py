@@ -98,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
 def _options(given: argparse.Namespace) -> TrainOptions:
     if given.checkpointing not in _CHECKPOINTING:
         raise ValueError(
-            f"checkpointing must be one of {', '.join(_CHECKPOINTING)}, got {given.checkpointing!r}.",
+            f"checkpointing must be one of {', '.join(_CHECKPOINTING)}, got "
+            f"{given.checkpointing!r}.",
         )
     dtype = None if given.dtype is None else parse_dtype(given.dtype)
     if dtype not in (None, "bfloat16", "float32"):

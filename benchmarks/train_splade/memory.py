@@ -150,7 +150,8 @@ class Meter:
             self.limit_bytes = int(limit_gib * 2**30)
         if not 0 < self.limit_bytes <= largest:
             raise ValueError(
-                f"memory-gib must be greater than 0 and at most {largest / 2**30:.1f} on this device now, "
+                f"memory-gib must be greater than 0 and at most {largest / 2**30:.1f} on this "
+                "device now, "
                 f"got {limit_gib}.",
             )
         self._set_fraction(self.limit_bytes)

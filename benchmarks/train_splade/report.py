@@ -45,7 +45,8 @@ def cell_title(row: TrainRow) -> str:
     """Title of a cell: the settings that its two rows share."""
     checkpointing = {"yes": "gradient checkpointing", "no": "no checkpointing"}[row.checkpointing]
     return (
-        f"{row.model}, V={row.vocab}, D={row.hidden}, S={row.length} ({100 * row.valid_tokens:.0f}% valid), queries of "
+        f"{row.model}, V={row.vocab}, D={row.hidden}, S={row.length} "
+        f"({100 * row.valid_tokens:.0f}% valid), queries of "
         f"{row.query_length}, {checkpointing}, {row.dtype}, {row.memory_gib:g} GiB"
     )
 

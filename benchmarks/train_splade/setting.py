@@ -95,7 +95,8 @@ def text_pairs(
     )[:POOL]
     if not named:
         raise ValueError(
-            f"data must hold a positive judgement, got none in {collection.name} (splits: {splits}).",
+            f"data must hold a positive judgement, got none in {collection.name} (splits: "
+            f"{splits}).",
         )
     contents = list(collection.contents().values())
     place = {name: i for i, name in enumerate(collection.documents)}

@@ -85,7 +85,8 @@ def test_recipes_are_measured_twice_and_a_failure_is_told(
     rows = {row["recipe"]: row for row in read_csv(file)}
     assert list(rows) == ["splade-pp;batch_size=4", "splade-v2", "splade-v2;learning_rate=1e-3"]
     assert rows["splade-pp;batch_size=4"]["command"] == (
-        "tilefold train --recipe splade-pp --data small --output MODEL --steps 1 --max-length 24 --seed 0 --model tiny "
+        "tilefold train --recipe splade-pp --data small --output MODEL --steps 1 --max-length 24 "
+        "--seed 0 --model tiny "
         "--negatives small-scores.parquet --set batch_size=4"
     )
     measured = ("start_nDCG@10", "document_terms", "search_ms")

@@ -18,7 +18,8 @@ def papers(tmp_path: Path) -> Path:
     folder = tmp_path / "papers"
     (folder / "qrels").mkdir(parents=True)
     (folder / "corpus.csv").write_text(
-        'pk,headline,abstract,year\na,Cats,"They sleep, all day",1998\nb,Dogs,They chase cats,2001\n',
+        'pk,headline,abstract,year\na,Cats,"They sleep, all day",1998\nb,Dogs,They chase '
+        "cats,2001\n",
         encoding="utf-8",
     )
     (folder / "queries.csv").write_text("qid,query\nq1,sleep\n", encoding="utf-8")

@@ -359,7 +359,8 @@ def test_judgements_and_topics_of_trec_are_read(beir: Path) -> None:
     (beir / "queries.jsonl").unlink()
     (beir / "queries.trec").write_text(
         "<top>\n<num> Number: q1\n<title> sleeping\ncats\n<desc> Description:\nwhy\n</top>\n"
-        '<topics><topic number="q2"><query>trees</query><question>which?</question></topic></topics>\n',
+        "<topics><topic "
+        'number="q2"><query>trees</query><question>which?</question></topic></topics>\n',
     )
     assert r.load_beir(beir) == whole
     (beir / "queries.trec").write_text("1\ta query")

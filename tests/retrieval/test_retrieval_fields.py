@@ -143,7 +143,8 @@ def test_processes_that_read_a_large_file_take_the_names_of_its_fields(
         pytest.param(
             {"name": "a", "abstract": "x"},
             r.DocumentFields(),
-            r"with an id \('_id', 'id', .* and a text \('text', 'contents', .*got 'name', 'abstract'"
+            r"with an id \('_id', 'id', .* and a text \('text', 'contents', .*got 'name', "
+            r"'abstract'"
             r".*--id-field.*--text-field",
             id="neither id nor text",
         ),
@@ -355,7 +356,8 @@ def test_contradictory_judgements_are_named_with_all_their_lines(
     at = f"test{suffix}{', row ' if suffix == '.parquet' else ':'}"
     assert "got several of 2 pair(s)" in message
     assert (
-        f"query 'q1' and document 'd1': 1 in {at}{first}, 2 in {at}{first + 2}, 1 in {at}{first + 3}"
+        f"query 'q1' and document 'd1': 1 in {at}{first}, 2 in {at}{first + 2}, 1 in "
+        f"{at}{first + 3}"
     ) in message
     assert f"query 'q2' and document 'd2': 0 in {at}{first + 1}, 3 in {at}{first + 4}" in message
 

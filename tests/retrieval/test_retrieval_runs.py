@@ -356,8 +356,10 @@ def test_bm25_starts_no_jax_which_would_take_the_gpu(tmp_path: Path) -> None:
     (tmp_path / "jax/__init__.py").write_text("print('jax started')")
     (tmp_path / "jax/lax.py").write_text("def top_k(*args): print('jax ran')")
     code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from tilefold.retrieval import BM25Index;"
-        "print(BM25Index.build({'a': 'parse the json'}).search({'q': 'json'}, 1)['q'].keys(), 'jax' in sys.modules)"
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from tilefold.retrieval import "
+        "BM25Index;"
+        "print(BM25Index.build({'a': 'parse the json'}).search({'q': 'json'}, 1)['q'].keys(), "
+        "'jax' in sys.modules)"
     )
     assert run_python(code).split("\n")[0] == "dict_keys(['a']) False"
 
@@ -459,9 +461,11 @@ def test_a_bm25_index_may_lose_all_its_words_and_grow_again(
 def test_importing_the_package_imports_nothing_heavy_and_a_search_of_words_needs_no_torch() -> None:
     code = (
         "import sys, tilefold.retrieval as r; r.Collection; r.evaluate; r.BM25Index; r.build_index;"
-        "heavy = {'torch', 'transformers', 'sentence_transformers', 'pyarrow', 'bm25s', 'ir_measures',"
+        "heavy = {'torch', 'transformers', 'sentence_transformers', 'pyarrow', 'bm25s', "
+        "'ir_measures',"
         " 'seismic', 'matplotlib'} & set(sys.modules);"
-        "print(r.Searcher(r.BM25Index.build({'a': 'json'})).search('json')[0]['id'], 'torch' in sys.modules);"
+        "print(r.Searcher(r.BM25Index.build({'a': 'json'})).search('json')[0]['id'], 'torch' in "
+        "sys.modules);"
         "print(sorted(heavy), all(hasattr(r, name) for name in r.__all__))"
     )
     assert run_python(code).split() == ["a", "False", "[]", "True"]

@@ -152,7 +152,8 @@ def test_a_killed_writer_loses_only_its_last_shard(
     place: str,
 ) -> None:
     code = (
-        "import os, sys, tilefold.retrieval.vectors.shards as s, tilefold.retrieval.vectors.sparse_files as v\n"
+        "import os, sys, tilefold.retrieval.vectors.shards as s, "
+        "tilefold.retrieval.vectors.sparse_files as v\n"
         "writer = v.SparseVectorWriter(sys.argv[1], v.VectorManifest(500, 'f' * 64))\n"
         "rows = v.SparseVectors.from_rows({'d0': {1: 1.0}}, 500, 'f' * 64)\n"
         "writer.write_shard(0, rows)\n"

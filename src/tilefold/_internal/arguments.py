@@ -47,7 +47,8 @@ def list_of(name: str, values: object, *, ordered: bool = True) -> list[Any]:
         raise TypeError(f"{name}: expected a list, got one string; pass [{values!r:.40}].")
     if isinstance(values, Mapping):
         raise TypeError(
-            f"{name}: expected a list, got a mapping ({type(values).__name__}); pass its values() or "
+            f"{name}: expected a list, got a mapping ({type(values).__name__}); pass its values() "
+            "or "
             "its keys().",
         )
     if ordered and isinstance(values, Set) and not isinstance(values, MappingView):
@@ -58,7 +59,8 @@ def list_of(name: str, values: object, *, ordered: bool = True) -> list[Any]:
     dimensions = getattr(values, "ndim", None)
     if isinstance(dimensions, int) and dimensions != 1:
         raise TypeError(
-            f"{name}: expected a list, got a {type(values).__name__} of {dimensions} dimensions; pass "
+            f"{name}: expected a list, got a {type(values).__name__} of {dimensions} dimensions; "
+            "pass "
             "one column or row of it.",
         )
     for method in ("to_pylist", "tolist"):  # of Arrow; of numpy, pandas and torch
@@ -123,7 +125,8 @@ def check_texts_by_id(name: str, texts: object) -> None:
     for identifier, text in texts.items():  # type: ignore[attr-defined]
         if not isinstance(text, str):
             raise TypeError(
-                f"{name}: expected strings as texts, got {_described(text)} for {identifier!r}; pass "
+                f"{name}: expected strings as texts, got {_described(text)} for {identifier!r}; "
+                "pass "
                 "its text, of a Document its contents.",
             )
 

@@ -21,7 +21,8 @@ from filelock import FileLock, Timeout
 LOCK = ".writing.lock"
 # Messages of libraries about a full disk or quota.
 _DISK_FULL = re.compile(
-    r"(?i)no space left|quota exceeded|file too large|requested and \d+ written|os error (28|27|122)\b",
+    r"(?i)no space left|quota exceeded|file too large|requested and \d+ written|os error "
+    r"(28|27|122)\b",
 )
 SCRATCH = ".tilefold.tmp"  # suffix of temporary folders, whose contents are moved when complete
 _ATTEMPTS = 8
@@ -82,7 +83,8 @@ def naming_full_disk(path: Path) -> Iterator[None]:
         ):
             raise
         raise DiskFullError(
-            f"{path}: could not be written, the disk or the quota is full ({' '.join(str(error).split())}). "
+            f"{path}: could not be written, the disk or the quota is full "
+            f"({' '.join(str(error).split())}). "
             "Free some space there, or choose another place; what was complete is kept.",
         ) from error
 
@@ -244,7 +246,8 @@ def check_replaceable(path: Path, own_names: Collection[str], *, overwrite: bool
     remove_leftovers(path)  # of files in it that somebody was writing when killed
     if strange := sorted(entry.name for entry in path.iterdir() if entry.name not in own_names):
         raise FileExistsError(
-            f"{expected} one with other files ({', '.join(strange[:3])}). Choose another path; nothing was overwritten.",
+            f"{expected} one with other files ({', '.join(strange[:3])}). Choose another path; "
+            "nothing was overwritten.",
         )
     if not overwrite and any(path.iterdir()):
         raise FileExistsError(

@@ -77,7 +77,8 @@ def _run(args: list[str], debug: bool) -> int:
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code
         resumable = "Finished work is kept: run the same command again to resume."
         _common.note(
-            f"Interrupted. {resumable if any(check() for check in _common.kept) else 'Nothing was kept.'}",
+            "Interrupted. "
+            f"{resumable if any(check() for check in _common.kept) else 'Nothing was kept.'}",
         )
     return code
 

@@ -54,7 +54,8 @@ def find_model(name: str, option: str) -> str:
     if problem := _hub_problem(name):
         here = f"{PACKAGED} needs no download{cached()}"
         raise UsageError(
-            f"{option}: there is no folder {name}, and {problem}; {here}; train one with: tilefold train",
+            f"{option}: there is no folder {name}, and {problem}; {here}; train one with: tilefold "
+            "train",
         )
     return name
 
@@ -168,7 +169,8 @@ def load_model(
         if kind not in kinds:
             expected = " or ".join(_NAMES[wanted] for wanted in kinds)
             raise UsageError(
-                f"{option}: {name} is {_NAMES[saved]}; expected {expected}. {_remedy(name, kind, kinds)}",
+                f"{option}: {name} is {_NAMES[saved]}; expected {expected}. "
+                f"{_remedy(name, kind, kinds)}",
             )
         try:
             model = untrained_colbert() if late else load_saved(path, saved)
@@ -195,7 +197,8 @@ def limit_length(model: Any, max_length: int | None) -> None:
         return
     if (own := getattr(model, name)) is not None and max_length > own:
         raise UsageError(
-            f"--max-length: expected at most {own}, the tokens that the model reads, got {max_length}.",
+            f"--max-length: expected at most {own}, the tokens that the model reads, got "
+            f"{max_length}.",
         )
     setattr(model, name, max_length)
 
@@ -210,7 +213,8 @@ def load_kind(model: str, kind: str | None, collection: Collection | None) -> tu
     if collection is None:
         remedy = "Save it first: tilefold train --steps 0"
         raise UsageError(
-            f"--model: {model} as a sparse model is made from the documents, by one process. {remedy}",
+            f"--model: {model} as a sparse model is made from the documents, by one process. "
+            f"{remedy}",
         )
     documents = collection.contents()
     what = f"the documents of {collection.name}"

@@ -39,7 +39,8 @@ DENSE_LENGTH = positive(
     "Dense: tokens read of a text, at most; by default as many as the model reads.",
 )
 WHERE = option(
-    "Only documents whose metadata match: lang=de, lang=de,en (one of them), lang!=de, year>=2000, or lang=null "
+    "Only documents whose metadata match: lang=de, lang=de,en (one of them), lang!=de, year>=2000, "
+    "or lang=null "
     "(without the field); may be repeated.",
 )
 
@@ -53,13 +54,15 @@ class PassageOptions(Options):
     passages: Annotated[
         int | None,
         option(
-            "Cut texts into passages of at most so many words; documents are then found by their best one.",
+            "Cut texts into passages of at most so many words; documents are then found by their "
+            "best one.",
         ),
     ] = None
     stride: Annotated[
         int | None,
         option(
-            "Words from the beginning of a passage to that of the next; by default --passages, without overlap.",
+            "Words from the beginning of a passage to that of the next; by default --passages, "
+            "without overlap.",
         ),
     ] = None
     cut: Annotated[
@@ -195,7 +198,8 @@ class RerankOptions(Options):
     rerank: Annotated[
         str | None,
         option(
-            "Rerank by late interaction: token vectors (tilefold encode), or a multi-vector model, which encodes "
+            "Rerank by late interaction: token vectors (tilefold encode), or a multi-vector model, "
+            "which encodes "
             "candidates; minilm takes the token states of the packaged one.",
         ),
     ] = None
@@ -285,7 +289,8 @@ class FeedbackOptions(Options):
     prf_equal_lengths: Annotated[
         bool | None,
         option(
-            "Bring documents' vectors to the query's length first; by default for rocchio without weights.",
+            "Bring documents' vectors to the query's length first; by default for rocchio without "
+            "weights.",
             "--prf-equal-lengths/--no-prf-equal-lengths",
         ),
     ] = None
@@ -441,7 +446,8 @@ def load_index(
     try:
         if not check_model(made_by, encoder, model, f"the index {source}"):
             note(
-                f"--index: {source} does not say which model made it, so that {model} could not be compared with it",
+                f"--index: {source} does not say which model made it, so that {model} could not be "
+                "compared with it",
             )
     except ValueError as error:
         if not request.other_model:
@@ -477,7 +483,8 @@ def _load_query_encoder(
         return _models.load_encoder(model)
     if made_by.texts_sha256 is None:
         raise UsageError(
-            f"--model: {model} is the untrained start for the documents of an index, and {source} does not say "
+            f"--model: {model} is the untrained start for the documents of an index, and {source} "
+            "does not say "
             "which those are: give the folder of the model that made it.",
         )
     return _models.load_untrained(made_by.texts_sha256, texts, f"the documents of {source}")
@@ -500,7 +507,8 @@ def _report_precision(made_by: Provenance, encoder: Model, index: Path) -> None:
     precision = inference_precision(encoder)
     if made_by.precision not in (None, precision):
         note(
-            f"{index} was computed in {made_by.precision}, and queries are encoded in {precision} here: "
+            f"{index} was computed in {made_by.precision}, and queries are encoded in {precision} "
+            "here: "
             "scores differ from those of a search in one precision",
         )
 
@@ -511,7 +519,8 @@ def _on(index: Any, device: str | None, path: Path) -> Any:
         return index
     if index.backend not in ("exact", DENSE, LATE):
         raise UsageError(
-            f"--device goes with exact, dense and late indexes; {path} is searched as {index.backend}.",
+            f"--device goes with exact, dense and late indexes; {path} is searched as "
+            f"{index.backend}.",
         )
     try:
         return index.on(device)
@@ -786,6 +795,7 @@ def load_late(
         )
     if not texts:
         raise UsageError(
-            f"{option} with a model encodes the candidates' texts: give the collection with --data.",
+            f"{option} with a model encodes the candidates' texts: give the collection with "
+            "--data.",
         )
     return _models.load_model(source, option, ("multi-vector",))[0], None

@@ -30,7 +30,8 @@ MEASURE_HELP = "Measure in the notation of ir-measures, such as nDCG@10; may be 
 SPLIT_HELP = "Split of the judgements, by default test; may be repeated."
 SAVE_RUN_HELP = "Write the run as a TREC file."
 IDENTICAL_IDS_HELP = (
-    "Hits with the id of the query: ignore them, as BEIR does where queries are documents, or count "
+    "Hits with the id of the query: ignore them, as BEIR does where queries are documents, or "
+    "count "
     "them; by default ignore, unless judgements call one relevant."
 )
 IDENTICAL_IDS = "ignore|count"
@@ -115,7 +116,8 @@ def say_depth(k: int | None, deepest: int, used: object) -> None:
     """
     if k is not None and used is None and k <= deepest:
         note(
-            f"--k {k} changes nothing without --save-run: the measures see {deepest} documents of a query",
+            f"--k {k} changes nothing without --save-run: the measures see {deepest} documents of "
+            "a query",
         )
 
 
@@ -146,7 +148,8 @@ def check_output_file(
         raise UsageError(f"{option}: expected a file, got the folder {path}.")
     if path.resolve() in [each.resolve() for each in inputs if each is not None]:
         raise UsageError(
-            f"{option}: expected a file of its own, got {path}, which the command reads or writes too.",
+            f"{option}: expected a file of its own, got {path}, which the command reads or writes "
+            "too.",
         )
     file_format.check_name(path, option)
     try:
@@ -207,7 +210,8 @@ def load_splits(
         grades = collection.qrels[name].values()
         if hopeless := sum(not any(grade > 0 for grade in judged.values()) for judged in grades):
             note(
-                f"{hopeless} of the {len(grades)} queries of {name} have no relevant document and count as 0",
+                f"{hopeless} of the {len(grades)} queries of {name} have no relevant document and "
+                "count as 0",
             )
     return collection, splits
 
@@ -395,7 +399,8 @@ def score(
 
     if (longest := max(map(len, named.run.values()))) < min(deepest, len(collection.documents)):
         note(
-            f"{named.name}: at most {longest} documents per query, so that a cut-off of {deepest} sees no more",
+            f"{named.name}: at most {longest} documents per query, so that a cut-off of {deepest} "
+            "sees no more",
         )
     tables: dict[str, Table] = {}
     conventions: dict[str, dict[str, float]] = {}
@@ -449,7 +454,8 @@ def changed_by_feedback(
             )
         p = f"p {'<' if change.p_randomisation < 0.001 else '='} {max(0.001, change.p_randomisation):.3f}"
         note(
-            f"{split}: feedback changes {measure} by {mean:+.4f} ({p}, {len(table)} queries), {verdict}",
+            f"{split}: feedback changes {measure} by {mean:+.4f} ({p}, {len(table)} queries), "
+            f"{verdict}",
         )
         found[split] = change.to_dict()
     return found
@@ -509,7 +515,8 @@ def said_of(found: Mapping[str, float]) -> str:
     parts = []
     if found["judged@10"] < 1:
         parts.append(
-            f"{found['judged@10']:.0%} of the first 10 documents are judged, others count as not relevant",
+            f"{found['judged@10']:.0%} of the first 10 documents are judged, others count as not "
+            "relevant",
         )
     if found["negative"]:
         parts.append(f"grades below 0 count as not relevant: {found['negative']:.0f}")

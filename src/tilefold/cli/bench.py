@@ -173,12 +173,14 @@ def bench(request: BenchRequest) -> None:
                 typer.echo(f"{spec.op}: shapes")
                 for case in spec.cases:
                     typer.echo(
-                        f"  {case.name:32} {case.device:5} {case.dtype}{'  quick' if case.quick else ''}",
+                        f"  {case.name:32} {case.device:5} "
+                        f"{case.dtype}{'  quick' if case.quick else ''}",
                     )
                 typer.echo(f"{spec.op}: implementations")
                 for each in spec.implementations:
                     typer.echo(
-                        f"  {each.name:32} {each.kind:9} {', '.join(each.default_on) or 'on request'}",
+                        f"  {each.name:32} {each.kind:9} "
+                        f"{', '.join(each.default_on) or 'on request'}",
                     )
             return
         target = choose_device(request.device)
@@ -318,7 +320,8 @@ class WarmupRequest(Options):
     length: Annotated[
         list[int] | None,
         positive(
-            "Tokens of the longest text of a batch; may be repeated, first that of queries. [32, 256]",
+            "Tokens of the longest text of a batch; may be repeated, first that of queries. [32, "
+            "256]",
         ),
     ] = None
     batch_size: Annotated[

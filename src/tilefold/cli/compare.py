@@ -206,7 +206,8 @@ def compare(request: CompareRequest) -> None:
         return
     _print(collection, request.split, scores, found)
     typer.echo(
-        f"* different at {request.alpha:g}: paired randomisation ({request.resamples:,} sign flips), Holm over {len(found)}",
+        f"* different at {request.alpha:g}: paired randomisation ({request.resamples:,} sign "
+        f"flips), Holm over {len(found)}",
     )
     for name, each in scores.items():
         if said := _scores.said_of(each.conventions[request.split]):
@@ -314,7 +315,8 @@ def _draw(found: Sequence[Difference], tables: Mapping[str, Table], path: Path) 
         axes.set(xlabel=each.over, ylabel=each.run, xlim=limits, ylim=limits)
         mark = "*" if each.different else ""
         axes.set_title(
-            f"{each.measure}: {each.difference.mean:+.4f}{mark}, {each.wins} wins, {each.losses} losses",
+            f"{each.measure}: {each.difference.mean:+.4f}{mark}, {each.wins} wins, {each.losses} "
+            "losses",
         )
     for axes in list(figure.axes)[len(shown) :]:
         axes.remove()

@@ -44,7 +44,8 @@ class DemoRequest(Options):
     minutes: Annotated[
         float | None,
         option(
-            "The largest of four sizes, meant for 3, 5, 10 and 15 minutes on two cores; by default 5.",
+            "The largest of four sizes, meant for 3, 5, 10 and 15 minutes on two cores; by default "
+            "5.",
         ),
     ] = None
     full: Annotated[
@@ -139,7 +140,8 @@ def _step(stages: dict[str, Any], name: str, text: str) -> Iterator[dict[str, An
     seconds = time.monotonic() - started
     stages[name] = {"seconds": seconds, "reused": told["reused"]}
     note(
-        f"  {told['found']}{', ' * bool(told['found'])}{'reused' if told['reused'] else f'{seconds:.1f} s'}",
+        "  "
+        f"{told['found']}{', ' * bool(told['found'])}{'reused' if told['reused'] else f'{seconds:.1f} s'}",
     )
 
 

@@ -86,7 +86,8 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     special_tokens: Annotated[
         bool | None,
         option(
-            "Sparse: keep weights of special tokens such as [CLS], which match in every text (default), or not.",
+            "Sparse: keep weights of special tokens such as [CLS], which match in every text "
+            "(default), or not.",
             "--special-tokens/--no-special-tokens",
             panel="Encoding",
         ),
@@ -181,7 +182,8 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     address: Annotated[
         str | None,
         option(
-            "Ray: host:port of a cluster, auto for the one of this machine; by default this machine.",
+            "Ray: host:port of a cluster, auto for the one of this machine; by default this "
+            "machine.",
             panel="Shards and processes",
         ),
     ] = None
@@ -281,7 +283,8 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
         """Refuse ``--save-minutes`` if several processes encode."""
         refuse_options(
             {"--save-minutes": self.save_minutes != SAVE_MINUTES},
-            "does nothing where several processes share the work, which keep whole shards: leave it out",
+            "does nothing where several processes share the work, which keep whole shards: leave "
+            "it out",
         )
 
 
@@ -334,7 +337,8 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
         encoding = _encoding_of(request, kind)
     if splitter is not None and collection is not None and texts is not None and rank == 0:
         note(
-            f"{len(collection.documents):,} documents in {len(texts):,} passages of at most {request.passages} words",
+            f"{len(collection.documents):,} documents in {len(texts):,} passages of at most "
+            f"{request.passages} words",
         )
     if request.dry_run:
         estimate = _estimate(model, encoding, _source(request.data, texts), request)
@@ -435,7 +439,8 @@ def _print_manifest(manifest: Any, output: Path, as_json: bool) -> None:
     )
     if passages is not None and manifest.truncated.get("count"):
         note(
-            "what was cut off a passage is never found: give --passages fewer words, or another model",
+            "what was cut off a passage is never found: give --passages fewer words, or another "
+            "model",
         )
     facts, summary = _describe_vectors(manifest)
     summary += f": {output}"
@@ -445,7 +450,8 @@ def _print_manifest(manifest: Any, output: Path, as_json: bool) -> None:
     failed = manifest.failed
     if failed:
         lines.append(
-            f"{manifest.n_texts} texts = {manifest.n_documents} encoded + {len(failed)} not encoded",
+            f"{manifest.n_texts} texts = {manifest.n_documents} encoded + {len(failed)} not "
+            "encoded",
         )
     if manifest.kind == "document":
         lines.append(_index_command(manifest.layout, output))
@@ -720,11 +726,15 @@ def _format_estimate(estimate: Estimate) -> str:
     workers = "1 worker" if estimate.workers == 1 else f"{estimate.workers} workers"
     return (
         f"{estimate.texts:,} texts in {estimate.shards:,} shards of {estimate.shard_size:,}\n"
-        f"{estimate.tokens:,} tokens, about ({estimate.tokens_per_text:.0f} each in {estimate.sampled_texts} texts"
+        f"{estimate.tokens:,} tokens, about ({estimate.tokens_per_text:.0f} each in "
+        f"{estimate.sampled_texts} texts"
         f"{refused})\n"
-        f"{_common.size(estimate.gigabytes * 1e9)}, about ({estimate.bytes_per_text:,.0f} bytes each)\n"
+        f"{_common.size(estimate.gigabytes * 1e9)}, about ({estimate.bytes_per_text:,.0f} bytes "
+        "each)\n"
         f"{_common.duration(estimate.hours * 3600)}, about, with {workers} "
         f"({estimate.texts_per_second:,.0f} texts per second each, {estimate.rate_from})\n"
-        "assumed: the other texts are like the sample; workers do not slow one another down. Starting them, loading\n"
-        f"models and reading all texts once ({estimate.reading_seconds:.1f} s here) come on top. Nothing was written."
+        "assumed: the other texts are like the sample; workers do not slow one another down. "
+        "Starting them, loading\n"
+        f"models and reading all texts once ({estimate.reading_seconds:.1f} s here) come on top. "
+        "Nothing was written."
     )

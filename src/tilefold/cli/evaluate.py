@@ -78,7 +78,8 @@ class EvaluateRequest(
     k: Annotated[
         int | None,
         positive(
-            "Documents per query to rerank and to save, by default 100; measures see what they need.",
+            "Documents per query to rerank and to save, by default 100; measures see what they "
+            "need.",
         ),
     ] = None
     measure: Annotated[
@@ -143,7 +144,8 @@ class EvaluateRequest(
         super().validate()
         if (self.run is None) == (self.model is None and self.index is None):
             raise UsageError(
-                "give either --run FILE, or --index (with --model, but for BM25), or a dense --model.",
+                "give either --run FILE, or --index (with --model, but for BM25), or a dense "
+                "--model.",
             )
         if self.index is None:
             self.refuse_index_options("goes with --index")
@@ -482,7 +484,8 @@ class FuseRequest(DocumentFieldOptions):
             refuse_options({"--tune": self.tune}, "chooses the weights, and goes without --weight")
             if len(self.weight) != len(self.run) or not any(self.weight):
                 raise UsageError(
-                    f"--weight: expected one for each of {len(self.run)} runs, not all of them 0, got {self.weight}.",
+                    f"--weight: expected one for each of {len(self.run)} runs, not all of them 0, "
+                    f"got {self.weight}.",
                 )
         if self.tune is None:
             refuse_options({"--in-sample": self.in_sample}, "goes with --tune")

@@ -65,7 +65,8 @@ class ExportRequest(DocumentFieldOptions):
     field_type: Annotated[
         Literal["rank_features", "sparse_vector"] | None,
         option(
-            "opensearch: by default rank_features (exact); sparse_vector is for Seismic, numbers only.",
+            "opensearch: by default rank_features (exact); sparse_vector is for Seismic, numbers "
+            "only.",
         ),
     ] = None
     dots: Annotated[
@@ -213,7 +214,8 @@ def _graph(
     """The result of an export to ONNX, and what is said of it."""
     if model is None or model == _models.PACKAGED:
         raise UsageError(
-            f"--model: expected the folder or name of a sparse model to export, got {model or 'none'}.",
+            "--model: expected the folder or name of a sparse model to export, got "
+            f"{model or 'none'}.",
         )
     from tilefold.recipes import export_onnx
     from tilefold.recipes.loading import quiet_libraries

@@ -32,9 +32,12 @@ LATE = "late"
 SEISMIC = "seismic"
 SAMPLED_QUERIES = 64  # whose recall a late index measures
 _BACKEND_HELP = (
-    "exact (fastest and smallest up to 100,000 documents at least), bm25 (words, no model: give --data), seismic "
-    "(approximate, for much larger collections; encode with --top-k 128 or so), qdrant (exact; to add to "
-    "and delete from; in the folder, or on the server at --url), or late (late interaction: give --tokens)."
+    "exact (fastest and smallest up to 100,000 documents at least), bm25 (words, no model: give "
+    "--data), seismic "
+    "(approximate, for much larger collections; encode with --top-k 128 or so), qdrant (exact; to "
+    "add to "
+    "and delete from; in the folder, or on the server at --url), or late (late interaction: give "
+    "--tokens)."
 )
 
 
@@ -204,14 +207,16 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     overwrite: Annotated[
         bool,
         option(
-            "Replace the index at --output; qdrant: also other vectors in the collection of the server.",
+            "Replace the index at --output; qdrant: also other vectors in the collection of the "
+            "server.",
             "--overwrite",
         ),
     ] = False
     update: Annotated[
         bool,
         option(
-            "Put --vectors (bm25: --data, late: --tokens) into the index at --output, replacing documents of the same id.",
+            "Put --vectors (bm25: --data, late: --tokens) into the index at --output, replacing "
+            "documents of the same id.",
             "--update",
             panel="Changes of an index",
         ),
@@ -389,7 +394,8 @@ def index(request: IndexRequest) -> None:
         changes = _change(request)
         seconds = round(time.monotonic() - started, 3)
         summary = (
-            f"{changes['n_documents']} documents: {changes['written']} written, {changes['deleted']} removed "
+            f"{changes['n_documents']} documents: {changes['written']} written, "
+            f"{changes['deleted']} removed "
             f"in {seconds:.1f} s: {request.output}"
         )
         _common.print_result({**changes, "seconds": seconds}, request.as_json, summary)
@@ -455,7 +461,8 @@ def _check_new(output: Path) -> None:
         described = read_description(output)
     except (DataError, OSError) as error:
         raise CommandError(
-            f"--output: {output} holds an index that cannot be read, and was not overwritten: {error}",
+            f"--output: {output} holds an index that cannot be read, and was not overwritten: "
+            f"{error}",
         ) from error
     raise CommandError(
         f"--output: {output} holds an index already ({described['backend']}, "
@@ -492,7 +499,8 @@ def _build_of_vectors(request: IndexRequest) -> Any:
     if not isinstance(read, retrieval.SparseVectors):
         if backend != "exact":
             raise UsageError(
-                f"--backend: {request.vectors} holds dense vectors, which exact alone searches, got {backend}.",
+                f"--backend: {request.vectors} holds dense vectors, which exact alone searches, "
+                f"got {backend}.",
             )
         return retrieval.DenseIndex.build(read, metadata=metadata)
     if backend == QDRANT:
@@ -501,12 +509,14 @@ def _build_of_vectors(request: IndexRequest) -> Any:
     terms = len(read.indices) / max(1, documents)
     if backend == SEISMIC and documents < SEISMIC_DOCUMENTS:
         note(
-            f"{documents} documents are few for seismic: up to {SEISMIC_DOCUMENTS:,} at least, --backend exact is "
+            f"{documents} documents are few for seismic: up to {SEISMIC_DOCUMENTS:,} at least, "
+            "--backend exact is "
             "built in seconds, smaller, as fast, and misses nothing",
         )
     if backend == SEISMIC and terms > LONG_VECTOR:
         note(
-            f"{terms:.0f} terms per document are many for seismic, whose time and size grow with them: "
+            f"{terms:.0f} terms per document are many for seismic, whose time and size grow with "
+            "them: "
             "tilefold encode --top-k 128 keeps the heaviest",
         )
     return retrieval.build_index(read, backend, metadata=metadata, **seismic_options)
@@ -537,11 +547,13 @@ def _metadata(
     )
     if lacking:
         note(
-            f"--data: {lacking} of the {len(read.ids)} of {vectors} are not in {data}, and have no metadata",
+            f"--data: {lacking} of the {len(read.ids)} of {vectors} are not in {data}, and have no "
+            "metadata",
         )
     if not found:
         note(
-            f"--data: the documents of {data} have no metadata: no fields but an id, a title and a text",
+            f"--data: the documents of {data} have no metadata: no fields but an id, a title and a "
+            "text",
         )
     return found
 
@@ -553,7 +565,8 @@ def _build_late(request: IndexRequest) -> Any:
         store = retrieval.open_tokens(request.queries)
         if store.manifest.kind != "query" or store.manifest.storage == "int8":
             raise UsageError(
-                f"--queries: expected vectors in fp16 of encode --queries, got others in {request.queries}.",
+                "--queries: expected vectors in fp16 of encode --queries, got others in "
+                f"{request.queries}.",
             )
         queries = store.read(list(store.ids)[:SAMPLED_QUERIES])
     with _options.option_errors(
@@ -627,7 +640,8 @@ def _change(request: IndexRequest) -> dict[str, Any]:
         )
     if request.merge and backend in (QDRANT, BM25):
         raise UsageError(
-            f"--merge goes with exact, dense, seismic and late indexes; {output} ({backend}) is of one part.",
+            f"--merge goes with exact, dense, seismic and late indexes; {output} ({backend}) is of "
+            "one part.",
         )
     ids = [] if request.delete is None else _read_ids(request.delete)
     if backend == BM25:

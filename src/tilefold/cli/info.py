@@ -230,11 +230,13 @@ def _operators() -> dict[str, dict[str, Any]]:
 def _print(facts: dict[str, Any]) -> None:
     cpu = facts["cpu"]
     lines = [
-        f"tilefold {facts['tilefold']}, torch {facts['torch']}, Python {facts['python']} on {facts['platform']}",
+        f"tilefold {facts['tilefold']}, torch {facts['torch']}, Python {facts['python']} on "
+        f"{facts['platform']}",
         f"cpu: {cpu['name']}, {cpu['threads']} threads",
     ]
     lines += [
-        f"gpu: {gpu['name']}, capability {gpu['capability']}, {gpu['memory_gib']} GiB, driver {facts['driver']}"
+        f"gpu: {gpu['name']}, capability {gpu['capability']}, {gpu['memory_gib']} GiB, driver "
+        f"{facts['driver']}"
         for gpu in facts["gpus"]
     ] or ["gpu: none that torch can see"]
     typer.echo("\n".join(lines))
@@ -411,16 +413,21 @@ def _format_plan(model: str, found: dict[str, Any]) -> str:
         step = found[name]
         steps += (
             f"  at most {step['largest_batch']:,} pairs{how}: {step['fixed_gib']:.1f} GiB and "
-            f"{step['mib_a_pair']:.1f} MiB per pair; {step['largest_in_mini_batches']:,} in mini-batches of "
+            f"{step['mib_a_pair']:.1f} MiB per pair; {step['largest_in_mini_batches']:,} in "
+            "mini-batches of "
             f"{found['mini_batch_size']:,}\n"
         )
     return (
-        f"{model}: {found['parameters'] / 1e6:.0f} million parameters, V = {found['shape']['vocab']:,}\n"
-        f"training SPLADE, documents of {found['length']} and queries of {found['query_length']} tokens, "
+        f"{model}: {found['parameters'] / 1e6:.0f} million parameters, V = "
+        f"{found['shape']['vocab']:,}\n"
+        f"training SPLADE, documents of {found['length']} and queries of {found['query_length']} "
+        "tokens, "
         f"{found['gpu_memory']:g} GiB, bf16 autocast, AdamW:\n{steps}"
         f"encoding {found['documents']:,} documents of {found['terms']:g} terms on one H200: "
-        f"{encoding['texts_per_second_on_an_h200']:,.0f} per second, {encoding['hours']:.3g} hours\n"
+        f"{encoding['texts_per_second_on_an_h200']:,.0f} per second, {encoding['hours']:.3g} "
+        "hours\n"
         f"  {encoding['vector_gigabytes_at_most']:.3g} GB of vectors at most, "
         f"{encoding['exact_index_gigabytes']:.3g} GB in the exact index\n"
-        "worked out from one H200: BERT-base and XLM-R-base (batch, memory), BERT-base (rate); the rest is not measured"
+        "worked out from one H200: BERT-base and XLM-R-base (batch, memory), BERT-base (rate); the "
+        "rest is not measured"
     )

@@ -96,7 +96,8 @@ class MineRequest(_retrievers.IndexOptions, DocumentFieldOptions):
     ranks: Annotated[
         list[str] | None,
         option(
-            f"Ranks to draw from, such as 1-50; by default {RANKS}. May be repeated with --per-query.",
+            f"Ranks to draw from, such as 1-50; by default {RANKS}. May be repeated with "
+            "--per-query.",
         ),
     ] = None
     per_query: Annotated[
@@ -159,7 +160,8 @@ class MineRequest(_retrievers.IndexOptions, DocumentFieldOptions):
         ):
             ways = "--run FILE, --index FOLDER (with --model, but for BM25), --vectors FOLDER with --model"
             raise UsageError(
-                f"give one of {ways}, or a dense --model such as {_models.PACKAGED}, which needs no download.",
+                f"give one of {ways}, or a dense --model such as {_models.PACKAGED}, which needs "
+                "no download.",
             )
 
     def source(self) -> str:
@@ -333,7 +335,8 @@ def _write(
 BM25 = "bm25"
 BATCH_SIZE = 32
 _TEACHER_HELP = (
-    "A cross-encoder, dense, sparse or multi-vector model (folder or Hugging Face name), minilm, bm25, or the folder "
+    "A cross-encoder, dense, sparse or multi-vector model (folder or Hugging Face name), minilm, "
+    "bm25, or the folder "
     "of a BM25 index; may be repeated."
 )
 
@@ -626,7 +629,8 @@ def _report(rows: TrainingRows, output: Path, dropped: int, as_json: bool) -> No
     result |= {"left_out_by_score": dropped, "relevant_first": best / len(rows.queries)}
     if dropped and not as_json:
         note(
-            f"{dropped} rows were left out, as possible false negatives or of queries without another negative",
+            f"{dropped} rows were left out, as possible false negatives or of queries without "
+            "another negative",
         )
     said = f"{len(rows)} rows scored by {', '.join(rows.teachers)}: {output}"
     first = f"{best / len(rows.queries):.0%} of {len(rows.queries)} queries have a relevant document first"

@@ -43,7 +43,8 @@ class SearchCommandRequest(
     queries: Annotated[
         Path | None,
         option(
-            "A file of queries: .jsonl, .parquet, TREC topics (.trec), or a text or id, tab, text per line.",
+            "A file of queries: .jsonl, .parquet, TREC topics (.trec), or a text or id, tab, text "
+            "per line.",
         ),
     ] = None
     demo: Annotated[
@@ -141,7 +142,8 @@ class SearchCommandRequest(
         if self.prf_with is not None and not self.prf_with.is_dir():
             got = "the file" if self.prf_with.exists() else "nothing at"
             raise UsageError(
-                f"--prf-with: search takes a BM25 index, evaluate also a run; got {got} {self.prf_with}.",
+                f"--prf-with: search takes a BM25 index, evaluate also a run; got {got} "
+                f"{self.prf_with}.",
             )
         if self.rerank_depth is not None and self.rerank_depth < self.k:
             raise UsageError(
@@ -159,7 +161,8 @@ class SearchCommandRequest(
             )
         elif self.has_one_query:
             raise UsageError(
-                "--save-run: goes with --queries, or with queries on standard input (-), which have ids.",
+                "--save-run: goes with --queries, or with queries on standard input (-), which "
+                "have ids.",
             )
 
     @property
@@ -213,7 +216,8 @@ def _with_index_of_demo(request: SearchCommandRequest) -> SearchCommandRequest:
     record_file = request.demo / "demo.json"
     if not record_file.is_file():
         raise CommandError(
-            f"no finished demo in {request.demo}: run tilefold demo first, or name --model and --index.",
+            f"no finished demo in {request.demo}: run tilefold demo first, or name --model and "
+            "--index.",
         )
     try:
         record = json.loads(record_file.read_text(encoding="utf-8"))
@@ -257,7 +261,8 @@ def _open_searcher(request: SearchCommandRequest) -> Searcher:
     searcher = _retrievers.open_searcher(request, _common.texts_of(request.data), load_parts)
     if request.by == "passage" and searcher.passages is None:
         raise UsageError(
-            "--by passage goes with an index of passages: tilefold encode, or index, with --passages.",
+            "--by passage goes with an index of passages: tilefold encode, or index, with "
+            "--passages.",
         )
     return searcher
 

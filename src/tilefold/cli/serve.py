@@ -204,7 +204,8 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
                 )
         elif not re.fullmatch(r"[\w.-]+", self.index_name):
             raise UsageError(
-                f"--name: expected letters, digits, dots and dashes, got {self.index_name!r}; it is part of addresses.",
+                f"--name: expected letters, digits, dots and dashes, got {self.index_name!r}; it "
+                "is part of addresses.",
             )
         if self.index is not None and self.model is None and self.tokens is None:
             refuse_options(
@@ -218,7 +219,8 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
             )
         if self.max_client_batch_size > self.max_concurrent_requests:
             raise UsageError(
-                f"--max-client-batch-size: expected at most --max-concurrent-requests ({self.max_concurrent_requests}), "
+                "--max-client-batch-size: expected at most --max-concurrent-requests "
+                f"({self.max_concurrent_requests}), "
                 f"got {self.max_client_batch_size}: such a request would never be taken.",
             )
         if self.tokens is None:
@@ -291,7 +293,8 @@ def serve(request: ServeRequest) -> None:
     except OSError as error:
         why = error.strerror or _common.first_line(error)
         raise CommandError(
-            f"--host, --port: cannot listen on {request.host}:{request.port} ({why}); try --port 0.",
+            f"--host, --port: cannot listen on {request.host}:{request.port} ({why}); try --port "
+            "0.",
         ) from error
     with opened:
         from tilefold.serve.service import Service
@@ -300,7 +303,8 @@ def serve(request: ServeRequest) -> None:
         service = Service(models, limits, request.default_side, searchable)
         if request.host not in _LOOPBACK and key is None:
             note(
-                f"--host: anyone who can reach {request.host} may use this server; set --api-key-file to require a key",
+                f"--host: anyone who can reach {request.host} may use this server; set "
+                "--api-key-file to require a key",
             )
         _run(service, key, opened, request.host, origins)
 
@@ -394,7 +398,8 @@ def _load_with_index(
         if model is None and store is not None:
             refuse_options(
                 {"--max-length": request.max_length},
-                "does nothing with token vectors, whose queries are read as they were: leave it out",
+                "does nothing with token vectors, whose queries are read as they were: leave it "
+                "out",
             )
     words = None if request.bm25 is None else _load_bm25(request.bm25)
     with _options.option_errors(

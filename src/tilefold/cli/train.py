@@ -74,7 +74,8 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     negatives: Annotated[
         Path | None,
         option(
-            "Mined negatives or teacher scores: Parquet of tilefold mine or score, or MS MARCO's triples or JSON.",
+            "Mined negatives or teacher scores: Parquet of tilefold mine or score, or MS MARCO's "
+            "triples or JSON.",
         ),
     ] = None
     model: Annotated[
@@ -107,7 +108,8 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     fill_batches: Annotated[
         bool,
         option(
-            "Fill short batches with pairs that an epoch has had already, as several GPUs always do.",
+            "Fill short batches with pairs that an epoch has had already, as several GPUs always "
+            "do.",
             "--fill-batches",
             panel="Steps and batches",
         ),
@@ -439,7 +441,8 @@ def _tell(result: TrainResult, config: Any, request: TrainRequest) -> None:
     output = request.output
     if result.exploded:
         note(
-            f"warning: the ranking loss rose from {result.first_ranking_loss:.3f} to {result.ranking_loss:.3f}: the "
+            f"warning: the ranking loss rose from {result.first_ranking_loss:.3f} to "
+            f"{result.ranking_loss:.3f}: the "
             "model did not learn; train with a smaller --lr",
         )
     for found in result.truncated:
@@ -464,7 +467,8 @@ def _tell(result: TrainResult, config: Any, request: TrainRequest) -> None:
         loss += f", nDCG@10 {kept['nDCG@10']:.3f} of {result.evaluated} at step {kept['step']:,}, which was kept"
     if result.loss is not None and not (output / PLOT).is_file():
         note(
-            f"the log of the training is {output / LOG}; with matplotlib (tilefold[plot]) there is a plot, too",
+            f"the log of the training is {output / LOG}; with matplotlib (tilefold[plot]) there is "
+            "a plot, too",
         )
     vectors = "TOKENS, then search or evaluate with --rerank TOKENS" if config.late else "VECTORS"
     if result.ranks > 1 and not result.reused:
@@ -508,7 +512,8 @@ def _train(config: Any, request: TrainRequest, cuts: Passages | None, rank: int)
         collection = training_passages(cuts, collection)
         if rank == 0:
             note(
-                f"{whole:,} documents in {len(collection.documents):,} passages of at most {cuts.length} words",
+                f"{whole:,} documents in {len(collection.documents):,} passages of at most "
+                f"{cuts.length} words",
             )
     _common.kept.append(lambda: newest_step(output) is not None)
     before = (
@@ -741,7 +746,8 @@ def _print_page(entry: Entry) -> None:
         "",
     ]
     lines.append(
-        "Fields, their values in JSON, the option that changes each (else --set FIELD=VALUE), and what it is:",
+        "Fields, their values in JSON, the option that changes each (else --set FIELD=VALUE), and "
+        "what it is:",
     )
 
     from tilefold.recipes.catalogue import describe

@@ -43,7 +43,8 @@ def columns_of(scores: Tensor, group: Group) -> Columns:
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
         got = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
         raise TypeError(
-            f"scores must be a floating-point tensor, got {got}; pass the [B, V] output of a sparse encoder.",
+            f"scores must be a floating-point tensor, got {got}; pass the [B, V] output of a "
+            "sparse encoder.",
         )
     if scores.dim() != 2:
         raise ValueError(f"scores must have shape [B, V], got {list(scores.shape)}.")
@@ -55,8 +56,10 @@ def columns_of(scores: Tensor, group: Group) -> Columns:
     if group == "world":
         if mesh.size() != dist.get_world_size():
             raise ValueError(
-                "group must name the ranks that hold other rows where scores are a DTensor on some of the ranks, got "
-                "'world'; pass the group of the data-parallel dimension, for instance mesh['dp'].get_group(), or None.",
+                "group must name the ranks that hold other rows where scores are a DTensor on some "
+                "of the ranks, got "
+                "'world'; pass the group of the data-parallel dimension, for instance "
+                "mesh['dp'].get_group(), or None.",
             )
         group = None  # the mesh is the world, and its ranks hold the same rows
     shards = None if dim is None else mesh.get_group(dim)
@@ -120,7 +123,9 @@ def _distributed_columns(scores: Any) -> tuple[Tensor, Any, int | None] | None:
     ]
     if len(sharded) > 1 or any(scores.placements[dim] != Shard(1) for dim in sharded):
         raise ValueError(
-            "scores must be Shard(1) on at most one dimension of their mesh and Replicate() on the others, got "
-            f"{scores.placements}; rows of data-parallel ranks are plain tensors here, see the argument group.",
+            "scores must be Shard(1) on at most one dimension of their mesh and Replicate() on the "
+            "others, got "
+            f"{scores.placements}; rows of data-parallel ranks are plain tensors here, see the "
+            "argument group.",
         )
     return scores.to_local(), scores.device_mesh, sharded[0] if sharded else None

@@ -179,7 +179,8 @@ def _check_url(url: str) -> None:
         raise ValueError(f"url: expected an address such as http://localhost:8080, got {url!r}.")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ValueError(
-            "url: expected an address without a name, a password or a query in it; a key goes in api_key.",
+            "url: expected an address without a name, a password or a query in it; a key goes in "
+            "api_key.",
         )
 
 

@@ -63,12 +63,14 @@ def packed_softmax_attention(
     """
     if query.dim() != 3 or key.shape != query.shape or value.shape != query.shape:
         raise ValueError(
-            f"query, key and value must have one shape [T, H, D], got {list(query.shape)}, {list(key.shape)} and "
+            f"query, key and value must have one shape [T, H, D], got {list(query.shape)}, "
+            f"{list(key.shape)} and "
             f"{list(value.shape)}; repeat the heads of key and value first.",
         )
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         raise ValueError(
-            f"cu_seqlens must be int32 of shape [B + 1], got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}.",
+            f"cu_seqlens must be int32 of shape [B + 1], got {cu_seqlens.dtype} of shape "
+            f"{list(cu_seqlens.shape)}.",
         )
     if window is not None and window >= max_seqlen - 1:
         window = None
@@ -176,9 +178,12 @@ def _activated_flash_attention() -> str | None:
 def _warn_of_replacement(name: str, reason: str) -> None:
     """Warn, once per reason, that the activated flash attention does not run."""
     warnings.warn(
-        f"The flash attention {name!r}, which was activated in torch, cannot run this packed attention: "
-        f"{reason}. Torch's memory-efficient attention runs instead: the same results within rounding, slower. "
-        "torch.nn.attention.restore_flash_attention_impl() brings torch's own flash attention back.",
+        f"The flash attention {name!r}, which was activated in torch, cannot run this packed "
+        "attention: "
+        f"{reason}. Torch's memory-efficient attention runs instead: the same results within "
+        "rounding, slower. "
+        "torch.nn.attention.restore_flash_attention_impl() brings torch's own flash attention "
+        "back.",
         FallbackWarning,
         stacklevel=5,
     )

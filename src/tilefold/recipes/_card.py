@@ -78,7 +78,8 @@ def describe(
         "## Made with tilefold\n",
         f"| | |\n|---|---|\n{table}",
         _LOAD.format("MultiVectorEncoder" if recipe.late else "SparseEncoder"),
-        f"Settings that differ from those of the recipe's class:\n\n```json\n{json.dumps(settings, indent=1)}\n```\n",
+        "Settings that differ from those of the recipe's "
+        f"class:\n\n```json\n{json.dumps(settings, indent=1)}\n```\n",
         f"Warnings of the training:\n\n{warned}" if warned else "",
         "Losses and terms are means over the last logged steps of training"
         + (

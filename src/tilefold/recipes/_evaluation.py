@@ -29,7 +29,8 @@ def choose(recipe: TrainingSettings, collection: Collection) -> tuple[Any, str, 
         got = ", ".join(sorted(collection.qrels)) or "none"
         remedy = "Add positive judgements to its folder, as qrels/dev.tsv, or name another split."
         raise ValueError(
-            f"evaluate_split: expected pairs of {split!r} in {collection.name!r}, got {got}. {remedy}",
+            f"evaluate_split: expected pairs of {split!r} in {collection.name!r}, got {got}. "
+            f"{remedy}",
         )
     from sentence_transformers.multi_vector_encoder.evaluation import (
         MultiVectorInformationRetrievalEvaluator,

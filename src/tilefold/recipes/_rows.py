@@ -226,7 +226,8 @@ def _check_relevant(rows: TrainingRows, group: Places, positive: Places) -> None
     if 2 * judged < marked:
         got = f"{marked:,} of its queries, of which it calls {judged:,} relevant. Take negatives; this may be a run."
         raise DataError(
-            f"training rows: expected relevant documents as the split 'train' judges them, got {got}",
+            "training rows: expected relevant documents as the split 'train' judges them, got "
+            f"{got}",
         )
 
 

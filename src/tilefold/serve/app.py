@@ -95,7 +95,8 @@ def create_app(
     check_origins(origins)
     if api_key is not None and not api_key.strip():
         raise ValueError(
-            "api_key: expected some text, got an empty one; leave it out for a server without a key.",
+            "api_key: expected some text, got an empty one; leave it out for a server without a "
+            "key.",
         )
 
     @asynccontextmanager

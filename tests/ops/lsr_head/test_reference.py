@@ -33,10 +33,13 @@ def head(hidden: object, weight: object, bias: object = None, **options: object)
 
 TOKENS = [[[10.0], [11.0], [12.0], [13.0]]]
 BY_HAND = {
-    "the largest valid logit": ([[[1.0, 0], [0, 2], [3, 1]]], [[1.0, 0], [0, 1], [1, 1]], None, {}, [3.0, 2.0, 4.0]),
-    "a bias once, after the scale": ([[[1.0], [2.0]]], [[3.0]], [10.0], {"logit_scale": 0.5}, [13.0]),
+    "the largest valid "
+    "logit": ([[[1.0, 0], [0, 2], [3, 1]]], [[1.0, 0], [0, 1], [1, 1]], None, {}, [3.0, 2.0, 4.0]),
+    "a bias once, after the "
+    "scale": ([[[1.0], [2.0]]], [[3.0]], [10.0], {"logit_scale": 0.5}, [13.0]),
     "products alone without a bias": ([[[1.0], [2.0]]], [[3.0]], None, {"logit_scale": 0.5}, [3.0]),
-    "the smallest under a negative scale": ([[[1.0], [-2.0], [5.0]]], [[1.0]], None, {"logit_scale": -1.0}, [2.0]),
+    "the smallest under a negative "
+    "scale": ([[[1.0], [-2.0], [5.0]]], [[1.0]], None, {"logit_scale": -1.0}, [2.0]),
     "minus infinity beats what is masked": (
         [[[5.0], [-math.inf]]], [[1.0]], None, {"attention_mask": [[0, 1]]}, [-math.inf],
     ),
@@ -153,7 +156,8 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"weight": torch.zeros(0, 4), "bias": None}, "V must be at least 1, got V=0 in shape [0, 4]."),
     (
         PACKED_INPUT | {"attention_mask": MASK},
-        "attention_mask must be None with packed input, got a tensor; cu_seqlens already says which rows belong to "
+        "attention_mask must be None with packed input, got a tensor; cu_seqlens already says "
+        "which rows belong to "
         "which sequence.",
     ),
     ({"pooling": "avg"}, "pooling must be one of 'max', 'sum', 'mean', 'cls', 'last', got 'avg'."),
@@ -204,7 +208,8 @@ def test_fp64_is_refused_by_triton_and_tiled_by_auto(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tilefold.ops._shared.impl.triton_installed", lambda: True)
     assert chosen_impl(HIDDEN.double()) == "tiled"
     message = (
-        "hidden must have dtype float16, bfloat16, float32 for impl='triton', got float64; use impl='auto' or "
+        "hidden must have dtype float16, bfloat16, float32 for impl='triton', got float64; use "
+        "impl='auto' or "
         "impl='tiled'."
     )
     refused(

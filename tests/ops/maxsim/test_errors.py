@@ -45,12 +45,14 @@ VALUES = [
     ),
     (
         {"documents": torch.zeros(3, 2, 5, 4), "pairing": "grouped"},
-        "documents must come in one group of equal size for each of the 2 queries for pairing='grouped', got 6 "
+        "documents must come in one group of equal size for each of the 2 queries for "
+        "pairing='grouped', got 6 "
         "documents in shape [3, 2, 5, 4].",
     ),
     (
         {"pairing": "both"},
-        "pairing must be one of 'all', 'aligned', 'grouped', or an integer tensor [P, 2], got 'both'.",
+        "pairing must be one of 'all', 'aligned', 'grouped', or an integer tensor [P, 2], got "
+        "'both'.",
     ),
     ({"pairing": torch.zeros(3, dtype=torch.int64)}, "pairing must have shape [P, 2], got [3]."),
     (
@@ -64,12 +66,14 @@ VALUES = [
     ({"impl": "cuda"}, "impl must be one of 'auto', 'reference', 'tiled', 'triton', got 'cuda'."),
     (
         {"pairing": torch.tensor([[0, 0], [1, 2]])},
-        "pairing must hold indices below the number of documents (2), got 2 in pair 1; drop that pair or fix "
+        "pairing must hold indices below the number of documents (2), got 2 in pair 1; drop that "
+        "pair or fix "
         "its index.",
     ),
     (
         {"pairing": torch.tensor([[-1, 0]])},
-        "pairing must hold indices below the number of queries (2), got -1 in pair 0; drop that pair or fix its index.",
+        "pairing must hold indices below the number of queries (2), got -1 in pair 0; drop that "
+        "pair or fix its index.",
     ),
 ]
 

@@ -409,7 +409,8 @@ def test_offsets_that_are_no_cumulative_lengths(
 ) -> None:
     problem = name + NO_LENGTHS[values].format(unit, tensor)
     said = (
-        f"{name} must start with 0, never fall and end at the number of {unit} T of {tensor}, got {problem}; build it "
+        f"{name} must start with 0, never fall and end at the number of {unit} T of {tensor}, got "
+        f"{problem}; build it "
         "as the cumulative sum of the sequence lengths with a 0 in front."
     )
     refused(ValueError, f"^{re.escape(said)}$", call, torch.tensor(values, dtype=torch.int32), impl)

@@ -116,7 +116,8 @@ def test_a_failure_names_the_tensor_the_error_the_budget_and_the_place() -> None
     out = reference.clone()
     out[1, 2] = 1.5
     text = (
-        r"dweight: relative error 2\.04e-01 is over the gradient budget 2\.0e-05 of float32; furthest at \(1, 2\): "
+        r"dweight: relative error 2\.04e-01 is over the gradient budget 2\.0e-05 of float32; "
+        r"furthest at \(1, 2\): "
         r"1\.5 instead of 1, shape \[2, 3\], 0 not finite\."
     )
     refused(

@@ -74,7 +74,8 @@ def warm_up(
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise RuntimeError(
-            f"model must be on the GPU that will run it, got one on {device}; call model.to('cuda').",
+            f"model must be on the GPU that will run it, got one on {device}; call "
+            "model.to('cuda').",
         )
     with ExitStack() as undo:
         undo.enter_context(torch.cuda.device(device))

@@ -318,7 +318,8 @@ mean_colbert_kd_scores = _colbert(
 xtr_scores = _xtr(
     "xtr_scores",
     "all",
-    "XTR scores (arXiv 2304.01982) of every query with every document: each query token retrieves ``top_k`` tokens.",
+    "XTR scores (arXiv 2304.01982) of every query with every document: each query token retrieves "
+    "``top_k`` tokens.",
 )
 _FROM_ALL = "tokens are retrieved from the whole batch as there."
 xtr_kd_scores = _xtr(

@@ -137,7 +137,8 @@ def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: object) -> lis
         if theta is None or theta.shape != alpha.theta.shape:
             got = "nothing" if theta is None else str(list(theta.shape))
             raise ValueError(
-                f"theta of {name} must have shape {list(alpha.theta.shape)}, got {got} in {name_or_path}.",
+                f"theta of {name} must have shape {list(alpha.theta.shape)}, got {got} in "
+                f"{name_or_path}.",
             )
         with torch.no_grad():
             alpha.theta.copy_(theta)
@@ -270,7 +271,8 @@ class AlphaSchedule(TrainerCallback):
         share = isinstance(until, float) and 0 < until <= 1
         if not share and (isinstance(until, bool) or not isinstance(until, int) or until < 1):
             raise ValueError(
-                f"until must be a share of the steps in (0, 1] or a whole number of them, got {until!r}.",
+                "until must be a share of the steps in (0, 1] or a whole number of them, got "
+                f"{until!r}.",
             )
         if shape not in SHAPES:
             raise ValueError(f"shape must be one of {', '.join(map(repr, SHAPES))}, got {shape!r}.")
@@ -308,7 +310,8 @@ class AlphaSchedule(TrainerCallback):
             raise ValueError("model must be passed to the callback by its trainer, got None.")
         if not runs_entmax(model):
             raise ValueError(
-                "model must run entmax attention, got one that runs none; call use_entmax(model) first.",
+                "model must run entmax attention, got one that runs none; call use_entmax(model) "
+                "first.",
             )
         if has_learned_alpha(model):
             raise ValueError(

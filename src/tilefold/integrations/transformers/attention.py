@@ -55,7 +55,8 @@ def register(name: str = NAME) -> None:
     """
     if "flash" in name:
         raise ValueError(
-            f"name must not contain 'flash', which transformers treats as FlashAttention, got {name!r}.",
+            "name must not contain 'flash', which transformers treats as FlashAttention, got "
+            f"{name!r}.",
         )
     AttentionInterface.register(name, entmax_attention_forward)
     AttentionMaskInterface.register(name, entmax_mask)
@@ -159,7 +160,8 @@ def entmax_attention_forward(
     for name in ("softcap", "s_aux", "position_bias", "head_mask"):
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{name} must be None for entmax attention, got a value; use attn_implementation='eager'.",
+                f"{name} must be None for entmax attention, got a value; use "
+                "attn_implementation='eager'.",
             )
     _remember(module)
     options: dict[str, Any] = {
@@ -178,7 +180,8 @@ def entmax_attention_forward(
         options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     elif attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
-            f"attention_mask must be a padding mask [B, Nk], got {list(attention_mask.shape)}; pass 2D.",
+            f"attention_mask must be a padding mask [B, Nk], got {list(attention_mask.shape)}; "
+            "pass 2D.",
         )
     else:
         options["key_padding_mask"] = attention_mask
@@ -220,7 +223,8 @@ def layer_alpha(module: nn.Module) -> float | Tensor:
     elif own is None and given == LEARNED:
         remedy = "call load_alpha(model, folder) after from_pretrained(folder), or set_alpha(model, 1.5) for another."
         raise ValueError(
-            f"entmax_alpha of {type(module).__name__} is learned and must be loaded, got none; {remedy}",
+            f"entmax_alpha of {type(module).__name__} is learned and must be loaded, got none; "
+            f"{remedy}",
         )
     elif own is None and isinstance(given, (list, tuple)):
         if (layer := getattr(module, "layer_idx", None)) is None or layer >= len(given):

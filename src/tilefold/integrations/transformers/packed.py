@@ -370,7 +370,8 @@ def one_gpu(arguments_class: Any) -> Any:
 
     if not (isinstance(arguments_class, type) and issubclass(arguments_class, TrainingArguments)):
         raise TypeError(
-            f"arguments_class must be transformers.TrainingArguments or derived, got {arguments_class!r}.",
+            "arguments_class must be transformers.TrainingArguments or derived, got "
+            f"{arguments_class!r}.",
         )
 
     class OneGpu(arguments_class):

@@ -107,7 +107,8 @@ def read_json_object(path: Path, remedy: str) -> Json:
     checksum = value.pop(CHECKSUM, None)
     if checksum is not None and checksum != _checksum(value):
         raise DataError(
-            f"{path}: damaged, or edited: its {CHECKSUM} is not that of the rest. {remedy} After an "
+            f"{path}: damaged, or edited: its {CHECKSUM} is not that of the rest. {remedy} After "
+            "an "
             f"edit of your own, remove its {CHECKSUM!r}.",
         )
     return value
@@ -173,7 +174,8 @@ def check_text_ids(what: str, ids: Collection[object]) -> None:
     if "\0" in joined or not is_unicode(joined):
         invalid = next(name for name in ids if "\0" in str(name) or not is_unicode(str(name)))
         raise DataError(
-            f"{what}: expected ids without zero bytes that UTF-8 can hold, got {invalid!r}. Rename it.",
+            f"{what}: expected ids without zero bytes that UTF-8 can hold, got {invalid!r}. Rename "
+            "it.",
         )
 
 

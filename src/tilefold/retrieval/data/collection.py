@@ -46,8 +46,10 @@ _IDS = ("_id", "id")  # where one is the id of a row, the other one is not metad
 _ANSERINI = {"id", "contents", "vector"}  # fields of a line for Anserini; the vector is no metadata
 _BEIR_NAMES = ("corpus.jsonl", "queries.jsonl", "qrels")
 BEIR_LAYOUT = (
-    "A BEIR folder has corpus.jsonl, and for training and evaluation queries.jsonl and qrels/<split>.tsv; .jsonl.gz, "
-    ".csv, .parquet, saved datasets and MS MARCO's collection.tsv, queries.<split>.tsv and qrels.<split>.tsv are read, too."
+    "A BEIR folder has corpus.jsonl, and for training and evaluation queries.jsonl and "
+    "qrels/<split>.tsv; .jsonl.gz, "
+    ".csv, .parquet, saved datasets and MS MARCO's collection.tsv, queries.<split>.tsv and "
+    "qrels.<split>.tsv are read, too."
 )
 
 
@@ -74,7 +76,8 @@ class Document:
         for name, value in (("id", self.id), ("title", self.title), ("text", self.text)):
             if not isinstance(value, str):
                 raise TypeError(
-                    f"{name}: expected a string, got {value!r} ({type(value).__name__}) in document {self.id!r}. Give "
+                    f"{name}: expected a string, got {value!r} ({type(value).__name__}) in "
+                    f"document {self.id!r}. Give "
                     f"str({value!r}), or '' for none.",
                 )
 
@@ -267,7 +270,8 @@ class Collection:
             breaks_table = name in judged and any(mark in name for mark in "\t\r\n")
             if not name or not is_unicode(name) or breaks_table:
                 raise DataError(
-                    "ids: the BEIR layout holds no empty id, and in judgements none with a tab or a "
+                    "ids: the BEIR layout holds no empty id, and in judgements none with a tab or "
+                    "a "
                     f"line break, got {name!r}. Rename it.",
                 )
 
@@ -491,7 +495,8 @@ def _queries_of_splits(files: Sequence[Path]) -> dict[str, str]:
         for name in texts.keys() & file_texts.keys():
             if texts[name] != file_texts[name]:
                 raise DataError(
-                    f"{file}: query {name!r} has another text in a file before. Keep one of the two.",
+                    f"{file}: query {name!r} has another text in a file before. Keep one of the "
+                    "two.",
                 )
         texts.update(file_texts)
     return texts

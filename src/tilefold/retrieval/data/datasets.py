@@ -48,11 +48,16 @@ _SKIP = "__phello__ __pycache__ dist-packages ensurepip idlelib lib-dynload lib2
 # Modules written in C, some with the public module that re-exports them.
 _C_MODULES = (
     "builtins sys posix:os _io:io _thread _asyncio:asyncio _bisect:bisect _bz2:bz2 _codecs:codecs "
-    "_collections:collections _contextvars:contextvars _csv:csv _ctypes:ctypes _datetime:datetime _decimal:decimal "
-    "_elementtree:xml.etree.ElementTree _functools:functools _hashlib:hashlib _heapq:heapq _json:json _lzma:lzma "
-    "_operator:operator _pickle:pickle _queue:queue _random:random _signal:signal _socket:socket _sqlite3:sqlite3 "
-    "_sre:re _ssl:ssl _statistics:statistics _struct:struct _tracemalloc:tracemalloc _weakref:weakref "
-    "_zoneinfo:zoneinfo array atexit binascii cmath errno faulthandler fcntl gc grp itertools marshal math mmap pwd "
+    "_collections:collections _contextvars:contextvars _csv:csv _ctypes:ctypes _datetime:datetime "
+    "_decimal:decimal "
+    "_elementtree:xml.etree.ElementTree _functools:functools _hashlib:hashlib _heapq:heapq "
+    "_json:json _lzma:lzma "
+    "_operator:operator _pickle:pickle _queue:queue _random:random _signal:signal _socket:socket "
+    "_sqlite3:sqlite3 "
+    "_sre:re _ssl:ssl _statistics:statistics _struct:struct _tracemalloc:tracemalloc "
+    "_weakref:weakref "
+    "_zoneinfo:zoneinfo array atexit binascii cmath errno faulthandler fcntl gc grp itertools "
+    "marshal math mmap pwd "
     "pyexpat:xml.parsers.expat resource select syslog termios time unicodedata zlib"
 )
 # Pure-Python twins of C modules, under the name that users know.
@@ -184,7 +189,8 @@ def build_pydocs() -> Collection:
     queries = _summary_queries(texts)
     if not queries:
         raise RuntimeError(
-            f"pydocs: no documented Python sources under {root}. Use another Python, or a BEIR folder.",
+            f"pydocs: no documented Python sources under {root}. Use another Python, or a BEIR "
+            "folder.",
         )
     documents = {}
     for name, text in texts.items():

@@ -122,7 +122,8 @@ def text_columns_of(names: tuple[str, ...], fields: DocumentFields) -> TextColum
     if missing:
         options = ", ".join(_OPTIONS.values())
         raise FieldError(
-            f"expected fields with {' and '.join(missing)}, got {_quoted(names)}. Rename them, or name "
+            f"expected fields with {' and '.join(missing)}, got {_quoted(names)}. Rename them, or "
+            "name "
             f"those that are there: {options} (from Python DocumentFields).",
         )
     return TextColumns(chosen["_id"], chosen.get("title"), chosen["text"])
@@ -157,7 +158,8 @@ def judgement_columns(names: tuple[str, ...]) -> Mapping[str, str]:
             missing.append(f"{field} (or {_quoted(others[:3])})")
     if missing:
         raise FieldError(
-            f"expected the fields {', '.join(missing)}, got {_quoted(names)}. Rename those that are "
+            f"expected the fields {', '.join(missing)}, got {_quoted(names)}. Rename those that "
+            "are "
             "there, or add them.",
         )
     return chosen

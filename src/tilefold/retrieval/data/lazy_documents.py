@@ -145,7 +145,8 @@ class LazyDocuments(Mapping[str, V]):
             unchanged = False
         if not unchanged:
             raise DataError(
-                f"{self.path}: has changed since it was opened, or is gone. Start the command again.",
+                f"{self.path}: has changed since it was opened, or is gone. Start the command "
+                "again.",
             )
 
     def places(self, names: Iterable[str]) -> npt.NDArray[np.int64]:

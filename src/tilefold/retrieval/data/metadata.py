@@ -84,7 +84,8 @@ class Filter:
     def __post_init__(self) -> None:
         if not any(self.conditions()):
             raise ValueError(
-                "where: expected at least one condition, got an empty filter. Leave it out to search all.",
+                "where: expected at least one condition, got an empty filter. Leave it out to "
+                "search all.",
             )
 
     def conditions(self) -> tuple[list[tuple[str, Wanted]], ...]:
@@ -137,7 +138,8 @@ class Filter:
                 both_ranges = isinstance(value, dict) and isinstance(fields[name], dict)
                 if not both_ranges or not value.keys().isdisjoint(fields[name]):
                     raise ValueError(
-                        f"where: expected one condition for {name!r}, got {text!r} too. Join values "
+                        f"where: expected one condition for {name!r}, got {text!r} too. Join "
+                        "values "
                         "by commas.",
                     )
                 value.update(fields[name])
@@ -616,7 +618,8 @@ def check_metadata(stored: Metadata | None, new: Mapping[str, Fields] | None) ->
         return
     raise ValueError(
         f"metadata: expected the fields of the new documents, because the index keeps metadata "
-        f"({', '.join(stored.kinds)}), got none. Without them, filters would not find the documents.",
+        f"({', '.join(stored.kinds)}), got none. Without them, filters would not find the "
+        "documents.",
     )
 
 

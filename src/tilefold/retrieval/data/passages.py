@@ -54,7 +54,8 @@ class Passage(NamedTuple):
         match = _ID.fullmatch(name)
         if match is None:
             raise DataError(
-                f"ids: expected that of a passage, such as 'd#1:0-90', got {name!r}. Make the index again.",
+                f"ids: expected that of a passage, such as 'd#1:0-90', got {name!r}. Make the "
+                "index again.",
             )
         document, number, start, stop = match.groups()
         return cls(document, int(number), int(start), int(stop))

@@ -215,7 +215,8 @@ def _csv_rows(path: Path) -> Iterator[Row]:
             record = next(records, None)
         except csv.Error as error:
             raise DataError(
-                f"{where}: expected comma-separated values (RFC 4180), got ({error}). Put a field with "
+                f"{where}: expected comma-separated values (RFC 4180), got ({error}). Put a field "
+                "with "
                 'a comma, a quote or a line break in quotes, and write a quote in it as "".',
             ) from error
         if record is None:
@@ -228,7 +229,8 @@ def _csv_rows(path: Path) -> Iterator[Row]:
             if len(set(names)) < len(names):
                 twice = next(name for name in names if names.count(name) > 1)
                 raise DataError(
-                    f"{where}: expected names of columns that differ, got {twice!r} twice. Rename one.",
+                    f"{where}: expected names of columns that differ, got {twice!r} twice. Rename "
+                    "one.",
                 )
             continue
         yield where, row_of(record, names, where)
@@ -280,7 +282,8 @@ def _dataset_rows(path: Path, skip: int) -> Iterator[Row]:
     if hasattr(saved, "keys"):  # a DatasetDict
         if len(saved) != 1:
             raise DataError(
-                f"{path}: expected a dataset of one split, got {', '.join(saved)}. Save one of them.",
+                f"{path}: expected a dataset of one split, got {', '.join(saved)}. Save one of "
+                "them.",
             )
         (saved,) = saved.values()
     rows = saved.skip(skip) if skip else saved
@@ -395,7 +398,8 @@ def _topic_rows(path: Path) -> Iterator[Row]:
         yield where, {"_id": number[1] or number[2], "text": html.unescape(on_one_line)}
     if not n_topics:
         raise DataError(
-            f"{path}: expected TREC topics (<top> ... </top>), got {text[:40]!r}. Name a table .tsv.",
+            f"{path}: expected TREC topics (<top> ... </top>), got {text[:40]!r}. Name a table "
+            ".tsv.",
         )
 
 
@@ -529,7 +533,8 @@ def _read_split(
     if not qrels:
         got = f"{len(unknown)} of others, the first in {unknown[0]}" if unknown else "no judgement"
         raise DataError(
-            f"{files[0]}: expected at least one judgement of a known query and document, got {got}.",
+            f"{files[0]}: expected at least one judgement of a known query and document, got "
+            f"{got}.",
         )
     return qrels
 
@@ -614,7 +619,8 @@ def _judged_id(value: object, field: str, where: str) -> str:
         return str(value)
     if not isinstance(value, str):
         raise DataError(
-            f"{where}: expected an id in {field!r}, text or a whole number, got {_shown(value)}. Fix "
+            f"{where}: expected an id in {field!r}, text or a whole number, got {_shown(value)}. "
+            "Fix "
             "that row.",
         )
     return value

@@ -171,7 +171,8 @@ class LateIndex(TorchIndex):
             expected = f"an index of documents that were pooled as {token_blocks.POOLING}"
             got = "one that does not tell how" if pooling is None else f"{pooling}"
             raise DataError(
-                f"{self.files.folder}: expected {expected}, got {got}; new documents would have other "
+                f"{self.files.folder}: expected {expected}, got {got}; new documents would have "
+                "other "
                 "scores. Build the index again, from the token vectors of all documents.",
             )
         return self.build(
@@ -216,7 +217,8 @@ class LateIndex(TorchIndex):
             offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
             if not offsets[-1]:
                 raise ValueError(
-                    f"vectors: expected at least one, got none of {len(ids)} texts. Check the texts.",
+                    f"vectors: expected at least one, got none of {len(ids)} texts. Check the "
+                    "texts.",
                 )
             np.save(made / token_blocks.OFFSETS, offsets)
             np.save(made / token_blocks.SUMS, np.concatenate(sums))

@@ -89,7 +89,8 @@ def merge_vectors(
             if seen.setdefault(name, source) is not source:
                 where = f"{seen[name].folder} and {source.folder}"
                 raise DataError(
-                    f"folders: {name!r} is in {where}. Leave one out, or add to an index: index --update",
+                    f"folders: {name!r} is in {where}. Leave one out, or add to an index: index "
+                    "--update",
                 )
     writer = first.writer(Path(output_dir), overwrite=overwrite)
     for source in sources:
@@ -243,7 +244,8 @@ def _segment(
     theirs: Provenance = getattr(manifest or vectors, "provenance", Provenance())
     if theirs.passages != made_by.passages:
         raise DataError(
-            f"vectors: expected passages {made_by.passages!r} as in the index, got {theirs.passages!r}.",
+            f"vectors: expected passages {made_by.passages!r} as in the index, got "
+            f"{theirs.passages!r}.",
         )
     if "model_fingerprint" in made_by.differs(theirs):
         raise DataError(

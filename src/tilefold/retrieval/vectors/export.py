@@ -145,7 +145,8 @@ def export_opensearch(
         )
     if field_type == "sparse_vector" and tokens is not None:
         raise ValueError(
-            "tokens: expected None with field_type='sparse_vector', whose terms are numbers, got tokens.",
+            "tokens: expected None with field_type='sparse_vector', whose terms are numbers, got "
+            "tokens.",
         )
     if field_type == "sparse_vector" and documents.used.size > _SPARSE_VECTOR_TERMS:
         why = f"modulo {_SPARSE_VECTOR_TERMS:,}, so that some would match in a vocabulary of {documents.used.size:,}"
@@ -317,7 +318,8 @@ def _survey(
     if not documents:
         where = source if isinstance(source, Path) else "vectors"
         raise DataError(
-            f"{where}: expected at least one document, got 0 rows. Encode a collection (tilefold encode).",
+            f"{where}: expected at least one document, got 0 rows. Encode a collection (tilefold "
+            "encode).",
         )
     span = (low if weights else 0.0, high)
     return _Documents(
@@ -339,11 +341,13 @@ def _parts(source: SparseVectors | Path) -> Iterator[SparseVectors]:
 def _text_of(texts: Mapping[str, str], name: str) -> str:
     if (text := texts.get(name)) is None:
         raise DataError(
-            f"texts: expected one per document, got no text for {name!r}. Give the collection encoded.",
+            f"texts: expected one per document, got no text for {name!r}. Give the collection "
+            "encoded.",
         )
     if not is_unicode(text):
         raise DataError(
-            f"texts: expected Unicode, got half a surrogate pair in that of {name!r}. Mend the text.",
+            f"texts: expected Unicode, got half a surrogate pair in that of {name!r}. Mend the "
+            "text.",
         )
     return text
 
@@ -393,7 +397,8 @@ def _name_terms(
     ]
     if same:
         raise DataError(
-            f"tokens: expected a name of its own for every term, got {_some(same)} twice. {_REMEDY}.",
+            f"tokens: expected a name of its own for every term, got {_some(same)} twice. "
+            f"{_REMEDY}.",
         )
     return names
 
@@ -425,7 +430,8 @@ def _check_form(
     if not form.fullmatch(value) or value in taken:
         none_of = f", and none of {', '.join(taken)}" if taken else ""
         raise ValueError(
-            f"{option}: expected letters, digits{more} or _, a letter first{none_of}, got {value!r}.",
+            f"{option}: expected letters, digits{more} or _, a letter first{none_of}, got "
+            f"{value!r}.",
         )
 
 

@@ -17,8 +17,10 @@ __all__ = ["read_token_file"]
 _SHOWN_ARRAYS = 4  # in an error
 
 _LAYOUTS = (
-    "Expected one array [n, D] for each text under its id; or values [T, D] with offsets [N + 1]; or embeddings "
-    "[N, L, D], zero or left out by a mask [N, L] behind a text's end. The latter two may have ids: a list of N"
+    "Expected one array [n, D] for each text under its id; or values [T, D] with offsets [N + 1]; "
+    "or embeddings "
+    "[N, L, D], zero or left out by a mask [N, L] behind a text's end. The latter two may have "
+    "ids: a list of N"
 )
 
 

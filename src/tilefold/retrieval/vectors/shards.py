@@ -272,7 +272,8 @@ def _check_unfinished(folder: Path, earlier: Manifest, manifest: Manifest) -> No
     state = "" if earlier.complete else "an unfinished run of "
     raise FileExistsError(
         f"{folder}: expected a new or empty folder, got one with {state}{earlier.n_documents} "
-        "vectors. Choose another folder, or replace them (overwrite=True); nothing was overwritten.",
+        "vectors. Choose another folder, or replace them (overwrite=True); nothing was "
+        "overwritten.",
     )
 
 
@@ -318,7 +319,8 @@ class ShardWriter(ABC, Generic[M, V]):
         if not isinstance(manifest, self.manifest_type):
             got = type(manifest).__name__
             raise TypeError(
-                f"manifest: expected a {self.manifest_type.__name__}, got {got}. Make one for these vectors.",
+                f"manifest: expected a {self.manifest_type.__name__}, got {got}. Make one for "
+                "these vectors.",
             )
         self.path = Path(path)
         self._manifest_type = type(manifest)
@@ -329,7 +331,8 @@ class ShardWriter(ABC, Generic[M, V]):
         if manifest.shards or manifest.partial or manifest.complete:
             got = f"one that lists {len(manifest.shards)} shard(s)"
             raise ValueError(
-                f"manifest: expected that of a new folder, got {got}. Make a new one with its settings.",
+                f"manifest: expected that of a new folder, got {got}. Make a new one with its "
+                "settings.",
             )
         self._earlier()  # refuses a foreign folder before anything is written there
         self._lock = lock_folder(self.path)
@@ -383,7 +386,8 @@ class ShardWriter(ABC, Generic[M, V]):
         known = None not in (earlier.precision, self.precision)
         if known and earlier.precision != self.precision and not earlier.complete:
             raise DataError(
-                f"{self.path}: holds vectors that were computed in {earlier.precision}, and here the "
+                f"{self.path}: holds vectors that were computed in {earlier.precision}, and here "
+                "the "
                 f"model computes in {self.precision}, which gives other scores. Go on on a machine "
                 f"like the former one, choose another folder, or take {_START_AGAIN}.",
             )

@@ -80,7 +80,8 @@ class SparseVectors:
         if repeated.size:
             position = int(repeated[0])
             raise DataError(
-                f"indices: term {self.indices[position]} is given twice for {self._owner(position)}.",
+                f"indices: term {self.indices[position]} is given twice for "
+                f"{self._owner(position)}.",
             )
 
     def _check(self) -> None:
@@ -314,7 +315,8 @@ def check_buildable(vectors: SparseVectors) -> None:
     if not len(vectors) or not bool((vectors.data > 0).any()):
         got = f"{len(vectors)} vector(s) without"
         raise ValueError(
-            f"vectors: expected at least one vector with a positive weight, got {got}. Check the model.",
+            f"vectors: expected at least one vector with a positive weight, got {got}. Check the "
+            "model.",
         )
 
 

@@ -105,7 +105,8 @@ class TokenVectors:
             check_instance(f"vectors of {name!r}", rows, Tensor, "a tensor [n, D]")
             if rows.dim() != 2 or rows.size(1) != dimension:
                 raise DataError(
-                    f"vectors: expected [n, {dimension}] for {name!r}, got shape {list(rows.shape)}.",
+                    f"vectors: expected [n, {dimension}] for {name!r}, got shape "
+                    f"{list(rows.shape)}.",
                 )
         lengths = torch.tensor([0, *(rows.size(0) for rows in vectors)], dtype=torch.int64)
         offsets = lengths.cumsum(0)
@@ -199,7 +200,8 @@ def check_finite(
     rounded = numbers.half() if storage == "fp16" else numbers
     got = named(ids, offsets, numbers, ~rounded.isfinite())
     raise DataError(
-        f"vectors: expected finite numbers within the range of {storage}, got {got}. Check the model.",
+        f"vectors: expected finite numbers within the range of {storage}, got {got}. Check the "
+        "model.",
     )
 
 
@@ -342,7 +344,8 @@ class TokenStore:
             names = _read_ids(shard_file(folder, shard, verify=False))
             if len(names) != shard["rows"]:
                 raise DataError(
-                    f"{folder / shard['file']}: expected {shard['rows']} texts, got {len(names)}. {REMEDY}",
+                    f"{folder / shard['file']}: expected {shard['rows']} texts, got {len(names)}. "
+                    f"{REMEDY}",
                 )
             for row, name in enumerate(names):
                 if self.ids.setdefault(name, (number, row)) != (number, row):
@@ -381,7 +384,8 @@ class TokenStore:
             actual = (vectors.dimension, vectors.values.dtype, len(vectors), vectors.values.size(0))
             if actual != expected:
                 raise DataError(
-                    f"{file}: expected (D, dtype, texts, vectors) {expected}, got {actual}. {REMEDY}",
+                    f"{file}: expected (D, dtype, texts, vectors) {expected}, got {actual}. "
+                    f"{REMEDY}",
                 )
             _check_finite(vectors, file)
             self._shards[number] = vectors

@@ -44,7 +44,8 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
     padded: dict[str, str] = {}
     for routes in pipelines.values():
         why: str | None = (
-            "a MultiVectorEncoder takes packed tokens with a MultiVectorMask only, and no module is one"
+            "a MultiVectorEncoder takes packed tokens with a MultiVectorMask only, and no module "
+            "is one"
         )
         if not is_multi_vector(model) or all(
             any(_is_mask(module) for module in route) for route in routes

@@ -314,12 +314,14 @@ def collate_ahead(
     for name in ("train_dataset", "eval_dataset"):
         if isinstance(getattr(trainer, name, None), IterableDataset):
             raise ValueError(
-                f"{name} must not be iterable to be collated ahead, got one; use a Dataset with a length.",
+                f"{name} must not be iterable to be collated ahead, got one; use a Dataset with a "
+                "length.",
             )
     if getattr(getattr(trainer, "accelerator", None), "dispatch_batches", None):
         remedy = "leave it out of the trainer's accelerator_config, so that each process makes its own batches."
         raise ValueError(
-            f"dispatch_batches must not be True for batches that are collated ahead, got True; {remedy}",
+            "dispatch_batches must not be True for batches that are collated ahead, got True; "
+            f"{remedy}",
         )
     if switched_off():
         return

@@ -59,7 +59,8 @@ def prefetch(ptr, size):
     capability 9.0.
     """
     tl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, $2, 0, p;"
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, "
+        "$2, 0, p;"
         " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, t; }",
         "=r,l,r",
         [ptr, size],

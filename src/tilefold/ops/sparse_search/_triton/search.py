@@ -44,7 +44,8 @@ def _set(at, value):
 def _add(at, value, product):
     """Add values to words of shared memory where products are positive."""
     tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.f32 p, $3, 0f00000000; @p red.shared.add.u32 [$1], $2; mov.u32 $0, 0; }",
+        "{ .reg .pred p; setp.gt.f32 p, $3, 0f00000000; @p red.shared.add.u32 [$1], $2; mov.u32 "
+        "$0, 0; }",
         "=r,r,r,r",
         [at, value, product],
         dtype=tl.int32,

@@ -239,7 +239,8 @@ class QdrantCollection:
         self._engine.optimize()
         if (found := len(self)) != len(documents):
             raise DataError(
-                f"{self.place}: expected {len(documents)} documents, got {found}. Does another write?",
+                f"{self.place}: expected {len(documents)} documents, got {found}. Does another "
+                "write?",
             )
         self._write(replace(self._record, complete=True))
 
@@ -416,13 +417,16 @@ def _check_options(
     first = [kind for kind in queries.kinds if not (rerank and kind == TOKENS)]
     if rerank and (queries.tokens is None or not first):
         raise ValueError(
-            "rerank: expected queries with tokens, and with sparse or dense vectors for the first stage.",
+            "rerank: expected queries with tokens, and with sparse or dense vectors for the first "
+            "stage.",
         )
     if fusion is None and len(first) > 1:
         raise ValueError(
-            f"fusion: expected one of {', '.join(FUSIONS)} for {' and '.join(first)} vectors, got None.",
+            f"fusion: expected one of {', '.join(FUSIONS)} for {' and '.join(first)} vectors, got "
+            "None.",
         )
     if fusion is not None and len(first) < 2:
         raise ValueError(
-            f"fusion: expected several kinds of vectors to fuse, got {', '.join(first)}. Leave it out.",
+            f"fusion: expected several kinds of vectors to fuse, got {', '.join(first)}. Leave it "
+            "out.",
         )

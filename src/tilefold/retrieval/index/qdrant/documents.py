@@ -75,7 +75,8 @@ class Queries:
                 pairs = zip(vectors.ids, self.ids, strict=False)
                 got = next((own for own, wanted in pairs if own != wanted), len(vectors.ids))
                 raise DataError(
-                    f"{name}: expected the ids of the {len(self.ids)} others in their order, got {got!r}.",
+                    f"{name}: expected the ids of the {len(self.ids)} others in their order, got "
+                    f"{got!r}.",
                 )
         if self.dense is not None:
             self.dense = _finite(self.dense, self.ids)
@@ -114,11 +115,13 @@ class Queries:
         for kind, size in self._sizes.items():
             if (wanted := layout.sizes[kind]) is None:
                 raise DataError(
-                    f"{what}: {place} has no {kind} vectors, got some. It has: {', '.join(layout.kinds)}.",
+                    f"{what}: {place} has no {kind} vectors, got some. It has: "
+                    f"{', '.join(layout.kinds)}.",
                 )
             if size != wanted:
                 raise DataError(
-                    f"{what}: expected {kind} vectors of length {wanted} as in {place}, got {size}.",
+                    f"{what}: expected {kind} vectors of length {wanted} as in {place}, got "
+                    f"{size}.",
                 )
 
     def vectors(self, row: int) -> Json:
@@ -180,7 +183,8 @@ class Documents(Queries):
             if kind not in self.kinds:
                 got = ", ".join(self.kinds)
                 raise DataError(
-                    f"documents: {place} keeps {kind} vectors, got only {got}. Give those of all as well.",
+                    f"documents: {place} keeps {kind} vectors, got only {got}. Give those of all "
+                    "as well.",
                 )
         check_models(layout.models, self.models, place)
         self._check_integers(layout)
@@ -276,7 +280,8 @@ def _finite(dense: object, ids: list[str]) -> Dense:
     array = np.ascontiguousarray(array, dtype=np.float32)
     for row, column in np.argwhere(~np.isfinite(array))[:1]:
         raise DataError(
-            f"dense: expected finite numbers, got {array[row, column]} for {ids[row]!r}. Check the model.",
+            f"dense: expected finite numbers, got {array[row, column]} for {ids[row]!r}. Check the "
+            "model.",
         )
     return array
 

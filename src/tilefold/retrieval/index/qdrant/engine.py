@@ -74,7 +74,8 @@ class Layout:
         for name, kind in self.fields.items():
             if kind not in FIELDS or name == ID:
                 raise ValueError(
-                    f"fields: expected a name and one of {', '.join(FIELDS)}, got {name!r}: {kind!r}.",
+                    f"fields: expected a name and one of {', '.join(FIELDS)}, got {name!r}: "
+                    f"{kind!r}.",
                 )
             check_field(name, "fields")
 

@@ -128,7 +128,8 @@ class QdrantIndex:
         if url is not None:
             if folder is not None:
                 raise ValueError(
-                    f"folder: expected either a folder or the url of a server, got both, {folder!r}.",
+                    "folder: expected either a folder or the url of a server, got both, "
+                    f"{folder!r}.",
                 )
             return cls._on_server(url, documents, layout, report, options)
         for name in _OF_SERVERS:
@@ -253,7 +254,8 @@ class QdrantIndex:
         for name, value in address.items():
             if not isinstance(value, str) and any(other is not None for other in address.values()):
                 raise DataError(
-                    f"{path}: expected a text as {name} of the options, got {value!r:.80}. {REMEDY}",
+                    f"{path}: expected a text as {name} of the options, got {value!r:.80}. "
+                    f"{REMEDY}",
                 )
         url, name = address.values()
         opened = (
@@ -267,7 +269,8 @@ class QdrantIndex:
                 else "one whose build is not finished"
             )
             raise DataError(
-                f"{opened.place}: expected the collection of {path}, got {what}. Run tilefold index again.",
+                f"{opened.place}: expected the collection of {path}, got {what}. Run tilefold "
+                "index again.",
             )
         return cls(opened, folder=folder) if url is None else cls(opened, address=address)
 

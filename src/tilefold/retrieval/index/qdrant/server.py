@@ -73,7 +73,8 @@ class ServerEngine(Engine):
         parts = urlsplit(url) if isinstance(url, str) else urlsplit("")
         if parts.username or parts.password or parts.query:
             raise ValueError(
-                f"url: expected an address without a key in it; give that as {KEY_VARIABLE} or api_key.",
+                f"url: expected an address without a key in it; give that as {KEY_VARIABLE} or "
+                "api_key.",
             )
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url: expected http://host:6333 or https://host, got {url!r}.")
@@ -82,7 +83,8 @@ class ServerEngine(Engine):
         self._key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE) or None
         if self._key is not None and not _KEY.fullmatch(self._key):
             raise ValueError(
-                f"api_key: expected printable ASCII, no spaces (or {KEY_VARIABLE}), got other text.",
+                f"api_key: expected printable ASCII, no spaces (or {KEY_VARIABLE}), got other "
+                "text.",
             )
         if self._key and parts.scheme == "http" and not _is_loopback(parts.hostname):
             warnings.warn(
