@@ -135,7 +135,7 @@ def test_gradients_do_not_depend_on_who_counts(
     inputs = lsr_head_inputs(2, 21, 16, 100, layout=layout, dtype=DTYPE, device=kernels.device)
     expected = lsr_head_results(inputs, needs=("hidden",), impl="triton")
     HEAD.calls.clear()
-    monkeypatch.setattr(plans, "MAX_ADDED", 0)
+    monkeypatch.setattr(plans, "MAX_COUNTS_ADDED_IN_KERNEL", 0)
     same(lsr_head_results(inputs, needs=("hidden",), impl="triton"), expected)
 
 

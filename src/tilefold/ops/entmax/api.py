@@ -138,7 +138,9 @@ def _rows(dim: int, tensors: EntmaxTensors) -> EntmaxTensors:
     moved = x.movedim(dim, -1)
     *outer_shape, row_length = moved.shape
     if alpha is not None:
-        alpha = alpha.view(_padded_shape(alpha, x.dim()))
+        # Leading dimensions of size 1, as broadcasting adds them. The line is repeated from
+        # `_padded_shape` because a repeated call enters as few functions as possible.
+        alpha = alpha.view((1,) * (x.dim() - alpha.dim()) + tuple(alpha.shape))
         alpha = alpha.movedim(dim, -1).expand(*outer_shape, 1).reshape(-1)
     return EntmaxTensors(moved.reshape(math.prod(outer_shape), row_length), alpha)
 

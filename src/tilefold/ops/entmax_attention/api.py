@@ -180,18 +180,19 @@ def entmax_attention(
     seed = None
     if type(dropout_p) is not float or dropout_p != 0:
         seed = _seed(q, dropout_p, generator)
+    learned_alpha = alpha if isinstance(alpha, Tensor) else None
     tensors = AttentionTensors(
         q=q,
         k=k,
         v=v,
-        alpha=alpha if isinstance(alpha, Tensor) else None,
+        alpha=learned_alpha,
         key_padding_mask=key_padding_mask,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seed=seed,
     )
     raw_options = (
-        0.0 if isinstance(alpha, Tensor) else alpha,
+        alpha if learned_alpha is None else 0.0,
         causal,
         window,
         scale,

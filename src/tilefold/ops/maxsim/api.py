@@ -171,6 +171,7 @@ def maxsim(
     else:
         document_rows = documents
         document_scale = None
+    pairs = pairing if isinstance(pairing, Tensor) else None
     tensors = MaxSimTensors(
         queries=queries,
         documents=document_rows,
@@ -178,11 +179,11 @@ def maxsim(
         document_mask=document_mask,
         cu_queries=cu_seqlens_q,
         cu_documents=cu_seqlens_d,
-        pairs=pairing if isinstance(pairing, Tensor) else None,
+        pairs=pairs,
         document_scale=document_scale,
     )
     raw_options = (
-        None if isinstance(pairing, Tensor) else pairing,
+        pairing if pairs is None else None,
         reduction,
         mask_mode,
         temperature,
