@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.program import Call, done, fails, measured, write_articles
+from tilefold import retrieval as r
 from tilefold.retrieval.index.opening import open_index
 
 BM25, EXACT, QDRANT, LATE = "bm25", "exact", "qdrant", "late"
@@ -255,3 +256,48 @@ def test_new_documents_come_with_their_metadata_into_an_index_that_keeps_some(
     done(call(*update, "--data", "new-articles.jsonl"))
     hits = measured(call(*search, "--json"))["hits"]
     assert "k0" in {hit["id"] for hit in hits}
+
+
+def evaluation(folder: Path) -> tuple[str | Path, ...]:
+    """A command that evaluates a new BM25 index, ``index`` in the folder."""
+    documents = {"a": r.Document("a", "", "hot tea"), "b": r.Document("b", "", "ships")}
+    collection = r.Collection("tea", documents, {"q": "tea"}, {"test": {"q": {"a": 1}}})
+    collection.save_beir(folder / "data")
+    r.BM25Index.build(collection.contents()).save(folder / "index")
+    return ("evaluate", "--data", folder / "data", "--index", folder / "index")
+
+
+@pytest.mark.parametrize("name", ["index", "vectors"])
+def test_no_file_is_written_into_an_index_or_a_folder_of_vectors(
+    call: Call,
+    tmp_path: Path,
+    name: str,
+) -> None:
+    evaluate = evaluation(tmp_path)
+    r.write_vectors(r.SparseVectors.from_rows({"a": {1: 1.0}}, 10), tmp_path / "vectors")
+    folder = tmp_path / name
+    before = contents(folder)
+    for file in (*before, "new.trec", "below/new.trec"):
+        message = "--save-run: expected a file outside indexes and folders of vectors"
+        fails(call(*evaluate, "--overwrite", "--save-run", folder / file), 2, message)
+    assert contents(folder) == before and not (folder / "below").exists()
+
+
+def test_a_file_is_written_next_to_a_manifest_of_another_program(
+    call: Call,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
+    done(call(*evaluation(tmp_path), "--save-run", tmp_path / "run.trec"))
+    assert (tmp_path / "run.trec").is_file()
+
+
+def test_an_update_of_bm25_without_metadata_is_noted(call: Call, tmp_path: Path) -> None:
+    old = tmp_path / "old.jsonl"
+    new = tmp_path / "new.tsv"
+    index = tmp_path / "index"
+    old.write_text('{"_id": "a", "text": "hot tea", "year": 1999}\n')
+    new.write_text("a\tcold tea\n")
+    done(call("index", "--backend", BM25, "--data", old, "--output", index))
+    updated = done(call("index", "--update", "--data", new, "--output", index))
+    assert f"--data: the documents of {new} have no metadata" in " ".join(updated.err.split())

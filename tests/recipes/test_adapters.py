@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.recipes.small import (
     TEXTS,
@@ -22,6 +23,7 @@ from tests.recipes.small import (
 )
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.recipes import SpladeRecipe, train
+from tilefold.recipes.adaptation import AdaptationRecipe, adapt
 from tilefold.recipes.adapters import check_trainable, count_weights, merge_adapters
 
 peft = pytest.importorskip("peft")
@@ -226,3 +228,28 @@ def test_a_model_of_which_nothing_would_be_trained_is_refused(masked: str) -> No
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="must have weights to train, got a model whose"):
         check_trainable(model)
+
+
+def test_a_loaded_adapter_is_trained_by_adaptation(causal: str, tmp_path: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(causal)
+    network.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    network.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(causal)
+    loaded.load_adapter(str(tmp_path))
+    before = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
+    recipe = AdaptationRecipe(
+        steps=2,
+        batch_size=2,
+        length=16,
+        learning_rate=1e-2,
+        warmup_steps=0,
+        chunk=8,
+        bf16=False,
+    )
+    adapt(loaded, AutoTokenizer.from_pretrained(causal), TEXTS * 4, recipe)
+    changed = [
+        name
+        for name, tensor in loaded.state_dict().items()
+        if not torch.equal(tensor, before[name])
+    ]
+    assert changed and all("lora_" in name for name in changed)

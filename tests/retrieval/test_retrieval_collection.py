@@ -725,3 +725,13 @@ def test_a_folder_is_read_at_its_corpus_and_malformed_lines_are_named(corpus: Pa
     refused(DataError, "'text' must be a string", load, corpus)
     corpus.write_text("5\n")
     refused(DataError, r"corpus\.jsonl:1: expected one JSON object per line, got int", load, corpus)
+
+
+def test_a_document_under_another_key_than_its_id_is_refused(tmp_path: Path) -> None:
+    documents = {"a": r.Document("same", "", "x"), "b": r.Document("same", "", "y")}
+    with pytest.raises(ValueError, match=r"Document\.id 'same' under the key 'a'"):
+        r.Collection("c", documents, {}, {})
+    collection = r.Collection("c", {"a": "x"}, {}, {})
+    collection.documents["b"] = r.Document("a", "", "y")
+    with pytest.raises(ValueError, match=r"Document\.id 'a' under the key 'b'"):
+        collection.save_beir(tmp_path / "data")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tilefold import retrieval
-from tilefold._internal.files import atomic_file
+from tilefold._internal.files import atomic_file, read_json
 from tilefold.cli import _common
 from tilefold.cli._common import CommandError, UsageError, note
 from tilefold.retrieval.common.provenance import Provenance, texts_digest
@@ -35,6 +35,7 @@ IDENTICAL_IDS_HELP = (
     "them; by default ignore, unless judgements call one relevant."
 )
 IDENTICAL_IDS = "ignore|count"
+FOLDER_MANIFESTS = ("index.json", "manifest.json")  # of an index, and of a folder of vectors
 SMALLEST = 1 << 20  # bytes of a file of which single documents are read
 
 
@@ -138,8 +139,8 @@ def check_output_file(
         overwrite: replace a file that exists.
 
     Raises:
-        UsageError: if `path` is a folder, one of the inputs, cannot be written, or has the ending
-            of another format.
+        UsageError: if `path` is a folder, one of the inputs, inside an index or a folder of
+            vectors, cannot be written, or has the ending of another format.
         CommandError: if the file exists, without `overwrite`.
     """
     if path is None:
@@ -151,6 +152,7 @@ def check_output_file(
             f"{option}: expected a file of its own, got {path}, which the command reads or writes "
             "too.",
         )
+    _check_not_inside_index(path, option)
     file_format.check_name(path, option)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,6 +167,21 @@ def check_output_file(
             f"{option}: {path} exists. Give --overwrite to replace it, or another name; "
             "nothing was overwritten.",
         )
+
+
+def _check_not_inside_index(path: Path, option: str) -> None:
+    """Raise UsageError for a file inside an index or a folder of vectors.
+
+    It could replace a part of them; a command that replaces such a folder would remove it.
+    """
+    for folder in path.resolve().parents:
+        for manifest in FOLDER_MANIFESTS:
+            # a schema tells them from other programs' files of these names
+            if "schema_version" in (read_json(folder / manifest) or {}):
+                raise UsageError(
+                    f"{option}: expected a file outside indexes and folders of vectors, got {path} "
+                    f"in {folder}, which holds {manifest}. Choose another folder.",
+                )
 
 
 def files_of_collection(data: str) -> list[Path]:

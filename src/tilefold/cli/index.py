@@ -551,11 +551,16 @@ def _metadata(
             "metadata",
         )
     if not found:
-        note(
-            f"--data: the documents of {data} have no metadata: no fields but an id, a title and a "
-            "text",
-        )
+        _note_missing_metadata(data)
     return found
+
+
+def _note_missing_metadata(data: str) -> None:
+    """Note that the documents of ``--data`` have no metadata."""
+    note(
+        f"--data: the documents of {data} have no metadata: no fields but an id, a title and a "
+        "text",
+    )
 
 
 def _build_late(request: IndexRequest) -> Any:
@@ -699,8 +704,11 @@ def _change_words(request: IndexRequest, names: Sequence[str]) -> dict[str, Any]
                 if cut is None
                 else Passages.parse(cut).of(collection.documents)
             )
+        metadata = {} if collection is None else collection.metadata()
+        if data is not None and index.metadata is not None and not metadata:
+            _note_missing_metadata(data)  # that of documents they replace is lost
         deleted = len(ids_to_delete(index.ids, set(names), (), cut))
-        changed = index.updated(texts, names, {} if collection is None else collection.metadata())
+        changed = index.updated(texts, names, metadata)
         changed.save(output, overwrite=True)
     return {"n_documents": changed.n_documents, "written": len(texts), "deleted": deleted}
 

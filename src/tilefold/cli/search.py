@@ -156,7 +156,7 @@ class SearchCommandRequest(
         if self.save_run is None:
             refuse_options({"--overwrite": self.overwrite}, "goes with --save-run")
             refuse_options(
-                {"--ignore-identical-ids:": self.ignore_identical_ids},
+                {"--ignore-identical-ids": self.ignore_identical_ids},
                 "goes with --save-run, whose queries have ids",
             )
         elif self.has_one_query:

@@ -19,6 +19,7 @@ from tilefold.recipes._settings import (
     integer,
 )
 from tilefold.recipes._training import Losses, Progress
+from tilefold.recipes.adapters import train_adapters_of_network
 from tilefold.recipes.loading import supports_bf16
 
 _DYING = 0.5
@@ -94,7 +95,8 @@ def adapt(
     bidirectional model is refused: it would see the token it predicts.
 
     Args:
-        network: a transformers ``...ForCausalLM``, adapters included, of this `tokenizer`.
+        network: a transformers ``...ForCausalLM``, adapters included, of this `tokenizer`. Its
+            active adapters are made trainable, which transformers freezes when it loads them.
         texts: of the collection, or of any corpus; they are packed into blocks.
         progress: called as ``progress(step, steps, losses)`` after every step.
 
@@ -122,6 +124,7 @@ def adapt(
             f"adapt trains in one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}; {remedy}",
         )
     blocks = pack_texts(tokenizer, texts, recipe.length)
+    train_adapters_of_network(network)
     seen: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="tilefold-adaptation-") as folder:
         arguments = one_gpu(TrainingArguments)(

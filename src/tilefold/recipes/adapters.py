@@ -24,14 +24,19 @@ def train_adapters(model: Model) -> tuple[str, ...]:
     """
     names: list[str] = []
     for network in _trained_networks(model):
-        if not getattr(network, "_hf_peft_config_loaded", False):
-            continue
-        active = network.active_adapters()
-        network.set_adapter(active)
-        for name in active:
-            _train_biases(network, getattr(network.peft_config[name], "bias", "none"))
-        names += active
+        names += train_adapters_of_network(network)
     return tuple(dict.fromkeys(names))
+
+
+def train_adapters_of_network(network: Network) -> list[str]:
+    """Make the active adapters of a transformers model trainable, and return their names."""
+    if not getattr(network, "_hf_peft_config_loaded", False):
+        return []
+    active: list[str] = network.active_adapters()
+    network.set_adapter(active)
+    for name in active:
+        _train_biases(network, getattr(network.peft_config[name], "bias", "none"))
+    return active
 
 
 def _train_biases(network: Network, biases: str) -> None:

@@ -173,6 +173,7 @@ class Collection:
         check_mapping("qrels", self.qrels, "split -> query id -> grades by document")
         if isinstance(self.documents, dict):  # other mappings check ids as they read a file
             check_text_ids("documents", self.documents)
+            _check_keys_are_ids(self.documents)
         check_text_ids("queries", self.queries)
         for split, qrels in self.qrels.items():
             check_mapping(f"qrels[{split!r}]", qrels, "query id -> grades by document")
@@ -274,6 +275,19 @@ class Collection:
                     "a "
                     f"line break, got {name!r}. Rename it.",
                 )
+
+
+def _check_keys_are_ids(documents: Mapping[str, Document]) -> None:
+    """Raise ``ValueError`` for a document under another key than its id.
+
+    Two documents with one id would be one in a corpus file.
+    """
+    for key, document in documents.items():
+        if document.id != key:
+            raise ValueError(
+                f"documents: expected each document under its id, got Document.id {document.id!r} "
+                f"under the key {key!r}. Use the same id for both.",
+            )
 
 
 def _beir_row(document: Document) -> Json:
