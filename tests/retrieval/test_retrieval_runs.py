@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -8,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import Stemmer
 
 from tests.refusals import refused
 from tests.test_imports import run_python
 from tilefold import retrieval as r
+from tilefold._internal.lazy import package_version
 from tilefold.retrieval.common.provenance import Provenance, texts_digest
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.evaluation.measures import (
@@ -19,6 +22,7 @@ from tilefold.retrieval.evaluation.measures import (
     choose_weights,
     read_trec_provenance,
 )
+from tilefold.retrieval.index import bm25
 from tilefold.retrieval.index.bm25 import BM25Options, Tokenizer
 
 A = {"q": {"x": 3.0, "y": 1.0}}
@@ -362,6 +366,69 @@ def test_bm25_starts_no_jax_which_would_take_the_gpu(tmp_path: Path) -> None:
         "'jax' in sys.modules)"
     )
     assert run_python(code).split("\n")[0] == "dict_keys(['a']) False"
+
+
+class OtherStemmer:
+    """A stemmer of another release, which stems nothing."""
+
+    def __init__(self, language: str) -> None:
+        self.language = language
+
+    def stemWord(self, word: str) -> str:  # noqa: N802 (PyStemmer's name)
+        return word
+
+
+def test_a_stored_bm25_index_refuses_a_stemmer_that_gives_other_stems(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = r.BM25Index.build({"a": "tea kettles", "b": "cup"})
+    index.save(tmp_path / "built")
+    index.updated({"c": "boiling"}).save(tmp_path / "updated")
+    r.BM25Index.build({"a": "cup"}).updated({"c": "boiling"}).save(tmp_path / "grown")
+    r.BM25Index.build({"a": "tea kettles"}, language="none").save(tmp_path / "unstemmed")
+    for name in ("built", "updated", "grown"):
+        assert r.BM25Index.load(tmp_path / name).n_documents > 1
+    built_with = package_version("PyStemmer")
+    monkeypatch.setattr(Stemmer, "Stemmer", OtherStemmer)
+    monkeypatch.setattr(bm25, "package_version", lambda name: "9.9")
+    for name in ("built", "updated", "grown"):
+        refused(
+            DataError,
+            rf"{name}: expected the stem .* PyStemmer {re.escape(built_with)} .* from PyStemmer "
+            r"9\.9, .* Build the index again",
+            r.BM25Index.load,
+            tmp_path / name,
+        )
+    assert r.BM25Index.load(tmp_path / "unstemmed").search({"q": "kettles"}, 1)["q"]
+
+
+def test_a_stored_bm25_index_keeps_its_stop_words(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    documents = {"a": "the tea", "b": "cup"}
+    r.BM25Index.build(documents).save(tmp_path / "index")
+    monkeypatch.setattr("bm25s.stopwords.STOPWORDS_EN", ("tea",))
+    stored = r.BM25Index.load(tmp_path / "index")
+    for index in (stored, stored.updated({"c": "the kettle"})):
+        assert list(index.search({"q": "tea"}, 3)["q"]) == ["a"]
+        assert not index.search({"q": "the"}, 3)["q"]
+
+
+def test_a_bm25_index_of_an_earlier_release_has_no_record_of_its_stemmer_and_loads(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "index"
+    r.BM25Index.build({"a": "tea kettles"}).save(folder)
+    manifest = json.loads((folder / "index.json").read_text())
+    del manifest["files"]["stemming.json"]
+    del manifest["checksum"]
+    (folder / "index.json").write_text(json.dumps(manifest))
+    (folder / "stemming.json").unlink()
+    index = r.BM25Index.load(folder).updated({"b": "kettle"})
+    index.save(folder, overwrite=True)
+    assert set(r.BM25Index.load(folder).search({"q": "kettles"}, 2)["q"]) == {"a", "b"}
 
 
 def test_words_identifiers_stems_and_unspaced_scripts_are_cut_as_documented() -> None:

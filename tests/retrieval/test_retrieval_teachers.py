@@ -176,6 +176,24 @@ def test_bi_encoders_and_bm25_give_their_own_similarities(
     assert 0 in expected and max(expected) > 1
 
 
+def test_saved_scores_of_an_updated_bm25_index_are_not_those_of_another(
+    rows: TrainingRows,
+    tmp_path: Path,
+) -> None:
+    index = r.BM25Index.build(COLLECTION.contents())
+    query = COLLECTION.queries[rows.queries[0]]
+    updated = index.updated({"more": query})
+    updated_again = updated.updated({"even-more": query})
+    score_lists = [
+        score_rows(Teacher("bm25", "bm25", model), rows, COLLECTION, tmp_path / "work")
+        for model in (updated, updated_again)
+    ]
+    assert not np.array_equal(*score_lists)
+    updated_again.save(tmp_path / "index")
+    loaded = r.BM25Index.load(tmp_path / "index")
+    assert loaded.content_digest() == updated_again.content_digest()
+
+
 def test_equal_texts_are_scored_alike(tmp_path: Path) -> None:
     collection = small_collection()
     twin = collection.documents["d0"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,20 +15,38 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._internal.arguments import check_k, check_share, check_texts_by_id, list_of_ids
+from tilefold._internal.lazy import package_version
 from tilefold.retrieval.common.array_checks import (
     check_offsets,
     check_positions,
     check_weights,
     first_outside,
 )
-from tilefold.retrieval.common.files import Json, check_text_ids, require
-from tilefold.retrieval.common.provenance import Provenance, ids_to_delete, provenance_of
+from tilefold.retrieval.common.files import (
+    Json,
+    check_text_ids,
+    read_json_object,
+    require,
+    write_json_object,
+)
+from tilefold.retrieval.common.provenance import (
+    Provenance,
+    ids_to_delete,
+    provenance_of,
+    texts_digest,
+)
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.metadata import Fields, Metadata, Where, allowed_by, check_metadata
 from tilefold.retrieval.data.scripts import UNSPACED
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.exact import Postings, top_positive
-from tilefold.retrieval.index.protocol import FolderIndex, StoredIds, naming_versions, read_array
+from tilefold.retrieval.index.protocol import (
+    REMEDY,
+    FolderIndex,
+    StoredIds,
+    naming_versions,
+    read_array,
+)
 from tilefold.retrieval.vectors.sparse import SparseVectors
 
 __all__ = ["LANGUAGES", "BM25Index", "BM25Options", "Tokenizer"]
@@ -57,8 +75,11 @@ LANGUAGES = (*_STOPWORD_LANGUAGES, "none")
 # Arrays of bm25s's scores: weights, documents, and offsets of the words.
 _ARRAYS = ("data", "indices", "indptr")
 _COUNTS = "counts.npy"
+_STEMMING = "stemming.json"
+_MAX_STEMS = 2000  # words of an index whose stems are recorded
 _OWN_NAMES = (
     _COUNTS,
+    _STEMMING,
     "params.index.json",
     "vocab.index.json",
     *(f"{name}.csc.index.npy" for name in _ARRAYS),
@@ -90,31 +111,118 @@ class BM25Options:
         check_share("b", self.b)
 
 
+@dataclass(frozen=True)
+class Stemming:
+    """Record of the stop words and the stemmer that an index was built with.
+
+    Another release of bm25s may have other stop words, and one of PyStemmer other stems. Queries
+    that are cut in another way than the documents would miss words of the index.
+
+    Attributes:
+        stopwords: the stop words, sorted.
+        stems: word -> stem, for at most 2,000 words of the documents.
+        version: of PyStemmer.
+    """
+
+    stopwords: list[str]
+    stems: dict[str, str]
+    version: str
+
+    @classmethod
+    def load(cls, file: Path) -> Stemming:
+        """Read the record that an index has in `file`."""
+        record = read_json_object(file, REMEDY)
+        stopwords, stems, version = (record.get(name) for name in ("stopwords", "stems", "version"))
+        if (
+            not isinstance(stopwords, list)
+            or not isinstance(stems, dict)
+            or not isinstance(version, str)
+            or not all(isinstance(word, str) for word in (*stopwords, *stems.values()))
+        ):
+            raise DataError(
+                f"{file}: expected stop words, stems of words and a version, "
+                f"got {record!r:.80}. {REMEDY}",
+            )
+        return cls(stopwords, stems, version)
+
+
 class Tokenizer:
     """Splits a text into lower-cased, stemmed words of at least two characters.
 
     Stop words are left out. Scripts without spaces give overlapping pairs of characters.
 
+    Args:
+        options: options of the index.
+        stopwords: stop words of an index that was built before; by default those of the language.
+
     Raises:
         ValueError: for a language that Snowball does not stem.
     """
 
-    def __init__(self, options: BM25Options) -> None:
+    def __init__(self, options: BM25Options, stopwords: Iterable[str] | None = None) -> None:
         self._identifiers = options.identifiers
         self._stopwords, self._stem = _language(options.language)
+        if stopwords is not None:
+            self._stopwords = frozenset(stopwords)
 
     def __call__(self, text: str) -> list[str]:
-        if self._identifiers:
-            text = _IDENTIFIER_BOUNDARY.sub(" ", text)
         tokens: list[str] = []
-        for match in _WORD.finditer(text.lower()):
-            word = match.group()
+        for word in self._words(text):
             if _UNSPACED_CHARACTER.match(word):
                 n_pairs = max(1, len(word) - 1)
                 tokens.extend(word[begin : begin + 2] for begin in range(n_pairs))
-            elif len(word) > 1 and word not in self._stopwords:
+            elif self._is_stemmed(word):
                 tokens.append(self._stem(word))
         return tokens
+
+    def _is_stemmed(self, word: str) -> bool:
+        """Whether the stem of a word is a token."""
+        is_unspaced = _UNSPACED_CHARACTER.match(word) is not None
+        return len(word) > 1 and not is_unspaced and word not in self._stopwords
+
+    def _words(self, text: str) -> Iterator[str]:
+        """Yield the lower-cased words of a text, also stop words and single characters."""
+        if self._identifiers:
+            text = _IDENTIFIER_BOUNDARY.sub(" ", text)
+        for match in _WORD.finditer(text.lower()):
+            yield match.group()
+
+    def stemming(
+        self,
+        texts: Iterable[str],
+        earlier_stems: Mapping[str, str] | None = None,
+    ) -> Stemming:
+        """Return the record of the stop words and of the stems of the first words of `texts`.
+
+        Args:
+            texts: texts of the index.
+            earlier_stems: word -> stem of an earlier record, to which the words are added.
+        """
+        stems = dict(earlier_stems or {})
+        for text in texts:
+            if len(stems) >= _MAX_STEMS:
+                break
+            words = filter(self._is_stemmed, self._words(text))
+            stems.update((word, self._stem(word)) for word in words)
+        first_stems = dict(list(stems.items())[:_MAX_STEMS])
+        return Stemming(sorted(self._stopwords), first_stems, package_version("PyStemmer"))
+
+    def check_stems(self, stemming: Stemming, folder: Path) -> None:
+        """Raise ``DataError`` unless the installed stemmer gives the stems that an index has.
+
+        Args:
+            stemming: record of the index.
+            folder: of the index.
+        """
+        for word, stem in stemming.stems.items():
+            installed_stem = self._stem(word)
+            if installed_stem != stem:
+                raise DataError(
+                    f"{folder}: expected the stem {stem!r} of {word!r}, as PyStemmer "
+                    f"{stemming.version} gave when the index was built, got {installed_stem!r} "
+                    f"from PyStemmer {package_version('PyStemmer')}, so that queries would miss "
+                    f"words of the index. {REMEDY}",
+                )
 
 
 def _language(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
@@ -166,6 +274,7 @@ class BM25Index(FolderIndex):
         counts: Counts,
         options: BM25Options,
         provenance: Provenance,
+        stemming: Stemming | None = None,
     ) -> None:
         """Wrap an engine of bm25s.
 
@@ -175,6 +284,7 @@ class BM25Index(FolderIndex):
             counts: occurrences of a word in a document, in the order of the engine's weights.
             options: options of the build.
             provenance: of the texts.
+            stemming: record of the stop words and the stemmer; None if they are unknown.
         """
         self._engine = engine
         self.ids = ids
@@ -182,7 +292,8 @@ class BM25Index(FolderIndex):
         self._counts = counts
         self.options = options
         self.provenance = provenance
-        self._tokenize = Tokenizer(options)
+        self._stemming = stemming
+        self._tokenize = Tokenizer(options, None if stemming is None else stemming.stopwords)
 
     @classmethod
     def build(
@@ -211,7 +322,8 @@ class BM25Index(FolderIndex):
         corpus = {name: tokenize(text) for name, text in documents.items()}
         if not any(corpus.values()):
             raise ValueError("documents: expected at least one with a word, got only empty ones.")
-        index = cls._of_words(corpus, options, provenance_of(documents))
+        stemming = tokenize.stemming(documents.values())
+        index = cls._of_words(corpus, options, provenance_of(documents), stemming)
         index.metadata = Metadata.of(metadata, index.ids, index.provenance.passages)
         return index
 
@@ -221,6 +333,7 @@ class BM25Index(FolderIndex):
         corpus: Mapping[str, list[str]],
         options: BM25Options,
         provenance: Provenance,
+        stemming: Stemming | None,
     ) -> BM25Index:
         """Index documents that are split into words.
 
@@ -228,6 +341,7 @@ class BM25Index(FolderIndex):
             corpus: id -> words.
             options: options of the build.
             provenance: of the texts.
+            stemming: record of the stop words and the stemmer; None if they are unknown.
         """
         engine = _package().BM25(
             k1=options.k1,
@@ -249,7 +363,7 @@ class BM25Index(FolderIndex):
             for word in words
         ]
         _, counts = np.unique(np.array(occurrences, np.int64), return_counts=True)
-        return cls(engine, list(corpus), counts.astype(np.int32), options, provenance)
+        return cls(engine, list(corpus), counts.astype(np.int32), options, provenance, stemming)
 
     def updated(
         self,
@@ -290,7 +404,10 @@ class BM25Index(FolderIndex):
         corpus = {self.ids[row]: stored_words[self.ids[row]] for row in retained_rows}
         for name, text in documents.items():
             corpus[name] = self._tokenize(text)
-        index = self._of_words(corpus, self.options, Provenance(passages=passages))
+        stemming = self._stemming
+        if stemming is not None:
+            stemming = self._tokenize.stemming(documents.values(), stemming.stems)
+        index = self._of_words(corpus, self.options, Provenance(passages=passages), stemming)
         retained_metadata = self.metadata and self.metadata.take(retained_rows)
         new_metadata = Metadata.of(metadata, list(documents), passages)
         index.metadata = Metadata.concatenate(
@@ -309,6 +426,14 @@ class BM25Index(FolderIndex):
             for row, count in zip(rows[span].tolist(), self._counts[span].tolist(), strict=True):
                 words[self.ids[row]].extend([word_of[number]] * count)
         return words
+
+    def content_digest(self) -> str:
+        """Return the SHA-256 over the ids and the words of the documents.
+
+        It does not depend on the order of the vocabulary, which differs between processes.
+        """
+        stored_words = self._stored_words()
+        return texts_digest({name: " ".join(sorted(words)) for name, words in stored_words.items()})
 
     def search(self, queries: Mapping[str, str], k: int, *, where: Where = None) -> Run:
         """Search the best documents that share a word with each query.
@@ -361,6 +486,8 @@ class BM25Index(FolderIndex):
     def _write(self, folder: Path) -> None:
         self._engine.save(folder)
         np.save(folder / _COUNTS, self._counts)
+        if self._stemming is not None:
+            write_json_object(folder / _STEMMING, asdict(self._stemming))
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> BM25Index:
@@ -371,7 +498,15 @@ class BM25Index(FolderIndex):
             options = BM25Options(**manifest["options"])
             _check_arrays(engine, len(ids))
         counts = read_array(folder / _COUNTS, np.int32, engine.scores["data"].size)
-        return cls(engine, list(ids), counts, options, Provenance.from_dict(manifest))
+        stemming = None
+        # Earlier releases wrote no such record.
+        if _STEMMING in manifest["files"]:
+            stemming = Stemming.load(folder / _STEMMING)
+        provenance = Provenance.from_dict(manifest)
+        index = cls(engine, list(ids), counts, options, provenance, stemming)
+        if stemming is not None:
+            index._tokenize.check_stems(stemming, folder)
+        return index
 
 
 def _make_wordless(engine: Any, n_documents: int) -> None:

@@ -91,7 +91,9 @@ class Teacher:
     def fingerprint(self) -> str:
         """Digest of the weights and settings that its scores depend on."""
         if self.kind == "bm25":
-            settings = asdict(self.model.options) | {"texts": self.model.provenance.texts_sha256}
+            # An updated index has no fingerprint of its texts.
+            texts = self.model.provenance.texts_sha256 or self.model.content_digest()
+            settings = asdict(self.model.options) | {"texts": texts}
             return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         return model_fingerprint(self.model)
 
