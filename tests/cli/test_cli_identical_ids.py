@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -102,4 +103,33 @@ def test_a_saved_search_leaves_out_documents_with_the_id_of_the_query(
     command = ["search", *queries, "--prf", "rocchio", "--ignore-identical-ids"]
     done(call(*command, "--save-run", run))
     assert list(r.read_trec_run(run)["a"]) == ["b", "c", "d"]
-    fails(call(*command), 2, "--ignore-identical-ids: goes with --save-run")
+    fails(call(*command), 2, "--ignore-identical-ids goes with --save-run")
+
+
+def test_a_saved_search_reports_the_hits_that_it_ignored(call: Call, folder: Path) -> None:
+    (folder / "queries.tsv").write_text(f"a\t{TEXTS['a']}\nx\tboats\n")
+    queries = ["--queries", folder / "queries.tsv", "--index", folder / "index"]
+    command = ["search", *queries, "--save-run", folder / "saved.trec", "--ignore-identical-ids"]
+    saved = call(*command, "--json")
+    assert measured(saved)["ignored_identical_ids"] == 1
+    assert "hits with the query's own id, ignored: 1" in saved.err
+
+
+@pytest.mark.parametrize("is_piped", [False, True], ids=["file", "standard-input"])
+def test_identical_ids_are_not_ignored_for_queries_without_ids(
+    call: Call,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_piped: bool,
+) -> None:
+    r.BM25Index.build({"1": "hot tea", "2": "cold tea"}).save(tmp_path / "index")
+    queries = tmp_path / "queries.txt"
+    queries.write_text("tea\n")
+    source: list[str | Path] = ["--queries", queries]
+    if is_piped:
+        source = ["-"]
+        monkeypatch.setattr("sys.stdin", io.StringIO("tea\n"))
+    command = ["search", *source, "--index", tmp_path / "index", "--ignore-identical-ids"]
+    run = tmp_path / "saved.trec"
+    fails(call(*command, "--save-run", run), 2, "--ignore-identical-ids: expected queries with ids")
+    assert not run.exists()

@@ -632,13 +632,23 @@ def ranked(
     searcher: Searcher,
     queries: Mapping[str, str],
     request: SearchRequest,
+    ignored_identical_ids: set[str] | None = None,
 ) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Yield the ranking of each query, after reranking if the request asks for it."""
+    """Yield the ranking of each query, after reranking if the request asks for it.
+
+    Args:
+        searcher: what searches.
+        queries: query id -> text.
+        request: options of the search.
+        ignored_identical_ids: gets the queries whose document of the same id was left out.
+    """
     remaining = iter(queries.items())
     done = 0
     with _common.progress_bar("searching") as update:
         while chunk := dict(itertools.islice(remaining, QUERIES_AT_A_TIME)):
             ranking = searcher.rank(chunk, request)
+            if ignored_identical_ids is not None:
+                ignored_identical_ids |= ranking.ignored_identical_ids
             if request.reranking is not None:
                 ranking = searcher.rerank(chunk, ranking, request.reranking)
             for query, scores in ranking.run.items():

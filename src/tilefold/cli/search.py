@@ -17,6 +17,8 @@ from tilefold.cli._common import CommandError, UsageError, note
 from tilefold.cli._options import DocumentFieldOptions, argument, option, positive, refuse_options
 from tilefold.cli._retrievers import SearcherParts
 from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.data.tables import check_queries_have_ids
+from tilefold.retrieval.errors import DataError
 
 if TYPE_CHECKING:
     from tilefold.retrieval.search.searcher import Searcher, SearchRequest
@@ -288,10 +290,16 @@ def _save_run(
         raise CommandError("queries: expected at least one for --save-run, got none.")
     index = getattr(searcher.retriever, "index", None)
     _scores.check_savable(path, getattr(index, "ids", ()), queries)
+    ignored_identical_ids: set[str] = set()
     with _options.option_errors(documents="--data", tokens="--rerank"):
         run = {
             query: dict(scores)
-            for query, scores in _retrievers.ranked(searcher, queries, search_request)
+            for query, scores in _retrievers.ranked(
+                searcher,
+                queries,
+                search_request,
+                ignored_identical_ids,
+            )
         }
     provenance = searcher.provenance
     if search_request.by == "document":
@@ -300,12 +308,15 @@ def _save_run(
     n_empty = sum(not scores for scores in run.values())
     if n_empty:
         note(f"{n_empty} of {len(run)} queries found no document, and have no line in the run")
+    if request.ignore_identical_ids:
+        note(f"hits with the query's own id, ignored: {len(ignored_identical_ids)}")
     n_documents = sum(len(scores) for scores in run.values())
     result = {
         "output": str(path),
         "queries": len(run),
         "documents": n_documents,
         "empty": n_empty,
+        "ignored_identical_ids": len(ignored_identical_ids),
     }
     _common.print_result(
         result,
@@ -340,7 +351,10 @@ def _read_queries(request: SearchCommandRequest) -> Iterator[tuple[str, str]]:
         yield "query", str(request.query)
         return
     if request.queries is not None:
-        yield from retrieval.load_queries(request.queries).items()
+        queries = retrieval.load_queries(request.queries)
+        if request.ignore_identical_ids:
+            _check_queries_have_ids(request.queries)
+        yield from queries.items()
         return
     read_line = sys.stdin.readline
     if request.query is None and sys.stdin.isatty():
@@ -348,7 +362,25 @@ def _read_queries(request: SearchCommandRequest) -> Iterator[tuple[str, str]]:
         read_line = _read_line_at_prompt
     for number, line in enumerate(iter(read_line, ""), 1):
         if line.strip():
+            if request.ignore_identical_ids and "\t" not in line:
+                raise _queries_without_ids(f"line {number} is a text without a tab")
             yield retrieval.query_of_line(line, number)
+
+
+def _check_queries_have_ids(path: Path) -> None:
+    """Raise ``UsageError`` for a file with a query whose id would be the number of its line."""
+    try:
+        check_queries_have_ids(path)
+    except DataError as error:
+        raise _queries_without_ids(str(error)) from error
+
+
+def _queries_without_ids(reason: str) -> UsageError:
+    """Return the error for ``--ignore-identical-ids`` with queries that have no ids."""
+    return UsageError(
+        "--ignore-identical-ids: expected queries with ids (id, tab, text), as the number of a line "
+        f"may be the id of another document; {reason}",
+    )
 
 
 def _read_line_at_prompt() -> str:

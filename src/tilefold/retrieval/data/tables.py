@@ -417,6 +417,14 @@ def query_rows(path: Path, *, bare: bool = False) -> Iterator[Row]:
     return table_rows(path)
 
 
+def check_queries_have_ids(path: Path) -> None:
+    """Raise ``DataError`` for a file with a query that is a line without an id."""
+    is_text = not path.is_dir() and not path.name.endswith((TOPICS, *ROWS))
+    if is_text:
+        for _ in text_rows(numbered_lines(path), path, bare=False):
+            pass
+
+
 def query_of_line(line: str, number: int) -> tuple[str, str]:
     """Id and text of a query: ``id<tab>text``, or a text with its line's number; no names of
     columns.
