@@ -16,6 +16,20 @@ __all__ = ["Provenance", "TextsDigest", "model_fingerprint", "provenance_of", "t
 TAG = "tilefold"
 _TAG_DIGITS = 16
 _SAMPLES_PER_TENSOR = 1024
+# Settings that do not change the vectors: of training, of speed, and the dimension, which some
+# modules set at their first batch and which the shapes of the weights determine.
+_SETTINGS_WITHOUT_EFFECT = frozenset(
+    {
+        "dead_threshold",
+        "dropout",
+        "embedding_dimension",
+        "frozen",
+        "k_aux",
+        "train_bias",
+        "unpad_inputs",
+        "update_embeddings",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -156,32 +170,21 @@ def texts_digest(texts: Mapping[str, str]) -> str:
 
 
 def model_fingerprint(model: Model) -> str:
-    """Return a digest of a model: of its weights, its prompts and its length limit.
+    """Return a digest of a model: of its weights, its modules' settings, prompts and length limit.
 
-    The names and shapes of all weights and a sample of their values are hashed. Up to 1,024 evenly spaced values of each tensor are hashed, so that it is cheap for a large
-    model and any training step changes it; it does not detect deliberate forgery. Of a
-    ``MultiVectorEncoder`` the settings of every module are hashed too, without paths.
+    The names and shapes of all weights are hashed, and up to 1,024 evenly spaced values of each
+    tensor: cheap for a large model, and any training step changes it. Deliberate forgery is not
+    detected. Of the modules, the classes and the settings that they save are hashed, so that a
+    model has one fingerprint before and after saving, accelerated or not, and on every device.
+    A module of another class is another model, also where it computes the same vectors.
+
+    Args:
+        model: of sentence-transformers; an ONNX graph of full precision with the settings of the
+            model that it was exported from has that model's fingerprint.
     """
-    weights = _weights_fingerprint(model)
-    if not any(kind.__name__ == "MultiVectorEncoder" for kind in type(model).__mro__):
-        return weights
-    digest = hashlib.sha256(weights.encode())
-    for module in model.children():
-        settings: Json = getattr(module, "get_config_dict", dict)()
-        named = {
-            "type": type(module).__name__,
-            **{key: repr(value) for key, value in settings.items()},
-        }
-        digest.update(json.dumps(named, sort_keys=True).encode())
-    return digest.hexdigest()
-
-
-def _weights_fingerprint(model: Model) -> str:
-    """Return the digest of the weights and settings of a model, which may be an ONNX graph."""
     settings = model_settings(model)
     graph = next((module for module in model.modules() if hasattr(module, "made_of")), None)
     if graph is not None:
-        # A graph of full precision with the same settings has the fingerprint of its model.
         made_of: dict[str, Any] = graph.made_of
         if made_of["settings"] == settings and made_of["quantize"] is None:
             return str(made_of["model"])
@@ -193,7 +196,35 @@ def _weights_fingerprint(model: Model) -> str:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         digest.update(flat[::step].cpu().double().numpy().tobytes())
     digest.update(settings.encode())
+    digest.update(_module_settings(model).encode())
     return digest.hexdigest()
+
+
+def _module_settings(model: Model) -> str:
+    """Return the classes and settings of a model's modules as JSON, by the names of the modules.
+
+    The modules of the pipeline are described, also those without settings, and modules within
+    them that have settings, such as those of a Router's routes.
+    """
+    pipeline = {id(module) for module in model.children()}
+    descriptions: Json = {}
+    for name, module in model.named_modules():
+        settings: Json | None = None
+        if hasattr(module, "get_config_dict"):
+            settings = {
+                key: value
+                for key, value in module.get_config_dict().items()
+                if key not in _SETTINGS_WITHOUT_EFFECT
+            }
+        if settings is not None or id(module) in pipeline:
+            descriptions[name] = {"class": type(module).__name__, "settings": settings}
+    # JSON, in which a tuple and the list that is loaded in its place are the same. A setting that
+    # JSON has no form for is described by its class, because its repr may name a memory address.
+    return json.dumps(
+        descriptions,
+        sort_keys=True,
+        default=lambda value: type(value).__qualname__,
+    )
 
 
 def model_settings(model: Model) -> str:
