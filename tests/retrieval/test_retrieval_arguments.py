@@ -390,9 +390,9 @@ def tokens() -> r.TokenVectors:
             id="mine_negatives: numbers as windows",
         ),
         pytest.param(
-            lambda _: r.Passages(8).training("pydocs"),
+            lambda _: r.training_passages(r.Passages(8), "pydocs"),
             "collection",
-            id="Passages.training: name of a collection",
+            id="training_passages: name of a collection",
         ),
         pytest.param(lambda _: r.evaluate({"q": ["a"]}, {"q": {"a": 1}}), "run", id="ranked ids"),
         pytest.param(lambda _: r.evaluate(RUN, {"q": ["a"]}), "qrels", id="relevant ids"),
@@ -446,7 +446,7 @@ def test_negatives_are_mined_from_a_run_as_from_its_items() -> None:
     documents = {"a": "cats sleep", "b": "dogs run", "c": "trees grow"}
     judged = r.Collection("tiny", documents, {"q": "cats"}, {"train": {"q": {"a": 1}}})
     window = [r.Window(1, 9, 1)]
-    mined = [r.mine_negatives(run, judged, "train", window).found for run in (RUN, RUN.items())]
+    mined = [r.mine_negatives(run, judged, "train", window).mined_rows for run in (RUN, RUN.items())]
     assert mined[0] == mined[1] != []
 
 

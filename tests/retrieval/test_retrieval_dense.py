@@ -149,3 +149,15 @@ def test_what_is_no_dense_vector_is_refused(
     with pytest.raises(DataError, match="expected dense vectors of documents, got query vectors"):
         r.DenseIndex.build(r.open_dense(tmp_path / "out"))
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["layout"] == "dense"
+
+
+def test_scores_are_fp32_within_autocast() -> None:
+    generator = torch.Generator().manual_seed(0)
+    documents = torch.randn(5, 16, generator=generator)
+    queries = torch.randn(2, 16, generator=generator)
+    index = r.DenseIndex.build(
+        r.TokenVectors.pack(list("abcde"), list(documents.split(1)), 16, "fp32")
+    )
+    expected = index.search(queries, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert index.search(queries, 5) == expected

@@ -417,3 +417,27 @@ def test_too_little_memory_to_lock_an_index_is_said(
         match=r"not locked in memory \(10 bytes are left, \d+ are wanted\)",
     ):
         r.LateIndex.build(made(names(range(3))), tmp_path / "index").files.lock()
+
+
+def test_integer_token_vectors_of_a_file_are_multiplied_by_their_scales(tmp_path: Path) -> None:
+    values = np.array([[64, -127], [127, 0]], np.int8)
+    scales = np.array([0.5, 0.25], np.float32)
+    offsets = np.array([0, 1, 2])
+    np.savez(tmp_path / "int8.npz", values=values, scales=scales, offsets=offsets)
+    vectors = read_token_file(tmp_path / "int8.npz")
+    assert vectors.values.tolist() == [[32.0, -63.5], [31.75, 0.0]]
+    np.savez(tmp_path / "bare.npz", values=values, offsets=offsets)
+    refused(DataError, "integer values need scales", read_token_file, tmp_path / "bare.npz")
+    np.savez(tmp_path / "short.npz", values=values, scales=scales[:1], offsets=offsets)
+    refused(DataError, r"expected scales \[2\], got \[1\]", read_token_file, tmp_path / "short.npz")
+
+
+def test_entries_that_fp16_cannot_hold_are_refused(tmp_path: Path) -> None:
+    vectors = r.TokenVectors.pack(
+        ["a", "b"],
+        [torch.full((1, 8), 1e5), torch.full((1, 8), -1e5)],
+        8,
+        "fp32",
+    )
+    with pytest.raises(DataError, match="within 65504 for fp16, got 1e\\+05"):
+        r.LateIndex.build(vectors, tmp_path / "index", storage="fp16")

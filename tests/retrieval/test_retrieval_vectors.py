@@ -337,7 +337,7 @@ def test_jsonl_export_has_the_anserini_form(tmp_path: Path) -> None:
     )
     refused(
         DataError,
-        "two terms of 'a' have the same text",
+        "have the same text",
         r.export_jsonl,
         vectors,
         file,
@@ -355,3 +355,10 @@ def test_fingerprints_follow_the_vocabulary() -> None:
     assert one == r.vocabulary_fingerprint(Tokenizer({"b": 1, "a": 0}))
     assert one != r.vocabulary_fingerprint(Tokenizer({"a": 1, "b": 0}))
     assert r.vocabulary_fingerprint(object()) is None
+
+
+def test_terms_of_different_vectors_with_one_text_are_refused(tmp_path: Path) -> None:
+    vectors = r.SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: 1.0}}, 3)
+    with pytest.raises(DataError, match="terms 0 and 1 have the same text 'cat'"):
+        r.export_jsonl(vectors, tmp_path / "x.jsonl", ["cat", "cat", "dog"])
+    r.export_jsonl(vectors, tmp_path / "x.jsonl", ["cat", "dog", "dog"])

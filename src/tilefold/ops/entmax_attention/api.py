@@ -180,7 +180,12 @@ def entmax_attention(
     seed = None
     if type(dropout_p) is not float or dropout_p != 0:
         seed = _seed(q, dropout_p, generator)
-    learned_alpha = alpha if isinstance(alpha, Tensor) else None
+    learned_alpha: Tensor | None = None
+    alpha_number = 0.0
+    if isinstance(alpha, Tensor):
+        learned_alpha = alpha
+    else:
+        alpha_number = alpha
     tensors = AttentionTensors(
         q=q,
         k=k,
@@ -192,7 +197,7 @@ def entmax_attention(
         seed=seed,
     )
     raw_options = (
-        alpha if learned_alpha is None else 0.0,
+        alpha_number,
         causal,
         window,
         scale,

@@ -178,9 +178,11 @@ class DenseIndex(TorchIndex):
         if self.similarity == "cosine":
             queries = torch.nn.functional.normalize(queries)
         hits: list[list[Hit]] = []
-        for block in torch.split(queries, _BLOCK_QUERIES):
-            scores, rows = self._search_block(block, k, allowed)
-            hits += hits_of(self.ids, rows.cpu().numpy(), scores.cpu().numpy())
+        # Scores are fp32 also where the caller is within autocast.
+        with torch.autocast(search_device.type, enabled=False):
+            for block in torch.split(queries, _BLOCK_QUERIES):
+                scores, rows = self._search_block(block, k, allowed)
+                hits += hits_of(self.ids, rows.cpu().numpy(), scores.cpu().numpy())
         return hits
 
     def _search_block(

@@ -92,7 +92,14 @@ def packed(vectors: Tensor | QuantizedTokens, storage: str) -> Packed:
         return Packed(vectors.values, vectors.scales)
     rows = vectors.dequantize() if isinstance(vectors, QuantizedTokens) else vectors.float()
     if storage == "fp16":
-        return Packed(rows.half(), None)
+        halves = rows.half()
+        if not bool(halves.isfinite().all()):
+            largest = float(rows.abs().max())
+            raise DataError(
+                f"tokens: expected entries within 65504 for fp16, got {largest:.3g}. "
+                "Take storage='int8', or normalize the vectors.",
+            )
+        return Packed(halves, None)
     if storage == "int8":
         made = quantize_tokens(rows, "int8")
         return Packed(made.values, made.scales)

@@ -28,7 +28,7 @@ def read_token_file(path: str | Path) -> TokenVectors:
     """Read token vectors of another program for :meth:`tilefold.retrieval.LateIndex.build`.
 
     The file has an array ``[n, D]`` for each text, named by its id; or ``values`` ``[T, D]`` and
-    ``offsets`` ``[N + 1]``; or padded ``embeddings`` ``[N, L, D]``, as ColPali makes of pages, with
+    ``offsets`` ``[N + 1]``, for integer values with ``scales`` ``[T]``; or padded ``embeddings`` ``[N, L, D]``, as ColPali makes of pages, with
     a ``mask`` ``[N, L]`` (nonzero = keep), without which rows of zeros are left out. The latter two
     have ``ids``, in safetensors as UTF-8 bytes of a JSON list, else texts are numbered from 0.
 
@@ -48,7 +48,7 @@ def read_token_file(path: str | Path) -> TokenVectors:
             vectors = _without_padding(tensors["embeddings"].float(), tensors.get("mask"))
         elif "values" in tensors and "offsets" in tensors:
             lengths = tensors["offsets"].long().diff().tolist()
-            vectors = list(torch.split(tensors["values"].float(), lengths))
+            vectors = list(torch.split(_scaled_values(tensors), lengths))
         else:
             ids = list(tensors)
             vectors = [tensor.float() for tensor in tensors.values()]
@@ -59,6 +59,27 @@ def read_token_file(path: str | Path) -> TokenVectors:
         shown = list(tensors.items())[:_SHOWN_ARRAYS]
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in shown)
         raise DataError(f"{file}: {_LAYOUTS}. Got {shapes or 'none'} ({error}).") from error
+
+
+def _scaled_values(tensors: dict[str, Tensor]) -> Tensor:
+    """Return packed token vectors ``[T, D]`` in fp32, multiplied by their scales.
+
+    Args:
+        tensors: ``values`` ``[T, D]``, with ``scales`` ``[T]`` if they are integers.
+
+    Raises:
+        ValueError: for integers without scales, or scales of another number.
+    """
+    values = tensors["values"]
+    scales = tensors.get("scales")
+    if scales is None:
+        if not values.is_floating_point():
+            raise ValueError(f"integer values need scales [T], got {values.dtype} without them")
+        return values.float()
+    if scales.shape != values.shape[:1]:
+        expected = list(values.shape[:1])
+        raise ValueError(f"expected scales {expected}, got {list(scales.shape)}")
+    return values.float() * scales.float()[:, None]
 
 
 def _without_padding(padded: Tensor, mask: Tensor | None) -> list[Tensor]:

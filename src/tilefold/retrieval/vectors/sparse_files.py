@@ -279,6 +279,18 @@ def write_vectors(
     return writer.finish()
 
 
+def _check_distinct_names(term_names: Sequence[str], vectors: SparseVectors) -> None:
+    """Raise ``DataError`` if two terms that occur in the vectors have one name."""
+    term_of_name: dict[str, int] = {}
+    for term in np.unique(vectors.indices).tolist():
+        other = term_of_name.setdefault(term_names[term], term)
+        if other != term:
+            raise DataError(
+                f"tokens: terms {other} and {term} have the same text {term_names[term]!r}. "
+                "Pass tokens=None.",
+            )
+
+
 def export_jsonl(
     vectors: SparseVectors,
     path: str | Path,
@@ -293,8 +305,8 @@ def export_jsonl(
     Args:
         tokens: token of each index, as :func:`term_names` gives them; the index itself, as text,
             when None. An index whose token is None is named ``[term_905]`` after its number.
-            ``VocabularyMismatchError`` for too few tokens, ``DataError`` for two terms of a vector
-            with one text, which a JSON object cannot hold.
+            ``VocabularyMismatchError`` for too few tokens, ``DataError`` for two terms of the
+            vectors with one text, which a reader could not tell apart.
         contents: id -> text for the ``contents`` field, which is empty otherwise.
         scale: weights become ``round(weight * scale)``, for engines of integer impacts (100 is
             usual); terms that round to 0 are dropped. Floats are written when None.
@@ -309,18 +321,19 @@ def export_jsonl(
         raise VocabularyMismatchError(
             f"tokens: expected a token for every index up to {highest}, got {got}.",
         )
-    term_name = str if tokens is None else fill_missing_names(tokens).__getitem__
+    term_names = None if tokens is None else fill_missing_names(tokens)
+    if term_names is not None:
+        _check_distinct_names(term_names, vectors)
     with (
         atomic_file(path_of("path", path)) as temporary,
         temporary.open("w", encoding="utf-8") as stream,
     ):
         for i, row_id in enumerate(vectors.ids):
             terms, weights = vectors.row(i)
-            names = list(map(term_name, terms.tolist()))
-            if len(set(names)) != len(names):
-                raise DataError(
-                    f"tokens: two terms of {row_id!r} have the same text. Pass tokens=None.",
-                )
+            if term_names is None:
+                names = [str(term) for term in terms.tolist()]
+            else:
+                names = [term_names[term] for term in terms.tolist()]
             vector: dict[str, float] = dict(zip(names, weights.tolist(), strict=True))
             if scale is not None:
                 vector = {name: q for name, w in vector.items() if (q := round(w * scale)) > 0}
