@@ -446,7 +446,9 @@ def test_negatives_are_mined_from_a_run_as_from_its_items() -> None:
     documents = {"a": "cats sleep", "b": "dogs run", "c": "trees grow"}
     judged = r.Collection("tiny", documents, {"q": "cats"}, {"train": {"q": {"a": 1}}})
     window = [r.Window(1, 9, 1)]
-    mined = [r.mine_negatives(run, judged, "train", window).mined_rows for run in (RUN, RUN.items())]
+    mined = [
+        r.mine_negatives(run, judged, "train", window).mined_rows for run in (RUN, RUN.items())
+    ]
     assert mined[0] == mined[1] != []
 
 

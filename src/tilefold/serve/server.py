@@ -360,13 +360,11 @@ class Server(uvicorn.Server):
         service.is_only_request = lambda: len(self.server_state.tasks) == 1
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on bound sockets, and report that the server answers."""
+        """Listen on bound sockets."""
         asyncio.get_running_loop().set_exception_handler(_FileLimitHandler())
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_BACKLOG)  # more connections may wait than are accepted at once
-        if self.started and self._ready is not None:
-            self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop: after the grace period on a first SIGTERM, else immediately."""
@@ -378,6 +376,11 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to stop; uvicorn calls this ten times a second."""
+        # Not at the end of `startup`: uvicorn ends without a grace period if a signal arrives
+        # before its main loop.
+        if self._ready is not None:
+            self._ready()
+            self._ready = None
         if not await super().on_tick(counter):
             return False
         if time.monotonic() >= self._grace_ends:
