@@ -153,6 +153,7 @@ def test_search_writes_a_run_without_judgements(
         "queries": 2,
         "documents": len(r.read_trec_run(file)["a"]),
         "empty": 1,
+        "ignored_identical_ids": 0,
     }
     assert "1 of 2 queries found no document, and have no line in the run" in told.err
     monkeypatch.setattr("sys.stdin", io.StringIO("a\tcsv files\na\tzebras\n"))
