@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,20 +13,25 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from sentence_transformers import CrossEncoder
+from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
 from torch import nn
 
+from tests.cli.program import run_cli
 from tests.recipes.small import VOCABULARY, make_tokenizer_folder, small_collection, tiny_causal_lm
 from tests.refusals import refused
 from tests.retrieval.test_retrieval_interruptions import stop_at
 from tilefold import retrieval as r
 from tilefold._internal.precision import inference_precision, scores_in_fp32
+from tilefold.cli import _scores
 from tilefold.recipes import loading
 from tilefold.recipes.loading import load_saved, run_fast
 from tilefold.retrieval.common.provenance import Provenance, model_fingerprint
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import DataError, PrecisionWarning
+from tilefold.retrieval.evaluation.measures import read_trec_provenance
+from tilefold.retrieval.index.opening import open_index
+from tilefold.retrieval.index.qdrant import Documents
 from tilefold.retrieval.training_data.teachers import Teacher, score_rows
 
 COLLECTION = small_collection()
@@ -184,6 +191,111 @@ def test_vectors_and_indexes_tell_in_which_precision_they_were_computed(
     ]
     assert both[0].differs(both[1]) == []
     assert Provenance.shared(both).precision == "bf16, fp32"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model would be on the GPU")
+@pytest.mark.parametrize(("bf16", "name"), [(False, "fp32"), (True, "bf16")])
+def test_an_index_of_dense_vectors_in_memory_has_the_precision_of_its_model(
+    machine: Any,
+    tmp_path: Path,
+    bf16: bool,
+    name: str,
+) -> None:
+    torch.manual_seed(0)
+    transformers.BertModel(transformers.BertConfig(**SIZES)).save_pretrained(str(tmp_path))
+    make_tokenizer_folder(tmp_path, VOCABULARY)
+    model = SentenceTransformer(str(tmp_path), device="cpu", local_files_only=True)
+    run_fast(model)
+    machine(bf16=bf16)
+    index = r.encoded_index(model, COLLECTION.contents())
+    assert index.provenance.precision == name
+
+
+def vectors_in(precision: str | None, *names: str) -> r.SparseVectors:
+    vectors = r.SparseVectors.from_rows({name: {1: 1.0} for name in names}, 500)
+    vectors.provenance = Provenance("m" * 64, precision=precision)
+    return vectors
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16, fp32", None])
+def test_the_tag_of_a_run_has_the_precision(tmp_path: Path, precision: str | None) -> None:
+    file = tmp_path / "run.trec"
+    tag = Provenance("m" * 64, "t" * 64, "64/32", precision).tag
+    r.write_trec_run({"q": {"d": 1.0}}, file, tag=tag)
+    assert read_trec_provenance(file) == Provenance("m" * 16, "t" * 16, "64/32", precision)
+
+
+def test_a_run_that_a_command_saves_has_the_precision_in_its_tag(tmp_path: Path) -> None:
+    file = tmp_path / "run.trec"
+    searched = Provenance("m" * 64, "t" * 64, precision="bf16")
+    texts = Provenance(texts_sha256="t" * 64)
+    _scores.save(_scores.NamedRun("run", {"q": {"d": 1.0}}, searched), texts, file)
+    assert read_trec_provenance(file).precision == "bf16"
+
+
+def test_a_qdrant_index_keeps_the_precision_of_its_vectors(tmp_path: Path) -> None:
+    pytest.importorskip("qdrant_edge")
+    index = r.build_index(vectors_in("bf16", "a", "b"), "qdrant", folder=tmp_path / "index")
+    index.close()
+    loaded = r.load_index(tmp_path / "index")
+    assert loaded.provenance.precision == "bf16"
+    manifest = json.loads((tmp_path / "index" / "index.json").read_text(encoding="utf-8"))
+    assert manifest["precision"] == "bf16"
+    assert loaded.collection.vectors(["a"]).provenance.precision == "bf16"
+    with pytest.warns(PrecisionWarning, match="sparse vectors: were computed in fp32, .* in bf16"):
+        loaded.collection.upsert(Documents(["c"], vectors_in("fp32", "c")))
+    assert loaded.provenance.precision == "bf16, fp32"
+    loaded.collection.close()
+    reopened = r.load_index(tmp_path / "index")
+    assert reopened.provenance.precision == "bf16, fp32"
+    reopened.collection.close()
+
+
+def test_an_update_warns_of_vectors_of_another_precision(tmp_path: Path) -> None:
+    r.build_index(vectors_in("bf16", "a")).save(tmp_path / "index")
+    with pytest.warns(PrecisionWarning, match="vectors: were computed in fp32, .*index in bf16"):
+        r.update_index(tmp_path / "index", vectors_in("fp32", "b"))
+    assert open_index(tmp_path / "index").provenance.precision == "bf16, fp32"
+
+
+@pytest.mark.parametrize(
+    ("stored", "new"),
+    [
+        pytest.param("bf16", "bf16", id="the same"),
+        pytest.param("bf16", None, id="unknown in the vectors"),
+        pytest.param(None, "fp32", id="unknown in the index"),
+    ],
+)
+def test_an_update_without_another_precision_does_not_warn(
+    tmp_path: Path,
+    stored: str | None,
+    new: str | None,
+) -> None:
+    r.build_index(vectors_in(stored, "a")).save(tmp_path / "index")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrecisionWarning)
+        r.update_index(tmp_path / "index", vectors_in(new, "b"))
+
+
+def test_a_merge_of_folders_of_two_precisions_warns(tmp_path: Path) -> None:
+    for name, precision in (("a", "bf16"), ("b", "fp32")):
+        r.write_vectors(vectors_in(precision, name), tmp_path / name)
+    with pytest.warns(PrecisionWarning, match="b: were computed in fp32, .*a in bf16"):
+        merged = r.merge_vectors([tmp_path / "a", tmp_path / "b"], tmp_path / "merged")
+    assert merged.precision == "bf16, fp32"
+
+
+def test_the_command_that_updates_an_index_notes_another_precision(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    r.build_index(vectors_in("bf16", "a")).save(tmp_path / "index")
+    r.write_vectors(vectors_in("fp32", "b"), tmp_path / "new")
+    arguments = ["index", "--update", "--vectors", tmp_path / "new", "--output", tmp_path / "index"]
+    assert run_cli(*arguments) == 0
+    error = capsys.readouterr().err
+    assert "vectors: were computed in fp32" in error
+    assert "PrecisionWarning" not in error
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model would be on the GPU")

@@ -9,14 +9,16 @@ import shlex
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
 from tilefold.retrieval.data.fields import DocumentFields
+from tilefold.retrieval.errors import PrecisionWarning
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,6 +65,30 @@ def stderr() -> Console:
 def note(text: str, style: str | None = None) -> None:
     """Print one line, of progress or an error, on stderr."""
     stderr().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def noting_precisions() -> Iterator[None]:
+    """Print each ``PrecisionWarning`` as a note; other warnings are shown as before."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", PrecisionWarning)
+        show_other = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if issubclass(category, PrecisionWarning):
+                note(str(message))
+            else:
+                show_other(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        yield
 
 
 def print_json(value: object) -> None:

@@ -255,12 +255,17 @@ def without_identical_ids(named: NamedRun) -> tuple[NamedRun, set[str]]:
 
 
 def save(named: NamedRun, texts: Provenance, path: Path | None, k: int | None = None) -> None:
-    """Write the `k` best of a run, if --save-run is given; its tag says which texts, and which
-    model, made it.
+    """Write the `k` best of a run, if --save-run is given.
+
+    Its tag says which texts and which model, in which precision, made it.
     """
     if path is not None:
         best = {query: dict(list(scores.items())[:k]) for query, scores in named.run.items()}
-        made_by = replace(texts, model_fingerprint=named.provenance.model_fingerprint)
+        made_by = replace(
+            texts,
+            model_fingerprint=named.provenance.model_fingerprint,
+            precision=named.provenance.precision,
+        )
         retrieval.write_trec_run(best, path, tag=made_by.tag)
 
 

@@ -391,7 +391,8 @@ def index(request: IndexRequest) -> None:
     """
     started = time.monotonic()
     if request.changes_index:
-        changes = _change(request)
+        with _common.noting_precisions():
+            changes = _change(request)
         seconds = round(time.monotonic() - started, 3)
         summary = (
             f"{changes['n_documents']} documents: {changes['written']} written, "
@@ -804,6 +805,7 @@ def merge(request: MergeRequest) -> None:
     with (
         _options.option_errors(folders="FOLDERS:", output_dir="--output"),
         _common.heartbeat("merging"),
+        _common.noting_precisions(),
     ):
         made = merge_vectors(request.folders, request.output, overwrite=request.overwrite)
     result = {

@@ -8,6 +8,7 @@ __all__ = [
     "DataError",
     "MissingDocumentError",
     "MissingPackageError",
+    "PrecisionWarning",
     "RankError",
     "VocabularyMismatchError",
 ]
@@ -33,6 +34,10 @@ class MissingDocumentError(DataError):
 
 class VocabularyMismatchError(ValueError):
     """Vectors of one vocabulary were combined with vectors or an index of another."""
+
+
+class PrecisionWarning(UserWarning):
+    """Vectors that were computed in different precisions are put together."""
 
 
 class MissingPackageError(ImportError):

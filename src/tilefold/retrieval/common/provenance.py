@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tilefold._internal.typing import Model
 from tilefold.retrieval.common.files import Json, not_a_string_error
+from tilefold.retrieval.errors import PrecisionWarning
 
 __all__ = ["Provenance", "TextsDigest", "model_fingerprint", "provenance_of", "texts_digest"]
 
 TAG = "tilefold"
 _TAG_DIGITS = 16
+# Separates the precisions of several parts in a manifest, and in a tag, which has no spaces.
+_PRECISION_SEPARATOR = ", "
+_PRECISION_SEPARATOR_OF_TAG = "+"
 _SAMPLES_PER_TENSOR = 1024
 # Settings that do not change the vectors: of training, of speed, and the dimension, which some
 # modules set at their first batch and which the shapes of the weights determine.
@@ -99,6 +104,9 @@ class Provenance:
             parts.append(f"texts={self.texts_sha256[:_TAG_DIGITS]}")
         if self.passages:
             parts.append(f"passages={self.passages}")
+        if self.precision:
+            names = self.precision.split(_PRECISION_SEPARATOR)
+            parts.append(f"precision={_PRECISION_SEPARATOR_OF_TAG.join(names)}")
         return ":".join(parts)
 
     @classmethod
@@ -106,7 +114,14 @@ class Provenance:
         """Read a :attr:`tag`; nothing is known from the tags of other programs."""
         name, *parts = tag.split(":")
         values = dict(part.partition("=")[::2] for part in parts) if name == TAG else {}
-        return cls(values.get("model"), values.get("texts"), values.get("passages"))
+        return cls(
+            model_fingerprint=values.get("model"),
+            texts_sha256=values.get("texts"),
+            passages=values.get("passages"),
+            precision=joined_precisions(
+                values.get("precision", "").split(_PRECISION_SEPARATOR_OF_TAG),
+            ),
+        )
 
 
 def joined_precisions(precisions: Iterable[str | None]) -> str | None:
@@ -116,8 +131,39 @@ def joined_precisions(precisions: Iterable[str | None]) -> str | None:
         precisions: names of :func:`tilefold._internal.precision.inference_precision`, several of which may
             be joined already.
     """
-    names = {name for precision in precisions if precision for name in precision.split(", ")}
-    return ", ".join(sorted(names)) or None
+    names = {
+        name
+        for precision in precisions
+        if precision
+        for name in precision.split(_PRECISION_SEPARATOR)
+    }
+    return _PRECISION_SEPARATOR.join(sorted(names)) or None
+
+
+def warn_of_other_precision(
+    vectors: str,
+    precision: str | None,
+    index: str,
+    index_precision: str | None,
+    stacklevel: int,
+) -> None:
+    """Warn where vectors were computed in another precision than those they are put together with.
+
+    Args:
+        vectors: what the new vectors are, for the message.
+        precision: of the new vectors; None if it is unknown.
+        index: what holds the other vectors, for the message.
+        index_precision: of the other vectors; None if it is unknown.
+        stacklevel: of ``warnings.warn``, seen from the caller of this function.
+    """
+    if None in (precision, index_precision) or precision == index_precision:
+        return
+    warnings.warn(
+        f"{vectors}: were computed in {precision}, and those of {index} in {index_precision}: their "
+        "scores differ from those of vectors in one precision. Encode all in one precision.",
+        PrecisionWarning,
+        stacklevel=stacklevel + 1,
+    )
 
 
 def encoded_texts(names: Iterable[bytes], texts: Iterable[bytes]) -> bytes:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from tilefold._internal.arguments import check_choice, check_encoder, check_mapping
+from tilefold._internal.precision import inference_precision
 from tilefold._internal.typing import Model, Tensor
 from tilefold.pipeline.truncation import Truncation, counting_truncation, report_truncation
 from tilefold.retrieval.common.files import check_text_ids
@@ -52,7 +53,11 @@ def encoded_index(
     similarity = str(model.similarity_fn_name)
     if similarity == "cosine":
         rows = normalize(rows)
-    provenance = replace(provenance_of(texts), model_fingerprint=model_fingerprint(model))
+    provenance = replace(
+        provenance_of(texts),
+        model_fingerprint=model_fingerprint(model),
+        precision=inference_precision(model),
+    )
     return DenseIndex(list(texts), rows, None, similarity, provenance)
 
 

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 from tilefold._internal.arguments import list_of, list_of_ids, path_of
 from tilefold._internal.files import lock_path
 from tilefold.retrieval.common.files import write_json_object
-from tilefold.retrieval.common.provenance import Provenance, ids_to_delete
+from tilefold.retrieval.common.provenance import (
+    Provenance,
+    ids_to_delete,
+    warn_of_other_precision,
+)
 from tilefold.retrieval.data.metadata import Fields, Metadata, check_fields_by_id, check_metadata
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.opening import open_index
@@ -47,8 +51,8 @@ def merge_vectors(
     """Write the vectors of several folders, of any one kind, as those of one folder; they are
     copied shard by shard.
 
-    The folders must be complete and differ in their texts alone. The texts of the new one have no
-    fingerprint. After an interrupt, the same call begins again; until it is finished, the new
+    The folders must be complete and differ in their texts alone; other precisions are a
+    ``PrecisionWarning``. The texts of the new one have no fingerprint. After an interrupt, the same call begins again; until it is finished, the new
     folder is refused as incomplete.
 
     Args:
@@ -84,6 +88,13 @@ def merge_vectors(
             raise DataError(
                 f"folders: expected vectors that were made alike, got others ({changed}).",
             )
+        warn_of_other_precision(
+            f"folders: the vectors of {source.folder}",
+            source.manifest.precision,
+            str(first.folder),
+            first.manifest.precision,
+            stacklevel=2,
+        )
     for source in sources:
         for name in (*source.ids(), *source.manifest.failed):
             if seen.setdefault(name, source) is not source:
@@ -150,7 +161,8 @@ def update_index(
     of the same ids.
 
     Only the new documents are indexed, as a segment with the options of the index. An error or a
-    kill leaves the index as it was.
+    kill leaves the index as it was. Vectors of another precision than those of the index are a
+    ``PrecisionWarning``.
 
     Args:
         path: the folder of the index.
@@ -251,6 +263,13 @@ def _segment(
         raise DataError(
             "vectors: were made by another model than the index. Encode documents with its own.",
         )
+    warn_of_other_precision(
+        "vectors",
+        theirs.precision,
+        str(folder.parent.parent),
+        made_by.precision,
+        stacklevel=3,
+    )
     if isinstance(vectors, SparseVectors):
         check_same_vocabulary(held, vectors, "the index", "vectors")
     else:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from tilefold._internal.arguments import check_choice, check_count, check_k
 from tilefold.retrieval.common.files import Json
-from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.common.provenance import (
+    Provenance,
+    joined_precisions,
+    warn_of_other_precision,
+)
 from tilefold.retrieval.data.metadata import Filter, Where
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, Hit
@@ -135,13 +139,15 @@ class QdrantCollection:
 
     @property
     def provenance(self) -> Provenance:
-        """The model of the sparse vectors, and the texts, which are unknown once single documents
-        were changed.
+        """Model and precision of the sparse vectors, and the texts.
+
+        The texts are unknown once single documents were changed.
         """
         return Provenance(
-            self.layout.models.get(SPARSE),
-            self._record.texts_sha256,
-            self.layout.passages,
+            model_fingerprint=self.layout.models.get(SPARSE),
+            texts_sha256=self._record.texts_sha256,
+            passages=self.layout.passages,
+            precision=self._record.precisions.get(SPARSE),
         )
 
     def __len__(self) -> int:
@@ -161,15 +167,17 @@ class QdrantCollection:
         self._engine.close()
 
     def add(self, documents: Documents, *, progress: Progress | None = None) -> None:
-        """Add documents as :meth:`upsert` does; a ``DataError``, and nothing is added, where an id
-        is there already.
+        """Add documents as :meth:`upsert` does.
+
+        Raises:
+            DataError: for an id that is there already; nothing is added.
         """
         documents.check(self.layout, self.place)
         present = self.present(documents.ids)
         if there := [name for name in documents.ids if name in present]:
             found = f"{len(there)} of {len(documents)} ids are in {self.place} already, {there[0]!r} the first"
             raise DataError(f"documents: {found}. Nothing was added; upsert replaces documents.")
-        self.upsert(documents, progress=progress)
+        self._upsert(documents, BATCH, progress)
 
     def upsert(
         self,
@@ -182,10 +190,30 @@ class QdrantCollection:
         collection, and payload.
 
         `batch_size` documents of a request are kept together or not at all; then `progress` gets
-        (documents kept, all).
+        (documents kept, all). Vectors of another precision than those of the collection are a
+        ``PrecisionWarning``.
         """
         documents.check(self.layout, self.place)
-        self._changed()
+        self._upsert(documents, batch_size, progress)
+
+    def _upsert(
+        self,
+        documents: Documents,
+        batch_size: int,
+        progress: Progress | None,
+    ) -> None:
+        """Put checked documents, and warn where they have another precision than the others."""
+        precisions = dict(self._record.precisions)
+        for kind, precision in documents.precisions.items():
+            warn_of_other_precision(
+                f"documents: their {kind} vectors",
+                precision,
+                self.place,
+                precisions.get(kind),
+                stacklevel=3,
+            )
+            precisions[kind] = joined_precisions([precision, precisions.get(kind)]) or precision
+        self._record_change(precisions)
         self._put(documents, batch_size, progress, resume=False)
 
     def delete(self, ids: Sequence[str]) -> int:
@@ -193,7 +221,7 @@ class QdrantCollection:
         ``TypeError``.
         """
         if there := sorted(self.present(ids)):
-            self._changed()
+            self._record_change(self._record.precisions)
         for start in range(0, len(there), BATCH):
             self._engine.delete([key_of(name) for name in there[start : start + BATCH]])
         return len(there)
@@ -234,7 +262,15 @@ class QdrantCollection:
         if texts_sha256 is None and documents.sparse is not None:
             texts_sha256 = documents.sparse.provenance.texts_sha256
         layout = replace(self.layout, models={**self.layout.models, **documents.models})
-        self._write(Record(layout, texts_sha256, digest, complete=False))
+        self._write(
+            Record(
+                layout,
+                texts_sha256,
+                digest,
+                complete=False,
+                precisions=documents.precisions,
+            ),
+        )
         self._put(documents, batch_size, progress, resume=True)
         self._engine.optimize()
         if (found := len(self)) != len(documents):
@@ -285,7 +321,7 @@ class QdrantCollection:
         }
         rows = {name: rows[name] for name in ids if name in rows}
         found = SparseVectors.from_rows(rows, self.layout.vocab_size or 1, self.layout.fingerprint)
-        found.provenance = Provenance(self.layout.models.get(SPARSE), passages=self.layout.passages)
+        found.provenance = replace(self.provenance, texts_sha256=None)
         return found
 
     def has_metadata(self) -> bool:
@@ -383,13 +419,25 @@ class QdrantCollection:
             if progress is not None:
                 progress(done, len(documents))
 
-    def _changed(self) -> None:
-        """Say, before single documents change, that the collection is no longer that of some texts."""
+    def _record_change(self, precisions: Mapping[str, str]) -> None:
+        """Record, before single documents change, that the texts are no longer those of a build.
+
+        Args:
+            precisions: kind of vectors -> their precisions after the change.
+
+        Raises:
+            DataError: for a collection whose build is not finished.
+        """
         if not self.complete:
             raise DataError(
                 f"{self.place}: its build is not finished. Finish it (tilefold index), or drop it.",
             )
-        changed = replace(self._record, texts_sha256=None, vectors_sha256=None)
+        changed = replace(
+            self._record,
+            texts_sha256=None,
+            vectors_sha256=None,
+            precisions=precisions,
+        )
         if self._record != changed:
             self._write(changed)
 

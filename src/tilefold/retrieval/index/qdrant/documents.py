@@ -151,6 +151,8 @@ class Documents(Queries):
             that equal a 64-bit integer are stored as that integer: Qdrant does not match 5.0 by 5.
         models: of ``"dense"`` and ``"tokens"`` -> fingerprint; that of sparse vectors is in their
             provenance.
+        precisions: of ``"dense"`` and ``"tokens"`` -> number types in which the vectors were
+            computed, such as ``"bf16"``; that of sparse vectors is in their provenance.
 
     Parts that do not fit together, numbers that are not finite, or what cannot be stored are a
     ``DataError``.
@@ -158,6 +160,7 @@ class Documents(Queries):
 
     payloads: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     models: Mapping[str, str] = field(default_factory=dict)
+    precisions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,8 +174,12 @@ class Documents(Queries):
             name: {field_name: _canonical(value) for field_name, value in payload.items()}
             for name, payload in self.payloads.items()
         }
-        made_by = self.sparse.provenance.model_fingerprint if self.sparse is not None else None
-        self.models = {**self.models, **({SPARSE: made_by} if made_by else {})}
+        if self.sparse is not None:
+            made_by = self.sparse.provenance
+            if made_by.model_fingerprint:
+                self.models = {**self.models, SPARSE: made_by.model_fingerprint}
+            if made_by.precision:
+                self.precisions = {**self.precisions, SPARSE: made_by.precision}
 
     def check(self, layout: Layout, place: str) -> None:
         """Raise an error unless the documents have all vectors of this layout and Qdrant can keep

@@ -114,16 +114,23 @@ def check_models(mine: Mapping[str, str], others: Mapping[str, str], place: str)
 
 @dataclass(frozen=True)
 class Record:
-    """Description of a collection that is kept with it."""
+    """Description of a collection, which is stored with it.
+
+    Attributes:
+        layout: vectors of the collection.
+        texts_sha256: digest of all its documents; None once single documents were added, replaced
+            or deleted.
+        vectors_sha256: digest of the vectors of a build, by which it is resumed; None as above.
+        complete: whether no build is unfinished.
+        precisions: of ``"sparse"``, ``"dense"`` and ``"tokens"`` -> number types in which the
+            vectors were computed, such as ``"bf16"`` or ``"bf16, fp32"``, as far as they are known.
+    """
 
     layout: Layout
-    texts_sha256: str | None = (
-        None  # of all its documents; None once single ones were added, replaced or deleted
-    )
-    vectors_sha256: str | None = (
-        None  # that a build put there, so that it can be resumed; None as above
-    )
-    complete: bool = True  # no build is unfinished
+    texts_sha256: str | None = None
+    vectors_sha256: str | None = None
+    complete: bool = True
+    precisions: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> Json:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
@@ -145,6 +152,7 @@ class Record:
                 value["texts_sha256"],
                 value["vectors_sha256"],
                 bool(value["complete"]),
+                dict(value.get("precisions", {})),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             wrong = f"{dict(value)!r:.80} ({error!r})"

@@ -89,8 +89,9 @@ class QdrantIndex:
 
     @property
     def provenance(self) -> Provenance:
-        """Fingerprints of model and texts; the texts are unknown once single documents were
-        changed.
+        """Fingerprints of model and texts, and the precision of the vectors.
+
+        The texts are unknown once single documents were changed.
         """
         return self.collection.provenance
 
