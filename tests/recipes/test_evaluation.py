@@ -22,6 +22,8 @@ from tilefold.recipes._evaluation import choose
 from tilefold.recipes.loading import newest_step
 from tilefold.retrieval import SparseVectors, build_index, evaluate, hits_to_run
 from tilefold.retrieval.data.collection import Collection
+from tilefold.retrieval.data.passages import Passages, document_of
+from tilefold.retrieval.training_data.passages import training_passages
 
 # the learning rate rises to the end, and destroys the model late
 DESTROYED: dict[str, Any] = {
@@ -242,3 +244,42 @@ def test_the_evaluator_ignores_hits_with_the_id_of_the_query_as_beir_does(base: 
     assert counted != pytest.approx(expected, abs=1e-3)
     judged["d0"]["d0"] = 1
     assert "ignored" not in choose(recipe, documents)[1], "ids that are numbered independently"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_the_evaluator_ignores_passages_of_the_document_with_the_id_of_the_query(base: str) -> None:
+    collection = with_dev()
+    ids = [f"d{number}" for number in range(4)]
+    queries = {name: collection.documents[name].contents for name in ids}
+    judged = {name: dict.fromkeys({*ids} - {name}, 1) for name in ids}
+    documents = {name: collection.documents[name] for name in ids}
+    whole = Collection("arguments", documents, queries, {"dev": judged})
+    cut = training_passages(Passages(3), whole)
+    assert len(cut.documents) >= 8, "documents of several passages"
+    recipe = replace(SpladeRecipe(base, **DESTROYED), evaluate_documents=len(cut.documents))
+    evaluator, description, _ = choose(recipe, cut)
+    assert "hits with the query's own id ignored for 4 queries" in description
+    model = SparseEncoder(base, device="cpu", local_files_only=True)
+    value = evaluator(model)[evaluator.primary_metric]
+    names = evaluator.corpus_ids
+    passages = SparseVectors.from_torch(
+        names,
+        model.encode_document([cut.contents()[name] for name in names]),
+    )
+    encoded_queries = SparseVectors.from_torch(
+        ids,
+        model.encode_query([queries[name] for name in ids]),
+    )
+    hits = build_index(passages).search(encoded_queries, len(names))
+    run = hits_to_run(encoded_queries, hits)
+    others = {
+        query: {name: score for name, score in scores.items() if document_of(name) != query}
+        for query, scores in run.items()
+    }
+    expected = evaluate(others, cut.qrels["dev"], ["nDCG@10"])["nDCG@10"]
+    counted = evaluate(run, cut.qrels["dev"], ["nDCG@10"])["nDCG@10"]
+    assert value == pytest.approx(expected, abs=1e-5)
+    assert counted != pytest.approx(expected, abs=1e-3)
+    judged["d0"]["d0"] = 1
+    description = choose(recipe, training_passages(Passages(3), whole))[1]
+    assert "ignored" not in description, "ids that are numbered independently"

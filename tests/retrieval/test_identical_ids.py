@@ -120,3 +120,18 @@ def test_no_query_is_mined_as_its_own_negative() -> None:
     )
     assert [name for name, relevant, *_ in mined.mined_rows if not relevant] == ["c", "d"]
     assert mined.same_id == 1
+
+
+def test_passages_of_the_document_with_the_id_of_the_query_are_no_negatives() -> None:
+    documents = {
+        "a": r.Document("a", "", "one two three four five six"),
+        "b": r.Document("b", "", "seven eight nine"),
+    }
+    queries = {"a": "one six"}
+    whole = r.Collection("c", documents, queries, {"train": {"a": {"b": 1}}})
+    cut = r.training_passages(r.Passages(3), whole)
+    assert len(cut.documents) == 3
+    scores = {name: float(number) for number, name in enumerate(cut.documents)}
+    mined = r.mine_negatives({"a": scores}.items(), cut, "train", [r.Window(1, 3, 3)])
+    assert mined.same_id == 2
+    assert mined.without == 1

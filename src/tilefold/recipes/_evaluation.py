@@ -5,6 +5,7 @@ that stays.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -52,10 +53,20 @@ def choose(recipe: TrainingSettings, collection: Collection) -> tuple[Any, str, 
         if recipe.late
         else SparseInformationRetrievalEvaluator
     )
-    shared_ids = queries.keys() & documents.keys()
-    ignoring = bool(shared_ids) and ignores_identical_ids(collection.qrels[split])
+    # Entries of the sample by whole document, which may have several passages among them.
+    entry_counts = Counter(map(collection.whole_document_of, documents))
+    own_entry_counts = {query: entry_counts[query] for query in queries if query in entry_counts}
+    relevant_documents = {
+        query: {collection.whole_document_of(name): 1 for name in names}
+        for query, names in relevant.items()
+    }
+    ignoring = bool(own_entry_counts) and ignores_identical_ids(relevant_documents)
     if ignoring:
-        evaluator_class = _ignoring_identical_ids(evaluator_class)
+        evaluator_class = _ignoring_identical_ids(
+            evaluator_class,
+            collection.whole_document_of,
+            n_more=max(own_entry_counts.values()),
+        )
     evaluator = evaluator_class(
         *(queries, documents, relevant),
         corpus_chunk_size=max(
@@ -70,16 +81,25 @@ def choose(recipe: TrainingSettings, collection: Collection) -> tuple[Any, str, 
     judgements = {query: repr(sorted(names)) for query, names in relevant.items()}
     digests = "".join(map(texts_digest, (queries, documents, judgements)))
     if ignoring:
-        sizes += f", hits with the query's own id ignored for {len(shared_ids):,} queries"
+        sizes += f", hits with the query's own id ignored for {len(own_entry_counts):,} queries"
         digests += "without identical ids"
     return evaluator, f"{split} ({sizes})", digests
 
 
-def _ignoring_identical_ids(evaluator_class: Any) -> Any:
-    """The class of evaluators that leave out hits whose document has the query's id, as BEIR does.
+def _ignoring_identical_ids(
+    evaluator_class: Any,
+    whole_document_of: Callable[[str], str],
+    n_more: int,
+) -> Any:
+    """Return a class of evaluators that leaves out hits of the query's own document, as BEIR does.
 
     Stock evaluators count them. The class has the name of the stock one, by which model cards and
     logs call it.
+
+    Args:
+        evaluator_class: the class of stock evaluators.
+        whole_document_of: id of the document of a hit, which may be a passage.
+        n_more: the most hits that a query's own document can have.
     """
 
     class Ignoring(evaluator_class):
@@ -95,7 +115,7 @@ def _ignoring_identical_ids(evaluator_class: Any) -> Any:
                 self.map_at_k,
             )
             deepest = max(max(values) for values in cut_offs)
-            self.map_at_k = [*self.map_at_k, deepest + 1]  # collects one hit more
+            self.map_at_k = [*self.map_at_k, deepest + n_more]  # collects so many hits
             try:
                 return super().__call__(*args, **options)
             finally:
@@ -104,7 +124,7 @@ def _ignoring_identical_ids(evaluator_class: Any) -> Any:
         def compute_metrics(self, queries_result_list: list[Any]) -> Any:
             self.map_at_k = self._map_at_k
             others = [
-                [hit for hit in hits if hit["corpus_id"] != query]
+                [hit for hit in hits if whole_document_of(hit["corpus_id"]) != query]
                 for query, hits in zip(self.queries_ids, queries_result_list, strict=True)
             ]
             return super().compute_metrics(others)

@@ -160,12 +160,15 @@ class Collection:
             given as its text.
         queries: query id -> text, of all splits.
         qrels: split -> query id -> document id -> grade (0 is judged and not relevant).
+        passages: :class:`tilefold.retrieval.Passages` that the documents are, as a text; None for
+            whole documents.
     """
 
     name: str
     documents: Mapping[str, Document]
     queries: dict[str, str]
     qrels: dict[str, dict[str, dict[str, int]]]
+    passages: str | None = None
 
     def __post_init__(self) -> None:
         self.documents = documents_by_id("documents", self.documents)
@@ -181,6 +184,10 @@ class Collection:
             for query, grades in qrels.items():
                 check_mapping(f"qrels[{split!r}][{query!r}]", grades, "document id -> grade")
                 check_text_ids("qrels", grades)
+
+    def whole_document_of(self, name: str) -> str:
+        """Return the id of the whole document that `name` is, or is a passage of."""
+        return name if self.passages is None else name.rpartition("#")[0]
 
     def contents(self) -> Mapping[str, str]:
         """Return document id -> contents, in corpus order."""

@@ -117,7 +117,8 @@ class Mined:
         short: queries with fewer negatives than requested.
         without: queries without any negative, which are left out.
         filtered: candidates that may be false negatives.
-        same_id: candidates with the id of the query, where queries are documents.
+        same_id: candidates with the id of the query, where queries are documents; of a collection
+            of passages, those of the document with that id.
         same_text: candidates whose text is that of the query or of a relevant document.
     """
 
@@ -165,8 +166,8 @@ def mine_negatives(
     """Draw negatives for the judged queries of a split, and list their relevant documents.
 
     A document is never a negative if any split judges it relevant for the query, if its text is
-    that of such a document or of the query, if its id is the query's, or if `false_negatives`
-    leaves it out. Negatives are in the order of their ranks, after the relevant documents.
+    that of such a document or of the query, if its id is the query's, if it is a passage of the
+    document with that id, or if `false_negatives` leaves it out. Negatives are in the order of their ranks, after the relevant documents.
 
     Args:
         rankings: query ids with document id -> score, read one after the other so that they need
@@ -289,7 +290,7 @@ def _candidate_ranks(
                 f"rankings: document {document!r} of query {query!r} is not in {collection.name}. "
                 "Give the collection that was searched.",
             )
-        if document == query:
+        if collection.whole_document_of(document) == query:
             mined.same_id += 1
         elif score > limit:
             mined.filtered += 1

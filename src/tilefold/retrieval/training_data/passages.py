@@ -43,7 +43,7 @@ def training_passages(passages: Passages, collection: Collection) -> Collection:
     for passage_id in texts:
         passage = Passage.of(passage_id)
         documents[passage.id] = passage.of_document(collection.documents[passage.document])
-    return Collection(collection.name, documents, collection.queries, qrels)
+    return Collection(collection.name, documents, collection.queries, qrels, str(passages))
 
 
 class _BestPassage:
