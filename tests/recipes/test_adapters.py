@@ -142,6 +142,65 @@ def test_merged_adapters_of_a_causal_model_give_the_same_rows(
     torch.testing.assert_close(dense(again, TEXTS), expected, rtol=1e-4, atol=1e-4)
 
 
+def exact_sums(network: Any) -> dict[str, torch.Tensor]:
+    """Return each adapted weight with its update, in fp64, by the name that it has once merged."""
+    sums = {}
+    for name, module in network.named_modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            first = module.lora_A["default"].weight.double()
+            second = module.lora_B["default"].weight.double()
+            update = module.scaling["default"] * second @ first
+            sums[f"{name}.weight"] = module.get_base_layer().weight.double() + update
+    return sums
+
+
+def half_a_unit_in_the_last_place(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return half the distance of neighbours in a dtype, around values."""
+    _, exponents = torch.frexp(values)
+    return torch.ldexp(torch.full_like(values, torch.finfo(dtype).eps / 4), exponents)
+
+
+@pytest.mark.parametrize("adapter_dtype", [torch.float32, None], ids=["fp32-adapter", "all-alike"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_weights_in_16_bits_are_rounded_once_when_adapters_are_merged(
+    dtype: torch.dtype,
+    adapter_dtype: torch.dtype | None,
+    masked: str,
+) -> None:
+    model = masked_splade(masked).to(dtype)
+    add_random_adapter(model, peft.LoraConfig(r=4, target_modules=BERT_ATTENTION))
+    network: Any = model[0].model
+    for name, parameter in network.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(adapter_dtype or dtype)
+    expected = exact_sums(network)
+    n_modules = merge_adapters(model)
+    assert n_modules == len(expected) == 4
+    assert {parameter.dtype for parameter in network.parameters()} == {dtype}
+    for name, exact in expected.items():
+        merged = network.get_parameter(name)
+        bound = half_a_unit_in_the_last_place(exact, dtype)
+        # the sum is fp32: its own rounding is added to that of the storage
+        bound += 8 * torch.finfo(torch.float32).eps * exact.abs().max()
+        assert ((merged.double() - exact).abs() <= bound).all()
+
+
+def test_a_merged_network_whose_weights_overflow_fp16_is_kept_in_fp32(masked: str) -> None:
+    model = masked_splade(masked).to(torch.float16)
+    add_random_adapter(model, peft.LoraConfig(r=4, target_modules=BERT_ATTENTION))
+    network: Any = model[0].model
+    name = "bert.encoder.layer.1.attention.self.value"
+    layer = network.get_submodule(name)
+    for factor in (layer.lora_A["default"], layer.lora_B["default"]):
+        factor.weight.data[0, 0] = 600.0  # whose product is above 65,504
+    expected = exact_sums(network)[f"{name}.weight"]
+    with pytest.warns(UserWarning, match=f"{name}.weight has values .* too large for fp16"):
+        merge_adapters(model)
+    assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
+    merged = network.get_parameter(f"{name}.weight")
+    torch.testing.assert_close(merged, expected.float(), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

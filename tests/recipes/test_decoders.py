@@ -5,6 +5,7 @@ and SPLATE.
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,57 @@ def test_a_dying_head_comes_back_to_life(bases: dict[str, str]) -> None:
     assert result.plain < result.first_plain and result.activated < result.first_activated
     assert seen == [(step, 12) for step in range(1, 13)]
     assert result.steps == 12
+
+
+def test_adaptation_reports_the_blocks_that_its_steps_trained_with(
+    bases: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    network, tokenizer = load(bases["qwen2"])
+    recipe = AdaptationRecipe(steps=3, batch_size=4, length=16, warmup_steps=0, chunk=8, bf16=False)
+    n_blocks = 6  # an epoch has a step of 4 blocks and one of 2
+    stream = [token for block in pack_texts(tokenizer, TEXTS * 8, 16) for token in block]
+    texts = [tokenizer.decode(stream[: 16 * n_blocks])]
+    result = adapt(network, tokenizer, texts, recipe)
+    assert result.text_blocks == len(pack_texts(tokenizer, texts, 16)) == n_blocks
+    assert (result.steps, result.announced_blocks) == (3, 12)
+    assert (result.blocks, result.fewest_blocks, result.trained_blocks) == (4, 2, 10)
+    assert "3 steps of 2 to 4 blocks, 10 in all (12 in full steps; the texts fill 6)" in str(result)
+    assert "the adaptation had 3 steps, which hardly change a model" in result.warnings[0]
+    assert capsys.readouterr().out == ""
+
+
+def test_adaptation_warns_when_the_texts_fill_no_step(bases: dict[str, str]) -> None:
+    network, tokenizer = load(bases["qwen2"])
+    recipe = AdaptationRecipe(
+        steps=1, batch_size=500, length=16, warmup_steps=0, chunk=8, bf16=False
+    )
+    result = adapt(network, tokenizer, TEXTS, recipe)
+    assert result.blocks == result.text_blocks < 500
+    assert "blocks, fewer than batch_size (500), so no step was full" in result.warnings[-1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        pytest.param(
+            {"network": "qwen2"}, "network: expected PreTrainedModel, got 'qwen2'", id="network"
+        ),
+        pytest.param({"tokenizer": None}, "tokenizer: expected a tokenizer", id="tokenizer"),
+        pytest.param({"texts": "one text"}, "texts: expected a list, got one string", id="texts"),
+        pytest.param({"recipe": "paper"}, "recipe: expected AdaptationRecipe", id="recipe"),
+    ],
+)
+def test_adaptation_names_an_argument_of_a_wrong_type(
+    changed: dict[str, Any],
+    message: str,
+    bases: dict[str, str],
+) -> None:
+    network, tokenizer = load(bases["qwen2"])
+    arguments = {"network": network, "tokenizer": tokenizer, "texts": TEXTS, "recipe": None}
+    arguments |= changed
+    with pytest.raises(TypeError, match=re.escape(message)):
+        adapt(**arguments)
 
 
 def test_what_cannot_be_built_or_adapted_is_refused(bases: dict[str, str]) -> None:

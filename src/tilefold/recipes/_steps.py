@@ -197,7 +197,7 @@ def step_warnings(
     warnings = []
     if counts.steps < FEW_STEPS:
         warnings.append(
-            f"the training had {_plural(counts.steps, 'step')}, which hardly change a model: train "
+            f"the training had {count_of(counts.steps, 'step')}, which hardly change a model: train "
             "with a larger epochs or max_steps, a smaller batch_size, or more pairs.",
         )
     if n_pairs < batch_size:
@@ -207,14 +207,14 @@ def step_warnings(
         )
     if counts.total < announced:
         warnings.append(
-            f"{_plural(counts.steps, 'step')} trained with {counts.total:,} pairs instead of "
+            f"{count_of(counts.steps, 'step')} trained with {counts.total:,} pairs instead of "
             f"{announced:,}: texts that occur in many pairs, and in a batch only once, left "
             "batches "
             "short. Set fill_batches to fill them, or take a smaller batch_size.",
         )
     if counts.single and not negatives_among(1):
         warnings.append(
-            f"{_plural(counts.single, 'step')} of {counts.steps:,} had a single pair and no "
+            f"{count_of(counts.single, 'step')} of {counts.steps:,} had a single pair and no "
             "negative: their ranking loss is 0, and nothing was learnt from them. Set fill_batches "
             "to fill them.",
         )
@@ -223,22 +223,24 @@ def step_warnings(
 
 def describe_steps(result: Any) -> str:
     """The steps of a :class:`TrainResult` in words, with the pairs that they trained with."""
-    steps = _plural(result.steps, "step")
+    steps = count_of(result.steps, "step")
     if not result.pairs:
         return steps
-    return f"{steps} of {_range(result.fewest_pairs, result.pairs)} pairs, {result.trained_pairs:,} in all"
+    return f"{steps} of {range_of(result.fewest_pairs, result.pairs)} pairs, {result.trained_pairs:,} in all"
 
 
 def describe_negatives(result: Any) -> str:
     """The negatives of a query in the steps of a :class:`TrainResult`."""
     if result.negatives is None:
         return ""
-    return _range(result.fewest_negatives, result.negatives)
+    return range_of(result.fewest_negatives, result.negatives)
 
 
-def _range(fewest: int | None, most: int) -> str:
+def range_of(fewest: int | None, most: int) -> str:
+    """Return the sizes of steps in words: one number if all are alike."""
     return f"{most:,}" if fewest in (None, most) else f"{fewest:,} to {most:,}"
 
 
-def _plural(count: int, name: str) -> str:
+def count_of(count: int, name: str) -> str:
+    """Return a number with its noun, which has an s unless the number is 1."""
     return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from tilefold._internal.arguments import check_count, check_instance, list_of_texts
 from tilefold._internal.typing import Model, Network, Tokenizer
 from tilefold.recipes._settings import (
     BOOLEAN,
@@ -18,9 +19,13 @@ from tilefold.recipes._settings import (
     checked,
     integer,
 )
+from tilefold.recipes._steps import FEW_STEPS, PairCounts, count_of, range_of
 from tilefold.recipes._training import Losses, Progress
 from tilefold.recipes.adapters import train_adapters_of_network
 from tilefold.recipes.loading import supports_bf16
+
+if TYPE_CHECKING:
+    from tilefold.losses.functional import ActivatedLmLoss
 
 _DYING = 0.5
 
@@ -42,15 +47,49 @@ class AdaptationRecipe(Settings):
 
 @dataclass(frozen=True)
 class AdaptationResult:
-    """The report of :func:`adapt`, with losses of the first and the last step."""
+    """The report of :func:`adapt`.
 
-    steps: int  # of the optimiser
-    first_plain: float  # next-token loss
+    Attributes:
+        steps: optimiser steps that were done: those of the recipe.
+        first_plain: next-token loss of the first step.
+        plain: next-token loss of the last step.
+        first_activated: loss on ``log1p(relu(logits))`` of the first step.
+        activated: the same of the last step.
+        first_alive: share of positions with a logit above 0, of the first step.
+        alive: the same of the last step.
+        text_blocks: blocks of packed text.
+        blocks: blocks of the largest step; a full one has the recipe's ``batch_size``.
+        fewest_blocks: blocks of the smallest step. The last step of an epoch may be short.
+        trained_blocks: sum of the blocks of all steps; repeated blocks count again.
+        announced_blocks: the recipe's ``steps * batch_size``.
+        warnings: problems of the training, with remedies.
+    """
+
+    steps: int
+    first_plain: float
     plain: float
-    first_activated: float  # of ``log1p(relu(logits))``
+    first_activated: float
     activated: float
-    first_alive: float  # share of positions with a logit above 0
+    first_alive: float
     alive: float
+    text_blocks: int
+    blocks: int
+    fewest_blocks: int
+    trained_blocks: int
+    announced_blocks: int
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        blocks = range_of(self.fewest_blocks, self.blocks)
+        lines = [
+            f"{count_of(self.steps, 'step')} of {blocks} blocks, {self.trained_blocks:,} in all "
+            f"({self.announced_blocks:,} in full steps; the texts fill {self.text_blocks:,})",
+            f"next-token loss {self.first_plain:.3f} to {self.plain:.3f}, of activated logits "
+            f"{self.first_activated:.3f} to {self.activated:.3f}",
+            f"positions with a logit above 0: {self.first_alive:.1%} to {self.alive:.1%}",
+            *(f"warning: {warning}" for warning in self.warnings),
+        ]
+        return "\n".join(lines)
 
     @property
     def dying(self) -> bool:
@@ -61,17 +100,25 @@ class AdaptationResult:
 
 
 def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[list[int]]:
-    """Token ids of all texts in a row, an end token after each, cut into blocks of `length`; the
-    rest is dropped.
+    """Pack the token ids of texts into blocks of one length, with an end token after each text.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        texts: the texts, in the order of the blocks.
+        length: tokens of a block. Tokens after the last full block are dropped.
+
+    Raises:
+        TypeError: for texts that are not strings.
+        ValueError: if the texts do not fill one block.
     """
+    check_count("length", length, least=2)
     stream: list[int] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for text in texts:
+    for text in list_of_texts("texts", texts):
         ids = tokenizer(text, truncation=False, verbose=False)["input_ids"]
         stream += ids if ids[-1:] == end else ids + end
-    blocks = [
-        stream[start : start + length] for start in range(0, len(stream) - length + 1, length)
-    ]
+    starts = range(0, len(stream) - length + 1, length)
+    blocks = [stream[start : start + length] for start in starts]
     if not blocks:
         got = f"{len(stream)} tokens; give more text, or a smaller length."
         raise ValueError(f"texts must fill at least one block of {length} tokens, got {got}")
@@ -97,20 +144,40 @@ def adapt(
     Args:
         network: a transformers ``...ForCausalLM``, adapters included, of this `tokenizer`. Its
             active adapters are made trainable, which transformers freezes when it loads them.
+        tokenizer: the tokenizer of the network.
         texts: of the collection, or of any corpus; they are packed into blocks.
+        recipe: the settings; ``None`` takes those of the paper.
         progress: called as ``progress(step, steps, losses)`` after every step.
 
+    Returns:
+        The steps, blocks, losses and warnings of the training; ``print`` shows them in words.
+
     Raises:
+        TypeError: for a `network` or `recipe` of another kind, such as a name.
         ValueError: a bidirectional model, one whose logits are not ``head(hidden)``, or too little
             text.
         RuntimeError: the loss is not a number, at the step that is named, or this is one of a
             launcher's processes.
     """
-    from transformers import TrainingArguments, default_data_collator
+    from transformers import PreTrainedModel, TrainingArguments, default_data_collator
+    from transformers.trainer_callback import PrinterCallback
 
     from tilefold.integrations.transformers import one_gpu
 
-    recipe = recipe or AdaptationRecipe()
+    check_instance(
+        "network",
+        network,
+        PreTrainedModel,
+        "AutoModelForCausalLM.from_pretrained(name)",
+    )
+    if not callable(tokenizer):
+        raise TypeError(
+            f"tokenizer: expected a tokenizer of transformers, got {type(tokenizer).__name__}; "
+            "pass AutoTokenizer.from_pretrained(name).",
+        )
+    if recipe is None:
+        recipe = AdaptationRecipe()
+    check_instance("recipe", recipe, AdaptationRecipe, "AdaptationRecipe(steps=1000)")
     if getattr(network.config, "is_causal", True) is False:
         remedy = "adapt the model first and make it bidirectional afterwards."
         raise ValueError(
@@ -125,7 +192,7 @@ def adapt(
         )
     blocks = pack_texts(tokenizer, texts, recipe.length)
     train_adapters_of_network(network)
-    seen: list[Any] = []
+    log = _StepLog()
     with tempfile.TemporaryDirectory(prefix="tilefold-adaptation-") as folder:
         arguments = one_gpu(TrainingArguments)(
             output_dir=folder,
@@ -144,12 +211,13 @@ def adapt(
             use_cpu=next(network.parameters()).device.type == "cpu",
         )
         rows = [{"input_ids": block} for block in blocks]
-        trainer = _trainer_class(recipe, seen, progress)(
+        trainer = _trainer_class(recipe, log, progress)(
             model=network,
             args=arguments,
             train_dataset=rows,
             data_collator=default_data_collator,
         )
+        trainer.remove_callback(PrinterCallback)  # it prints a dictionary of timings
         trainer.train()
     steps = trainer.state.global_step
     if steps < recipe.steps:
@@ -157,16 +225,71 @@ def adapt(
             f"the adaptation ended after {steps:,} of {recipe.steps:,} steps; give more text, or "
             "fewer steps.",
         )
-    told = (
-        getattr(step, name)
-        for name in ("plain", "activated", "alive")
-        for step in (seen[0], seen[-1])
+    return _result(recipe, log, len(blocks))
+
+
+@dataclass
+class _StepLog:
+    """What the steps of an adaptation were.
+
+    Attributes:
+        first: losses of the first step.
+        last: losses of the latest step.
+        counts: number of steps and of their blocks.
+    """
+
+    first: ActivatedLmLoss | None = None
+    last: ActivatedLmLoss | None = None
+    counts: PairCounts = field(default_factory=PairCounts)
+
+    def add(self, loss: ActivatedLmLoss, n_blocks: int) -> None:
+        """Add a step of `n_blocks` blocks."""
+        if self.first is None:
+            self.first = loss
+        self.last = loss
+        self.counts = self.counts.add_step(n_blocks)
+
+
+def _result(recipe: AdaptationRecipe, log: _StepLog, text_blocks: int) -> AdaptationResult:
+    """Return the report of a complete adaptation over `text_blocks` blocks."""
+    if log.first is None or log.last is None:
+        raise RuntimeError("the adaptation had no step, and the network is unchanged.")
+    return AdaptationResult(
+        steps=log.counts.steps,
+        first_plain=float(log.first.plain),
+        plain=float(log.last.plain),
+        first_activated=float(log.first.activated),
+        activated=float(log.last.activated),
+        first_alive=float(log.first.alive),
+        alive=float(log.last.alive),
+        text_blocks=text_blocks,
+        blocks=log.counts.most,
+        fewest_blocks=log.counts.fewest,
+        trained_blocks=log.counts.total,
+        announced_blocks=recipe.steps * recipe.batch_size,
+        warnings=_warnings(recipe, log.counts, text_blocks),
     )
-    return AdaptationResult(steps, *map(float, told))
 
 
-def _trainer_class(recipe: AdaptationRecipe, seen: list[Any], progress: Progress | None) -> Any:
-    """A trainer that keeps the first and the latest loss in `seen`."""
+def _warnings(recipe: AdaptationRecipe, counts: PairCounts, text_blocks: int) -> tuple[str, ...]:
+    """Return warnings about few steps, and about steps with fewer blocks than `batch_size`."""
+    warnings = []
+    if counts.steps < FEW_STEPS:
+        warnings.append(
+            f"the adaptation had {count_of(counts.steps, 'step')}, which hardly change a model: "
+            "take more steps.",
+        )
+    if text_blocks < recipe.batch_size:
+        warnings.append(
+            f"the texts fill {count_of(text_blocks, 'block')}, fewer than batch_size "
+            f"({recipe.batch_size:,}), so no step was full: give more text, or a smaller length "
+            "or batch_size.",
+        )
+    return tuple(warnings)
+
+
+def _trainer_class(recipe: AdaptationRecipe, log: _StepLog, progress: Progress | None) -> Any:
+    """Return a trainer class with the loss of the adaptation, which logs every step in `log`."""
     from transformers import Trainer
 
     from tilefold.losses import activated_lm_loss
@@ -188,24 +311,24 @@ def _trainer_class(recipe: AdaptationRecipe, seen: list[Any], progress: Progress
                     .last_hidden_state[:, :-1]
                     .flatten(0, 1)
                 )
-                options: dict[str, Any] = {
-                    "activated_weight": recipe.activated_weight,
-                    "chunk": recipe.chunk,
-                }
                 loss = activated_lm_loss(
                     hidden,
                     head.weight,
                     ids[:, 1:].flatten(),
                     head.bias,
-                    **options,
+                    activated_weight=recipe.activated_weight,
+                    chunk=recipe.chunk,
                 )
             step, steps = self.state.global_step + 1, recipe.steps
             if not bool(loss.total.isfinite()):
-                got = f"{float(loss.total)} at step {step} of {steps}; lower learning_rate, or set bf16=False."
-                raise RuntimeError(f"the loss must be a finite number, got {got}")
-            seen[1:] = [loss._replace(total=loss.total.detach())]
+                raise RuntimeError(
+                    f"the loss must be a finite number, got {float(loss.total)} at step {step} of "
+                    f"{steps}; lower learning_rate, or set bf16=False.",
+                )
+            total = loss.total.detach()
+            log.add(loss._replace(total=total), ids.size(0))
             if progress is not None:
-                progress(step, steps, Losses(float(seen[-1].total)))
+                progress(step, steps, Losses(float(total)))
             return (loss.total, {}) if return_outputs else loss.total
 
     return AdaptationTrainer
