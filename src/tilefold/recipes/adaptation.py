@@ -338,7 +338,7 @@ def _check_head(network: Network) -> None:
     """Refuse a model that does more with its logits than its head: soft-capping, a scale."""
     import torch
 
-    from tilefold.integrations.transformers.packed import in_eval_mode
+    from tilefold.integrations.transformers.networks import in_eval_mode
     from tilefold.modules.prosper import linear_head
 
     head = linear_head(network)

@@ -319,7 +319,7 @@ def _probe(network: Network) -> Tensor:
     """Return the outputs of a network in fp32 or wider for a few tokens."""
     import torch
 
-    from tilefold.integrations.transformers.packed import in_eval_mode
+    from tilefold.integrations.transformers.networks import in_eval_mode
 
     device = next(network.parameters()).device
     n_tokens = network.get_input_embeddings().weight.size(0)

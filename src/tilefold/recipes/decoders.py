@@ -94,7 +94,7 @@ def check_bidirectional(network: Network) -> None:
     """
     import torch
 
-    from tilefold.integrations.transformers.packed import in_eval_mode
+    from tilefold.integrations.transformers.networks import in_eval_mode
 
     with in_eval_mode(network), torch.no_grad():
         ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]], device=next(network.parameters()).device)

@@ -37,7 +37,7 @@ from tilefold.integrations.sentence_transformers.streaming.stream import (
     prompt_of,
 )
 from tilefold.integrations.transformers import stop_packed
-from tilefold.integrations.transformers.packed import apart, in_eval_mode
+from tilefold.integrations.transformers.networks import in_eval_mode, largest_difference
 from tilefold.modules.fused_pooling import SparseOptions, pass_hidden_states
 from tilefold.ops.implementations import SWITCH, check_impl, switched_off
 from tilefold.pipeline.rows import Batch
@@ -377,7 +377,7 @@ def _check_similarity(model: Model, function: FusedSimilarity) -> None:
         with torch.no_grad():
             expected = getattr(model, function.name)(queries, documents)
             scores = function(queries, documents)
-        difference = apart(scores, expected)
+        difference = largest_difference(scores, expected)
         allowed = SIMILARITY_TOLERANCE * expected.abs().max().item()
     except Exception as error:
         raise RuntimeError(

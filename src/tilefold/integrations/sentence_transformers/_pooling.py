@@ -21,7 +21,7 @@ from tilefold.integrations.sentence_transformers._heads import (
     head_operands,
 )
 from tilefold.integrations.sentence_transformers.packing.inputs import on_device
-from tilefold.integrations.transformers.packed import apart, in_eval_mode
+from tilefold.integrations.transformers.networks import in_eval_mode, largest_difference
 from tilefold.modules import fused_pooling as poolings
 from tilefold.modules.fused_pooling import (
     Features,
@@ -359,7 +359,7 @@ def check_pair(pair: SpladePair, impl: str) -> None:
         with _replaced_forward(pair.head, poolings.pass_hidden_states):
             scores = fused(pair.transformer(dict(features)))["sentence_embedding"]
         allowed = TOLERANCE * max(1.0, float(expected.abs().max()))
-        difference = apart(scores, expected)
+        difference = largest_difference(scores, expected)
         if not difference <= allowed:  # a NaN is no small difference
             raise ValueError(
                 f"fused scores must equal stock scores within {allowed:.3g} on two short texts, "

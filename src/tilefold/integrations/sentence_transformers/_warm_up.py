@@ -21,7 +21,7 @@ from tilefold.integrations.sentence_transformers._accelerate import (
 from tilefold.integrations.sentence_transformers.graphs.encoding import TEXTS, graphs_of
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 from tilefold.integrations.sentence_transformers.packing.inputs import on_device, packed_inputs
-from tilefold.integrations.transformers.packed import in_eval_mode
+from tilefold.integrations.transformers.networks import in_eval_mode
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.implementations import switched_off
 from tilefold.ops.warm_up import Built, build_kernels, check_kernels_can_be_built

@@ -33,11 +33,11 @@ from tilefold.integrations.transformers.attention import (
     unregister,
 )
 from tilefold.integrations.transformers.packed import (
-    one_gpu,
     packed_hidden_states,
     stop_packed,
     use_packed,
 )
+from tilefold.integrations.transformers.trainers import one_gpu
 
 __all__ = [
     "AlphaSchedule",

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.trainer_callback import TrainerCallback
 
 from tilefold.integrations.transformers import attention
-from tilefold.integrations.transformers.packed import check_network
+from tilefold.integrations.transformers.networks import check_network
 from tilefold.nn.heads import EntmaxAlpha
 
 SUFFIX = f".{attention.ALPHA}.theta"

@@ -18,10 +18,10 @@ from transformers.masking_utils import (
     causal_mask_function,
 )
 
+from tilefold.integrations.transformers.networks import check_network
 from tilefold.integrations.transformers.packed import (
     BIDIRECTIONAL_WINDOWS,
-    check_network,
-    conjuncts,
+    joined_mask_functions,
 )
 from tilefold.nn.heads import EntmaxAlpha
 from tilefold.ops import entmax_attention
@@ -121,7 +121,7 @@ def _is_known(function: Callable[..., object], how: Mapping[str, object]) -> boo
         return bool(skips) and not how.get("use_vmap", False) and not chunked
     if getattr(function, "__qualname__", "") in _KNOWN_MASKS:
         return True
-    functions = conjuncts(function)
+    functions = joined_mask_functions(function)
     return bool(functions) and all(_is_known(f, how) for f in functions)
 
 

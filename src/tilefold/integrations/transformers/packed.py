@@ -1,12 +1,8 @@
-"""Stock encoders of transformers on packed tokens: their attention, whether they compute the same;
-trainers of them.
-"""
+"""Stock encoders of transformers on packed tokens: attention, input arguments, and their switch."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,22 +15,48 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from tilefold._internal.arguments import check_instance
 from tilefold._internal.typing import Model
+from tilefold.integrations.transformers.networks import (
+    check_network,
+    in_eval_mode,
+    largest_difference,
+)
 from tilefold.ops.implementations import SWITCH, switched_off
 from tilefold.ops.packed_attention import packed_softmax_attention, token_positions
 
+# Value of ``attn_implementation`` of models that take packed tokens.
 PACKED = "tilefold_packed"
-TOLERANCE = 0.02  # of the largest value: wide enough for bf16, far below attention to the neighbouring sequence
+
+# Names of packed inputs in transformers and sentence-transformers. Offsets and the length of the
+# longest sequence have a name for queries and one for keys, with the same value in an encoder.
+OFFSETS = "cu_seq_lens_q"
+OFFSET_NAMES = (OFFSETS, "cu_seq_lens_k")
+LONGEST = "max_length_q"
+LONGEST_NAMES = (LONGEST, "max_length_k")
+TOKEN_NAMES = ("input_ids", "position_ids", "token_type_ids")  # tensors ``[1, T]``
+
+# Allowed difference of packed and padded outputs, relative to the largest value: wide enough for
+# bf16, far below the effect of attention to a neighbouring sequence.
+TOLERANCE = 0.02
+# Qualified names of mask functions for sliding windows, which the attention applies itself.
 BIDIRECTIONAL_WINDOWS = (
     "sliding_window_bidirectional_overlay.<locals>.inner_mask",
     "sliding_window_bidirectional_mask_function.<locals>.inner_mask",
 )
+# Arguments of attention functions that neither packed nor entmax attention can apply.
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "head_mask")
+# Lengths of the two sequences of the self-check. The second one grows with a sliding window.
+_SHORT_LENGTH = 3
+_LONG_LENGTH = 11
+_LONGEST_CHECKED = 160
+# Positions that a model may reserve, such as those before RoBERTa's first token.
+_RESERVED_POSITIONS = 4
 
 
 def register_packed() -> None:
-    """Make ``attn_implementation="tilefold_packed"`` known: packed attention given
-    ``cu_seq_lens_q``, else ``sdpa``.
+    """Register ``attn_implementation="tilefold_packed"`` in transformers.
+
+    It runs packed attention on inputs with ``cu_seq_lens_q``, and ``"sdpa"`` on others.
     """
     AttentionInterface.register(PACKED, packed_attention_forward)
     AttentionMaskInterface.register(PACKED, packed_mask)
@@ -51,118 +73,189 @@ def packed_attention_forward(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of ``[1, H, T, D]`` with ``cu_seq_lens_q`` and ``max_length_q``, else padded, to
-    ``[B, N, H, D]``.
+    """Compute softmax attention for transformers' attention interface.
+
+    Args:
+        module: the attention module that calls.
+        query: ``[B, H, N, D]``; ``[1, H, T, D]`` if the tokens are packed.
+        key: as `query`, with H heads or a divisor of H.
+        value: as `key`.
+        attention_mask: mask of padded inputs; ``None`` for packed ones.
+        dropout: probability that a weight is dropped.
+        scaling: factor of the scores; ``D ** -0.5`` by default.
+        sliding_window: keys at a distance below this are seen; all of them by default.
+        **kwargs: ``cu_seq_lens_q``, offsets int32 ``[B + 1]``, if the tokens are packed, and
+            ``max_length_q``, the length of the longest sequence. ``is_causal`` by default is that
+            of `module`. Others go to the padded attention.
+
+    Returns:
+        Output ``[B, N, H, D]`` or ``[1, T, H, D]``, and ``None`` in place of the weights.
+
+    Raises:
+        ValueError: for packed inputs with a mask, causal attention or unsupported arguments.
     """
-    cu_seqlens: Tensor | None = kwargs.get("cu_seq_lens_q")
+    cu_seqlens: Tensor | None = kwargs.get(OFFSETS)
     if cu_seqlens is None:
-        mask = attention_mask
-        if mask is None and sliding_window is not None and sliding_window < query.size(2):
-            places = torch.arange(query.size(2), device=query.device)
-            mask = ((places[:, None] - places).abs() < sliding_window)[None, None]
-        padded: Tensor
-        padded, _ = sdpa_attention_forward(
+        if attention_mask is None and sliding_window is not None:
+            attention_mask = _window_mask(query, sliding_window)
+        padded_output: Tensor
+        padded_output, _ = sdpa_attention_forward(
             module,
             query,
             key,
             value,
-            mask,
+            attention_mask,
             dropout=dropout,
             scaling=scaling,
             **kwargs,
         )
-        return padded, None
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", False) if causal is None else causal
-    if query.size(0) != 1 or attention_mask is not None or causal:
-        masked = f"{'no' if attention_mask is None else 'a'} mask, causal={bool(causal)}; leave attention_mask out."
-        expected = "one row [1, T] without a mask in an encoder"
-        raise ValueError(f"packed sequences must be {expected}, got {query.size(0)} rows, {masked}")
-    for name in ("softcap", "s_aux", "position_bias", "head_mask"):
+        return padded_output, None
+    _check_packed_call(module, query, attention_mask, kwargs)
+    longest = kwargs.get(LONGEST)
+    if longest is None:
+        longest = cu_seqlens.diff().max()
+    n_repeats = query.size(1) // key.size(1)
+    if n_repeats > 1:  # grouped-query attention
+        key = key.repeat_interleave(n_repeats, dim=1)
+        value = value.repeat_interleave(n_repeats, dim=1)
+    output = packed_softmax_attention(
+        packed_heads(query),
+        packed_heads(key),
+        packed_heads(value),
+        cu_seqlens,
+        int(longest),
+        scale=scaling,
+        window=None if sliding_window is None else sliding_window - 1,
+        dropout_p=dropout,
+    )
+    return output[None], None
+
+
+def packed_heads(tensor: Tensor) -> Tensor:
+    """Return packed heads ``[1, H, T, D]`` as a view ``[T, H, D]``."""
+    # ``squeeze``, whose backward is a view, too: that of ``[0]`` copies the gradient into zeros.
+    return tensor.squeeze(0).transpose(0, 1)
+
+
+def _window_mask(query: Tensor, sliding_window: int) -> Tensor | None:
+    """Return a mask ``[1, 1, N, N]`` of keys within a window; ``None`` if it excludes no key."""
+    length = query.size(2)
+    if sliding_window >= length:
+        return None
+    positions = torch.arange(length, device=query.device)
+    is_near = (positions[:, None] - positions).abs() < sliding_window
+    return is_near[None, None]
+
+
+def _check_packed_call(
+    module: nn.Module,
+    query: Tensor,
+    attention_mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> None:
+    """Raise ``ValueError`` for packed inputs that packed attention does not support.
+
+    The arguments are those of :func:`packed_attention_forward`.
+    """
+    is_causal = kwargs.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", False)
+    if query.size(0) != 1 or attention_mask is not None or is_causal:
+        mask = "no mask" if attention_mask is None else "a mask"
+        raise ValueError(
+            "packed sequences must be one row [1, T] without a mask in an encoder, got "
+            f"{query.size(0)} rows, {mask}, causal={bool(is_causal)}; leave attention_mask out.",
+        )
+    for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise ValueError(
                 f"{name} must be None for packed attention, got a value; use padded inputs.",
             )
-    window = None if sliding_window is None else sliding_window - 1
-    longest = kwargs.get("max_length_q")
-    longest = int(cu_seqlens.diff().max()) if longest is None else int(longest)
-    if (heads := query.size(1) // key.size(1)) > 1:
-        key, value = (tensor.repeat_interleave(heads, dim=1) for tensor in (key, value))
-    # squeeze, whose backward is a view: that of [0] is a copy into zeros
-    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    out = packed_softmax_attention(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        longest,
-        scale=scaling,
-        window=window,
-        dropout_p=dropout,
-    )
-    return out[None], None
 
 
 def packed_mask(
     *args: Any,
     mask_function: Callable[..., object] = bidirectional_mask_function,
     attention_mask: Tensor | None = None,
-    **how: Any,
+    **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of ``"sdpa"``, but none where nothing is padded: the attention applies windows
-    itself.
+    """Return the mask of ``"sdpa"``, or ``None`` where nothing is padded.
+
+    Sliding windows need no mask, because the attention applies them itself.
+
+    Args:
+        *args: positional arguments of transformers' mask functions.
+        mask_function: which pairs of queries and keys are allowed.
+        attention_mask: padding mask ``[B, N]``.
+        **kwargs: other arguments of transformers' mask functions.
     """
-    plain = all(
-        f is bidirectional_mask_function or getattr(f, "__qualname__", "") in BIDIRECTIONAL_WINDOWS
-        for f in conjuncts(mask_function) or [mask_function]
-    )
-    if attention_mask is None and plain:
+    functions = joined_mask_functions(mask_function) or [mask_function]
+    if attention_mask is None and all(_needs_no_mask(function) for function in functions):
         return None
-    found: Tensor | None = sdpa_mask(
+    mask: Tensor | None = sdpa_mask(
         *args,
         mask_function=mask_function,
         attention_mask=attention_mask,
-        **how,
+        **kwargs,
     )
-    return found
+    return mask
 
 
-def conjuncts(function: Callable[..., object]) -> list[Callable[..., object]]:
-    """The mask functions that transformers' ``and_masks`` joined to this one; none if it is no such
-    conjunction.
+def _needs_no_mask(mask_function: Callable[..., object]) -> bool:
+    """Whether a mask function allows all keys, or all keys within a sliding window."""
+    if mask_function is bidirectional_mask_function:
+        return True
+    return getattr(mask_function, "__qualname__", "") in BIDIRECTIONAL_WINDOWS
+
+
+def joined_mask_functions(function: Callable[..., object]) -> list[Callable[..., object]]:
+    """Return the mask functions that transformers' ``and_masks`` joined to `function`.
+
+    The list is empty if `function` is no such conjunction.
     """
     if not getattr(function, "__qualname__", "").startswith("and_masks"):
         return []
-    parts = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    return [f for part in parts for f in (part if isinstance(part, (tuple, list)) else (part,))]
+    functions: list[Callable[..., object]] = []
+    for cell in getattr(function, "__closure__", None) or ():
+        contents = cell.cell_contents
+        if isinstance(contents, (tuple, list)):
+            functions.extend(contents)
+        else:
+            functions.append(contents)
+    return functions
 
 
 def padding_position(model: nn.Module) -> int | None:
-    """The position of padding in models that count positions from behind it (RoBERTa and its kin),
-    else None.
+    """Return the position id of padding tokens in RoBERTa and its kin; ``None`` in other models.
+
+    In these models the position ids of other tokens begin after it.
     """
     for module in model.modules():
-        index = getattr(module, "padding_idx", None)
-        if isinstance(index, int) and isinstance(
-            getattr(module, "position_embeddings", None),
-            nn.Embedding,
-        ):
-            return index
+        position = getattr(module, "padding_idx", None)
+        embeddings = getattr(module, "position_embeddings", None)
+        if isinstance(position, int) and isinstance(embeddings, nn.Embedding):
+            return position
     return None
 
 
 def position_ids_of(input_ids: Tensor, cu_seqlens: Tensor, padding: int | None = None) -> Tensor:
-    """``[T]`` int64 positions of packed tokens within their sequences.
+    """Return position ids of packed tokens within their sequences, int64 ``[T]``.
 
-    With a ``padding`` (see :func:`padding_position`) they begin behind it; a token with this id
-    keeps it as its position and is not counted.
+    Args:
+        input_ids: token ids, ``[T]``.
+        cu_seqlens: offsets of the sequences, ``[B + 1]``.
+        padding: :func:`padding_position` of the model. Positions then begin after it. A token with
+            this id has it as its position and is not counted.
     """
-    sequence, place = token_positions(cu_seqlens, input_ids.numel())
+    sequences, positions = token_positions(cu_seqlens, input_ids.numel())
     if padding is None:
-        return place
-    counted = (input_ids != padding).long()
-    before = torch.cat([counted.new_zeros(1), counted.cumsum(0)])  # [T + 1]
-    return (before[1:] - before[cu_seqlens.long()[sequence]]) * counted + padding
+        return positions
+    is_counted = (input_ids != padding).long()
+    n_counted = torch.cat(
+        [is_counted.new_zeros(1), is_counted.cumsum(0)]
+    )  # before a token, [T + 1]
+    n_counted_in_sequence = n_counted[1:] - n_counted[cu_seqlens.long()[sequences]]
+    return n_counted_in_sequence * is_counted + padding
 
 
 def packed_arguments(
@@ -171,14 +264,19 @@ def packed_arguments(
     cu_seqlens: Tensor,
     longest: int,
 ) -> dict[str, Any]:
-    """Packed tokens ``[T]`` and their sequences, under the names that models and
-    sentence-transformers give them.
+    """Return packed tokens under the names that transformers and sentence-transformers use.
+
+    Args:
+        ids: token ids, ``[T]``.
+        positions: position ids, ``[T]``.
+        cu_seqlens: offsets of the sequences, int32 ``[B + 1]``.
+        longest: length of the longest sequence.
     """
     return {
         "input_ids": ids[None],
         "position_ids": positions[None],
-        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens),
-        **dict.fromkeys(("max_length_q", "max_length_k"), longest),
+        **dict.fromkeys(OFFSET_NAMES, cu_seqlens),
+        **dict.fromkeys(LONGEST_NAMES, longest),
     }
 
 
@@ -191,18 +289,18 @@ def packed_hidden_states(
     position_ids: Tensor | None = None,
     token_type_ids: Tensor | None = None,
 ) -> Tensor:
-    """Hidden states ``[T, H]`` of packed tokens by a stock encoder, differentiable, with no wait
-    for the GPU.
+    """Compute the hidden states ``[T, H]`` of packed tokens by a stock encoder.
+
+    The result is differentiable, and nothing waits for the GPU.
 
     Args:
-        model: a transformers encoder that :func:`use_packed` accepted. Of one with an LM head, the
-            logits are returned (of one whose head is fused by ``accelerate``: the input of the
-            head).
-        input_ids, cu_seqlens: integer ``[T]`` tokens of all sequences, and their int32 offsets ``[B
-            + 1]``.
-        max_seqlen: length of the longest sequence, known to the host.
-        position_ids, token_type_ids: ``[T]``; by default those of the model, see
-            :func:`position_ids_of`, and zeros.
+        model: a transformers encoder that :func:`use_packed` accepted. A model with an LM head
+            returns its logits. If ``accelerate`` fused that head, it returns the head's input.
+        input_ids: token ids of all sequences, ``[T]``.
+        cu_seqlens: offsets of the sequences, int32 ``[B + 1]``.
+        max_seqlen: length of the longest sequence.
+        position_ids: ``[T]``; by default those of the model, see :func:`position_ids_of`.
+        token_type_ids: ``[T]``; zeros by default.
     """
     check_network(model)
     if position_ids is None:
@@ -210,43 +308,51 @@ def packed_hidden_states(
     arguments = packed_arguments(input_ids, position_ids, cu_seqlens, max_seqlen)
     if token_type_ids is not None:
         arguments["token_type_ids"] = token_type_ids[None]
-    output = model(**arguments)
-    hidden: Tensor = output.logits if "logits" in output else output.last_hidden_state
-    return hidden.squeeze(0)
+    return _output_tensor(model(**arguments)).squeeze(0)
 
 
-def check_network(model: object) -> None:
-    """Raise ``TypeError`` unless a model is a module, such as for its name or path."""
-    check_instance("model", model, nn.Module, "a loaded model")
+def _output_tensor(output: Any) -> Tensor:
+    """Return the logits of a model's output if it has some, else its hidden states."""
+    tensor: Tensor = output.logits if "logits" in output else output.last_hidden_state
+    return tensor
 
 
 def use_packed(model: Model, *, check: bool = True) -> str | None:
-    """Let a stock encoder take packed tokens, by ``attn_implementation="tilefold_packed"`` in this
-    model's config.
+    """Let a stock encoder take packed tokens, by ``attn_implementation="tilefold_packed"``.
 
-    Padded inputs run as before, by transformers' ``"sdpa"``. Checkpoints do not change. A model
-    with ``attn_implementation="entmax"`` stays as it is: its attention takes packed tokens already.
-    With ``check``, two short sequences are run padded and packed, in eval mode, and compared.
+    Only the configuration of this model in memory changes. Padded inputs run as before, by
+    transformers' ``"sdpa"``. Checkpoints do not change. A model with
+    ``attn_implementation="entmax"`` is not changed: its attention takes packed tokens already.
+
+    Args:
+        model: a transformers encoder.
+        check: run two short sequences padded and packed, in eval mode, and compare the outputs.
+            These are two forward passes at every call.
 
     Returns:
-        None if the model now takes packed tokens; else why it does not, and nothing is changed.
+        ``None`` if the model now takes packed tokens; else the reason why not, and nothing is
+        changed.
 
     Raises:
-        TypeError: for what is no module.
+        TypeError: if `model` is no module.
     """
     check_network(model)
-    why = f"{SWITCH} is set" if switched_off() else _why_not_by_its_kind(model)
-    if why is not None:
-        return why
+    if switched_off():
+        return f"{SWITCH} is set"
+    reason = _unsupported_reason(model)
+    if reason is not None:
+        return reason
     register_packed()
-    if (before := model.config._attn_implementation) != "entmax":
+    previous: str = model.config._attn_implementation
+    if previous != "entmax":
         model.set_attn_implementation(PACKED)
         if model.config._attn_implementation != PACKED:
             return f"{type(model).__name__} does not let its attention be chosen"
-    why = _why_not_by_its_numbers(model) if check else None
-    if why is not None and before != "entmax":
-        model.set_attn_implementation(before)
-    return why
+    if check:
+        reason = _mismatch_reason(model)
+    if reason is not None and previous != "entmax":
+        model.set_attn_implementation(previous)
+    return reason
 
 
 def stop_packed(model: Model) -> None:
@@ -256,138 +362,87 @@ def stop_packed(model: Model) -> None:
         model.set_attn_implementation("sdpa")
 
 
-def _why_not_by_its_kind(model: Model) -> str | None:
-    name, config = type(model).__name__, getattr(model, "config", None)
+def _unsupported_reason(model: Model) -> str | None:
+    """Return why a model of this kind cannot take packed tokens; ``None`` if it may."""
+    name = type(model).__name__
+    config = getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
         return f"{name} is no transformers model"
     if not getattr(model, "is_backend_compatible", lambda: False)():
         return f"the attention of {name} does not go through transformers' AttentionInterface"
-    decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
-    if (
-        decodes
-        or name.endswith("ForCausalLM")
-        or any(getattr(part, "is_causal", False) for part in model.modules())
-    ):
+    if _is_decoder(model):
         return f"{name} is no encoder"
-    if (chosen := getattr(config, "_attn_implementation", None)) not in ("sdpa", PACKED, "entmax"):
-        return f"attn_implementation={chosen!r} was chosen, and only 'sdpa' and 'entmax' give way to packed attention"
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in ("sdpa", PACKED, "entmax"):
+        return (
+            f"attn_implementation={implementation!r} was chosen, and only 'sdpa' and 'entmax' give "
+            "way to packed attention"
+        )
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         return f"the parameters of {name} are sharded already; call accelerate(model) first"
     return None
 
 
-def _why_not_by_its_numbers(model: Model) -> str | None:
+def _is_decoder(model: Model) -> bool:
+    """Whether any part of a transformers model decodes or has causal attention."""
+    config = model.config
+    if getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
+        return True
+    if type(model).__name__.endswith("ForCausalLM"):
+        return True
+    return any(getattr(module, "is_causal", False) for module in model.modules())
+
+
+def _mismatch_reason(model: Model) -> str | None:
+    """Compare packed and padded outputs of two short sequences, in two forward passes.
+
+    Returns:
+        How they disagree, or why the model could not run; ``None`` if they agree.
+    """
     with in_eval_mode(model), torch.no_grad():
         try:
             ids, mask = _short_sequences(model)
-            output = model(input_ids=ids, attention_mask=mask)
-            expected = (output.logits if "logits" in output else output.last_hidden_state)[
-                mask.bool()
-            ]
+            is_token = mask.bool()
             lengths = mask.sum(1)
             cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
-            got = packed_hidden_states(model, ids[mask.bool()], cu_seqlens, int(lengths.max()))
+            expected = _output_tensor(model(input_ids=ids, attention_mask=mask))[is_token]
+            packed = packed_hidden_states(model, ids[is_token], cu_seqlens, int(lengths.max()))
         except Exception as error:
             return f"two short sequences could not be run ({type(error).__name__}: {error})"
-    scale, difference = max(1e-6, float(expected.abs().max())), apart(got, expected)
-    if got.shape != expected.shape:
-        return f"packed tokens gave {list(got.shape)} numbers, padded ones {list(expected.shape)}"
-    if not difference <= TOLERANCE * scale:
-        return f"packed and padded tokens disagree by {difference:.3g} of {scale:.3g} on two short sequences"
+    if packed.shape != expected.shape:
+        return (
+            f"packed tokens gave {list(packed.shape)} numbers, padded ones {list(expected.shape)}"
+        )
+    difference = largest_difference(packed, expected)
+    scale = max(1e-6, float(expected.abs().max()))
+    if not difference <= TOLERANCE * scale:  # a NaN is no small difference
+        return (
+            f"packed and padded tokens disagree by {difference:.3g} of {scale:.3g} on two short "
+            "sequences"
+        )
     return None
 
 
-def apart(got: Tensor, expected: Tensor) -> float:
-    """The largest difference; NaN of other shapes."""
-    return (
-        float((got.float() - expected.float()).abs().max())
-        if got.shape == expected.shape
-        else float("nan")
-    )
-
-
 def _short_sequences(model: Model) -> tuple[Tensor, Tensor]:
-    """Token ids ``[2, S]`` and their mask; longer than the sliding window of the model, if that is
-    short.
+    """Return token ids of two sequences and their padding mask, int64 ``[2, S]`` each.
+
+    The longer one exceeds the model's sliding window if that is short.
     """
     config = model.config
     device = next(model.parameters()).device
+    longest = _LONG_LENGTH
     window = getattr(config, "sliding_window", None)
-    longest = max(11, min(160, window + 8)) if isinstance(window, int) else 11
-    longest = min(longest, getattr(config, "max_position_embeddings", longest) - 4)
-    lengths = torch.tensor([[3], [longest]], device=device)
+    if isinstance(window, int):
+        longest = max(_LONG_LENGTH, min(_LONGEST_CHECKED, window + 8))
+    n_positions = getattr(config, "max_position_embeddings", longest)
+    longest = min(longest, n_positions - _RESERVED_POSITIONS)
+    lengths = torch.tensor([[_SHORT_LENGTH], [longest]], device=device)
     mask = (torch.arange(longest, device=device) < lengths).long()
     padding = getattr(config, "pad_token_id", None)
-    padding = 0 if padding is None else padding
-    ids = (
-        torch.arange(2 * longest, device=device).view(2, longest)
-        * 7
-        % min(config.vocab_size - 4, 89)
-        + 3
-    )
-    return torch.where(
-        (mask == 0) | (ids == padding),
-        torch.where(mask == 0, padding, ids + 1),
-        ids,
-    ), mask
-
-
-@contextmanager
-def in_eval_mode(*models: nn.Module) -> Iterator[None]:
-    """Modules in eval mode; afterwards each part has its former one."""
-    modes = {module: module.training for model in models for module in model.modules()}
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-@functools.cache
-def one_gpu(arguments_class: Any) -> Any:
-    """Training arguments with which a Trainer that no launcher started uses one GPU, however many
-    are visible.
-
-    There transformers' Trainer would wrap the model in ``torch.nn.DataParallel``, which an
-    accelerated model refuses. Under a launcher (``torchrun``, ``accelerate launch``), on one GPU
-    and on the CPU they change nothing::
-
-        arguments = one_gpu(SparseEncoderTrainingArguments)(output_dir="model", per_device_train_batch_size=32)
-
-    Args:
-        arguments_class: ``transformers.TrainingArguments``, or a class derived from it.
-
-    Returns:
-        A class derived from it, whose ``n_gpu`` is at most 1. What is pickled of its instances (``training_args.bin``)
-        is an instance of ``arguments_class``, and loads without tilefold.
-
-    Raises:
-        TypeError: for anything else.
-    """
-    from transformers import TrainingArguments
-
-    if not (isinstance(arguments_class, type) and issubclass(arguments_class, TrainingArguments)):
-        raise TypeError(
-            "arguments_class must be transformers.TrainingArguments or derived, got "
-            f"{arguments_class!r}.",
-        )
-
-    class OneGpu(arguments_class):
-        @property
-        def n_gpu(self) -> int:
-            return min(1, int(super().n_gpu))
-
-        def __reduce__(self) -> Any:
-            stock = object.__new__(arguments_class)
-            vars(stock).update(vars(self))
-            return stock.__reduce_ex__(
-                1,
-            )  # from protocol 2 on pickle wants the class of the object itself
-
-    OneGpu.__name__ = OneGpu.__qualname__ = f"OneGpu{arguments_class.__name__}"
-    OneGpu.__doc__ = (
-        f"``{arguments_class.__name__}`` whose ``n_gpu`` is at most 1; see :func:`one_gpu`."
-    )
-    return OneGpu
+    if padding is None:
+        padding = 0
+    # Ids from 3 on, after the first special tokens, in an order that repeats only after 89 tokens.
+    n_ids = min(config.vocab_size - 4, 89)
+    ids = torch.arange(2 * longest, device=device).view(2, longest) * 7 % n_ids + 3
+    ids = torch.where(ids == padding, ids + 1, ids)
+    return torch.where(mask == 0, padding, ids), mask

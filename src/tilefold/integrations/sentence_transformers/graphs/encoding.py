@@ -29,7 +29,6 @@ from tilefold.integrations.sentence_transformers._pooling import (
 )
 from tilefold.integrations.sentence_transformers.graphs.captured_state import State, may_be_captured
 from tilefold.integrations.sentence_transformers.graphs.training import (
-    LONGEST,
     autocast_dtype,
     uncached_autocast,
     warn_slower,
@@ -40,6 +39,7 @@ from tilefold.integrations.sentence_transformers.packing.inputs import (
     packed_inputs,
     texts_to,
 )
+from tilefold.integrations.transformers.packed import LONGEST_NAMES
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops.implementations import switched_off, tf32_allowed
 from tilefold.ops.lsr_head import CapacityRows, rows_of_scores
@@ -81,7 +81,7 @@ class Inputs:
             if isinstance(tensor, Tensor)
         }
         if self.packed:
-            self.others |= dict.fromkeys(LONGEST, tokens)
+            self.others |= dict.fromkeys(LONGEST_NAMES, tokens)
             row = torch.Size([1, tokens])
             shapes = dict.fromkeys(("input_ids", "position_ids"), (row, torch.int64))
             shapes["cu_seq_lens_q"] = torch.Size([texts + 2]), torch.int32
@@ -393,7 +393,7 @@ class EncodingGraphs(Replacement):
             sorted(
                 (k, v)
                 for k, v in features.items()
-                if not isinstance(v, Tensor) and k not in LONGEST
+                if not isinstance(v, Tensor) and k not in LONGEST_NAMES
             ),
         )
         shapes = (

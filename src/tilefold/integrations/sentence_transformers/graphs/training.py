@@ -30,6 +30,13 @@ from tilefold.integrations.sentence_transformers.graphs.backward import (
     write_gradients,
 )
 from tilefold.integrations.sentence_transformers.graphs.captured_state import Structure
+from tilefold.integrations.transformers.packed import (
+    LONGEST,
+    LONGEST_NAMES,
+    OFFSET_NAMES,
+    OFFSETS,
+    TOKEN_NAMES,
+)
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.implementations import copy_each, tf32_allowed
 
@@ -42,11 +49,8 @@ _WASTE = (
 _WARM_RUNS = (
     2  # before the first capture, in which libraries set themselves up; one before the others
 )
-TOKENS = ("input_ids", "position_ids", "token_type_ids")
-OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
-LONGEST = ("max_length_q", "max_length_k")
 _KIND = attrgetter("requires_grad", "dtype")
-KNOWN = {*TOKENS, *OFFSETS, *LONGEST, "modality"}  # of the features of a batch
+KNOWN = {*TOKEN_NAMES, *OFFSET_NAMES, *LONGEST_NAMES, "modality"}  # of the features of a batch
 
 Run = Callable[
     [Features],
@@ -113,7 +117,7 @@ class StaticInputs:
         ids: Tensor = features["input_ids"]
         self.tokens = {
             name: features[name][:, :1].expand(1, sizes.tokens).contiguous()
-            for name in TOKENS
+            for name in TOKEN_NAMES
             if name in features
         }
         self.offsets = torch.zeros(
@@ -128,8 +132,8 @@ class StaticInputs:
     def features(self) -> Features:
         return {
             **self.tokens,
-            **dict.fromkeys(OFFSETS, self.offsets),
-            **dict.fromkeys(LONGEST, self.sizes.longest),
+            **dict.fromkeys(OFFSET_NAMES, self.offsets),
+            **dict.fromkeys(LONGEST_NAMES, self.sizes.longest),
         }
 
     def fill(self, features: Features) -> None:
@@ -137,7 +141,7 @@ class StaticInputs:
         count = features["input_ids"].size(1)
         for name, tensor in self.tokens.items():
             tensor[:, :count].copy_(features[name])
-        self.offsets[: self.sizes.sequences + 1].copy_(features[OFFSETS[0]])
+        self.offsets[: self.sizes.sequences + 1].copy_(features[OFFSETS])
         torch.clamp(
             self.ends + count,
             max=self.sizes.tokens,
@@ -350,7 +354,7 @@ class StepGraphs:
         if state != self._state:
             self._forget()
             self._state = state
-        needed = ids.size(1), features[OFFSETS[0]].numel() - 1, features[LONGEST[0]]
+        needed = ids.size(1), features[OFFSETS].numel() - 1, features[LONGEST]
         sizes = min((sizes for sizes in self.graphs if sizes.hold(*needed)), default=None)
         if sizes is None and (sizes := self._captured(needed, features)) is None:
             return None

@@ -22,11 +22,17 @@ from tilefold.integrations.sentence_transformers.packing.inputs import (
     packed_inputs,
     padded_inputs,
 )
-from tilefold.integrations.transformers.packed import apart, stop_packed, use_packed
+from tilefold.integrations.transformers.networks import largest_difference
+from tilefold.integrations.transformers.packed import (
+    LONGEST_NAMES,
+    OFFSET_NAMES,
+    stop_packed,
+    use_packed,
+)
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.packed_attention import token_positions
 
-PACKED_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
+PACKED_KEYS = (*OFFSET_NAMES, *LONGEST_NAMES, "position_ids")
 # of the norm: rounding in bf16 takes .05 to .11 in 12 layers of random weights, one token of
 # another text .5
 GROSS = 0.25
@@ -120,7 +126,7 @@ def _why_not_by_its_numbers(route: list[nn.Module]) -> str | None:
             )
         if _agree(got, expected):
             return None
-        difference = apart(got, expected)
+        difference = largest_difference(got, expected)
         far = float((got - expected).norm() / expected.norm().clamp(min=1e-6))
         if next(route[0].parameters()).dtype.itemsize == 2 and far <= GROSS:
             got, expected = _both_ways([module.float() for module in copy.deepcopy(route)])
@@ -132,7 +138,7 @@ def _why_not_by_its_numbers(route: list[nn.Module]) -> str | None:
 
 
 def _agree(got: Tensor, expected: Tensor) -> bool:
-    return apart(got, expected) <= TOLERANCE * max(1.0, float(expected.abs().max()))
+    return largest_difference(got, expected) <= TOLERANCE * max(1.0, float(expected.abs().max()))
 
 
 def _both_ways(route: list[nn.Module]) -> tuple[Tensor, Tensor]:

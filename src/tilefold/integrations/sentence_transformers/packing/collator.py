@@ -19,9 +19,6 @@ from tilefold._internal.typing import Model, Transformer
 from tilefold.distributed.ranks import has_other_ranks
 from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers.graphs.training import (
-    LONGEST,
-    OFFSETS,
-    TOKENS,
     StepGraphs,
     autocast_dtype,
 )
@@ -31,7 +28,14 @@ from tilefold.integrations.sentence_transformers.packing.inputs import (
     packed_features,
     packed_inputs,
 )
-from tilefold.integrations.transformers.packed import padding_position
+from tilefold.integrations.transformers.packed import (
+    LONGEST,
+    LONGEST_NAMES,
+    OFFSET_NAMES,
+    OFFSETS,
+    TOKEN_NAMES,
+    padding_position,
+)
 from tilefold.losses.base_splade import JOINED
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.implementations import switched_off
@@ -68,8 +72,10 @@ class Columns:
             int(offsets[-1]),
         )
         there = to_device(places.numpy(), self.parts[0].device)
-        tokens = {name: self.features[name][:, there] for name in TOKENS if name in self.features}
-        return self.features | kinds[0] | tokens | dict.fromkeys(OFFSETS, offsets)
+        tokens = {
+            name: self.features[name][:, there] for name in TOKEN_NAMES if name in self.features
+        }
+        return self.features | kinds[0] | tokens | dict.fromkeys(OFFSET_NAMES, offsets)
 
     def embeddings(
         self,
@@ -122,27 +128,27 @@ class PackedForward(Replacement):
 
     def _alone(self, features: Features, kwargs: Features) -> Features:
         transformer = self.owner
-        if OFFSETS[0] not in features and not packing.pads_inputs() and not _is_recorded():
+        if OFFSETS not in features and not packing.pads_inputs() and not _is_recorded():
             packed = pack_features(features, padding_position(transformer.model))
             if packed is not features:
                 features.clear()
                 features.update(packed)
         if (
-            OFFSETS[0] in features
-            and (offsets := features[OFFSETS[0]]).device != features["input_ids"].device
+            OFFSETS in features
+            and (offsets := features[OFFSETS]).device != features["input_ids"].device
         ):
             features |= dict.fromkeys(
-                OFFSETS,
+                OFFSET_NAMES,
                 to_device(offsets.numpy(), features["input_ids"].device),
             )
         found: Features
-        if OFFSETS[0] not in features or features["input_ids"].size(1):
+        if OFFSETS not in features or features["input_ids"].size(1):
             _check_whole(features)
             found = type(transformer).forward(transformer, features, **kwargs)
             return found
         # no token at all, which encoders cannot reshape: one that nobody reads gives shape, dtype
         # and gradients of 0
-        ids, offsets = features["input_ids"], features[OFFSETS[0]]
+        ids, offsets = features["input_ids"], features[OFFSETS]
         one = packed_features(
             ids.new_zeros(1),
             offsets.new_ones(1).long(),
@@ -171,9 +177,9 @@ def _check_whole(features: Features) -> None:
     """Raise if packed features were cut by their first dimension; by sizes that the host knows,
     without waiting.
     """
-    if OFFSETS[0] not in features or (longest := features.get(LONGEST[0])) is None:
+    if OFFSETS not in features or (longest := features.get(LONGEST)) is None:
         return
-    tokens, sequences = features["input_ids"].size(1), features[OFFSETS[0]].numel() - 1
+    tokens, sequences = features["input_ids"].size(1), features[OFFSETS].numel() - 1
     if tokens > sequences * longest:
         remedy = "Leave batches whole (dispatch_batches=False), or preprocess texts outside of packed_inputs()."
         got = f"{sequences} sequences of up to {longest} tokens for {tokens} tokens: the batch was cut by its first dim"
@@ -214,7 +220,7 @@ class Batch(NamedTuple):
         for prefix, (start, end) in zip(self.prefixes, bounds, strict=True):
             found |= {
                 prefix + name: self.joined[name][:, start:end]
-                for name in TOKENS
+                for name in TOKEN_NAMES
                 if name in self.joined
             }
         together = Columns(
@@ -229,24 +235,26 @@ class Batch(NamedTuple):
 
 def join_columns(batch: Features) -> Batch:
     """Join the packed columns of a batch on the host, if there are several of the same kind."""
-    prefixes = [key.removesuffix(OFFSETS[0]) for key in batch if key.endswith("_" + OFFSETS[0])]
-    names = [name for name in TOKENS if any(prefix + name in batch for prefix in prefixes)]
+    prefixes = [key.removesuffix(OFFSETS) for key in batch if key.endswith("_" + OFFSETS)]
+    names = [name for name in TOKEN_NAMES if any(prefix + name in batch for prefix in prefixes)]
     if len(prefixes) < 2 or any(
         prefix + name not in batch for prefix in prefixes for name in names
     ):
         return Batch(batch)
-    lengths = [batch[prefix + OFFSETS[0]].diff() for prefix in prefixes]
+    lengths = [batch[prefix + OFFSETS].diff() for prefix in prefixes]
     if (
         not batch[prefixes[0] + "input_ids"].size(1) or len(set(map(len, lengths))) > 1
     ):  # an empty first column
         return Batch(batch)
     cu_seqlens = torch.nn.functional.pad(torch.cat(lengths).cumsum(0, dtype=torch.int32), (1, 0))
-    longest = max(batch[prefix + LONGEST[0]] for prefix in prefixes)
+    longest = max(batch[prefix + LONGEST] for prefix in prefixes)
     joined: Features = {
         name: torch.cat([batch[prefix + name] for prefix in prefixes], dim=1) for name in names
     }
     joined |= (
-        dict.fromkeys(OFFSETS, cu_seqlens) | dict.fromkeys(LONGEST, longest) | {"modality": "text"}
+        dict.fromkeys(OFFSET_NAMES, cu_seqlens)
+        | dict.fromkeys(LONGEST_NAMES, longest)
+        | {"modality": "text"}
     )
     views = {prefix + name for prefix in prefixes for name in names}
     # the keys stay in their order, by which trainers tell queries from documents

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from tilefold._internal.typing import Model, Transformer
 from tilefold.integrations._patches import Replacement
-from tilefold.integrations.transformers import packed as packed_attention
 from tilefold.integrations.transformers.packed import (
+    OFFSET_NAMES,
     packed_arguments,
     padding_position,
+    position_ids_of,
     register_packed,
 )
 from tilefold.modules.fused_pooling import Features
@@ -39,7 +40,7 @@ from tilefold.pipeline.truncation import current_truncation, ignoring_truncation
 _PROBES = ("a", "", "Cats, dogs \u00e9t\u00e9 \u4e2d\u6587 x1-y2?")
 _LONGEST_PROBE = 8192  # tokens of the probe that shows where texts are truncated
 # Names of the tensors of packed features.
-PACKED = frozenset({"input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"})
+PACKED = frozenset({"input_ids", "position_ids", *OFFSET_NAMES})
 # Name of the tensor that marks the expansion of ColBERT queries, which all have one length.
 EXPANDED = "query_expansion_positions"
 _TOKEN_TENSORS = frozenset({"input_ids", "attention_mask", "token_type_ids"})
@@ -408,7 +409,7 @@ def packed_features(ids: Tensor, lengths: Tensor, padding: int | None, longest: 
     torch.cumsum(lengths, 0, dtype=torch.int32, out=cu_seqlens[1:])
     return packed_arguments(
         ids,
-        packed_attention.position_ids_of(ids, cu_seqlens, padding),
+        position_ids_of(ids, cu_seqlens, padding),
         cu_seqlens,
         longest,
     )

@@ -35,7 +35,7 @@ from tilefold.integrations.sentence_transformers.streaming.stream import (
     TextStream,
     prompt_of,
 )
-from tilefold.integrations.transformers.packed import in_eval_mode
+from tilefold.integrations.transformers.networks import in_eval_mode
 from tilefold.modules.fused_pooling import Options, SparseOptions
 from tilefold.pipeline.rows import (
     Batch,

@@ -33,7 +33,8 @@ from tilefold.integrations.sentence_transformers.packing.inputs import (
     PackedInputs,
     packed_inputs,
 )
-from tilefold.integrations.transformers.packed import in_eval_mode, packed_arguments
+from tilefold.integrations.transformers.networks import in_eval_mode
+from tilefold.integrations.transformers.packed import packed_arguments
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.modules.window import keep_heaviest
 from tilefold.ops import quantize_tokens

@@ -1,0 +1,35 @@
+"""Helpers for networks of any library: a check of the argument, eval mode, comparison of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from tilefold._internal.arguments import check_instance
+
+
+def check_network(model: object) -> None:
+    """Raise ``TypeError`` unless a model is a module, such as for its name or path."""
+    check_instance("model", model, nn.Module, "a loaded model")
+
+
+@contextmanager
+def in_eval_mode(*models: nn.Module) -> Iterator[None]:
+    """Put models into eval mode, and restore the mode of every submodule at the end."""
+    modes = {module: module.training for model in models for module in model.modules()}
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def largest_difference(result: Tensor, expected: Tensor) -> float:
+    """Return the largest absolute difference of two tensors; NaN if their shapes differ."""
+    if result.shape != expected.shape:
+        return float("nan")
+    return float((result.float() - expected.float()).abs().max())
