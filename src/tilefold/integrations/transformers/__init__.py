@@ -1,10 +1,11 @@
-"""transformers 5: alpha-entmax attention, and packed tokens, for stock models, through the
-library's own registries.
+"""Alpha-entmax attention, and packed tokens, for stock models of transformers 5.
 
-from tilefold.integrations.transformers import register
+Both go through the library's own registries. For example::
 
-register()
-model = AutoModel.from_pretrained(name, attn_implementation="entmax")
+    from tilefold.integrations.transformers import register
+
+    register()
+    model = AutoModel.from_pretrained(name, attn_implementation="entmax")
 """
 
 try:

@@ -1,6 +1,4 @@
-"""Alphas of a model's attention layers: set, learned, annealed, loaded; and its switch to entmax
-attention.
-"""
+"""Alphas of a model's attention layers, which are set, learned, annealed or loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +18,9 @@ from tilefold.integrations.transformers import attention
 from tilefold.integrations.transformers.networks import check_network
 from tilefold.nn.heads import EntmaxAlpha
 
+# End of the names of learned parameters in state dicts and checkpoints.
 SUFFIX = f".{attention.ALPHA}.theta"
+# Files of a checkpoint that may hold weights, in the order of transformers.
 WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -28,7 +28,8 @@ WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 SHAPES = ("linear", "cosine")
-_HUB = ("subfolder", "revision", "token", "cache_dir", "local_files_only")
+# Options of ``from_pretrained`` that say where a checkpoint is.
+_HUB_OPTIONS = ("subfolder", "revision", "token", "cache_dir", "local_files_only")
 
 
 def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
@@ -43,33 +44,40 @@ def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
             attention layers.
     """
     modules = attention.checked_attention_modules(model)
-    by_config: dict[int, dict[nn.Module, float]] = {}
-    for module, value in zip(modules, check_alphas(alpha, len(modules)), strict=True):
-        _forget_alpha(module)
-        by_config.setdefault(id(module.config), {})[module] = value
-    for chosen in by_config.values():
-        values, places = (
-            list(chosen.values()),
-            [getattr(module, "layer_idx", None) for module in chosen],
-        )
-        setattr(
-            next(iter(chosen)).config,
-            attention.ALPHA,
-            values[0] if len(set(values)) == 1 else values,
-        )
-        if len(set(values)) > 1 and places != list(
-            range(len(places)),
-        ):  # the list could not be looked up
-            for module, value in chosen.items():
-                setattr(module, attention.ALPHA, value)
+    alphas = check_alphas(alpha, len(modules))
+    modules_by_config: dict[int, dict[nn.Module, float]] = {}
+    for module, value in zip(modules, alphas, strict=True):
+        _delete_alpha(module)
+        modules_by_config.setdefault(id(module.config), {})[module] = value
+    for alpha_by_module in modules_by_config.values():
+        _store_alphas(alpha_by_module)
+
+
+def _store_alphas(alpha_by_module: dict[nn.Module, float]) -> None:
+    """Store alphas of attention modules in the configuration that they share.
+
+    Args:
+        alpha_by_module: alphas of the modules, first layer first.
+    """
+    modules = list(alpha_by_module)
+    alphas = list(alpha_by_module.values())
+    config = modules[0].config
+    if len(set(alphas)) == 1:
+        setattr(config, attention.ALPHA, alphas[0])
+        return
+    setattr(config, attention.ALPHA, alphas)
+    layers = [getattr(module, "layer_idx", None) for module in modules]
+    if layers != list(range(len(modules))):
+        # A module looks its alpha up by its number of layer. Without it, the module needs its own.
+        for module, value in alpha_by_module.items():
+            setattr(module, attention.ALPHA, value)
 
 
 def learn_alpha(
     model: nn.Module,
     initial: float | Sequence[float] = attention.DEFAULT,
 ) -> list[EntmaxAlpha]:
-    """Give every attention layer of ``model`` one learned alpha per head; returns the new modules,
-    one per layer.
+    """Give every attention layer of ``model`` one learned alpha per head.
 
     The parameters join the model, its optimisers and its checkpoints as ``entmax_alpha.theta`` of
     every attention module: make the optimiser afterwards. The configuration then says that they are
@@ -81,32 +89,34 @@ def learn_alpha(
         model: as for :func:`set_alpha`.
         initial: alpha at the start, strictly between 1 and 2; one number, or one for every layer.
 
+    Returns:
+        The new modules, one per layer.
+
     Raises:
         ValueError: for a model without attention layers, or an ``initial`` outside (1, 2).
     """
-    modules = attention.checked_attention_modules(model)
-    starts = check_alphas(initial, len(modules))
-    made = [
-        EntmaxAlpha(heads, start) for heads, start in zip(modules.values(), starts, strict=True)
+    n_heads_by_module = attention.checked_attention_modules(model)
+    starts = check_alphas(initial, len(n_heads_by_module))
+    alphas = [
+        EntmaxAlpha(n_heads, start)
+        for n_heads, start in zip(n_heads_by_module.values(), starts, strict=True)
     ]
-    for module, alpha in zip(modules, made, strict=True):
-        if (like := next(module.parameters(), None)) is not None:
-            alpha.to(like.device)
-        _forget_alpha(module)
+    for module, alpha in zip(n_heads_by_module, alphas, strict=True):
+        parameter = next(module.parameters(), None)
+        if parameter is not None:
+            alpha.to(parameter.device)
+        _delete_alpha(module)
         setattr(module, attention.ALPHA, alpha)
         setattr(module.config, attention.ALPHA, attention.LEARNED)
-    for part in (
-        model.modules()
-    ):  # those of sentence-transformers that hold the model are to load its alphas, too
-        kind = type(part)
+    for module in model.modules():
+        kind = type(module)
         if kind.__name__ == "Transformer" and kind.__module__.startswith("sentence_transformers."):
-            part.__class__ = entmax_transformer()
-    return made
+            module.__class__ = entmax_transformer()
+    return alphas
 
 
 def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: object) -> list[EntmaxAlpha]:
-    """Load the learned alphas of a checkpoint into a model that ``from_pretrained`` made of it; the
-    new modules.
+    """Load the learned alphas of a checkpoint into a model that ``from_pretrained`` loaded from it.
 
     transformers reports ``entmax_alpha.theta`` as unexpected weights; the model refuses to run
     without its alphas.
@@ -117,32 +127,37 @@ def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: object) -> lis
         hub: ``subfolder``, ``revision``, ``token``, ``cache_dir``, ``local_files_only`` as for
             ``from_pretrained``.
 
+    Returns:
+        The new modules, one per attention layer.
+
     Raises:
         ValueError: if the checkpoint has no learned alphas, or those of other layers.
         OSError: if there is no checkpoint.
     """
     check_network(model)
-    found = _read_thetas(str(name_or_path), hub)
+    thetas = _read_thetas(str(name_or_path), hub)
     layers = attention.checked_attention_modules(model)
-    chosen = {
-        name: _theta_of(name, found) for name, module in model.named_modules() if module in layers
+    theta_by_layer = {
+        name: _theta_of(name, thetas) for name, module in model.named_modules() if module in layers
     }
-    if not found or any(theta is None for theta in chosen.values()):
-        missing = [name for name, theta in chosen.items() if theta is None]
-        got = f"{len(found)} (none for {', '.join(missing[:3])}); use set_alpha or learn_alpha for new ones."
-        expected = f"learned alphas of {len(chosen)} attention layers"
-        raise ValueError(f"name_or_path {str(name_or_path)!r} must hold {expected}, got {got}")
-    made = learn_alpha(model)
-    for alpha, (name, theta) in zip(made, chosen.items(), strict=True):
+    missing = [name for name, theta in theta_by_layer.items() if theta is None]
+    if not thetas or missing:
+        raise ValueError(
+            f"name_or_path {str(name_or_path)!r} must hold learned alphas of "
+            f"{len(theta_by_layer)} attention layers, got {len(thetas)} (none for "
+            f"{', '.join(missing[:3])}); use set_alpha or learn_alpha for new ones.",
+        )
+    alphas = learn_alpha(model)
+    for alpha, (name, theta) in zip(alphas, theta_by_layer.items(), strict=True):
         if theta is None or theta.shape != alpha.theta.shape:
-            got = "nothing" if theta is None else str(list(theta.shape))
+            shape = "nothing" if theta is None else str(list(theta.shape))
             raise ValueError(
-                f"theta of {name} must have shape {list(alpha.theta.shape)}, got {got} in "
+                f"theta of {name} must have shape {list(alpha.theta.shape)}, got {shape} in "
                 f"{name_or_path}.",
             )
         with torch.no_grad():
             alpha.theta.copy_(theta)
-    return made
+    return alphas
 
 
 def use_entmax(
@@ -158,8 +173,9 @@ def use_entmax(
     never runs softmax silently.
 
     Args:
-        model, alpha: as for :func:`set_alpha`.
-        learn: learn one alpha per head, starting there, see :func:`learn_alpha`.
+        model: as for :func:`set_alpha`.
+        alpha: as for :func:`set_alpha`.
+        learn: learn one alpha per head, starting at `alpha`, see :func:`learn_alpha`.
 
     Raises:
         ValueError: for alphas that do not fit, or a model with attention that does not go by
@@ -167,26 +183,35 @@ def use_entmax(
     """
     check_network(model)
     attention.register()
-    for inner in _outer_models(model):
-        inner.set_attn_implementation(attention.NAME)
+    for outer_model in _outer_models(model):
+        outer_model.set_attn_implementation(attention.NAME)
     modules = attention.checked_attention_modules(model)
-    if stuck := [type(m).__name__ for m in modules if _implementation(m) != attention.NAME]:
+    unchanged = {
+        type(module).__name__ for module in modules if _implementation(module) != attention.NAME
+    }
+    if unchanged:
         raise ValueError(
-            f"model must support a choice of attention, got {sorted(set(stuck))}, which do not.",
+            f"model must support a choice of attention, got {sorted(unchanged)}, which do not.",
         )
-    (learn_alpha if learn else set_alpha)(model, alpha)
+    if learn:
+        learn_alpha(model, alpha)
+    else:
+        set_alpha(model, alpha)
     for config in _configs(model):
         setattr(config, attention.MARK, attention.NAME)
 
 
 def use_softmax(model: nn.Module, attn_implementation: str = "sdpa") -> None:
-    """Undo :func:`use_entmax`: no alphas in the model and its checkpoints, and this one of
-    transformers' attentions.
+    """Undo :func:`use_entmax`: remove alphas from the model and from later checkpoints.
+
+    Args:
+        model: as for :func:`set_alpha`.
+        attn_implementation: attention of transformers that the model then runs.
     """
     for module in attention.checked_attention_modules(model):
-        _forget_alpha(module)
-    for inner in _outer_models(model):
-        inner.set_attn_implementation(attn_implementation)
+        _delete_alpha(module)
+    for outer_model in _outer_models(model):
+        outer_model.set_attn_implementation(attn_implementation)
     for config in _configs(model):
         for name in (attention.MARK, attention.ALPHA):
             if name in vars(config):
@@ -200,18 +225,23 @@ def runs_entmax(model: nn.Module) -> bool:
         ValueError: if a layer does not, although its configuration has alphas: it would run softmax
             instead.
     """
-    known = AttentionInterface._global_mapping
-    modules = attention.attention_modules(model)
-    runs = {m: known.get(_implementation(m)) is attention.entmax_attention_forward for m in modules}
-    meant = [
-        module for module in modules if not runs[module] and hasattr(module.config, attention.ALPHA)
-    ]
-    if meant:
-        got = f"{len(meant)} layers with attn_implementation={_implementation(meant[0])!r}"
-        remedy = "call use_entmax(model, alpha), or use_softmax(model)."
-        where = "where its configuration has entmax_alpha"
-        raise ValueError(f"model must run entmax attention {where}, got {got}; {remedy}")
-    return any(runs.values())
+    functions = AttentionInterface._global_mapping
+    n_entmax = 0
+    softmax_implementations = []  # of layers that should run entmax attention
+    for module in attention.attention_modules(model):
+        implementation = _implementation(module)
+        if functions.get(implementation) is attention.entmax_attention_forward:
+            n_entmax += 1
+        elif hasattr(module.config, attention.ALPHA):
+            softmax_implementations.append(implementation)
+    if softmax_implementations:
+        raise ValueError(
+            "model must run entmax attention where its configuration has entmax_alpha, got "
+            f"{len(softmax_implementations)} layers with "
+            f"attn_implementation={softmax_implementations[0]!r}; call use_entmax(model, alpha), "
+            "or use_softmax(model).",
+        )
+    return n_entmax > 0
 
 
 def has_learned_alpha(model: nn.Module) -> bool:
@@ -222,27 +252,35 @@ def has_learned_alpha(model: nn.Module) -> bool:
 
 
 def check_alphas(alpha: float | Sequence[float], layers: int) -> list[float]:
-    """One alpha in [1, 2] per layer."""
+    """Return one alpha in [1, 2] per layer.
+
+    Args:
+        alpha: one number for all layers, or one for each.
+        layers: number of layers.
+
+    Raises:
+        ValueError: for another number of alphas, or one outside of [1, 2].
+    """
     alphas: list[Any] = list(alpha) if isinstance(alpha, (list, tuple)) else [alpha] * layers
     if len(alphas) != layers:
         raise ValueError(
             f"alpha must be one number or {layers}, one for every attention layer, got {alphas}.",
         )
-    if not all(
-        isinstance(a, (int, float)) and not isinstance(a, bool) and 1 <= a <= 2 for a in alphas
-    ):
-        raise ValueError(f"alpha must lie in [1, 2], got {alphas}.")
+    for value in alphas:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 1 <= value <= 2:
+            raise ValueError(f"alpha must lie in [1, 2], got {alphas}.")
     return [float(value) for value in alphas]
 
 
 class AlphaSchedule(TrainerCallback):
-    """Anneal alpha from softmax to its target while a trainer runs, as AdaSplash's encoders do
-    (arXiv 2502.12082).
+    """Anneal alpha from softmax to its target during training, as AdaSplash's encoders do.
 
     A callback for ``transformers.Trainer`` and the trainers of sentence-transformers,
     ``callbacks=[AlphaSchedule()]``, of models that run entmax attention (:func:`use_entmax`). Alpha
     follows the number of optimiser steps done, in checkpoints, evaluations and resumed runs too,
-    and stays at the target after ``until``. Alpha = 1 is softmax.
+    and stays at the target after ``until``. Alpha = 1 is softmax. The method is that of arXiv
+    2502.12082.
 
     Args:
         alpha: the target, in [1, 2]; one number, or one per attention layer.
@@ -265,35 +303,38 @@ class AlphaSchedule(TrainerCallback):
         until: float = 0.5,
         shape: str = "linear",
     ) -> None:
-        self.targets = check_alphas(alpha, len(alpha) if isinstance(alpha, Sequence) else 1)
+        n_targets = len(alpha) if isinstance(alpha, Sequence) else 1
+        self.targets = check_alphas(alpha, n_targets)
         self.alpha = alpha
         (self.start,) = check_alphas(start, 1)
-        share = isinstance(until, float) and 0 < until <= 1
-        if not share and (isinstance(until, bool) or not isinstance(until, int) or until < 1):
+        is_share = isinstance(until, float) and 0 < until <= 1
+        is_count = isinstance(until, int) and not isinstance(until, bool) and until >= 1
+        if not is_share and not is_count:
             raise ValueError(
                 "until must be a share of the steps in (0, 1] or a whole number of them, got "
                 f"{until!r}.",
             )
         if shape not in SHAPES:
             raise ValueError(f"shape must be one of {', '.join(map(repr, SHAPES))}, got {shape!r}.")
-        self.until, self.shape = until, shape
+        self.until = until
+        self.shape = shape
 
     def alpha_at(self, step: int, steps: int) -> float | list[float]:
-        """Alpha after ``step`` of ``steps`` optimiser steps: a number, or a list if the target is
-        one.
+        """Return alpha after ``step`` of ``steps`` optimiser steps.
+
+        The result is a list if the target is one.
         """
-        last = max(
-            1,
-            math.ceil(self.until * steps) if isinstance(self.until, float) else self.until,
-        )
-        share = min(1.0, step / last)
+        last_step = self.until
+        if isinstance(self.until, float):
+            last_step = math.ceil(self.until * steps)
+        progress = min(1.0, step / max(1, last_step))
         if self.shape == "cosine":
-            share = (1 - math.cos(math.pi * share)) / 2
-        values = [
-            target if share == 1 else self.start + share * (target - self.start)
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        alphas = [
+            target if progress == 1 else self.start + progress * (target - self.start)
             for target in self.targets
         ]
-        return values if isinstance(self.alpha, Sequence) else values[0]
+        return alphas if isinstance(self.alpha, Sequence) else alphas[0]
 
     def on_train_begin(
         self,
@@ -303,9 +344,7 @@ class AlphaSchedule(TrainerCallback):
         model: nn.Module | None = None,
         **_: object,
     ) -> None:
-        """Check the model, and set the alpha of the first step, or of the step that training
-        resumes from.
-        """
+        """Check the model, and set the alpha of the step that training starts or resumes at."""
         if model is None:
             raise ValueError("model must be passed to the callback by its trainer, got None.")
         if not runs_entmax(model):
@@ -336,38 +375,36 @@ class AlphaSchedule(TrainerCallback):
             set_alpha(model, self.alpha_at(state.global_step, state.max_steps))
 
 
-def _forget_alpha(module: nn.Module) -> None:
+def _delete_alpha(module: nn.Module) -> None:
+    """Remove the alpha of an attention module, if it has one of its own."""
     if attention.ALPHA in vars(module) or attention.ALPHA in module._modules:
         delattr(module, attention.ALPHA)
 
 
 @functools.cache
 def entmax_transformer() -> type:
-    """The class ``EntmaxTransformer``, which needs sentence-transformers."""
+    """Return the class ``EntmaxTransformer``, which needs sentence-transformers."""
     from sentence_transformers.base.modules import Transformer
 
     class EntmaxTransformer(Transformer):
-        """Stock ``Transformer`` that also loads learned alphas, with
-        ``SentenceTransformer(folder)`` and on resuming.
+        """Stock ``Transformer`` that also loads learned alphas, at loading and on resuming.
 
-        :func:`learn_alpha` makes the modules of a model into this. A checkpoint names it in
+        :func:`learn_alpha` gives the modules of a model this class. A checkpoint names it in
         ``modules.json``; since it is no class of sentence-transformers, version 6 asks for
         ``trust_remote_code=True`` (what runs is the installed tilefold).
         """
 
-        __module__ = "tilefold.integrations.sentence_transformers.entmax"  # where checkpoints and pickles look for it
+        # Checkpoints and pickles look for the class under this name.
+        __module__ = "tilefold.integrations.sentence_transformers.entmax"
         __qualname__ = "EntmaxTransformer"
 
         def __init__(self, model_name_or_path: str | Path, **kwargs: Any) -> None:
             attention.register()
             super().__init__(model_name_or_path, **kwargs)
             if has_learned_alpha(self.model):
-                given = kwargs.get("model_kwargs") or {}
-                load_alpha(
-                    self.model,
-                    model_name_or_path,
-                    **{name: given[name] for name in _HUB if name in given},
-                )
+                model_kwargs = kwargs.get("model_kwargs") or {}
+                hub = {name: model_kwargs[name] for name in _HUB_OPTIONS if name in model_kwargs}
+                load_alpha(self.model, model_name_or_path, **hub)
 
     return EntmaxTransformer
 
@@ -377,65 +414,94 @@ def _implementation(module: nn.Module) -> object:
 
 
 def _outer_models(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """The outermost transformers models in a module."""
-    inside: set[int] = set()
+    """Yield the transformers models in a module that are not inside another one."""
+    inner_ids: set[int] = set()
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and id(module) not in inside:
-            inside |= {id(part) for part in module.modules()}
+        if isinstance(module, PreTrainedModel) and id(module) not in inner_ids:
+            inner_ids.update(id(submodule) for submodule in module.modules())
             yield module
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """The configurations of a module's transformers models and attention layers, each once."""
-    modules = [module for module in model.modules() if hasattr(module, "config")]
-    kept = [
-        m.config
-        for m in modules
-        if isinstance(m, PreTrainedModel) or attention.ALPHA in vars(m.config)
-    ]
-    return list({id(config): config for config in kept}.values())
+    """Return the configurations of a module's transformers models and attention layers.
+
+    Configurations without alphas are left out, except those of models. Each is listed once.
+    """
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        if not hasattr(module, "config"):
+            continue
+        if isinstance(module, PreTrainedModel) or attention.ALPHA in vars(module.config):
+            configs[id(module.config)] = module.config
+    return list(configs.values())
 
 
-def _theta_of(name: str, found: dict[str, Tensor]) -> Tensor | None:
-    """The theta of a module, whose name may have more or fewer prefixes than in the checkpoint."""
-    if name + SUFFIX in found:
-        return found[name + SUFFIX]
+def _theta_of(name: str, thetas: dict[str, Tensor]) -> Tensor | None:
+    """Return the theta of an attention module.
+
+    Args:
+        name: name of the module. It may have more or fewer prefixes than in the checkpoint.
+        thetas: tensors of a checkpoint, by their names in it.
+
+    Returns:
+        The tensor; ``None`` if there is none, or several names match.
+    """
+    if name + SUFFIX in thetas:
+        return thetas[name + SUFFIX]
+    dotted_name = f".{name}{SUFFIX}"
     matches = [
-        key
-        for key in found
-        if key.endswith(f".{name}{SUFFIX}") or f".{name}{SUFFIX}".endswith(f".{key}")
+        key for key in thetas if key.endswith(dotted_name) or dotted_name.endswith(f".{key}")
     ]
-    return found[matches[0]] if len(matches) == 1 else None
+    return thetas[matches[0]] if len(matches) == 1 else None
 
 
 def _read_thetas(name_or_path: str, hub: dict[str, object]) -> dict[str, Tensor]:
-    from transformers.utils import cached_file  # needs the hub's client
+    """Read the learned alphas of a checkpoint.
 
-    options = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_gated_repo": True,
-    }
+    Args:
+        name_or_path: a folder, or a name on the Hugging Face hub.
+        hub: options of ``from_pretrained`` that say where the checkpoint is.
+
+    Returns:
+        Tensors by their names in the checkpoint.
+
+    Raises:
+        OSError: if there are no weights.
+    """
+    # Imported late: it needs the hub's client.
+    from transformers.utils import cached_file
+
     for name in WEIGHTS:
-        if (file := cached_file(name_or_path, name, **options, **hub)) is None:
+        path = cached_file(
+            name_or_path,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=True,
+            **hub,
+        )
+        if path is None:
             continue
         if not name.endswith("index.json"):
-            return _thetas_in(file)
-        weights = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"]
-        found: dict[str, Tensor] = {}
-        for part in sorted({part for key, part in weights.items() if key.endswith(SUFFIX)}):
-            found |= _thetas_in(cached_file(name_or_path, part, **hub))
-        return found
-    got = sorted(file.name for file in Path(name_or_path).glob("*"))[:3] or "no such file"
+            return _thetas_in(path)
+        file_by_weight = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
+        files = {file for weight, file in file_by_weight.items() if weight.endswith(SUFFIX)}
+        thetas: dict[str, Tensor] = {}
+        for file in sorted(files):
+            thetas.update(_thetas_in(cached_file(name_or_path, file, **hub)))
+        return thetas
+    names = sorted(path.name for path in Path(name_or_path).glob("*"))[:3] or "no such file"
     raise OSError(
-        f"{name_or_path} must hold one of {', '.join(WEIGHTS)}, got {got}; save the model there.",
+        f"{name_or_path} must hold one of {', '.join(WEIGHTS)}, got {names}; save the model there.",
     )
 
 
-def _thetas_in(file: str) -> dict[str, Tensor]:
-    if file.endswith(".safetensors"):
+def _thetas_in(path: str) -> dict[str, Tensor]:
+    """Read the learned alphas of one file of weights."""
+    if path.endswith(".safetensors"):
         from safetensors import safe_open  # comes with transformers
 
-        with safe_open(file, framework="pt") as weights:
-            return {key: weights.get_tensor(key) for key in weights.keys() if key.endswith(SUFFIX)}  # noqa: SIM118
-    weights = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    return {key: value for key, value in weights.items() if key.endswith(SUFFIX)}
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.endswith(SUFFIX)]  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in names}
+    weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return {name: tensor for name, tensor in weights.items() if name.endswith(SUFFIX)}

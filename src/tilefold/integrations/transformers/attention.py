@@ -1,13 +1,11 @@
-"""Alpha-entmax attention for transformers' registries, and counts of how sparse it is while a model
-runs.
-"""
+"""Alpha-entmax attention for transformers' attention interface, and counts of its sparsity."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,24 +19,29 @@ from transformers.masking_utils import (
 from tilefold.integrations.transformers.networks import check_network
 from tilefold.integrations.transformers.packed import (
     BIDIRECTIONAL_WINDOWS,
+    UNSUPPORTED_ARGUMENTS,
     joined_mask_functions,
+    packed_heads,
 )
 from tilefold.nn.heads import EntmaxAlpha
 from tilefold.ops import entmax_attention
 from tilefold.ops.entmax_attention import EntmaxStats, live_blocks
 
 NAME = "entmax"
-MARK = "attn_implementation"  # in config.json, where transformers reads it but does not write it
-ALPHA = "entmax_alpha"  # attribute of configurations and of attention modules
-LEARNED = "learned"  # its value in a configuration where alphas are parameters
+# Key of config.json that names the attention: transformers reads it, but does not write it.
+MARK = "attn_implementation"
+# Attribute of configurations and of attention modules that holds alphas.
+ALPHA = "entmax_alpha"
+# Its value in the configuration of a model whose alphas are parameters.
+LEARNED = "learned"
 DEFAULT = 1.5
-# Masks that are arguments of the attention; any other mask function would silently be ignored.
+# Qualified names of masks that are arguments of the attention. It would ignore any other mask.
 _KNOWN_MASKS = (
     "causal_mask_function",
     "sliding_window_overlay.<locals>.inner_mask",
     *BIDIRECTIONAL_WINDOWS,
 )
-_active: list[SparsityRecord] = []
+_active_records: list[SparsityRecord] = []
 
 
 def register(name: str = NAME) -> None:
@@ -76,53 +79,112 @@ def entmax_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., object] | None = None,
     attention_mask: Tensor | None = None,
-    **how: object,
+    **kwargs: object,
 ) -> Tensor | None:
-    """The ``[B, kv_length]`` padding mask unchanged: causality and windows are arguments of the
-    attention.
+    """Return the padding mask of the keys, for transformers' mask interface.
+
+    Causality and sliding windows are arguments of the attention, so that no mask is made of them.
+
+    Args:
+        batch_size: number of sequences; not used.
+        q_length: number of queries.
+        kv_length: number of keys.
+        q_offset: position of the first query; a tensor with a static cache.
+        kv_offset: position of the first key.
+        mask_function: which pairs of queries and keys are allowed.
+        attention_mask: ``[B, N]``, of at least the keys.
+        **kwargs: other arguments of transformers' mask functions.
+
+    Returns:
+        ``[B, kv_length]``, or ``None`` without an `attention_mask`.
 
     Raises:
         ValueError: for masks that are not arguments of the attention, and for a static cache.
     """
-    if mask_function is not None and not _is_known(mask_function, how):
-        got = getattr(mask_function, "__name__", mask_function)
-        remedy = "pass cu_seq_lens_q and cu_seq_lens_k for packed sequences, or use attn_implementation='sdpa'."
+    if mask_function is not None and not _is_known_mask(mask_function, kwargs):
+        name = getattr(mask_function, "__name__", mask_function)
         raise ValueError(
-            f"mask_function must be causal, bidirectional or a sliding window, got {got}; {remedy}",
+            "mask_function must be causal, bidirectional or a sliding window, got "
+            f"{name}; pass cu_seq_lens_q and cu_seq_lens_k for packed sequences, or use "
+            "attn_implementation='sdpa'.",
         )
-    # queries are at the end of the keys; a static cache has empty slots after them
-    bidirectional = mask_function is bidirectional_mask_function
-    static = not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length
-    if mask_function is not None and not bidirectional and q_offset is not None and static:
-        got = f"{kv_length} keys from {kv_offset} and queries from {q_offset}; use a dynamic cache."
-        raise ValueError(
-            f"the keys of the cache must end with the {q_length} queries for entmax, got {got}",
-        )
+    is_directed = mask_function is not None and mask_function is not bidirectional_mask_function
+    if is_directed and q_offset is not None:
+        # The attention aligns queries to the end of the keys. A static cache has empty slots there.
+        is_static = not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length
+        if is_static:
+            raise ValueError(
+                f"the keys of the cache must end with the {q_length} queries for entmax, got "
+                f"{kv_length} keys from {kv_offset} and queries from {q_offset}; use a dynamic "
+                "cache.",
+            )
     if attention_mask is None:
         return None
     mask = attention_mask[:, -kv_length:]
     if mask.size(1) != kv_length:
-        got = f"{list(attention_mask.shape)}; use a dynamic cache."
-        raise ValueError(f"attention_mask must cover the {kv_length} keys, got {got}")
+        raise ValueError(
+            f"attention_mask must cover the {kv_length} keys, got {list(attention_mask.shape)}; "
+            "use a dynamic cache.",
+        )
     return mask
 
 
-def _is_known(function: Callable[..., object], how: Mapping[str, object]) -> bool:
+def _is_known_mask(function: Callable[..., object], options: Mapping[str, object]) -> bool:
+    """Whether a mask function only says what the attention's own arguments say.
+
+    Args:
+        function: a mask function of transformers.
+        options: other arguments of the call of :func:`entmax_mask`.
+    """
     if function is causal_mask_function or function is bidirectional_mask_function:
         return True
-    if (
-        torch.compiler.is_compiling()
-    ):  # which cannot look into closures; masks of packs and of callers forbid both
-        skips = how.get("allow_is_causal_skip", False) or how.get(
-            "allow_is_bidirectional_skip",
-            False,
-        )
-        chunked = "chunked_attention" in (getattr(how.get("config"), "layer_types", None) or ())
-        return bool(skips) and not how.get("use_vmap", False) and not chunked
+    if torch.compiler.is_compiling():
+        return _has_plain_mask_options(options)
     if getattr(function, "__qualname__", "") in _KNOWN_MASKS:
         return True
     functions = joined_mask_functions(function)
-    return bool(functions) and all(_is_known(f, how) for f in functions)
+    return bool(functions) and all(_is_known_mask(joined, options) for joined in functions)
+
+
+def _has_plain_mask_options(options: Mapping[str, object]) -> bool:
+    """Whether the arguments of a mask function rule out masks that are not known.
+
+    ``torch.compile`` cannot look into closures. Masks of packed sequences and of callers do not
+    allow transformers to skip the mask.
+    """
+    may_skip_mask = options.get("allow_is_causal_skip", False) or options.get(
+        "allow_is_bidirectional_skip",
+        False,
+    )
+    layer_types = getattr(options.get("config"), "layer_types", None) or ()
+    is_chunked = "chunked_attention" in layer_types
+    return bool(may_skip_mask) and not options.get("use_vmap", False) and not is_chunked
+
+
+class _AttentionCall(NamedTuple):
+    """Arguments of one call of :func:`tilefold.ops.entmax_attention`, for counts of its sparsity.
+
+    Attributes:
+        query: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``.
+        key: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``.
+        alpha: one alpha, or ``[H]``.
+        causal: whether a query sees no later keys.
+        window: largest distance of a query and a key; ``None`` for no limit.
+        scale: factor of the scores; ``None`` for ``D ** -0.5``.
+        cu_seqlens_q: offsets of packed queries, ``[B + 1]``.
+        cu_seqlens_k: offsets of packed keys, ``[B + 1]``.
+        key_padding_mask: ``[B, Nk]``, of padded keys.
+    """
+
+    query: Tensor
+    key: Tensor
+    alpha: float | Tensor
+    causal: bool
+    window: int | None
+    scale: float | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    key_padding_mask: Tensor | None
 
 
 def entmax_attention_forward(
@@ -137,14 +199,17 @@ def entmax_attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of ``query`` ``[B, H, Nq, D]`` over ``key`` and ``value`` ``[B, Hkv, Nk, D]`` for
-    transformers.
+    """Compute alpha-entmax attention for transformers' attention interface.
 
     Args:
         module: the attention module that calls; its alpha is looked up there and in its
             configuration.
-        query, key, value, dropout, scaling: as transformers passes them.
+        query: ``[B, H, Nq, D]``; ``[1, H, T, D]`` if the tokens are packed.
+        key: ``[B, Hkv, Nk, D]``.
+        value: ``[B, Hkv, Nk, D]``.
         attention_mask: ``[B, Nk]``, as :func:`entmax_mask` returns it.
+        dropout: probability that a weight is dropped.
+        scaling: factor of the scores; ``D ** -0.5`` by default.
         sliding_window: keys at a distance below this are seen.
         is_causal: by default what ``module.is_causal`` says.
         kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of packed sequences in a batch of one;
@@ -157,53 +222,85 @@ def entmax_attention_forward(
         ValueError: for masks of another shape, and for softcaps, sinks or biases, which are not
             supported.
     """
-    for name in ("softcap", "s_aux", "position_bias", "head_mask"):
+    for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise ValueError(
                 f"{name} must be None for entmax attention, got a value; use "
                 "attn_implementation='eager'.",
             )
-    _remember(module)
-    options: dict[str, Any] = {
-        "alpha": layer_alpha(module),
-        "causal": bool(getattr(module, "is_causal", False) if is_causal is None else is_causal),
-        "window": None if sliding_window is None else sliding_window - 1,
-        "scale": scaling,
-        "dropout_p": dropout,
-    }
-    cu_q, cu_k, longest = (
-        kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_k")
-    )
-    packed = cu_q is not None and cu_k is not None
-    if packed:
-        query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-        options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-    elif attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(
-            f"attention_mask must be a padding mask [B, Nk], got {list(attention_mask.shape)}; "
-            "pass 2D.",
-        )
+    _store_implementation(module)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", False)
+    cu_seqlens_q = kwargs.get("cu_seq_lens_q")
+    cu_seqlens_k = kwargs.get("cu_seq_lens_k")
+    max_seqlen_k = None
+    key_padding_mask = None
+    is_packed = cu_seqlens_q is not None and cu_seqlens_k is not None
+    if is_packed:
+        query = packed_heads(query)
+        key = packed_heads(key)
+        value = packed_heads(value)
+        longest = kwargs.get("max_length_k")
+        if isinstance(longest, int):
+            max_seqlen_k = int(longest)
     else:
-        options["key_padding_mask"] = attention_mask
-    most = int(longest) if packed and isinstance(longest, int) else None
-    record = next((record for record in _active if module in record._counts), None)
-    found = entmax_attention(
-        query,
-        key,
-        value,
-        max_seqlen_k=most,
-        return_stats=record is not None,
-        **options,
+        cu_seqlens_q = None
+        cu_seqlens_k = None
+        key_padding_mask = attention_mask
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(
+                f"attention_mask must be a padding mask [B, Nk], got {list(attention_mask.shape)}; "
+                "pass 2D.",
+            )
+    call = _AttentionCall(
+        query=query,
+        key=key,
+        alpha=layer_alpha(module),
+        causal=bool(is_causal),
+        window=None if sliding_window is None else sliding_window - 1,
+        scale=scaling,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        key_padding_mask=key_padding_mask,
     )
-    out = found if isinstance(found, Tensor) else found[0]
-    if record is not None and not isinstance(found, Tensor):
-        record._add(module, query, key, found[1], options)
-    return out.unsqueeze(0) if packed else out.transpose(1, 2), None
+    record = _record_of(module)
+    result = entmax_attention(
+        call.query,
+        call.key,
+        value,
+        alpha=call.alpha,
+        causal=call.causal,
+        window=call.window,
+        scale=call.scale,
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        max_seqlen_k=max_seqlen_k,
+        key_padding_mask=call.key_padding_mask,
+        dropout_p=dropout,
+        return_stats=record is not None,
+    )
+    if isinstance(result, Tensor):
+        output = result
+    else:
+        output, stats = result
+        if record is not None:
+            record._add(module, call, stats)
+    output = output.unsqueeze(0) if is_packed else output.transpose(1, 2)
+    return output, None
 
 
-def _remember(module: nn.Module) -> None:
-    """Store the implementation in the configuration: transformers reads it from checkpoints, but
-    never writes it.
+def _record_of(module: nn.Module) -> SparsityRecord | None:
+    """Return the active record that counts an attention module, if there is one."""
+    for record in _active_records:
+        if module in record._counts:
+            return record
+    return None
+
+
+def _store_implementation(module: nn.Module) -> None:
+    """Store the name of the attention in the module's configuration, and so in checkpoints.
+
+    transformers reads it from a checkpoint, but never writes it.
     """
     config = getattr(module, "config", None)
     if config is not None and not torch.compiler.is_compiling() and MARK not in vars(config):
@@ -211,60 +308,78 @@ def _remember(module: nn.Module) -> None:
 
 
 def layer_alpha(module: nn.Module) -> float | Tensor:
-    """The alpha of an attention module: its ``entmax_alpha``, else its configuration's (one, or a
-    list), else 1.5.
+    """Return the alpha of an attention module: one number, or ``[H]`` if it is learned.
+
+    It is the module's ``entmax_alpha``, else that of its configuration, else 1.5.
+
+    Raises:
+        ValueError: if the configuration says that alphas are learned, and the module has none, or
+            if it has no alpha for this layer.
     """
-    own = getattr(module, ALPHA, None)
-    given: Any = (
-        own if own is not None else getattr(getattr(module, "config", None), ALPHA, DEFAULT)
-    )
-    if isinstance(given, EntmaxAlpha):
-        given = given()
-    elif own is None and given == LEARNED:
-        remedy = "call load_alpha(model, folder) after from_pretrained(folder), or set_alpha(model, 1.5) for another."
+    module_alpha: Any = getattr(module, ALPHA, None)
+    if isinstance(module_alpha, EntmaxAlpha):
+        learned: Tensor = module_alpha()
+        return learned
+    if module_alpha is not None:
+        module_number: float = module_alpha
+        return module_number
+    config_alpha: Any = getattr(getattr(module, "config", None), ALPHA, DEFAULT)
+    if config_alpha == LEARNED:
         raise ValueError(
             f"entmax_alpha of {type(module).__name__} is learned and must be loaded, got none; "
-            f"{remedy}",
+            "call load_alpha(model, folder) after from_pretrained(folder), or "
+            "set_alpha(model, 1.5) for another.",
         )
-    elif own is None and isinstance(given, (list, tuple)):
-        if (layer := getattr(module, "layer_idx", None)) is None or layer >= len(given):
-            got = f"{len(given)} for layer {layer}; use set_alpha(model, [...]) instead."
-            raise ValueError(
-                f"config.entmax_alpha must be one number or one for every layer, got {got}",
-            )
-        given = float(given[layer])
-    alpha: float | Tensor = given
-    return alpha
+    if not isinstance(config_alpha, (list, tuple)):
+        config_number: float = config_alpha
+        return config_number
+    layer = getattr(module, "layer_idx", None)
+    if layer is None or layer >= len(config_alpha):
+        raise ValueError(
+            "config.entmax_alpha must be one number or one for every layer, got "
+            f"{len(config_alpha)} for layer {layer}; use set_alpha(model, [...]) instead.",
+        )
+    return float(config_alpha[layer])
 
 
 def attention_modules(model: nn.Module) -> dict[nn.Module, int]:
-    """The modules that call the attention interface, first layer first, and their numbers of query
-    heads.
+    """Return the modules that call transformers' attention interface, and their query heads.
+
+    Returns:
+        Number of heads by module, first layer first.
     """
     check_network(model)
-    asking = [
-        module
-        for module in model.modules()
-        if hasattr(module, "is_causal") and hasattr(module, "config")
-    ]
-    return {module: heads for module in asking if (heads := _heads_of(module)) is not None}
+    n_heads: dict[nn.Module, int] = {}
+    for module in model.modules():
+        if hasattr(module, "is_causal") and hasattr(module, "config"):
+            n_module_heads = _query_heads(module)
+            if n_module_heads is not None:
+                n_heads[module] = n_module_heads
+    return n_heads
 
 
 def checked_attention_modules(model: nn.Module) -> dict[nn.Module, int]:
-    """:func:`attention_modules`, at least one."""
-    if not (modules := attention_modules(model)):
-        expected = "attention layers of transformers' attention interface"
-        raise ValueError(f"model must have {expected}, got {type(model).__name__}.")
+    """Return :func:`attention_modules` of a model; raise ``ValueError`` if there are none."""
+    modules = attention_modules(model)
+    if not modules:
+        raise ValueError(
+            "model must have attention layers of transformers' attention interface, got "
+            f"{type(model).__name__}.",
+        )
     return modules
 
 
-def _heads_of(module: nn.Module) -> int | None:
-    names = ("num_attention_heads", "num_heads")
-    values = [
-        *(getattr(module, name, None) for name in names),
-        getattr(module.config, names[0], None),
-    ]
-    return next((value for value in values if isinstance(value, int)), None)
+def _query_heads(module: nn.Module) -> int | None:
+    """Return the number of query heads of an attention module; ``None`` if it is not known."""
+    candidates = (
+        getattr(module, "num_attention_heads", None),
+        getattr(module, "num_heads", None),
+        getattr(module.config, "num_attention_heads", None),
+    )
+    for candidate in candidates:
+        if isinstance(candidate, int):
+            return candidate
+    return None
 
 
 @dataclass(frozen=True)
@@ -290,94 +405,144 @@ class LayerSparsity:
 
 
 class SparsityRecord:
-    """The counts of :func:`record_sparsity`; reading them synchronises with the device."""
+    """The counts of :func:`record_sparsity`; reading them synchronises with the device.
+
+    Args:
+        model: a model with attention layers.
+        blocks: whether live blocks are counted.
+    """
 
     def __init__(self, model: nn.Module, blocks: bool) -> None:
         modules = checked_attention_modules(model)
         self._names = {module: name for name, module in model.named_modules() if module in modules}
         self._blocks = blocks
-        # of each layer [5, H] int64 on its device: positive, allowed, queries, live and visible
-        # blocks
+        # Counts int64 ``[5, H]`` on the device of each layer that ran. The rows are positive and
+        # allowed weights, queries, live and visible blocks.
         self._counts: dict[nn.Module, Tensor | None] = dict.fromkeys(modules)
 
-    def _add(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        stats: EntmaxStats,
-        options: dict[str, Any],
-    ) -> None:
-        cross = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
-        mask, rows = options.get("key_padding_mask"), None
-        support, visible = stats.support, stats.visible.expand_as(stats.support)
-        if mask is not None and not cross and mask.size(1) >= query.size(2):
-            rows = (
-                mask[:, mask.size(1) - query.size(2) :] != 0
-            )  # queries are aligned to the end of the keys
-            support, visible = support * rows[:, None], visible * rows[:, None]
-        found = [support.sum(dim=(0, 2)), visible.sum(dim=(0, 2)), (visible > 0).sum(dim=(0, 2))]
+    def _add(self, module: nn.Module, call: _AttentionCall, stats: EntmaxStats) -> None:
+        """Add the counts of one call, without padding queries.
+
+        Args:
+            module: the attention module that called.
+            call: its arguments.
+            stats: statistics of its rows, ``[B, H, Nq]``; of packed rows ``[1, H, Tq]``.
+        """
+        query_mask = _query_padding_mask(module, call)
+        support = stats.support
+        visible = stats.visible.expand_as(support)
+        if query_mask is not None:
+            support = support * query_mask[:, None]
+            visible = visible * query_mask[:, None]
+        counts = [
+            support.sum(dim=(0, 2)),
+            visible.sum(dim=(0, 2)),
+            (visible > 0).sum(dim=(0, 2)),
+        ]
         if self._blocks:
-            places = {name: value for name, value in options.items() if name != "dropout_p"}
-            if rows is not None and query.dim() == 4:
-                places["query_padding_mask"] = rows
-            found += [count.sum(dim=0) for count in live_blocks(query, key, stats.tau, **places)]
+            live, visible_blocks = live_blocks(
+                call.query,
+                call.key,
+                stats.tau,
+                alpha=call.alpha,
+                causal=call.causal,
+                window=call.window,
+                cu_seqlens_q=call.cu_seqlens_q,
+                cu_seqlens_k=call.cu_seqlens_k,
+                key_padding_mask=call.key_padding_mask,
+                query_padding_mask=query_mask,
+                scale=call.scale,
+            )
+            counts += [live.sum(dim=0), visible_blocks.sum(dim=0)]
         else:
-            found += [torch.zeros_like(found[0])] * 2
-        counts, before = torch.stack(found), self._counts[module]
-        self._counts[module] = counts if before is None else before + counts
+            not_counted = torch.zeros_like(counts[0])
+            counts += [not_counted, not_counted]
+        total = torch.stack(counts)
+        previous = self._counts[module]
+        self._counts[module] = total if previous is None else previous + total
 
     @property
     def layers(self) -> list[LayerSparsity]:
         """The layers that ran, first layer first; a RuntimeError if none ran entmax attention."""
-        return [self._described(name, counts) for name, counts in self._ran()]
+        return [self._sparsity(name, counts) for name, counts in self._counts_by_name()]
 
     @property
     def total(self) -> LayerSparsity:
         """All layers and heads together: lists of one number, weighted by how much was counted."""
-        counts = [counts.sum(dim=1, keepdim=True) for _, counts in self._ran()]
-        return self._described("all layers", torch.stack(counts).sum(dim=0))
+        counts = [counts.sum(dim=1, keepdim=True) for _, counts in self._counts_by_name()]
+        return self._sparsity("all layers", torch.stack(counts).sum(dim=0))
 
-    def _ran(self) -> list[tuple[str, Tensor]]:
-        ran = [
+    def _counts_by_name(self) -> list[tuple[str, Tensor]]:
+        """Return the names of the layers that ran, and their counts ``[5, H]`` on the CPU."""
+        counts_by_name = [
             (self._names[module], counts.cpu())
             for module, counts in self._counts.items()
             if counts is not None
         ]
-        if not ran:
-            remedy = "call use_entmax(model), and run the model inside the with block."
+        if not counts_by_name:
             raise RuntimeError(
-                f"no attention layer of the model ran entmax attention while recorded; {remedy}",
+                "no attention layer of the model ran entmax attention while recorded; call "
+                "use_entmax(model), and run the model inside the with block.",
             )
-        return ran
+        return counts_by_name
 
-    def _described(self, name: str, counts: Tensor) -> LayerSparsity:
+    def _sparsity(self, name: str, counts: Tensor) -> LayerSparsity:
+        """Convert counts ``[5, H]`` of a layer to shares."""
         positive, allowed, queries, live, visible = counts.double()
-        blocks = (live / visible).tolist() if self._blocks else None
-        shares = (positive / allowed).tolist(), (positive / queries).tolist()
-        return LayerSparsity(name, *shares, blocks, int(queries.max()))
+        return LayerSparsity(
+            name=name,
+            nonzero=(positive / allowed).tolist(),
+            mean_support=(positive / queries).tolist(),
+            live_blocks=(live / visible).tolist() if self._blocks else None,
+            queries=int(queries.max()),
+        )
 
     def __str__(self) -> str:
         """A table of means over heads."""
         rows = [("layer", "nonzero", "support", "live blocks")]
         for layer in [*self.layers, self.total]:
-            heads = len(layer.nonzero)
-            live = "-" if layer.live_blocks is None else f"{sum(layer.live_blocks) / heads:.1%}"
-            nonzero, support = sum(layer.nonzero) / heads, sum(layer.mean_support) / heads
+            nonzero = _mean(layer.nonzero)
+            support = _mean(layer.mean_support)
+            live = "-" if layer.live_blocks is None else f"{_mean(layer.live_blocks):.1%}"
             rows.append((layer.name, f"{nonzero:.1%}", f"{support:.1f}", live))
-        width = max(len(row[0]) for row in rows)
-        return "\n".join(
-            f"{row[0]:<{width}}" + "".join(f"  {cell:>11}" for cell in row[1:]) for row in rows
-        )
+        name_width = max(len(name) for name, *_ in rows)
+        lines = []
+        for name, *cells in rows:
+            columns = "".join(f"  {cell:>11}" for cell in cells)
+            lines.append(f"{name:<{name_width}}{columns}")
+        return "\n".join(lines)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _query_padding_mask(module: nn.Module, call: _AttentionCall) -> Tensor | None:
+    """Return which queries of a call are tokens, bool ``[B, Nq]``; ``None`` if padding is unknown.
+
+    Queries are aligned to the end of the keys, so the keys' mask holds theirs. Cross-attention has
+    keys of another sequence, which say nothing about queries.
+    """
+    mask = call.key_padding_mask
+    is_cross = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
+    if mask is None or is_cross:
+        return None
+    n_queries = call.query.size(2)
+    n_keys = mask.size(1)
+    if n_keys < n_queries:
+        return None
+    return mask[:, n_keys - n_queries :] != 0
 
 
 @contextmanager
 def record_sparsity(model: nn.Module, *, blocks: bool = True) -> Iterator[SparsityRecord]:
     """Count how sparse the entmax attention of ``model`` is while a block runs.
 
-    with record_sparsity(model) as sparsity:
-        model(**batch)  # as often as wanted
-    print(sparsity)
+    For example::
+
+        with record_sparsity(model) as sparsity:
+            model(**batch)  # as often as wanted
+        print(sparsity)
 
     Counts stay on the device until they are read, so nothing synchronises inside the block. Padding
     queries are not counted. With gradient checkpointing a layer that runs twice is counted twice,
@@ -392,12 +557,12 @@ def record_sparsity(model: nn.Module, *, blocks: bool = True) -> Iterator[Sparsi
         RuntimeError: inside another record of the same layers.
     """
     record = SparsityRecord(model, blocks)
-    if any(module in other._counts for other in _active for module in record._counts):
+    if any(_record_of(module) is not None for module in record._counts):
         raise RuntimeError(
             "model must not be recorded already, got a record inside another one; use one of them.",
         )
-    _active.append(record)
+    _active_records.append(record)
     try:
         yield record
     finally:
-        _active.remove(record)
+        _active_records.remove(record)

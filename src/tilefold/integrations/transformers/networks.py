@@ -1,4 +1,4 @@
-"""Helpers for networks of any library: a check of the argument, eval mode, comparison of outputs."""
+"""Helpers for networks: check of the argument `model`, eval mode, comparison of outputs."""
 
 from __future__ import annotations
 
