@@ -190,7 +190,7 @@ def test_fp64_is_held_to_the_errors_of_fp64(op: str, impls: tuple[str, ...]) -> 
     assert [row.status for row in rows] == ["ok", "ok"], [row.note for row in rows]
     case = tiny(op, dtype="float64")
     gate = get_spec(op).make_gate(case, get_spec(op).make_inputs(case, CPU, 0))
-    assert (gate.ours or parts.BUDGETS["float64"]).forward < 1e-12
+    assert (gate.our_budget or parts.BUDGETS["float64"]).forward < 1e-12
 
 
 def test_softmax_is_timed_but_another_function() -> None:

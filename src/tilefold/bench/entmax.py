@@ -1,4 +1,4 @@
-"""The benchmark of ``tilefold.ops.entmax``: shapes, implementations, ground truth and least work."""
+"""The benchmark of ``tilefold.ops.entmax``: shapes, implementations, truth, least work."""
 
 from __future__ import annotations
 
@@ -10,46 +10,68 @@ from torch import Tensor
 from tilefold.bench import spec
 from tilefold.ops.entmax import chosen_impl, entmax
 
-ALPHA = 1.5
-_SHARPNESS = 2.0  # standard deviation of the scores
-_ROWS = 4  # held against the reference at either end
+_ALPHA = 1.5
+# standard deviation of the scores
+_SHARPNESS = 2.0
+# first rows that are checked, and as many last ones
+_N_CHECKED_ROWS = 4
 
 
 def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
-    """Normal scores ``[R, N]`` of ``case``."""
+    """Create normal scores ``[R, N]``, the only leaf."""
     normal, _ = spec.random_tensors(device, seed)
-    x, dp = (normal(case.dims["R"], case.dims["N"]) for _ in range(2))
+    shape = (case.dims["R"], case.dims["N"])
     dtype = spec.DTYPES[case.dtype]
-    return spec.Inputs(((_SHARPNESS * x).to(dtype).requires_grad_(),), (), dp.to(dtype))
+    scores = (_SHARPNESS * normal(*shape)).to(dtype)
+    return spec.Inputs(
+        leaves=(scores.requires_grad_(),),
+        constants=(),
+        grad_output=normal(*shape).to(dtype),
+    )
 
 
-def _probabilities(x: Tensor, impl: str) -> Tensor:
-    p = entmax(x, ALPHA, impl=impl)
-    return p if isinstance(p, Tensor) else p[0]
+def _probabilities(scores: Tensor, impl: str) -> Tensor:
+    """Return entmax of scores ``[R, N]`` without its statistics."""
+    result = entmax(scores, _ALPHA, impl=impl)
+    return result if isinstance(result, Tensor) else result[0]
 
 
-def _ends(rows: Tensor) -> Tensor:
-    return torch.cat([rows[:_ROWS], rows[-_ROWS:]])
+def _checked_rows(rows: Tensor) -> Tensor:
+    """Return the first and the last rows."""
+    return torch.cat([rows[:_N_CHECKED_ROWS], rows[-_N_CHECKED_ROWS:]])
 
 
 def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
-    """The first and last rows and their gradients in fp64."""
-    leaf = _ends(inputs.leaves[0].detach()).double().requires_grad_()
-    p = _probabilities(leaf, "reference")
-    (dx,) = torch.autograd.grad(p, leaf, _ends(inputs.grad_output).double())
+    """Compute the first and last rows and their gradients in fp64."""
+    (scores,) = inputs.leaves
+    checked_scores = _checked_rows(scores.detach()).double().requires_grad_()
+    probabilities = _probabilities(checked_scores, "reference")
+    (dscores,) = torch.autograd.grad(
+        probabilities,
+        checked_scores,
+        _checked_rows(inputs.grad_output).double(),
+    )
     return spec.Gate(
-        inputs,
-        case.dtype,
-        {"out": spec.Part(_ends, p.detach())},
-        {"dx": spec.Part(_ends, dx)},
+        inputs=inputs,
+        dtype=case.dtype,
+        outputs={"out": spec.CheckedSlice(_checked_rows, probabilities.detach())},
+        gradients={"dx": spec.CheckedSlice(_checked_rows, dscores)},
     )
 
 
 class _SortedEntmax15(torch.autograd.Function):
-    """The exact threshold from sorted scores (Peters et al., arXiv 1905.05702), in fp32 (fp64)."""
+    """1.5-entmax with the exact threshold from sorted scores (Peters et al., arXiv 1905.05702).
+
+    It computes in fp32, or in fp64 for fp64 scores.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return ``relu(x / 2 - tau)^2`` along the last dimension.
+
+        If the k largest scores are the support, tau is the smaller root of a quadratic equation in
+        their mean and spread. The right k is the number of scores above the tau that it gives.
+        """
         half = x.to(torch.promote_types(x.dtype, torch.float32)) / 2
         half = half - half.amax(dim=-1, keepdim=True)
         sorted_half = half.sort(dim=-1, descending=True).values
@@ -64,42 +86,58 @@ class _SortedEntmax15(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dp: Tensor) -> Tensor:
+        """Return the gradient of the scores, which is zero outside of the support."""
         (root,) = ctx.saved_tensors
         weighted = root * dp.to(root.dtype)
-        dx: Tensor = weighted - root * (weighted.sum(-1, keepdim=True) / root.sum(-1, keepdim=True))
+        mean_gradient = weighted.sum(-1, keepdim=True) / root.sum(-1, keepdim=True)
+        dx: Tensor = weighted - root * mean_gradient
         return dx.to(dp.dtype)
 
 
 IMPLEMENTATIONS = (
-    *spec.ours(_probabilities, chosen_impl, tiled_on=("cuda",)),
+    *spec.tilefold_implementations(_probabilities, chosen_impl, tiled_on=("cuda",)),
     spec.Implementation("sort", spec.bound(_SortedEntmax15.apply), "baseline"),
-    spec.Implementation("softmax", spec.bound(lambda x: x.softmax(dim=-1)), "bare"),
+    spec.Implementation("softmax", spec.bound(lambda scores: scores.softmax(dim=-1)), "bare"),
 )
 
 
 def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Least work: scores read and probabilities written once; backward reads those and a gradient,
-    and writes one.
+    """Return the least work of entmax.
+
+    Forward subtracts the threshold of each score, squares the difference and compares it with
+    zero. It reads the scores and writes the probabilities. Backward reads the probabilities and
+    their gradients, and writes the gradients of the scores.
     """
-    (x,) = inputs.leaves
-    operand = float(x.numel() * x.element_size())
-    return spec.Work(3.0 * x.numel(), operand * (2 if phase == "forward" else 5))
+    (scores,) = inputs.leaves
+    flops = 3.0 * scores.numel()
+    tensor_bytes = float(scores.numel() * scores.element_size())
+    n_tensors = 2 if phase == "forward" else 2 + 3
+    return spec.Work(flops, n_tensors * tensor_bytes)
 
 
-def _needs(case: spec.BenchCase, impl: str) -> int:
-    entries = case.dims["R"] * case.dims["N"]
-    return entries * (
-        2 * spec.DTYPES[case.dtype].itemsize + {"sort": 24, "reference": 64}.get(impl, 0)
-    )
+def needs_bytes(case: spec.BenchCase, impl: str) -> int:
+    """Estimate the memory of an implementation from below.
+
+    Args:
+        case: the shape.
+        impl: name of the implementation.
+
+    Returns:
+        Bytes of the scores and probabilities, and of intermediate results.
+    """
+    n_scores = case.dims["R"] * case.dims["N"]
+    intermediate_bytes_per_score = {"sort": 24, "reference": 64}
+    bytes_per_score = 2 * spec.DTYPES[case.dtype].itemsize
+    return n_scores * (bytes_per_score + intermediate_bytes_per_score.get(impl, 0))
 
 
 SPEC = spec.BenchSpec(
-    "entmax",
-    IMPLEMENTATIONS,
-    "sort",
-    make_inputs,
-    make_gate,
-    {"R": 4, "N": 32},
-    work,
-    _needs,
+    op="entmax",
+    implementations=IMPLEMENTATIONS,
+    baseline="sort",
+    make_inputs=make_inputs,
+    make_gate=make_gate,
+    probe_dims={"R": 4, "N": 32},
+    work=work,
+    needs_bytes=needs_bytes,
 )

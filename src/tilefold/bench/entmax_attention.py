@@ -1,11 +1,14 @@
-"""The benchmark of ``tilefold.ops.entmax_attention``, beside softmax attention (not gated) and
-AdaSplash (which is).
+"""The benchmark of ``tilefold.ops.entmax_attention``.
+
+The baselines are softmax attention, which is another function and not checked, and AdaSplash,
+which is checked.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,93 +21,173 @@ from tilefold.bench import spec
 from tilefold.ops.entmax_attention import chosen_impl, entmax_attention
 from tilefold.testing.entmax_attention import entmax_attention_inputs
 
-ALPHA = 1.5
-V1_STEPS = 3  # what the paper's benchmarks take; the package's default is 10
+_ALPHA = 1.5
+# Halley steps of AdaSplash in the paper's benchmarks; the default of the package is 10
+_ADASPLASH_STEPS = 3
+# standard deviation of the scores, by the first word of a variant
 _SHARPNESS = {"iid": 1.0, "iid4": 4.0, "correlated": 2.0}
-_GATE_ROWS = 1024  # queries of one head that are held against the reference
-_GATE_MARGIN = 1.5  # of the error that unavoidable roundings make
-_MAX_PAIRS = 1 << 22  # scores in fp64 of the gate's head on the CPU
+# queries of one head that are checked on a GPU
+_N_CHECKED_QUERIES = 1024
+# fp64 scores of the checked head on a CPU, which bound its checked queries
+_MAX_CHECKED_SCORES = 2**22
+# allowed error of dq as a multiple of the error that unavoidable roundings make
+_UNAVOIDABLE_MARGIN = 1.5
 
 
 def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
-    """Random q, k, v ``[B, H, N, D]`` and whether they are causal; scores are independent or alike
-    in a sequence.
+    """Create random queries, keys and values.
+
+    Args:
+        case: its variant is ``"iid"`` (independent tokens), ``"iid4"`` (with larger scores) or
+            ``"correlated"`` (neighbouring keys are alike). ``"-causal"`` may follow.
+        device: of the tensors.
+        seed: of the random numbers.
+
+    Returns:
+        The leaves are q, k and v ``[B, H, N, D]``. The constant is whether attention is causal.
     """
     batch, heads, n, dim = (case.dims[name] for name in "BHND")
-    kind, _, causal = case.variant.partition("-")
-    options: dict[str, Any] = {"dtype": spec.DTYPES[case.dtype], "device": device, "seed": seed}
-    options |= {"correlated": kind == "correlated", "sharpness": _SHARPNESS[kind]}
-    made = entmax_attention_inputs(batch, heads, n, dim, **options)
+    distribution, _, suffix = case.variant.partition("-")
+    problem = entmax_attention_inputs(
+        batch,
+        heads,
+        n,
+        dim,
+        correlated=distribution == "correlated",
+        sharpness=_SHARPNESS[distribution],
+        dtype=spec.DTYPES[case.dtype],
+        device=device,
+        seed=seed,
+    )
     return spec.Inputs(
-        tuple(t.requires_grad_() for t in (made.q, made.k, made.v)),
-        (causal == "causal",),
-        made.dout,
+        leaves=(
+            problem.q.requires_grad_(),
+            problem.k.requires_grad_(),
+            problem.v.requires_grad_(),
+        ),
+        constants=(suffix == "causal",),
+        grad_output=problem.dout,
     )
 
 
-def _rounded_dq(head: Sequence[Tensor], dtype: torch.dtype, causal: bool) -> Tensor:
-    """``[rows, D]`` dq of one head in fp64, but for what products in ``dtype`` must round: weights,
-    O2 and dS.
-    """
-    q, k, v, dout, tau = head
+def _rounded_dq(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    tau: Tensor,
+    dtype: torch.dtype,
+    causal: bool,
+) -> Tensor:
+    """Compute dq of one head in fp64, with the roundings that products in ``dtype`` cannot avoid.
 
-    def rounded(t: Tensor) -> Tensor:
-        return t.to(dtype).double()
+    These are the roundings of the factors of matrix products: the square roots of the weights, the
+    second output and the gradient of the scores.
+
+    Args:
+        q: the last queries ``[rows, D]``.
+        k: keys ``[N, D]``.
+        v: values ``[N, D]``.
+        dout: gradient of the output ``[rows, D]``.
+        tau: thresholds ``[rows]``.
+        dtype: dtype of the products.
+        causal: whether a query attends to no later keys.
+
+    Returns:
+        The gradient of the queries, fp64 ``[rows, D]``.
+    """
+
+    def rounded(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype).double()
 
     scale = q.size(-1) ** -0.5
-    u = ((ALPHA - 1) * scale * (q @ k.T) - tau.double()[:, None]).clamp_min(0)
+    # weights are the squares of these
+    roots = ((_ALPHA - 1) * scale * (q @ k.T) - tau.double()[:, None]).clamp_min(0)
     if causal:
-        places = torch.arange(k.size(0), device=k.device)
-        u = u.masked_fill(places > places[k.size(0) - q.size(0) :, None], 0)
-    second = rounded(rounded(u) @ v / u.sum(dim=1, keepdim=True))
-    ds = u * (dout @ v.T - (dout * second).sum(dim=1, keepdim=True))
-    dq: Tensor = rounded(ds) @ k * scale
+        key_positions = torch.arange(k.size(0), device=k.device)
+        query_positions = key_positions[k.size(0) - q.size(0) :, None]
+        roots = roots.masked_fill(key_positions > query_positions, 0)
+    # the mean of the values, weighted by the derivative of entmax
+    second_output = rounded(rounded(roots) @ v / roots.sum(dim=1, keepdim=True))
+    mean_gradient = (dout * second_output).sum(dim=1, keepdim=True)
+    dscores = roots * (dout @ v.T - mean_gradient)
+    dq: Tensor = rounded(dscores) @ k * scale
     return dq
 
 
 def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
-    """The last queries of the first head, and, where that is all of them, its dk and dv, in fp64.
+    """Compute slices of the output and the gradients in fp64.
 
-    Keys that are nearly alike cancel in dq, so that the roundings of any kernel with 16-bit
-    products show. Where these alone, applied to exact numbers, exceed the budget, half as much
-    again as they do is allowed.
+    The slices are the last queries of the first head, and, if these are all queries, its dk and
+    dv. Keys that are nearly alike cancel in dq, so that the roundings of any kernel with 16-bit
+    products show. The error that these roundings alone cause in exact numbers is computed, and
+    1.5 times as much is allowed if that is more than the budget.
     """
-    (causal,), dout, dtype = inputs.others, inputs.grad_output, inputs.grad_output.dtype
+    (causal,) = inputs.constants
+    dout = inputs.grad_output
     n = dout.size(2)
-    first = n - min(n, _GATE_ROWS if dout.is_cuda else max(1, _MAX_PAIRS // n))
-    q, k, v = (t.detach()[:1, :1].double() for t in inputs.leaves)
-    leaves = [q[:, :, first:].clone().requires_grad_(), k.requires_grad_(), v.requires_grad_()]
-    found = entmax_attention(
-        *leaves,
-        alpha=ALPHA,
+    n_checked = _N_CHECKED_QUERIES if dout.is_cuda else max(1, _MAX_CHECKED_SCORES // n)
+    first_query = max(0, n - n_checked)
+    q, k, v = (leaf.detach()[:1, :1].double() for leaf in inputs.leaves)
+    q = q[:, :, first_query:].clone().requires_grad_()
+    k.requires_grad_()
+    v.requires_grad_()
+    result = entmax_attention(
+        q,
+        k,
+        v,
+        alpha=_ALPHA,
         causal=causal,
         impl="reference",
         return_stats=True,
     )
-    if isinstance(found, Tensor):
+    if isinstance(result, Tensor):
         raise TypeError("entmax_attention returned no statistics.")
-    out, stats = found
-    dout = dout[:1, :1, first:].double()
-    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
-    head = [t.detach()[0, 0] for t in (*leaves, dout, stats.tau)]
-    unavoidable = testing.relative_error(_rounded_dq(head, dtype, causal), dq[0, 0])
-    gradient = max(testing.budget(dtype, "gradient_bound"), _GATE_MARGIN * unavoidable)
-    gradients = {
-        "dq": spec.Part(lambda t: t[:1, :1, first:], dq),
-        "dk": None if first else spec.Part(lambda t: t[:1, :1], dk),
-        "dv": None if first else spec.Part(lambda t: t[:1, :1], dv),
-    }
-    outputs = {"out": spec.Part(lambda t: t[:1, :1, first:], out.detach())}
+    out, stats = result
+    checked_dout = dout[:1, :1, first_query:].double()
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), checked_dout)
+
+    rounded_dq = _rounded_dq(
+        q.detach()[0, 0],
+        k.detach()[0, 0],
+        v.detach()[0, 0],
+        checked_dout[0, 0],
+        stats.tau.detach()[0, 0],
+        dtype=dout.dtype,
+        causal=causal,
+    )
+    unavoidable_error = testing.relative_error(rounded_dq, dq[0, 0])
+
+    def select_queries(tensor: Tensor) -> Tensor:
+        return tensor[:1, :1, first_query:]
+
+    def select_head(tensor: Tensor) -> Tensor:
+        return tensor[:1, :1]
+
+    # dk and dv are sums over all queries
+    has_all_queries = first_query == 0
     return spec.Gate(
-        inputs,
-        case.dtype,
-        outputs,
-        gradients,
-        spec.Budget(testing.budget(dtype, "gradient"), gradient),
+        inputs=inputs,
+        dtype=case.dtype,
+        outputs={"out": spec.CheckedSlice(select_queries, out.detach())},
+        gradients={
+            "dq": spec.CheckedSlice(select_queries, dq),
+            "dk": spec.CheckedSlice(select_head, dk) if has_all_queries else None,
+            "dv": spec.CheckedSlice(select_head, dv) if has_all_queries else None,
+        },
+        our_budget=spec.Budget(
+            forward=testing.budget(dout.dtype, "gradient"),
+            gradient=max(
+                testing.budget(dout.dtype, "gradient_bound"),
+                _UNAVOIDABLE_MARGIN * unavoidable_error,
+            ),
+        ),
     )
 
 
-def _sdpa(backend: SDPBackend) -> spec.Build:
+def _softmax_attention(backend: SDPBackend) -> spec.Build:
+    """Return the ``build`` of torch's softmax attention with a backend."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -112,12 +195,22 @@ def _sdpa(backend: SDPBackend) -> spec.Build:
     return spec.bound(attend, backend.name.lower())
 
 
-def _flex(inputs: spec.Inputs) -> spec.Runnable:
+def _build_flex_attention(inputs: spec.Inputs) -> spec.Runnable:
+    """Bind torch's compiled FlexAttention with softmax."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    block_mask, (n, device) = None, (inputs.grad_output.size(2), inputs.grad_output.device.type)
-    if inputs.others[0]:
-        block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=device)
+    (causal,) = inputs.constants
+    block_mask = None
+    if causal:
+        n = inputs.grad_output.size(2)
+        block_mask = create_block_mask(
+            lambda batch, head, query, key: query >= key,
+            B=None,
+            H=None,
+            Q_LEN=n,
+            KV_LEN=n,
+            device=inputs.grad_output.device.type,
+        )
     compiled: Any = torch.compile(flex_attention, dynamic=False)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -127,41 +220,72 @@ def _flex(inputs: spec.Inputs) -> spec.Runnable:
     return inputs.bind(attend, "flex_attention, compiled")
 
 
-def _adasplash(function: str, **options: Any) -> spec.Build:
-    def build(inputs: spec.Inputs) -> spec.Runnable:
-        package: Any = importlib.import_module("adasplash")
-        known = dict(options)
-        if function != "adasplash_v2":
-            known["is_causal"] = inputs.others[0]
-        elif not inputs.others[0]:
-            raise spec.NotApplicable("AdaSplash-2 is causal only")
+def _build_adasplash_v1(inputs: spec.Inputs, function: str) -> spec.Runnable:
+    """Bind a function of AdaSplash with the number of steps of the paper.
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-            out: Tensor = getattr(package, function)(q, k, v, **known)
-            return out
+    Args:
+        inputs: the inputs of the case.
+        function: its name in the package ``adasplash``.
+    """
+    attention: Callable[..., Tensor] = getattr(importlib.import_module("adasplash"), function)
 
-        steps = f"niter={options['niter']}" if options else "default niter"
-        return inputs.bind(attend, f"{function}, {steps}")
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return attention(q, k, v, niter=_ADASPLASH_STEPS, is_causal=causal)
 
-    return build
+    return inputs.bind(attend, f"{function}, niter={_ADASPLASH_STEPS}")
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, impl: str) -> Tensor:
-    out = entmax_attention(q, k, v, alpha=ALPHA, causal=causal, impl=impl)
-    return out if isinstance(out, Tensor) else out[0]
+def _build_adasplash_v2(inputs: spec.Inputs) -> spec.Runnable:
+    """Bind AdaSplash-2.
+
+    Raises:
+        spec.NotApplicable: for attention that is not causal.
+    """
+    attention: Callable[..., Tensor] = importlib.import_module("adasplash").adasplash_v2
+    (causal,) = inputs.constants
+    if not causal:
+        raise spec.NotApplicable("AdaSplash-2 is causal only")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return attention(q, k, v)
+
+    return inputs.bind(attend, "adasplash_v2, default niter")
+
+
+def _entmax_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, impl: str) -> Tensor:
+    """Call tilefold's attention with the leaves and the constant of a case."""
+    result = entmax_attention(q, k, v, alpha=_ALPHA, causal=causal, impl=impl)
+    return result if isinstance(result, Tensor) else result[0]
 
 
 IMPLEMENTATIONS = (
-    *spec.ours(_attend, chosen_impl, graph=True),
-    spec.Implementation("softmax-fa2", _sdpa(SDPBackend.FLASH_ATTENTION), "bare"),
-    spec.on_gpu("softmax-cudnn", _sdpa(SDPBackend.CUDNN_ATTENTION), "bare"),
-    spec.Implementation("softmax-flex", _flex, "bare", default_on=("cuda",), slow=True),
-    *spec.peer(
+    *spec.tilefold_implementations(_entmax_attention, chosen_impl, graph=True),
+    spec.Implementation(
+        "softmax-fa2",
+        _softmax_attention(SDPBackend.FLASH_ATTENTION),
+        "bare",
+    ),
+    spec.gpu_implementation(
+        "softmax-cudnn",
+        _softmax_attention(SDPBackend.CUDNN_ATTENTION),
+        "bare",
+    ),
+    spec.Implementation(
+        "softmax-flex",
+        _build_flex_attention,
+        "bare",
+        default_on=("cuda",),
+        slow=True,
+    ),
+    *spec.published_implementations(
         "adasplash",
         {
-            "adasplash-v1": _adasplash("adasplash_v1", niter=V1_STEPS),
-            "adasplash-v1-no-mask": _adasplash("adasplash_no_block_mask", niter=V1_STEPS),
-            "adasplash-v2": _adasplash("adasplash_v2"),
+            "adasplash-v1": functools.partial(_build_adasplash_v1, function="adasplash_v1"),
+            "adasplash-v1-no-mask": functools.partial(
+                _build_adasplash_v1,
+                function="adasplash_no_block_mask",
+            ),
+            "adasplash-v2": _build_adasplash_v2,
         },
         slow=True,
     ),
@@ -169,30 +293,48 @@ IMPLEMENTATIONS = (
 
 
 def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Least work: every score once (their signs must be known); weights and gradients may all but
-    vanish.
+    """Return the least work of entmax attention.
+
+    Every score is computed once, because its sign relative to the threshold must be known. The
+    products with weights and with gradients are not counted: nearly all weights may be zero.
     """
     batch, heads, n, dim = (case.dims[name] for name in "BHND")
-    pairs = batch * heads * n * n / (2 if inputs.others[0] else 1)
-    operand = inputs.grad_output.numel() * inputs.grad_output.element_size()
-    nbytes = 4.0 * operand if phase == "forward" else 12.0 * operand
-    return spec.Work(2.0 * dim * pairs, nbytes)
+    (causal,) = inputs.constants
+    n_scores = batch * heads * n * n / (2 if causal else 1)
+    # a multiplication and an addition for each number of a query and a key
+    flops = 2.0 * dim * n_scores
+    tensor_bytes = float(inputs.grad_output.numel() * inputs.grad_output.element_size())
+    # forward reads q, k and v, and writes the output
+    n_tensors = 4
+    if phase == "forward_backward":
+        # backward reads q, k, v, the output and its gradient, and writes dq, dk and dv
+        n_tensors += 8
+    return spec.Work(flops, n_tensors * tensor_bytes)
 
 
-def _needs(case: spec.BenchCase, impl: str) -> int:
+def needs_bytes(case: spec.BenchCase, impl: str) -> int:
+    """Estimate the memory of an implementation from below.
+
+    Args:
+        case: the shape.
+        impl: name of the implementation.
+
+    Returns:
+        Bytes of five tensors like q, and for the reference of the scores in fp64.
+    """
     batch, heads, n, dim = (case.dims[name] for name in "BHND")
-    dense = 8 * batch * heads * n * n if impl == "reference" else 0
-    return dense + 5 * batch * heads * n * dim * spec.DTYPES[case.dtype].itemsize
+    tensor_bytes = batch * heads * n * dim * spec.DTYPES[case.dtype].itemsize
+    score_bytes = 8 * batch * heads * n * n if impl == "reference" else 0
+    return score_bytes + 5 * tensor_bytes
 
 
-PROBE = {"B": 1, "H": 1, "N": 32}  # too small to matter
 SPEC = spec.BenchSpec(
-    "entmax_attention",
-    IMPLEMENTATIONS,
-    "softmax-fa2",
-    make_inputs,
-    make_gate,
-    PROBE,
-    work,
-    _needs,
+    op="entmax_attention",
+    implementations=IMPLEMENTATIONS,
+    baseline="softmax-fa2",
+    make_inputs=make_inputs,
+    make_gate=make_gate,
+    probe_dims={"B": 1, "H": 1, "N": 32},
+    work=work,
+    needs_bytes=needs_bytes,
 )

@@ -1,4 +1,6 @@
-"""Error budgets for tests and benchmarks; random inputs are in the module of each operator's name.
+"""Error budgets for tests and benchmarks.
+
+Random inputs of an operator are in the module with its name.
 
 **Budgets.** An error is ``||out - reference|| / ||reference||`` against the reference in fp64 on
 the same, already rounded inputs. What a dtype allows follows from its unit roundoff ``u`` (half the
@@ -70,7 +72,11 @@ def budget(
     Args:
         dtype: dtype of the scores, or of the gradient.
         kind: ``"forward"``, ``"gradient"`` or ``"gradient_bound"``.
-        sensitivity: c above, of slopes that are taken from rounded scores; less than 2 counts as 2.
+        sensitivity: c in the docstring of this module, for slopes that are taken from rounded
+            scores. Less than 2 counts as 2.
+
+    Returns:
+        The largest allowed ``||out - reference|| / ||reference||``.
 
     Raises:
         ValueError: for an unknown kind.
@@ -80,7 +86,8 @@ def budget(
     roundoff = torch.finfo(dtype).eps / 2
     accumulation = 1e-13 if dtype == torch.float64 else _ACCUMULATION
     if kind != "forward":
-        accumulation *= 2  # two sums: the product, and that over the entries it selects
+        # two sums: the product, and the sum over the entries that it selects
+        accumulation *= 2
     factor = _FACTORS[kind]
     sensitivity = max(sensitivity, USUAL_SENSITIVITY)
     if kind == "gradient":
@@ -101,10 +108,14 @@ def rounding_scale(
     Args:
         total: the sums, exact.
         squares: the sums of the squares of the terms.
-        terms: how many terms a sum has.
-        dtype: in which it is added up.
+        terms: number of terms of a sum.
+        dtype: the dtype of the additions.
+
+    Returns:
+        ``u sqrt(n (S^2 + Q))`` of the docstring of this module, with the shape of ``total``.
     """
-    return math.sqrt(terms) * torch.finfo(dtype).eps / 2 * (total * total + squares).sqrt()
+    unit_roundoff = torch.finfo(dtype).eps / 2
+    return math.sqrt(terms) * unit_roundoff * (total * total + squares).sqrt()
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
@@ -142,7 +153,7 @@ def assert_within_budget(
 
     Args:
         out, reference: tensors of one shape.
-        dtype: whose budget applies; by default that of ``out``.
+        dtype: the dtype whose budget applies. By default that of ``out``.
         kind, sensitivity: as in :func:`budget`.
         name: what the error text calls ``out``.
 
@@ -171,7 +182,7 @@ def assert_within_budget(
 def nan_poisoned_empty() -> Iterator[None]:
     """Make ``torch.empty`` and its variants return NaN, or SENTINEL for integers.
 
-    An element that is never written then shows up as NaN, instead of holding an accidental zero.
+    An element that is never written is then NaN, and not accidentally zero.
     Not thread-safe.
     """
 

@@ -15,11 +15,13 @@ from tilefold.testing import padding
 
 @dataclasses.dataclass(frozen=True)
 class EntmaxAttentionInputs(padding.Problem):
-    """One problem for :func:`tilefold.ops.entmax_attention`, with the gradient that comes back.
+    """A test problem of :func:`tilefold.ops.entmax_attention`, with the gradient of its output.
 
     Attributes:
-        q, k, v: ``[B, H, Nq, D]`` and ``[B, Hkv, Nk, D]``, or packed ``[T, H, D]``.
-        dout: like ``q``.
+        q: queries ``[B, H, Nq, D]``, or packed ``[T, H, D]``.
+        k: keys ``[B, Hkv, Nk, D]``, or packed.
+        v: values, with the shape of ``k``.
+        dout: gradient of the output, with the shape of ``q``.
         layout: ``key_padding_mask`` or ``cu_seqlens_q`` and ``cu_seqlens_k``, as keyword arguments.
     """
 
@@ -49,14 +51,18 @@ def entmax_attention_inputs(
 
     Args:
         batch, heads, nq, dim: B, H, the (longest) number of queries, D.
-        nk: keys; by default as many as queries.
-        kv_heads: by default as many as heads.
-        layout: of the keys, one of :data:`tilefold.testing.padding.LAYOUTS`; all but ``"full"`` and
-            ``"right"`` have a sequence without keys from B = 2 on.
-        correlated: neighbouring keys are alike, so that few blocks are live.
+        nk: number of keys. By default that of the queries.
+        kv_heads: number of heads of keys and values. By default ``heads``.
+        layout: padding of the keys, one of :data:`tilefold.testing.padding.LAYOUTS`. From B = 2 on,
+            all but ``"full"`` and ``"right"`` have a sequence without keys.
+        correlated: whether neighbouring keys are alike, so that most blocks have weight zero.
         sharpness: standard deviation of the scores.
+        dtype: of all tensors.
+        device: of all tensors.
+        seed: of the random numbers.
 
-    ``ValueError`` for an unknown layout.
+    Raises:
+        ValueError: for an unknown layout.
     """
     padding.check_layout(layout)
     generator = torch.Generator().manual_seed(seed)
@@ -66,6 +72,7 @@ def entmax_attention_inputs(
     k = torch.randn(batch, kv_heads, nk, dim, generator=generator)
     v = torch.randn(batch, kv_heads, nk, dim, generator=generator)
     if correlated:
+        # tokens move along waves with a random phase per head and dimension
         phase = 6.28 * torch.rand(kv_heads, 1, dim, generator=generator)
         speed = 0.12 * torch.randn(1, 1, dim, generator=generator)
         wave = 1.4 * torch.cos(phase + speed * torch.arange(max(nq, nk))[:, None])
@@ -94,7 +101,15 @@ def _packed(
     dout: Tensor,
     generator: torch.Generator,
 ) -> EntmaxAttentionInputs:
-    """Pack padded inputs ``[B, H, N, D]`` with random lengths."""
+    """Pack padded inputs with random lengths.
+
+    Args:
+        q: ``[B, H, Nq, D]``.
+        k: ``[B, Hkv, Nk, D]``.
+        v: like ``k``.
+        dout: like ``q``.
+        generator: of the random lengths.
+    """
     query_mask = _packing_mask(q, generator)
     key_mask = _packing_mask(k, generator)
     return EntmaxAttentionInputs(

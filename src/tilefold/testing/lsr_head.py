@@ -14,12 +14,15 @@ from tilefold.ops import lsr_head
 from tilefold.testing import padding
 
 DENSITIES = ("mixed", "dense", "sparse")
+# activations with a kink at zero
 _KINKED = ("log1p_relu", "log1p_log1p_relu", "relu")
+# another order of evaluation changes a logit by less than this share of the largest one
+_EVALUATION_MARGIN = 2e-5
 
 
 @dataclasses.dataclass(frozen=True)
 class LSRHeadInputs(padding.Problem):
-    """One problem for :func:`tilefold.ops.lsr_head`, with the gradient that comes back.
+    """A test problem of :func:`tilefold.ops.lsr_head`, with the gradient of its scores.
 
     Attributes:
         hidden: ``[B, S, D]``, or packed ``[T, D]``.
@@ -48,7 +51,8 @@ class LSRHeadInputs(padding.Problem):
             return list(torch.split(self.hidden, self.cu_seqlens.diff().tolist()))
         if self.attention_mask is not None:
             return [
-                row[kept != 0] for row, kept in zip(self.hidden, self.attention_mask, strict=True)
+                tokens[mask != 0]
+                for tokens, mask in zip(self.hidden, self.attention_mask, strict=True)
             ]
         return list(self.hidden)
 
@@ -87,14 +91,16 @@ def lsr_head_inputs(
 
     Args:
         batch, length, dim, vocab: B, S (the longest sequence of a packed input), D, V.
-        layout: as in :func:`tilefold.testing.padding.padding_mask`.
-        dtype, device: of the floating tensors.
-        bias: whether there is one.
-        density: how many scores are positive: about half (``"mixed"``), all (``"dense"``), or about
-            2% (``"sparse"``); the last two need a bias.
+        layout: padding, as in :func:`tilefold.testing.padding.padding_mask`.
+        dtype: of the floating-point tensors.
+        device: of all tensors.
+        bias: whether the head has a bias.
+        density: share of the scores that are positive: about half (``"mixed"``), all (``"dense"``),
+            or about 2% (``"sparse"``). The last two need a bias.
         seed: of the random numbers.
 
-    ``ValueError`` for an unknown layout or density.
+    Raises:
+        ValueError: for an unknown layout or density.
     """
     padding.check_layout(layout)
     if density not in DENSITIES:
@@ -165,9 +171,18 @@ def with_one_answer(
 ) -> LSRHeadInputs:
     """Zero ``dscores`` where rounding may change the gradient, so that a tight budget can hold.
 
-    That is where the two largest logits, or a logit and the kink of relu, differ by less than the
-    order of evaluation may (2e-5 of the largest logit). Builds every logit in fp64: for small
-    problems.
+    That is where the two largest logits, or a logit and the kink of relu, differ by less than
+    another order of evaluation may change them (2e-5 of the largest logit). All logits are computed
+    in fp64, so this is for small problems.
+
+    Args:
+        inputs: the problem.
+        pooling: pooling of the operator. Only the maximum depends on the largest logit.
+        activation: activation of the operator. Some have a kink at zero.
+        logit_scale: factor of the products of hidden states and weight.
+
+    Returns:
+        The problem with other ``dscores``.
     """
     exact = inputs.cast(torch.float64)
     dscores = inputs.dscores.clone()
@@ -178,7 +193,7 @@ def with_one_answer(
             logits = logits + exact.bias
         if logits.numel() == 0:
             continue
-        margin = 2e-5 * max(1.0, float(logits.nan_to_num(0.0, 0.0, 0.0).abs().max()))
+        margin = _EVALUATION_MARGIN * max(1.0, float(logits.nan_to_num(0.0, 0.0, 0.0).abs().max()))
         unclear = torch.zeros_like(row, dtype=torch.bool)
         if pooling == "max":
             largest = logits.topk(min(2, logits.size(0)), dim=0).values

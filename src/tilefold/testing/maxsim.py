@@ -15,7 +15,7 @@ PAIRINGS = ("all", "aligned", "grouped", "index")
 
 @dataclasses.dataclass(frozen=True)
 class MaxSimInputs(padding.Problem):
-    """One problem for :func:`tilefold.ops.maxsim`, with the gradient that comes back.
+    """A test problem of :func:`tilefold.ops.maxsim`, with the gradient of its scores.
 
     Attributes:
         queries: ``[Nq, Lq, D]``, or packed ``[T, D]``.
@@ -110,16 +110,20 @@ def maxsim_inputs(
 
     Args:
         n_queries: Nq, or B.
-        n_documents: Nd for ``"all"`` and ``"index"``, N for ``"grouped"``; not used for
-            ``"aligned"``.
+        n_documents: Nd for ``"all"`` and ``"index"``, N for ``"grouped"``. ``"aligned"`` does not
+            use it.
         query_length, document_length, dim: Lq, Ld (the longest of packed ones), D.
         pairing: ``"all"``, ``"aligned"``, ``"grouped"``, or ``"index"`` for some random pairs, some
             of them twice.
-        layout: of both sides: ``"full"`` (no mask), ``"right"`` or ``"left"`` padding, ``"holes"``
-            anywhere, or ``"packed"``; all but the first with an empty query and an empty document
-            where there are two or more.
+        layout: of queries and documents: ``"full"`` (no mask), ``"right"`` or ``"left"`` padding,
+            ``"holes"`` anywhere, or ``"packed"``. All but the first have an empty query if there
+            are two or more, and likewise an empty document.
+        dtype: of the token vectors.
+        device: of all tensors.
+        seed: of the random numbers.
 
-    ``ValueError`` for an unknown layout or pairing.
+    Raises:
+        ValueError: for an unknown layout or pairing.
     """
     padding.check_layout(layout)
     if pairing not in PAIRINGS:
