@@ -1,12 +1,16 @@
-"""Approximate search with Seismic (Bruch, Nardini, Rulli and Venturini, SIGIR 2024), package
-pyseismic-lsr.
+"""Approximate search with Seismic (Bruch, Nardini, Rulli and Venturini, SIGIR 2024).
 
-Behaviour of pyseismic-lsr 0.5.2 and 0.5.4 that this wrapper handles: it prints while it builds and saves; a
-component beyond its dimension corrupts the answer; ``k = 0`` panics; queries may come back in
-another order; weights are 16-bit floats; and time to build grows with the vocabulary, used or not,
-so terms are renumbered to those in use.
+The engine is the package pyseismic-lsr. This wrapper handles these properties of its releases 0.5.2
+and 0.5.4:
 
-Release 0.5.2 takes documents one by one, and numbers terms in the order in which it meets them.
+* It prints while it builds and saves.
+* A component beyond its dimension corrupts the answer.
+* ``k = 0`` panics.
+* Queries may come back in another order.
+* Weights are 16-bit floats.
+* The time to build grows with the vocabulary, used or not. Terms are therefore renumbered to those
+  in use.
+* Release 0.5.2 takes documents one by one, and numbers terms in the order in which it meets them.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
@@ -25,6 +29,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from tilefold._internal.arguments import check_count
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.common.array_checks import check_positions, check_weights, first_outside
 from tilefold.retrieval.common.files import Json, require
@@ -38,43 +43,48 @@ from tilefold.retrieval.vectors.sparse import SparseVectors, check_buildable, ch
 
 __all__ = ["SeismicIndex", "SeismicOptions"]
 
-_SMALL_VOCABULARY, _MANY_DOCUMENTS = 1 << 16, 1_000_000
-_LONGEST_LIST = 1.5  # times n_postings, the most postings that are kept of one term
-_CHOSEN = ("n_postings", "query_cut", "heap_factor")  # by the collection, where None
-_INTEGERS = {"n_postings": 1, "min_cluster_size": 1, "doc_cut": 1, "query_cut": 1, "num_threads": 0}
-_FRACTIONS = {"centroid_fraction": "(", "summary_energy": "(", "heap_factor": "["}
 _PACKAGE = "pyseismic-lsr"
+# The package has other classes for more terms than 16 bits can number.
+_SMALL_VOCABULARY = 1 << 16
+# Number of documents from which on Seismic's authors search with other options.
+_MANY_DOCUMENTS = 1_000_000
+# The longest posting list of a term, as a multiple of n_postings.
+_MAX_LIST_FRACTION = 1.5
+# A filtered search retrieves this many times the documents that it needs on average.
+_FILTER_MARGIN = 4
+
+# Files of the index. The package appends ".index.seismic" to the stem.
+_ENGINE_STEM = "seismic"
+_ENGINE_FILE = f"{_ENGINE_STEM}.index.seismic"
+_TERMS = "terms.npy"
+_FILLED = "filled.npy"
+_HALF_WEIGHTS = "half_weights.npz"  # only if weights are scaled
+_RANKS = "ranks.npy"  # only if the package numbered the terms
+
 Terms = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float32]
-_Origin = tuple[
-    int,
-    str | None,
-    Provenance,
-]  # size and fingerprint of the vocabulary, model and texts
-_STEM = "seismic"
-_FILE, _TERMS, _FILLED = f"{_STEM}.index.seismic", "terms.npy", "filled.npy"
-_HALF_WEIGHTS = "half_weights.npz"  # only where weights are scaled
-_RANKS = "ranks.npy"  # only where the package numbered the terms by itself
-_DEEPER = 4  # times as many documents are looked for as a filter is expected to let through
 
 
 @dataclass(frozen=True)
 class SeismicOptions:
-    """Build options (the first five) and defaults of a search.
+    """Options of a Seismic index: five of the build, then the defaults of a search.
 
     Attributes:
-        n_postings: postings kept per term, on average; None chooses by the collection, see
+        n_postings: postings kept per term, on average. None chooses by the collection, see
             :meth:`for_collection`.
         centroid_fraction: clusters of a posting list, as a fraction of its documents.
         min_cluster_size: documents of the smallest cluster.
         summary_energy: fraction of a cluster's weight that its summary keeps.
-        doc_cut: heaviest terms of a document that clustering looks at.
-        query_cut: heaviest terms of a query that choose the clusters to look into; scores use all
-            terms. None chooses.
-        heap_factor: in [0, 1]; a lower one visits more clusters, which is slower and closer to
-            exact. None chooses.
-        num_threads: 0 is one per core.
+        doc_cut: number of heaviest terms of a document that clustering reads.
+        query_cut: number of heaviest terms of a query that choose the clusters. Scores use all
+            terms. None chooses by the collection.
+        heap_factor: in [0, 1]. A lower value visits more clusters, which is slower and closer to
+            exact. None chooses by the collection.
+        num_threads: 0 uses one per core.
+
+    Raises:
+        ValueError: for a value out of range.
     """
 
     n_postings: int | None = None
@@ -87,63 +97,97 @@ class SeismicOptions:
     num_threads: int = 0
 
     def __post_init__(self) -> None:
-        for name in (item.name for item in fields(self)):
-            value, least, opening = getattr(self, name), _INTEGERS.get(name), _FRACTIONS.get(name)
-            if value is None and name in _CHOSEN:
-                continue
-            number = isinstance(value, Real if least is None else int) and not isinstance(
-                value,
-                bool,
-            )
-            if least is not None and (not number or value < least):
-                raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}.")
-            if opening and (
-                not number or not 0.0 <= value <= 1.0 or (opening == "(" and value == 0.0)
-            ):
-                raise ValueError(f"{name}: expected a number in {opening}0, 1], got {value!r}.")
+        if self.n_postings is not None:
+            check_count("n_postings", self.n_postings)
+        _check_fraction("centroid_fraction", self.centroid_fraction)
+        check_count("min_cluster_size", self.min_cluster_size)
+        _check_fraction("summary_energy", self.summary_energy)
+        check_count("doc_cut", self.doc_cut)
+        if self.query_cut is not None:
+            check_count("query_cut", self.query_cut)
+        if self.heap_factor is not None:
+            _check_fraction("heap_factor", self.heap_factor, zero_allowed=True)
+        check_count("num_threads", self.num_threads, least=0)
 
     @classmethod
     def parse(cls, options: Json) -> SeismicOptions:
-        known = [item.name for item in fields(cls)]
-        if unknown := sorted(set(options) - set(known)):
-            raise ValueError(f"options: Seismic has {', '.join(known)}; got {', '.join(unknown)}.")
+        """Make options from a mapping, or raise ``ValueError`` for an unknown name."""
+        names = [field.name for field in fields(cls)]
+        unknown = sorted(set(options) - set(names))
+        if unknown:
+            raise ValueError(f"options: Seismic has {', '.join(names)}; got {', '.join(unknown)}.")
         return cls(**options)
 
-    def for_collection(self, documents: int, mean_postings: float) -> SeismicOptions:
-        """Options with numbers in the place of None.
+    @property
+    def is_complete(self) -> bool:
+        """Whether no option is left to :meth:`for_collection`."""
+        return None not in (self.n_postings, self.query_cut, self.heap_factor)
 
-        With L, the mean number of documents of a term that occurs, ``n_postings`` is ``10 * L **
-        0.56``: twice L at 10,000 documents of 120 terms, where shorter lists lose documents, and a
-        tenth of L, 3,500, at the 8.8 million of MS MARCO, as Seismic's authors set it.
-        ``query_cut`` and ``heap_factor`` are 20 and 0.7, and from a million documents on 10 and
-        0.8, also theirs.
+    def for_collection(self, documents: int, mean_postings: float) -> SeismicOptions:
+        """Replace the options that are None by numbers that suit a collection.
+
+        With L postings of a term on average, ``n_postings`` is ``10 * L ** 0.56``. That is twice L
+        at 10,000 documents of 120 terms, where shorter lists lose documents. At the 8.8 million
+        documents of MS MARCO it is 3,500, a tenth of L, as Seismic's authors set it. ``query_cut``
+        and ``heap_factor`` are 20 and 0.7, and from a million documents on 10 and 0.8, which are
+        also the authors' values.
+
+        Args:
+            documents: number of documents.
+            mean_postings: mean number of documents of a term that occurs.
         """
-        many = documents >= _MANY_DOCUMENTS
-        found = {
-            "n_postings": max(1, round(10 * mean_postings**0.56)),
-            "query_cut": 10 if many else 20,
-            "heap_factor": 0.8 if many else 0.7,
-        }
+        n_postings = self.n_postings
+        if n_postings is None:
+            n_postings = max(1, round(10 * mean_postings**0.56))
+        has_many_documents = documents >= _MANY_DOCUMENTS
+        query_cut = self.query_cut
+        if query_cut is None:
+            query_cut = 10 if has_many_documents else 20
+        heap_factor = self.heap_factor
+        if heap_factor is None:
+            heap_factor = 0.8 if has_many_documents else 0.7
         return replace(
             self,
-            **{name: value for name, value in found.items() if getattr(self, name) is None},
+            n_postings=n_postings,
+            query_cut=query_cut,
+            heap_factor=heap_factor,
         )
 
 
-class SeismicIndex(FolderIndex):
-    """Clustered inverted lists with summaries; documents are found approximately.
+def _check_fraction(name: str, value: object, *, zero_allowed: bool = False) -> None:
+    """Raise ``ValueError`` unless an option is a number in (0, 1], or in [0, 1]."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if is_number and 0.0 <= value <= 1.0 and (zero_allowed or value != 0.0):  # type: ignore[operator]
+        return
+    interval = "[0, 1]" if zero_allowed else "(0, 1]"
+    raise ValueError(f"{name}: expected a number in {interval}, got {value!r}.")
 
-    Scores are inner products of all query terms with weights rounded to 16-bit floats (relative
-    error below 1e-3). Where weights are too small or too large for that they are multiplied by a
-    power of two; those that are too small beside the largest are stored in 32 bits and searched
+
+class SeismicIndex(FolderIndex):
+    """Clustered inverted lists with summaries, which find documents approximately.
+
+    Scores are inner products of all query terms with weights rounded to 16-bit floats, whose
+    relative error is below 1e-3. Weights that are too small or too large for 16 bits are multiplied
+    by a power of two. Weights that are then still too small are stored in 32 bits and searched
     exactly. Building uses random clustering, so two builds may miss different documents.
+
+    Args:
+        engine: index of the package, or None if no document has a term.
+        ids: of all documents.
+        terms: int32 ``[M]``, ascending terms in use. The package numbers them from 0.
+        filled: ascending rows of the documents that have terms. Only they are in the engine.
+        options: without None.
+        vocab_size: number of terms of the vocabulary.
+        fingerprint: of the vocabulary.
+        provenance: the model and the texts that the vectors were made from.
+        half_weights: conversion of the weights to 16-bit floats.
+        ranks: int32 ``[M]``, position in `terms` of each term as the engine numbers it. None if
+            the engine numbers the terms in ascending order.
     """
 
-    backend, package, own_files = (
-        "seismic",
-        _PACKAGE,
-        (_TERMS, _FILLED, _FILE, _HALF_WEIGHTS, _RANKS),
-    )
+    backend = "seismic"
+    package = _PACKAGE
+    own_files = (_TERMS, _FILLED, _ENGINE_FILE, _HALF_WEIGHTS, _RANKS)
 
     def __init__(
         self,
@@ -152,25 +196,36 @@ class SeismicIndex(FolderIndex):
         terms: Terms,
         filled: Rows,
         options: SeismicOptions,
-        made_of: _Origin,
+        *,
+        vocab_size: int,
+        fingerprint: str | None,
+        provenance: Provenance,
         half_weights: HalfWeights | None = None,
         ranks: Terms | None = None,
     ) -> None:
-        # None where no document has a term
-        self._engine, self.ids, self._terms, self.options = engine, ids, terms, options
-        self._filled = filled  # rows of documents with terms, which alone are in the engine
+        self._engine = engine
+        self.ids = ids
+        self._terms = terms
+        self._filled = filled
+        self.options = options
+        self.vocab_size = vocab_size
+        self.fingerprint = fingerprint
+        self.provenance = provenance
         self._half_weights = half_weights or HalfWeights()
-        # index into the terms by the engine's own number of a term; None where they are equal
         self._ranks = ranks
-        self.vocab_size, self.fingerprint, self.provenance = made_of
-        self._folder: Path | None = None  # that it was read from
+        # Folder that the index was loaded from.
+        self._folder: Path | None = None
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: object) -> SeismicIndex:
-        """Build the index.
+        """Build an index.
+
+        Args:
+            vectors: of the documents.
+            options: fields of :class:`SeismicOptions`.
 
         Raises:
-            ValueError: without a positive weight, or for a wrong option of :class:`SeismicOptions`.
+            ValueError: if no weight is positive, or an option is wrong.
         """
         SeismicOptions.parse(options)
         _package()
@@ -179,42 +234,49 @@ class SeismicIndex(FolderIndex):
 
     @classmethod
     def of_any(cls, vectors: SparseVectors, **options: object) -> SeismicIndex:
-        """The index of vectors that may all be empty, as after an update."""
-        chosen, seismic = SeismicOptions.parse(options), _package()
-        origin = (vectors.vocab_size, vectors.fingerprint, vectors.provenance)
+        """Build an index of vectors that may all be empty, as after an update."""
+        chosen = SeismicOptions.parse(options)
+        package = _package()
         if not (vectors.data > 0).any():
             return cls(
                 None,
                 list(vectors.ids),
                 np.empty(0, np.int32),
                 np.empty(0, np.int64),
-                chosen.for_collection(len(vectors), 0),
-                origin,
+                chosen.for_collection(len(vectors), mean_postings=0),
+                vocab_size=vectors.vocab_size,
+                fingerprint=vectors.fingerprint,
+                provenance=vectors.provenance,
             )
         half_weights, scaled = HalfWeights.split(vectors)
         terms = np.flatnonzero(np.bincount(scaled.indices, minlength=vectors.vocab_size))
+        # The number that the package knows a term by is its position in `terms`.
         numbers = np.zeros(vectors.vocab_size, np.int64)
         numbers[terms] = np.arange(terms.size)
         chosen = chosen.for_collection(len(vectors), scaled.indices.size / terms.size)
-        large = terms.size > _SMALL_VOCABULARY
-        settings = {
-            name: value
-            for name, value in asdict(chosen).items()
-            if name not in ("query_cut", "heap_factor")
-        }
-        with _quiet():
-            kind = seismic.SeismicDatasetLV if large else seismic.SeismicDataset
+        if terms.size > _SMALL_VOCABULARY:
+            dataset_type = package.SeismicDatasetLV
+            engine_type = package.SeismicIndexLV
+        else:
+            dataset_type = package.SeismicDataset
+            engine_type = package.SeismicIndex
+        with _silenced():
             dataset, ranks = _dataset(
-                kind,
+                dataset_type,
                 numbers[scaled.indices],
                 scaled.data,
                 scaled.indptr,
                 terms.size,
             )
-            engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(
+            engine = engine_type.build_from_dataset(
                 dataset,
-                **settings,
-                max_fraction=_LONGEST_LIST,
+                n_postings=chosen.n_postings,
+                centroid_fraction=chosen.centroid_fraction,
+                min_cluster_size=chosen.min_cluster_size,
+                summary_energy=chosen.summary_energy,
+                doc_cut=chosen.doc_cut,
+                num_threads=chosen.num_threads,
+                max_fraction=_MAX_LIST_FRACTION,
                 nknn=0,
             )
         return cls(
@@ -223,9 +285,11 @@ class SeismicIndex(FolderIndex):
             terms.astype(np.int32),
             np.flatnonzero(np.diff(scaled.indptr)),
             chosen,
-            origin,
-            half_weights,
-            ranks,
+            vocab_size=vectors.vocab_size,
+            fingerprint=vectors.fingerprint,
+            provenance=vectors.provenance,
+            half_weights=half_weights,
+            ranks=ranks,
         )
 
     def search(
@@ -238,90 +302,130 @@ class SeismicIndex(FolderIndex):
         where: Where = None,
         allowed: Mask | None = None,
     ) -> list[list[Hit]]:
-        """See :class:`SparseIndex`; may find fewer. `query_cut` and `heap_factor` default to those
-        of the build.
+        """Return at most `k` documents for each query, best first; some may be missed.
 
-        Of the documents that match `where`, or are `allowed` (bool ``[N]``), it finds `k`, or all
-        that share a term with the query: it looks deeper, and scores them all exactly where that
-        finds fewer or few are allowed.
+        A filtered search returns `k` matching documents, or all that share a term with the query.
+        It retrieves more documents than `k` and drops those that do not match. Where that leaves
+        fewer than `k`, or few documents match, it scores all matching documents exactly.
+
+        Args:
+            queries: over the vocabulary of the index.
+            k: documents per query.
+            query_cut: see :class:`SeismicOptions`; by default the option of the build.
+            heap_factor: see :class:`SeismicOptions`; by default the option of the build.
+            where: filter of the documents' metadata.
+            allowed: bool ``[N]``, the documents that may be returned.
         """
         check_search(self, queries, k)
-        changed: Json = {"query_cut": query_cut, "heap_factor": heap_factor}
-        chosen = replace(
+        options = replace(
             self.options,
-            **{name: value for name, value in changed.items() if value is not None},
+            query_cut=self.options.query_cut if query_cut is None else query_cut,
+            heap_factor=self.options.heap_factor if heap_factor is None else heap_factor,
         )
-        mask, deep = allowed_by(self.metadata, where, allowed), k
-        if mask is not None:
-            deep = _DEEPER * k * self.n_documents // max(1, int(mask.sum()))
-        answered = mask is None or deep < self.n_documents // _DEEPER
-        found = (
-            self._found(queries, deep, chosen) if answered else [[] for _ in range(len(queries))]
-        )
-        hits = [
-            [Hit(self.ids[at], score) for at, score in row if mask is None or mask[at]][:k]
-            for row in found
-        ]
-        short = [] if mask is None else [at for at, row in enumerate(hits) if len(row) < k]
-        exact = self._exact.search(queries.take(short), k, allowed=mask) if short else []
-        return [dict(zip(short, exact, strict=True)).get(at, row) for at, row in enumerate(hits)]
+        mask = allowed_by(self.metadata, where, allowed)
+        if mask is None:
+            ranked_documents = self._ranked(queries, k, options)
+            return [
+                [Hit(self.ids[row], score) for row, score in ranked] for ranked in ranked_documents
+            ]
+        return self._filtered_search(queries, k, options, mask)
+
+    def _filtered_search(
+        self,
+        queries: SparseVectors,
+        k: int,
+        options: SeismicOptions,
+        mask: Mask,
+    ) -> list[list[Hit]]:
+        """Return the best `k` documents in a mask for each query; see :meth:`search`."""
+        depth = _FILTER_MARGIN * k * self.n_documents // max(1, int(mask.sum()))
+        hits: list[list[Hit]] = [[] for _ in range(len(queries))]
+        if depth < self.n_documents // _FILTER_MARGIN:
+            for query_row, ranked in enumerate(self._ranked(queries, depth, options)):
+                matching = [Hit(self.ids[row], score) for row, score in ranked if mask[row]]
+                hits[query_row] = matching[:k]
+        short_rows = [query_row for query_row, row_hits in enumerate(hits) if len(row_hits) < k]
+        if short_rows:
+            exact_hits = self._exact.search(queries.take(short_rows), k, allowed=mask)
+            for query_row, row_hits in zip(short_rows, exact_hits, strict=True):
+                hits[query_row] = row_hits
+        return hits
 
     def stored(self) -> SparseVectors:
-        """The vectors of the documents as they are stored, without zero weights, in memory."""
-        found = (self._engine.get(at) for at in range(len(self._filled)))
-        rows = [
-            self._in_order(np.array(terms, np.int32), np.array(weights, np.float32))
-            for terms, weights in found
-        ]
-        counts = np.zeros(self.n_documents, np.int64)
-        counts[self._filled] = [len(terms) for terms, _ in rows]
-        terms = np.concatenate([row for row, _ in rows] or [np.empty(0, np.int32)])
-        weights = np.concatenate([row for _, row in rows] or [np.empty(0, np.float32)])
+        """Return the vectors of the documents with their stored weights, without zeros."""
+        n_terms = np.zeros(self.n_documents, np.int64)
+        # Empty arrays first, for an index without terms.
+        term_positions = [np.empty(0, np.int32)]
+        weights = [np.empty(0, np.float32)]
+        for position, row in enumerate(self._filled.tolist()):
+            numbers, document_weights = self._engine.get(position)
+            document_terms, document_weights = self._in_order(
+                np.array(numbers, np.int32),
+                np.array(document_weights, np.float32),
+            )
+            n_terms[row] = len(document_terms)
+            term_positions.append(document_terms)
+            weights.append(document_weights)
         vectors = SparseVectors(
             list(self.ids),
-            offsets_of(counts),
-            self._terms[terms],
-            self._half_weights.unscaled(weights),
+            offsets_of(n_terms),
+            self._terms[np.concatenate(term_positions)],
+            self._half_weights.unscaled(np.concatenate(weights)),
             self.vocab_size,
             self.fingerprint,
             self.provenance,
         )
         return self._half_weights.joined(vectors)
 
-    def _in_order(self, terms: Terms, weights: Scores) -> tuple[Terms, Scores]:
-        """A document's terms as indices into those of the index, ascending, and their weights."""
+    def _in_order(self, numbers: Terms, weights: Scores) -> tuple[Terms, Scores]:
+        """Sort the terms of a document.
+
+        Args:
+            numbers: of the terms, by the engine.
+            weights: of the terms.
+
+        Returns:
+            Ascending positions in ``self._terms``, and the weights in their order.
+        """
         if self._ranks is None:
-            return terms, weights
-        ranks = self._ranks[terms]
-        order = np.argsort(ranks)
-        return ranks[order], weights[order]
+            return numbers, weights
+        positions = self._ranks[numbers]
+        order = np.argsort(positions)
+        return positions[order], weights[order]
 
     @cached_property
     def _exact(self) -> ExactIndex:
         return ExactIndex.of_any(self.stored())
 
-    def _found(
+    def _ranked(
         self,
         queries: SparseVectors,
         k: int,
-        chosen: SeismicOptions,
+        options: SeismicOptions,
     ) -> list[list[tuple[int, float]]]:
-        """Rows of documents and their positive scores, best first, at most `k` of each query."""
-        results: list[list[tuple[int, float]]] = []
-        for number, answer in enumerate(self._engine_answers(queries, k, chosen)):
-            scores_of_rows = answer[0], self._half_weights.unscaled(answer[1])
-            if self._half_weights.small is not None:
-                scores_of_rows = self._with_small_weights(
-                    *scores_of_rows,
-                    self._half_weights.small,
-                    *queries.row(number),
-                    k,
-                )
-            rows, scores = scores_of_rows
-            best = np.lexsort((rows, -scores))[:k]
-            best = best[scores[best] > 0]
-            results.append(list(zip(rows[best].tolist(), scores[best].tolist(), strict=True)))
-        return results
+        """Return rows of documents and their positive scores, best first, for each query.
+
+        Args:
+            queries: over the vocabulary of the index.
+            k: the most documents per query.
+            options: of the search.
+        """
+        small = self._half_weights.small
+        ranked_documents: list[list[tuple[int, float]]] = []
+        engine_answers = self._engine_answers(queries, k, options)
+        for query_row, (engine_rows, scaled_scores) in enumerate(engine_answers):
+            rows = engine_rows
+            scores = self._half_weights.unscaled(scaled_scores)
+            if small is not None:
+                terms, weights = queries.row(query_row)
+                rows, scores = self._with_small_weights(rows, scores, small, terms, weights, k)
+            # By falling score, then by rising row.
+            order = np.lexsort((rows, -scores))[:k]
+            order = order[scores[order] > 0]
+            ranked_documents.append(
+                list(zip(rows[order].tolist(), scores[order].tolist(), strict=True)),
+            )
+        return ranked_documents
 
     def _with_small_weights(
         self,
@@ -378,58 +482,94 @@ class SeismicIndex(FolderIndex):
         self,
         queries: SparseVectors,
         k: int,
-        chosen: SeismicOptions,
+        options: SeismicOptions,
     ) -> list[tuple[Rows, Scores]]:
-        """Rows of documents and their scaled scores for each query, in any order."""
-        nothing = (np.empty(0, np.int64), np.empty(0, np.float32))
-        results = [nothing for _ in range(len(queries))]
+        """Return rows of documents and their scaled scores for each query, in any order.
+
+        Args:
+            queries: over the vocabulary of the index.
+            k: the most documents per query.
+            options: of the search.
+
+        Raises:
+            DataError: if the engine fails, and was loaded from a folder.
+        """
+        no_documents = (np.empty(0, np.int64), np.empty(0, np.float32))
+        results = [no_documents for _ in range(len(queries))]
         if self._engine is None:
             return results
-        string_type = _package().get_seismic_string()
-        asked = []
-        for i in range(len(queries)):
-            terms, weights = queries.row(i)
-            at = np.minimum(np.searchsorted(self._terms, terms), self._terms.size - 1)
-            known = (self._terms[at] == terms) & (weights > 0)
-            if known.any():
-                asked.append(
-                    (str(i), at[known].astype(string_type), np.ascontiguousarray(weights[known])),
-                )
-        if not asked:
+        names, components, weights = self._engine_queries(queries)
+        if not names:
             return results
-        heap = float(cast("float", chosen.heap_factor))
-        settings = {
-            "k": min(int(k), self.n_documents),
-            "query_cut": chosen.query_cut,
-            "heap_factor": heap,
-        }
-        with self._answering():
-            if len(asked) == 1:  # a pool of threads takes longer than one query
-                answers = [self._engine.search(*asked[0], **settings)]
+        n_results = min(int(k), self.n_documents)
+        heap_factor = float(cast("float", options.heap_factor))
+        with self._naming_folder():
+            if len(names) == 1:
+                # Starting the pool of threads of a batch takes longer than one query.
+                answers = [
+                    self._engine.search(
+                        names[0],
+                        components[0],
+                        weights[0],
+                        k=n_results,
+                        query_cut=options.query_cut,
+                        heap_factor=heap_factor,
+                    ),
+                ]
             else:
-                names, components, values = map(list, zip(*asked, strict=True))
-                several = np.array(names, dtype=string_type), components, values
                 answers = self._engine.batch_search(
-                    *several,
-                    **settings,
-                    num_threads=chosen.num_threads,
+                    np.array(names, dtype=_package().get_seismic_string()),
+                    components,
+                    weights,
+                    k=n_results,
+                    query_cut=options.query_cut,
+                    heap_factor=heap_factor,
+                    num_threads=options.num_threads,
                 )
+            # Each answer is a list of (query's name, score, document's name).
             for answer in answers:
-                rows = np.array([int(row) for _, _, row in answer], np.int64)
+                rows = np.array([int(document) for _, _, document in answer], np.int64)
                 scores = np.array([score for _, score, _ in answer], np.float32)
                 check_positions("documents", rows, self.n_documents)
                 check_weights("scores", scores)
                 if answer:
-                    results[int(answer[0][0])] = (rows, scores)
+                    query_name = answer[0][0]
+                    results[int(query_name)] = (rows, scores)
         return results
 
+    def _engine_queries(
+        self,
+        queries: SparseVectors,
+    ) -> tuple[list[str], list[npt.NDArray[Any]], list[Scores]]:
+        """Convert queries for the engine, and leave out those without a term of the index.
+
+        Returns:
+            For each remaining query its name, which is its row, the names of its terms, and their
+            weights.
+        """
+        string_type = _package().get_seismic_string()
+        names: list[str] = []
+        components: list[npt.NDArray[Any]] = []
+        weights: list[Scores] = []
+        for query_row in range(len(queries)):
+            query_terms, query_weights = queries.row(query_row)
+            positions = np.searchsorted(self._terms, query_terms)
+            positions = np.minimum(positions, self._terms.size - 1)
+            in_index = (self._terms[positions] == query_terms) & (query_weights > 0)
+            if in_index.any():
+                names.append(str(query_row))
+                components.append(positions[in_index].astype(string_type))
+                weights.append(np.ascontiguousarray(query_weights[in_index]))
+        return names, components, weights
+
     @contextmanager
-    def _answering(self) -> Iterator[None]:
-        """Name the folder in what goes wrong while an index searches that was read from one: it is
-        damaged.
+    def _naming_folder(self) -> Iterator[None]:
+        """Turn errors of a search into a ``DataError`` that names the folder of a loaded index.
+
+        An engine that was loaded and fails was read from damaged files.
         """
         try:
-            with _panics_are_errors():
+            with _panics_as_errors():
                 yield
         except (RuntimeError, ValueError) as error:
             if self._folder is None:
@@ -438,8 +578,8 @@ class SeismicIndex(FolderIndex):
 
     def _write(self, folder: Path) -> None:
         if self._engine is not None:
-            with _quiet():
-                self._engine.save(str(folder / _STEM))
+            with _silenced():
+                self._engine.save(str(folder / _ENGINE_STEM))
         np.save(folder / _TERMS, self._terms)
         np.save(folder / _FILLED, self._filled)
         if not self._half_weights.is_default:
@@ -450,105 +590,128 @@ class SeismicIndex(FolderIndex):
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> SeismicIndex:
         _package()
+        vocab_size = manifest["vocab_size"]
         engine = None
+        half_weights = None
+        ranks = None
         with naming_versions(folder, manifest, _PACKAGE):
             options = SeismicOptions.parse(manifest["options"])
-            if None in (getattr(options, name) for name in _CHOSEN):
+            if not options.is_complete:
                 raise DataError(
-                    f"options: expected numbers for {', '.join(_CHOSEN)}, got {options}.",
+                    "options: expected numbers for n_postings, query_cut, heap_factor, "
+                    f"got {options}.",
                 )
-            terms, filled = (
-                np.load(folder / name, allow_pickle=False) for name in (_TERMS, _FILLED)
-            )
-            if terms.dtype != np.int32 or terms.ndim != 1 or (terms[1:] <= terms[:-1]).any():
-                raise DataError(
-                    f"{_TERMS}: expected ascending int32 terms, got {terms.dtype} {terms.shape}.",
-                )
-            if (at := first_outside(terms, manifest["vocab_size"])) is not None:
-                raise DataError(
-                    f"{_TERMS}: expected terms in [0, {manifest['vocab_size']}), got {terms[at]}.",
-                )
+            terms = _read_terms(folder, vocab_size)
+            filled = np.load(folder / _FILLED, allow_pickle=False)
             if terms.size:
-                engine = _load_engine(folder / _FILE, terms, filled, len(ids))
+                engine = _load_engine(folder / _ENGINE_FILE, terms, filled, len(ids))
             elif filled.size:
                 raise DataError(f"{_FILLED}: expected no rows without a term, got {filled.size}.")
-            half_weights = None
             if _HALF_WEIGHTS in manifest["files"]:
-                half_weights = HalfWeights.load(
-                    folder / _HALF_WEIGHTS,
-                    len(ids),
-                    manifest["vocab_size"],
-                )
-            ranks = None
+                half_weights = HalfWeights.load(folder / _HALF_WEIGHTS, len(ids), vocab_size)
             if _RANKS in manifest["files"]:
-                ranks = np.load(folder / _RANKS, allow_pickle=False)
-                if ranks.dtype != np.int32 or not np.array_equal(
-                    np.sort(ranks),
-                    np.arange(terms.size),
-                ):
-                    raise DataError(
-                        f"{_RANKS}: expected all int32 numbers below {terms.size}, "
-                        f"got {ranks.dtype} {ranks.shape}.",
-                    )
-        origin = (
-            manifest["vocab_size"],
-            manifest.get("fingerprint"),
-            Provenance.from_dict(manifest),
+                ranks = _read_ranks(folder, terms.size)
+        index = cls(
+            engine,
+            list(ids),
+            terms,
+            filled,
+            options,
+            vocab_size=vocab_size,
+            fingerprint=manifest.get("fingerprint"),
+            provenance=Provenance.from_dict(manifest),
+            half_weights=half_weights,
+            ranks=ranks,
         )
-        index = cls(engine, list(ids), terms, filled, options, origin, half_weights, ranks)
         index._folder = folder
         return index
 
 
+def _read_terms(folder: Path, vocab_size: int) -> Terms:
+    """Read the terms in use, or raise ``DataError`` unless they rise within ``[0, vocab_size)``."""
+    terms: Terms = np.load(folder / _TERMS, allow_pickle=False)
+    if terms.dtype != np.int32 or terms.ndim != 1 or (terms[1:] <= terms[:-1]).any():
+        raise DataError(
+            f"{_TERMS}: expected ascending int32 terms, got {terms.dtype} {terms.shape}.",
+        )
+    invalid = first_outside(terms, vocab_size)
+    if invalid is not None:
+        raise DataError(f"{_TERMS}: expected terms in [0, {vocab_size}), got {terms[invalid]}.")
+    return terms
+
+
+def _read_ranks(folder: Path, n_terms: int) -> Terms:
+    """Read the engine's order of the terms; ``DataError`` unless it is a permutation of them."""
+    ranks: Terms = np.load(folder / _RANKS, allow_pickle=False)
+    if ranks.dtype != np.int32 or not np.array_equal(np.sort(ranks), np.arange(n_terms)):
+        raise DataError(
+            f"{_RANKS}: expected all int32 numbers below {n_terms}, "
+            f"got {ranks.dtype} {ranks.shape}.",
+        )
+    return ranks
+
+
 def _dataset(
-    kind: Any,
+    dataset_type: Any,
     numbers: Rows,
     weights: Scores,
     offsets: Rows,
     n_terms: int,
 ) -> tuple[Any, Terms | None]:
-    """Dataset of Seismic's package with all documents that have terms, named by their rows.
+    """Create the package's dataset of all documents that have terms, named by their rows.
 
     Args:
-        kind: class of the dataset.
+        dataset_type: class of the dataset.
         numbers: terms of all documents, as numbers below ``n_terms``.
         weights: of these terms.
         offsets: first term of each document, and the number of all.
-        n_terms: how many different terms there are.
+        n_terms: number of different terms.
 
     Returns:
-        The dataset, and a term's number by the one that the package gives it; ``None`` where they
-        are equal.
+        The dataset, and the number of each term by the number that the package gives it. ``None``
+        if these are equal.
     """
-    documents = len(offsets) - 1
-    if hasattr(kind, "add_documents_by_id"):  # from 0.5.4 on; leaves documents without terms out
-        dataset = kind(dim=int(n_terms))
-        names = [str(row) for row in range(documents)]
+    n_documents = len(offsets) - 1
+    if hasattr(dataset_type, "add_documents_by_id"):
+        # Since release 0.5.4. It leaves out documents without terms.
+        dataset = dataset_type(dim=int(n_terms))
+        names = [str(row) for row in range(n_documents)]
         dataset.add_documents_by_id(names, numbers, weights, offsets)
         return dataset, None
-    dataset = kind()
-    tokens = np.arange(n_terms).astype(_package().get_seismic_string())
-    for row in range(documents):
+    dataset = dataset_type()
+    term_names = np.arange(n_terms).astype(_package().get_seismic_string())
+    for row in range(n_documents):
         start, end = offsets[row], offsets[row + 1]
         if start < end:
-            dataset.add_document(str(row), tokens[numbers[start:end]], weights[start:end])
+            dataset.add_document(str(row), term_names[numbers[start:end]], weights[start:end])
     _, first_occurrence = np.unique(numbers, return_index=True)
     return dataset, np.argsort(first_occurrence).astype(np.int32)
 
 
 def _load_engine(file: Path, terms: Terms, filled: Rows, n_documents: int) -> Any:
-    """The engine in `file`; ``DataError`` for one of other terms or documents."""
-    seismic = _package()
-    kind = seismic.SeismicIndexLV if terms.size > _SMALL_VOCABULARY else seismic.SeismicIndex
-    with _quiet():
-        engine = kind.load(str(file))
+    """Load the engine of an index.
+
+    Args:
+        file: written by the engine.
+        terms: terms in use.
+        filled: rows of the documents that have terms.
+        n_documents: number of documents of the index.
+
+    Raises:
+        DataError: if the engine has another number of terms or documents.
+    """
+    package = _package()
+    is_large = terms.size > _SMALL_VOCABULARY
+    engine_type = package.SeismicIndexLV if is_large else package.SeismicIndex
+    with _silenced():
+        engine = engine_type.load(str(file))
     if (
         engine.dim != terms.size
         or engine.len != filled.size
         or first_outside(filled, n_documents) is not None
     ):
         expected = f"{filled.size} of {n_documents} texts, of {terms.size} terms"
-        raise DataError(f"{_FILE}: expected {expected}, got {engine.len}, {engine.dim}.")
+        raise DataError(f"{_ENGINE_FILE}: expected {expected}, got {engine.len}, {engine.dim}.")
     return engine
 
 
@@ -557,32 +720,34 @@ def _package() -> ModuleType:
 
 
 @contextmanager
-def _panics_are_errors() -> Iterator[None]:
-    """Raise what native code panics with as an ordinary error."""
+def _panics_as_errors() -> Iterator[None]:
+    """Raise panics of native code as ``RuntimeError``."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ == "PanicException":  # a BaseException of pyo3
+        # pyo3's exception is a BaseException, and cannot be imported.
+        if type(error).__name__ == "PanicException":
             raise RuntimeError(f"Seismic failed: {error}") from error
         raise
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Discard what native code prints to the standard streams, of all threads, and turn its panics
-    into errors.
+def _silenced() -> Iterator[None]:
+    """Discard the output of native code, and raise its panics as ``RuntimeError``.
+
+    The standard streams of the whole process are redirected, for all threads.
     """
-    saved: list[tuple[int, int]] = []
+    saved: list[tuple[int, int]] = []  # descriptor, and its copy
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    with Path(os.devnull).open("wb") as nowhere:
+    with Path(os.devnull).open("wb") as null_device:
         for descriptor in (1, 2):
-            with suppress(OSError):  # closed by the caller
+            with suppress(OSError):  # if the caller closed it
                 saved.append((descriptor, os.dup(descriptor)))
-                os.dup2(nowhere.fileno(), descriptor)
+                os.dup2(null_device.fileno(), descriptor)
         try:
-            with _panics_are_errors():
+            with _panics_as_errors():
                 yield
         finally:
             for descriptor, copy in saved:
