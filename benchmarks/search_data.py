@@ -335,14 +335,16 @@ def made_late(
         for low in range(0, count, PIECE):
             made = made_tokens(min(PIECE, count - low), length, dims, low, device)
             flat = QuantizedTokens(made.values.flatten(0, 1), made.scales.flatten())
-            arrays = token_blocks.arrays(token_blocks.packed(flat, storage).each(Tensor.cpu))
+            arrays = token_blocks.file_arrays(
+                token_blocks.to_storage(flat, storage).map(Tensor.cpu),
+            )
             for stream, array in zip((values, scales), arrays, strict=True):
                 stream.write(array.data)
             sums += chain.from_iterable(
                 pool.map(partial(checked, arrays), range(0, len(arrays[0]), 1000 * length)),
             )
     np.save(folder / token_blocks.OFFSETS, np.arange(count + 1) * length)
-    np.save(folder / token_blocks.SUMS, np.array(sums, np.uint32))
+    np.save(folder / token_blocks.CHECKSUMS, np.array(sums, np.uint32))
     files = token_blocks.TokenFiles(folder, count, dims, storage)
     return LateIndex(
         [f"d{i}" for i in range(count)],

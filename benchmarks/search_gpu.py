@@ -152,7 +152,7 @@ def late_ways(
     index = LateIndex(made.ids, made.files, None, made.options, made.provenance).on(str(device))
     asked, ways = made_asked(SEVERAL, QUERY_TOKENS, DIMS, device), {}
     for number in (1, SEVERAL):
-        rows, how = asked[:number].cpu(), token_blocks.Asked(asked[:number], None)
+        rows, how = asked[:number].cpu(), token_blocks.QueryBatch(asked[:number], None)
         queries = TokenVectors.pack([f"q{at}" for at in range(number)], list(rows), DIMS, "fp32")
         hits = index.search(queries, K)
         best = torch.tensor([[score for _, score in row] for row in hits], device=device)
@@ -160,9 +160,9 @@ def late_ways(
             [[int(name[1:]) for name, _ in row] for row in hits],
             device=device,
         )
-        (share,) = index._on(index._places(device))
+        (share,) = index._documents_on(index._devices(device))
         scores = [
-            token_blocks.scores_of(how, part, cut, "sum") for _, _, part, cut in share.blocks()
+            token_blocks.maxsim_scores(how, part, cut, "sum") for _, _, part, cut in share.blocks()
         ]
 
         def truth(some: Tensor, rows: Tensor = rows) -> Tensor:
@@ -170,7 +170,7 @@ def late_ways(
             return maxsim(rows, packed.decoded(), cu_seqlens_d=offsets, impl="reference").to(device)
 
         gate, size = judged((best, documents), torch.cat(scores, 1), truth), index.files.nbytes
-        gate = "the GPU holds the documents" if read and share.held is not None else gate
+        gate = "the GPU holds the documents" if read and share.resident is not None else gate
         ways[f"{storage}, {number}"] = Way(
             partial(index.search, queries, K),
             number,
@@ -208,7 +208,7 @@ def streamed(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
         for _ in range(times):
             there.copy_(pinned, non_blocking=True)
 
-    with mock.patch.object(late, "_ROOM", 0.0):
+    with mock.patch.object(late, "_MEMORY_FRACTION", 0.0):
         ways = late_ways("int8", count, device, case.numbers["goal"], read=True)
         rows = list(
             in_turns(

@@ -67,7 +67,7 @@ def rounded(storage: str) -> str:
 
 def stored(index: r.LateIndex) -> r.TokenVectors:
     """What an index holds, dequantized."""
-    rows = [index.files.between(at, at + 1).floats() for at in range(index.n_documents)]
+    rows = [index.files.document_range(at, at + 1).floats() for at in range(index.n_documents)]
     return r.TokenVectors.pack(list(index.ids), rows, index.dimension, "fp32")
 
 
@@ -86,8 +86,8 @@ def test_scores_are_maxsim_of_what_is_stored(
     """Blocks of 50 tokens, passes of 3 queries, one device and three shares; some documents left
     out, ties in order.
     """
-    monkeypatch.setattr(late, "_BLOCK", 50)
-    monkeypatch.setattr(late, "_QUERIES", 3)
+    monkeypatch.setattr(late, "_CPU_BLOCK_TOKENS", 50)
+    monkeypatch.setattr(late, "_PASS_QUERIES", 3)
     documents = made(names(range(60)))
     index = r.LateIndex.build(documents, tmp_path / "index", storage=storage)
     held = stored(index)

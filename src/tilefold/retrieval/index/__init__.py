@@ -1,5 +1,6 @@
-"""Sparse indexes with one interface: ``exact`` (numpy), ``seismic`` (approximate, pyseismic-lsr)
-and ``qdrant``.
+"""Sparse indexes with one interface.
+
+The backends are ``exact`` (numpy), ``seismic`` (approximate, pyseismic-lsr) and ``qdrant``.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ __all__ = [
 ]
 
 BACKENDS = ("exact", "seismic", "qdrant")
-DENSE, LATE = "dense", "late"  # backends of indexes of dense vectors, and of token vectors
+# Backends of indexes of dense vectors, and of token vectors.
+DENSE = "dense"
+LATE = "late"
 
 
-def _backend(name: str) -> Any:
+def _index_type(name: str) -> Any:
+    """Import the index class of a backend, such as ``exact.ExactIndex``."""
     return getattr(import_module(f"{__name__}.{name}"), f"{name.capitalize()}Index")
 
 
@@ -43,43 +47,54 @@ def build_index(
     metadata: Mapping[str, Mapping[str, object]] | None = None,
     **options: object,
 ) -> SparseIndex:
-    """Build an index of document vectors, with `metadata` (document id -> fields) that
-    ``search(where=...)`` reads.
+    """Build an index of document vectors.
 
-    The backend ``"exact"`` has no options, ``"seismic"`` those of
-    :class:`tilefold.retrieval.index.seismic.SeismicOptions`, and ``"qdrant"`` those of
-    :meth:`tilefold.retrieval.index.qdrant.index.QdrantIndex.build`. An unknown backend or option, or no
-    vector with a positive weight, is a ``ValueError``; a package that is not installed a
-    ``MissingPackageError``, other vectors than :class:`tilefold.retrieval.SparseVectors` a
-    ``TypeError``.
+    Args:
+        vectors: of the documents.
+        backend: ``"exact"``, ``"seismic"`` or ``"qdrant"``.
+        metadata: document id -> fields, which ``search(where=...)`` filters by.
+        options: of the backend. ``"exact"`` has none. ``"seismic"`` has the fields of
+            :class:`tilefold.retrieval.index.seismic.SeismicOptions`, and ``"qdrant"`` the options
+            of :meth:`tilefold.retrieval.index.qdrant.index.QdrantIndex.build`.
+
+    Raises:
+        ValueError: for an unknown backend or option, and vectors without a positive weight.
+        MissingPackageError: if the package of the backend is not installed.
+        TypeError: for vectors other than :class:`tilefold.retrieval.SparseVectors`.
     """
     check_vectors("vectors", vectors)
     check_choice("backend", backend, BACKENDS)
-    kind = _backend(backend)
+    index_type = _index_type(backend)
     if backend == "qdrant":
-        return cast("SparseIndex", kind.build(vectors, metadata=metadata, **options))
-    built = kind.build(vectors, **options)
-    built.metadata = Metadata.of(metadata, vectors.ids, vectors.provenance.passages)
-    return cast("SparseIndex", built)
+        return cast("SparseIndex", index_type.build(vectors, metadata=metadata, **options))
+    index = index_type.build(vectors, **options)
+    index.metadata = Metadata.of(metadata, vectors.ids, vectors.provenance.passages)
+    return cast("SparseIndex", index)
 
 
 def load_index(path: str | Path) -> SparseIndex:
-    """Read a saved index of sparse vectors; a damaged one, or one of a newer schema, is a
-    ``DataError``.
+    """Open a saved index of sparse vectors.
+
+    Raises:
+        DataError: for an index that is damaged, of a newer schema, or of other vectors.
     """
-    name = read_description(path)["backend"]
-    others = {
+    backend = read_description(path)["backend"]
+    # What the other backends index, and the class that opens them.
+    other_backends = {
         "bm25": "BM25. Use BM25Index",
         DENSE: "dense vectors. Use DenseIndex",
         LATE: "tokens. Use LateIndex",
     }
-    if other := others.get(name):
-        raise DataError(f"{path}: expected an index of sparse vectors, got one of {other}.load.")
-    check_choice(f"{path}: backend", name, BACKENDS)
-    return cast("SparseIndex", open_parts(path, name))
+    if backend in other_backends:
+        raise DataError(
+            f"{path}: expected an index of sparse vectors, got one of "
+            f"{other_backends[backend]}.load.",
+        )
+    check_choice(f"{path}: backend", backend, BACKENDS)
+    return cast("SparseIndex", open_parts(path, backend))
 
 
 def open_parts(path: str | Path, backend: str) -> Any:
-    """The saved index of a backend of vectors, sparse or not, with its segments."""
-    load = _backend(backend).load
+    """Open a saved index of any backend of vectors, with its segments."""
+    load = _index_type(backend).load
     return open_segments(Path(path), load(path), load)

@@ -1,11 +1,14 @@
-"""Candidates of late interaction: token vectors by their nearest centroids, as lists of an exact
-index.
+"""Candidates of late interaction: documents by the centroids nearest to their token vectors.
 
 A document is the set of centroids that are nearest to its tokens, a learned sparse vector
-(ColBERTSaR, SMVE). A query token takes its nearest centroids alone, and a document without any of
-these counts as the last of them (WARP, arXiv 2501.17788)::
+(ColBERTSaR, SMVE), and an exact index holds these sets. A query token compares itself with its
+``n`` nearest centroids only. A document without any of them gets the similarity of the ``n``-th one
+(WARP, arXiv 2501.17788)::
 
-    estimate(d) = sum_i max(S_ic for centroids c of d among the nearest n of q_i, else the n-th S_i)     S = q C^T
+    S = q C^T
+    estimate(d) = sum over query tokens i of
+        the largest S[i, c] over centroids c of d among the n nearest ones of i,
+        or the n-th largest S[i, :] if d has none of these
 """
 
 from __future__ import annotations
@@ -24,85 +27,114 @@ from tilefold.retrieval.index.exact import ExactIndex
 from tilefold.retrieval.index.protocol import read_array
 from tilefold.retrieval.vectors.sparse import SparseVectors
 
-Blocks = Callable[
-    [],
-    Iterator[tuple[npt.NDArray[np.int64], Tensor]],
-]  # lengths of documents, and vectors of all tokens
-_VECTORS, _LISTS = "centroids.npy", "candidates"
-FILES = (_VECTORS, _LISTS)
-FEWEST_TOKENS = 1 << 18  # fewer are read in milliseconds
-_TOKENS_EACH = 208  # of a centroid, on average
-_PARTS = 128  # centroids of a coarse cell
-_MOST_CELLS = 512
-_SAMPLES, _COARSE, _ROUNDS = (
-    16,
-    64,
-    5,
-)  # tokens per centroid, and per coarse one, and rounds of k-means
-_NEAREST = 32  # centroids of a query token
-_ROWS = 1 << 14  # that are multiplied at a time
+# Iterates over a collection: lengths of some documents, and fp32 vectors of all their tokens.
+Blocks = Callable[[], Iterator[tuple[npt.NDArray[np.int64], Tensor]]]
+
+_CENTROIDS_FILE = "centroids.npy"
+_LISTS_FOLDER = "candidates"
+FILES = (_CENTROIDS_FILE, _LISTS_FOLDER)
+# Smaller collections have no centroids, because their tokens are read in milliseconds.
+FEWEST_TOKENS = 1 << 18
+
+# Centroids are in cells: k-means finds the cells, and then the centroids of each cell.
+_CENTROIDS_PER_CELL = 128
+_TOKENS_PER_CENTROID = 208
+_MIN_LOG2_CELLS = 3
+_MAX_LOG2_CELLS = 9
+# Sampled tokens per centroid, and how many of them per cell find the cells.
+_SAMPLES_PER_CENTROID = 16
+_SAMPLES_PER_CELL = 64
+_K_MEANS_ROUNDS = 5
+# Rows of a product with centroids.
+_PRODUCT_ROWS = 1 << 14
+# Nearest centroids that a query token is compared with, n above.
+_CENTROIDS_PER_QUERY_TOKEN = 32
 
 
 class Centroids:
-    """The centroids of a collection's tokens, fp32 ``[C, D]``, and for each the documents that have
-    a token there.
+    """Centroids of the token vectors of a collection, and the documents near each centroid.
+
+    Attributes:
+        vectors: centroids of length 1, fp32 ``[C, D]``.
+        lists: index of N documents over C terms; a document has the term of each centroid that is
+            nearest to one of its tokens.
     """
 
     def __init__(self, vectors: Tensor, lists: ExactIndex) -> None:
-        self.vectors, self.lists = vectors, lists
+        self.vectors = vectors
+        self.lists = lists
 
     @classmethod
     def of(cls, blocks: Blocks, n_documents: int, n_tokens: int) -> Centroids:
-        """K-means in two levels on a sample of the tokens, which are then assigned block by block."""
-        cells = 1 << max(
-            3,
-            min(round(np.log2(n_tokens / _PARTS / _TOKENS_EACH)), _MOST_CELLS.bit_length() - 1),
+        """Find the centroids of a collection by k-means in two levels on a sample of its tokens.
+
+        Args:
+            blocks: iterates over the documents; it is called twice.
+            n_documents: number of documents, N.
+            n_tokens: number of tokens of all documents.
+        """
+        log2_cells = round(np.log2(n_tokens / _CENTROIDS_PER_CELL / _TOKENS_PER_CENTROID))
+        n_cells = 1 << max(_MIN_LOG2_CELLS, min(log2_cells, _MAX_LOG2_CELLS))
+        n_centroids = n_cells * _CENTROIDS_PER_CELL
+        generator = torch.Generator().manual_seed(0)
+        sampled_fraction = n_centroids * _SAMPLES_PER_CENTROID / n_tokens
+        sample = torch.cat(
+            [
+                vectors[torch.rand(len(vectors), generator=generator) < sampled_fraction].clone()
+                for _, vectors in blocks()
+            ],
         )
-        wanted = cells * _PARTS * _SAMPLES
-        chooser = torch.Generator().manual_seed(0)
-        taken = [
-            rows[torch.rand(len(rows), generator=chooser) < wanted / n_tokens].clone()
-            for _, rows in blocks()
-        ]
-        sample = torch.cat(taken)
-        coarse = _k_means(
-            sample[torch.randperm(len(sample), generator=chooser)[: cells * _COARSE]],
-            cells,
-        )
-        which = _nearest(sample, coarse)
-        near = (torch.cat([coarse[cell, None], sample[which == cell]]) for cell in range(cells))
-        fine = torch.stack([_k_means(rows, _PARTS) for rows in near])
-        counts, terms = [], []
+        shuffled = torch.randperm(len(sample), generator=generator)
+        cells = _k_means(sample[shuffled[: n_cells * _SAMPLES_PER_CELL]], n_cells)
+        sample_cells = _nearest(sample, cells)
+        centroids_of_cells = []
+        for cell in range(n_cells):
+            # The cell's own vector is first, so that an empty cell has centroids too.
+            rows = torch.cat([cells[cell, None], sample[sample_cells == cell]])
+            centroids_of_cells.append(_k_means(rows, _CENTROIDS_PER_CELL))
+        centroids = torch.stack(centroids_of_cells)
+
+        counts = []
+        terms = []
         for lengths, vectors in blocks():
-            owner = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
-            keys = np.unique(owner * (cells * _PARTS) + _assigned(vectors, coarse, fine).numpy())
-            counts.append(np.bincount(keys // (cells * _PARTS), minlength=len(lengths)))
-            terms.append((keys % (cells * _PARTS)).astype(np.int32))
-        indptr, indices = offsets_of(np.concatenate(counts)), np.concatenate(terms)
-        ones = np.ones(indices.size, np.float32)
-        documents = SparseVectors(
+            documents = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
+            nearest = _nearest_of_cells(vectors, cells, centroids).numpy()
+            # Each pair of a document and a centroid once, by document.
+            keys = np.unique(documents * n_centroids + nearest)
+            counts.append(np.bincount(keys // n_centroids, minlength=len(lengths)))
+            terms.append((keys % n_centroids).astype(np.int32))
+        indices = np.concatenate(terms)
+        documents_as_sets = SparseVectors(
             [str(row) for row in range(n_documents)],
-            indptr,
+            offsets_of(np.concatenate(counts)),
             indices,
-            ones,
-            cells * _PARTS,
+            np.ones(indices.size, np.float32),
+            n_centroids,
         )
-        return cls(fine.flatten(0, 1), ExactIndex.build(documents))
+        return cls(centroids.flatten(0, 1), ExactIndex.build(documents_as_sets))
 
     def save(self, folder: Path) -> None:
-        """Write them into the folder of an index."""
-        np.save(folder / _VECTORS, self.vectors.numpy())
-        self.lists.save(folder / _LISTS)
+        """Write the centroids and lists into the folder of an index."""
+        np.save(folder / _CENTROIDS_FILE, self.vectors.numpy())
+        self.lists.save(folder / _LISTS_FOLDER)
 
     @classmethod
     def load(cls, folder: Path, dimension: int) -> Centroids | None:
-        """Open those of the folder of an index, if it has some; its lists are mapped, and checked
-        when read.
+        """Open the centroids in the folder of an index.
+
+        The lists are memory-mapped, and checked when they are read.
+
+        Args:
+            folder: of the index.
+            dimension: D, the length of a token vector.
+
+        Returns:
+            The centroids, or None if the index has none.
         """
-        if not (folder / _VECTORS).exists():
+        if not (folder / _CENTROIDS_FILE).exists():
             return None
-        lists = ExactIndex.load(folder / _LISTS)
-        vectors = read_array(folder / _VECTORS, np.float32, lists.vocab_size, dimension)
+        lists = ExactIndex.load(folder / _LISTS_FOLDER)
+        vectors = read_array(folder / _CENTROIDS_FILE, np.float32, lists.vocab_size, dimension)
         return cls(torch.from_numpy(vectors.copy()), lists)
 
     def candidates(
@@ -111,60 +143,90 @@ class Centroids:
         count: int,
         allowed: npt.NDArray[np.bool_],
     ) -> npt.NDArray[np.int64]:
-        """Positions, rising, of the `count` `allowed` documents with the highest estimates for a
-        query ``[L, D]``.
+        """Find the documents with the highest estimates for a query.
+
+        The module's docstring defines the estimate. It is computed without the sum of the ``n``-th
+        similarities, which is the same for all documents.
+
+        Args:
+            query: token vectors, ``[L, D]``.
+            count: number of documents, if so many are allowed.
+            allowed: bool ``[N]``, the documents that may be returned.
+
+        Returns:
+            Rows of documents, ascending.
         """
-        similar, nearest = (query.float() @ self.vectors.T).topk(
-            min(_NEAREST, len(self.vectors)),
-            dim=1,
-        )
-        total = np.zeros(self.lists.n_documents, np.float32)
-        best = np.empty_like(total)
-        above = similar - similar[:, -1:]
-        for gains, terms in zip(
-            above.flip(1).numpy(),
-            nearest.flip(1).numpy().astype(np.int32),
-            strict=True,
-        ):
-            best.fill(0.0)
-            for gain, documents in zip(gains, self.lists.documents_of(terms), strict=True):
-                best[documents] = gain  # rising, so that the largest stays
-            total += best
-        total[~allowed] = -1.0
-        count = min(count, total.size)
-        found = np.argpartition(total, total.size - count)[total.size - count :]
-        found.sort()
-        return found[allowed[found]]
+        n_nearest = min(_CENTROIDS_PER_QUERY_TOKEN, len(self.vectors))
+        similarities, nearest = (query.float() @ self.vectors.T).topk(n_nearest, dim=1)
+        gains = similarities - similarities[:, -1:]
+        # By rising gain, so that the largest of a document is the last that is assigned.
+        rising_gains = gains.flip(1).numpy()
+        rising_terms = nearest.flip(1).numpy().astype(np.int32)
+        estimates = np.zeros(self.lists.n_documents, np.float32)
+        token_gains = np.empty_like(estimates)
+        for gains_of_token, terms in zip(rising_gains, rising_terms, strict=True):
+            token_gains.fill(0.0)
+            document_lists = self.lists.documents_of(terms)
+            for gain, documents in zip(gains_of_token, document_lists, strict=True):
+                token_gains[documents] = gain
+            estimates += token_gains
+        estimates[~allowed] = -1.0
+        count = min(count, estimates.size)
+        first = estimates.size - count
+        rows = np.argpartition(estimates, first)[first:]
+        rows.sort()
+        return rows[allowed[rows]]
 
 
 def _k_means(rows: Tensor, count: int) -> Tensor:
-    """`count` directions ``[count, D]`` of at least one row; without as many rows, some of them
-    again.
+    """Find centroids by k-means on directions.
+
+    Args:
+        rows: at least one vector, ``[M, D]``.
+        count: number of centroids.
+
+    Returns:
+        ``[count, D]`` of length 1. With fewer rows than `count`, the rows themselves, repeated.
     """
-    centroids = normalize(rows[torch.arange(count) * max(1, len(rows) // count) % len(rows)])
-    for _ in range(_ROUNDS if len(rows) > count else 0):
-        which = _nearest(rows, centroids)
-        sums = torch.zeros_like(centroids).index_add_(0, which, rows)
-        there = torch.bincount(which, minlength=count) > 0
-        centroids[there] = normalize(sums[there])
+    stride = max(1, len(rows) // count)
+    centroids = normalize(rows[torch.arange(count) * stride % len(rows)])
+    if len(rows) <= count:
+        return centroids
+    for _ in range(_K_MEANS_ROUNDS):
+        nearest = _nearest(rows, centroids)
+        sums = torch.zeros_like(centroids).index_add_(0, nearest, rows)
+        has_rows = torch.bincount(nearest, minlength=count) > 0
+        centroids[has_rows] = normalize(sums[has_rows])
     return centroids
 
 
 def _nearest(rows: Tensor, centroids: Tensor) -> Tensor:
-    return torch.cat([(part @ centroids.T).argmax(1) for part in torch.split(rows, _ROWS)])
+    """Return the centroid with the largest inner product for each row, ``[M]``."""
+    return torch.cat([(part @ centroids.T).argmax(1) for part in torch.split(rows, _PRODUCT_ROWS)])
 
 
-def _assigned(rows: Tensor, coarse: Tensor, fine: Tensor) -> Tensor:
-    """Centroid of each token: the nearest in the nearest coarse cell."""
+def _nearest_of_cells(rows: Tensor, cells: Tensor, centroids: Tensor) -> Tensor:
+    """Return the nearest centroid within the nearest cell of each row.
+
+    Args:
+        rows: vectors ``[M, D]``.
+        cells: ``[n_cells, D]``.
+        centroids: of each cell, ``[n_cells, centroids per cell, D]``.
+
+    Returns:
+        Positions ``[M]`` in ``centroids.flatten(0, 1)``.
+    """
     if not len(rows):
         return torch.zeros(0, dtype=torch.int64)
-    which = _nearest(rows, coarse)
-    order = which.argsort(stable=True)
-    found = torch.empty_like(which)
-    low = 0
-    for cell, high in enumerate(torch.bincount(which, minlength=len(coarse)).cumsum(0).tolist()):
-        if high > low:
-            at = order[low:high]
-            found[at] = (rows[at] @ fine[cell].T).argmax(1) + cell * _PARTS
-        low = high
-    return found
+    nearest_cells = _nearest(rows, cells)
+    rows_by_cell = nearest_cells.argsort(stable=True)
+    ends = torch.bincount(nearest_cells, minlength=len(cells)).cumsum(0).tolist()
+    nearest = torch.empty_like(nearest_cells)
+    begin = 0
+    for cell, end in enumerate(ends):
+        if end > begin:
+            positions = rows_by_cell[begin:end]
+            products = rows[positions] @ centroids[cell].T
+            nearest[positions] = products.argmax(1) + cell * _CENTROIDS_PER_CELL
+        begin = end
+    return nearest

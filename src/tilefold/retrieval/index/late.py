@@ -1,5 +1,6 @@
-"""Late interaction over a whole collection: packed token vectors, searched exactly, or through
-candidates on a CPU.
+"""Late interaction over a collection: exact search of packed token vectors by MaxSim.
+
+A CPU scores only the candidates that centroids find, if the collection is large.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ import itertools
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,64 +26,81 @@ from tilefold.retrieval.index.dense import TorchIndex, top_columns
 from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit, StoredIds, hits_of
 from tilefold.retrieval.index.token_blocks import (
     STORAGES,
-    STREAMED,
-    Asked,
+    STREAMED_TOKENS,
     Chunk,
-    Share,
+    DeviceDocuments,
+    QueryBatch,
     TokenFiles,
-    scores_of,
+    maxsim_scores,
 )
 from tilefold.retrieval.vectors.sparse import check_ids
 from tilefold.retrieval.vectors.tokens import TokenManifest, TokenStore, TokenVectors
 
 __all__ = ["LateIndex"]
 
-_BLOCK = 1 << 17  # tokens of a block on a CPU
-_QUERIES = 64  # that share the pass over the documents
-_ROOM = 0.75  # of a GPU's free memory
-_SCORES = 1 << 29  # of queries and documents that are held at a time
-_CANDIDATES = (250, 500, 1000, 2000, 4000)
-_RECALL, _ASKED, _WORDS = (
-    0.985,
-    32,
-    16,
-)  # of the ten best; queries that it is measured on, and tokens of each
+# Tokens of a block on a CPU.
+_CPU_BLOCK_TOKENS = 1 << 17
+# Queries that share a pass over the documents.
+_PASS_QUERIES = 64
+# Scores of a pass, which is queries times documents.
+_PASS_SCORES = 1 << 29
+# Fraction of a GPU's free memory that documents may take.
+_MEMORY_FRACTION = 0.75
+# Documents that are copied at a time while segments are merged.
+_MERGED_DOCUMENTS = 1024
+
+# How the number of candidates is chosen: the least of these numbers with which a mean recall of
+# the ten best documents is reached.
+_CANDIDATE_COUNTS = (250, 500, 1000, 2000, 4000)
+_RECALL_DEPTH = 10
+_MIN_RECALL = 0.985
+# Queries that recall is measured on, and tokens of each that is a piece of a document.
+_MEASURED_QUERIES = 32
+_PIECE_TOKENS = 16
 
 
 class LateIndex(TorchIndex):
-    """Search by MaxSim over the token vectors of a collection, in a folder that is memory-mapped.
+    """Index of token vectors in a memory-mapped folder, searched by MaxSim.
 
-    ``score(q, d) = sum over query tokens i of max over document tokens j of q_i . d_j``, in fp32 of
-    what is stored, as :func:`tilefold.ops.maxsim` computes it: the same on a CPU and a GPU within
-    rounding. A GPU scores every document. So does a CPU without candidates; with them, it scores
-    those that :class:`Centroids` estimates to be the best. Documents without tokens are never
-    found, and a query without tokens finds nothing.
+    ``score(q, d) = sum over query tokens i of max over document tokens j of q_i . d_j``, in fp32
+    from the stored vectors, as :func:`tilefold.ops.maxsim` computes it. A CPU and a GPU give the
+    same scores within rounding.
+
+    A GPU scores every document, and so does a CPU without candidates. With candidates, a CPU scores
+    the documents that :class:`Centroids` estimates to be the best. Documents without tokens are
+    never returned, and a query without tokens has no results.
 
     Attributes:
-        n_candidates: documents that a CPU scores for a query, chosen when the index was built so
-            that .985 of the ten best are among them; 0 for a small collection, which has no
-            centroids.
-        recall: share of the ten best that was then found, on queries that were held out; None
-            without centroids.
+        n_candidates: documents that a CPU scores for a query. It was chosen when the index was
+            built, so that .985 of the ten best documents are among them. 0 for a small collection,
+            which has no centroids.
+        recall: fraction of the ten best documents that were among the candidates, on held-out
+            queries. None without centroids.
     """
 
     backend = "late"
-    own_files, unread = (*token_blocks.FILES, *centroids.FILES), token_blocks.FILES[:2]
+    own_files = (*token_blocks.FILES, *centroids.FILES)
+    # Their documents have checksums, which are compared when a query reads them.
+    unread = (token_blocks.VALUES, token_blocks.SCALES)
 
     def __init__(
         self,
         ids: Sequence[str],
         files: TokenFiles,
-        nearest: Centroids | None,
+        candidate_lists: Centroids | None,
         options: Json,
         provenance: Provenance,
     ) -> None:
-        self.ids, self.files, self.provenance = ids, files, provenance
+        self.ids = ids
+        self.files = files
+        self.provenance = provenance
         self.options: Json = options
-        self.vocab_size = self.dimension = files.dimension
-        self._nearest = nearest
-        self._with = files.lengths > 0  # tokens
-        self._shares: dict[tuple[str, ...], list[Share]] = {}
+        self.dimension = files.dimension
+        self.vocab_size = files.dimension
+        self._centroids = candidate_lists
+        self._has_tokens = files.lengths > 0
+        # Documents of each device, by the names of the devices that search together.
+        self._device_documents: dict[tuple[str, ...], list[DeviceDocuments]] = {}
 
     @classmethod
     def build(
@@ -100,32 +117,40 @@ class LateIndex(TorchIndex):
         """Write an index of token vectors into `folder`, shard by shard, and open it.
 
         Args:
-            vectors: of documents, of :func:`tilefold.retrieval.open_tokens` or in memory.
+            vectors: of documents, from :func:`tilefold.retrieval.open_tokens` or in memory.
+            folder: to write, new or empty.
             storage: ``"int8"``; ``"fp16"``, twice as large; or ``"int4"``, half as large (see
-                ``packed``).
-            pool_factor: keep one vector for so many tokens of a document, the mean of a cluster of
-                them (Ward's method, as ``HierarchicalTokenPooling`` of sentence-transformers, arXiv
-                2409.14683). All vectors are then brought to length 1; the first one of a document
-                is in no cluster.
-            queries: on which candidates are chosen and recall is measured; by default pieces of the
-                documents, which do not count as found themselves.
+                :func:`tilefold.retrieval.index.token_blocks.to_storage`).
+            pool_factor: tokens of a document per stored vector, on average. A stored vector is the
+                mean of a cluster of tokens by Ward's method, as ``HierarchicalTokenPooling`` of
+                sentence-transformers computes it (arXiv 2409.14683). All vectors are then brought
+                to length 1. The first token of a document is in no cluster.
+            queries: on which the number of candidates is chosen and recall is measured. By default
+                pieces of documents, whose own documents do not count.
             metadata: as in :func:`tilefold.retrieval.build_index`.
-            overwrite: replace an earlier index of this backend in `folder`; without, that is a
-                ``FileExistsError``.
+            overwrite: replace an earlier index of this backend in `folder`.
 
-        ``ValueError`` for vectors of queries, none at all, another storage or factor; ``DataError``
-        for damaged ones.
+        Raises:
+            ValueError: for vectors of queries, no vectors, and an unknown storage or factor.
+            DataError: for damaged vectors.
+            FileExistsError: if `folder` has an index and `overwrite` is False.
         """
         check_instance("vectors", vectors, (TokenStore, TokenVectors), "open_tokens(folder)")
         check_choice("storage", storage, STORAGES)
         check_count("pool_factor", pool_factor)
-        made_by, shards = Provenance(), iter([vectors] if isinstance(vectors, TokenVectors) else [])
+        provenance = Provenance()
+        shards: Iterable[TokenVectors]
         if isinstance(vectors, TokenStore):
             manifest = vectors.manifest
             if manifest.layout != TokenManifest.LAYOUT or manifest.kind != "document":
-                got = f"{manifest.kind} vectors of layout {manifest.layout!r} in {vectors.folder}"
-                raise ValueError(f"vectors: expected token vectors of documents, got {got}.")
-            made_by, shards = manifest.provenance, vectors.each()
+                raise ValueError(
+                    "vectors: expected token vectors of documents, got "
+                    f"{manifest.kind} vectors of layout {manifest.layout!r} in {vectors.folder}.",
+                )
+            provenance = manifest.provenance
+            shards = vectors.iter_shards()
+        else:
+            shards = [vectors]
         if storage == "int4" and vectors.dimension % 2:
             raise ValueError(
                 f"storage: int4 packs two entries to a byte, got vectors of {vectors.dimension}.",
@@ -137,12 +162,11 @@ class LateIndex(TorchIndex):
         }
         if pool_factor > 1:
             options["pooling"] = token_blocks.POOLING
-        chunks = token_blocks.chunks_of(shards, storage, pool_factor)
-        return cls._made(
+        return cls._write_index(
             Path(folder),
-            chunks,
+            token_blocks.chunks_of(shards, storage, pool_factor),
             options,
-            made_by,
+            provenance,
             metadata,
             queries,
             overwrite=overwrite,
@@ -154,7 +178,7 @@ class LateIndex(TorchIndex):
         folder: Path,
         metadata: Mapping[str, Fields] | None,
     ) -> LateIndex:
-        """Write an index of further documents, stored and pooled as those of this one.
+        """Write an index of further documents with the storage and pooling of this one.
 
         Args:
             vectors: token vectors of the documents.
@@ -162,8 +186,7 @@ class LateIndex(TorchIndex):
             metadata: as in :meth:`build`.
 
         Raises:
-            DataError: the vectors of this index were pooled in another way, or in one that it does
-                not tell.
+            DataError: the vectors of this index were pooled in another way, or in an unknown one.
         """
         pool_factor = self.options["pool_factor"]
         pooling = self.options.get("pooling")
@@ -172,8 +195,7 @@ class LateIndex(TorchIndex):
             got = "one that does not tell how" if pooling is None else f"{pooling}"
             raise DataError(
                 f"{self.files.folder}: expected {expected}, got {got}; new documents would have "
-                "other "
-                "scores. Build the index again, from the token vectors of all documents.",
+                "other scores. Build the index again, from the token vectors of all documents.",
             )
         return self.build(
             vectors,
@@ -184,76 +206,65 @@ class LateIndex(TorchIndex):
         )
 
     @classmethod
-    def _made(
+    def _write_index(
         cls,
         folder: Path,
         chunks: Iterable[Chunk],
         options: Json,
-        made_by: Provenance,
+        provenance: Provenance,
         metadata: Mapping[str, Fields] | Metadata | None,
         queries: TokenVectors | None = None,
         *,
         overwrite: bool,
     ) -> LateIndex:
-        with cls._new_folder(folder, overwrite=overwrite) as made:
-            ids, lengths, sums = (
-                list[str](),
-                list[npt.NDArray[np.int64]](),
-                list[npt.NDArray[np.uint32]](),
-            )
-            with (
-                (made / token_blocks.VALUES).open("wb") as values,
-                (made / token_blocks.SCALES).open("wb") as scales,
-            ):
-                for names, counts, found in chunks:
-                    ids += names
-                    lengths.append(counts)
-                    arrays = token_blocks.arrays(found)
-                    for stream, array in zip((values, scales), arrays, strict=False):
-                        stream.write(array.data)
-                    ends = np.cumsum(counts)
-                    sums.append(token_blocks.checksums(arrays, ends - counts, ends))
-            check_ids(ids)
-            offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
-            if not offsets[-1]:
-                raise ValueError(
-                    f"vectors: expected at least one, got none of {len(ids)} texts. Check the "
-                    "texts.",
-                )
-            np.save(made / token_blocks.OFFSETS, offsets)
-            np.save(made / token_blocks.SUMS, np.concatenate(sums))
-            files = TokenFiles(made, len(ids), options["dimension"], options["storage"])
-            nearest = None
+        """Write an index atomically, and open it.
+
+        Args:
+            folder: of the index.
+            chunks: all documents.
+            options: of the index, without the number of candidates and their recall.
+            provenance: of the vectors.
+            metadata: of the documents.
+            queries: see :meth:`build`.
+            overwrite: replace an earlier index.
+        """
+        with cls._new_folder(folder, overwrite=overwrite) as new_folder:
+            ids = _write_chunks(new_folder, chunks)
+            files = TokenFiles(new_folder, len(ids), options["dimension"], options["storage"])
+            candidate_lists = None
             if files.n_tokens >= centroids.FEWEST_TOKENS:
-                nearest = Centroids.of(lambda: files.blocks(_BLOCK), len(ids), files.n_tokens)
-                nearest.save(made)
-            index = cls(ids, files, nearest, options | {"n_candidates": 0, "recall": None}, made_by)
-            if nearest is not None:
-                index.options |= index._measured(nearest, queries)
-            made_of = made_by.passages
-            index.metadata = (
-                metadata if isinstance(metadata, Metadata) else Metadata.of(metadata, ids, made_of)
-            )
-            index._finish(made)
+                candidate_lists = Centroids.of(
+                    lambda: files.blocks(_CPU_BLOCK_TOKENS),
+                    len(ids),
+                    files.n_tokens,
+                )
+                candidate_lists.save(new_folder)
+            index_options = {**options, "n_candidates": 0, "recall": None}
+            index = cls(ids, files, candidate_lists, index_options, provenance)
+            if candidate_lists is not None:
+                n_candidates, recall = index._choose_candidates(candidate_lists, queries)
+                index.options["n_candidates"] = n_candidates
+                index.options["recall"] = recall
+            if isinstance(metadata, Metadata):
+                index.metadata = metadata
+            else:
+                index.metadata = Metadata.of(metadata, ids, provenance.passages)
+            index._finish(new_folder)
         return cls.load(folder)
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> LateIndex:
         options = manifest["options"]
-        if (
-            options.get("storage") not in STORAGES
-            or options.get("dimension") != manifest["vocab_size"]
-        ):
-            wanted = f"a storage of {', '.join(STORAGES)} and a dimension"
-            raise DataError(f"{folder}: expected {wanted}, got {options}. {REMEDY}")
-        files = TokenFiles(folder, len(ids), options["dimension"], options["storage"])
-        return cls(
-            ids,
-            files,
-            Centroids.load(folder, files.dimension),
-            options,
-            Provenance.from_dict(manifest),
-        )
+        storage = options.get("storage")
+        dimension = options.get("dimension")
+        if storage not in STORAGES or dimension != manifest["vocab_size"]:
+            raise DataError(
+                f"{folder}: expected a storage of {', '.join(STORAGES)} and a dimension, "
+                f"got {options}. {REMEDY}",
+            )
+        files = TokenFiles(folder, len(ids), dimension, storage)
+        candidate_lists = Centroids.load(folder, dimension)
+        return cls(ids, files, candidate_lists, options, Provenance.from_dict(manifest))
 
     def _write(self, folder: Path) -> None:
         shutil.copytree(
@@ -264,7 +275,10 @@ class LateIndex(TorchIndex):
         )
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Copy the index to another folder; its own needs no copy. See :meth:`FolderIndex.save`."""
+        """Copy the index to another folder, or do nothing if it is in that folder.
+
+        See :meth:`FolderIndex.save`.
+        """
         if Path(path).resolve() != self.files.folder.resolve():
             with self._new_folder(path, overwrite=overwrite) as folder:
                 self._write(folder)
@@ -273,27 +287,38 @@ class LateIndex(TorchIndex):
     def merged(
         cls,
         parts: Sequence[LateIndex],
-        chosen: Sequence[Sequence[int]],
+        rows_by_part: Sequence[Sequence[int]],
         folder: Path,
-        made_by: Provenance,
+        provenance: Provenance,
         metadata: Metadata | None,
     ) -> LateIndex:
-        """One index of the chosen documents of several, which replaces the one in `folder`."""
+        """Write one index of some documents of several indexes.
 
-        def chunks() -> Iterator[Chunk]:
-            for part, rows in zip(parts, chosen, strict=True):
-                for low in range(0, len(rows), 1024):
-                    at = np.array(rows[low : low + 1024], np.int64)
-                    yield (
-                        [part.ids[row] for row in at.tolist()],
-                        part.files.lengths[at],
-                        part.files.take(at)[0],
-                    )
-
-        options = {name: parts[0].options[name] for name in ("storage", "pool_factor", "dimension")}
+        Args:
+            parts: the indexes, built with the same options.
+            rows_by_part: rows of the documents in each part.
+            folder: of the index. An index in it is replaced.
+            provenance: of the vectors.
+            metadata: of the documents.
+        """
+        first_options = parts[0].options
+        options: Json = {
+            name: first_options[name] for name in ("storage", "pool_factor", "dimension")
+        }
         if all(part.options.get("pooling") == token_blocks.POOLING for part in parts):
             options["pooling"] = token_blocks.POOLING
-        return cls._made(folder, chunks(), options, made_by, metadata, overwrite=True)
+        chunks = itertools.chain.from_iterable(
+            part._chunks(rows) for part, rows in zip(parts, rows_by_part, strict=True)
+        )
+        return cls._write_index(folder, chunks, options, provenance, metadata, overwrite=True)
+
+    def _chunks(self, rows: Sequence[int]) -> Iterator[Chunk]:
+        """Iterate over some documents of this index, with their vectors as they are stored."""
+        for low in range(0, len(rows), _MERGED_DOCUMENTS):
+            documents = np.array(rows[low : low + _MERGED_DOCUMENTS], np.int64)
+            vectors, _ = self.files.take(documents)
+            ids = [self.ids[row] for row in documents.tolist()]
+            yield Chunk(ids, self.files.lengths[documents], vectors)
 
     @property
     def n_candidates(self) -> int:
@@ -314,183 +339,316 @@ class LateIndex(TorchIndex):
         allowed: Mask | None = None,
         reduction: str = "sum",
     ) -> list[list[Hit]]:
-        """The `k` best documents of each query, best first; all that have tokens, where there are
-        fewer.
+        """Return the `k` best documents of each query, best first.
+
+        If fewer than `k` documents have tokens, all of them are returned. Equal scores are in
+        document order. A GPU may return any of the documents whose scores equal the last one.
 
         Args:
             queries: token vectors in fp16 or fp32, of the index's dimension.
-            k: how many.
-            device: by default a GPU if there is one. What does not fit into its free memory is
-                spread over the GPUs of the machine, or else copied there block by block behind the
-                computation. A list names several.
+            k: documents per query.
+            device: by default a GPU if there is one. Documents that do not fit into its free memory
+                are spread over all GPUs of the machine, or else copied there block by block during
+                the computation. A list names several devices.
             candidates: on a CPU, documents that are scored for each query, at least ten times `k`;
                 0 scores all. By default :attr:`n_candidates`.
-            where: finds those documents alone whose metadata match.
-            allowed: bool ``[N]``, leaves documents out.
-            reduction: ``"mean"`` divides by the query's tokens.
+            where: filter of the documents' metadata.
+            allowed: bool ``[N]``, False for documents that are left out.
+            reduction: ``"sum"``, or ``"mean"`` over the tokens of a query.
 
-        Equal scores are in document order; of those equal to the last, a GPU may give any.
-        ``ValueError`` for vectors of another dimension, or with NaN or infinity; ``DataError``
-        where those read are damaged.
+        Raises:
+            ValueError: for vectors of another dimension, or with NaN or infinity.
+            DataError: if the vectors that are read are damaged.
         """
         check_k(k)
-        all_finite = np.isfinite(
-            queries.values.detach().cpu().numpy(),
-        ).all()  # torch wakes all threads, which takes ms
-        if queries.dimension != self.dimension or queries.scales is not None or not all_finite:
-            finite = "" if queries.scales is not None or all_finite else " with NaN or infinity"
-            got = f"{queries.values.dtype} of dimension {queries.dimension}{finite}"
-            raise ValueError(
-                f"queries: expected finite fp16 or fp32 of dimension {self.dimension}, got {got}.",
-            )
-        allowed = allowed_by(self.metadata, where, allowed)
-        usable = self._with if allowed is None else allowed & self._with
-        places = self._places(device or self.device)
-        asked = [row for row, length in enumerate(queries.offsets.diff().tolist()) if length]
-        found: list[list[Hit]] = [[] for _ in range(len(queries))]
-        count = self.n_candidates if candidates is None else candidates
-        scored = max(count, 10 * k) if count else 0
+        self._check_queries(queries)
+        mask = allowed_by(self.metadata, where, allowed)
+        devices = self._devices(device or self.device)
+        n_candidates = self.n_candidates if candidates is None else candidates
+        if n_candidates:
+            n_candidates = max(n_candidates, 10 * k)
+        query_lengths = queries.offsets.diff().tolist()
+        query_rows = [row for row, length in enumerate(query_lengths) if length]
+        hits: list[list[Hit]] = [[] for _ in range(len(queries))]
         if (
-            places[0].type == "cpu"
-            and self._nearest is not None
-            and 0 < scored < self.n_documents // 2
+            devices[0].type == "cpu"
+            and self._centroids is not None
+            and 0 < n_candidates < self.n_documents // 2
         ):
-            there = np.flatnonzero(usable)
-            for row in asked:
-                near = (
-                    there
-                    if len(there) <= scored
-                    else self._nearest.candidates(queries.rows(row), scored, usable)
-                )
-                scores = scores_of(
-                    Asked.of([queries.rows(row)], places[0]),
-                    *self.files.take(near),
-                    reduction,
-                )
-                best, columns = top_columns(scores, k)
-                (found[row],) = hits_of(self.ids, near[columns.numpy()], best.numpy())
-            return found
-        most = max(1, min(_QUERIES, _SCORES // max(1, self.n_documents)))
-        for low in range(0, len(asked), most):
-            part = asked[low : low + most]
-            top, at = self._best([queries.rows(row) for row in part], k, places, usable, reduction)
-            for row, hits in zip(part, hits_of(self.ids, at, top), strict=True):
-                found[row] = hits
-        return found
+            usable = self._has_tokens if mask is None else mask & self._has_tokens
+            usable_rows = np.flatnonzero(usable)
+            for row in query_rows:
+                documents = usable_rows
+                if len(usable_rows) > n_candidates:
+                    documents = self._centroids.candidates(queries.rows(row), n_candidates, usable)
+                hits[row] = self._search_candidates(queries.rows(row), documents, k, reduction)
+            return hits
+        n_queries = max(1, min(_PASS_QUERIES, _PASS_SCORES // max(1, self.n_documents)))
+        for low in range(0, len(query_rows), n_queries):
+            pass_rows = query_rows[low : low + n_queries]
+            vectors = [queries.rows(row) for row in pass_rows]
+            scores, documents = self._search_all(vectors, k, devices, mask, reduction)
+            pass_hits = hits_of(self.ids, documents, scores)
+            for row, query_hits in zip(pass_rows, pass_hits, strict=True):
+                hits[row] = query_hits
+        return hits
 
-    def _best(
+    def _check_queries(self, queries: TokenVectors) -> None:
+        """Raise ``ValueError`` unless queries are finite floats of the index's dimension."""
+        # By numpy, because torch would wake all its threads, which takes milliseconds.
+        all_finite = bool(np.isfinite(queries.values.detach().cpu().numpy()).all())
+        is_quantized = queries.scales is not None
+        if queries.dimension == self.dimension and all_finite and not is_quantized:
+            return
+        suffix = "" if is_quantized or all_finite else " with NaN or infinity"
+        raise ValueError(
+            f"queries: expected finite fp16 or fp32 of dimension {self.dimension}, "
+            f"got {queries.values.dtype} of dimension {queries.dimension}{suffix}.",
+        )
+
+    def _search_candidates(
+        self,
+        query: Tensor,
+        documents: npt.NDArray[np.int64],
+        k: int,
+        reduction: str,
+    ) -> list[Hit]:
+        """Return the `k` best of some documents for a query ``[L, D]``, scored on a CPU."""
+        vectors, offsets = self.files.take(documents)
+        scores = maxsim_scores(
+            QueryBatch.pad([query], torch.device("cpu")),
+            vectors,
+            offsets,
+            reduction,
+        )
+        top_scores, columns = top_columns(scores, k)
+        (hits,) = hits_of(self.ids, documents[columns.numpy()], top_scores.numpy())
+        return hits
+
+    def _search_all(
         self,
         queries: list[Tensor],
         k: int,
-        places: Sequence[torch.device],
-        usable: Mask,
+        devices: Sequence[torch.device],
+        mask: Mask | None = None,
         reduction: str = "sum",
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """Scores and positions ``[Nq, k]`` of the best of all documents, found in one pass for all
-        queries.
-        """
-        passes = [self._pass(share, queries, k, usable, reduction) for share in self._on(places)]
-        latest: list[Any] = [None] * len(passes)
-        for found in itertools.zip_longest(
-            *passes,
-        ):  # in turns, so that the devices work at the same time
-            latest = [new or old for new, old in zip(found, latest, strict=True)]
-        scores, at = (
-            np.concatenate([found[part].cpu().numpy() for found in latest], 1) for part in (0, 1)
-        )
-        order = np.lexsort((at, -scores))[:, :k]
-        return np.take_along_axis(scores, order, 1), np.take_along_axis(at, order, 1)
+        """Score all documents in one pass for all queries.
 
-    def _pass(
+        Args:
+            queries: token vectors of Nq queries.
+            k: documents per query.
+            devices: that search.
+            mask: bool ``[N]``, False for documents that are left out.
+            reduction: see :meth:`search`.
+
+        Returns:
+            Scores and rows ``[Nq, k]`` of the best documents, best first.
+        """
+        scans = [
+            self._scan(documents, queries, k, mask, reduction)
+            for documents in self._documents_on(devices)
+        ]
+        best_by_device: dict[int, tuple[Tensor, Tensor]] = {}
+        # The devices take turns, block by block, so that they work at the same time.
+        for results in itertools.zip_longest(*scans):
+            for number, result in enumerate(results):
+                if result is not None:  # None from a device that is done
+                    best_by_device[number] = result
+        best = best_by_device.values()
+        scores = np.concatenate([device_scores.cpu().numpy() for device_scores, _ in best], 1)
+        rows = np.concatenate([device_rows.cpu().numpy() for _, device_rows in best], 1)
+        # By falling score, then by rising row.
+        order = np.lexsort((rows, -scores))[:, :k]
+        return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
+
+    def _scan(
         self,
-        share: Share,
+        documents: DeviceDocuments,
         queries: list[Tensor],
         k: int,
-        usable: Mask,
+        mask: Mask | None,
         reduction: str,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The best documents of a share, after each of its blocks; a GPU is not waited for."""
-        asked, on_cpu = Asked.of(queries, share.device), share.device.type == "cpu"
-        best, left_out = None, share.without
-        if usable is not self._with:  # which the device has
-            left_out = torch.from_numpy(~usable[share.low : share.high]).to(share.device)
-        for low, high, vectors, offsets in share.blocks(_BLOCK if on_cpu else STREAMED):
-            scores = scores_of(asked, vectors, offsets, reduction)
+        """Score the documents of a device block by block, without waiting for a GPU.
+
+        Args:
+            documents: of the device.
+            queries: token vectors of Nq queries.
+            k: documents per query.
+            mask: bool ``[N]``, False for documents that are left out.
+            reduction: see :meth:`search`.
+
+        Yields:
+            Scores and rows ``[Nq, k]`` of the best documents so far, after each block.
+        """
+        batch = QueryBatch.pad(queries, documents.device)
+        on_cpu = documents.device.type == "cpu"
+        left_out = documents.without_tokens
+        if mask is not None:
+            usable = (mask & self._has_tokens)[documents.low : documents.high]
+            left_out = torch.from_numpy(~usable).to(documents.device)
+        best: tuple[Tensor, Tensor] | None = None
+        for block in documents.blocks(_CPU_BLOCK_TOKENS if on_cpu else STREAMED_TOKENS):
+            scores = maxsim_scores(batch, block.vectors, block.offsets, reduction)
             if left_out is not None:
-                scores = scores.masked_fill_(
-                    left_out[low - share.low : high - share.low],
-                    -float("inf"),
-                )
-            scores, at = (
-                top_columns(scores, k) if on_cpu else scores.topk(min(k, high - low), dim=1)
-            )
-            at += low
+                block_left_out = left_out[block.low - documents.low : block.high - documents.low]
+                scores = scores.masked_fill_(block_left_out, -float("inf"))
+            if on_cpu:
+                top_scores, rows = top_columns(scores, k)
+            else:
+                # top_columns would wait for the GPU.
+                top_scores, rows = scores.topk(min(k, block.high - block.low), dim=1)
+            rows += block.low
             if best is not None:
-                both, rows = (torch.cat(pair, 1) for pair in zip(best, (scores, at), strict=True))
-                order = both.sort(dim=1, descending=True, stable=True).indices[:, :k]
-                scores, at = both.gather(1, order), rows.gather(1, order)
-            best = scores, at
+                best_scores, best_rows = best
+                both_scores = torch.cat([best_scores, top_scores], 1)
+                both_rows = torch.cat([best_rows, rows], 1)
+                order = both_scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+                top_scores = both_scores.gather(1, order)
+                rows = both_rows.gather(1, order)
+            best = (top_scores, rows)
             yield best
 
-    def _places(self, device: str | torch.device | Sequence[str] | None) -> list[torch.device]:
+    def _devices(self, device: str | torch.device | Sequence[str] | None) -> list[torch.device]:
+        """Choose the devices of a search; see :meth:`search` for the argument."""
         if device is not None and not isinstance(device, str | torch.device):
             return [torch.device(name) for name in device]
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        several = (
-            str(place) == "cuda" and ("cuda",) not in self._shares and torch.cuda.device_count() > 1
-        )
-        if several and not self._fits(place, self.files.nbytes):
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        # An index that is in the memory of one GPU stays there.
+        is_new_on_gpu = str(chosen) == "cuda" and ("cuda",) not in self._device_documents
+        if (
+            is_new_on_gpu
+            and torch.cuda.device_count() > 1
+            and not self._fits(chosen, self.files.nbytes)
+        ):
             return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-        return [place]
+        return [chosen]
 
-    def _on(self, places: Sequence[torch.device]) -> list[Share]:
-        """The documents in as many shares, of about as many tokens."""
-        if (key := tuple(map(str, places))) not in self._shares:
-            ends = np.searchsorted(
-                self.files.offsets,
-                np.linspace(0, self.files.n_tokens, len(places) + 1)[1:-1],
-            )
-            bounds = [0, *ends.tolist(), self.n_documents]
-            each = self.files.nbytes // len(places)
-            self._shares[key] = [
-                Share(self.files, place, low, high, self._fits(place, each))
-                for place, low, high in zip(places, bounds, bounds[1:], strict=False)
+    def _documents_on(self, devices: Sequence[torch.device]) -> list[DeviceDocuments]:
+        """Divide the documents among devices, by about the same number of tokens.
+
+        They are created by the first call for the same devices.
+        """
+        key = tuple(str(device) for device in devices)
+        if key not in self._device_documents:
+            n_devices = len(devices)
+            inner_tokens = np.linspace(0, self.files.n_tokens, n_devices + 1)[1:-1]
+            inner_bounds = np.searchsorted(self.files.offsets, inner_tokens)
+            bounds = [0, *inner_bounds.tolist(), self.n_documents]
+            n_bytes = self.files.nbytes // n_devices
+            self._device_documents[key] = [
+                DeviceDocuments(self.files, device, low, high, self._fits(device, n_bytes))
+                for device, low, high in zip(devices, bounds[:-1], bounds[1:], strict=True)
                 if low < high
             ]
-        return self._shares[key]
+        return self._device_documents[key]
 
-    def _fits(self, place: torch.device, size: int) -> bool:
-        return place.type == "cuda" and size < torch.cuda.mem_get_info(place)[0] * _ROOM
+    def _fits(self, device: torch.device, n_bytes: int) -> bool:
+        """Whether a device is a GPU with enough free memory."""
+        if device.type != "cuda":
+            return False
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return n_bytes < free_bytes * _MEMORY_FRACTION
 
-    def _measured(self, nearest: Centroids, queries: TokenVectors | None) -> Json:
-        """How many candidates hold enough of the ten best, and the share that they hold."""
-        lengths, chooser, own = self.files.lengths, np.random.default_rng(0), list[int]()
-        if queries is not None:
-            asked = [
-                rows for rows in map(queries.rows, range(min(len(queries), _ASKED))) if rows.numel()
-            ]
+    def _choose_candidates(
+        self,
+        candidate_lists: Centroids,
+        queries: TokenVectors | None,
+    ) -> tuple[int, float]:
+        """Choose the number of candidates by their recall of the best documents.
+
+        Args:
+            candidate_lists: to search candidates in.
+            queries: see :meth:`build`.
+
+        Returns:
+            The number of candidates, and the mean fraction of the best documents among them.
+        """
+        sources: Sequence[int | None]
+        if queries is None:
+            query_vectors, sources = self._document_pieces()
         else:
-            own = chooser.choice(
-                np.flatnonzero(lengths),
-                min(_ASKED, int((lengths > 0).sum())),
-                replace=False,
-            ).tolist()
-            starts = [int(chooser.integers(max(1, int(lengths[row]) - _WORDS))) for row in own]
-            rows = [self.files.between(row, row + 1).floats() for row in own]
-            asked = [row[start : start + _WORDS] for row, start in zip(rows, starts, strict=True)]
-        found = self._best(asked, 11 if own else 10, [torch.device("cpu")], self._with)[1].tolist()
-        mine = own or [-1] * len(found)
-        best = [
-            [at for at in row if at != not_it][:10] for row, not_it in zip(found, mine, strict=True)
+            n_queries = min(len(queries), _MEASURED_QUERIES)
+            query_vectors = [queries.rows(row) for row in range(n_queries)]
+            query_vectors = [vectors for vectors in query_vectors if vectors.numel()]
+            sources = [None] * len(query_vectors)
+        # One document more, because the source of a piece does not count.
+        depth = _RECALL_DEPTH if queries is not None else _RECALL_DEPTH + 1
+        _, ranked = self._search_all(query_vectors, depth, [torch.device("cpu")])
+        best_documents = [
+            [row for row in rows if row != source][:_RECALL_DEPTH]
+            for rows, source in zip(ranked.tolist(), sources, strict=True)
         ]
-        count, share = 0, 0.0
-        for count in _CANDIDATES:
-            near = [set(nearest.candidates(query, count, self._with).tolist()) for query in asked]
-            shares = [
-                len(these.intersection(row)) / len(row)
-                for these, row in zip(near, best, strict=True)
-                if row
-            ]
-            if (share := float(np.mean(shares))) >= _RECALL:
+        n_candidates = 0
+        recall = 0.0
+        for n_candidates in _CANDIDATE_COUNTS:
+            recalls = []
+            for vectors, best in zip(query_vectors, best_documents, strict=True):
+                retrieved = candidate_lists.candidates(vectors, n_candidates, self._has_tokens)
+                if best:
+                    n_retrieved = len(set(retrieved.tolist()).intersection(best))
+                    recalls.append(n_retrieved / len(best))
+            recall = float(np.mean(recalls))
+            if recall >= _MIN_RECALL:
                 break
-        return {"n_candidates": count, "recall": round(share, 4)}
+        return n_candidates, round(recall, 4)
+
+    def _document_pieces(self) -> tuple[list[Tensor], list[int]]:
+        """Take pieces of random documents as queries.
+
+        Returns:
+            Token vectors of the pieces, and the rows of their documents.
+        """
+        generator = np.random.default_rng(0)
+        documents = np.flatnonzero(self._has_tokens)
+        n_pieces = min(_MEASURED_QUERIES, len(documents))
+        rows: list[int] = generator.choice(documents, n_pieces, replace=False).tolist()
+        pieces = []
+        for row in rows:
+            n_starts = max(1, int(self.files.lengths[row]) - _PIECE_TOKENS)
+            start = int(generator.integers(n_starts))
+            vectors = self.files.document_range(row, row + 1).floats()
+            pieces.append(vectors[start : start + _PIECE_TOKENS])
+        return pieces, rows
+
+
+def _write_chunks(folder: Path, chunks: Iterable[Chunk]) -> list[str]:
+    """Write the token files of an index.
+
+    Args:
+        folder: of the index.
+        chunks: all documents.
+
+    Returns:
+        Ids of the documents.
+
+    Raises:
+        ValueError: if there are no tokens.
+        DataError: for an empty or a repeated id.
+    """
+    ids: list[str] = []
+    lengths: list[npt.NDArray[np.int64]] = []
+    checksums: list[npt.NDArray[np.uint32]] = []
+    with (
+        (folder / token_blocks.VALUES).open("wb") as values_file,
+        (folder / token_blocks.SCALES).open("wb") as scales_file,
+    ):
+        for chunk in chunks:
+            ids += chunk.ids
+            lengths.append(chunk.lengths)
+            # Without scales there is one array, and the file of scales stays empty.
+            arrays = token_blocks.file_arrays(chunk.vectors)
+            for file, array in zip((values_file, scales_file), arrays, strict=False):
+                file.write(array.data)
+            ends = np.cumsum(chunk.lengths)
+            checksums.append(token_blocks.checksums(arrays, ends - chunk.lengths, ends))
+    check_ids(ids)
+    offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
+    if not offsets[-1]:
+        raise ValueError(
+            f"vectors: expected at least one, got none of {len(ids)} texts. Check the texts.",
+        )
+    np.save(folder / token_blocks.OFFSETS, offsets)
+    np.save(folder / token_blocks.CHECKSUMS, np.concatenate(checksums))
+    return ids

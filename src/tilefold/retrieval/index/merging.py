@@ -133,7 +133,11 @@ class _Source:
         self.manifest = replace(self.manifest, settings=kept)
 
     def shards(self) -> Iterator[Any]:
-        return iter_shards(self.folder, self.manifest) if self.store is None else self.store.each()
+        return (
+            iter_shards(self.folder, self.manifest)
+            if self.store is None
+            else self.store.iter_shards()
+        )
 
     def ids(self) -> Iterator[str]:
         of_shards = (name for vectors in self.shards() for name in vectors.ids)

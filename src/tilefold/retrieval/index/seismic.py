@@ -154,10 +154,10 @@ class SeismicOptions:
         )
 
 
-def _check_fraction(name: str, value: object, *, zero_allowed: bool = False) -> None:
+def _check_fraction(name: str, value: Any, *, zero_allowed: bool = False) -> None:
     """Raise ``ValueError`` unless an option is a number in (0, 1], or in [0, 1]."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if is_number and 0.0 <= value <= 1.0 and (zero_allowed or value != 0.0):  # type: ignore[operator]
+    if is_number and 0.0 <= value <= 1.0 and (zero_allowed or value != 0.0):
         return
     interval = "[0, 1]" if zero_allowed else "(0, 1]"
     raise ValueError(f"{name}: expected a number in {interval}, got {value!r}.")

@@ -1,5 +1,7 @@
-"""Packed token vectors in files, one document after the other: storage, checks, and blocks of them
-on a device.
+"""Packed token vectors in the files of an index, and blocks of them on a device.
+
+Three storages are read and written: int8, fp16 and int4. The files are memory-mapped, and each
+document is compared with its checksum when it is first read.
 """
 
 from __future__ import annotations
@@ -30,66 +32,105 @@ from tilefold.retrieval.index.protocol import REMEDY, read_array, read_offsets
 from tilefold.retrieval.vectors.tokens import TokenVectors
 
 STORAGES = ("int8", "fp16", "int4")
-VALUES, SCALES, OFFSETS, SUMS = "values.bin", "scales.bin", "offsets.npy", "checksums.npy"
-FILES = (VALUES, SCALES, OFFSETS, SUMS)
-_DTYPES: dict[str, tuple[type, type | None]] = {  # of values, and of scales: int4 has bfloat16
+VALUES = "values.bin"
+SCALES = "scales.bin"
+OFFSETS = "offsets.npy"
+CHECKSUMS = "checksums.npy"
+FILES = (VALUES, SCALES, OFFSETS, CHECKSUMS)
+# Types of the values and of the scales in the files. The scales of int4 are bfloat16, which numpy
+# lacks.
+_FILE_DTYPES: dict[str, tuple[type, type | None]] = {
     "int8": (np.int8, np.float32),
     "fp16": (np.float16, None),
     "int4": (np.uint8, np.uint16),
 }
-STREAMED = 1 << 21  # tokens of a block that is copied to a GPU
-_DECODED = 1 << 24  # and of one that is unpacked there
-_SLOTS = 3  # blocks on a GPU at a time
-_LEFT = 1.5  # times the bytes of the files that must be left to lock them
-_ANY_GPU = 1  # cudaHostRegisterPortable
-_THREADS = min(12, os.cpu_count() or 1)  # that check
-_MANY = 512  # documents that a thread checks
+# Tokens of a block that is copied to a GPU.
+STREAMED_TOKENS = 1 << 21
+# Tokens of a block of a GPU's memory; int4 is decoded block by block.
+_RESIDENT_TOKENS = 1 << 30
+_DECODED_TOKENS = 1 << 24
+# Blocks that are in a GPU's memory at a time while documents are streamed.
+_STREAM_SLOTS = 3
+# Free memory that locking needs, as a multiple of the size of the files.
+_LOCK_MARGIN = 1.5
+# Flag cudaHostRegisterPortable: the memory is locked for all GPUs.
+_CUDA_HOST_REGISTER_PORTABLE = 1
+# Checksums are compared by threads, in parts of so many documents.
+_CHECK_THREADS = min(12, os.cpu_count() or 1)
+_CHECK_DOCUMENTS = 512
 
-Places = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int64]
 
 
-class Packed(NamedTuple):
-    """Token vectors as they are stored; also padded, ``[N, L, D]``, of documents of equally many."""
+class StoredTokens(NamedTuple):
+    """Token vectors in a storage of an index.
 
-    values: Tensor  # [T, D] int8 or fp16, or [T, D / 2] uint8
-    scales: Tensor | None = None  # [T] fp32, or bfloat16 of int4
+    Packed vectors are described. Documents of L tokens each may also be padded, with ``[N, L]``
+    in the place of ``[T]``.
+
+    Attributes:
+        values: ``[T, D]`` int8 or fp16, or ``[T, D / 2]`` uint8 for int4.
+        scales: ``[T]`` factors of the values, fp32 for int8 and bfloat16 for int4. None for fp16.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
 
     def decoded(self) -> Tensor | QuantizedTokens:
-        """The document argument of :func:`tilefold.ops.maxsim`."""
+        """Return the vectors as the document argument of :func:`tilefold.ops.maxsim`."""
         if self.scales is None:
             return self.values
         if self.values.dtype == torch.uint8:
-            pair = torch.cat(
-                [self.values << 4, self.values & 240],
-                dim=-1,
-            )  # 16 n; two bits turned: 8 (2 n - 15)
-            return QuantizedTokens(pair.bitwise_xor_(136).view(torch.int8), self.scales.float() / 8)
+            # A nibble n means 2 n - 15. Shifted to the high half of a byte it is 16 n, and turning
+            # the bits of 136 makes that 16 n - 120 = 8 (2 n - 15) as int8.
+            nibbles = torch.cat([self.values << 4, self.values & 0xF0], dim=-1)
+            return QuantizedTokens(
+                nibbles.bitwise_xor_(136).view(torch.int8),
+                self.scales.float() / 8,
+            )
         return QuantizedTokens(self.values, self.scales)
 
     def floats(self) -> Tensor:
-        """The vectors ``[T, D]`` in fp32."""
-        found = self.decoded()
-        return found.dequantize() if isinstance(found, QuantizedTokens) else found.float()
+        """Return the vectors in fp32, ``[T, D]``."""
+        decoded = self.decoded()
+        return decoded.dequantize() if isinstance(decoded, QuantizedTokens) else decoded.float()
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Packed:
-        """Change the values, and the scales if there are some."""
-        return Packed(change(self.values), None if self.scales is None else change(self.scales))
+    def map(self, function: Callable[[Tensor], Tensor]) -> StoredTokens:
+        """Apply a function to the values, and to the scales if there are some."""
+        scales = None if self.scales is None else function(self.scales)
+        return StoredTokens(function(self.values), scales)
 
-    def part(self, low: int, high: int) -> Packed:
-        return self.each(lambda part: part[low:high])
+    def tokens(self, low: int, high: int) -> StoredTokens:
+        """Return a view of the tokens from `low` to `high`."""
+        return self.map(lambda tensor: tensor[low:high])
 
 
-Chunk = tuple[list[str], Places, Packed]  # ids, tokens of each, and these
+class Chunk(NamedTuple):
+    """Documents that are written into an index together.
+
+    Attributes:
+        ids: of the N documents.
+        lengths: tokens of each document, ``[N]``.
+        vectors: of all tokens, packed.
+    """
+
+    ids: list[str]
+    lengths: Rows
+    vectors: StoredTokens
 
 
-def packed(vectors: Tensor | QuantizedTokens, storage: str) -> Packed:
-    """Token vectors in a storage.
+def to_storage(vectors: Tensor | QuantizedTokens, storage: str) -> StoredTokens:
+    """Convert token vectors ``[T, D]`` to a storage.
 
-    In 4 bits, an entry is one of the 16 odd integers from -15 to 15, times 1/15 of the largest
-    entry of its token in bfloat16: off by at most that 15th, 66 bytes for 128 entries.
+    An entry in int4 is one of the 16 odd integers from -15 to 15, times a bfloat16 scale of its
+    token, which is a 15th of the token's largest entry. The error is at most the scale. A token of
+    128 entries takes 66 bytes.
+
+    Raises:
+        DataError: for an entry that fp16 cannot represent.
     """
     if storage == "int8" and isinstance(vectors, QuantizedTokens):
-        return Packed(vectors.values, vectors.scales)
+        return StoredTokens(vectors.values, vectors.scales)
     rows = vectors.dequantize() if isinstance(vectors, QuantizedTokens) else vectors.float()
     if storage == "fp16":
         halves = rows.half()
@@ -99,192 +140,278 @@ def packed(vectors: Tensor | QuantizedTokens, storage: str) -> Packed:
                 f"tokens: expected entries within 65504 for fp16, got {largest:.3g}. "
                 "Take storage='int8', or normalize the vectors.",
             )
-        return Packed(halves, None)
+        return StoredTokens(halves)
     if storage == "int8":
-        made = quantize_tokens(rows, "int8")
-        return Packed(made.values, made.scales)
+        quantized = quantize_tokens(rows, "int8")
+        return StoredTokens(quantized.values, quantized.scales)
     scales = (rows.abs().amax(dim=1) / 15).bfloat16()
     steps = rows / scales.float().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-    numbers = ((steps + 15) / 2).round_().clamp_(0, 15).to(torch.uint8)
+    nibbles = ((steps + 15) / 2).round_().clamp_(0, 15).to(torch.uint8)
+    # Entry i is in the low half of a byte, and entry D / 2 + i in its high half.
     half = rows.size(1) // 2
-    return Packed(numbers[:, :half] | (numbers[:, half:] << 4), scales)
+    return StoredTokens(nibbles[:, :half] | (nibbles[:, half:] << 4), scales)
 
 
 class TokenFiles:
-    """Token vectors of N documents, memory-mapped, in the files of an index; ``DataError`` for what
-    does not fit.
+    """Memory-mapped token vectors of the N documents of an index.
 
-    Each document has a checksum, which is compared when it is first read.
+    Each document has a checksum, which is compared when the document is first read.
+
+    Attributes:
+        folder: of the index.
+        dimension: D, the length of a vector.
+        storage: ``"int8"``, ``"fp16"`` or ``"int4"``.
+        offsets: int64 ``[N + 1]``, where the tokens of each document begin.
+        lengths: tokens of each document, ``[N]``.
+        n_tokens: tokens of all documents.
+        values: as in :class:`StoredTokens`.
+        scales: as in :class:`StoredTokens`; uint16 in the place of bfloat16.
+
+    Raises:
+        DataError: for files of another size than the documents need.
     """
 
-    def __init__(self, folder: Path, count: int, dimension: int, storage: str) -> None:
-        self.folder, self.dimension, self.storage = folder, dimension, storage
-        self.offsets, self._sums = (
-            read_offsets(folder / OFFSETS, count),
-            read_array(folder / SUMS, np.uint32, count),
-        )
-        self.lengths, self.n_tokens = (
-            np.diff(self.offsets),
-            int(self.offsets[-1]),
-        )  # of each document, and of all
-        kind, factors = _DTYPES[storage]
-        self.values = self._mapped(
-            VALUES,
-            kind,
-            (self.n_tokens, dimension // 2 if storage == "int4" else dimension),
-        )
-        self.scales = None if factors is None else self._mapped(SCALES, factors, (self.n_tokens,))
-        self._trusted = np.zeros(count, bool)
-        self._locked: bool | None = None  # not tried yet
+    def __init__(self, folder: Path, n_documents: int, dimension: int, storage: str) -> None:
+        self.folder = folder
+        self.dimension = dimension
+        self.storage = storage
+        self.offsets = read_offsets(folder / OFFSETS, n_documents)
+        self._checksums = read_array(folder / CHECKSUMS, np.uint32, n_documents)
+        self.lengths = np.diff(self.offsets)
+        self.n_tokens = int(self.offsets[-1])
+        value_dtype, scale_dtype = _FILE_DTYPES[storage]
+        width = dimension // 2 if storage == "int4" else dimension
+        self.values = self._mapped(VALUES, value_dtype, (self.n_tokens, width))
+        self.scales: npt.NDArray[Any] | None = None
+        if scale_dtype is not None:
+            self.scales = self._mapped(SCALES, scale_dtype, (self.n_tokens,))
+        self._is_verified = np.zeros(n_documents, bool)
+        # Whether the mapped memory is locked; None before the first attempt.
+        self._is_locked: bool | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self._arrays())
 
     def _mapped(self, name: str, dtype: type, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        path, wanted = self.folder / name, int(np.prod(shape)) * np.dtype(dtype).itemsize
-        if (got := path.stat().st_size) != wanted:
-            raise DataError(f"{path}: expected {wanted} bytes, got {got}. {REMEDY}")
-        return (
-            np.asarray(np.memmap(path, dtype, mode="c", shape=shape))
-            if wanted
-            else np.empty(shape, dtype)
+        """Map a file as an array, or raise ``DataError`` for a file of another size."""
+        path = self.folder / name
+        expected_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        n_bytes = path.stat().st_size
+        if n_bytes != expected_bytes:
+            raise DataError(f"{path}: expected {expected_bytes} bytes, got {n_bytes}. {REMEDY}")
+        if not expected_bytes:
+            return np.empty(shape, dtype)  # an empty file cannot be mapped
+        return np.asarray(np.memmap(path, dtype, mode="c", shape=shape))
+
+    def check(self, documents: Rows) -> None:
+        """Compare documents with their checksums, unless that was done before.
+
+        Raises:
+            DataError: if the vectors of a document are not those that were saved.
+        """
+        unverified = documents[~self._is_verified[documents]]
+        parts = [
+            unverified[low : low + _CHECK_DOCUMENTS]
+            for low in range(0, len(unverified), _CHECK_DOCUMENTS)
+        ]
+        with ThreadPoolExecutor(_CHECK_THREADS) as pool:
+            for damaged in pool.map(self._damaged, parts):
+                if damaged.size:
+                    raise DataError(
+                        f"{self.folder / VALUES}: damaged; the token vectors of document "
+                        f"{damaged[0]} are not those that were saved. {REMEDY}",
+                    )
+        self._is_verified[unverified] = True
+
+    def _damaged(self, documents: Rows) -> Rows:
+        """Return those of some documents that differ from their checksums."""
+        computed = checksums(
+            self._arrays(),
+            self.offsets[documents],
+            self.offsets[documents + 1],
         )
-
-    def check(self, documents: Places) -> None:
-        """Raise ``DataError`` for documents whose vectors are not those that were saved."""
-        new = documents[~self._trusted[documents]]
-        parts = [new[low : low + _MANY] for low in range(0, len(new), _MANY)]
-
-        def damaged(some: Places) -> list[int]:
-            sums = checksums(self._arrays(), self.offsets[some], self.offsets[some + 1])
-            return list(some[sums != self._sums[some]].tolist())
-
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for wrong in pool.map(damaged, parts):
-                if wrong:
-                    said = f"damaged; the token vectors of document {wrong[0]} are not those that were saved"
-                    raise DataError(f"{self.folder / VALUES}: {said}. {REMEDY}")
-        self._trusted[new] = True
+        damaged: Rows = documents[computed != self._checksums[documents]]
+        return damaged
 
     def lock(self) -> None:
-        """Lock what the files are mapped to in memory, whence GPUs copy at the rate of the bus, if
-        there is room.
+        """Lock the mapped files in memory, from where GPUs copy at the rate of the bus.
 
-        Pages become this process's own: the size of the files once more, for as long as this object
-        lives. It is tried once; a ``UserWarning`` says why it was not done.
+        The pages become private to this process. They take the size of the files once more, for as
+        long as this object lives. It is tried once. A ``UserWarning`` says why it was not done.
         """
-        if self._locked is not None:
+        if self._is_locked is not None:
             return
-        with contextlib.ExitStack() as alone:
-            with contextlib.suppress(
-                ImportError,
-                OSError,
-            ):  # Windows, and some network file systems
+        with contextlib.ExitStack() as stack:
+            # Windows has no fcntl, and some network file systems have no locks.
+            with contextlib.suppress(ImportError, OSError):
                 import fcntl
 
-                file = alone.enter_context((self.folder / VALUES).open("rb"))
-                fcntl.flock(
-                    file,
-                    fcntl.LOCK_EX,
-                )  # processes that open an index together look one after the other
-            refused = self._refused()
-        self._locked = not refused
-        if refused:
-            said = f"{self.folder} is not locked in memory ({refused}): its vectors are copied to the GPU more slowly."
-            warnings.warn(said, UserWarning, stacklevel=2)
+                file = stack.enter_context((self.folder / VALUES).open("rb"))
+                # Processes that open the index at the same time measure the free memory in turn.
+                fcntl.flock(file, fcntl.LOCK_EX)
+            refusal = self._lock_pages()
+        self._is_locked = refusal is None
+        if refusal is not None:
+            warnings.warn(
+                f"{self.folder} is not locked in memory ({refusal}): its vectors are copied to the "
+                "GPU more slowly.",
+                UserWarning,
+                stacklevel=2,
+            )
 
-    def _refused(self) -> str:
-        """Why nothing was locked, empty where all was."""
-        left, wanted = memory_left(), int(_LEFT * self.nbytes)
-        if left is None or left < wanted:
-            return f"{'an unknown number of' if left is None else left} bytes are left, {wanted} are wanted"
-        runtime, held = torch.cuda.cudart(), list[Any]()  # type: ignore[no-untyped-call]
+    def _lock_pages(self) -> str | None:
+        """Lock all arrays, or none of them.
+
+        Returns:
+            Why nothing was locked, or None after success.
+        """
+        free_bytes = memory_left()
+        needed_bytes = int(_LOCK_MARGIN * self.nbytes)
+        if free_bytes is None or free_bytes < needed_bytes:
+            free = "an unknown number of" if free_bytes is None else free_bytes
+            return f"{free} bytes are left, {needed_bytes} are wanted"
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        unlocks: list[Any] = []
         for array in self._arrays():
-            if error := int(runtime.cudaHostRegister(array.ctypes.data, array.nbytes, _ANY_GPU)):
-                for each in held:
-                    each()
-                with contextlib.suppress(
-                    RuntimeError,
-                ):  # the error stays until something is launched
+            address = array.ctypes.data
+            error = int(
+                runtime.cudaHostRegister(address, array.nbytes, _CUDA_HOST_REGISTER_PORTABLE),
+            )
+            if error:
+                for unlock in unlocks:
+                    unlock()
+                # CUDA reports the error again at the next launch, which should not be the caller's.
+                with contextlib.suppress(RuntimeError):
                     torch.ones(1, device="cuda").add_(1)
                 return f"cudaHostRegister gave error {error}"
-            held.append(weakref.finalize(self, runtime.cudaHostUnregister, array.ctypes.data))
-            held[-1].atexit = False
-        return ""
+            unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
+            unlock.atexit = False
+            unlocks.append(unlock)
+        return None
 
     def __getstate__(self) -> dict[str, object]:
-        return vars(self) | {"_locked": None}
+        return vars(self) | {"_is_locked": None}
 
-    def take(self, documents: Places) -> tuple[Packed, Tensor]:
-        """Vectors of some documents, copied, and their offsets in int32."""
+    def take(self, documents: Rows) -> tuple[StoredTokens, Tensor]:
+        """Copy the vectors of some documents.
+
+        Args:
+            documents: rows of the documents, in any order, ``[M]``.
+
+        Returns:
+            The packed vectors, and their int32 offsets ``[M + 1]``.
+        """
         self.check(documents)
-        found = [
-            slice(*span)
-            for span in zip(self.offsets[documents], self.offsets[documents + 1], strict=True)
-        ]
-        parts = [
-            np.concatenate([array[:0], *(array[span] for span in found)])
-            for array in self._arrays()
-        ]
-        return self._tensors(parts), torch.from_numpy(
-            offsets_of(self.lengths[documents]).astype(np.int32),
-        )
+        begins = self.offsets[documents].tolist()
+        ends = self.offsets[documents + 1].tolist()
+        arrays = []
+        for array in self._arrays():
+            # The empty part is for no documents.
+            parts = [array[:0]]
+            parts += [array[begin:end] for begin, end in zip(begins, ends, strict=True)]
+            arrays.append(np.concatenate(parts))
+        offsets = offsets_of(self.lengths[documents]).astype(np.int32)
+        return self._tensors(arrays), torch.from_numpy(offsets)
 
-    def between(self, low: int, high: int) -> Packed:
-        """Vectors of documents number `low` to `high`, as they lie in the files."""
+    def document_range(self, low: int, high: int) -> StoredTokens:
+        """Return the vectors of documents `low` to `high`, which are views of the files."""
         self.check(np.arange(low, high))
-        span = slice(int(self.offsets[low]), int(self.offsets[high]))
-        return self._tensors([array[span] for array in self._arrays()])
+        begin = int(self.offsets[low])
+        end = int(self.offsets[high])
+        return self._tensors([array[begin:end] for array in self._arrays()])
 
     def _arrays(self) -> list[npt.NDArray[Any]]:
+        """Return the values, and the scales if there are some."""
         return [self.values] if self.scales is None else [self.values, self.scales]
 
-    def _tensors(self, parts: Sequence[npt.NDArray[Any]]) -> Packed:
-        values, *scales = map(torch.from_numpy, parts)
+    def _tensors(self, arrays: Sequence[npt.NDArray[Any]]) -> StoredTokens:
+        """Wrap parts of :meth:`_arrays`."""
+        values = torch.from_numpy(arrays[0])
+        if self.scales is None:
+            return StoredTokens(values)
+        scales = torch.from_numpy(arrays[1])
         if self.storage == "int4":
-            scales = [scales[0].view(torch.bfloat16)]
-        return Packed(values, *scales)
+            scales = scales.view(torch.bfloat16)
+        return StoredTokens(values, scales)
 
-    def blocks(self, tokens: int) -> Iterator[tuple[Places, Tensor]]:
-        """Lengths of documents, and the vectors of all their tokens in fp32."""
-        for low, high in row_ranges(self.offsets, tokens):
-            yield self.lengths[low:high], self.between(low, high).floats()
+    def blocks(self, n_tokens: int) -> Iterator[tuple[Rows, Tensor]]:
+        """Iterate over all documents.
+
+        Args:
+            n_tokens: most tokens of a block; a longer document is a block by itself.
+
+        Yields:
+            Lengths of some documents, and the vectors of all their tokens in fp32.
+        """
+        for low, high in row_ranges(self.offsets, n_tokens):
+            yield self.lengths[low:high], self.document_range(low, high).floats()
 
 
-def arrays(found: Packed) -> list[npt.NDArray[Any]]:
-    """Values, and scales if there are some, as they are written."""
-    parts = (
-        part.view(torch.int16) if part.dtype == torch.bfloat16 else part
-        for part in found
-        if part is not None
-    )
-    return [np.ascontiguousarray(part.numpy()) for part in parts]
+def file_arrays(vectors: StoredTokens) -> list[npt.NDArray[Any]]:
+    """Return the values, and the scales if there are some, as they are written into files."""
+    arrays = [np.ascontiguousarray(vectors.values.numpy())]
+    scales = vectors.scales
+    if scales is not None:
+        if scales.dtype == torch.bfloat16:
+            scales = scales.view(torch.int16)  # numpy has no bfloat16
+        arrays.append(np.ascontiguousarray(scales.numpy()))
+    return arrays
 
 
 def checksums(
     arrays: Sequence[npt.NDArray[Any]],
-    starts: Places,
-    ends: Places,
+    starts: Rows,
+    ends: Rows,
 ) -> npt.NDArray[np.uint32]:
-    """CRC-32 of the vectors of documents, whose rows are from `starts` to `ends`, and then of their
-    scales.
+    """Compute the CRC-32 of documents, over their values and then their scales.
+
+    Args:
+        arrays: result of :func:`file_arrays`.
+        starts: first token of each document, ``[N]``.
+        ends: token after the last one of each document, ``[N]``.
     """
-    views = [(each.reshape(-1).view(np.uint8).data, each[:1].nbytes) for each in arrays]
-    found = [0] * len(starts)
-    for number, (low, high) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-        for data, width in views:
-            found[number] = zlib.crc32(data[low * width : high * width], found[number])
-    return np.array(found, np.uint32)
+    results = np.zeros(len(starts), np.uint32)
+    # The bytes of each array, and bytes per token.
+    buffers = [(array.reshape(-1).view(np.uint8).data, array[:1].nbytes) for array in arrays]
+    for document, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        crc = 0
+        for data, width in buffers:
+            crc = zlib.crc32(data[start * width : end * width], crc)
+        results[document] = crc
+    return results
 
 
-class Share:
-    """Documents `low` to `high` of a collection on one device: all in its memory if they fit, else
-    block by block.
+class Block(NamedTuple):
+    """Consecutive documents that are scored together.
 
-    A GPU computes with one block while the next are copied there, by a stream each: slower for the
-    first search, then at the rate of the bus from files whose memory is locked
-    (:meth:`TokenFiles.lock`).
+    Attributes:
+        low: first document.
+        high: document after the last one.
+        vectors: packed or padded, on the device.
+        offsets: int32 ``[high - low + 1]`` of packed documents; None for padded ones.
+    """
+
+    low: int
+    high: int
+    vectors: StoredTokens
+    offsets: Tensor | None
+
+
+class DeviceDocuments:
+    """Consecutive documents of an index that one device searches.
+
+    A GPU keeps them in its memory if they fit. Otherwise it computes with one block while the next
+    ones are copied, each by a CUDA stream of its own. From the second search on, the files are
+    locked in memory (:meth:`TokenFiles.lock`), and are then copied at the rate of the bus. A CPU
+    reads the mapped files.
+
+    Args:
+        files: of the index.
+        device: that searches.
+        low: first document.
+        high: document after the last one.
+        fits: whether the device keeps the documents in its memory.
     """
 
     def __init__(
@@ -295,128 +422,181 @@ class Share:
         high: int,
         fits: bool,
     ) -> None:
-        self.files, self.device, self.low, self.high = files, device, low, high
-        lengths = files.lengths[low:high]
+        self.files = files
+        self.device = device
+        self.low = low
+        self.high = high
         self.offsets = torch.from_numpy(files.offsets[low : high + 1].copy()).to(device)
-        self.without = (
-            None if lengths.all() else torch.from_numpy(lengths == 0).to(device)
-        )  # tokens
-        self.held = files.between(low, high).each(lambda part: part.to(device)) if fits else None
-        self._streams = False  # for the first time, which may be the only one
-        self.length = (
-            int(lengths[0]) if device.type != "cpu" and (lengths == lengths[0]).all() else 0
-        )  # of all
+        lengths = files.lengths[low:high]
+        # Mask of the documents without tokens; None if all have tokens.
+        self.without_tokens: Tensor | None = None
+        if not lengths.all():
+            self.without_tokens = torch.from_numpy(lengths == 0).to(device)
+        # Vectors in the memory of the device; None if they are read from the files.
+        self.resident: StoredTokens | None = None
+        if fits:
+            vectors = files.document_range(low, high)
+            self.resident = vectors.map(lambda tensor: tensor.to(device))
+        # Tokens of every document if a GPU may take them as padded; 0 for different lengths.
+        self._common_length = 0
+        if device.type != "cpu" and (lengths == lengths[0]).all():
+            self._common_length = int(lengths[0])
+        self._was_streamed = False
 
-    def blocks(self, tokens: int = STREAMED) -> Iterator[tuple[int, int, Packed, Tensor | None]]:
-        """First and last document (excluded), their vectors on the device, and int32 offsets,
-        unless padded.
+    def blocks(self, n_tokens: int = STREAMED_TOKENS) -> Iterator[Block]:
+        """Iterate over the documents, in order.
+
+        Args:
+            n_tokens: most tokens of a block that is not in the memory of the device.
         """
-        first = int(self.files.offsets[self.low])
-        if self.held is not None:
-            size = _DECODED if self.files.storage == "int4" else 1 << 30
-            for low, high in row_ranges(self.files.offsets, size, self.low, self.high):
-                span = (int(self.files.offsets[at]) - first for at in (low, high))
-                yield self._block(low, high, self.held.part(*span))
+        if self.resident is not None:
+            yield from self._resident_blocks(self.resident)
             return
-        ranges = list(row_ranges(self.files.offsets, tokens, self.low, self.high))
-        there = (
-            (self.files.between(*each) for each in ranges)
-            if self.device.type == "cpu"
-            else self._streamed(ranges)
-        )
-        for each, vectors in zip(ranges, there, strict=True):
-            yield self._block(*each, vectors)
+        ranges = list(row_ranges(self.files.offsets, n_tokens, self.low, self.high))
+        vectors_of_ranges: Iterator[StoredTokens]
+        if self.device.type == "cpu":
+            vectors_of_ranges = (self.files.document_range(low, high) for low, high in ranges)
+        else:
+            vectors_of_ranges = self._streamed(ranges)
+        for (low, high), vectors in zip(ranges, vectors_of_ranges, strict=True):
+            yield self._block(low, high, vectors)
 
-    def _block(
-        self,
-        low: int,
-        high: int,
-        vectors: Packed,
-    ) -> tuple[int, int, Packed, Tensor | None]:
-        if self.length:  # kernels of padded documents are faster
-            return (
-                low,
-                high,
-                vectors.each(lambda part: part.view(-1, self.length, *part.shape[1:])),
-                None,
-            )
-        found = self.offsets[low - self.low : high - self.low + 1]
-        return low, high, vectors, (found - found[0]).int()
+    def _resident_blocks(self, resident: StoredTokens) -> Iterator[Block]:
+        """Iterate over documents in the memory of the device."""
+        n_tokens = _DECODED_TOKENS if self.files.storage == "int4" else _RESIDENT_TOKENS
+        first_token = int(self.files.offsets[self.low])
+        for low, high in row_ranges(self.files.offsets, n_tokens, self.low, self.high):
+            begin = int(self.files.offsets[low]) - first_token
+            end = int(self.files.offsets[high]) - first_token
+            yield self._block(low, high, resident.tokens(begin, end))
 
-    def _streamed(self, ranges: Sequence[tuple[int, int]]) -> Iterator[Packed]:
-        if self._streams:
+    def _block(self, low: int, high: int, vectors: StoredTokens) -> Block:
+        """Wrap packed vectors of documents `low` to `high`, padded if they are of one length."""
+        length = self._common_length
+        if length:
+            # The kernels of padded documents are faster.
+            padded = vectors.map(lambda tensor: tensor.view(-1, length, *tensor.shape[1:]))
+            return Block(low, high, padded, None)
+        offsets = self.offsets[low - self.low : high - self.low + 1]
+        return Block(low, high, vectors, (offsets - offsets[0]).int())
+
+    def _streamed(self, ranges: Sequence[tuple[int, int]]) -> Iterator[StoredTokens]:
+        """Copy ranges of documents to the GPU, ahead of the computation.
+
+        Each slot is a buffer on the GPU with a CUDA stream that copies into it. A yielded block is
+        overwritten after the next one has been asked for.
+
+        Args:
+            ranges: first document and end of each range.
+
+        Yields:
+            The packed vectors of each range.
+        """
+        # The first search may be the only one, for which locking would not pay.
+        if self._was_streamed:
             with torch.cuda.device(self.device):
                 self.files.lock()
-        self._streams = True
-        main, bounds = torch.cuda.current_stream(self.device), self.files.offsets
-        most = max(int(bounds[high] - bounds[low]) for low, high in ranges)
-        streams = [torch.cuda.Stream(self.device) for _ in ranges[:_SLOTS]]  # type: ignore[no-untyped-call]
-        none = self.files.between(0, 0)
-        rooms = [
-            none.each(lambda part: part.new_empty(most, *part.shape[1:], device=self.device))
-            for _ in streams
+        self._was_streamed = True
+        compute_stream = torch.cuda.current_stream(self.device)
+        file_offsets = self.files.offsets
+        most_tokens = max(int(file_offsets[high] - file_offsets[low]) for low, high in ranges)
+        n_slots = min(_STREAM_SLOTS, len(ranges))
+        copy_streams = [
+            torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            for _ in range(n_slots)
+        ]
+        no_documents = self.files.document_range(0, 0)
+        buffers = [
+            no_documents.map(
+                lambda tensor: tensor.new_empty(most_tokens, *tensor.shape[1:], device=self.device),
+            )
+            for _ in range(n_slots)
         ]
 
-        def sent(number: int) -> Packed:
-            stream, block = streams[number % _SLOTS], self.files.between(*ranges[number])
-            stream.wait_stream(main)  # for what reads the block that was there
-            there = rooms[number % _SLOTS].part(0, len(block.values))
-            with torch.cuda.stream(stream):
-                for part, into in zip(block, there, strict=True):
-                    if part is not None and into is not None:
-                        into.copy_(part, non_blocking=True)
-            return there
+        def start_copy(number: int) -> StoredTokens:
+            """Start to copy a range into its slot."""
+            slot = number % n_slots
+            vectors = self.files.document_range(*ranges[number])
+            target = buffers[slot].tokens(0, len(vectors.values))
+            # Until then, computation may read the block that was in the slot.
+            copy_streams[slot].wait_stream(compute_stream)
+            with torch.cuda.stream(copy_streams[slot]):
+                target.values.copy_(vectors.values, non_blocking=True)
+                if target.scales is not None and vectors.scales is not None:
+                    target.scales.copy_(vectors.scales, non_blocking=True)
+            return target
 
-        ahead = deque[Packed]()
+        pending: deque[StoredTokens] = deque()
         try:
-            ahead.extend(map(sent, range(len(streams))))
+            for number in range(n_slots):
+                pending.append(start_copy(number))
             for number in range(len(ranges)):
-                main.wait_stream(streams[number % _SLOTS])
-                yield ahead.popleft()
-                if number + _SLOTS < len(ranges):
-                    ahead.append(sent(number + _SLOTS))
-        finally:  # nothing may write to memory that others are given, or read what is locked no more
-            for stream in streams:
-                main.wait_stream(stream)
-                if ahead:
+                compute_stream.wait_stream(copy_streams[number % n_slots])
+                yield pending.popleft()
+                if number + n_slots < len(ranges):
+                    pending.append(start_copy(number + n_slots))
+        finally:
+            # A search that ended early must not leave copies that write to freed memory, or read
+            # memory that is no longer locked.
+            for stream in copy_streams:
+                compute_stream.wait_stream(stream)
+                if pending:
                     stream.synchronize()
 
 
-class Asked(NamedTuple):
-    """Queries of one pass: padded, ``[Nq, L, D]`` with a mask where they differ in length."""
+class QueryBatch(NamedTuple):
+    """Queries that are scored together, padded.
+
+    Attributes:
+        vectors: ``[Nq, L, D]`` fp32.
+        mask: bool ``[Nq, L]``, False for padding. None if all queries have L tokens.
+    """
 
     vectors: Tensor
     mask: Tensor | None
 
     @classmethod
-    def of(cls, queries: Sequence[Tensor], device: torch.device) -> Asked:
+    def pad(cls, queries: Sequence[Tensor], device: torch.device) -> QueryBatch:
+        """Pad token vectors ``[n_i, D]`` of queries, and copy them to a device."""
         lengths = np.array([len(rows) for rows in queries])
-        vectors = np.zeros(
-            (len(queries), lengths.max(), queries[0].size(1)),
-            np.float32,
-        )  # torch wakes all threads
-        for place, rows in zip(vectors, queries, strict=True):
-            place[: len(rows)] = rows.detach().cpu().numpy()
-        mask = np.arange(vectors.shape[1]) < lengths[:, None]
+        dimension = queries[0].size(1)
+        # By numpy, because torch would wake all its threads.
+        padded = np.zeros((len(queries), lengths.max(), dimension), np.float32)
+        for padded_rows, rows in zip(padded, queries, strict=True):
+            padded_rows[: len(rows)] = rows.detach().cpu().numpy()
+        mask = np.arange(padded.shape[1]) < lengths[:, None]
         return cls(
-            torch.from_numpy(vectors).to(device),
+            torch.from_numpy(padded).to(device),
             None if mask.all() else torch.from_numpy(mask).to(device),
         )
 
 
-def scores_of(asked: Asked, vectors: Packed, offsets: Tensor | None, reduction: str) -> Tensor:
-    """Scores ``[Nq, Nd]`` of packed documents, or padded ones without offsets."""
-    documents = vectors.decoded()
-    queries = (
-        asked.vectors
-        if isinstance(documents, QuantizedTokens)
-        else asked.vectors.to(documents.dtype)
-    )
-    with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
+def maxsim_scores(
+    queries: QueryBatch,
+    documents: StoredTokens,
+    offsets: Tensor | None,
+    reduction: str,
+) -> Tensor:
+    """Score every query with every document by MaxSim.
+
+    Args:
+        queries: Nq queries.
+        documents: Nd documents on the same device.
+        offsets: int32 ``[Nd + 1]`` of packed documents; None for padded ones.
+        reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
+
+    Returns:
+        fp32 ``[Nq, Nd]``.
+    """
+    decoded = documents.decoded()
+    query_vectors = queries.vectors
+    if not isinstance(decoded, QuantizedTokens):
+        query_vectors = query_vectors.to(decoded.dtype)
+    with torch.no_grad(), torch.autocast(query_vectors.device.type, enabled=False):
         return maxsim(
-            queries,
-            documents,
-            query_mask=asked.mask,
+            query_vectors,
+            decoded,
+            query_mask=queries.mask,
             cu_seqlens_d=offsets,
             reduction=reduction,
         )
@@ -454,7 +634,16 @@ def pool_documents(documents: list[Tensor], pool_factor: int) -> list[Tensor]:
 
 
 def chunks_of(shards: Iterable[TokenVectors], storage: str, pool_factor: int) -> Iterator[Chunk]:
-    """The vectors of all shards, pooled and as they are stored."""
+    """Pool the vectors of shards and convert them to a storage.
+
+    Args:
+        shards: token vectors of documents.
+        storage: of the index.
+        pool_factor: see :func:`pool_documents`; 1 does not pool.
+
+    Yields:
+        The documents of each shard.
+    """
     for shard in shards:
         vectors = shard.packed()
         lengths = shard.offsets.diff().numpy()
@@ -462,4 +651,4 @@ def chunks_of(shards: Iterable[TokenVectors], storage: str, pool_factor: int) ->
             pooled = pool_documents([shard.rows(row) for row in range(len(shard))], pool_factor)
             lengths = np.array([len(rows) for rows in pooled], np.int64)
             vectors = torch.cat(pooled) if pooled else torch.zeros(0, shard.dimension)
-        yield shard.ids, lengths, packed(vectors, storage)
+        yield Chunk(shard.ids, lengths, to_storage(vectors, storage))

@@ -391,7 +391,7 @@ class TokenStore:
             self._shards[number] = vectors
         return self._shards[number]
 
-    def each(self) -> Iterator[TokenVectors]:
+    def iter_shards(self) -> Iterator[TokenVectors]:
         """Yield all shards; those that were not mapped before are mapped one at a time."""
         for number in range(len(self.manifest.shards)):
             was_mapped = number in self._shards
