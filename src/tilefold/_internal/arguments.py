@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, MappingView, Set
-from numbers import Integral
+from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,18 @@ __all__ = [
     "check_count",
     "check_encoder",
     "check_instance",
+    "check_integer",
     "check_k",
     "check_least",
     "check_mapping",
+    "check_number",
     "check_share",
     "check_texts_by_id",
     "list_of",
     "list_of_ids",
     "list_of_texts",
     "path_of",
+    "sorted_token_ids",
 ]
 
 
@@ -187,6 +190,45 @@ def check_share(name: str, value: float) -> None:
     """Raise ``ValueError`` unless an argument is a number in [0, 1]."""
     if not 0 <= value <= 1:
         raise ValueError(f"{name}: expected a number in [0, 1], got {value!r}.")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise ``TypeError`` unless an argument is a real number, which may be one of numpy.
+
+    A boolean is refused, although it is an instance of ``int``. The range is left to the caller.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"{name}: expected a number, got {_described(value)}; pass an int or float."
+        )
+
+
+def check_integer(name: str, value: object) -> None:
+    """Raise ``TypeError`` unless an argument is an integer, which may be one of numpy.
+
+    A boolean is refused. The range is left to the caller.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}: expected an integer, got {_described(value)}; pass an int.")
+
+
+def sorted_token_ids(name: str, ids: object) -> list[int]:
+    """Return distinct token ids in ascending order.
+
+    Args:
+        name: the argument, for the error.
+        ids: integers of at least 0 in any order, also a set or an array.
+
+    Raises:
+        TypeError: for anything but integers.
+        ValueError: for a negative id.
+    """
+    token_ids = list_of(name, ids, ordered=False)
+    for token_id in token_ids:
+        check_integer(name, token_id)
+        if token_id < 0:
+            raise ValueError(f"{name}: expected token ids of at least 0, got {token_id}.")
+    return sorted({int(token_id) for token_id in token_ids})
 
 
 def path_of(name: str, path: object) -> Path:

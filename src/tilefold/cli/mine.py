@@ -249,7 +249,7 @@ def check_filter(margin: float | None, max_score_share: float | None) -> FalseNe
 
     if margin is None and max_score_share is None:
         return None
-    with _options.option_errors(margin="--margin", max_score_share="--max-score-share"):
+    with _options.option_errors(margin="--margin", max_share="--max-score-share"):
         return FalseNegatives(margin, max_score_share)
 
 
@@ -543,7 +543,7 @@ def score(request: ScoreRequest) -> None:
     }
     before = len(rows)
     if false_negatives is not None:
-        with _options.option_errors(margin="--margin", max_score_share="--max-score-share"):
+        with _options.option_errors(margin="--margin", max_share="--max-score-share"):
             rows = retrieval.drop_false_negatives(rows, false_negatives)
         rows.made_by |= {"score_margin": request.margin, "score_max_share": request.max_score_share}
     _stamp(rows, collection)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
+from tilefold._internal.arguments import check_integer, check_number
 from tilefold.distributed.collectives import (
     Columns,
     Group,
@@ -55,8 +56,8 @@ def flops(
         A scalar.
 
     Raises:
-        TypeError: if ``scores`` is not a floating-point tensor.
-        ValueError: for shapes, DTensor placements or groups that do not fit.
+        TypeError: if ``scores`` is not a floating-point tensor, or ``threshold`` no number.
+        ValueError: for a negative threshold, and for shapes, DTensor placements or groups that do not fit.
     """
     columns = columns_of(scores, group)
     mean = _mean_over_rows(_long_rows(columns, threshold).sum(dim=0), columns)
@@ -112,8 +113,7 @@ def anti_zero(scores: Tensor, *, epsilon: float = 1e-8, group: Group = None) -> 
     Raises:
         ValueError: if ``epsilon`` is negative, and as in :func:`flops`.
     """
-    if not epsilon >= 0:
-        raise ValueError(f"epsilon must be a number that is not negative, got {epsilon!r}.")
+    check_epsilon(epsilon)
     columns = columns_of(scores, group)
     total = sum_over_rows(columns.local.sum(), columns.rows)
     return 1 / (sum_over_columns(total, columns.shards).square() + epsilon)
@@ -131,9 +131,11 @@ def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 
         beta: how steep the curve is there, positive.
 
     Raises:
-        TypeError: if ``document_frequency`` is not a tensor.
+        TypeError: if ``document_frequency`` is not a tensor, or another argument no number.
         ValueError: for ``alpha`` or ``beta`` out of range.
     """
+    check_number("alpha", alpha)
+    check_number("beta", beta)
     if not 0 < alpha < 1:
         raise ValueError(f"alpha must be between 0 and 1, exclusive, got {alpha!r}.")
     if not 0 < beta < math.inf:
@@ -146,8 +148,35 @@ def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 
     return 1 / (1 + base.clamp(min=0).pow(beta))
 
 
+def check_threshold(threshold: object) -> None:
+    """Raise an error unless a threshold is None or a number of at least 0.
+
+    Raises:
+        TypeError: for anything but a number or None.
+        ValueError: for a negative number, or NaN.
+    """
+    if threshold is None:
+        return
+    check_number("threshold", threshold)
+    if not threshold >= 0:  # type: ignore[operator]
+        raise ValueError(f"threshold must be at least 0 or None, got {threshold!r}.")
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Raise an error unless an epsilon is a number of at least 0.
+
+    Raises:
+        TypeError: for anything but a number.
+        ValueError: for a negative number, or NaN.
+    """
+    check_number("epsilon", epsilon)
+    if not epsilon >= 0:
+        raise ValueError(f"epsilon must be a number that is not negative, got {epsilon!r}.")
+
+
 def _long_rows(columns: Columns, threshold: float | None) -> Tensor:
     """Return the scores, with zeros in rows of at most `threshold` nonzero scores."""
+    check_threshold(threshold)
     if threshold is None:
         return columns.local
     counts = (columns.local != 0).sum(dim=1)
@@ -214,8 +243,17 @@ def activated_lm_loss(
         ignore_index: label of positions that do not count; without any other, all parts are 0.
 
     Raises:
+        TypeError: for an argument that is no tensor, or an option that is no number.
         ValueError: for shapes that do not fit together, or an option out of range.
     """
+    check_tensor("hidden", hidden)
+    check_tensor("weight", weight)
+    check_tensor("labels", labels)
+    if bias is not None:
+        check_tensor("bias", bias)
+    check_number("activated_weight", activated_weight)
+    check_integer("chunk", chunk)
+    check_integer("ignore_index", ignore_index)
     if (
         hidden.dim() != 2
         or labels.shape != hidden.shape[:1]
@@ -226,7 +264,7 @@ def activated_lm_loss(
             f"got {list(hidden.shape)}, {list(weight.shape)} and {list(labels.shape)}; "
             "flatten batch and positions, and shift the labels.",
         )
-    if chunk < 1 or activated_weight < 0:
+    if chunk < 1 or not activated_weight >= 0:  # a NaN is refused too
         raise ValueError(
             "chunk must be at least 1 and activated_weight at least 0, "
             f"got {chunk} and {activated_weight}.",

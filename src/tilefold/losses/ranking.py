@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tilefold._internal.arguments import check_number, list_of
 from tilefold._internal.sigmoid import sigmoid
 from tilefold.distributed.collectives import sum_over_rows
 from tilefold.distributed.process_group import ranks_of
@@ -33,14 +34,21 @@ class WeightedTerms(nn.Module):
 
     def __init__(self, terms: Iterable[tuple[nn.Module, float]]) -> None:
         super().__init__()
-        pairs = list(terms)
+        pairs = list_of("terms", terms)
         if not pairs:
             raise ValueError(
                 f"terms must be at least one pair of {self.kind} and its weight, "
                 "got an empty list.",
             )
-        for term, _ in pairs:
+        for pair in pairs:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise TypeError(
+                    f"terms: expected pairs of {self.kind} and its weight, got "
+                    f"{type(pair).__name__}; pass [(term, weight)].",
+                )
+            term, weight = pair
             check_term("terms", term, self.remedy)
+            check_number("terms: weight", weight)
         self.terms = nn.ModuleList(term for term, _ in pairs)
         self.weights = [float(weight) for _, weight in pairs]
 

@@ -10,7 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilefold.distributed.collectives import Group, columns_of
-from tilefold.losses.functional import anti_zero, df_weights, flops, l1, l2
+from tilefold.losses.functional import (
+    anti_zero,
+    check_epsilon,
+    check_threshold,
+    df_weights,
+    flops,
+    l1,
+    l2,
+)
 from tilefold.losses.ranking import WeightedTerms, check_term
 
 
@@ -43,6 +51,7 @@ class _Thresholded(Regularizer):
 
     def __init__(self, threshold: float | None = None, group: Group = "world") -> None:
         super().__init__(group)
+        check_threshold(threshold)
         self.threshold = threshold
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
@@ -106,6 +115,7 @@ class AntiZeroLoss(Regularizer):
 
     def __init__(self, epsilon: float = 1e-8, group: Group = "world") -> None:
         super().__init__(group)
+        check_epsilon(epsilon)
         self.epsilon = epsilon
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
@@ -150,6 +160,7 @@ class DFFlopsLoss(Regularizer):
             raise ValueError(
                 f"refresh_every must be a positive number of steps or None, got {refresh_every!r}.",
             )
+        check_threshold(threshold)
         # refuses numbers out of range
         df_weights(torch.zeros(1), alpha=alpha, beta=beta)
         self.alpha = alpha

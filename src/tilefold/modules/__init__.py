@@ -54,8 +54,10 @@ def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:
     """
     from sentence_transformers import SparseEncoder
 
+    from tilefold._internal.arguments import path_of
     from tilefold.modules.epic_pooling import EpicPooling
 
+    path_of("name_or_path", name_or_path)  # a name or a path
     model = SparseEncoder._load_with_module_classes(name_or_path, module_classes(), **kwargs)
     is_epic = any(isinstance(module, EpicPooling) for module in model.modules())
     if is_epic and model.max_active_dims is None:
@@ -79,8 +81,14 @@ def to_stock(model: nn.Module) -> int:
         The number of modules that were replaced.
 
     Raises:
+        TypeError: for anything but a loaded model.
         ValueError: if the model is accelerated.
     """
+    if not callable(getattr(model, "modules", None)) or isinstance(model, type):
+        raise TypeError(
+            f"model: expected a loaded model, got {type(model).__name__}; pass "
+            "load_encoder(name_or_path).",
+        )
     n_replaced = 0
     # a list, because children are replaced during the loop
     for parent in list(model.modules()):

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from tilefold._internal.arguments import check_count, sorted_token_ids
 from tilefold._internal.sigmoid import sigmoid
 from tilefold.modules import fused_pooling as fused
 from tilefold.modules.fused_pooling import Features, Head, PoolingModule, ScoreOptions
@@ -69,8 +70,9 @@ class EpicPooling(PoolingModule):
         embedding_dimension: int | None = None,
     ) -> None:
         super().__init__()
+        check_count("hidden_size", hidden_size)
         self.hidden_size = hidden_size
-        self.ignore_ids = sorted({int(i) for i in ignore_ids})
+        self.ignore_ids = sorted_token_ids("ignore_ids", ignore_ids)
         self.embedding_dimension = embedding_dimension
         self.importance = nn.Linear(hidden_size, 1)
         self.quality = nn.Linear(hidden_size, 1)

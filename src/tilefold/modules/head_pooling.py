@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from tilefold._internal.arguments import sorted_token_ids
 from tilefold.modules import fused_pooling as fused
 from tilefold.modules.fused_pooling import (
     Features,
@@ -82,7 +83,7 @@ class HeadPooling(PoolingModule):
         self.pooling = pooling
         self.activation = activation
         self.logit_scale = logit_scale
-        self.ignore_ids = sorted({int(i) for i in ignore_ids})
+        self.ignore_ids = sorted_token_ids("ignore_ids", ignore_ids)
         self.top_k = top_k
         self.normalize = normalize
         self.embedding_dimension = embedding_dimension

@@ -12,6 +12,7 @@ from sentence_transformers.base.modules import InputModule
 from sentence_transformers.util import load_file_path
 from torch import Tensor
 
+from tilefold._internal.arguments import path_of
 from tilefold._internal.files import sha256_file
 from tilefold._internal.typing import Tokenizer
 from tilefold.modules.fused_pooling import (
@@ -74,7 +75,7 @@ class OnnxGraph(FusedPooling, InputModule):
     def __init__(self, tokenizer: Tokenizer, path: str | Path, **settings: Any) -> None:
         super().__init__()
         self.tokenizer = tokenizer
-        self.path = Path(path)
+        self.path = path_of("path", path)
         self._session = None
         for name in self.config_keys:
             setattr(self, name, settings.get(name))

@@ -9,6 +9,7 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from tilefold._internal.arguments import check_count, check_number
 from tilefold.modules import fused_pooling as fused
 from tilefold.modules.fused_pooling import Features, Head, PoolingModule, ScoreOptions
 
@@ -92,6 +93,12 @@ class SplateHead(PoolingModule):
         train_bias: bool = False,
     ) -> None:
         super().__init__()
+        check_count("hidden_size", hidden_size)
+        check_count("vocab_size", vocab_size)
+        if adapter_size is not None:
+            check_count("adapter_size", adapter_size)
+        check_number("layer_norm_eps", layer_norm_eps)
+        check_number("logit_scale", logit_scale)
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         self.embedding_dimension = vocab_size

@@ -8,6 +8,7 @@ import torch
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
 from torch import Tensor
 
+from tilefold._internal.arguments import check_count
 from tilefold._internal.typing import Tokenizer
 from tilefold._internal.vocabulary import id_bound
 from tilefold.modules.fused_pooling import (
@@ -19,6 +20,7 @@ from tilefold.modules.fused_pooling import (
     location_arguments,
 )
 from tilefold.ops import token_scatter, token_scatter_sparse
+from tilefold.ops.checks import check_tensor
 
 __all__ = ["StaticQuery", "counted_tokens"]
 
@@ -72,6 +74,15 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
         frozen: bool = False,
         vocab_size: int | None = None,
     ) -> None:
+        if not hasattr(tokenizer, "get_vocab"):
+            raise TypeError(
+                f"tokenizer: expected a tokenizer, got {type(tokenizer).__name__}; pass "
+                "AutoTokenizer.from_pretrained(name).",
+            )
+        if weight is not None:
+            check_tensor("weight", weight)
+        if vocab_size is not None:
+            check_count("vocab_size", vocab_size)
         if vocab_size is None:
             if weight is None or weight.numel() == 1:
                 vocab_size = id_bound(tokenizer.get_vocab())

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from tilefold._internal.arguments import check_count, check_number, sorted_token_ids
 from tilefold.modules import fused_pooling as fused
 from tilefold.modules.fused_pooling import Features, Head, PoolingModule, ScoreOptions
 from tilefold.ops import token_scatter, token_scatter_sparse
@@ -84,12 +85,16 @@ class TokenWeights(PoolingModule):
             raise ValueError(
                 f"saturation must be a finite number above 0 or None, got {saturation!r}.",
             )
+        check_count("hidden_size", hidden_size)
+        check_count("vocab_size", vocab_size)
+        if scale is not None:
+            check_number("scale", scale)
         self.hidden_size = hidden_size
         self.activation = activation
         self.saturation = saturation
         self.vocab_size = vocab_size
         self.embedding_dimension = vocab_size
-        self.ignore_ids = sorted({int(i) for i in ignore_ids})
+        self.ignore_ids = sorted_token_ids("ignore_ids", ignore_ids)
         self.linear = nn.Linear(hidden_size, 1)
         if scale is None and not has_scale:
             self.register_parameter("scale", None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilefold._internal.arguments import check_count
 from tilefold.modules.fused_pooling import Features, Head, PoolingModule, ScoreOptions
+from tilefold.ops.checks import check_tensor
 
 __all__ = ["LexicalWindow", "keep_heaviest"]
 
@@ -89,7 +91,13 @@ def keep_heaviest(rows: Tensor, count: int) -> Tensor:
     Args:
         rows: ``[B, V]``, not negative.
         count: entries to keep. Among equal entries the choice is arbitrary.
+
+    Raises:
+        TypeError: if `rows` is no tensor.
+        ValueError: if `count` is no integer of at least 1.
     """
+    check_tensor("rows", rows)
+    check_count("count", count)
     if count >= rows.size(1):
         return rows
     heaviest = rows.topk(count, dim=1, sorted=False)

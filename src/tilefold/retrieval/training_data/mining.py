@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilefold._internal.arguments import check_instance, check_mapping, list_of
+from tilefold._internal.arguments import (
+    check_instance,
+    check_integer,
+    check_mapping,
+    check_number,
+    list_of,
+)
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.common.files import check_text_ids
 from tilefold.retrieval.data.collection import Collection
@@ -27,6 +33,10 @@ class Window:
     Attributes:
         first, last: ranks, from 1, both included. Judged documents have ranks, too.
         count: number of negatives to draw, at most.
+
+    Raises:
+        TypeError: for a value that is no integer.
+        ValueError: for ranks that are no range, or a count below 1.
     """
 
     first: int
@@ -34,6 +44,8 @@ class Window:
     count: int
 
     def __post_init__(self) -> None:
+        for name in ("first", "last", "count"):
+            check_integer(name, getattr(self, name))
         if not 1 <= self.first <= self.last:
             raise ValueError(
                 "ranks: expected FIRST-LAST with 1 <= FIRST <= LAST, got "
@@ -55,19 +67,26 @@ class FalseNegatives:
     Attributes:
         margin: least difference from s, at least 0; None is no condition.
         max_share: largest share of s, in (0, 1]; None is no condition.
+
+    Raises:
+        TypeError: for a value that is neither a number nor None.
+        ValueError: for a number out of range.
     """
 
     margin: float | None = None
     max_share: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("margin", "max_share"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name))
         if self.margin is not None and not 0 <= self.margin < math.inf:
             raise ValueError(
                 f"margin: expected a finite number of at least 0, got {self.margin!r}.",
             )
         if self.max_share is not None and not 0 < self.max_share <= 1:
             raise ValueError(
-                f"max_score_share: expected a number in (0, 1], got {self.max_share!r}.",
+                f"max_share: expected a number in (0, 1], got {self.max_share!r}.",
             )
 
     def limit(self, relevant: Iterable[float], query: str) -> float:
@@ -89,7 +108,7 @@ class FalseNegatives:
         if self.max_share is not None:
             if highest <= 0:
                 raise ValueError(
-                    f"max_score_share: the best relevant document of query {query!r} scores "
+                    f"max_share: the best relevant document of query {query!r} scores "
                     f"{highest:g}, and a share of that is no limit. Filter by margin, or by scores "
                     "that are positive.",
                 )
@@ -337,7 +356,7 @@ def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) ->
     if not keep.any():
         n_negatives = int((~rows.relevant).sum())
         raise ValueError(
-            f"margin, max_score_share: expected that some negative passes, got 0 of {n_negatives} "
+            f"margin, max_share: expected that some negative passes, got 0 of {n_negatives} "
             f"with {false_negatives.margin!r} and {false_negatives.max_share!r}; relax one.",
         )
     return rows.take(keep)

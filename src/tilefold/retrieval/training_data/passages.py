@@ -7,12 +7,17 @@ import numpy as np
 from tilefold._internal.arguments import check_instance
 from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.data.passages import Passage, Passages, document_of
-from tilefold.retrieval.index.bm25 import BM25Index
+from tilefold.retrieval.index.bm25 import BM25Index, BM25Options
 
 __all__ = ["training_passages"]
 
 
-def training_passages(passages: Passages, collection: Collection) -> Collection:
+def training_passages(
+    passages: Passages,
+    collection: Collection,
+    *,
+    language: str = BM25Options.language,
+) -> Collection:
     """Return the collection with passages as documents.
 
     Of a relevant document, the passage that BM25 scores highest for the query takes its grade (the
@@ -22,13 +27,18 @@ def training_passages(passages: Passages, collection: Collection) -> Collection:
     Args:
         passages: how documents are cut.
         collection: whole documents, with judgements.
+        language: language of BM25's stop words and stemmer, as in
+            :class:`tilefold.retrieval.BM25Options`; ``"none"`` uses neither.
 
     Raises:
-        TypeError: if `collection` is not a :class:`Collection`.
+        TypeError: if `collection` is not a :class:`Collection`, or `passages` no
+            :class:`Passages`.
+        ValueError: for a language that has no stemmer.
     """
+    check_instance("passages", passages, Passages, "Passages(length)")
     check_instance("collection", collection, Collection, "load_collection(path)")
     texts = passages.of(collection.documents)
-    index = BM25Index.build(texts)
+    index = BM25Index.build(texts, language=language)
     choose = _BestPassage(index, collection)
     qrels = {
         split: {

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import check_instance, list_of, path_of
+from tilefold._internal.arguments import check_instance, check_mapping, list_of, path_of
 from tilefold._internal.files import atomic_file
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.common.files import Json, arrow
@@ -98,6 +98,7 @@ class TrainingRows:
             ``queries_sha256`` are fingerprints.
 
     Raises:
+        TypeError: for a column that is no array of numbers.
         DataError: if shapes do not fit, a query has a document twice, or a score is not finite.
     """
 
@@ -132,6 +133,8 @@ class TrainingRows:
 
     def _convert(self) -> None:
         """Convert ids to lists and columns to arrays, by position."""
+        check_mapping("teachers", self.teachers, "name -> scores")
+        check_mapping("made_by", self.made_by, "name -> JSON value")
         self.queries = list_of("queries", self.queries)
         self.documents = list_of("documents", self.documents)
         self.offsets = np.asarray(self.offsets)
@@ -140,6 +143,21 @@ class TrainingRows:
         self.teachers = {name: np.asarray(scores) for name, scores in self.teachers.items()}
         if self.target is not None:
             self.target = np.asarray(self.target)
+        for name, values in {**self._scores(), **self._columns()}.items():
+            if values.ndim == 0 or values.dtype.kind not in "biuf":
+                raise TypeError(
+                    f"{name}: expected one number per row, got {values.ndim} dimensions of "
+                    f"{values.dtype}; pass an array of numbers.",
+                )
+        if self.offsets.ndim == 0 or self.offsets.dtype.kind not in "iuf":
+            raise TypeError(
+                f"offsets: expected integers, got {self.offsets.ndim} dimensions of "
+                f"{self.offsets.dtype}; pass an array of {len(self.queries) + 1} integers.",
+            )
+
+    def _columns(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the columns without the scores of teachers, by name."""
+        return {name: getattr(self, name) for name in _COLUMNS}
 
     def _scores(self) -> dict[str, Floats]:
         """Return the scores of the teachers and the target, by name."""
@@ -159,8 +177,7 @@ class TrainingRows:
             )
 
     def _check_shapes(self) -> None:
-        columns = {name: getattr(self, name) for name in _COLUMNS}
-        for name, values in {**columns, **self._scores()}.items():
+        for name, values in {**self._columns(), **self._scores()}.items():
             if values.shape != (len(self),):
                 raise DataError(
                     f"{name}: expected {len(self)} values, one per row, got shape {values.shape}.",

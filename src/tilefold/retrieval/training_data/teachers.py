@@ -512,8 +512,11 @@ def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> Tra
     """Add the relevant documents of a split that queries lack, before their other rows.
 
     Raises:
+        TypeError: if `rows` or `collection` is of another kind.
         ValueError: if the rows are scored, because added rows would have no scores.
     """
+    check_rows("rows", rows)
+    check_instance("collection", collection, Collection, "load_collection(path)")
     qrels = collection.split_qrels(split)
     position_of_document = {document: position for position, document in enumerate(rows.documents)}
     insert_at = []  # row before which each missing document is inserted
