@@ -1,4 +1,4 @@
-"""Indexes that are changed by segments, and several folders of vectors as one."""
+"""Updates of indexes by segments, and merging of folders of vectors."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ if TYPE_CHECKING:
 
 __all__ = ["merge_segments", "merge_vectors", "update_index"]
 
+# Backends whose indexes are updated by segments.
 GROWING = ("exact", "seismic", "dense", "late")
 
-_OF_TEXTS = {"texts_sha256", "shard_size"}  # settings in which folders may differ
+# Settings in which folders that are merged may differ.
+_SETTINGS_OF_TEXTS = {"texts_sha256", "shard_size"}
 
 
 def merge_vectors(
@@ -48,12 +50,11 @@ def merge_vectors(
     *,
     overwrite: bool = False,
 ) -> Manifest:
-    """Write the vectors of several folders, of any one kind, as those of one folder; they are
-    copied shard by shard.
+    """Merge several folders of vectors of one kind into one folder, shard by shard.
 
-    The folders must be complete and differ in their texts alone; other precisions are a
-    ``PrecisionWarning``. The texts of the new one have no fingerprint. After an interrupt, the same call begins again; until it is finished, the new
-    folder is refused as incomplete.
+    The folders must be complete, and may differ in their texts only. Other precisions are a
+    ``PrecisionWarning``. The texts of the new folder have no fingerprint. After an interrupt, the
+    same call begins again. Until it is finished, the new folder is refused as incomplete.
 
     Args:
         folders: two or more folders of vectors.
@@ -68,26 +69,17 @@ def merge_vectors(
             one of the folders.
         FileExistsError: if `output_dir` holds other files, or without `overwrite` other vectors.
     """
-    places = [Path(folder) for folder in list_of("folders", folders)]
-    if len(places) < 2:
-        raise ValueError(f"folders: expected two or more, got {len(places)}.")
-    if Path(output_dir).resolve() in {place.resolve() for place in places}:
+    paths = [Path(folder) for folder in list_of("folders", folders)]
+    if len(paths) < 2:
+        raise ValueError(f"folders: expected two or more, got {len(paths)}.")
+    if Path(output_dir).resolve() in {path.resolve() for path in paths}:
         raise DataError(
             f"output_dir: expected another folder than those that are merged, got {output_dir}.",
         )
-    sources = [_Source(place) for place in places]
-    first, seen = sources[0], dict[str, _Source]()
+    sources = [_Source(path) for path in paths]
+    first = sources[0]
     for source in sources[1:]:
-        if source.layout != first.layout:
-            got = f"{source.layout} ones in {source.folder}"
-            raise DataError(
-                f"folders: expected {first.layout} vectors as in {first.folder}, got {got}.",
-            )
-        both = first.manifest.identity, source.manifest.identity
-        if changed := differences(*both, f"in {first.folder}", f"in {source.folder}"):
-            raise DataError(
-                f"folders: expected vectors that were made alike, got others ({changed}).",
-            )
+        _check_same_kind(first, source)
         warn_of_other_precision(
             f"folders: the vectors of {source.folder}",
             source.manifest.precision,
@@ -95,63 +87,102 @@ def merge_vectors(
             first.manifest.precision,
             stacklevel=2,
         )
-    for source in sources:
-        for name in (*source.ids(), *source.manifest.failed):
-            if seen.setdefault(name, source) is not source:
-                where = f"{seen[name].folder} and {source.folder}"
-                raise DataError(
-                    f"folders: {name!r} is in {where}. Leave one out, or add to an index: index "
-                    "--update",
-                )
+    n_texts = _check_distinct_ids(sources)
     writer = first.writer(Path(output_dir), overwrite=overwrite)
     for source in sources:
         writer.precision = source.manifest.precision
         for vectors in source.shards():
             writer.write_shard(len(writer.manifest.shards), vectors)
-        writer.manifest.failed |= source.manifest.failed
-    return writer.finish(len(seen))  # type: ignore[no-any-return]
+        writer.manifest.failed.update(source.manifest.failed)
+    return writer.finish(n_texts)  # type: ignore[no-any-return]
 
 
 class _Source:
-    """A folder of vectors of any kind."""
+    """A folder of vectors that is merged with others.
+
+    Attributes:
+        folder: the folder.
+        layout: ``"sparse"``, ``"dense"`` or ``"tokens"``.
+        store: the open folder of dense or token vectors; None for sparse vectors.
+        manifest: of the folder, without the settings that describe its texts.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.layout = folder, layout_of(folder)
+        self.folder = folder
+        self.layout = layout_of(folder)
         self.store: Any = None
-        self.manifest: Any
+        manifest: Any
         if self.layout == "sparse":
-            self.manifest = VectorManifest.read(folder)
-            check_complete(folder, self.manifest)
+            manifest = VectorManifest.read(folder)
+            check_complete(folder, manifest)
         else:
             from tilefold.retrieval.vectors.tokens import open_dense, open_tokens  # needs torch
 
-            self.store = (open_dense if self.layout == "dense" else open_tokens)(folder)
-            self.manifest = self.store.manifest
-        kept = {
-            name: value for name, value in self.manifest.settings.items() if name not in _OF_TEXTS
+            open_store = open_dense if self.layout == "dense" else open_tokens
+            self.store = open_store(folder)
+            manifest = self.store.manifest
+        settings = {
+            name: value
+            for name, value in manifest.settings.items()
+            if name not in _SETTINGS_OF_TEXTS
         }
-        self.manifest = replace(self.manifest, settings=kept)
+        self.manifest: Any = replace(manifest, settings=settings)
 
     def shards(self) -> Iterator[Any]:
-        return (
-            iter_shards(self.folder, self.manifest)
-            if self.store is None
-            else self.store.iter_shards()
-        )
+        """Iterate over the vectors, one shard at a time."""
+        if self.store is not None:
+            return self.store.iter_shards()  # type: ignore[no-any-return]
+        return iter_shards(self.folder, self.manifest)
 
     def ids(self) -> Iterator[str]:
-        of_shards = (name for vectors in self.shards() for name in vectors.ids)
-        return of_shards if self.store is None else iter(self.store.ids)
+        """Iterate over the ids of the vectors."""
+        if self.store is not None:
+            yield from self.store.ids
+            return
+        for vectors in self.shards():
+            yield from vectors.ids
 
     def writer(self, output: Path, *, overwrite: bool) -> ShardWriter[Any, Any]:
-        own = {name: getattr(self.manifest, name) for name in self.manifest.IDENTITY}
-        made = type(self.manifest)(**own, settings=self.manifest.settings)
+        """Create a writer of vectors of the same kind, model and settings."""
+        identity = {name: getattr(self.manifest, name) for name in self.manifest.IDENTITY}
+        manifest = type(self.manifest)(**identity, settings=self.manifest.settings)
         if self.store is None:
-            return SparseVectorWriter(output, made, overwrite=overwrite)
+            return SparseVectorWriter(output, manifest, overwrite=overwrite)
         from tilefold.retrieval.vectors.tokens import TokenVectorWriter
 
-        made.model_source = self.manifest.model_source
-        return TokenVectorWriter(output, made, overwrite=overwrite)
+        manifest.model_source = self.manifest.model_source
+        return TokenVectorWriter(output, manifest, overwrite=overwrite)
+
+
+def _check_same_kind(first: _Source, source: _Source) -> None:
+    """Raise ``DataError`` unless two folders have vectors of one kind, model and settings."""
+    if source.layout != first.layout:
+        raise DataError(
+            f"folders: expected {first.layout} vectors as in {first.folder}, "
+            f"got {source.layout} ones in {source.folder}.",
+        )
+    changed = differences(
+        first.manifest.identity,
+        source.manifest.identity,
+        f"in {first.folder}",
+        f"in {source.folder}",
+    )
+    if changed:
+        raise DataError(f"folders: expected vectors that were made alike, got others ({changed}).")
+
+
+def _check_distinct_ids(sources: Sequence[_Source]) -> int:
+    """Count the texts of folders, or raise ``DataError`` if two folders have the same id."""
+    source_by_id: dict[str, _Source] = {}
+    for source in sources:
+        for name in (*source.ids(), *source.manifest.failed):
+            earlier_source = source_by_id.setdefault(name, source)
+            if earlier_source is not source:
+                raise DataError(
+                    f"folders: {name!r} is in {earlier_source.folder} and {source.folder}. "
+                    "Leave one out, or add to an index: index --update",
+                )
+    return len(source_by_id)
 
 
 def update_index(
@@ -161,8 +192,7 @@ def update_index(
     *,
     metadata: Mapping[str, Fields] | None = None,
 ) -> dict[str, int]:
-    """Remove documents from a saved index, then add `vectors` with `metadata`, which replace those
-    of the same ids.
+    """Remove documents from a saved index, then add documents or replace those with the same ids.
 
     Only the new documents are indexed, as a segment with the options of the index. An error or a
     kill leaves the index as it was. Vectors of another precision than those of the index are a
@@ -171,69 +201,118 @@ def update_index(
     Args:
         path: the folder of the index.
         vectors: the new documents; ``None`` to remove some only.
-        delete: ids of documents to remove; those that are not there are ignored.
+        delete: ids of documents to remove; unknown ids are ignored.
         metadata: document id -> fields of the new documents. An index that keeps metadata needs it,
             if only an empty mapping.
 
     Returns:
-        How many documents there are now (``n_documents``), and how many were ``written`` and
-        ``deleted`` (of those to `delete` that were there).
+        How many documents the index has now (``n_documents``), how many were ``written``, and how
+        many of those to `delete` were in the index (``deleted``).
 
     Raises:
         DataError: for vectors of another kind or model.
         ValueError: for a backend that has no segments, or no `metadata` where the index keeps some.
         VocabularyMismatchError: for vectors over another vocabulary.
     """
-    deleted_ids = set(list_of_ids("delete", delete))
+    delete_ids = set(list_of_ids("delete", delete))
     check_fields_by_id(metadata)
     folder = path_of("path", path)
-    if (backend := read_description(folder)["backend"]) not in GROWING:
+    backend = read_description(folder)["backend"]
+    if backend not in GROWING:
         raise ValueError(
             f"path: expected an index of {', '.join(GROWING)}, got one of {backend} in {folder}.",
         )
     with lock_path(folder):
         index: Any = open_index(folder)
-        held = index if isinstance(index, Segments) else Segments([index], [()])
+        segments = index if isinstance(index, Segments) else Segments([index], [()])
         if vectors is not None:
-            for part in held.parts:
+            for part in segments.parts:
                 check_metadata(part.metadata, metadata)
-        listed, inside = listed_parts(folder), folder / SEGMENTS
-        number = int(listed["written"]) + (vectors is not None)
+            _check_segment_vectors(segments, vectors)
+            warn_of_other_precision(
+                "vectors",
+                _provenance_of(vectors).precision,
+                str(folder),
+                segments.provenance.precision,
+                stacklevel=2,
+            )
+        listed = listed_parts(folder)
+        segments_folder = folder / SEGMENTS
+        # The first part is the index itself, whose folder has no name.
         names = [str(part["folder"]) for part in listed["parts"]] or [""]
-        if inside.is_dir():
-            for stale in inside.iterdir():  # of updates that were killed
-                if stale.is_dir() and stale.name not in names:
-                    shutil.rmtree(stale)
-        inside.mkdir(exist_ok=True)
-        added = (
-            None if vectors is None else _segment(held, vectors, metadata, inside / f"{number:05d}")
-        )
-        asked, new = deleted_ids, set() if added is None else set(added.ids)
-        deleted = 0
-        for part, gone in held.pairs():
-            there = ids_to_delete(part.ids, asked, new, held.provenance.passages) - gone
-            deleted += len(ids_to_delete(there, asked, (), held.provenance.passages))
-            gone.update(there)
-        if added is not None:
-            names.append(f"{number:05d}")
-            added.save(inside / names[-1])
-            held.parts.append(added)
-            held.removed.append(set())
+        _remove_unlisted(segments_folder, names)
+        segments_folder.mkdir(exist_ok=True)
+        n_written_segments = int(listed["written"])
+        new_part = None
+        new_ids: set[str] = set()
+        if vectors is not None:
+            n_written_segments += 1
+            name = f"{n_written_segments:05d}"
+            new_part = _build_segment(segments, vectors, metadata, segments_folder / name)
+            new_ids = set(new_part.ids)
+        n_deleted = _remove_documents(segments, delete_ids, new_ids)
+        if new_part is not None:
+            new_part.save(segments_folder / name)
+            names.append(name)
+            segments.parts.append(new_part)
+            segments.removed.append(set())
         parts = [
-            {"folder": name, "removed": sorted(gone)}
-            for name, gone in zip(names, held.removed, strict=True)
+            {"folder": name, "removed": sorted(removed)}
+            for name, removed in zip(names, segments.removed, strict=True)
         ]
         write_json_object(
-            inside / "current.json",
-            {"parts": parts, "written": number},
+            segments_folder / "current.json",
+            {"parts": parts, "written": n_written_segments},
             durable=True,
         )
-    return {"n_documents": held.n_documents, "written": len(new), "deleted": deleted}
+    return {
+        "n_documents": segments.n_documents,
+        "written": len(new_ids),
+        "deleted": n_deleted,
+    }
+
+
+def _remove_unlisted(segments_folder: Path, names: Collection[str]) -> None:
+    """Remove the folders of segments that updates wrote before they were killed.
+
+    Args:
+        segments_folder: the folder of all segments.
+        names: folders of the segments that the index has.
+    """
+    if not segments_folder.is_dir():
+        return
+    for entry in segments_folder.iterdir():
+        if entry.is_dir() and entry.name not in names:
+            shutil.rmtree(entry)
+
+
+def _remove_documents(segments: Segments, delete: Collection[str], replaced: set[str]) -> int:
+    """Mark documents of an index as removed.
+
+    Args:
+        segments: the index.
+        delete: ids of documents or passages to delete.
+        replaced: ids of new documents, which remove earlier ones of the same ids.
+
+    Returns:
+        How many of the documents to delete were in the index.
+    """
+    passages = segments.provenance.passages
+    n_deleted = 0
+    for part, removed in segments.pairs():
+        newly_removed = ids_to_delete(part.ids, delete, replaced, passages) - removed
+        n_deleted += len(ids_to_delete(newly_removed, delete, (), passages))
+        removed.update(newly_removed)
+    return n_deleted
 
 
 def merge_segments(path: str | Path) -> int:
-    """Put one index in the place of an index and its segments; how many documents it has. A kill
-    loses nothing.
+    """Merge an index and its segments into one index, which replaces them.
+
+    A kill loses nothing.
+
+    Returns:
+        The number of documents.
     """
     folder = path_of("path", path)
     with lock_path(folder):
@@ -244,47 +323,62 @@ def merge_segments(path: str | Path) -> int:
     return int(index.n_documents)
 
 
-def _segment(
-    held: Segments,
+def _build_segment(
+    segments: Segments,
     vectors: _Vectors,
     metadata: Mapping[str, Fields] | None,
     folder: Path,
 ) -> Any:
-    """A part of new documents for those of `held`, to be saved in `folder`."""
-    first, made_by = held.parts[0], held.provenance
-    if isinstance(vectors, SparseVectors) is (held.backend in ("dense", "late")):
+    """Build a part of new documents, with the options of the index.
+
+    Args:
+        segments: the index.
+        vectors: of the new documents.
+        metadata: of the new documents.
+        folder: where the part is to be saved. Late interaction writes it already.
+    """
+    first_part = segments.parts[0]
+    if segments.backend == "late":
+        return first_part.build_segment(vectors, folder, metadata)
+    index_type = type(first_part)
+    build = index_type.of_any if isinstance(vectors, SparseVectors) else index_type.build
+    part = build(vectors, **first_part.settings)
+    part.metadata = Metadata.of(metadata, part.ids, segments.provenance.passages)
+    return part
+
+
+def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
+    """Raise an error unless vectors are of the kind, model and passages of an index."""
+    has_sparse_index = segments.backend not in ("dense", "late")
+    if isinstance(vectors, SparseVectors) != has_sparse_index:
         raise DataError(
-            f"vectors: expected vectors for an index of backend {held.backend}, got others.",
+            f"vectors: expected vectors for an index of backend {segments.backend}, got others.",
         )
-    manifest = getattr(vectors, "manifest", None)
-    theirs: Provenance = getattr(manifest or vectors, "provenance", Provenance())
-    if theirs.passages != made_by.passages:
+    index_provenance = segments.provenance
+    provenance = _provenance_of(vectors)
+    if provenance.passages != index_provenance.passages:
         raise DataError(
-            f"vectors: expected passages {made_by.passages!r} as in the index, got "
-            f"{theirs.passages!r}.",
+            f"vectors: expected passages {index_provenance.passages!r} as in the index, got "
+            f"{provenance.passages!r}.",
         )
-    if "model_fingerprint" in made_by.differs(theirs):
+    if "model_fingerprint" in index_provenance.differs(provenance):
         raise DataError(
             "vectors: were made by another model than the index. Encode documents with its own.",
         )
-    warn_of_other_precision(
-        "vectors",
-        theirs.precision,
-        str(folder.parent.parent),
-        made_by.precision,
-        stacklevel=3,
-    )
     if isinstance(vectors, SparseVectors):
-        check_same_vocabulary(held, vectors, "the index", "vectors")
-    else:
-        there = vectors.dimension, getattr(manifest, "similarity", None)
-        if there != (ours := (held.dimension, held.similarity)):
-            raise DataError(
-                f"vectors: expected (dimension, similarity) {ours} as in the index, got {there}.",
-            )
-        if held.backend == "late":
-            return first.build_segment(vectors, folder, metadata)
-    build = type(first).of_any if isinstance(vectors, SparseVectors) else type(first).build
-    made = build(vectors, **first.settings)
-    made.metadata = Metadata.of(metadata, made.ids, made_by.passages)
-    return made
+        check_same_vocabulary(segments, vectors, "the index", "vectors")
+        return
+    expected = (segments.dimension, segments.similarity)
+    manifest = getattr(vectors, "manifest", None)  # of a folder
+    actual = (vectors.dimension, getattr(manifest, "similarity", None))
+    if actual != expected:
+        raise DataError(
+            f"vectors: expected (dimension, similarity) {expected} as in the index, got {actual}.",
+        )
+
+
+def _provenance_of(vectors: _Vectors) -> Provenance:
+    """Return the provenance of vectors; token vectors in memory have none."""
+    described = getattr(vectors, "manifest", vectors)
+    provenance: Provenance = getattr(described, "provenance", Provenance())
+    return provenance
