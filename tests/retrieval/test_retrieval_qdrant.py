@@ -226,8 +226,8 @@ def test_filters_tell_booleans_from_numbers_and_find_fields_with_odd_names(
 ) -> None:
     collection, vectors = place(SPARSE), make_vectors(3)
     payloads = {
-        "d0": {"open": True, "n": 1, "my field": "a", "a.b": 1, "by": {"name": "x"}},
-        "d1": {"open": False, "n": 0, "größe": 2, "by": {"name": "y"}},
+        "d0": {"open": True, "n": 1, "mixed": True, "my field": "a", "a.b": 1, "by": {"name": "x"}},
+        "d1": {"open": False, "n": 0, "mixed": 1, "größe": 2, "by": {"name": "y"}},
         "d2": {"open": [True, False], "n": 2**63 - 1, "in": [{"name": "x"}, {"name": "z"}]},
     }
     collection.upsert(Documents(vectors.ids, vectors, payloads=payloads))
@@ -244,7 +244,8 @@ def test_filters_tell_booleans_from_numbers_and_find_fields_with_odd_names(
         assert [collection.count({name: value}) for name, value in conditions] == [count] * len(
             conditions,
         )
-    assert collection.count({"n": True}) == 0
+    assert collection.count({"mixed": True}) == collection.count({"mixed": 1}) == 1
+    refused(ValueError, "'n', which is integer, got True", collection.count, {"n": True})
     for wrong in ("my field", 'q"', "$", "", "a..b", ".a"):
         refused(
             ValueError,

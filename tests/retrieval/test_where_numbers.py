@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -94,7 +95,10 @@ def matches(value: object, condition: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def fields() -> dict[str, dict[str, Any]]:
-    return {f"d{row}": {"n": value, "all": 1} for row, value in enumerate(VALUES)}
+    return {
+        f"d{row}": {"n": value, "all": 1, "name": f"x{row}", "by": {"name": "x"}}
+        for row, value in enumerate(VALUES)
+    }
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -201,6 +205,83 @@ def test_integers_rounding_to_a_float_are_all_that_do() -> None:
     assert integers_rounding_to(float(LARGE)) == [LARGE, LARGE + 1]
     assert integers_rounding_to(2.0**63) == list(range(2**63 - 512, 2**63))
     assert integers_rounding_to(1e300) == integers_rounding_to(float("inf")) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "same"),
+    [
+        pytest.param(np.int64(5), 5, id="integer"),
+        pytest.param(np.str_("5"), "5", id="text"),
+        pytest.param(np.bool_(True), True, id="boolean"),
+        pytest.param([np.int64(5), np.int32(0)], [5, 0], id="list"),
+        pytest.param(np.array([5, 0]), [5, 0], id="array"),
+        pytest.param({"gte": np.int64(5)}, {"gte": 5}, id="integer as a bound"),
+        pytest.param({"lt": np.float32(4.75)}, {"lt": 4.75}, id="float as a bound"),
+    ],
+)
+def test_a_condition_takes_scalars_of_numpy(search: Search, value: Any, same: Any) -> None:
+    assert search(Filter({"n": value})) == search(Filter({"n": same}))
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        pytest.param({"all": "1"}, "'all', which is integer, got '1'", id="text for a number"),
+        pytest.param({"name": {"gt": 1}}, "'name', which is text, got a range", id="range"),
+        pytest.param({"name": 5}, "'name', which is text, got 5", id="number for a text"),
+        pytest.param({"al": 1}, "expected a field of the index, .*; got 'al'", id="no such field"),
+        pytest.param({"by": 5}, "expected a field of the index, .*; got 'by'", id="object"),
+        pytest.param({"al": None}, "expected a field of the index, .*; got 'al'", id="missing"),
+    ],
+)
+@pytest.mark.parametrize("negated", [False, True], ids=["must", "must not"])
+def test_every_backend_refuses_a_field_or_a_kind_of_values_that_no_document_has(
+    search: Search,
+    where: dict[str, Any],
+    message: str,
+    negated: bool,
+) -> None:
+    condition = Filter(must_not=where) if negated else Filter(where)
+    with pytest.raises(ValueError, match=f"where: .*{message}"):
+        search(condition)
+
+
+def test_a_qdrant_collection_refuses_no_field_that_another_process_has_written(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("qdrant_edge")
+    dense = np.ones((1, 2), np.float32)
+    with QdrantCollection.embedded(tmp_path / "collection", Layout(dense=2)) as collection:
+        assert collection.count({"n": 5}) == 0, "there are no documents"
+        documents = Documents(["a"], dense=dense, payloads={"a": {"m": "x"}})
+        collection.add(documents)
+        assert collection.field_kinds == {"m": ["text"]}
+        added = Documents(["b"], dense=dense, payloads={"b": {"n": 5}})
+        collection._engine.upsert(added.points([0]))
+        assert collection.count({"n": 5}) == 1
+        assert collection.count({"n": 6}) == 0
+        assert collection.count(Filter(must_not={"n": None})) == 1
+        with pytest.raises(ValueError, match="where: expected a field of the index, m"):
+            collection.count({"n": 5, "k": 1})
+        collection.delete(["a", "b"])
+    with QdrantCollection.embedded(tmp_path / "collection") as collection:
+        assert collection.field_kinds == {"m": ["text"]}
+        assert collection.count({"m": "x"}) == 0
+
+
+def test_a_qdrant_collection_without_recorded_fields_finds_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("qdrant_edge")
+    dense = np.ones((1, 2), np.float32)
+    with QdrantCollection.embedded(tmp_path / "collection", Layout(dense=2)) as collection:
+        collection.add(Documents(["a"], dense=dense, payloads={"a": {"m": "x"}}))
+    record_file = tmp_path / "collection" / "collection.json"
+    record = json.loads(record_file.read_text(encoding="utf-8"))
+    del record["kinds"], record["precisions"], record["checksum"]
+    record_file.write_text(json.dumps(record), encoding="utf-8")
+    with QdrantCollection.embedded(tmp_path / "collection") as collection:
+        collection.upsert(Documents(["b"], dense=dense, payloads={"b": {"n": 5}}))
+        assert collection.field_kinds is None
+        assert collection.count({"other": 5}) == 0
 
 
 def test_numpy_numbers_and_tuples_are_stored() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
@@ -599,11 +599,19 @@ def parse_filter(conditions: list[str] | None, searcher: Searcher) -> Filter | N
         return None
     index: Any = getattr(searcher.retriever, "index", None)
     with _options.option_errors(where="--where"):
-        where = Filter.parse(conditions, index.metadata and index.metadata.kinds)
+        where = Filter.parse(conditions, _field_kinds(index))
         matching = count_matching(index, where)
     if not matching:
         note(f"--where: none of the {index.n_documents} documents of the index matches")
     return where
+
+
+def _field_kinds(index: Any) -> Mapping[str, Sequence[str]] | None:
+    """Return field -> kinds of its values in an index; None if they are unknown."""
+    if index.backend == "qdrant":
+        kinds: Mapping[str, Sequence[str]] | None = index.collection.field_kinds
+        return kinds
+    return None if index.metadata is None else index.metadata.kinds
 
 
 def count_matching(index: Any, where: Where) -> int:

@@ -69,7 +69,7 @@ def check_field(name: object, what: str) -> None:
 class Filter:
     """A condition on the metadata of documents: all of `must` and none of `must_not`.
 
-    Both are field -> a text, integer or boolean; a list of texts or of integers, of which one must
+    Both are field -> a text, integer or boolean, also of numpy; a list of texts or of integers, of which one must
     be there; a range such as ``{"gte": 2000, "lt": 2010}``; or None, for documents without the
     field. Numbers are compared by value, whatever their type: 5 matches 5.0, and 2^53 + 1 does not
     match 2^53. A field that is a list itself matches with any of its values. ``"by.name"`` is a
@@ -200,6 +200,17 @@ def _is_bound(value: object) -> bool:
         return False
 
 
+def _without_numpy(value: object) -> object:
+    """Return the value of a condition with Python's scalars and lists in place of numpy's."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {bound: _without_numpy(number) for bound, number in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_numpy(item) for item in value]
+    return value
+
+
 def _wanted(name: str, value: object) -> Wanted:
     """Check the value of a condition.
 
@@ -214,6 +225,7 @@ def _wanted(name: str, value: object) -> Wanted:
         ValueError: for another value.
     """
     check_field(name, "where")
+    value = _without_numpy(value)
     if value is None:
         return []
     if isinstance(value, Mapping):
@@ -351,6 +363,99 @@ def _kind(value: object) -> str:
     return "integer" if isinstance(value, int) else "float"
 
 
+def kinds_by_field(rows: Iterable[Fields]) -> dict[str, list[str]]:
+    """Return field -> kinds of its values in some documents: text, integer, float, boolean."""
+    kinds: dict[str, set[str]] = {}
+    for fields in rows:
+        for path, value in field_values(fields):
+            if value is not None:
+                kinds.setdefault(path, set()).add(_kind(value))
+    return joined_kinds(kinds, {})
+
+
+def joined_kinds(
+    left: Mapping[str, Iterable[str]],
+    right: Mapping[str, Iterable[str]],
+) -> dict[str, list[str]]:
+    """Return the kinds of fields that either side has, sorted by field."""
+    joined = {}
+    for name in sorted({*left, *right}):
+        kinds = {*left.get(name, ()), *right.get(name, ())}
+        joined[name] = [kind for kind in _KINDS if kind in kinds]
+    return joined
+
+
+def paths_of(name: str, known_paths: Iterable[str]) -> list[str]:
+    """Return the paths of the values of a field: a value, an object or a list of objects.
+
+    Args:
+        name: the field.
+        known_paths: paths of the values of all documents.
+    """
+    inside = (f"{name}.", f"{name}[")
+    return [path for path in known_paths if path == name or path.startswith(inside)]
+
+
+def comparable_kinds(name: str, wanted: Wanted, kinds: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the kinds of a field's values that a condition can match.
+
+    Args:
+        name: the field.
+        wanted: values of which the field must have one, or bounds.
+        kinds: field -> kinds of its values, of all documents.
+
+    Raises:
+        ValueError: for a field that no document has, or without values of a comparable kind.
+    """
+    if name not in kinds:
+        raise _unknown_field(name, kinds)
+    wanted_kind = "float" if isinstance(wanted, dict) else _kind(wanted[0])
+    comparable = _NUMBERS if wanted_kind in _NUMBERS else (wanted_kind,)
+    compared_kinds = [kind for kind in kinds[name] if kind in comparable]
+    if not compared_kinds:
+        got = "a range" if isinstance(wanted, dict) else f"{wanted[0]!r} ({wanted_kind})"
+        raise ValueError(
+            f"where: expected a value of {name!r}, which is {' or '.join(kinds[name])}, got {got}.",
+        )
+    return compared_kinds
+
+
+def check_condition(
+    name: str,
+    wanted: Wanted,
+    kinds: Mapping[str, Sequence[str]] | None,
+) -> None:
+    """Raise ``ValueError`` for a field, or a kind of values, that no document has.
+
+    Args:
+        name: the field.
+        wanted: what :meth:`Filter.conditions` returns for it.
+        kinds: field -> kinds of its values, of all documents; None if they are unknown.
+    """
+    if kinds is None:
+        return
+    if wanted:
+        comparable_kinds(name, wanted, kinds)
+    elif not paths_of(name, kinds):
+        raise _unknown_field(name, kinds)
+
+
+def _unknown_field(name: str, kinds: Mapping[str, Sequence[str]]) -> ValueError:
+    """Return the error for a field that no document has."""
+    if not kinds:
+        return no_metadata_error()
+    known = ", ".join(f"{path} ({' or '.join(of_path)})" for path, of_path in kinds.items())
+    return ValueError(f"where: expected a field of the index, {known}; got {name!r}.")
+
+
+def no_metadata_error() -> ValueError:
+    """Return the error for a filter on an index without metadata."""
+    return ValueError(
+        "where: expected an index that keeps metadata of its documents, got one without. Build "
+        "it again with them: tilefold index --data, or metadata= in Python.",
+    )
+
+
 def _matching(column: Any, kind: str, wanted: Wanted) -> Mask:
     """Compare the values of a column with the values or bounds of a condition.
 
@@ -478,10 +583,9 @@ class Metadata:
 
     def _documents_having(self, name: str) -> npt.NDArray[np.int64]:
         """Return the rows of documents with a field: a value, an object or a list of objects."""
-        inside = (f"{name}.", f"{name}[")
-        paths = [path for path in self.kinds if path == name or path.startswith(inside)]
+        paths = paths_of(name, self.kinds)
         if not paths:
-            raise self._unknown_field(name)
+            raise _unknown_field(name, self.kinds)
         return np.concatenate([self._rows_of(path)["document"].to_numpy() for path in paths])
 
     def _documents_matching(self, name: str, wanted: Wanted) -> npt.NDArray[np.int64]:
@@ -490,17 +594,7 @@ class Metadata:
         Raises:
             ValueError: for an unknown field, or a field without values of this kind.
         """
-        kinds = self.kinds.get(name)
-        if kinds is None:
-            raise self._unknown_field(name)
-        wanted_kind = "float" if isinstance(wanted, dict) else _kind(wanted[0])
-        comparable = _NUMBERS if wanted_kind in _NUMBERS else (wanted_kind,)
-        compared_kinds = [kind for kind in kinds if kind in comparable]
-        if not compared_kinds:
-            got = "a range" if isinstance(wanted, dict) else f"{wanted[0]!r} ({wanted_kind})"
-            raise ValueError(
-                f"where: expected a value of {name!r}, which is {' or '.join(kinds)}, got {got}.",
-            )
+        compared_kinds = comparable_kinds(name, wanted, self.kinds)
         field_rows = self._rows_of(name)
         documents = []
         for kind in compared_kinds:
@@ -508,11 +602,6 @@ class Metadata:
             matches = _matching(rows[kind], kind, wanted)
             documents.append(rows["document"].to_numpy()[matches])
         return np.concatenate(documents)
-
-    def _unknown_field(self, name: str) -> ValueError:
-        """Return the error for a field that no document has."""
-        known = ", ".join(f"{path} ({' or '.join(kinds)})" for path, kinds in self.kinds.items())
-        return ValueError(f"where: expected a field of the index, {known}; got {name!r}.")
 
     def take(self, rows: Sequence[int]) -> Metadata:
         """Return the metadata of some documents, in the order of `rows`."""
@@ -599,10 +688,7 @@ def allowed_by(metadata: Metadata | None, where: Where, allowed: Mask | None = N
     if condition is None:
         return allowed
     if metadata is None:
-        raise ValueError(
-            "where: expected an index that keeps metadata of its documents, got one without. Build "
-            "it again with them: tilefold index --data, or metadata= in Python.",
-        )
+        raise no_metadata_error()
     matching = metadata.mask(condition)
     return matching if allowed is None else matching & allowed
 

@@ -17,7 +17,14 @@ from tilefold.retrieval.common.provenance import (
     joined_precisions,
     warn_of_other_precision,
 )
-from tilefold.retrieval.data.metadata import Filter, Where
+from tilefold.retrieval.data.metadata import (
+    Filter,
+    Wanted,
+    Where,
+    check_condition,
+    joined_kinds,
+    paths_of,
+)
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, Hit
 from tilefold.retrieval.index.qdrant.documents import Documents, Queries, checked_ids, key_of
@@ -150,6 +157,14 @@ class QdrantCollection:
             precision=self._record.precisions.get(SPARSE),
         )
 
+    @property
+    def field_kinds(self) -> Mapping[str, list[str]] | None:
+        """Field of the payload -> kinds of its values, of all documents that there were.
+
+        None for a collection of a version of tilefold that did not record them.
+        """
+        return self._record.kinds
+
     def __len__(self) -> int:
         return self._engine.count(None)
 
@@ -213,7 +228,7 @@ class QdrantCollection:
                 stacklevel=3,
             )
             precisions[kind] = joined_precisions([precision, precisions.get(kind)]) or precision
-        self._record_change(precisions)
+        self._record_change(precisions, self._joined_kinds(documents))
         self._put(documents, batch_size, progress, resume=False)
 
     def delete(self, ids: Sequence[str]) -> int:
@@ -221,7 +236,7 @@ class QdrantCollection:
         ``TypeError``.
         """
         if there := sorted(self.present(ids)):
-            self._record_change(self._record.precisions)
+            self._record_change(self._record.precisions, self._record.kinds)
         for start in range(0, len(there), BATCH):
             self._engine.delete([key_of(name) for name in there[start : start + BATCH]])
         return len(there)
@@ -269,6 +284,7 @@ class QdrantCollection:
                 digest,
                 complete=False,
                 precisions=documents.precisions,
+                kinds=documents.field_kinds,
             ),
         )
         self._put(documents, batch_size, progress, resume=True)
@@ -293,7 +309,56 @@ class QdrantCollection:
 
     def count(self, where: Where = None) -> int:
         """Number of documents in all, or that match."""
-        return self._engine.count(Filter.of(where))
+        return self._engine.count(self._checked(where))
+
+    def _checked(self, where: Where) -> Filter | None:
+        """Return a filter, or raise ``ValueError`` for a condition that no document could meet.
+
+        That is one on a field, or on a kind of values, that no document has, as in the other
+        indexes.
+        """
+        checked = Filter.of(where)
+        if checked is None:
+            return None
+        must, must_not = checked.conditions()
+        for name, wanted in [*must, *must_not]:
+            try:
+                check_condition(name, wanted, self.field_kinds)
+            except ValueError:
+                if self._may_hold(name, wanted):
+                    continue
+                raise
+        return checked
+
+    def _may_hold(self, name: str, wanted: Wanted) -> bool:
+        """Return whether a document may meet a condition that the known kinds of fields exclude.
+
+        Other processes may have written documents since the record was read, and programs other
+        than tilefold do not record the fields of theirs.
+        """
+        kinds = self._read_field_kinds()
+        if kinds is None or not len(self):
+            return True
+        if not paths_of(name, kinds):
+            return self._engine.count(Filter(must_not={name: None})) > 0
+        with suppress(ValueError):
+            check_condition(name, wanted, kinds)
+            return True
+        return False
+
+    def _joined_kinds(self, documents: Documents) -> Mapping[str, list[str]] | None:
+        """Return the kinds of the fields of all documents, with those of new ones."""
+        recorded = self.field_kinds
+        if recorded is not None and joined_kinds(recorded, documents.field_kinds) != recorded:
+            recorded = self._read_field_kinds()  # so that none is lost when the record is written
+        return None if recorded is None else joined_kinds(recorded, documents.field_kinds)
+
+    def _read_field_kinds(self) -> Mapping[str, list[str]] | None:
+        """Read the kinds of fields again, to which other processes may have added."""
+        latest = self._engine.record()
+        if latest is not None:
+            self._record = replace(self._record, kinds=latest.kinds)
+        return self._record.kinds
 
     def ids(self) -> Iterator[str]:
         """The ids of all documents, in no order."""
@@ -364,8 +429,8 @@ class QdrantCollection:
             depth: documents of each ranking that is fused or reranked, `k` at least.
             exact: compare dense vectors with every document.
 
-        A wrong option, or several kinds of vectors without a fusion, is a ``ValueError``, queries
-        that the collection has no vectors for a ``VocabularyMismatchError`` or ``DataError``.
+        A wrong option, several kinds of vectors without a fusion, or a condition on a field or a
+        kind of values that no document has, is a ``ValueError``, queries that the collection has no vectors for a ``VocabularyMismatchError`` or ``DataError``.
         """
         check_k(k)
         if isinstance(queries, SparseVectors):
@@ -374,7 +439,7 @@ class QdrantCollection:
         _check_options(queries, fusion, rerank, depth, rank_constant)
         options = (k, fusion, rerank, max(depth, k), rank_constant, exact)
         stages = [last_stage(queries.vectors(row), *options) for row in range(len(queries))]
-        chosen = Filter.of(where)
+        chosen = self._checked(where)
         answers = iter(self._engine.query([stage for stage in stages if stage is not None], chosen))
         return [
             [] if stage is None else self._ranked(stage, chosen, next(answers), k)
@@ -419,11 +484,16 @@ class QdrantCollection:
             if progress is not None:
                 progress(done, len(documents))
 
-    def _record_change(self, precisions: Mapping[str, str]) -> None:
+    def _record_change(
+        self,
+        precisions: Mapping[str, str],
+        kinds: Mapping[str, list[str]] | None,
+    ) -> None:
         """Record, before single documents change, that the texts are no longer those of a build.
 
         Args:
             precisions: kind of vectors -> their precisions after the change.
+            kinds: field of the payload -> kinds of its values after the change; None if unknown.
 
         Raises:
             DataError: for a collection whose build is not finished.
@@ -437,6 +507,7 @@ class QdrantCollection:
             texts_sha256=None,
             vectors_sha256=None,
             precisions=precisions,
+            kinds=kinds,
         )
         if self._record != changed:
             self._write(changed)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tilefold._internal.arguments import list_of_ids
 from tilefold.retrieval.common.files import Json, check_text_ids, is_unicode
-from tilefold.retrieval.data.metadata import field_values
+from tilefold.retrieval.data.metadata import field_values, kinds_by_field
 from tilefold.retrieval.data.numbers import canonical_number
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.qdrant.engine import (
@@ -180,6 +180,11 @@ class Documents(Queries):
                 self.models = {**self.models, SPARSE: made_by.model_fingerprint}
             if made_by.precision:
                 self.precisions = {**self.precisions, SPARSE: made_by.precision}
+
+    @property
+    def field_kinds(self) -> dict[str, list[str]]:
+        """Field of the payloads -> kinds of its values."""
+        return kinds_by_field(self.payloads.values())
 
     def check(self, layout: Layout, place: str) -> None:
         """Raise an error unless the documents have all vectors of this layout and Qdrant can keep

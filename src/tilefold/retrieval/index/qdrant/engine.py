@@ -124,6 +124,8 @@ class Record:
         complete: whether no build is unfinished.
         precisions: of ``"sparse"``, ``"dense"`` and ``"tokens"`` -> number types in which the
             vectors were computed, such as ``"bf16"`` or ``"bf16, fp32"``, as far as they are known.
+        kinds: field of the payload -> kinds of its values, of all documents that there were; None
+            in a collection of a version that did not record them.
     """
 
     layout: Layout
@@ -131,6 +133,7 @@ class Record:
     vectors_sha256: str | None = None
     complete: bool = True
     precisions: Mapping[str, str] = field(default_factory=dict)
+    kinds: Mapping[str, list[str]] | None = field(default_factory=dict)
 
     def to_dict(self) -> Json:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
@@ -153,6 +156,7 @@ class Record:
                 value["vectors_sha256"],
                 bool(value["complete"]),
                 dict(value.get("precisions", {})),
+                None if value.get("kinds") is None else dict(value["kinds"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             wrong = f"{dict(value)!r:.80} ({error!r})"
