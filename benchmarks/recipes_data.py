@@ -49,7 +49,8 @@ def make_scores(
         each.name: score_rows(each, rows, collection, path.with_suffix(".work"))
         for each in teachers
     }
-    write_training_rows(replace(rows, teachers=scores, target=ensemble(rows, scores)), path)
+    scored = replace(rows, teachers=scores, target=ensemble(rows, scores))
+    write_training_rows(scored, path, overwrite=True)
     return path
 
 

@@ -517,3 +517,35 @@ def test_terms_to_leave_out_may_be_a_set() -> None:
 def test_ids_to_delete_may_be_a_series_whose_labels_are_others() -> None:
     index = r.BM25Index.build(TEXTS).updated({}, delete=LabelledSeries(["a"], [7]))
     assert index.ids == ["b", "c"]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(
+            lambda path, **options: r.write_trec_run(RUN, path, **options),
+            id="write_trec_run",
+        ),
+        pytest.param(
+            lambda path, **options: r.write_training_rows(rows(), path, **options),
+            id="write_training_rows",
+        ),
+        pytest.param(
+            lambda path, **options: r.export_jsonl(random_vectors(2), path, **options),
+            id="export_jsonl",
+        ),
+    ],
+)
+def test_a_file_that_exists_is_replaced_only_if_asked_for(
+    write: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine", encoding="utf-8")
+    with pytest.raises(FileExistsError, match=r"expected a new file, .*\(overwrite=True\)"):
+        write(file)
+    assert file.read_text(encoding="utf-8") == "mine"
+    with pytest.raises(FileExistsError, match="expected a file, got a folder"):
+        write(tmp_path, overwrite=True)
+    write(file, overwrite=True)
+    assert file.read_bytes() != b"mine"

@@ -281,7 +281,7 @@ def test_trec_runs_survive_writing_and_reading_and_say_what_made_them_in_their_t
     r.write_trec_run(run, file, tag="mine")
     assert file.read_text(encoding="utf-8").splitlines()[0] == f"q1 Q0 b 1 {1 / 3!r} mine"
     assert r.read_trec_run(file) == run and read_trec_provenance(file) == Provenance()
-    r.write_trec_run(run, file, tag=made.tag)
+    r.write_trec_run(run, file, tag=made.tag, overwrite=True)
     found = read_trec_provenance(file)
     assert found == Provenance("ab" * 8, "cd" * 8)
     assert (found.differs(made), made.differs(found), found.differs(Provenance())) == ([], [], [])

@@ -324,7 +324,7 @@ def test_jsonl_export_has_the_anserini_form(tmp_path: Path) -> None:
         "vector": pytest.approx({"cat": 0.5, "ü": 0.004}),
     }
     assert second == {"id": "b", "contents": "", "vector": {}}
-    r.export_jsonl(vectors, file, scale=100)
+    r.export_jsonl(vectors, file, scale=100, overwrite=True)
     assert json.loads(file.read_text().splitlines()[0])["vector"] == {"0": 50}
     earlier = file.read_text()
     refused(

@@ -187,6 +187,29 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
             sync(path.parent)
 
 
+@contextmanager
+def exported_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield the path of an empty file that becomes `path` if the block ends without an error.
+
+    Args:
+        path: the file to write.
+        overwrite: replace a file that exists.
+
+    Raises:
+        FileExistsError: before the block, if `path` is a folder, or exists and `overwrite` is
+            False.
+    """
+    if path.is_dir():
+        raise FileExistsError(f"{path}: expected a file, got a folder. Choose another path.")
+    if path.exists() and not overwrite:
+        raise FileExistsError(
+            f"{path}: expected a new file, got one that was written before. Choose another path, "
+            "or replace it (overwrite=True); nothing was overwritten.",
+        )
+    with atomic_file(path) as temporary:
+        yield temporary
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on the disk."""
     if path.is_dir() and os.name == "nt":

@@ -254,10 +254,22 @@ def without_identical_ids(named: NamedRun) -> tuple[NamedRun, set[str]]:
     return replace(named, run=identical_ids.without_identical_ids(named.run)), ignored
 
 
-def save(named: NamedRun, texts: Provenance, path: Path | None, k: int | None = None) -> None:
-    """Write the `k` best of a run, if --save-run is given.
+def save(
+    named: NamedRun,
+    texts: Provenance,
+    path: Path | None,
+    k: int | None = None,
+    *,
+    overwrite: bool,
+) -> None:
+    """Write the best documents of a run, with a tag that says what made it.
 
-    Its tag says which texts and which model, in which precision, made it.
+    Args:
+        named: the run, and the model in its precision.
+        texts: provenance of the documents.
+        path: of ``--save-run``; None writes nothing.
+        k: documents per query; None for all.
+        overwrite: replace a file that exists.
     """
     if path is not None:
         best = {query: dict(list(scores.items())[:k]) for query, scores in named.run.items()}
@@ -266,7 +278,7 @@ def save(named: NamedRun, texts: Provenance, path: Path | None, k: int | None = 
             model_fingerprint=named.provenance.model_fingerprint,
             precision=named.provenance.precision,
         )
-        retrieval.write_trec_run(best, path, tag=made_by.tag)
+        retrieval.write_trec_run(best, path, tag=made_by.tag, overwrite=overwrite)
 
 
 def check_savable(path: Path | None, documents: Iterable[str], queries: Iterable[str]) -> None:

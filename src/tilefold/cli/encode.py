@@ -359,7 +359,13 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
     if request.jsonl is not None:
         terms = retrieval.term_names(model.tokenizer, manifest.vocab_size)
         vectors = retrieval.read_vectors(request.output)
-        retrieval.export_jsonl(vectors, request.jsonl, terms, contents=texts)
+        retrieval.export_jsonl(
+            vectors,
+            request.jsonl,
+            terms,
+            contents=texts,
+            overwrite=request.overwrite,
+        )
     _print_manifest(manifest, request.output, request.as_json)
 
 

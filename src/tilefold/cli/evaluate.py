@@ -249,7 +249,7 @@ def evaluate(request: EvaluateRequest) -> None:
         ignores_identical_ids,
         ignored,
     )
-    _scores.save(run, texts, request.save_run, depth)
+    _scores.save(run, texts, request.save_run, depth, overwrite=request.overwrite)
     scores.write(request.per_query)
     changes = None
     if search is not None and feedback is not None and reranking is None:
@@ -569,7 +569,7 @@ def fuse(request: FuseRequest) -> None:
         texts_sha256=Provenance.shared(each.provenance for each in named).texts_sha256,
     )
     fused = _scores.NamedRun("the fusion", fused_run, made_of)
-    _scores.save(fused, made_of, request.save_run)
+    _scores.save(fused, made_of, request.save_run, overwrite=request.overwrite)
     result["weights"] = weights
     scores = (
         None

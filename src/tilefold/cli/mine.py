@@ -295,7 +295,7 @@ def _write(
         )
     rows, output = mined.rows(made_by), request.output
     _stamp(rows, collection)
-    retrieval.write_training_rows(rows, output)
+    retrieval.write_training_rows(rows, output, overwrite=request.overwrite)
     negatives = len(rows) - int(rows.relevant.sum())
     result = {
         "output": str(output),
@@ -547,7 +547,7 @@ def score(request: ScoreRequest) -> None:
             rows = retrieval.drop_false_negatives(rows, false_negatives)
         rows.made_by |= {"score_margin": request.margin, "score_max_share": request.max_score_share}
     _stamp(rows, collection)
-    retrieval.write_training_rows(rows, request.output)
+    retrieval.write_training_rows(rows, request.output, overwrite=request.overwrite)
     shutil.rmtree(work, ignore_errors=True)
     for warning in rows.narrow_teacher_warnings():
         note(f"warning: {warning}")

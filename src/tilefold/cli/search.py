@@ -304,7 +304,12 @@ def _save_run(
     provenance = searcher.provenance
     if search_request.by == "document":
         provenance = replace(provenance, passages=None)
-    _scores.save(_scores.NamedRun("the run", run, searcher.provenance), provenance, path)
+    _scores.save(
+        _scores.NamedRun("the run", run, searcher.provenance),
+        provenance,
+        path,
+        overwrite=request.overwrite,
+    )
     n_empty = sum(not scores for scores in run.values())
     if n_empty:
         note(f"{n_empty} of {len(run)} queries found no document, and have no line in the run")

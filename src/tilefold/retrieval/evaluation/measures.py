@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._internal.arguments import check_mapping, list_of, path_of
-from tilefold._internal.files import atomic_file
+from tilefold._internal.files import exported_file
 from tilefold.retrieval.common.files import check_text_ids, require
 from tilefold.retrieval.common.identical_ids import (
     ignores_identical_ids,
@@ -379,18 +379,31 @@ def _parse_measure(ir_measures: ModuleType, name: str) -> Any:
     )
 
 
-def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> None:
+def write_trec_run(
+    run: _RunLike,
+    path: str | Path,
+    tag: str = "tilefold",
+    *,
+    overwrite: bool = False,
+) -> None:
     """Write a run as lines ``query Q0 document rank score tag``, atomically.
 
     Documents of a query are written by descending score, with ranks from 1.
 
+    Args:
+        run: query id -> document id -> score.
+        path: the file.
+        tag: name of the run, one word.
+        overwrite: replace a file that exists.
+
     Raises:
+        FileExistsError: if the file exists, without `overwrite`.
         ValueError: if an id or the tag is empty or has white space, or a score is not finite.
     """
     check_mapping("run", run, "query id -> scores by document")
     check_word("tag", tag)
     with (
-        atomic_file(path_of("path", path)) as temporary,
+        exported_file(path_of("path", path), overwrite=overwrite) as temporary,
         temporary.open("w", encoding="utf-8") as stream,
     ):
         for query_id, scores in run.items():

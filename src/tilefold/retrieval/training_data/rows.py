@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._internal.arguments import check_instance, check_mapping, list_of, path_of
-from tilefold._internal.files import atomic_file
+from tilefold._internal.files import exported_file
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.common.files import Json, arrow
 from tilefold.retrieval.common.provenance import Provenance, texts_digest
@@ -346,10 +346,21 @@ def check_rows(name: str, rows: object) -> None:
     check_instance(name, rows, TrainingRows, "read_training_rows(path)")
 
 
-def write_training_rows(rows: TrainingRows, path: str | Path) -> None:
+def write_training_rows(
+    rows: TrainingRows,
+    path: str | Path,
+    *,
+    overwrite: bool = False,
+) -> None:
     """Write rows as the Parquet file of this module's table, atomically.
 
+    Args:
+        rows: the rows, at least one.
+        path: the file.
+        overwrite: replace a file that exists.
+
     Raises:
+        FileExistsError: if the file exists, without `overwrite`.
         ValueError: if there is no row.
     """
     check_rows("rows", rows)
@@ -359,7 +370,7 @@ def write_training_rows(rows: TrainingRows, path: str | Path) -> None:
     schema = _schema_of(pa, rows)
     query_of_row = rows.query_of_row()
     with (
-        atomic_file(path_of("path", path)) as temporary,
+        exported_file(path_of("path", path), overwrite=overwrite) as temporary,
         pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
     ):
         for start in range(0, len(rows), _ROWS_PER_GROUP):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tilefold._internal.arguments import check_least, check_mapping, list_of, list_of_ids, path_of
-from tilefold._internal.files import atomic_file
+from tilefold._internal.files import exported_file
 from tilefold._internal.vocabulary import fill_missing_names, term_names, vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.common.files import Json, arrow, json_line
@@ -298,6 +298,7 @@ def export_jsonl(
     *,
     contents: Mapping[str, str] | None = None,
     scale: float | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write one line ``{"id", "contents", "vector": {token: weight}}`` per vector, as Anserini and
     Pyserini read it.
@@ -310,6 +311,10 @@ def export_jsonl(
         contents: id -> text for the ``contents`` field, which is empty otherwise.
         scale: weights become ``round(weight * scale)``, for engines of integer impacts (100 is
             usual); terms that round to 0 are dropped. Floats are written when None.
+        overwrite: replace a file that exists.
+
+    Raises:
+        FileExistsError: if the file exists, without `overwrite`.
     """
     check_vectors("vectors", vectors)
     tokens = None if tokens is None else list_of("tokens", tokens)
@@ -325,7 +330,7 @@ def export_jsonl(
     if term_names is not None:
         _check_distinct_names(term_names, vectors)
     with (
-        atomic_file(path_of("path", path)) as temporary,
+        exported_file(path_of("path", path), overwrite=overwrite) as temporary,
         temporary.open("w", encoding="utf-8") as stream,
     ):
         for i, row_id in enumerate(vectors.ids):
