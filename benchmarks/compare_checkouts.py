@@ -2,13 +2,17 @@
 
     python -m benchmarks.compare_checkouts ../before . --output results.csv
 
-Each checkout runs in a process of its own, which builds the inputs of a case, passes its
-correctness gate and then times when it is told to; the two take turns (before, after, after,
-before, ...), so that a clock that drifts touches both alike. A row is the ratio of the medians,
-after over before, with the 20th and 80th percentile of the ratios of single rounds. The exit code
-is 1 if a gate failed or a ratio lies above ``--limit``.
+Timed: each phase of each tilefold implementation, by the timer of `tilefold bench`. A clock that
+drifts affects both checkouts alike, because they take turns (before, after, after, before, ...).
+Each runs in a process of its own, which keeps the inputs of a case between turns.
 
-One checkout with two releases of Triton, of which one lies in a folder:
+Baseline: the checkout BEFORE. A row is the ratio of the medians, after over before, with the 20th
+and 80th percentile of the ratios of single rounds.
+
+Gate: an implementation is timed only if it passes the correctness check of its own checkout. The
+exit code is 1 if a check failed or a ratio is above ``--limit``.
+
+One checkout with two releases of Triton, one of them in a folder:
 
     python -m benchmarks.compare_checkouts . . --after-path triton-3.9
 """
@@ -22,13 +26,16 @@ import os
 import statistics
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 OPERATORS = ("lsr_head", "maxsim", "entmax_attention", "entmax", "token_scatter")
-OURS = (
+DEFAULT_OPERATORS = OPERATORS[:3]
+# names of tilefold's implementations in the benchmarks of both checkouts
+TILEFOLD_IMPLEMENTATIONS = (
     "tilefold",
     "tilefold-csr",
     "tilefold-graph",
@@ -37,33 +44,99 @@ OURS = (
     "tilefold-fp8",
 )
 PHASES = ("forward", "forward_backward")
-EMPTY = dict.fromkeys(
-    (
-        "op",
-        "case",
-        "impl",
-        "phase",
-        "before_ms",
-        "after_ms",
-        "ratio",
-        "ratio_p20",
-        "ratio_p80",
-        "rounds",
-        "note",
-    ),
-    "",
-)
+SIDES = ("before", "after")
+# seed of the random inputs
+SEED = 0
+MAX_NOTE_LENGTH = 200
+# a line of a checkout's process that begins so is an answer; its libraries may print others
+ANSWER_PREFIX = "answer "
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row of the results: one phase of one implementation, or an error.
+
+    Attributes:
+        op: name of the operator.
+        case: name of the case.
+        impl: name of the implementation.
+        phase: one of :data:`PHASES`.
+        before_ms: median over the rounds, of the checkout BEFORE.
+        after_ms: median over the rounds, of the checkout AFTER.
+        ratio: ``after_ms / before_ms``.
+        ratio_p20: 20th percentile of the ratios of single rounds.
+        ratio_p80: 80th percentile of them.
+        rounds: number of turns of each checkout.
+        note: the error of a failed check. The row then has no times.
+    """
+
+    op: str
+    case: str
+    impl: str = ""
+    phase: str = ""
+    before_ms: float | None = None
+    after_ms: float | None = None
+    ratio: float | None = None
+    ratio_p20: float | None = None
+    ratio_p80: float | None = None
+    rounds: int | None = None
+    note: str = ""
+
+    def is_worse(self, limit: float) -> bool:
+        """Return whether the check failed or the ratio is above a limit."""
+        return self.ratio is None or self.ratio > limit
+
+    def cells(self) -> dict[str, object]:
+        """Return the fields of the CSV file, with five decimals of numbers."""
+        cells: dict[str, object] = {}
+        for name, value in asdict(self).items():
+            if value is None:
+                cells[name] = ""
+            else:
+                cells[name] = round(value, 5) if isinstance(value, float) else value
+        return cells
 
 
 def main() -> int:
-    """Parse arguments, compare every case, print and write the rows."""
+    """Compare every case, print and write the rows.
+
+    Returns:
+        The exit code: 1 if a check failed, a row became slower or nothing was measured.
+    """
+    options = parse_arguments()
+    sides = [
+        CheckoutProcess(options.before, options.before_path, options.device),
+        CheckoutProcess(options.after, options.after_path, options.device),
+    ]
+    rows: list[Comparison] = []
+    print(
+        f"{'case':34s} {'implementation':20s} {'phase':16s} {'before ms':>9s} {'after ms':>9s} "
+        f"{'ratio':>6s}  p20-p80",
+    )
+    for op in options.op or DEFAULT_OPERATORS:
+        for case in sides[0].request("cases", op):
+            if options.shape and case not in options.shape:
+                continue
+            case_rows = compare_case(sides, op, case, options.rounds, options.seconds)
+            rows += case_rows
+            for row in case_rows:
+                print_row(row, options.limit)
+            if options.output is not None:
+                triton_versions = [side.request("triton") for side in sides]
+                write_rows(options.output, rows, options.device, triton_versions)
+    failed = not rows or any(row.is_worse(options.limit) for row in rows)
+    return 1 if failed else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("before", type=Path, help="the checkout to compare with")
     parser.add_argument("after", type=Path)
-    for side in ("before", "after"):
+    for side in SIDES:
         parser.add_argument(
             f"--{side}-path",
             type=Path,
@@ -92,190 +165,274 @@ def main() -> int:
         help="largest ratio that is not called slower",
     )
     parser.add_argument("--output", type=Path, help="CSV file to write")
-    options = parser.parse_args()
-    sides = [
-        Side(options.before, options.before_path, options.device),
-        Side(options.after, options.after_path, options.device),
-    ]
-    rows: list[dict[str, Any]] = []
-    print(
-        f"{'case':34s} {'implementation':20s} {'phase':16s} {'before ms':>9s} {'after ms':>9s} "
-        f"{'ratio':>6s}  p20-p80",
-    )
-    for op in options.op or OPERATORS[:3]:
-        for case in sides[0].ask("cases", op):
-            if options.shape and case not in options.shape:
-                continue
-            found = compare(sides, op, case, options.rounds, options.seconds)
-            rows += found
-            for row in found:
-                show(row, options.limit)
-            if options.output is not None:
-                write(options.output, rows, options.device, [side.ask("triton") for side in sides])
-    return int(not rows or any(row["note"] or row["ratio"] > options.limit for row in rows))
+    return parser.parse_args()
 
 
-class Side:
-    """A process that runs one checkout and answers one request per line."""
+class CheckoutProcess:
+    """A process that runs one checkout and answers one request per line.
+
+    Args:
+        checkout: root of the checkout.
+        packages: folder of packages that the process imports before installed ones, or None.
+        device: ``"cuda"`` or ``"cpu"``.
+    """
 
     def __init__(self, checkout: Path, packages: Path | None, device: str) -> None:
-        own = [str(path.resolve()) for path in (packages, checkout / "src") if path is not None]
-        inherited = filter(None, [os.environ.get("PYTHONPATH")])
-        environment = dict(os.environ, PYTHONPATH=os.pathsep.join([*own, *inherited]))
+        import_paths = [] if packages is None else [str(packages.resolve())]
+        import_paths.append(str((checkout / "src").resolve()))
+        inherited_path = os.environ.get("PYTHONPATH")
+        if inherited_path:
+            import_paths.append(inherited_path)
         self._process = subprocess.Popen(  # noqa: S603
             [sys.executable, __file__, "--serve", device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=dict(os.environ, PYTHONPATH=os.pathsep.join(import_paths)),
         )
 
     def send(self, *request: object) -> None:
-        """Begin a request; :meth:`answer` waits for its end."""
+        """Begin a request. :meth:`receive` waits for its end."""
         print(json.dumps(request), file=self._process.stdin, flush=True)
 
-    def answer(self) -> Any:
-        """The answer to the oldest unanswered request."""
+    def receive(self) -> Any:
+        """Return the answer to the oldest request that has none.
+
+        Raises:
+            RuntimeError: if the process ended.
+        """
         for line in self._process.stdout or ():
-            if line.startswith("answer "):
-                return json.loads(line.removeprefix("answer "))
+            if line.startswith(ANSWER_PREFIX):
+                return json.loads(line.removeprefix(ANSWER_PREFIX))
         raise RuntimeError("a checkout's process ended; its error is above")
 
-    def ask(self, *request: object) -> Any:
-        """Send and wait."""
+    def request(self, *request: object) -> Any:
+        """Send a request, and return its answer."""
         self.send(*request)
-        return self.answer()
+        return self.receive()
 
 
-def compare(
-    sides: list[Side],
+def compare_case(
+    sides: Sequence[CheckoutProcess],
     op: str,
     case: str,
     rounds: int,
     seconds: float,
-) -> list[dict[str, Any]]:
-    """One row for each implementation and phase that both checkouts have."""
-    for side in sides:  # both compile at once
-        side.send("build", op, case)
-    built = [side.answer() for side in sides]
-    rows: list[dict[str, Any]] = []
-    for name, found in zip(("before", "after"), built, strict=True):
-        rows += [
-            EMPTY | {"op": op, "case": case, "note": f"{name}: {note}"} for note in found["failed"]
-        ]
-    for impl, phase in (pair for pair in built[0]["runs"] if pair in built[1]["runs"]):
-        medians: tuple[list[float], list[float]] = ([], [])
-        for turn in range(rounds):
-            for which in (0, 1) if turn % 2 == 0 else (1, 0):
-                medians[which].append(sides[which].ask("time", impl, phase, seconds))
-        before, after = (statistics.median(values) for values in medians)
-        ratios = sorted(b / a for a, b in zip(*medians, strict=True))
-        p20, _, _, p80 = statistics.quantiles(ratios, n=5, method="inclusive")
-        row = {"op": op, "case": case, "impl": impl, "phase": phase, "rounds": rounds}
-        numbers = {
-            "before_ms": before,
-            "after_ms": after,
-            "ratio": after / before,
-            "ratio_p20": p20,
-            "ratio_p80": p80,
-        }
-        rows.append(EMPTY | row | {name: round(number, 5) for name, number in numbers.items()})
+) -> list[Comparison]:
+    """Compare all implementations and phases that both checkouts have.
+
+    Args:
+        sides: the processes of the two checkouts, before and after.
+        op: name of the operator.
+        case: name of the case.
+        rounds: turns of each checkout.
+        seconds: time to spend on a turn.
+
+    Returns:
+        A row for each failed check, then one for each implementation and phase.
+    """
+    # both compile at the same time
     for side in sides:
-        side.ask("drop")
+        side.send("build", op, case)
+    before, after = (side.receive() for side in sides)
+    rows = []
+    for name, built in zip(SIDES, (before, after), strict=True):
+        rows += [Comparison(op, case, note=f"{name}: {error}") for error in built["failed"]]
+    for impl, phase in before["runs"]:
+        if [impl, phase] in after["runs"]:
+            before_ms, after_ms = time_in_turns(sides, impl, phase, rounds, seconds)
+            rows.append(compare_times(Comparison(op, case, impl, phase), before_ms, after_ms))
+    for side in sides:
+        side.request("drop")
     return rows
 
 
-def show(row: dict[str, Any], limit: float) -> None:
-    """Print a row."""
-    if row["note"]:
-        print(f"{row['case']:34s} {row['note']}", flush=True)
+def time_in_turns(
+    sides: Sequence[CheckoutProcess],
+    impl: str,
+    phase: str,
+    rounds: int,
+    seconds: float,
+) -> tuple[list[float], list[float]]:
+    """Time one phase of an implementation in both checkouts, which alternate in going first.
+
+    Returns:
+        The median milliseconds of each round, before and after.
+    """
+    before, after = sides
+    before_ms: list[float] = []
+    after_ms: list[float] = []
+    for turn in range(rounds):
+        order = [(before, before_ms), (after, after_ms)]
+        if turn % 2 == 1:
+            order.reverse()
+        for side, medians in order:
+            medians.append(side.request("time", impl, phase, seconds))
+    return before_ms, after_ms
+
+
+def compare_times(
+    row: Comparison,
+    before_ms: Sequence[float],
+    after_ms: Sequence[float],
+) -> Comparison:
+    """Return a row with the times and ratios of its rounds.
+
+    Args:
+        row: a row that only names what was measured.
+        before_ms: median of each round of the checkout BEFORE.
+        after_ms: median of each round of the checkout AFTER.
+    """
+    ratios = [after / before for before, after in zip(before_ms, after_ms, strict=True)]
+    ratio_p20, _, _, ratio_p80 = statistics.quantiles(ratios, n=5, method="inclusive")
+    before_median = statistics.median(before_ms)
+    after_median = statistics.median(after_ms)
+    return replace(
+        row,
+        before_ms=before_median,
+        after_ms=after_median,
+        ratio=after_median / before_median,
+        ratio_p20=ratio_p20,
+        ratio_p80=ratio_p80,
+        rounds=len(ratios),
+    )
+
+
+def print_row(row: Comparison, limit: float) -> None:
+    """Print a row, and mark it if its ratio is above the limit."""
+    if row.ratio is None:
+        print(f"{row.case:34s} {row.note}", flush=True)
         return
-    mark = "  SLOWER" if row["ratio"] > limit else ""
+    mark = "  SLOWER" if row.is_worse(limit) else ""
     print(
-        f"{row['case']:34s} {row['impl']:20s} {row['phase']:16s} {row['before_ms']:9.4f} "
-        f"{row['after_ms']:9.4f} "
-        f"{row['ratio']:6.3f}  {row['ratio_p20']:.3f}-{row['ratio_p80']:.3f}{mark}",
+        f"{row.case:34s} {row.impl:20s} {row.phase:16s} {row.before_ms:9.4f} "
+        f"{row.after_ms:9.4f} "
+        f"{row.ratio:6.3f}  {row.ratio_p20:.3f}-{row.ratio_p80:.3f}{mark}",
         flush=True,
     )
 
 
-def write(path: Path, rows: list[dict[str, Any]], device: str, tritons: list[str]) -> None:
-    """Write all rows with where, and with which releases of Triton, they were measured."""
-    import torch  # the parent loads no GPU library before its children ran
+def write_rows(
+    path: Path,
+    rows: Sequence[Comparison],
+    device: str,
+    triton_versions: Sequence[str],
+) -> None:
+    """Write all rows with their provenance.
+
+    Args:
+        path: the CSV file.
+        rows: the rows.
+        device: ``"cuda"`` or ``"cpu"``.
+        triton_versions: the release of Triton of each side.
+    """
+    # this process loads no GPU library before its children did
+    import torch
 
     from tilefold.bench.results import collect, write_csv
 
-    provenance = replace(collect(torch.device(device)), triton=" to ".join(dict.fromkeys(tritons)))
-    write_csv(path, rows, provenance, ("op", "case", "impl", "phase"))
+    triton = " to ".join(dict.fromkeys(triton_versions))
+    provenance = replace(collect(torch.device(device)), triton=triton)
+    write_csv(path, [row.cells() for row in rows], provenance, ("op", "case", "impl", "phase"))
+
+
+# What follows runs in the process of a checkout, with the tilefold of that checkout.
+
+
+@dataclass(frozen=True)
+class BuiltCase:
+    """The calls of a case that passed their check.
+
+    Attributes:
+        runs: calls to time, by the name of the implementation and the phase.
+        failed: a line for each failed check or error.
+    """
+
+    runs: Mapping[tuple[str, str], Callable[[], object]]
+    failed: Sequence[str]
 
 
 def serve(device_type: str) -> None:
-    """Answer requests of the parent process with this process's tilefold."""
+    """Answer requests of the parent process.
+
+    A request is a line of JSON: a verb, and its arguments. The verbs are ``cases`` (operator),
+    ``triton``, ``build`` (operator, case), ``time`` (implementation, phase, seconds) and ``drop``.
+    """
     import torch
 
     from tilefold.bench.timing import TimeBudget, time_all
 
     device = torch.device(device_type)
-    runs: dict[tuple[str, str], Any] = {}
+    built = BuiltCase(runs={}, failed=())
     for line in sys.stdin:
         verb, *arguments = json.loads(line)
         answer: Any = None
         if verb == "cases":
-            answer = [
-                case.name for case in spec_of(arguments[0]).cases if case.device == device_type
-            ]
+            (op,) = arguments
+            answer = [case.name for case in import_spec(op).cases if case.device == device_type]
         elif verb == "triton":
-            answer = next((each.version for each in metadata.distributions(name="triton")), "")
+            answer = installed_triton()
         elif verb == "build":
-            answer, runs = build(spec_of(arguments[0]), arguments[1], device)
+            op, case_name = arguments
+            built = build_case(import_spec(op), case_name, device)
+            answer = {"runs": list(built.runs), "failed": list(built.failed)}
         elif verb == "time":
             impl, phase, seconds = arguments
             budget = TimeBudget(seconds=seconds, min_reps=5, max_reps=200, rounds=1, warmup=2)
-            answer = time_all({impl: runs[impl, phase]}, device, budget)[impl].p50
+            answer = time_all({impl: built.runs[impl, phase]}, device, budget)[impl].p50
         elif verb == "drop":
-            runs = {}
+            built = BuiltCase(runs={}, failed=())
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        print("answer " + json.dumps(answer), flush=True)
+        print(ANSWER_PREFIX + json.dumps(answer), flush=True)
 
 
-def spec_of(op: str) -> Any:
-    """The benchmark of an operator in any checkout."""
+def installed_triton() -> str:
+    """Return the version of Triton that this process imports, or ``""``."""
+    for distribution in metadata.distributions(name="triton"):
+        return distribution.version
+    return ""
+
+
+def import_spec(op: str) -> Any:
+    """Import the benchmark of an operator, whatever checkout this process has."""
     return importlib.import_module(f"tilefold.bench.{op}").SPEC
 
 
-def build(
-    spec: Any,
-    case_name: str,
-    device: Any,
-) -> tuple[dict[str, Any], dict[tuple[str, str], Any]]:
-    """The calls to time of every implementation of ours whose gate passed, and what failed."""
+def build_case(spec: Any, case_name: str, device: Any) -> BuiltCase:
+    """Check every implementation of tilefold in a case.
+
+    Args:
+        spec: the operator's benchmark in this checkout.
+        case_name: name of the case.
+        device: the torch device.
+    """
     case = next(case for case in spec.cases if case.name == case_name)
-    inputs = spec.make_inputs(case, device, 0)
+    inputs = spec.make_inputs(case, device, SEED)
     gate = spec.make_gate(case, inputs)
-    runs: dict[tuple[str, str], Any] = {}
+    runs: dict[tuple[str, str], Callable[[], object]] = {}
     failed: list[str] = []
     for implementation in spec.implementations:
-        if implementation.name not in OURS or device.type not in implementation.default_on:
+        name = implementation.name
+        if name not in TILEFOLD_IMPLEMENTATIONS or device.type not in implementation.default_on:
             continue
         try:
             runnable = implementation.build(inputs)
             result = gate.check(runnable, implementation.kind)
         except Exception as error:
+            # the class differs from checkout to checkout
             if type(error).__name__ != "NotApplicable":
-                failed.append(
-                    f"{implementation.name}: {type(error).__name__}: {error}".splitlines()[0][:200],
-                )
+                message = f"{name}: {type(error).__name__}: {error}"
+                failed.append(message.splitlines()[0][:MAX_NOTE_LENGTH])
             continue
-        failed += (
-            []
-            if result.passed
-            else [f"{implementation.name}: {failure}" for failure in result.failures]
-        )
+        if not result.passed:
+            failed += [f"{name}: {failure}" for failure in result.failures]
+            continue
         for phase in PHASES:
-            if result.passed and getattr(runnable, phase) is not None:
-                runs[implementation.name, phase] = getattr(runnable, phase)
-    return {"runs": list(runs), "failed": failed}, runs
+            run = getattr(runnable, phase)
+            if run is not None:
+                runs[name, phase] = run
+    return BuiltCase(runs, failed)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""What the calls of ``host_time`` take of the host, without a GPU: microseconds, Python and C
-calls, torch, launches.
+"""Count what the calls of ``host_time`` do on the CPU up to the launch of their kernels.
 
     python -m benchmarks.host_steps --only lsr_head
 
-Tensors lie on the CPU and no kernel runs: the function of the CUDA driver that launches is replaced
-by one that does nothing, and all that leads to it stays. The microseconds lack what the driver
-takes for a launch and the CUDA allocator for memory, and hold products that torch computes: they
-compare two commits on one machine. Backward runs in the thread that asks for it, not in the GPU's.
+It needs no GPU: tensors are on the CPU and no kernel runs. The function of the CUDA driver that
+launches is replaced by one that does nothing, and all code that leads to it is ours.
+
+Timed: CPU microseconds of a call. They lack the time of the driver for a launch and of the CUDA
+allocator for memory, and include products that torch computes. Backward runs in the thread that
+calls it, not in a thread of the GPU. Counted: functions of Python and of C that are entered,
+operations of torch, launches, and the different functions and files of a pass.
+
+Baseline: another commit on the same machine. Gate: none here. The counts are bounded by
+``tests/benchmarks/test_host_steps.py``.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import ctypes
 import gc
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,11 +34,73 @@ from tilefold.ops._shared import calls, impl, internals, operator
 from tilefold.ops._shared._triton import cuda_driver, launch
 from tilefold.ops.entmax_attention import configs as attention_configs
 
-HERE, PACKAGE = Path(__file__).parent, Path(operator.__file__).parents[2]
+BENCHMARKS_FOLDER = Path(__file__).parent
+PACKAGE_FOLDER = Path(operator.__file__).parents[2]
+WARMUP_CALLS = 5
+# counts of a call are the fewest of these, because the interpreter now and then adds its own
+COUNTED_CALLS = 3
+# the GPU that kernels are chosen for: an H200
+CAPABILITY = (9, 0)
+SM_COUNT = 132
+# bytes of a tensor map, the descriptor of the Tensor Memory Accelerator
+TENSOR_MAP_BYTES = 128
+
+
+@dataclass(frozen=True, order=True)
+class CallCounts:
+    """What a call enters.
+
+    Attributes:
+        python_calls: functions of Python, with repetitions.
+        c_calls: functions of C, with repetitions.
+        launches: launches of kernels.
+        functions: different functions of Python, of all packages.
+        files: different files of tilefold.
+    """
+
+    python_calls: int
+    c_calls: int
+    launches: int
+    functions: int
+    files: int
 
 
 def main() -> int:
-    """Parse arguments, and print a row per call."""
+    """Print a row per call."""
+    options = parse_arguments()
+    torch.set_num_threads(1)
+    replace_gpu()
+    gc.collect()
+    # otherwise every collection looks through all that was imported, several times a row
+    gc.freeze()
+    print(
+        f"{'call':44s} {'us':>8s} {'python':>7s} {'C':>6s} {'torch':>6s} {'launches':>9s} "
+        f"{'functions':>10s} {'files':>6s}",
+    )
+    for name, prepare in host_time.cases():
+        if options.only and not any(text in name for text in options.only):
+            continue
+        try:
+            call = prepare()
+            for _ in range(WARMUP_CALLS):
+                call()
+            microseconds = fewest_microseconds(call, options.calls, options.samples)
+        except Exception as error:
+            print(f"{name:44s} {type(error).__name__}: {str(error).splitlines()[0][:100]}")
+            continue
+        is_training = name.endswith(host_time.TRAINING_SUFFIX)
+        counts = count_calls(call, within="backward" if is_training else None)
+        print(
+            f"{name:44s} {microseconds:8.1f} {counts.python_calls:7d} {counts.c_calls:6d} "
+            f"{count_operations(call):6d} {counts.launches:9d} {counts.functions:10d} "
+            f"{counts.files:6d}",
+            flush=True,
+        )
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -45,142 +113,158 @@ def main() -> int:
         default=[],
         help="text in the names of the calls",
     )
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    without_a_gpu()
-    gc.collect()
-    gc.freeze()  # to look through what was imported would take longer than all else, several times a row
-    head = f"{'call':44s} {'us':>8s} {'python':>7s} {'C':>6s} {'torch':>6s} {'launches':>9s}"
-    print(f"{head} {'functions':>10s} {'files':>6s}")
-    for name, prepare in host_time.cases():
-        if options.only and not any(text in name for text in options.only):
-            continue
-        try:
-            call = prepare()
-            for _ in range(5):
-                call()
-            least = timed(call, options.calls, options.samples)
-        except Exception as error:
-            print(f"{name:44s} {type(error).__name__}: {str(error).splitlines()[0][:100]}")
-            continue
-        python, of_c, launches, functions, files = entered(
-            call,
-            "backward" if name.endswith("f+b") else None,
-        )
-        row = f"{name:44s} {least:8.1f} {python:7d} {of_c:6d} {operations(call):6d} {launches:9d}"
-        print(f"{row} {functions:10d} {files:6d}", flush=True)
-    return 0
+    return parser.parse_args()
 
 
-def without_a_gpu() -> None:
-    """Let tensors on the CPU take the way of those on a GPU, up to the C function that launches."""
+def replace_gpu() -> None:
+    """Replace what needs a GPU, so that calls with CPU tensors take the path of a GPU.
+
+    Kernels are neither compiled nor run. Everything up to the C function that launches them stays.
+    """
     host_time.DEVICE = "cpu"
-    modules: tuple[Any, ...] = (impl, internals, launch, cuda_driver, operator)
-    implementations, private, launching, driver, operators = modules
+    implementations: Any = impl
+    private_interfaces: Any = internals
+    launching: Any = launch
+    driver: Any = cuda_driver
+    operators: Any = operator
     attention: Any = attention_configs
+
     implementations.resolve_impl = lambda *_: "triton"
     implementations.INTERPRETER_FAULTS = {}
-    private.current_stream = abs
-    private.tma_map = lambda descriptor, description: bytes(128)
-    torch.cuda.current_device = lambda: 0
-    operators.host_may_read = lambda device, impl: False  # the host looks at values on the CPU only
-    operators.capability_of = attention.capability_of = lambda device: (9, 0)
-    operators.sm_count = lambda device: 132
+    # a C function of one argument costs as little as the original
+    private_interfaces.current_stream = abs
+    private_interfaces.tma_map = lambda descriptor, description: bytes(TENSOR_MAP_BYTES)
+    # values of CPU tensors can be read without waiting, those of a GPU cannot
+    operators.host_may_read = lambda device, impl: False
+    operators.capability_of = lambda device: CAPABILITY
+    attention.capability_of = lambda device: CAPABILITY
+    operators.sm_count = lambda device: SM_COUNT
     driver.enter_context = lambda index: None
-    driver.driver_function = lambda name: (
-        ctypes.CDLL(None).sched_yield
-    )  # takes whatever it is given, and returns 0
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    launching.KernelLauncher.run_with_triton = lambda self, build: compiled(
-        build.arguments, build.constants
-    )
+    # accepts any arguments, and returns 0
+    driver.driver_function = lambda name: ctypes.CDLL(None).sched_yield
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda device=None: CAPABILITY
+
+    def compile_nothing(self: Any, build: Any) -> SimpleNamespace:
+        return imitate_kernel(build.arguments, build.constants)
+
+    launching.KernelLauncher.run_with_triton = compile_nothing
 
 
-def compiled(arguments: tuple[Any, ...], constants: dict[str, Any]) -> SimpleNamespace:
-    """What stands for a kernel that was compiled for these arguments."""
-    kinds = [
-        "constexpr" if x is None else "*" if hasattr(x, "data_ptr") else "value" for x in arguments
-    ]
-    kinds += ["constexpr"] * len(constants)
-    declared: list[str] = []
+def imitate_kernel(arguments: tuple[Any, ...], constants: dict[str, Any]) -> SimpleNamespace:
+    """Return an object with the attributes of a compiled Triton kernel.
+
+    Args:
+        arguments: the arguments that the kernel would be compiled for. None, tensors, numbers and
+            tensor descriptors.
+        constants: its compile-time constants.
+    """
+    kinds = []
+    ptx_parameters: list[str] = []
     for argument in arguments:
+        if argument is None:
+            kinds.append("constexpr")
+            continue
+        kinds.append("*" if hasattr(argument, "data_ptr") else "value")
         if type(argument).__name__ == "TensorDescriptor":
-            declared += [".param .align 64 .b8 map[128]", *[".param .u64 size"] * 4]
-        elif argument is not None:
-            declared.append(f".param .{'f32' if isinstance(argument, float) else 'u64'} value")
-    metadata = SimpleNamespace(name="kernel", num_warps=4, shared=0)
-    signature = SimpleNamespace(signature=dict(enumerate(kinds)))
+            ptx_parameters.append(f".param .align 64 .b8 map[{TENSOR_MAP_BYTES}]")
+            # sizes and strides of the two dimensions
+            ptx_parameters += [".param .u64 size"] * 4
+        else:
+            ptx_type = "f32" if isinstance(argument, float) else "u64"
+            ptx_parameters.append(f".param .{ptx_type} value")
+    kinds += ["constexpr"] * len(constants)
     return SimpleNamespace(
-        metadata=metadata,
-        src=signature,
+        metadata=SimpleNamespace(name="kernel", num_warps=4, shared=0),
+        src=SimpleNamespace(signature=dict(enumerate(kinds))),
         function=1,
-        asm={"ptx": f".entry kernel({','.join(declared)})"},
+        asm={"ptx": f".entry kernel({','.join(ptx_parameters)})"},
     )
 
 
-def timed(call: host_time.Call, count: int, samples: int) -> float:
-    """Microseconds of this thread per call; the fewest, which others on the machine disturb least."""
-    times = []
+def fewest_microseconds(call: host_time.Call, n_calls: int, n_samples: int) -> float:
+    """Return the CPU microseconds of a call in the fastest sample.
+
+    Other programs on the machine disturb the fastest sample least.
+
+    Args:
+        call: the call.
+        n_calls: calls per sample.
+        n_samples: number of samples.
+    """
+    samples = []
     gc.collect()
     gc.disable()
     try:
-        for _ in range(samples):
+        for _ in range(n_samples):
             begin = time.thread_time()
-            for _ in range(count):
+            for _ in range(n_calls):
                 call()
-            times.append(1e6 * (time.thread_time() - begin) / count)
+            samples.append(1e6 * (time.thread_time() - begin) / n_calls)
     finally:
         gc.enable()
-    return min(times)
+    return min(samples)
 
 
-def entered(call: host_time.Call, within: str | None = None) -> tuple[int, int, int, int, int]:
-    """Functions of Python and of C that one call enters, and launches; the fewest of three calls.
+def count_calls(call: host_time.Call, within: str | None = None) -> CallCounts:
+    """Count the functions that a call enters.
 
-    Then the different functions of Python of the package and of torch, and files of the package,
-    within the pass of this name, ``None`` for all of the call. Now and then the interpreter has
-    something of its own to do within one.
+    Args:
+        call: the call.
+        within: name of the method of an operator to which ``functions`` and ``files`` are
+            restricted. None counts those of the whole call.
+
+    Returns:
+        The fewest of several calls.
     """
-    return min(_entered_once(call, within) for _ in range(3))
+    return min(_count_calls_once(call, within) for _ in range(COUNTED_CALLS))
 
 
-def _entered_once(call: host_time.Call, within: str | None) -> tuple[int, int, int, int, int]:
-    counts, launches, inside = {"call": 0, "c_call": 0}, 0, within is None
+def _count_calls_once(call: host_time.Call, within: str | None) -> CallCounts:
+    """Count the functions that one call enters, with the profiling hook of the interpreter."""
+    events = {"call": 0, "c_call": 0}
+    launches = 0
+    is_inside = within is None
     functions = set[tuple[str, str]]()
 
     def count(frame: Any, event: str, argument: object) -> None:
-        nonlocal launches, inside
-        if event in counts:
-            counts[event] += 1
-        code = frame.f_code
-        launches += (
-            event == "call"
-            and code.co_name == "launch"
-            and code.co_filename == cuda_driver.__file__
-        )
-        if code.co_filename == calls.__file__ and code.co_name == within:
-            inside = event != "return"
-        if event == "call" and inside and not code.co_filename.startswith(str(HERE)):
-            functions.add((code.co_filename, code.co_name))
+        nonlocal launches, is_inside
+        if event in events:
+            events[event] += 1
+        file = frame.f_code.co_filename
+        function = frame.f_code.co_name
+        if event == "call" and function == "launch" and file == cuda_driver.__file__:
+            launches += 1
+        if file == calls.__file__ and function == within:
+            is_inside = event != "return"
+        if event == "call" and is_inside and not file.startswith(str(BENCHMARKS_FOLDER)):
+            functions.add((file, function))
 
     gc.collect()
-    gc.disable()  # what it ends may have functions to call
+    # finalizers of collected objects would be counted
+    gc.disable()
     sys.setprofile(count)
     try:
         call()
     finally:
         sys.setprofile(None)
         gc.enable()
-    files = {name for name, _ in functions if name.startswith(str(PACKAGE))}
-    # without what ends the profile
-    return counts["call"] - 1, counts["c_call"] - 1, launches, len(functions), len(files)
+    files = {file for file, _ in functions if file.startswith(str(PACKAGE_FOLDER))}
+    return CallCounts(
+        # one of each is the end of profiling
+        python_calls=events["call"] - 1,
+        c_calls=events["c_call"] - 1,
+        launches=launches,
+        functions=len(functions),
+        files=len(files),
+    )
 
 
-def operations(call: host_time.Call) -> int:
-    """Torch operations of one call, those included that others are made of."""
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+def count_operations(call: host_time.Call) -> int:
+    """Count the torch operations of a call, with those that are parts of others."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
         call()
-    return sum(event.count for event in seen.key_averages() if event.key.startswith("aten::"))
+    return sum(event.count for event in profiler.key_averages() if event.key.startswith("aten::"))
 
 
 if __name__ == "__main__":

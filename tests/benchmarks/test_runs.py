@@ -11,13 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import (
-    causal_lm,
-    recipes,
-    recipes_table,
-)
+from benchmarks import recipes, recipes_table
 from benchmarks.runs import run_all, take_named
-from tests.recipes.small import causal_splade, small_collection, tiny_masked_lm
+from tests.recipes.small import small_collection, tiny_masked_lm
 from tilefold.bench.results import read_csv
 
 
@@ -101,24 +97,3 @@ def test_all_leaves_out_what_has_no_packaged_model() -> None:
     assert "causal-splade" in recipes.chosen(
         argparse.Namespace(recipe=["all"], base={"causal-lm": "folder"}),
     )
-
-
-def test_a_causal_model_is_made_adapted_and_read_in_every_way(beir: Path, tmp_path: Path) -> None:
-    sizes = [
-        "--steps",
-        "2",
-        "--adaptation-steps",
-        "2",
-        "--batch-size",
-        "2",
-        "--length",
-        "16",
-        "--layers",
-        "1",
-    ]
-    assert (
-        causal_lm.main(["--data", str(beir), "--output", str(tmp_path), "--device", "cpu", *sizes])
-        == 0
-    )
-    model = causal_splade(tmp_path / "adapted", "echo", max_length=32, device="cpu")
-    assert (model.encode(["read zip archives"], convert_to_sparse_tensor=False) > 0).any()
