@@ -21,7 +21,7 @@ from tilefold.ops import maxsim
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index import centroids, late, token_blocks
 from tilefold.retrieval.index.opening import open_index
-from tilefold.retrieval.vectors.given_tokens import read_token_file
+from tilefold.retrieval.vectors.token_files import read_token_file
 from tilefold.testing import assert_within_budget
 
 D = 16

@@ -685,7 +685,7 @@ def read_tokens(tokens: Path | None) -> Any:
     if tokens is None:
         raise UsageError("--backend late indexes token vectors: give them with --tokens.")
     if tokens.is_file():
-        from tilefold.retrieval.vectors.given_tokens import read_token_file
+        from tilefold.retrieval.vectors.token_files import read_token_file
 
         return read_token_file(tokens)
     return retrieval.open_tokens(tokens)

@@ -1,4 +1,4 @@
-"""Files that feed other engines with sparse vectors: OpenSearch (bulk) and Vespa (feed)."""
+"""Export of sparse vectors to other engines: bulk files of OpenSearch, and a feed of Vespa."""
 
 from __future__ import annotations
 
@@ -32,23 +32,33 @@ from tilefold.retrieval.vectors.sparse_files import VectorManifest, iter_shards,
 
 __all__ = ["Exported", "export_opensearch", "export_vespa"]
 
-RECORD, MAPPING, FEED = "export.json", "mapping.json", "feed.jsonl"
+RECORD = "export.json"
+MAPPING = "mapping.json"
+FEED = "feed.jsonl"
 SCHEMA_VERSION = 1
 FIELD_TYPES = ("rank_features", "sparse_vector")
 DOTS = ("refuse", "keep")
-_SHOWN = 3  # names in a message
-_LONGEST_IDS = {
-    "OpenSearch": 512,
-    "Vespa": 65_000,
-}  # bytes; 64 KiB with namespace and type in Vespa
-_LONGEST_NAME = 32_766  # bytes of a Lucene term
-_SPARSE_VECTOR_TERMS = 32_768  # numbers of terms are folded beyond
-_SMALLEST_WEIGHT = float(np.finfo(np.float32).tiny)
-_REMEDY = "Leave tokens out, so that terms are named by their numbers"
-_FIELD, _WORD, _NAMESPACE = map(
-    re.compile,
-    (r"[A-Za-z][A-Za-z0-9_-]*", r"[A-Za-z][A-Za-z0-9_]*", r"[A-Za-z0-9_-]+"),
-)
+
+# Longest ids in bytes. Vespa takes 64 KiB with the namespace and the document type.
+_MAX_ID_BYTES = {"OpenSearch": 512, "Vespa": 65_000}
+# Longest term of Lucene.
+_MAX_NAME_BYTES = 32_766
+# OpenSearch takes numbers of terms modulo this one in a field of type sparse_vector.
+_MAX_SPARSE_VECTOR_TERMS = 32_768
+# OpenSearch takes normal float32 numbers only.
+_MIN_OPENSEARCH_WEIGHT = float(np.finfo(np.float32).tiny)
+# Names that an error lists.
+_LISTED_NAMES = 3
+
+_NUMBERS_REMEDY = "Leave tokens out, so that terms are named by their numbers"
+_DOTS_REMEDY = f"{_NUMBERS_REMEDY} (or dots=keep, for neural_sparse on OpenSearch)"
+
+_FIELD_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+_WORD_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_NAMESPACE_PATTERN = re.compile(r"[A-Za-z0-9_-]+")
+
+# Returns what is wrong with a name or an id for an engine, or None.
+Complaint = Callable[[str], str | None]
 
 _SCHEMA = """\
 schema {document} {{
@@ -71,7 +81,7 @@ schema {document} {{
     }}
 }}
 """
-_TEXT = """\
+_TEXT_FIELD = """\
         field text type string {
             indexing: index | summary
             index: enable-bm25
@@ -81,14 +91,19 @@ _TEXT = """\
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export."""
+    """Result of an export.
 
-    engine: str  # "opensearch" or "vespa"
-    n_documents: int  # that were written, and the weights of all of them
+    Attributes:
+        engine: ``"opensearch"`` or ``"vespa"``.
+        n_documents: documents that were written.
+        n_weights: weights of all documents.
+        files: names in the folder, in the order in which the engine reads them.
+    """
+
+    engine: str
+    n_documents: int
     n_weights: int
-    files: list[str] = field(
-        default_factory=list,
-    )  # names in the folder, in the order in which the engine wants them
+    files: list[str] = field(default_factory=list)
 
 
 def export_opensearch(
@@ -103,20 +118,20 @@ def export_opensearch(
     part_bytes: int = 50_000_000,
     overwrite: bool = False,
 ) -> Exported:
-    """Write ``mapping.json`` and ``bulk-00000.ndjson``, ... for ``PUT /INDEX`` and ``POST
-    /INDEX/_bulk``.
+    """Write files for OpenSearch: a mapping, and bulk files of documents.
 
-    Scores of ``neural_sparse`` queries with ``query_tokens`` are inner products. The engine keeps 9
-    significant bits of a weight in ``rank_features`` (relative error below 2^-8), and 8 bits in
-    ``sparse_vector``.
+    ``mapping.json`` is for ``PUT /INDEX``, and ``bulk-00000.ndjson``, ... for ``POST
+    /INDEX/_bulk``. Scores of ``neural_sparse`` queries with ``query_tokens`` are inner products.
+    The engine keeps 9 significant bits of a weight in ``rank_features`` (relative error below
+    2^-8), and 8 bits in ``sparse_vector``.
 
     Args:
-        vectors: documents, in memory or as a folder that ``encode`` wrote, of which a shard at a
-            time is in memory.
+        vectors: of documents, in memory or as a folder that ``encode`` wrote. One shard of a
+            folder is in memory at a time.
         output: a new or empty folder.
-        tokens: token of each term, as :func:`tilefold.retrieval.term_names` gives them; terms are
-            called by their numbers without. A term whose token is None is named ``[term_905]``
-            after its number. ``sparse_vector`` knows numbers alone.
+        tokens: token of each term, as :func:`tilefold.retrieval.term_names` gives them. A term
+            whose token is None is named ``[term_905]`` after its number. By default, and always for
+            ``sparse_vector``, terms are named by their numbers.
         texts: id -> text, for a field ``text``.
         field: name of the field of the vectors.
         field_type: ``"rank_features"`` (exact search, OpenSearch 2.11), or ``"sparse_vector"``
@@ -126,63 +141,78 @@ def export_opensearch(
             on OpenSearch.
         part_bytes: size of a bulk file, below the ``http.max_content_length`` of the cluster (100
             MB).
-        overwrite: replace an earlier export in `output` when all is written; without, that is a
-            ``FileExistsError``.
+        overwrite: replace an earlier export in `output` when all is written.
 
-    Another number of tokens than the vectors have terms is a ``VocabularyMismatchError``; two terms
-    with one name, a name, id or weight that the engine does not take, a vocabulary that
-    ``sparse_vector`` would fold, or vectors that are not whole are a ``DataError``.
+    Raises:
+        VocabularyMismatchError: for another number of tokens than the vectors have terms.
+        DataError: for two terms with one name; a name, id or weight that the engine does not take;
+            a vocabulary that is too large for ``sparse_vector``; and incomplete vectors.
+        FileExistsError: if `output` has an earlier export and `overwrite` is False.
     """
     check_choice("field_type", field_type, FIELD_TYPES)
     check_choice("dots", dots, DOTS)
-    _check_form("field", field, _FIELD, ("id", "text"), ", -")
+    _check_form(
+        "field",
+        field,
+        _FIELD_PATTERN,
+        reserved=("id", "text"),
+        more_characters=", -",
+    )
     check_least("part_bytes", part_bytes)
-    documents = _survey(vectors, "OpenSearch", lambda text: None, texts)
-    if 0 < (lightest := documents.weights[0]) < _SMALLEST_WEIGHT:
-        least = f"weights of at least {_SMALLEST_WEIGHT:.3g} (a normal float32)"
+    documents = _survey(vectors, "OpenSearch", lambda _: None, texts)
+    if 0 < documents.min_weight < _MIN_OPENSEARCH_WEIGHT:
         raise DataError(
-            f"vectors: OpenSearch takes {least}, got {lightest:.3g}. Drop such weights.",
+            "vectors: OpenSearch takes weights of at least "
+            f"{_MIN_OPENSEARCH_WEIGHT:.3g} (a normal float32), got {documents.min_weight:.3g}. "
+            "Drop such weights.",
         )
-    if field_type == "sparse_vector" and tokens is not None:
+    if field_type == "sparse_vector":
+        _check_sparse_vector(documents, tokens)
+
+    def name_complaint(name: str) -> str | None:
+        if len(name.encode()) > _MAX_NAME_BYTES:
+            return f"has more than {_MAX_NAME_BYTES} bytes"
+        return "holds a dot" if dots == "refuse" and "." in name else None
+
+    remedy = _NUMBERS_REMEDY if dots == "keep" else _DOTS_REMEDY
+    names = _name_terms(documents, tokens, name_complaint, remedy)
+
+    def actions() -> Iterator[bytes]:
+        for document_id, fields, weights in documents.rows(names, texts):
+            action = {"index": {"_id": document_id}}
+            yield _json_line(action) + _json_line({**fields, field: weights})
+
+    with _export_folder(Path(output), overwrite=overwrite) as folder:
+        mapping = _mapping(
+            documents,
+            field,
+            field_type,
+            _origin(documents, tokens),
+            has_texts=texts is not None,
+        )
+        write_json(folder / MAPPING, mapping)
+        return _write_record(
+            folder,
+            documents,
+            [MAPPING, *_write_parts(folder, actions(), part_bytes)],
+            tokens,
+            {"field": field, "field_type": field_type, "dots": dots},
+        )
+
+
+def _check_sparse_vector(documents: _Documents, tokens: Sequence[str | None] | None) -> None:
+    """Raise an error unless a field of type ``sparse_vector`` can hold the terms."""
+    if tokens is not None:
         raise ValueError(
             "tokens: expected None with field_type='sparse_vector', whose terms are numbers, got "
             "tokens.",
         )
-    if field_type == "sparse_vector" and documents.used.size > _SPARSE_VECTOR_TERMS:
-        why = f"modulo {_SPARSE_VECTOR_TERMS:,}, so that some would match in a vocabulary of {documents.used.size:,}"
+    vocab_size = documents.is_used.size
+    if vocab_size > _MAX_SPARSE_VECTOR_TERMS:
         raise DataError(
-            f"vectors: sparse_vector takes numbers of terms {why}. Use field_type='rank_features'.",
-        )
-
-    def bad_name(name: str) -> str | None:
-        if len(name.encode()) > _LONGEST_NAME:
-            return f"has more than {_LONGEST_NAME} bytes"
-        return "holds a dot" if dots == "refuse" and "." in name else None
-
-    remedy = _REMEDY + (
-        "" if dots == "keep" else " (or dots=keep, for neural_sparse on OpenSearch)"
-    )
-    names = _name_terms(documents, tokens, bad_name, remedy)
-    sources = (
-        (name, {**fields, field: weights})
-        for name, fields, weights in documents.fields(names, texts)
-    )
-    actions = (_line({"index": {"_id": name}}) + _line(source) for name, source in sources)
-    with _export_folder(Path(output), overwrite=overwrite) as folder:
-        origin = _origin(documents, tokens)
-        write_json(
-            folder / MAPPING,
-            _mapping(documents, field, field_type, origin, texts is not None),
-        )
-        files = [MAPPING, *_write_parts(folder, actions, part_bytes)]
-        return _record(
-            folder,
-            documents,
-            files,
-            tokens,
-            field=field,
-            field_type=field_type,
-            dots=dots,
+            f"vectors: sparse_vector takes numbers of terms modulo {_MAX_SPARSE_VECTOR_TERMS:,}, "
+            f"so that some would match in a vocabulary of {vocab_size:,}. "
+            "Use field_type='rank_features'.",
         )
 
 
@@ -197,157 +227,233 @@ def export_vespa(
     field: str = "sparse",
     overwrite: bool = False,
 ) -> Exported:
-    """Write ``DOCUMENT.sd``, the schema, and ``feed.jsonl`` with a ``put`` per document for ``vespa
-    feed``.
+    """Write files for Vespa: a schema, and a feed of documents.
 
-    A vector is a mapped tensor ``tensor<float>(token{})``, and the rank profile named `field`
-    scores with the inner product of it and ``query(q)``; float32 weights are kept. The profile
-    ranks what a query's ``where`` matches: a tensor has no postings of its own. Ids of documents
-    are ``id:NAMESPACE:DOCUMENT::ID``, where `document` names the schema and its type; names, ids
-    and texts have no control character. The other arguments and errors are those of
-    :func:`tilefold.retrieval.vectors.export.export_opensearch`.
+    ``DOCUMENT.sd`` is the schema. ``feed.jsonl`` has a ``put`` per document for ``vespa feed``. A
+    vector is a mapped tensor ``tensor<float>(token{})``, with its float32 weights. The rank profile
+    named `field` scores with the inner product of it and ``query(q)``. The profile ranks what a
+    query's ``where`` matches, because a tensor has no postings. Ids of documents are
+    ``id:NAMESPACE:DOCUMENT::ID``.
+
+    Args:
+        vectors: see :func:`export_opensearch`.
+        output: see :func:`export_opensearch`.
+        tokens: see :func:`export_opensearch`.
+        texts: see :func:`export_opensearch`.
+        document: name of the schema and its document type.
+        namespace: of the ids.
+        field: name of the field of the vectors, and of the rank profile.
+        overwrite: see :func:`export_opensearch`.
+
+    Raises:
+        DataError: as in :func:`export_opensearch`, and for a name, id or text with a control
+            character.
+        VocabularyMismatchError: as in :func:`export_opensearch`.
+        FileExistsError: as in :func:`export_opensearch`.
     """
-    _check_form("document", document, _WORD)
-    _check_form("namespace", namespace, _NAMESPACE)
-    _check_form("field", field, _WORD, ("id", "text", "token"))
+    _check_form("document", document, _WORD_PATTERN)
+    _check_form("namespace", namespace, _NAMESPACE_PATTERN)
+    _check_form("field", field, _WORD_PATTERN, reserved=("id", "text", "token"))
     documents = _survey(vectors, "Vespa", _control_character, texts)
 
-    def bad_name(name: str) -> str | None:
-        bad = _control_character(name)
-        return bad and f"holds {bad}"
+    def name_complaint(name: str) -> str | None:
+        control_character = _control_character(name)
+        return control_character and f"holds {control_character}"
 
-    names = _name_terms(documents, tokens, bad_name, _REMEDY)
-    schema, prefix = f"{document}.sd", f"id:{namespace}:{document}::"
+    names = _name_terms(documents, tokens, name_complaint, _NUMBERS_REMEDY)
     with _export_folder(Path(output), overwrite=overwrite) as folder:
-        text = "" if texts is None else _TEXT
-        (folder / schema).write_text(
-            _SCHEMA.format(document=document, field=field, text=text),
-            encoding="utf-8",
+        schema_file = f"{document}.sd"
+        schema = _SCHEMA.format(
+            document=document,
+            field=field,
+            text="" if texts is None else _TEXT_FIELD,
         )
+        (folder / schema_file).write_text(schema, encoding="utf-8")
         with (folder / FEED).open("wb") as stream:
-            for name, fields, weights in documents.fields(names, texts):
-                if bad := _control_character(fields.get("text", "")):
+            for document_id, fields, weights in documents.rows(names, texts):
+                control_character = _control_character(fields.get("text", ""))
+                if control_character is not None:
                     raise DataError(
-                        f"texts: Vespa takes no text with {bad}, got one for {name!r}. Mend it.",
+                        f"texts: Vespa takes no text with {control_character}, got one for "
+                        f"{document_id!r}. Mend it.",
                     )
-                # below "cells", because a token may be called cells, values or type itself
-                stream.write(
-                    _line(
-                        {"put": f"{prefix}{name}", "fields": {**fields, field: {"cells": weights}}},
-                    ),
-                )
-        settings = {"document": document, "namespace": namespace, "field": field}
-        return _record(folder, documents, [schema, FEED], tokens, **settings)
+                # The weights are below "cells", because a token may be "cells" or "values" itself.
+                operation = {
+                    "put": f"id:{namespace}:{document}::{document_id}",
+                    "fields": {**fields, field: {"cells": weights}},
+                }
+                stream.write(_json_line(operation))
+        return _write_record(
+            folder,
+            documents,
+            [schema_file, FEED],
+            tokens,
+            {"document": document, "namespace": namespace, "field": field},
+        )
 
 
 @dataclass(frozen=True)
 class _Documents:
-    """Vectors in memory, or the shards of a folder; weights of 0, which no score can feel, are left
-    out.
+    """Documents that are exported, and what a first pass over their vectors showed.
+
+    Weights of 0 are left out, because no score depends on them.
+
+    Attributes:
+        engine: ``"OpenSearch"`` or ``"Vespa"``.
+        source: vectors in memory, or a folder of shards.
+        fingerprint: of the vocabulary.
+        provenance: of the vectors.
+        is_used: bool ``[V]``, whether a document has a positive weight for the term.
+        min_weight: lightest positive weight; 0 without any.
+        max_weight: heaviest weight; 0 without any.
+        n_documents: number of documents.
+        n_weights: number of positive weights.
     """
 
     engine: str
     source: SparseVectors | Path
     fingerprint: str | None
     provenance: Provenance
-    used: npt.NDArray[np.bool_]  # [V], whether a document has a positive weight for the term
-    weights: tuple[float, float]  # the lightest and the heaviest that are positive; 0 without any
+    is_used: npt.NDArray[np.bool_]
+    min_weight: float
+    max_weight: float
     n_documents: int
-    n_weights: int  # positive ones
+    n_weights: int
 
-    def fields(
+    def rows(
         self,
         names: Sequence[str],
         texts: Mapping[str, str] | None,
     ) -> Iterator[tuple[str, dict[str, str], dict[str, float]]]:
-        """Id, fields of texts, and positive weights (the shortest decimals of their float32) by
-        name of a document.
+        """Iterate over the documents.
+
+        Args:
+            names: of all terms.
+            texts: id -> text; None to leave texts out.
+
+        Yields:
+            Id, fields ``id`` and ``text``, and the positive weights by name of the term. A weight
+            is the shortest decimal number of its float32.
         """
-        for part in _parts(self.source):
-            for row, name in enumerate(part.ids):
-                terms, weights = part.row(row)
-                keep = weights > 0
-                decimals = map(float, weights[keep].astype(str).tolist())
-                fields = (
-                    {"id": name} if texts is None else {"id": name, "text": _text_of(texts, name)}
-                )
-                yield (
-                    name,
-                    fields,
-                    dict(zip((names[at] for at in terms[keep].tolist()), decimals, strict=True)),
-                )
+        for vectors in _shards_of(self.source):
+            for row, document_id in enumerate(vectors.ids):
+                terms, weights = vectors.row(row)
+                is_positive = weights > 0
+                weight_by_name: dict[str, float] = {}
+                # A float32 is written as its shortest decimal number, and not as a float64.
+                decimals = weights[is_positive].astype(str).tolist()
+                for term, decimal in zip(terms[is_positive].tolist(), decimals, strict=True):
+                    weight_by_name[names[term]] = float(decimal)
+                fields = {"id": document_id}
+                if texts is not None:
+                    fields["text"] = _text_of(texts, document_id)
+                yield document_id, fields, weight_by_name
 
 
 def _survey(
     vectors: SparseVectors | str | Path,
     engine: str,
-    complaint: Callable[[str], str | None],
+    id_complaint: Complaint,
     texts: Mapping[str, str] | None,
 ) -> _Documents:
-    """Read `vectors` once, and refuse ids that the engine does not take."""
+    """Read vectors once, and check ids and counts.
+
+    Args:
+        vectors: of documents, in memory or a folder.
+        engine: ``"OpenSearch"`` or ``"Vespa"``.
+        id_complaint: what the engine does not take in an id.
+        texts: id -> text.
+
+    Raises:
+        DataError: for vectors of queries, no documents, an incomplete folder, and an id that the
+            engine does not take.
+    """
     if texts is not None:
         check_mapping("texts", texts, "id -> text")
     check_instance("vectors", vectors, (SparseVectors, str, Path), "the folder of vectors")
-    source = vectors if isinstance(vectors, SparseVectors) else Path(vectors)
-    about = source if isinstance(source, SparseVectors) else read_manifest(source)
-    if isinstance(source, Path) and isinstance(about, VectorManifest):
-        check_complete(source, about)
-        if about.kind != "document":
+    source: SparseVectors | Path
+    description: SparseVectors | VectorManifest
+    if isinstance(vectors, SparseVectors):
+        source = vectors
+        description = vectors
+    else:
+        source = Path(vectors)
+        description = read_manifest(source)
+        check_complete(source, description)
+        if description.kind != "document":
             raise DataError(
-                f"{source}: expected vectors of documents, got vectors of kind {about.kind!r}.",
+                f"{source}: expected vectors of documents, got vectors of kind "
+                f"{description.kind!r}.",
             )
-    used = np.zeros(about.vocab_size, dtype=np.bool_)
-    low, high, documents, weights, longest = float("inf"), 0.0, 0, 0, _LONGEST_IDS[engine]
-    for part in _parts(source):
-        for name in part.ids:
-            why = "half a surrogate pair" if not is_unicode(name) else complaint(name)
-            if why is None and len(name.encode()) > longest:
-                why = f"more than {longest} bytes"
-            if why is not None:
-                raise DataError(
-                    f"ids: {engine} takes no id with {why}, got {name!r}. Rename that document.",
-                )
-        positive = part.data > 0
-        used[part.indices[positive]] = True
-        if positive.any():
-            low, high = (
-                min(low, float(part.data[positive].min())),
-                max(high, float(part.data.max())),
-            )
-        documents, weights = documents + len(part), weights + int(positive.sum())
-    if not documents:
-        where = source if isinstance(source, Path) else "vectors"
+    is_used = np.zeros(description.vocab_size, dtype=np.bool_)
+    min_weight = math.inf
+    max_weight = 0.0
+    n_documents = 0
+    n_weights = 0
+    for shard in _shards_of(source):
+        for document_id in shard.ids:
+            _check_id(document_id, engine, id_complaint)
+        is_positive = shard.data > 0
+        is_used[shard.indices[is_positive]] = True
+        if is_positive.any():
+            min_weight = min(min_weight, float(shard.data[is_positive].min()))
+            max_weight = max(max_weight, float(shard.data.max()))
+        n_documents += len(shard)
+        n_weights += int(is_positive.sum())
+    if not n_documents:
+        name = source if isinstance(source, Path) else "vectors"
         raise DataError(
-            f"{where}: expected at least one document, got 0 rows. Encode a collection (tilefold "
+            f"{name}: expected at least one document, got 0 rows. Encode a collection (tilefold "
             "encode).",
         )
-    span = (low if weights else 0.0, high)
     return _Documents(
-        engine,
-        source,
-        about.fingerprint,
-        about.provenance,
-        used,
-        span,
-        documents,
-        weights,
+        engine=engine,
+        source=source,
+        fingerprint=description.fingerprint,
+        provenance=description.provenance,
+        is_used=is_used,
+        min_weight=min_weight if n_weights else 0.0,
+        max_weight=max_weight,
+        n_documents=n_documents,
+        n_weights=n_weights,
     )
 
 
-def _parts(source: SparseVectors | Path) -> Iterator[SparseVectors]:
-    return iter([source]) if isinstance(source, SparseVectors) else iter_shards(source)
+def _shards_of(source: SparseVectors | Path) -> Iterator[SparseVectors]:
+    """Iterate over vectors, one shard of a folder at a time."""
+    if isinstance(source, SparseVectors):
+        yield source
+    else:
+        yield from iter_shards(source)
 
 
-def _text_of(texts: Mapping[str, str], name: str) -> str:
-    if (text := texts.get(name)) is None:
+def _check_id(document_id: str, engine: str, id_complaint: Complaint) -> None:
+    """Raise ``DataError`` for an id that an engine does not take."""
+    max_bytes = _MAX_ID_BYTES[engine]
+    if not is_unicode(document_id):
+        problem: str | None = "half a surrogate pair"
+    else:
+        problem = id_complaint(document_id)
+        if problem is None and len(document_id.encode()) > max_bytes:
+            problem = f"more than {max_bytes} bytes"
+    if problem is not None:
         raise DataError(
-            f"texts: expected one per document, got no text for {name!r}. Give the collection "
-            "encoded.",
+            f"ids: {engine} takes no id with {problem}, got {document_id!r}. Rename that document.",
+        )
+
+
+def _text_of(texts: Mapping[str, str], document_id: str) -> str:
+    """Return the text of a document, or raise ``DataError`` if it is missing or no Unicode."""
+    text = texts.get(document_id)
+    if text is None:
+        raise DataError(
+            f"texts: expected one per document, got no text for {document_id!r}. Give the "
+            "collection encoded.",
         )
     if not is_unicode(text):
         raise DataError(
-            f"texts: expected Unicode, got half a surrogate pair in that of {name!r}. Mend the "
-            "text.",
+            f"texts: expected Unicode, got half a surrogate pair in that of {document_id!r}. "
+            "Mend the text.",
         )
     return text
 
@@ -355,67 +461,88 @@ def _text_of(texts: Mapping[str, str], name: str) -> str:
 def _name_terms(
     documents: _Documents,
     tokens: Sequence[str | None] | None,
-    complaint: Callable[[str], str | None],
+    name_complaint: Complaint,
     remedy: str,
 ) -> list[str]:
-    """Name of each term: its token, or its number; refused by `complaint`, and where two have the
-    same one.
+    """Name all terms by their tokens, or by their numbers.
+
+    Args:
+        documents: whose terms are named.
+        tokens: token of each term; None to name terms by their numbers.
+        name_complaint: what is wrong with a name, after "a name which".
+        remedy: last sentence of an error, without a full stop.
+
+    Returns:
+        V names.
+
+    Raises:
+        VocabularyMismatchError: for another number of tokens than terms.
+        DataError: for a name that the engine does not take, or that two terms have.
     """
-    used = documents.used
+    vocab_size = documents.is_used.size
     if tokens is None:
-        return [str(term) for term in range(used.size)]
+        return [str(term) for term in range(vocab_size)]
     tokens = list_of("tokens", tokens)
-    if len(tokens) != used.size:
-        said = f"expected one for each of the {used.size} terms of the vectors, got {len(tokens)}"
-        raise VocabularyMismatchError(f"tokens: {said}. Pass the vocabulary of the model.")
+    if len(tokens) != vocab_size:
+        raise VocabularyMismatchError(
+            f"tokens: expected one for each of the {vocab_size} terms of the vectors, got "
+            f"{len(tokens)}. Pass the vocabulary of the model.",
+        )
     names = fill_missing_names(tokens)
-    bad: dict[str, list[str]] = {}
-    for term in np.flatnonzero(used).tolist():
+    refused: dict[str, list[str]] = {}  # problem -> descriptions of terms
+    for term in np.flatnonzero(documents.is_used).tolist():
         name = names[term]
-        why = (
-            "is empty"
-            if not name
-            else "holds half a surrogate pair"
-            if not is_unicode(name)
-            else complaint(name)
-        )
-        if why is not None:
-            bad.setdefault(why, []).append(f"{name!r} (term {term})")
-    if bad:
-        why, owners = next(iter(bad.items()))
-        got = _some(owners) + (
-            f", and {len(bad) - 1} other kinds of such names" if len(bad) > 1 else ""
-        )
+        if not name:
+            problem: str | None = "is empty"
+        elif not is_unicode(name):
+            problem = "holds half a surrogate pair"
+        else:
+            problem = name_complaint(name)
+        if problem is not None:
+            refused.setdefault(problem, []).append(f"{name!r} (term {term})")
+    if refused:
+        first_problem, descriptions = next(iter(refused.items()))
+        n_others = len(refused) - 1
+        others = f", and {n_others} other kinds of such names" if n_others else ""
         raise DataError(
-            f"tokens: {documents.engine} takes no term whose name {why}, got {got}. {remedy}.",
+            f"tokens: {documents.engine} takes no term whose name {first_problem}, got "
+            f"{_first_items(descriptions)}{others}. {remedy}.",
         )
-    first: dict[str, int] = {}
-    same = [
-        f"{name!r} (terms {first[name]} and {term})"
-        for term, name in enumerate(names)
-        if first.setdefault(name, term) != term and (used[term] or used[first[name]])
-    ]
-    if same:
-        raise DataError(
-            f"tokens: expected a name of its own for every term, got {_some(same)} twice. "
-            f"{_REMEDY}.",
-        )
+    _check_distinct(names, documents.is_used)
     return names
 
 
-def _some(items: list[str]) -> str:
-    left = len(items) - _SHOWN
-    return ", ".join(items[:_SHOWN]) + (f" and {left} more" if left > 0 else "")
+def _check_distinct(names: Sequence[str], is_used: npt.NDArray[np.bool_]) -> None:
+    """Raise ``DataError`` if two terms have one name, and documents use one of them."""
+    term_by_name: dict[str, int] = {}
+    repeated = []
+    for term, name in enumerate(names):
+        first_term = term_by_name.setdefault(name, term)
+        if first_term != term and (is_used[term] or is_used[first_term]):
+            repeated.append(f"{name!r} (terms {first_term} and {term})")
+    if repeated:
+        raise DataError(
+            f"tokens: expected a name of its own for every term, got {_first_items(repeated)} "
+            f"twice. {_NUMBERS_REMEDY}.",
+        )
+
+
+def _first_items(items: list[str]) -> str:
+    """Join the first items for an error, with the number of further ones."""
+    shown = ", ".join(items[:_LISTED_NAMES])
+    n_more = len(items) - _LISTED_NAMES
+    return f"{shown} and {n_more} more" if n_more > 0 else shown
 
 
 def _control_character(text: str) -> str | None:
-    """Name of the first character of `text` that JSON carries but text fields of engines refuse, or
-    None.
+    """Describe the first character of a text that JSON carries but text fields of engines refuse.
+
+    These are control characters except tab and line ends, and code points that are no characters.
     """
     for character in text:
         code = ord(character)
-        control = (code < 0x20 and character not in "\t\n\r") or code == 0x7F
-        if control or 0xFDD0 <= code <= 0xFDEF or code & 0xFFFE == 0xFFFE:
+        is_control = (code < 0x20 and character not in "\t\n\r") or code == 0x7F
+        if is_control or 0xFDD0 <= code <= 0xFDEF or code & 0xFFFE == 0xFFFE:
             return f"the control character {character!r}"
     return None
 
@@ -423,47 +550,86 @@ def _control_character(text: str) -> str | None:
 def _check_form(
     option: str,
     value: str,
-    form: re.Pattern[str],
-    taken: Sequence[str] = (),
-    more: str = "",
+    pattern: re.Pattern[str],
+    *,
+    reserved: Sequence[str] = (),
+    more_characters: str = "",
 ) -> None:
-    if not form.fullmatch(value) or value in taken:
-        none_of = f", and none of {', '.join(taken)}" if taken else ""
-        raise ValueError(
-            f"{option}: expected letters, digits{more} or _, a letter first{none_of}, got "
-            f"{value!r}.",
-        )
+    """Raise ``ValueError`` unless an option is a name in an engine's form.
+
+    Args:
+        option: the option, for the error.
+        value: what was passed.
+        pattern: of the name.
+        reserved: names that are refused.
+        more_characters: characters beside letters, digits and _ that the name may have, for the
+            error.
+    """
+    if pattern.fullmatch(value) and value not in reserved:
+        return
+    exception = f", and none of {', '.join(reserved)}" if reserved else ""
+    raise ValueError(
+        f"{option}: expected letters, digits{more_characters} or _, a letter first{exception}, got "
+        f"{value!r}.",
+    )
 
 
-def _mapping(documents: _Documents, field: str, field_type: str, origin: Json, texts: bool) -> Json:
-    vectors: Json = {"type": field_type}
-    settings = {}
+def _mapping(
+    documents: _Documents,
+    field: str,
+    field_type: str,
+    origin: Json,
+    *,
+    has_texts: bool,
+) -> Json:
+    """Return the mapping of an OpenSearch index, with its settings.
+
+    Args:
+        documents: of the index.
+        field: name of the field of the vectors.
+        field_type: of that field.
+        origin: result of :func:`_origin`, which the index keeps.
+        has_texts: whether documents have a field ``text``.
+    """
+    mapping: Json = {}
+    vector_field: Json = {"type": field_type}
     if field_type == "sparse_vector":
-        ceiling = (
-            math.ceil(documents.weights[1] * 100) / 100 or 1.0
-        )  # weights above it would be cut off; 0 is refused
-        vectors["method"] = {
+        # Heavier weights would be cut off. The ceiling is rounded up, and 0 is refused.
+        ceiling = math.ceil(documents.max_weight * 100) / 100 or 1.0
+        vector_field["method"] = {
             "name": "seismic",
             "parameters": {"quantization_ceiling_ingest": ceiling},
         }
-        settings = {"settings": {"index": {"sparse": True}}}
-    properties = {"id": {"type": "keyword"}, field: vectors} | (
-        {"text": {"type": "text"}} if texts else {}
-    )
-    return {**settings, "mappings": {"_meta": {"tilefold": origin}, "properties": properties}}
+        mapping["settings"] = {"index": {"sparse": True}}
+    properties: Json = {"id": {"type": "keyword"}, field: vector_field}
+    if has_texts:
+        properties["text"] = {"type": "text"}
+    mapping["mappings"] = {"_meta": {"tilefold": origin}, "properties": properties}
+    return mapping
 
 
-def _line(value: object) -> bytes:
+def _json_line(value: object) -> bytes:
+    """Return a value as one line of compact JSON."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
 def _write_parts(folder: Path, actions: Iterator[bytes], part_bytes: int) -> list[str]:
-    """Write files of at most `part_bytes`, or of one document that is longer; their names."""
+    """Write bulk files.
+
+    Args:
+        folder: of the export.
+        actions: lines of each document.
+        part_bytes: most bytes of a file, unless one document is longer.
+
+    Returns:
+        Names of the files.
+    """
     names: list[str] = []
     action = next(actions, None)
     while action is not None:
-        names.append(f"bulk-{len(names):05d}.ndjson")
-        with (folder / names[-1]).open("wb") as stream:
+        name = f"bulk-{len(names):05d}.ndjson"
+        names.append(name)
+        with (folder / name).open("wb") as stream:
             size = 0
             while action is not None and (not size or size + len(action) <= part_bytes):
                 size += stream.write(action)
@@ -472,44 +638,61 @@ def _write_parts(folder: Path, actions: Iterator[bytes], part_bytes: int) -> lis
 
 
 def _export_folder(output: Path, *, overwrite: bool) -> AbstractContextManager[Path]:
-    """An empty folder that becomes `output`, which may be new, empty or with `overwrite` an earlier
-    export.
+    """Create an empty folder that is renamed to `output` at the end.
+
+    Args:
+        output: new, empty, or with `overwrite` an earlier export.
+        overwrite: replace an earlier export.
     """
-    files = (read_json(output / RECORD) or {}).get("files")
-    listed = files if isinstance(files, dict) else ()
-    return atomic_directory(output, own_names=[RECORD, *listed], overwrite=overwrite)
+    record = read_json(output / RECORD) or {}
+    files = record.get("files")
+    earlier_files = files if isinstance(files, dict) else ()
+    return atomic_directory(output, own_names=[RECORD, *earlier_files], overwrite=overwrite)
 
 
 def _origin(documents: _Documents, tokens: Sequence[str | None] | None) -> Json:
-    """Facts of the vectors that the engine keeps with them."""
+    """Return the description of the vectors that the engine keeps with them."""
     return {
         "schema_version": SCHEMA_VERSION,
         "tilefold": __version__,
         "n_documents": documents.n_documents,
-        "vocab_size": int(documents.used.size),
+        "vocab_size": int(documents.is_used.size),
         "fingerprint": documents.fingerprint,
         **documents.provenance.to_dict(),
         "names": "numbers" if tokens is None else "tokens",
     }
 
 
-def _record(
+def _write_record(
     folder: Path,
     documents: _Documents,
-    names: list[str],
+    file_names: list[str],
     tokens: Sequence[str | None] | None,
-    **settings: str,
+    settings: Mapping[str, str],
 ) -> Exported:
-    """Write ``export.json``: the origin of the files, which have these `names`, and their
-    checksums.
+    """Write ``export.json``: the origin and the settings of the files, and their checksums.
+
+    Args:
+        folder: of the export.
+        documents: that were exported.
+        file_names: files of the export, in the order in which the engine reads them.
+        tokens: of the terms, if they are named by tokens.
+        settings: options of the export.
+
+    Returns:
+        The result of the export.
     """
-    exported = Exported(documents.engine.lower(), documents.n_documents, documents.n_weights, names)
-    files = {name: sha256_file(folder / name) for name in names}
+    exported = Exported(
+        documents.engine.lower(),
+        documents.n_documents,
+        documents.n_weights,
+        file_names,
+    )
     record = {
         **asdict(exported),
         **_origin(documents, tokens),
         "settings": settings,
-        "files": files,
+        "files": {name: sha256_file(folder / name) for name in file_names},
     }
     write_json(folder / RECORD, record)
     return exported

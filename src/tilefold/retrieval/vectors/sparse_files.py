@@ -38,8 +38,6 @@ __all__ = [
     "VectorManifest",
     "check_same_vocabulary",
     "export_jsonl",
-]
-__all__ += [
     "iter_shards",
     "layout_of",
     "read_manifest",
@@ -47,32 +45,33 @@ __all__ += [
     "read_vectors",
     "term_names",
     "vocabulary_fingerprint",
+    "write_vectors",
 ]
-__all__ += ["write_vectors"]
 
 
 @dataclass
 class VectorManifest(Manifest):
-    """The manifest of a folder of vectors, ``manifest.json`` beside ``part-00000.parquet``,
-    ``part-00001.parquet``, ...
+    """Manifest of a folder of sparse vectors.
 
-    A shard has the columns ``id`` (string), ``indices`` (list of int32) and ``weights`` (list of
-    float32).
+    The folder has the file ``manifest.json`` and the shards ``part-00000.parquet``,
+    ``part-00001.parquet``, ... A shard has the columns ``id`` (string), ``indices`` (list of int32)
+    and ``weights`` (list of float32).
 
     Attributes:
-        vocab_size, fingerprint: of the vocabulary; see :class:`SparseVectors`.
+        vocab_size: number of terms of the vocabulary.
+        fingerprint: of the vocabulary; see :class:`SparseVectors`.
         model_name: the model that made the vectors, if known.
         kind: ``"document"`` or ``"query"``.
-        n_texts, n_documents: texts that were given, failed ones too (None if only rows are known),
-            and rows.
+        n_texts: texts to encode, including failed ones; None if only the rows are known.
+        n_documents: rows of all shards.
         shards: ``{"file", "rows", "nonzeros", "sha256", "truncated", "precision"}`` for each shard,
-            in order; the precision, such as ``"bf16"``, is that of the model's products.
-        settings: how the vectors were computed; a writer resumes a folder only if these are equal.
+            in order. The precision, such as ``"bf16"``, is that of the model's products.
+        settings: how the vectors were computed. A writer resumes a folder only if these are equal.
         failed: id -> reason, for texts that could not be encoded.
-        partial: the file that keeps a part of the next shard, its checksum and its failed texts;
-            empty without one.
-        truncated: ``{"count", "max_length"}``: how many texts were cut before they were encoded,
-            and at how many tokens (None for a model that reads any number); empty where they were
+        partial: the file of the finished part of the next shard, its checksum and its failed
+            texts. Empty if there is none.
+        truncated: ``{"count", "max_length"}``, how many texts were truncated before they were
+            encoded, and to how many tokens (None for a model without a limit). Empty if they were
             not counted.
         complete: whether the writer finished.
     """
@@ -97,7 +96,14 @@ class VectorManifest(Manifest):
         indices: Ints,
         weights: Floats,
     ) -> SparseVectors:
-        """CSR arrays as vectors of this folder's vocabulary, model and texts."""
+        """Wrap CSR arrays as vectors with the vocabulary, model and texts of the folder.
+
+        Args:
+            ids: N ids.
+            indptr: ``[N + 1]``.
+            indices: terms, ``[nnz]``.
+            weights: of the terms, ``[nnz]``.
+        """
         return SparseVectors(
             ids,
             indptr,
@@ -109,7 +115,7 @@ class VectorManifest(Manifest):
         )
 
     def no_vectors(self) -> SparseVectors:
-        """The vectors of a folder without rows."""
+        """Return the vectors of a folder without rows."""
         return self.vectors(
             [],
             np.zeros(1, np.int64),
@@ -119,17 +125,15 @@ class VectorManifest(Manifest):
 
 
 class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
-    """Write vectors shard by shard into the folder `path`; one process at a time may use it.
+    """Write sparse vectors shard by shard into a folder, which one process at a time may use.
 
-    `manifest` is that of a new folder. Shards and manifest are replaced atomically and a shard
-    counts only once the manifest lists it: `resume` keeps those of an earlier writer. Without, those
-    of an interrupted writer with the same settings are discarded, and all others only with
-    `overwrite`. With ``lists=False``, shards are made for a writer in another process.
-    ``FileExistsError`` for a folder with other files or vectors, ``DataError`` where it goes on with
-    other settings.
+    Shards and manifest are replaced atomically, and a shard counts only once the manifest lists it.
+    The arguments and errors are those of
+    :class:`tilefold.retrieval.vectors.shards.ShardWriter`.
     """
 
-    suffix, package = "parquet", ("pyarrow.parquet", "pyarrow", "Storing vectors")
+    suffix = "parquet"
+    package = ("pyarrow.parquet", "pyarrow", "Storing vectors")
     manifest_type = VectorManifest
 
     def _check(self, vectors: SparseVectors) -> None:
@@ -145,24 +149,26 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
                 f"vectors: expected fewer than 2^31 weights per shard, got {vectors.indices.size}.",
             )
         offsets = pa.array(vectors.indptr.astype(np.int32))
-        columns = {
-            "id": pa.array(vectors.ids, pa.string()),
-            "indices": pa.ListArray.from_arrays(offsets, pa.array(vectors.indices, pa.int32())),
-            "weights": pa.ListArray.from_arrays(offsets, pa.array(vectors.data, pa.float32())),
-        }
-        # a third of the time and two thirds of the bytes of the usual dictionaries, which hold no
-        # float twice
-        encodings = {
-            "indices.list.element": "DELTA_BINARY_PACKED",
-            "weights.list.element": "BYTE_STREAM_SPLIT",
-        }
-        table = pa.table(columns)
+        indices = pa.array(vectors.indices, pa.int32())
+        weights = pa.array(vectors.data, pa.float32())
+        table = pa.table(
+            {
+                "id": pa.array(vectors.ids, pa.string()),
+                "indices": pa.ListArray.from_arrays(offsets, indices),
+                "weights": pa.ListArray.from_arrays(offsets, weights),
+            },
+        )
         parquet.write_table(
             table,
             path,
             compression="zstd",
+            # Few weights are equal. Without dictionaries, writing takes a third of the time and
+            # two thirds of the bytes.
             use_dictionary=False,
-            column_encoding=encodings,
+            column_encoding={
+                "indices.list.element": "DELTA_BINARY_PACKED",
+                "weights.list.element": "BYTE_STREAM_SPLIT",
+            },
         )
 
     def _read(self, path: Path) -> SparseVectors:
@@ -170,17 +176,21 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
 
 
 def read_manifest(path: str | Path) -> VectorManifest:
-    """The manifest of the folder `path`, complete or not; FileNotFoundError, or ``DataError`` for a
-    damaged one.
+    """Read the manifest of a folder of sparse vectors, complete or not.
+
+    Raises:
+        FileNotFoundError: if there is no manifest.
+        DataError: if it is damaged, or of other vectors.
     """
     return VectorManifest.read(path_of("path", path))
 
 
 def read_vectors(path: str | Path) -> SparseVectors:
-    """Read a folder of vectors into memory; ``FileNotFoundError`` where a file is missing.
+    """Read a folder of sparse vectors into memory.
 
-    ``DataError`` names the folder of a writer that did not finish, or a shard that is damaged or
-    holds bad vectors.
+    Raises:
+        FileNotFoundError: if a file is missing.
+        DataError: if the writer did not finish, or a shard is damaged or has invalid vectors.
     """
     folder = path_of("path", path)
     manifest = read_manifest(folder)
@@ -189,27 +199,34 @@ def read_vectors(path: str | Path) -> SparseVectors:
 
 
 def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
-    """The vectors of those `names` that a folder holds, in its order; only ids are read of shards
-    without one.
+    """Read the vectors of some texts.
+
+    Of shards without any of them, only the ids are read.
+
+    Args:
+        path: folder of sparse vectors.
+        names: ids of the texts; unknown ids are ignored.
+
+    Returns:
+        The vectors, in the order of the folder.
     """
-    folder, wanted = path_of("path", path), set(list_of_ids("names", names))
+    folder = path_of("path", path)
+    missing = set(list_of_ids("names", names))
     manifest = read_manifest(folder)
     check_complete(folder, manifest)
+    _, parquet = arrow("Storing vectors")
     parts = [manifest.no_vectors()]
     for shard in manifest.shards:
-        if not wanted:
+        if not missing:
             break
         file = shard_file(folder, shard, verify=False)
         with _as_data_error(file):
-            there = (
-                arrow("Storing vectors")[1]
-                .read_table(file, columns=["id"])
-                .column("id")
-                .to_pylist()
-            )
-        if rows := [row for row, name in enumerate(there) if name in wanted]:
-            parts.append(_read_shard(folder, shard, manifest).take(rows))
-            wanted -= set(parts[-1].ids)
+            shard_ids = parquet.read_table(file, columns=["id"]).column("id").to_pylist()
+        rows = [row for row, name in enumerate(shard_ids) if name in missing]
+        if rows:
+            vectors = _read_shard(folder, shard, manifest).take(rows)
+            parts.append(vectors)
+            missing.difference_update(vectors.ids)
     return SparseVectors.concatenate(parts)
 
 
@@ -217,13 +234,20 @@ def iter_shards(
     path: str | Path,
     manifest: VectorManifest | None = None,
 ) -> Iterator[SparseVectors]:
-    """Yield the listed shards one at a time, checked, for collections larger than memory."""
+    """Read the listed shards one at a time, for collections larger than memory.
+
+    Args:
+        path: folder of sparse vectors.
+        manifest: of the folder; by default it is read.
+    """
     folder = path_of("path", path)
     manifest = manifest or read_manifest(folder)
-    yield from (_read_shard(folder, shard, manifest) for shard in manifest.shards)
+    for shard in manifest.shards:
+        yield _read_shard(folder, shard, manifest)
 
 
 def _read_shard(folder: Path, shard: Json, manifest: VectorManifest) -> SparseVectors:
+    """Read a listed shard, and raise ``DataError`` for a damaged one."""
     file = shard_file(folder, shard)
     vectors = _read_parquet(file, manifest)
     if len(vectors) != shard["rows"]:
@@ -248,16 +272,19 @@ def write_vectors(
         model_name: name of the model that made the vectors.
         kind: what the vectors are of, ``"document"`` or ``"query"``.
         shard_size: vectors of a file.
-        overwrite: replace vectors that are in the folder; without, that is a ``FileExistsError``.
+        overwrite: replace vectors that are in the folder.
 
     Returns:
         The manifest of the folder.
+
+    Raises:
+        FileExistsError: if the folder has vectors and `overwrite` is False.
     """
     check_vectors("vectors", vectors)
     check_least("shard_size", shard_size)
-    made_by = vectors.provenance
-    known = replace(made_by, precision=None).to_dict()
-    settings = {name: value for name, value in known.items() if value}
+    # Each shard has its precision.
+    provenance = replace(vectors.provenance, precision=None).to_dict()
+    settings = {name: value for name, value in provenance.items() if value}
     manifest = VectorManifest(
         vectors.vocab_size,
         vectors.fingerprint,
@@ -269,13 +296,11 @@ def write_vectors(
         path,
         manifest,
         overwrite=overwrite,
-        precision=made_by.precision,
+        precision=vectors.provenance.precision,
     )
     for number, start in enumerate(range(0, len(vectors), shard_size)):
-        writer.write_shard(
-            number,
-            vectors.take(range(start, min(start + shard_size, len(vectors)))),
-        )
+        end = min(start + shard_size, len(vectors))
+        writer.write_shard(number, vectors.take(range(start, end)))
     return writer.finish()
 
 
@@ -300,53 +325,59 @@ def export_jsonl(
     scale: float | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write one line ``{"id", "contents", "vector": {token: weight}}`` per vector, as Anserini and
-    Pyserini read it.
+    """Write vectors as JSON lines, which Anserini and Pyserini read.
+
+    A line is ``{"id", "contents", "vector": {token: weight}}``.
 
     Args:
-        tokens: token of each index, as :func:`term_names` gives them; the index itself, as text,
-            when None. An index whose token is None is named ``[term_905]`` after its number.
-            ``VocabularyMismatchError`` for too few tokens, ``DataError`` for two terms of the
-            vectors with one text, which a reader could not tell apart.
+        vectors: of documents or queries.
+        path: the file, which is replaced atomically.
+        tokens: token of each term, as :func:`term_names` gives them. A term whose token is None is
+            named ``[term_905]`` after its number. By default terms are named by their numbers.
         contents: id -> text for the ``contents`` field, which is empty otherwise.
         scale: weights become ``round(weight * scale)``, for engines of integer impacts (100 is
-            usual); terms that round to 0 are dropped. Floats are written when None.
+            usual), and terms that round to 0 are dropped. By default weights are floats.
         overwrite: replace a file that exists.
 
     Raises:
+        VocabularyMismatchError: for too few tokens.
+        DataError: for two terms of the vectors with one token, which a reader could not tell apart.
         FileExistsError: if the file exists, without `overwrite`.
     """
     check_vectors("vectors", vectors)
-    tokens = None if tokens is None else list_of("tokens", tokens)
     if contents is not None:
         check_mapping("contents", contents, "id -> text")
-    highest = int(vectors.indices.max()) if vectors.indices.size else -1
-    if tokens is not None and highest >= len(tokens):
-        got = f"{len(tokens)} tokens. Pass the vocabulary of the model that made the vectors"
-        raise VocabularyMismatchError(
-            f"tokens: expected a token for every index up to {highest}, got {got}.",
-        )
-    term_names = None if tokens is None else fill_missing_names(tokens)
-    if term_names is not None:
-        _check_distinct_names(term_names, vectors)
+    term_names = None if tokens is None else _names_of_terms(vectors, tokens)
     with (
         exported_file(path_of("path", path), overwrite=overwrite) as temporary,
         temporary.open("w", encoding="utf-8") as stream,
     ):
-        for i, row_id in enumerate(vectors.ids):
-            terms, weights = vectors.row(i)
+        for row, row_id in enumerate(vectors.ids):
+            terms, weights = vectors.row(row)
             if term_names is None:
                 names = [str(term) for term in terms.tolist()]
             else:
                 names = [term_names[term] for term in terms.tolist()]
             vector: dict[str, float] = dict(zip(names, weights.tolist(), strict=True))
             if scale is not None:
-                vector = {name: q for name, w in vector.items() if (q := round(w * scale)) > 0}
-            stream.write(
-                json_line(
-                    {"id": row_id, "contents": (contents or {}).get(row_id, ""), "vector": vector},
-                ),
-            )
+                impacts = {name: round(weight * scale) for name, weight in vector.items()}
+                vector = {name: impact for name, impact in impacts.items() if impact > 0}
+            text = "" if contents is None else contents.get(row_id, "")
+            stream.write(json_line({"id": row_id, "contents": text, "vector": vector}))
+
+
+def _names_of_terms(vectors: SparseVectors, tokens: Sequence[str | None]) -> list[str]:
+    """Name the terms of vectors by tokens; see :func:`export_jsonl` for the errors."""
+    tokens = list_of("tokens", tokens)
+    highest = int(vectors.indices.max()) if vectors.indices.size else -1
+    if highest >= len(tokens):
+        raise VocabularyMismatchError(
+            f"tokens: expected a token for every index up to {highest}, got {len(tokens)} tokens. "
+            "Pass the vocabulary of the model that made the vectors.",
+        )
+    names = fill_missing_names(tokens)
+    _check_distinct_names(names, vectors)
+    return names
 
 
 @contextmanager
@@ -362,31 +393,28 @@ def _as_data_error(path: Path) -> Iterator[None]:
 
 
 def _read_parquet(path: Path, manifest: VectorManifest) -> SparseVectors:
-    _, pq = arrow("Storing vectors")
+    """Read the file of a shard, and raise ``DataError`` for nulls and invalid vectors."""
+    _, parquet = arrow("Storing vectors")
+    names = ("id", "indices", "weights")
     with _as_data_error(path):
-        table = pq.read_table(path, columns=["id", "indices", "weights"]).combine_chunks()
-        columns = [table.column(name).combine_chunks() for name in ("id", "indices", "weights")]
-        ids, indices, weights = columns
-        lengths = indices.value_lengths().to_numpy(zero_copy_only=False)
-        counts = weights.value_lengths().to_numpy(zero_copy_only=False)
-        same = bool((lengths == counts).all())
-        arrays = [column.flatten().to_numpy(zero_copy_only=False) for column in (indices, weights)]
-    if not same or any(column.null_count for column in columns):
-        nulls = [
-            name
-            for name, column in zip(("id", "indices", "weights"), columns, strict=True)
-            if column.null_count
-        ]
-        at = int(np.argmax(lengths != counts))
-        got = (
-            f"nulls in {', '.join(nulls)}"
-            if nulls
-            else f"{counts[at]} and {lengths[at]} for {ids[at].as_py()!r}"
-        )
+        table = parquet.read_table(path, columns=list(names)).combine_chunks()
+        ids, indices, weights = (table.column(name).combine_chunks() for name in names)
+        n_indices = indices.value_lengths().to_numpy(zero_copy_only=False)
+        n_weights = weights.value_lengths().to_numpy(zero_copy_only=False)
+        is_unequal = n_indices != n_weights
+        flat_indices = indices.flatten().to_numpy(zero_copy_only=False)
+        flat_weights = weights.flatten().to_numpy(zero_copy_only=False)
+    with_nulls = [name for name in names if table.column(name).null_count]
+    if with_nulls or bool(is_unequal.any()):
+        if with_nulls:
+            got = f"nulls in {', '.join(with_nulls)}"
+        else:
+            row = int(np.argmax(is_unequal))
+            got = f"{n_weights[row]} and {n_indices[row]} for {ids[row].as_py()!r}"
         raise DataError(
             f"{path}: expected as many weights as indices and no nulls, got {got}. {REMEDY}",
         )
     try:
-        return manifest.vectors(ids.to_pylist(), offsets_of(lengths), *arrays)
+        return manifest.vectors(ids.to_pylist(), offsets_of(n_indices), flat_indices, flat_weights)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error

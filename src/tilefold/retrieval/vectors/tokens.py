@@ -38,8 +38,10 @@ __all__ = [
     "TokenManifest",
     "TokenStore",
     "TokenVectorWriter",
+    "TokenVectors",
+    "open_dense",
+    "open_tokens",
 ]
-__all__ += ["TokenVectors", "open_dense", "open_tokens"]
 
 STORAGES = ("fp16", "int8")
 _DTYPES = {"fp16": torch.float16, "int8": torch.int8, "fp32": torch.float32}
@@ -139,13 +141,18 @@ class TokenVectors:
         return self.values if self.scales is None else QuantizedTokens(self.values, self.scales)
 
     def take(self, chosen: Sequence[int]) -> TokenVectors:
-        """The given texts, in the given order, copied."""
-        at, offsets = map(
-            torch.from_numpy,
-            gather_positions(self.offsets.numpy(), np.asarray(chosen, np.int64)),
+        """Return a copy of some texts, in the given order."""
+        positions, offsets = gather_positions(
+            self.offsets.numpy(),
+            np.asarray(chosen, np.int64),
         )
-        scales = None if self.scales is None else self.scales[at]
-        return TokenVectors([self.ids[i] for i in chosen], offsets, self.values[at], scales)
+        tokens = torch.from_numpy(positions)
+        return TokenVectors(
+            [self.ids[row] for row in chosen],
+            torch.from_numpy(offsets),
+            self.values[tokens],
+            None if self.scales is None else self.scales[tokens],
+        )
 
     @classmethod
     def concatenate(cls, parts: Sequence[TokenVectors]) -> TokenVectors:
@@ -227,12 +234,12 @@ def _described(tensor: Tensor) -> str:
 
 @dataclass
 class TokenManifest(Manifest):
-    """The manifest of a folder of token vectors, ``manifest.json`` beside
-    ``part-00000.safetensors``, ...
+    """Manifest of a folder of token vectors.
 
-    A shard packs the vectors of its N texts, T in all, as :func:`tilefold.ops.maxsim` scores them
-    in place: ``values`` ``[T, D]`` fp16 or int8, for int8 ``scales`` ``[T]`` fp32 (see
-    :func:`tilefold.ops.quantize_tokens`), ``offsets`` ``[N + 1]`` int64, and ``ids``, the UTF-8
+    The folder has the file ``manifest.json`` and the shards ``part-00000.safetensors``, ... A shard
+    packs the T vectors of its N texts, so that :func:`tilefold.ops.maxsim` reads the mapped file.
+    Its tensors are ``values`` ``[T, D]`` fp16 or int8; for int8 ``scales`` ``[T]`` fp32 (see
+    :func:`tilefold.ops.quantize_tokens`); ``offsets`` ``[N + 1]`` int64; and ``ids``, the UTF-8
     bytes of a JSON list.
 
     Attributes:
@@ -241,8 +248,9 @@ class TokenManifest(Manifest):
         model_name: the model that made the vectors, if known.
         model_fingerprint: its :func:`tilefold.retrieval.common.provenance.model_fingerprint`.
         model_source: folder or name that the model was loaded from, if known.
-        n_tokens: vectors in all shards, each of which has its ``tokens``; the others are as in
-            :class:`tilefold.retrieval.VectorManifest`.
+        n_tokens: vectors in all shards. The entry of a shard has its number as ``tokens``.
+
+    The other attributes are those of :class:`tilefold.retrieval.VectorManifest`.
     """
 
     LAYOUT = "tokens"
@@ -272,11 +280,10 @@ class TokenManifest(Manifest):
 
 @dataclass
 class DenseManifest(TokenManifest):
-    """The manifest of a folder of dense vectors, stored as token vectors are, with one of each
-    text.
+    """Manifest of a folder of dense vectors, stored like token vectors with one vector per text.
 
-    ``storage`` may also be ``"fp32"``. Where ``similarity`` is ``"cosine"``, vectors were brought
-    to length 1 before they were rounded.
+    ``storage`` may also be ``"fp32"``. If ``similarity`` is ``"cosine"``, vectors were brought to
+    length 1 before they were rounded.
     """
 
     LAYOUT = "dense"
@@ -288,21 +295,25 @@ class DenseManifest(TokenManifest):
 
     @property
     def similarity(self) -> str:
-        """``"cosine"``, ``"dot"``, ``"euclidean"`` or ``"manhattan"``, by which the model compares."""
+        """How the model compares: ``"cosine"``, ``"dot"``, ``"euclidean"`` or ``"manhattan"``."""
         return str(self.settings.get("similarity"))
 
 
 class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
     """Write token vectors as :class:`tilefold.retrieval.SparseVectorWriter` does."""
 
-    suffix, package = "safetensors", ("safetensors.torch", "safetensors", "Storing token vectors")
+    suffix = "safetensors"
+    package = ("safetensors.torch", "safetensors", "Storing token vectors")
     manifest_type = TokenManifest
 
     def _check(self, vectors: TokenVectors) -> None:
-        expected = (self.manifest.dimension, _DTYPES[self.manifest.storage])
-        if (vectors.dimension, vectors.values.dtype) != expected:
-            wanted = f"D={expected[0]} in {expected[1]} as in the folder"
-            raise DataError(f"vectors: expected {wanted}, got {_described(vectors.values)}.")
+        dimension = self.manifest.dimension
+        dtype = _DTYPES[self.manifest.storage]
+        if vectors.dimension != dimension or vectors.values.dtype != dtype:
+            raise DataError(
+                f"vectors: expected D={dimension} in {dtype} as in the folder, "
+                f"got {_described(vectors.values)}.",
+            )
 
     def _counts(self, vectors: TokenVectors) -> dict[str, int]:
         return {"rows": len(vectors), "tokens": int(vectors.values.size(0))}
@@ -432,8 +443,9 @@ def open_dense(path: str | Path) -> TokenStore:
     return _opened(DenseManifest, path_of("path", path))
 
 
-def _opened(kind: type[TokenManifest], folder: Path) -> TokenStore:
-    manifest = kind.read(folder)
+def _opened(manifest_type: type[TokenManifest], folder: Path) -> TokenStore:
+    """Open a complete folder whose manifest has a type."""
+    manifest = manifest_type.read(folder)
     check_complete(folder, manifest)
     return TokenStore(folder, manifest)
 
@@ -500,13 +512,22 @@ def _read_shard(path: Path) -> TokenVectors:
 
 
 def _check_finite(vectors: TokenVectors, path: Path) -> None:
-    """Raise ``DataError`` for numbers, or factors of int8 values, that are NaN or infinite."""
-    numbers, least, prefix = vectors.values, -math.inf, ""
-    if vectors.scales is not None:
-        numbers, least, prefix = vectors.scales, 0.0, "a scale of "
+    """Raise ``DataError`` for vectors of a file that are NaN or infinite.
+
+    Of int8 values the scales are checked, which may not be negative either.
+    """
+    if vectors.scales is None:
+        numbers = vectors.values
+        least = -math.inf
+        prefix = ""
+    else:
+        numbers = vectors.scales
+        least = 0.0
+        prefix = "a scale of "
     if not numbers.numel():
         return
-    low, high = numbers.aminmax()  # both are NaN if a number is
+    low, high = numbers.aminmax()  # both are NaN if any number is
     if not (math.isfinite(low) and math.isfinite(high) and low >= least):
-        got = named(vectors.ids, vectors.offsets, numbers, ~numbers.isfinite() | (numbers < least))
+        is_wrong = ~numbers.isfinite() | (numbers < least)
+        got = named(vectors.ids, vectors.offsets, numbers, is_wrong)
         raise DataError(f"{path}: expected finite token vectors, got {prefix}{got}. {REMEDY}")

@@ -1,4 +1,4 @@
-"""Token vectors that were made elsewhere: a safetensors or npz file of arrays."""
+"""Reading of token vectors that other programs wrote into safetensors or npz files."""
 
 from __future__ import annotations
 
@@ -14,23 +14,29 @@ from tilefold.retrieval.vectors.tokens import TokenVectors, safetensors_package
 
 __all__ = ["read_token_file"]
 
-_SHOWN_ARRAYS = 4  # in an error
+# Arrays that an error lists.
+_SHOWN_ARRAYS = 4
 
 _LAYOUTS = (
     "Expected one array [n, D] for each text under its id; or values [T, D] with offsets [N + 1]; "
-    "or embeddings "
-    "[N, L, D], zero or left out by a mask [N, L] behind a text's end. The latter two may have "
-    "ids: a list of N"
+    "or embeddings [N, L, D], zero or left out by a mask [N, L] behind a text's end. The latter "
+    "two may have ids: a list of N"
 )
 
 
 def read_token_file(path: str | Path) -> TokenVectors:
     """Read token vectors of another program for :meth:`tilefold.retrieval.LateIndex.build`.
 
-    The file has an array ``[n, D]`` for each text, named by its id; or ``values`` ``[T, D]`` and
-    ``offsets`` ``[N + 1]``, for integer values with ``scales`` ``[T]``; or padded ``embeddings`` ``[N, L, D]``, as ColPali makes of pages, with
-    a ``mask`` ``[N, L]`` (nonzero = keep), without which rows of zeros are left out. The latter two
-    have ``ids``, in safetensors as UTF-8 bytes of a JSON list, else texts are numbered from 0.
+    The file has one of three layouts:
+
+    * An array ``[n, D]`` for each text, named by its id.
+    * Packed ``values`` ``[T, D]`` and ``offsets`` ``[N + 1]``. Integer values have ``scales``
+      ``[T]``.
+    * Padded ``embeddings`` ``[N, L, D]``, as ColPali makes of pages. A ``mask`` ``[N, L]`` is
+      nonzero for vectors; without it, rows of zeros are padding.
+
+    The latter two may have ``ids``, in safetensors as UTF-8 bytes of a JSON list. By default texts
+    are numbered from 0.
 
     Args:
         path: a ``.safetensors`` or ``.npz`` file.
@@ -91,7 +97,7 @@ def _without_padding(padded: Tensor, mask: Tensor | None) -> list[Tensor]:
     """
     is_token = padded.abs().amax(-1) > 0 if mask is None else mask != 0
     keep = is_token | padded.isnan().any(-1)  # a NaN must be reported
-    return [rows[kept] for rows, kept in zip(padded, keep, strict=True)]
+    return [rows[is_kept] for rows, is_kept in zip(padded, keep, strict=True)]
 
 
 def _read_arrays(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
@@ -104,7 +110,8 @@ def _read_arrays(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
             tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
             return tensors, None if array_ids is None else list(map(str, array_ids.tolist()))
         with safetensors_package().safe_open(str(file), framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+            # The opened file is no mapping.
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         encoded_ids = tensors.pop("ids", None)
         if encoded_ids is None:
             return tensors, None
