@@ -406,7 +406,7 @@ def test_rounding_in_16_bits_is_told_from_a_fault(
     tiny: SparseEncoder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = _packing._run
+    run = _packing._run_route
 
     def run_with_other_kernels(route: list[Any]) -> torch.Tensor:
         """Packed numbers that are rounded in another way: on a CPU both ways take the same kernels."""
@@ -427,7 +427,7 @@ def test_rounding_in_16_bits_is_told_from_a_fault(
             yield
         scope.clear()
 
-    monkeypatch.setattr(_packing, "_run", run_with_other_kernels)
+    monkeypatch.setattr(_packing, "_run_route", run_with_other_kernels)
     monkeypatch.setattr(_packing, "padded_inputs", padded_scope)
     tiny.to(getattr(torch, dtype))
     with contextlib.nullcontext() if packed else pytest.warns(UserWarning, match="disagree by"):

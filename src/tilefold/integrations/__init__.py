@@ -1,3 +1,1 @@
-"""Fused operators inside other libraries, through their extension points; patches only on request,
-and reversible.
-"""
+"""Fused operators inside other libraries, by extension points or reversible replacements."""

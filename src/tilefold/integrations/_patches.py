@@ -1,13 +1,11 @@
-"""Replaces functions in other libraries' modules, or methods of one model, on request, and restores
-them.
-"""
+"""Replacements of functions in other libraries, or of methods of one model, that can be undone."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -15,8 +13,12 @@ from tilefold.ops.implementations import switched_off
 
 
 class Replacement:
-    """Replaces a method on one instance, its owner; not a module, so the state dict does not
-    change.
+    """A callable that replaces a method on one instance.
+
+    It is no module, so that the state dict of the instance does not change.
+
+    Args:
+        owner: the instance.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -24,50 +26,86 @@ class Replacement:
 
 
 def replacements(model: nn.Module) -> Iterator[tuple[nn.Module, str, Replacement]]:
-    """Every replaced method in a model, its own first: the module that it is on, and its name."""
+    """Yield the replaced methods of a model and its submodules.
+
+    Yields:
+        The module with the replaced method, the method's name, and the replacement.
+    """
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, Replacement):
                 yield module, name, value
 
 
-class Acceleration:
-    """Replacements in one library, all of them or none; a context that restores its own functions
-    at the end.
+class _Target(NamedTuple):
+    """A function that is replaced in a module of a library.
 
-    `library` and `requirement` (the oldest release, as for pip) are for error messages; `places`
-    are modules by the name that is replaced in them, which may be ``"Class.method"``. :meth:`apply`
-    raises an ImportError without the library, and a RuntimeError for a version without these names.
+    Attributes:
+        module: name of the module.
+        name: name of the function in it, such as ``"function"`` or ``"Class.method"``.
     """
 
-    def __init__(self, library: str, requirement: str, places: Mapping[str, Sequence[str]]) -> None:
-        self.library, self.requirement = library, requirement
-        self.places = [(module, name) for name, modules in places.items() for module in modules]
+    module: str
+    name: str
+
+
+class Acceleration:
+    """Replacements of functions in one library: either all of them are in force, or none.
+
+    As a context manager, it restores the library's own functions at the end.
+
+    Args:
+        library: name of the library, for error messages.
+        requirement: oldest supported release as a requirement of pip, for error messages.
+        modules_by_name: modules of the library in which a function is replaced, by its name, which
+            may be ``"Class.method"``.
+    """
+
+    def __init__(
+        self,
+        library: str,
+        requirement: str,
+        modules_by_name: Mapping[str, Sequence[str]],
+    ) -> None:
+        self.library = library
+        self.requirement = requirement
+        self._targets = [
+            _Target(module, name) for name, modules in modules_by_name.items() for module in modules
+        ]
+        # The library's own functions, one for each target; empty if none is replaced.
         self._stock: list[object] = []
 
     def apply(self, functions: Mapping[str, Callable[..., object]]) -> Acceleration:
-        """Put the function of its name in each place; :meth:`restore` brings back what was there at
-        first.
+        """Replace the library's functions; :meth:`restore` brings them back.
 
-        Under ``TILEFOLD_DISABLE=1`` the library's own functions stay, or come back.
+        With ``TILEFOLD_DISABLE=1`` in the environment, the library's own functions are restored
+        instead.
+
+        Args:
+            functions: replacements by the names of the functions.
+
+        Raises:
+            ImportError: without the library.
+            RuntimeError: if a release of the library lacks one of the names.
         """
         if switched_off():
             self.restore()
             return self
         try:
-            owners = [self._owner(module, name) for module, name in self.places]
+            owners = [self._owner(target) for target in self._targets]
         except ImportError as error:
-            remedy = f'pip install "{self.requirement}".'
             raise ImportError(
-                f"accelerate() changes {self.library}, which cannot be imported; {remedy}",
+                f"accelerate() changes {self.library}, which cannot be imported; "
+                f'pip install "{self.requirement}".',
             ) from error
-        self._stock = self._stock or [getattr(owner, name) for owner, name in owners]
-        for (owner, name), (_, place) in zip(owners, self.places, strict=True):
-            setattr(owner, name, functions[place])
+        if not self._stock:
+            self._stock = [getattr(owner, attribute) for owner, attribute in owners]
+        for (owner, attribute), target in zip(owners, self._targets, strict=True):
+            setattr(owner, attribute, functions[target.name])
         return self
 
     def is_accelerated(self) -> bool:
-        """Whether the library uses the functions of the module that made this."""
+        """Return whether the library's functions are replaced."""
         return bool(self._stock)
 
     def __enter__(self) -> Acceleration:
@@ -81,17 +119,28 @@ class Acceleration:
 
     def restore(self) -> None:
         """Bring the library's own functions back; does nothing if none was replaced."""
-        for (module, name), function in zip(self.places, self._stock, strict=False):
-            setattr(*self._owner(module, name), function)
+        if not self._stock:
+            return
+        for target, function in zip(self._targets, self._stock, strict=True):
+            owner, attribute = self._owner(target)
+            setattr(owner, attribute, function)
         self._stock = []
 
-    def _owner(self, module: str, name: str) -> tuple[object, str]:
-        owner: object = import_module(module)
-        *classes, last = name.split(".")
+    def _owner(self, target: _Target) -> tuple[object, str]:
+        """Return the module or class that has the function of a target, and its name there.
+
+        Raises:
+            ImportError: if the module cannot be imported.
+            RuntimeError: if it has no such function.
+        """
+        *class_names, attribute = target.name.split(".")
+        module: object = import_module(target.module)
         try:
-            owner = functools.reduce(getattr, classes, owner)
-            getattr(owner, last)
+            owner = functools.reduce(getattr, class_names, module)
+            getattr(owner, attribute)
         except AttributeError as error:
-            got = "a version without it; call the functions themselves."
-            raise RuntimeError(f"{self.library} must have {module}.{name}, got {got}") from error
-        return owner, last
+            raise RuntimeError(
+                f"{self.library} must have {target.module}.{target.name}, got a version without "
+                "it; call the functions themselves.",
+            ) from error
+        return owner, attribute

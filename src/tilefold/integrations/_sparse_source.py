@@ -1,4 +1,4 @@
-"""Sources of sparse vectors for other libraries' clients: a model in this process, or a server."""
+"""Sparse vectors for clients of other libraries, from a model in this process or a server."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tilefold._internal.arguments import check_encoder, list_of_texts
 from tilefold._internal.typing import Model
 
 Side = Literal["query", "document"]
+# Indices of terms, ascending, and their weights.
 Vector = tuple[list[int], list[float]]
-_BUSY = 429
-_KEY = re.compile(r"[\x21-\x7e]+")
-_TRIES = 5  # of a server that is busy
-_FIRST_WAIT = 0.2  # seconds, doubled each time
+# Printable ASCII without spaces, which a header can hold.
+_API_KEY = re.compile(r"[\x21-\x7e]+")
+# A busy server is tried again after a time that doubles with each attempt.
+_MAX_ATTEMPTS = 5
+_FIRST_WAIT_SECONDS = 0.2
 
 
 class ServerError(RuntimeError):
-    """A server refused a request, could not be reached, or answered something else; the message
-    says which.
-    """
+    """A server refused a request, could not be reached, or sent no sparse vectors."""
 
 
 class SparseSource:
@@ -36,15 +36,17 @@ class SparseSource:
     Args:
         model: a ``SparseEncoder``, or a folder or Hugging Face name of one, which is loaded at
             first use.
-        url: of ``tilefold serve``, instead of a model.
-        api_key, timeout: of the server; seconds for an answer.
-        top_k, batch_size: heaviest terms kept per text; texts at a time.
+        url: address of ``tilefold serve``, instead of a model.
+        api_key: key of the server.
+        top_k: heaviest terms kept per text; ``None`` keeps all.
+        batch_size: texts that are encoded at a time.
+        timeout: seconds to wait for an answer of the server.
         sides: False for other servers with ``/embed_sparse``, which do not tell queries from
             documents.
 
     Raises:
         TypeError: a model that is neither a name nor a loaded ``SparseEncoder``.
-        ValueError: not one of `model` and `url`, or a value out of range.
+        ValueError: not exactly one of `model` and `url`, or a value out of range.
     """
 
     def __init__(
@@ -58,16 +60,15 @@ class SparseSource:
         timeout: float = 60.0,
         sides: bool = True,
     ) -> None:
-        if (model is None) == (url is None):
-            raise ValueError(
-                "model, url: expected one of them, got "
-                + ("neither." if model is None else "both."),
-            )
+        if model is None and url is None:
+            raise ValueError("model, url: expected one of them, got neither.")
+        if model is not None and url is not None:
+            raise ValueError("model, url: expected one of them, got both.")
         if model is not None and not isinstance(model, str):
             check_encoder("model", model)
         if url is not None:
             _check_url(url)
-        if api_key is not None and not _KEY.fullmatch(api_key):
+        if api_key is not None and not _API_KEY.fullmatch(api_key):
             raise ValueError(
                 "api_key: expected printable ASCII without spaces or line ends, got other text.",
             )
@@ -76,34 +77,46 @@ class SparseSource:
                 raise ValueError(f"{name}: expected at least 1, got {value}.")
         if not timeout > 0:
             raise ValueError(f"timeout: expected a number above 0, got {timeout}.")
-        self.model, self.url, self.api_key, self.top_k = model, url, api_key, top_k
-        self.batch_size, self.timeout, self.sides = batch_size, timeout, sides
+        self.model = model
+        self.url = url
+        self.api_key = api_key
+        self.top_k = top_k
+        self.batch_size = batch_size
+        self.timeout = timeout
+        self.sides = sides
 
     def encode(self, texts: Sequence[str], side: Side) -> list[Vector]:
-        """Indices, ascending, and weights of each text, by position.
+        """Return the vector of each text.
+
+        Args:
+            texts: any number of texts.
+            side: whether they are queries or documents.
 
         Raises:
             TypeError: `texts` is one string, no sequence, or holds what is no string.
+            ServerError: the server sent no vectors.
         """
         texts = list_of_texts("texts", texts)
         if not texts:
             return []
         if self.url is None:
-            return self._encode(texts, side)
-        found: list[Vector] = []
+            return self._encode_in_process(texts, side)
+        vectors: list[Vector] = []
         for start in range(0, len(texts), self.batch_size):
             batch = texts[start : start + self.batch_size]
-            answer = self._ask({"inputs": batch, "format": "arrays", "top_k": self.top_k}, side)
-            found += [_strongest(*row, self.top_k) for row in _vectors(answer, len(batch))]
-        return found
+            answer = self._request(batch, side)
+            for indices, weights in _parse_vectors(answer, len(batch)):
+                vectors.append(_strongest(indices, weights, self.top_k))
+        return vectors
 
-    def _encode(self, texts: Sequence[str], side: Side) -> list[Vector]:
+    def _encode_in_process(self, texts: list[str], side: Side) -> list[Vector]:
+        """Encode texts by the model, which is loaded and accelerated at first use."""
         from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
         from tilefold.modules import load_encoder
 
         if isinstance(self.model, str):
             self.model = load_encoder(self.model)
-            with suppress(ValueError):  # an architecture without a fused head encodes with its own
+            with suppress(ValueError):  # an architecture that cannot be fused encodes as it is
                 accelerate(self.model)
         rows = encode_sparse(
             self.model,
@@ -112,22 +125,29 @@ class SparseSource:
             batch_size=self.batch_size,
             top_k=self.top_k,
         )
-        columns, weights = rows.col_indices().tolist(), rows.values().float().tolist()
-        return [
-            (columns[low:high], weights[low:high])
-            for low, high in pairwise(rows.crow_indices().tolist())
-        ]
+        columns = rows.col_indices().tolist()
+        weights = rows.values().float().tolist()
+        offsets = rows.crow_indices().tolist()
+        return [(columns[start:end], weights[start:end]) for start, end in pairwise(offsets)]
 
-    def _ask(self, body: dict[str, object], side: Side) -> Any:
-        """The answer of the server; a busy one is asked again, later."""
-        sent = json.dumps(
-            {name: value for name, value in body.items() if value is not None},
-        ).encode()
-        for attempt in range(_TRIES):
-            status, raw = self._post(sent, side)
-            if status != _BUSY or attempt == _TRIES - 1:
+    def _request(self, texts: list[str], side: Side) -> Any:
+        """Return the server's answer for a batch of texts, as parsed JSON.
+
+        A busy server is tried again a few times.
+
+        Raises:
+            ServerError: the server refused the request, cannot be reached, or sent no JSON.
+        """
+        body: dict[str, object] = {"inputs": texts, "format": "arrays"}
+        if self.top_k is not None:
+            body["top_k"] = self.top_k
+        encoded_body = json.dumps(body).encode()
+        status, raw = self._post(encoded_body, side)
+        for attempt in range(_MAX_ATTEMPTS - 1):
+            if status != http.client.TOO_MANY_REQUESTS:
                 break
-            time.sleep(_FIRST_WAIT * 2**attempt)
+            time.sleep(_FIRST_WAIT_SECONDS * 2**attempt)
+            status, raw = self._post(encoded_body, side)
         try:
             answer = json.loads(raw)
         except ValueError as error:
@@ -135,47 +155,50 @@ class SparseSource:
                 f"url: {self.url} answered {status} and no JSON; is it a server of vectors?",
             ) from error
         if status != http.client.OK:
-            reason = (
-                answer.get("error", "no reason given")
-                if isinstance(answer, dict)
-                else "no reason given"
-            )
+            reason = "no reason given"
+            if isinstance(answer, dict):
+                reason = answer.get("error", reason)
             raise ServerError(f"url: {self.url} answered {status}: {reason}")
         return answer
 
     def _post(self, body: bytes, side: Side) -> tuple[int, bytes]:
+        """Send a request, and return the status and the body of the response.
+
+        Raises:
+            ServerError: the server cannot be reached.
+        """
         parts = urlsplit(self.url or "")
-        kind = (
-            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        )
-        path = parts.path.rstrip("/") + (f"/{side}" if self.sides else "") + "/embed_sparse"
+        is_https = parts.scheme == "https"
+        connection_class = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
+        prefix = parts.path.rstrip("/")
+        path = f"{prefix}/{side}/embed_sparse" if self.sides else f"{prefix}/embed_sparse"
         headers = {"content-type": "application/json"}
         if self.api_key:
             headers["authorization"] = f"Bearer {self.api_key}"
-        began = time.monotonic()
-        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
+        start = time.monotonic()
+        connection = connection_class(parts.hostname or "", parts.port, timeout=self.timeout)
         try:
             connection.request("POST", path, body, headers)
-            reply = connection.getresponse()
-            return reply.status, reply.read()
+            response = connection.getresponse()
+            return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
-            why = f"in {time.monotonic() - began:.1f} s ({error or type(error).__name__})"
-            text = (
-                f"url: {self.url} gave no answer {why}. Is it running? tilefold serve --model MODEL"
-            )
-            raise ServerError(text) from error
+            seconds = time.monotonic() - start
+            raise ServerError(
+                f"url: {self.url} gave no answer in {seconds:.1f} s "
+                f"({error or type(error).__name__}). Is it running? tilefold serve --model MODEL",
+            ) from error
         finally:
             connection.close()
 
 
 def _check_url(url: str) -> None:
-    """Refuse what is no address, and one with parts that a request would lose."""
+    """Raise ``ValueError`` unless `url` is an HTTP address without parts that would be ignored."""
     try:
         parts = urlsplit(url)
-        wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
-    except ValueError:  # of the port
-        wrong = True
-    if wrong:
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number
+        is_address = False
+    if not is_address:
         raise ValueError(f"url: expected an address such as http://localhost:8080, got {url!r}.")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ValueError(
@@ -185,41 +208,66 @@ def _check_url(url: str) -> None:
 
 
 def _strongest(indices: list[int], weights: list[float], top_k: int | None) -> Vector:
-    """The heaviest entries, as the model in process keeps them: a server that does not know `top_k`
-    sends all.
+    """Return the heaviest entries of a vector, as a model in process keeps them.
+
+    A server that does not know ``top_k`` sends all entries. Among equal weights, entries with lower
+    indices are kept.
     """
     if top_k is None or len(indices) <= top_k:
         return indices, weights
-    kept = sorted(sorted(range(len(indices)), key=lambda at: (-weights[at], indices[at]))[:top_k])
-    return [indices[at] for at in kept], [weights[at] for at in kept]
+    by_weight = sorted(
+        range(len(indices)),
+        key=lambda position: (-weights[position], indices[position]),
+    )
+    positions = sorted(by_weight[:top_k])
+    strongest_weights = [weights[position] for position in positions]
+    return [indices[position] for position in positions], strongest_weights
 
 
-def _vectors(answer: Any, expected: int) -> list[Vector]:
-    """Vectors of either form: arrays, or a list of entries as servers answer that do not know
-    `format`.
+def _parse_vectors(answer: Any, n_texts: int) -> list[Vector]:
+    """Convert a server's answer to vectors.
+
+    Args:
+        answer: parsed JSON: one object with ``indices`` and ``values`` per text, or one list of
+            entries per text from servers that do not know ``format``.
+        n_texts: number of texts of the request.
+
+    Raises:
+        ServerError: the answer holds something else, or another number of vectors.
     """
     try:
-        found = [
-            (list(row["indices"]), list(row["values"]))
-            if isinstance(row, dict)
-            else ([entry["index"] for entry in row], [entry["value"] for entry in row])
-            for row in answer
-        ]
+        vectors = [_parse_vector(row) for row in answer]
     except (KeyError, TypeError) as error:
         raise ServerError(
             f"url: expected sparse vectors in the answer of the server, got {answer!r:.80}.",
         ) from error
-    for indices, weights in found:
-        numbers = all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights)
-        if (
-            not numbers
-            or len(indices) != len(weights)
-            or any(type(index) is not int for index in indices)
-        ):
-            text = "url: expected whole numbers and finite weights in the answer of the server"
-            raise ServerError(f"{text}, got {(indices, weights)!r:.80}.")
-    if len(found) != expected:
+    for vector in vectors:
+        if not _is_valid(vector):
+            raise ServerError(
+                "url: expected whole numbers and finite weights in the answer of the server, got "
+                f"{vector!r:.80}.",
+            )
+    if len(vectors) != n_texts:
         raise ServerError(
-            f"url: expected {expected} vectors in the answer of the server, got {len(found)}.",
+            f"url: expected {n_texts} vectors in the answer of the server, got {len(vectors)}.",
         )
-    return found
+    return vectors
+
+
+def _parse_vector(row: Any) -> Vector:
+    """Convert one vector of a server's answer, in either of two forms."""
+    if isinstance(row, dict):
+        return list(row["indices"]), list(row["values"])
+    return [entry["index"] for entry in row], [entry["value"] for entry in row]
+
+
+def _is_valid(vector: Vector) -> bool:
+    """Whether a vector has integers as indices, and as many finite numbers as weights."""
+    indices, weights = vector
+    if len(indices) != len(weights):
+        return False
+    # ``type`` and not ``isinstance``, because bools are integers, too.
+    are_integers = all(type(index) is int for index in indices)
+    return are_integers and all(
+        type(weight) in (int, float) and math.isfinite(weight) for weight in weights
+    )

@@ -31,9 +31,9 @@ def maxsim_inbatch(
     tau: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """MaxSim of every query with every document, as ``colpali_engine.utils.maxsim.maxsim_inbatch``
-    (arXiv 2407.01449).
+    """MaxSim of every query with every document, ``[Bq, Bd]`` (ColPali, arXiv 2407.01449).
 
+    It replaces ``colpali_engine.utils.maxsim.maxsim_inbatch``.
     ``scores[i, j] = sum_s max_t query[i, s] . doc[j, t]`` over all rows, rows of zeros included.
 
     Args:
@@ -62,11 +62,18 @@ def maxsim_kd(
     tau: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """MaxSim ``[B, N]`` of each query with its own N documents, as
-    ``colpali_engine.utils.maxsim.maxsim_kd``.
+    """MaxSim of each query with its N documents, ``[B, N]``.
 
-    ``query`` is ``[B, Lq, D]``, ``doc`` ``[B, N, Ld, D]``; all else is as in
-    :func:`maxsim_inbatch`.
+    It replaces ``colpali_engine.utils.maxsim.maxsim_kd``.
+
+    Args:
+        query: ``[B, Lq, D]``, padded with zeros.
+        doc: ``[B, N, Ld, D]``, of the same dtype and device.
+        tau: as in :func:`maxsim_inbatch`.
+        impl: as in :func:`maxsim_inbatch`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`maxsim_inbatch`.
     """
     check_shape("query", check_tensor("query", query), "B L D")
     check_shape("doc", check_tensor("doc", doc), "B N L D")
@@ -74,7 +81,7 @@ def maxsim_kd(
 
 
 _LOSSES = "colpali_engine.loss.late_interaction_losses"
-_PLACES = {
+_MODULES_BY_NAME = {
     "maxsim_inbatch": [
         "colpali_engine.utils.maxsim",
         "colpali_engine.utils.processing_utils",
@@ -83,8 +90,9 @@ _PLACES = {
     "maxsim_kd": ["colpali_engine.utils.maxsim", _LOSSES],
     "ColbertModule._inbatch_scores": [_LOSSES],
 }
-_PATCHES = Acceleration("colpali-engine", "colpali-engine>=0.3.18", _PLACES)
-restore, is_accelerated = _PATCHES.restore, _PATCHES.is_accelerated
+_PATCHES = Acceleration("colpali-engine", "colpali-engine>=0.3.18", _MODULES_BY_NAME)
+restore = _PATCHES.restore
+is_accelerated = _PATCHES.is_accelerated
 
 
 def accelerate(*, impl: str = "auto") -> Acceleration:
@@ -99,24 +107,28 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
         impl: as in :func:`tilefold.ops.maxsim`.
 
     Returns:
-        A handle (:class:`Acceleration`); as a context manager, it undoes the replacement at its end. Nothing is
-        replaced with ``TILEFOLD_DISABLE=1`` in the environment.
+        A handle (:class:`Acceleration`); as a context manager, it undoes the replacement at its
+        end. Nothing is replaced with ``TILEFOLD_DISABLE=1`` in the environment.
 
     Raises:
-        ValueError: for an unknown ``impl``; ImportError, RuntimeError: without colpali-engine, or
-            these names in it.
+        ValueError: for an unknown ``impl``.
+        ImportError: without colpali-engine.
+        RuntimeError: if a release of colpali-engine lacks one of the functions.
     """
 
     def inbatch_scores(self: Any, query_embeddings: Tensor, doc_embeddings: Tensor) -> Tensor:
         tau = self.tau if self.use_smooth_max else None
-        found = maxsim_inbatch(query_embeddings, doc_embeddings, tau=tau, impl=impl)
+        scores = maxsim_inbatch(query_embeddings, doc_embeddings, tau=tau, impl=impl)
         if self.normalize_scores:
-            found = self._apply_normalization(found, (query_embeddings[:, :, 0] != 0).sum(dim=1))
-        return found
+            n_query_tokens = (query_embeddings[:, :, 0] != 0).sum(dim=1)
+            scores = self._apply_normalization(scores, n_query_tokens)
+        return scores
 
     check_impl(impl)
-    scores = {
-        function.__name__: functools.partial(function, impl=impl)
-        for function in (maxsim_inbatch, maxsim_kd)
-    }
-    return _PATCHES.apply({**scores, "ColbertModule._inbatch_scores": inbatch_scores})
+    return _PATCHES.apply(
+        {
+            "maxsim_inbatch": functools.partial(maxsim_inbatch, impl=impl),
+            "maxsim_kd": functools.partial(maxsim_kd, impl=impl),
+            "ColbertModule._inbatch_scores": inbatch_scores,
+        },
+    )

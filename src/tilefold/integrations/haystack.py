@@ -1,8 +1,8 @@
 """Sparse embedders for Haystack, of a model in this process or of a server.
 
 Needs the package ``haystack-ai``, which is imported with this module. Haystack's own components for
-text-embeddings-inference work with ``tilefold serve`` as they are; these take a model too, and the
-server's own fields.
+text-embeddings-inference work with ``tilefold serve``, too. These also take a model, and the
+server's other fields.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ __all__ = ["ServerError", "TilefoldSparseDocumentEmbedder", "TilefoldSparseTextE
 
 
 class _Embedder:
-    """Base of both components; arguments as of :class:`TilefoldSparseTextEmbedder`."""
+    """Base of both components.
+
+    Args:
+        model: as in :class:`tilefold.integrations._sparse_source.SparseSource`.
+        url: as there.
+        api_key: key of the server.
+        **options: other arguments, as there.
+    """
 
     def __init__(
         self,
@@ -35,36 +42,37 @@ class _Embedder:
         api_key: Secret | None = None,
         **options: Any,
     ) -> None:
-        self._given, self._secret = {"model": model, "url": url, **options}, api_key
+        self._arguments = {"model": model, "url": url, **options}
+        self._api_key = api_key
         key = None if api_key is None else api_key.resolve_value()
         self._source = SparseSource(model, url, api_key=key, **options)
 
     def to_dict(self) -> dict[str, Any]:
-        """For a pipeline on disk.
+        """Return the component as a dictionary, with which Haystack stores a pipeline.
 
         Raises:
             ValueError: the model is an object, which a file cannot name.
         """
-        if not isinstance(self._given["model"], str | None):
+        if not isinstance(self._arguments["model"], str | None):
             raise ValueError(
                 "model: expected a folder or a name to store the pipeline, got an object.",
             )
-        secret = None if self._secret is None else self._secret.to_dict()
-        stored: dict[str, Any] = default_to_dict(self, **self._given, api_key=secret)
-        return stored
+        api_key = None if self._api_key is None else self._api_key.to_dict()
+        component_data: dict[str, Any] = default_to_dict(self, **self._arguments, api_key=api_key)
+        return component_data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Any:
-        """From :meth:`to_dict`."""
-        options = dict(data.get("init_parameters", {}))
-        if options.get("api_key") is not None:
-            options["api_key"] = Secret.from_dict(options["api_key"])
-        return default_from_dict(cls, {**data, "init_parameters": options})
+        """Create a component from the dictionary of :meth:`to_dict`."""
+        arguments = dict(data.get("init_parameters", {}))
+        if arguments.get("api_key") is not None:
+            arguments["api_key"] = Secret.from_dict(arguments["api_key"])
+        return default_from_dict(cls, {**data, "init_parameters": arguments})
 
 
 @component
 class TilefoldSparseTextEmbedder(_Embedder):
-    """The sparse embedding of a query, by the model's route for queries.
+    """Computes the sparse embedding of a query, by the model's route for queries.
 
     Arguments are those of :class:`tilefold.integrations._sparse_source.SparseSource`, `api_key` as
     a ``Secret``.
@@ -72,30 +80,28 @@ class TilefoldSparseTextEmbedder(_Embedder):
 
     @component.output_types(sparse_embedding=SparseEmbedding)
     def run(self, text: str) -> dict[str, SparseEmbedding]:
-        """``{"sparse_embedding"}``."""
-        ((ids, weights),) = self._source.encode([text], "query")
-        return {"sparse_embedding": SparseEmbedding(indices=ids, values=weights)}
+        """Return the embedding of a query as ``"sparse_embedding"``."""
+        ((indices, weights),) = self._source.encode([text], "query")
+        return {"sparse_embedding": SparseEmbedding(indices=indices, values=weights)}
 
 
 @component
 class TilefoldSparseDocumentEmbedder(_Embedder):
-    """Documents with their sparse embeddings, by the model's route for documents; without content
-    they stay bare.
+    """Adds sparse embeddings to documents, by the model's route for documents.
 
-    Arguments are those of :class:`TilefoldSparseTextEmbedder`.
+    Documents without content get none. Arguments are those of :class:`TilefoldSparseTextEmbedder`.
     """
 
     @component.output_types(documents=list[Document])
     def run(self, documents: list[Document]) -> dict[str, list[Document]]:
-        """``{"documents"}``, copies with ``sparse_embedding``."""
-        texts = {place: each.content for place, each in enumerate(documents) if each.content}
-        rows = dict(zip(texts, self._source.encode(list(texts.values()), "document"), strict=True))
-        found = {
-            place: SparseEmbedding(indices=ids, values=weights)
-            for place, (ids, weights) in rows.items()
-        }
-        embedded = [
-            replace(each, sparse_embedding=found[place]) if place in found else each
-            for place, each in enumerate(documents)
-        ]
+        """Return copies of the documents with ``sparse_embedding``, as ``"documents"``."""
+        embedded = list(documents)
+        positions = [position for position, document in enumerate(documents) if document.content]
+        texts = [documents[position].content for position in positions]
+        vectors = self._source.encode(texts, "document")
+        for position, (indices, weights) in zip(positions, vectors, strict=True):
+            embedded[position] = replace(
+                documents[position],
+                sparse_embedding=SparseEmbedding(indices=indices, values=weights),
+            )
         return {"documents": embedded}

@@ -21,23 +21,25 @@ __all__ = ["ServerError", "TilefoldSparseEmbeddings"]
 
 
 class TilefoldSparseEmbeddings(SparseEmbeddings):
-    """``langchain_qdrant.SparseEmbeddings`` of any ``SparseEncoder``; queries and documents take
-    their own routes.
+    """``langchain_qdrant.SparseEmbeddings`` of any ``SparseEncoder``.
 
-    Arguments are those of :class:`tilefold.integrations._sparse_source.SparseSource`.
+    Queries and documents take their own routes through the model.
+
+    Args:
+        model: as in :class:`tilefold.integrations._sparse_source.SparseSource`.
+        url: as there.
+        **options: other arguments, as there.
     """
 
     def __init__(self, model: Model | None = None, url: str | None = None, **options: Any) -> None:
         self._source = SparseSource(model, url, **options)
 
     def embed_documents(self, texts: list[str]) -> list[SparseVector]:
-        """The vectors of documents."""
-        return [
-            SparseVector(indices=ids, values=weights)
-            for ids, weights in self._source.encode(texts, "document")
-        ]
+        """Return the vectors of documents."""
+        vectors = self._source.encode(texts, "document")
+        return [SparseVector(indices=indices, values=weights) for indices, weights in vectors]
 
     def embed_query(self, text: str) -> SparseVector:
-        """The vector of a query."""
-        ((ids, weights),) = self._source.encode([text], "query")
-        return SparseVector(indices=ids, values=weights)
+        """Return the vector of a query."""
+        ((indices, weights),) = self._source.encode([text], "query")
+        return SparseVector(indices=indices, values=weights)

@@ -23,13 +23,16 @@ __all__ = ["ServerError", "TilefoldSparseEmbedding"]
 
 
 class TilefoldSparseEmbedding(BaseSparseEmbedding):
-    """LlamaIndex's ``BaseSparseEmbedding`` of any ``SparseEncoder``; queries and documents take
-    their own routes.
+    """LlamaIndex's ``BaseSparseEmbedding`` of any ``SparseEncoder``.
 
+    Queries and documents take their own routes through the model.
     ``QdrantVectorStore(enable_hybrid=True, sparse_doc_fn=e.document_vectors,
-    sparse_query_fn=e.query_vectors)`` stores and searches its vectors.
+    sparse_query_fn=e.query_vectors)`` stores and searches the vectors of an embedding ``e``.
 
-    Arguments are those of :class:`tilefold.integrations._sparse_source.SparseSource`.
+    Args:
+        model: as in :class:`tilefold.integrations._sparse_source.SparseSource`.
+        url: as there.
+        **options: other arguments, as there.
     """
 
     _source: SparseSource = PrivateAttr()
@@ -42,35 +45,40 @@ class TilefoldSparseEmbedding(BaseSparseEmbedding):
 
     @classmethod
     def class_name(cls) -> str:
-        """The name under which LlamaIndex knows it."""
+        """Return the name of the class in LlamaIndex's files."""
         return "TilefoldSparseEmbedding"
 
     def document_vectors(self, texts: list[str]) -> tuple[list[list[int]], list[list[float]]]:
-        """Indices and weights of documents, as ``QdrantVectorStore`` takes them."""
-        return self._columns(texts, "document")
+        """Return indices and weights of documents, as ``QdrantVectorStore`` takes them."""
+        return self._indices_and_weights(texts, "document")
 
     def query_vectors(self, texts: list[str]) -> tuple[list[list[int]], list[list[float]]]:
-        """Indices and weights of queries."""
-        return self._columns(texts, "query")
+        """Return indices and weights of queries, as ``QdrantVectorStore`` takes them."""
+        return self._indices_and_weights(texts, "query")
 
-    def _columns(self, texts: list[str], side: Side) -> tuple[list[list[int]], list[list[float]]]:
-        rows = self._source.encode(texts, side)
-        return [ids for ids, _ in rows], [weights for _, weights in rows]
+    def _indices_and_weights(
+        self,
+        texts: list[str],
+        side: Side,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        vectors = self._source.encode(texts, side)
+        return [indices for indices, _ in vectors], [weights for _, weights in vectors]
 
-    def _rows(self, texts: list[str], side: Side) -> list[dict[int, float]]:
+    def _weights_by_index(self, texts: list[str], side: Side) -> list[dict[int, float]]:
+        """Return a dictionary for each text, as LlamaIndex represents sparse vectors."""
         return [
-            dict(zip(ids, weights, strict=True))
-            for ids, weights in self._source.encode(texts, side)
+            dict(zip(indices, weights, strict=True))
+            for indices, weights in self._source.encode(texts, side)
         ]
 
     def _get_query_embedding(self, query: str) -> dict[int, float]:
-        return self._rows([query], "query")[0]
+        return self._weights_by_index([query], "query")[0]
 
     def _get_text_embedding(self, text: str) -> dict[int, float]:
-        return self._rows([text], "document")[0]
+        return self._weights_by_index([text], "document")[0]
 
     def _get_text_embeddings(self, texts: list[str]) -> list[dict[int, float]]:
-        return self._rows(texts, "document")
+        return self._weights_by_index(texts, "document")
 
     async def _aget_query_embedding(self, query: str) -> dict[int, float]:
         return await asyncio.to_thread(self._get_query_embedding, query)

@@ -1,8 +1,8 @@
-"""PyLate's ColBERT scores without the similarities ``[Nq, Nd, Lq, Ld]``, with PyLate's signatures
-and masks.
+"""PyLate's ColBERT scores without similarities, with PyLate's signatures and masks.
 
-Pass the functions to PyLate's losses as ``score_metric=``; :func:`accelerate` makes PyLate's
-reranker and evaluators use them. Only :func:`accelerate` imports PyLate.
+The stock functions write the similarities ``[Nq, Nd, Lq, Ld]`` of all tokens, and these do not.
+Pass them to PyLate's losses as ``score_metric=``; :func:`accelerate` makes PyLate's reranker and
+evaluators use them. Only :func:`accelerate` imports PyLate.
 
 PyLate multiplies similarities by the masks *before* the maximum. A masked document token (padding,
 a word of the skiplist) thus counts as a similarity of 0, and wins where all others are negative; a
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tilefold.integrations._patches import Acceleration
-from tilefold.integrations._ragged import as_tokens, pack, token_vectors
+from tilefold.integrations._token_vectors import as_tokens, pack, token_vectors
 from tilefold.ops import maxsim
 from tilefold.ops.implementations import IMPLS, check_impl
 
@@ -43,10 +43,10 @@ def colbert_scores(
     documents_mask: object = None,
     backend: str | None = None,
 ) -> Tensor:
-    """MaxSim of every query with every document (ColBERT, arXiv 2004.12832), as
-    ``pylate.scores.colbert_scores``.
+    """MaxSim of every query with every document, as ``pylate.scores.colbert_scores``.
 
-    ``scores[i, j] = sum_s max_t mask_q[i, s] * mask_d[j, t] * queries[i, s] . documents[j, t]``.
+    ``scores[i, j] = sum_s max_t mask_q[i, s] * mask_d[j, t] * queries[i, s] . documents[j, t]``
+    (ColBERT, arXiv 2004.12832).
 
     Args:
         queries_embeddings: ``[Nq, Lq, D]`` tensor, array or list; fp16, bf16, fp32 or fp64.
@@ -65,13 +65,16 @@ def colbert_scores(
         ValueError, TypeError: for shapes, dtypes, devices or a backend that do not fit.
         RuntimeError: if ``backend="triton"`` cannot run here.
     """
-    return _scores(
-        "all",
-        queries_embeddings,
-        documents_embeddings,
-        queries_mask,
-        documents_mask,
-        backend,
+    queries, query_mask = _apply_mask("queries", queries_embeddings, queries_mask, 3)
+    documents, document_mask = _apply_mask("documents", documents_embeddings, documents_mask, 3)
+    return maxsim(
+        queries,
+        documents,
+        query_mask=query_mask,
+        document_mask=document_mask,
+        pairing="all",
+        mask_mode="zero",
+        impl=_impl_of_backend(backend),
     )
 
 
@@ -80,23 +83,28 @@ def colbert_scores_pairwise(
     documents_embeddings: object,
     backend: str | None = None,
 ) -> Tensor:
-    """MaxSim ``[B]`` of query ``i`` with document ``i``, as
-    ``pylate.scores.colbert_scores_pairwise``: no masks.
+    """MaxSim ``[B]`` of query ``i`` with document ``i``, without masks.
 
-    Sides are ``[B, L, D]``, or lists of ``[L_i, D]``, which are not padded. Rows of zeros, such as
-    padding, take part with a similarity of 0, and a document without a row scores 0; all else is as
-    in :func:`colbert_scores`.
+    It replaces ``pylate.scores.colbert_scores_pairwise``. Rows of zeros, such as padding, take part
+    with a similarity of 0, and a document without a row scores 0.
+
+    Args:
+        queries_embeddings: ``[B, L, D]``, or a list of ``[L_i, D]``, which are not padded.
+        documents_embeddings: likewise.
+        backend: as in :func:`colbert_scores`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
     """
-    queries, cu_queries = _rows("queries", queries_embeddings)
-    documents, cu_documents = _rows("documents", documents_embeddings)
-    impl = _impl(backend)
+    queries, query_offsets = _pack_lists("queries", queries_embeddings)
+    documents, document_offsets = _pack_lists("documents", documents_embeddings)
     return maxsim(
         queries,
         documents,
-        cu_seqlens_q=cu_queries,
-        cu_seqlens_d=cu_documents,
+        cu_seqlens_q=query_offsets,
+        cu_seqlens_d=document_offsets,
         pairing="aligned",
-        impl=impl,
+        impl=_impl_of_backend(backend),
     )
 
 
@@ -107,28 +115,39 @@ def colbert_kd_scores(
     documents_mask: object = None,
     backend: str | None = None,
 ) -> Tensor:
-    """MaxSim ``[B, N]`` of each query with its own N documents, as
-    ``pylate.scores.colbert_kd_scores``.
+    """MaxSim ``[B, N]`` of each query with its N documents.
 
-    For ``score_metric=`` of ``losses.Distillation``. Queries are ``[B, Lq, D]`` with a mask ``[B,
-    Lq]``, documents ``[B, N, Ld, D]`` with a mask ``[B, N, Ld]``; all else is as in
-    :func:`colbert_scores`.
+    It replaces ``pylate.scores.colbert_kd_scores``, for ``score_metric=`` of
+    ``losses.Distillation``.
+
+    Args:
+        queries_embeddings: ``[B, Lq, D]``.
+        documents_embeddings: ``[B, N, Ld, D]``.
+        queries_mask: ``[B, Lq]``, as in :func:`colbert_scores`.
+        documents_mask: ``[B, N, Ld]``, as in :func:`colbert_scores`.
+        backend: as in :func:`colbert_scores`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
     """
-    return _scores(
-        "grouped",
-        queries_embeddings,
-        documents_embeddings,
-        queries_mask,
-        documents_mask,
-        backend,
+    queries, query_mask = _apply_mask("queries", queries_embeddings, queries_mask, 3)
+    documents, document_mask = _apply_mask("documents", documents_embeddings, documents_mask, 4)
+    return maxsim(
+        queries,
+        documents,
+        query_mask=query_mask,
+        document_mask=document_mask,
+        pairing="grouped",
+        mask_mode="zero",
+        impl=_impl_of_backend(backend),
     )
 
 
 class ColBERTScores:
-    """Scores of every query with every document of stacked groups, as
-    ``pylate.scores.ColBERTScores``, in one call.
+    """Scores of every query with every document of stacked groups, in one call.
 
-    For ``score_metric=`` of ``losses.Contrastive`` and ``losses.CachedContrastive``.
+    It replaces ``pylate.scores.ColBERTScores``, for ``score_metric=`` of ``losses.Contrastive`` and
+    ``losses.CachedContrastive``.
     """
 
     def __call__(
@@ -139,10 +158,14 @@ class ColBERTScores:
         documents_mask: object = None,
         backend: str | None = None,
     ) -> Tensor:
-        """Scores ``[Nq, B * N]``, of document ``n`` of group ``j`` in column ``j * N + n``.
+        """Compute scores ``[Nq, B * N]``, of document ``n`` of group ``j`` in column ``j * N + n``.
 
-        Documents are ``[B, N, Ld, D]`` with a mask ``[B, N, Ld]``; all else is as in
-        :func:`colbert_scores`.
+        Args:
+            queries_embeddings: ``[Nq, Lq, D]``.
+            documents_embeddings: ``[B, N, Ld, D]``.
+            queries_mask: ``[Nq, Lq]``, as in :func:`colbert_scores`.
+            documents_mask: ``[B, N, Ld]``, as in :func:`colbert_scores`.
+            backend: as in :func:`colbert_scores`.
         """
         documents = as_tokens("documents_embeddings", documents_embeddings, 4).flatten(0, 1)
         mask = None if documents_mask is None else torch.as_tensor(documents_mask).flatten(0, 1)
@@ -150,15 +173,16 @@ class ColBERTScores:
 
 
 _SCORES = ("pylate.scores", "pylate.scores.colbert")
-_BY_NAME = (*_SCORES, "pylate.scores.similarity_functions")
-_PLACES = {
-    "colbert_scores": [*_BY_NAME, "pylate.rank.rank"],
-    "colbert_scores_pairwise": [*_BY_NAME, "pylate.evaluation.colbert_triplet"],
+_ALL_SCORES = (*_SCORES, "pylate.scores.similarity_functions")
+_MODULES_BY_NAME = {
+    "colbert_scores": [*_ALL_SCORES, "pylate.rank.rank"],
+    "colbert_scores_pairwise": [*_ALL_SCORES, "pylate.evaluation.colbert_triplet"],
     "colbert_kd_scores": [*_SCORES, "pylate.evaluation.colbert_distillation"],
     "ColBERTScores.__call__": ["pylate.scores.colbert"],
 }
-_PATCHES = Acceleration("pylate", "pylate>=1.6", _PLACES)
-restore, is_accelerated = _PATCHES.restore, _PATCHES.is_accelerated
+_PATCHES = Acceleration("pylate", "pylate>=1.6", _MODULES_BY_NAME)
+restore = _PATCHES.restore
+is_accelerated = _PATCHES.is_accelerated
 
 
 def accelerate(*, impl: str = "auto") -> Acceleration:
@@ -173,32 +197,48 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
         impl: implementation of calls without ``backend=``, see :func:`tilefold.ops.maxsim`.
 
     Returns:
-        A handle (:class:`Acceleration`); as a context manager, it undoes the replacement at its end. Nothing is
-        replaced with ``TILEFOLD_DISABLE=1`` in the environment.
+        A handle (:class:`Acceleration`); as a context manager, it undoes the replacement at its
+        end. Nothing is replaced with ``TILEFOLD_DISABLE=1`` in the environment.
 
     Raises:
-        ValueError: for an unknown ``impl``; ImportError, RuntimeError: without PyLate, or these
-            names in it.
+        ValueError: for an unknown ``impl``.
+        ImportError: without PyLate.
+        RuntimeError: if a release of PyLate lacks one of the functions.
     """
     check_impl(impl)
-    functions = colbert_scores, colbert_scores_pairwise, colbert_kd_scores, ColBERTScores.__call__
-    return _PATCHES.apply({function.__qualname__: _bound(function, impl) for function in functions})
+    return _PATCHES.apply(
+        {
+            "colbert_scores": _with_default_backend(colbert_scores, impl),
+            "colbert_scores_pairwise": _with_default_backend(colbert_scores_pairwise, impl),
+            "colbert_kd_scores": _with_default_backend(colbert_kd_scores, impl),
+            "ColBERTScores.__call__": _with_default_backend(ColBERTScores.__call__, impl),
+        },
+    )
 
 
-def _bound(function: Callable[..., Tensor], impl: str) -> Callable[..., Tensor]:
-    """``function``, with ``impl`` for calls without ``backend=``."""
-    place = list(inspect.signature(function).parameters).index("backend")
+def _with_default_backend(function: Callable[..., Tensor], impl: str) -> Callable[..., Tensor]:
+    """Return `function` with ``backend=impl`` for calls whose backend is ``None``.
+
+    Args:
+        function: a function whose last parameter is ``backend``.
+        impl: the default.
+    """
+    position = list(inspect.signature(function).parameters).index("backend")
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> Tensor:
-        named = kwargs.pop("backend", None)
-        backend = args[place] if len(args) > place else named
-        return function(*args[:place], **kwargs, backend=impl if backend is None else backend)
+        backend = kwargs.pop("backend", None)
+        if len(args) > position:
+            backend = args[position]
+        if backend is None:
+            backend = impl
+        return function(*args[:position], **kwargs, backend=backend)
 
     return call
 
 
-def _impl(backend: str | None) -> str:
+def _impl_of_backend(backend: str | None) -> str:
+    """Return the implementation of :func:`maxsim` for one of PyLate's backends."""
     if backend is None:
         return "auto"
     name = "reference" if backend == "torch" else backend
@@ -210,56 +250,44 @@ def _impl(backend: str | None) -> str:
     return name
 
 
-def _scores(
-    pairing: str,
-    queries: object,
-    documents: object,
-    queries_mask: object,
-    documents_mask: object,
-    backend: str | None,
-) -> Tensor:
-    rows, mask = _side("queries", queries, queries_mask, 3)
-    others, other_mask = _side(
-        "documents",
-        documents,
-        documents_mask,
-        4 if pairing == "grouped" else 3,
-    )
-    impl = _impl(backend)
-    return maxsim(
-        rows,
-        others,
-        query_mask=mask,
-        document_mask=other_mask,
-        pairing=pairing,
-        mask_mode="zero",
-        impl=impl,
-    )
+def _apply_mask(
+    name: str,
+    embeddings: object,
+    mask: object,
+    dims: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Return embeddings ``[..., L, D]``, and the mask ``[..., L]`` that :func:`maxsim` takes.
 
+    A floating mask is multiplied into the embeddings, and is ``None`` in the result.
 
-def _side(name: str, embeddings: object, mask: object, dims: int) -> tuple[Tensor, Tensor | None]:
-    """Embeddings, and the mask that :func:`maxsim` takes; floating masks are multiplied into the
-    embeddings.
+    Args:
+        name: ``"queries"`` or ``"documents"``, for error messages.
+        embeddings: a tensor, an array or a list.
+        mask: ``[..., L]``, or ``None``.
+        dims: number of dimensions of the embeddings.
     """
-    rows = as_tokens(f"{name}_embeddings", embeddings, dims)
+    vectors = as_tokens(f"{name}_embeddings", embeddings, dims)
     if mask is None:
-        return rows, None
-    found, shape = torch.as_tensor(mask), list(rows.shape[:-1])
-    if list(found.shape) != shape:
+        return vectors, None
+    mask_tensor = torch.as_tensor(mask)
+    shape = list(vectors.shape[:-1])
+    if list(mask_tensor.shape) != shape:
         raise ValueError(
-            f"{name}_mask must have shape {shape}, one entry per token, got {list(found.shape)}.",
+            f"{name}_mask must have shape {shape}, one entry per token, "
+            f"got {list(mask_tensor.shape)}.",
         )
-    return (
-        (rows * found.to(rows.dtype)[..., None], None)
-        if found.is_floating_point()
-        else (rows, found)
-    )
+    if mask_tensor.is_floating_point():
+        return vectors * mask_tensor.to(vectors.dtype)[..., None], None
+    return vectors, mask_tensor
 
 
-def _rows(name: str, embeddings: object) -> tuple[Tensor, Tensor | None]:
-    """Padded embeddings, or packed ones with their offsets."""
-    if (
-        not isinstance(embeddings, (list, tuple)) or not embeddings
-    ):  # an empty list is refused there
-        return as_tokens(f"{name}_embeddings", embeddings, 3), None
-    return pack(token_vectors(f"{name}_embeddings", embeddings))
+def _pack_lists(name: str, embeddings: object) -> tuple[Tensor, Tensor | None]:
+    """Return padded embeddings ``[B, L, D]`` as they are, and lists packed.
+
+    Returns:
+        ``[B, L, D]`` and ``None``, or packed vectors ``[T, D]`` and their offsets ``[B + 1]``.
+    """
+    if isinstance(embeddings, (list, tuple)) and embeddings:
+        return pack(token_vectors(f"{name}_embeddings", embeddings))
+    # An empty list is refused here.
+    return as_tokens(f"{name}_embeddings", embeddings, 3), None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilefold.integrations._ragged import as_tensor, as_tokens, pack, token_vectors
+from tilefold.integrations._token_vectors import as_tensor, as_tokens, pack, token_vectors
 from tilefold.ops import maxsim
 
 EMPTY_DOCUMENT_SCORE = -1e9  # score of a document without a token in sentence-transformers

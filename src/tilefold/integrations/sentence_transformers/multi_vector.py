@@ -1,5 +1,4 @@
-"""Fused scores for sentence-transformers' ``MultiVectorEncoder`` (ColBERT): losses, evaluators,
-similarity.
+"""Fused scores of ``MultiVectorEncoder`` models (ColBERT), for losses and evaluators.
 
 Each function has the name, arguments and results of the one that it replaces, without the
 similarities ``[Nq, Nd, Lq, Ld]`` that the stock one writes. The ``colbert_*`` and ``xtr_*`` ones
@@ -10,9 +9,6 @@ lengths, and which an accelerated model uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
-
 import torch
 from torch import Tensor
 
@@ -20,6 +16,7 @@ from tilefold.integrations.sentence_transformers import _sides
 from tilefold.integrations.sentence_transformers._sides import (
     EMPTY_DOCUMENT_SCORE,
     Side,
+    SidePart,
     scores_of_sides,
 )
 from tilefold.ops import xtr_scores as fused_xtr_scores
@@ -43,308 +40,517 @@ __all__ = [
     "xtr_scores_pairwise",
 ]
 
-_SIMILARITY = """
+
+def maxsim(
+    a: object,
+    b: object,
+    a_mask: object = None,
+    b_mask: object = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = False,
+    device: str | torch.device | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """MaxSim of every query with every document (ColBERT, arXiv 2004.12832).
 
     Args:
-        a: queries: a list of ``[Lq_i, D]`` tensors or arrays, as ``encode_query`` returns them; ``[Nq, Lq, D]`` padded;
-            or one ``[Lq, D]``. Lists are packed, not padded.
+        a: queries: a list of ``[Lq_i, D]`` tensors or arrays, as ``encode_query`` returns them;
+            ``[Nq, Lq, D]`` padded; or one ``[Lq, D]``. Lists are packed, not padded.
         b: documents, likewise, of the same dtype.
-        a_mask, b_mask: ``[Nq, Lq]`` and ``[Nd, Ld]``, or lists; nonzero = keep, and a floating ``a_mask`` weighs the
+        a_mask: ``[Nq, Lq]`` or a list; nonzero entries count. A floating mask multiplies the
             similarities of its tokens. Without one, rows of zeros of a padded tensor are padding.
-        chunk_elements: numbers of either side that are packed, or moved to ``device``, at a time; by default 100
-            million. Similarities are never written, so nothing else needs to be cut.
+        b_mask: ``[Nd, Ld]`` or a list; nonzero entries count.
+        chunk_elements: numbers of either side that are packed, or moved to ``device``, at a time;
+            by default 100 million. Similarities are never written, so nothing else needs to be cut.
         length_normalize: whether to divide by the number of the query's tokens (at least 1).
-        device: where to score; by default where the documents are, and that is where the scores come back to.
+        device: where to score; by default where the documents are. The scores come back to the
+            device of the documents.
         impl: as in :func:`tilefold.ops.maxsim`.
 
     Returns:
-        {shape} fp32. A document without a token scores -1e9 before any division.
-"""
-_SIDES = """
+        ``[Nq, Nd]`` fp32. A document without a token scores -1e9 before any division.
 
-    Args:
-        queries_embeddings: ``[{q}, Lq, D]``; or a list of ``[Lq_i, D]``.
-        documents_embeddings: {documents}.
-        queries_mask: ``[{q}, Lq]``, nonzero = keep; a floating one weighs the similarities of its tokens. Without
-            one every token is kept, and rows of zeros of a padded tensor are padding.
-        documents_mask: one entry per document token, nonzero = keep; others take no part.
-"""
-_COLBERT = (
-    _SIDES
-    + """\
-        chunk_elements: numbers of either side that are packed or moved at a time, where lists are given. Similarities
-            are never written, so nothing else needs to be cut.
-        length_normalize: whether to divide by the number of the query's unmasked tokens (at least 1).
-        impl: as in :func:`tilefold.ops.maxsim`.
-
-    Returns:
-        {shape} fp32 on the device of the documents. A document without an unmasked token scores -1e9 before any
-        division, without a gradient.
-"""
-)
-_XTR = (
-    _SIDES
-    + """\
-        top_k: tokens that each query token retrieves from all documents of the batch. Tokens that tie with the last one
-            are retrieved too, where the stock function retrieves exactly ``top_k``.
-        chunk_elements: ignored, for compatibility; there are no similarities to chunk.
-        impl: as in :func:`tilefold.ops.xtr_scores`.
-
-    Returns:
-        {shape} fp32 on the device of the documents. A document without an unmasked token scores -1e9.
-"""
-)
-_RAISES = """
     Raises:
         ValueError, TypeError: for shapes, dtypes or options that do not fit.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-_SHAPES = {
-    "all": {
-        "q": "Nq",
-        "documents": "``[B, N, Ld, D]``, N documents for each of B queries",
-        "shape": "``[Nq, B * N]``",
-    },
-    "aligned": {
-        "q": "B",
-        "documents": "``[B, Ld, D]``, or a list of ``[Ld_i, D]``",
-        "shape": "``[B]``",
-    },
-    "grouped": {"q": "B", "documents": "``[B, N, Ld, D]``", "shape": "``[B, N]``"},
-}
+    return scores_of_sides(
+        Side("a", a, a_mask, weighted=True),
+        Side("b", b, b_mask),
+        "all",
+        length_normalize,
+        impl,
+        chunk_elements,
+        device,
+    )
 
 
-Scores: TypeAlias = Callable[..., Tensor]
+def mean_maxsim(
+    a: object,
+    b: object,
+    a_mask: object = None,
+    b_mask: object = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = True,
+    device: str | torch.device | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """:func:`maxsim` divided by the number of each query's tokens, ``[Nq, Nd]``.
+
+    Args:
+        a, b, a_mask, b_mask, chunk_elements, length_normalize, device, impl: as in :func:`maxsim`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`maxsim`.
+    """
+    return maxsim(a, b, a_mask, b_mask, chunk_elements, length_normalize, device, impl=impl)
 
 
-def _named(function: Scores, name: str, text: str) -> Scores:
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = text + _RAISES
-    return function
+def maxsim_pairwise(
+    a: object,
+    b: object,
+    a_mask: object = None,
+    b_mask: object = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = False,
+    device: str | torch.device | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """MaxSim of query ``i`` with document ``i``, ``[N]`` fp32.
+
+    Args:
+        a, a_mask, b_mask, chunk_elements, length_normalize, device, impl: as in :func:`maxsim`.
+        b: documents, as many as queries, otherwise as in :func:`maxsim`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`maxsim`.
+    """
+    return scores_of_sides(
+        Side("a", a, a_mask, weighted=True),
+        Side("b", b, b_mask),
+        "aligned",
+        length_normalize,
+        impl,
+        chunk_elements,
+        device,
+    )
 
 
-def _similarity(name: str, pairing: str, mean: bool, summary: str) -> Scores:
-    """The function with this name: its pairs, its default of ``length_normalize``, its docstring."""
+def mean_maxsim_pairwise(
+    a: object,
+    b: object,
+    a_mask: object = None,
+    b_mask: object = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = True,
+    device: str | torch.device | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """:func:`maxsim_pairwise` divided by the number of each query's tokens, ``[N]``.
 
-    def similarity(
-        a: object,
-        b: object,
-        a_mask: object = None,
-        b_mask: object = None,
-        chunk_elements: int | None = None,
-        length_normalize: bool = mean,
-        device: str | torch.device | None = None,
-        *,
-        impl: str = "auto",
-    ) -> Tensor:
-        queries, documents = Side("a", a, a_mask, weighted=True), Side("b", b, b_mask)
-        return scores_of_sides(
-            queries,
-            documents,
-            pairing,
-            length_normalize,
-            impl,
-            chunk_elements,
-            device,
-        )
+    Args:
+        a, a_mask, b_mask, chunk_elements, length_normalize, device, impl: as in :func:`maxsim`.
+        b: documents, as many as queries, otherwise as in :func:`maxsim`.
 
-    shape = "``[Nq, Nd]``" if pairing == "all" else "``[N]``"
-    return _named(similarity, name, summary + _SIMILARITY.format(shape=shape))
-
-
-def _colbert(name: str, pairing: str, mean: bool, summary: str) -> Scores:
-    """Likewise, of ``scoring``."""
-
-    def scores(
-        queries_embeddings: object,
-        documents_embeddings: object,
-        queries_mask: object = None,
-        documents_mask: object = None,
-        chunk_elements: int | None = None,
-        length_normalize: bool = mean,
-        *,
-        impl: str = "auto",
-    ) -> Tensor:
-        queries = Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True)
-        if pairing == "aligned":
-            documents = Side("documents_embeddings", documents_embeddings, documents_mask)
-            return scores_of_sides(
-                queries,
-                documents,
-                pairing,
-                length_normalize,
-                impl,
-                chunk_elements,
-            )
-        rows, mask = _sides.groups(documents_embeddings, documents_mask)
-        if pairing == "grouped":
-            _check_groups(queries, rows)
-            query = queries.part(slice(0, queries.count), rows.device)
-            return _sides.score(
-                query,
-                _sides.SidePart(rows, mask, None),
-                pairing,
-                length_normalize,
-                impl,
-            )
-        flat = Side("documents_embeddings", rows.flatten(0, 1), mask.flatten(0, 1))
-        return scores_of_sides(queries, flat, pairing, length_normalize, impl, chunk_elements)
-
-    return _named(scores, name, summary + _COLBERT.format(**_SHAPES[pairing]))
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`maxsim`.
+    """
+    return maxsim_pairwise(
+        a,
+        b,
+        a_mask,
+        b_mask,
+        chunk_elements,
+        length_normalize,
+        device,
+        impl=impl,
+    )
 
 
-def _xtr(name: str, pairing: str, summary: str) -> Scores:
-    """Likewise, of XTR."""
-
-    def scores(
-        queries_embeddings: object,
-        documents_embeddings: object,
-        queries_mask: object = None,
-        documents_mask: object = None,
-        top_k: int = 256,
-        chunk_elements: int | None = None,
-        *,
-        impl: str = "auto",
-    ) -> Tensor:
-        if pairing == "aligned":  # groups of one
-            documents_embeddings, documents_mask = (
-                _alone(documents_embeddings, 3),
-                _alone(documents_mask, 2),
-            )
-        rows, mask = _sides.groups(documents_embeddings, documents_mask)
-        queries = Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True)
-        n_groups, n_ways = rows.shape[:2]
-        if pairing != "all":
-            _check_groups(queries, rows)
-        if queries.count == 0:
-            found = rows.new_zeros((0, n_groups * n_ways), dtype=torch.float32)
-        else:
-            query = queries.part(slice(0, queries.count), rows.device)
-            layout: dict[str, Any] = {"query_mask": query.mask, "cu_seqlens_q": query.cu_seqlens}
-            layout["document_mask"] = mask.flatten(0, 1)
-            found = fused_xtr_scores(
-                query.rows,
-                rows.flatten(0, 1),
-                top_k=top_k,
-                **layout,
-                impl=impl,
-            )
-            found = found.float().masked_fill(mask.sum(dim=-1).flatten() == 0, EMPTY_DOCUMENT_SCORE)
-        if pairing == "all":
-            return found
-        own = found.view(n_groups, n_groups, n_ways).diagonal().mT.contiguous()
-        return own if pairing == "grouped" else own.squeeze(1)
-
-    shapes = _SHAPES[pairing]
-    if pairing == "aligned":
-        shapes = shapes | {"documents": "``[B, Ld, D]``, or ``[B, 1, Ld, D]``"}
-    return _named(scores, name, summary + _XTR.format(**shapes))
-
-
-def _check_groups(queries: Side, rows: Tensor) -> None:
-    if queries.count != rows.size(0):
-        expected = (
-            f"documents_embeddings must hold one group for each of the {queries.count} queries"
-        )
-        raise ValueError(f"{expected}, got {list(rows.shape)}.")
-
-
-def _alone(values: object, dims: int) -> Tensor | None:
-    """Documents of one query each, or their mask, as groups of one."""
-    found = None if values is None else torch.as_tensor(values)
-    return found[:, None] if found is not None and found.dim() == dims else found
-
-
-maxsim = _similarity(
-    "maxsim",
-    "all",
-    False,
-    "MaxSim of every query with every document (ColBERT, arXiv 2004.12832).",
-)
-mean_maxsim = _similarity(
-    "mean_maxsim",
-    "all",
-    True,
-    "``maxsim`` divided by the number of each query's tokens.",
-)
-maxsim_pairwise = _similarity(
-    "maxsim_pairwise",
-    "aligned",
-    False,
-    "MaxSim of query ``i`` with document ``i``.",
-)
-mean_maxsim_pairwise = _similarity(
-    "mean_maxsim_pairwise",
-    "aligned",
-    True,
-    "``maxsim_pairwise`` divided by the number of each query's tokens.",
-)
-colbert_scores = _colbert(
-    "colbert_scores",
-    "all",
-    False,
+def colbert_scores(
+    queries_embeddings: object,
+    documents_embeddings: object,
+    queries_mask: object = None,
+    documents_mask: object = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = False,
+    *,
+    impl: str = "auto",
+) -> Tensor:
     """MaxSim of every query with every document of the batch (ColBERT, arXiv 2004.12832).
 
-    ``scores[i, j * N + n] = sum_s max_t queries[i, s] . documents[j, n, t]`` over unmasked tokens. For
-    ``MultiVectorMultipleNegativesRankingLoss`` and its cached form, in place of ``colbert_scores``.""",
-)
-_OWN = "MaxSim of query ``i`` with"
-colbert_scores_pairwise = _colbert(
-    "colbert_scores_pairwise",
-    "aligned",
-    False,
-    f"{_OWN} document ``i``, for ``MultiVectorMarginMSELoss``.",
-)
-colbert_kd_scores = _colbert(
-    "colbert_kd_scores",
-    "grouped",
-    False,
-    f"{_OWN} each of its N documents, for ``MultiVectorDistillKLDivLoss``.",
-)
-_MEAN = "divided by each query's unmasked tokens, as a model with ``'meanmaxsim'`` scores."
-mean_colbert_scores = _colbert("mean_colbert_scores", "all", True, f"``colbert_scores`` {_MEAN}")
-mean_colbert_scores_pairwise = _colbert(
-    "mean_colbert_scores_pairwise",
-    "aligned",
-    True,
-    f"``colbert_scores_pairwise`` {_MEAN}",
-)
-mean_colbert_kd_scores = _colbert(
-    "mean_colbert_kd_scores",
-    "grouped",
-    True,
-    f"``colbert_kd_scores`` {_MEAN}",
-)
-xtr_scores = _xtr(
-    "xtr_scores",
-    "all",
-    "XTR scores (arXiv 2304.01982) of every query with every document: each query token retrieves "
-    "``top_k`` tokens.",
-)
-_FROM_ALL = "tokens are retrieved from the whole batch as there."
-xtr_kd_scores = _xtr(
-    "xtr_kd_scores",
-    "grouped",
-    f":func:`xtr_scores` of each query with its own N documents; {_FROM_ALL}",
-)
-xtr_scores_pairwise = _xtr(
-    "xtr_scores_pairwise",
-    "aligned",
-    f":func:`xtr_scores` of query ``i`` with document ``i``; {_FROM_ALL}",
-)
+    ``scores[i, j * N + n] = sum_s max_t queries[i, s] . documents[j, n, t]`` over unmasked tokens.
+    For ``MultiVectorMultipleNegativesRankingLoss`` and its cached form, in place of
+    ``colbert_scores``.
+
+    Args:
+        queries_embeddings: ``[Nq, Lq, D]``; or a list of ``[Lq_i, D]``.
+        documents_embeddings: ``[B, N, Ld, D]``, N documents for each of B queries.
+        queries_mask: ``[Nq, Lq]``; nonzero entries count. A floating mask multiplies the
+            similarities of its tokens. Without one, every token counts, and rows of zeros of a
+            padded tensor are padding.
+        documents_mask: one entry per document token; nonzero entries count.
+        chunk_elements: numbers of either side that are packed or moved at a time, where lists are
+            given. Similarities are never written, so nothing else needs to be cut.
+        length_normalize: whether to divide by the number of the query's unmasked tokens (at least
+            1).
+        impl: as in :func:`tilefold.ops.maxsim`.
+
+    Returns:
+        ``[Nq, B * N]`` fp32 on the device of the documents. A document without an unmasked token
+        scores -1e9 before any division, without a gradient.
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes or options that do not fit.
+        RuntimeError: if ``impl="triton"`` cannot run here.
+    """
+    queries = Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True)
+    rows, mask = _sides.groups(documents_embeddings, documents_mask)
+    documents = Side("documents_embeddings", rows.flatten(0, 1), mask.flatten(0, 1))
+    return scores_of_sides(queries, documents, "all", length_normalize, impl, chunk_elements)
+
+
+def colbert_scores_pairwise(
+    queries_embeddings: object,
+    documents_embeddings: object,
+    queries_mask: object = None,
+    documents_mask: object = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = False,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """MaxSim of query ``i`` with document ``i``, ``[B]``, for ``MultiVectorMarginMSELoss``.
+
+    Args:
+        queries_embeddings, queries_mask, chunk_elements, length_normalize, impl: as in
+            :func:`colbert_scores`.
+        documents_embeddings: ``[B, Ld, D]``, or a list of ``[Ld_i, D]``.
+        documents_mask: ``[B, Ld]`` or a list; nonzero entries count.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
+    """
+    return scores_of_sides(
+        Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True),
+        Side("documents_embeddings", documents_embeddings, documents_mask),
+        "aligned",
+        length_normalize,
+        impl,
+        chunk_elements,
+    )
+
+
+def colbert_kd_scores(
+    queries_embeddings: object,
+    documents_embeddings: object,
+    queries_mask: object = None,
+    documents_mask: object = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = False,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """MaxSim of query ``i`` with each of its N documents, ``[B, N]``.
+
+    For ``MultiVectorDistillKLDivLoss``.
+
+    Args:
+        queries_embeddings, queries_mask, documents_mask, length_normalize, impl: as in
+            :func:`colbert_scores`.
+        documents_embeddings: ``[B, N, Ld, D]``, one group of N documents for each query.
+        chunk_elements: ignored, for compatibility.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
+    """
+    queries = Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True)
+    rows, mask = _sides.groups(documents_embeddings, documents_mask)
+    _check_groups(queries, rows)
+    return _sides.score(
+        queries.part(slice(0, queries.count), rows.device),
+        SidePart(rows, mask, None),
+        "grouped",
+        length_normalize,
+        impl,
+    )
+
+
+def mean_colbert_scores(
+    queries_embeddings: object,
+    documents_embeddings: object,
+    queries_mask: object = None,
+    documents_mask: object = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = True,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """:func:`colbert_scores` divided by the number of each query's unmasked tokens.
+
+    A model with the similarity ``'meanmaxsim'`` scores like this.
+
+    Args:
+        queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements,
+            length_normalize, impl: as in :func:`colbert_scores`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
+    """
+    return colbert_scores(
+        queries_embeddings,
+        documents_embeddings,
+        queries_mask,
+        documents_mask,
+        chunk_elements,
+        length_normalize,
+        impl=impl,
+    )
+
+
+def mean_colbert_scores_pairwise(
+    queries_embeddings: object,
+    documents_embeddings: object,
+    queries_mask: object = None,
+    documents_mask: object = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = True,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """:func:`colbert_scores_pairwise` divided by the number of each query's unmasked tokens.
+
+    A model with the similarity ``'meanmaxsim'`` scores like this.
+
+    Args:
+        queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements,
+            length_normalize, impl: as in :func:`colbert_scores_pairwise`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`colbert_scores_pairwise`.
+    """
+    return colbert_scores_pairwise(
+        queries_embeddings,
+        documents_embeddings,
+        queries_mask,
+        documents_mask,
+        chunk_elements,
+        length_normalize,
+        impl=impl,
+    )
+
+
+def mean_colbert_kd_scores(
+    queries_embeddings: object,
+    documents_embeddings: object,
+    queries_mask: object = None,
+    documents_mask: object = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = True,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """:func:`colbert_kd_scores` divided by the number of each query's unmasked tokens.
+
+    A model with the similarity ``'meanmaxsim'`` scores like this.
+
+    Args:
+        queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements,
+            length_normalize, impl: as in :func:`colbert_kd_scores`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`colbert_kd_scores`.
+    """
+    return colbert_kd_scores(
+        queries_embeddings,
+        documents_embeddings,
+        queries_mask,
+        documents_mask,
+        chunk_elements,
+        length_normalize,
+        impl=impl,
+    )
+
+
+def xtr_scores(
+    queries_embeddings: object,
+    documents_embeddings: object,
+    queries_mask: object = None,
+    documents_mask: object = None,
+    top_k: int = 256,
+    chunk_elements: int | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """XTR scores (arXiv 2304.01982) of every query with every document of the batch.
+
+    Each query token retrieves ``top_k`` document tokens.
+
+    Args:
+        queries_embeddings: ``[Nq, Lq, D]``; or a list of ``[Lq_i, D]``.
+        documents_embeddings: ``[B, N, Ld, D]``, N documents for each of B queries.
+        queries_mask: ``[Nq, Lq]``; nonzero entries count. A floating mask multiplies the
+            similarities of its tokens. Without one, every token counts, and rows of zeros of a
+            padded tensor are padding.
+        documents_mask: one entry per document token; nonzero entries count.
+        top_k: tokens that each query token retrieves from all documents of the batch. Tokens that
+            tie with the last one are retrieved too, where the stock function retrieves exactly
+            ``top_k``.
+        chunk_elements: ignored, for compatibility; there are no similarities to chunk.
+        impl: as in :func:`tilefold.ops.xtr_scores`.
+
+    Returns:
+        ``[Nq, B * N]`` fp32 on the device of the documents. A document without an unmasked token
+        scores -1e9.
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes or options that do not fit.
+        RuntimeError: if ``impl="triton"`` cannot run here.
+    """
+    queries = Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True)
+    rows, mask = _sides.groups(documents_embeddings, documents_mask)
+    return _score_xtr(queries, rows, mask, top_k, impl)
+
+
+def xtr_kd_scores(
+    queries_embeddings: object,
+    documents_embeddings: object,
+    queries_mask: object = None,
+    documents_mask: object = None,
+    top_k: int = 256,
+    chunk_elements: int | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """:func:`xtr_scores` of each query with its N documents, ``[B, N]``.
+
+    Tokens are retrieved from the whole batch, as there.
+
+    Args:
+        queries_embeddings, queries_mask, documents_mask, top_k, chunk_elements, impl: as in
+            :func:`xtr_scores`.
+        documents_embeddings: ``[B, N, Ld, D]``, one group of N documents for each query.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`xtr_scores`.
+    """
+    queries = Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True)
+    rows, mask = _sides.groups(documents_embeddings, documents_mask)
+    _check_groups(queries, rows)
+    n_groups, n_documents = rows.shape[:2]
+    scores = _score_xtr(queries, rows, mask, top_k, impl)
+    # Group i of the columns belongs to query i.
+    scores_by_group = scores.view(n_groups, n_groups, n_documents)
+    return scores_by_group.diagonal().mT.contiguous()
+
+
+def xtr_scores_pairwise(
+    queries_embeddings: object,
+    documents_embeddings: object,
+    queries_mask: object = None,
+    documents_mask: object = None,
+    top_k: int = 256,
+    chunk_elements: int | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """:func:`xtr_scores` of query ``i`` with document ``i``, ``[B]``.
+
+    Tokens are retrieved from the whole batch, as there.
+
+    Args:
+        queries_embeddings, queries_mask, top_k, chunk_elements, impl: as in :func:`xtr_scores`.
+        documents_embeddings: ``[B, Ld, D]`` or ``[B, 1, Ld, D]``.
+        documents_mask: ``[B, Ld]`` or ``[B, 1, Ld]``; nonzero entries count.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`xtr_scores`.
+    """
+    scores = xtr_kd_scores(
+        queries_embeddings,
+        _groups_of_one(documents_embeddings, 3),
+        queries_mask,
+        _groups_of_one(documents_mask, 2),
+        top_k,
+        chunk_elements,
+        impl=impl,
+    )
+    return scores.squeeze(1)
+
+
+def _score_xtr(
+    queries: Side,
+    documents: Tensor,
+    documents_mask: Tensor,
+    top_k: int,
+    impl: str,
+) -> Tensor:
+    """Compute XTR scores of every query with every document.
+
+    Args:
+        queries: Nq queries.
+        documents: ``[B, N, Ld, D]``.
+        documents_mask: bool ``[B, N, Ld]``.
+        top_k: tokens that each query token retrieves.
+        impl: implementation of :func:`tilefold.ops.xtr_scores`.
+
+    Returns:
+        ``[Nq, B * N]`` fp32.
+    """
+    if queries.count == 0:
+        n_documents = documents.size(0) * documents.size(1)
+        return documents.new_zeros((0, n_documents), dtype=torch.float32)
+    query_part = queries.part(slice(0, queries.count), documents.device)
+    scores = fused_xtr_scores(
+        query_part.rows,
+        documents.flatten(0, 1),
+        query_mask=query_part.mask,
+        cu_seqlens_q=query_part.cu_seqlens,
+        document_mask=documents_mask.flatten(0, 1),
+        top_k=top_k,
+        impl=impl,
+    )
+    is_empty = documents_mask.sum(dim=-1).flatten() == 0
+    return scores.float().masked_fill(is_empty, EMPTY_DOCUMENT_SCORE)
+
+
+def _check_groups(queries: Side, documents: Tensor) -> None:
+    """Raise ``ValueError`` unless there is one group of documents ``[B, N, Ld, D]`` per query."""
+    if queries.count != documents.size(0):
+        raise ValueError(
+            "documents_embeddings must hold one group for each of the "
+            f"{queries.count} queries, got {list(documents.shape)}.",
+        )
+
+
+def _groups_of_one(values: object, dims: int) -> Tensor | None:
+    """Return documents, or their mask, as groups of one document for each query.
+
+    Args:
+        values: one document, or one mask, for each query; ``None`` without a mask.
+        dims: dimensions of values that are no groups yet. Others are returned as they are.
+    """
+    if values is None:
+        return None
+    tensor = torch.as_tensor(values)
+    return tensor[:, None] if tensor.dim() == dims else tensor
 
 
 class XTRScores:
-    """:func:`xtr_scores` with options of its own, for ``similarity_fct=``.
+    """:func:`xtr_scores` with options, for the ``similarity_fct=`` of a loss.
 
     Args:
-        top_k, chunk_elements, impl: as in :func:`xtr_scores`.
+        top_k: as in :func:`xtr_scores`.
+        chunk_elements: as in :func:`xtr_scores`.
+        impl: as in :func:`xtr_scores`.
 
     Raises:
-        ValueError: for a ``top_k`` below 1, when scores are asked for.
+        ValueError: for a ``top_k`` below 1, when scores are computed.
     """
-
-    _scores: Scores = staticmethod(xtr_scores)
 
     def __init__(
         self,
@@ -353,10 +559,12 @@ class XTRScores:
         chunk_elements: int | None = None,
         impl: str = "auto",
     ) -> None:
-        self.top_k, self.chunk_elements, self.impl = top_k, chunk_elements, impl
+        self.top_k = top_k
+        self.chunk_elements = chunk_elements
+        self.impl = impl
 
     def get_config_dict(self) -> dict[str, int | None]:
-        """The options that a loss writes into a model card."""
+        """Return the options that a loss writes into a model card."""
         return {"top_k": self.top_k, "chunk_elements": self.chunk_elements}
 
     def __call__(
@@ -366,19 +574,42 @@ class XTRScores:
         queries_mask: object = None,
         documents_mask: object = None,
     ) -> Tensor:
-        """Scores: ``[Nq, B * N]``, of :class:`XTRKDScores` ``[B, N]``."""
-        sides = (queries_embeddings, documents_embeddings, queries_mask, documents_mask)
-        return self._scores(*sides, self.top_k, self.chunk_elements, impl=self.impl)
+        """Compute scores ``[Nq, B * N]``."""
+        return xtr_scores(
+            queries_embeddings,
+            documents_embeddings,
+            queries_mask,
+            documents_mask,
+            self.top_k,
+            self.chunk_elements,
+            impl=self.impl,
+        )
 
 
 class XTRKDScores(XTRScores):
-    """:func:`xtr_kd_scores` with options of its own.
+    """:func:`xtr_kd_scores` with options, for the ``similarity_fct=`` of a loss.
 
     Args:
         top_k, chunk_elements, impl: as in :func:`xtr_scores`.
 
     Raises:
-        ValueError: for a ``top_k`` below 1, when scores are asked for.
+        ValueError: for a ``top_k`` below 1, when scores are computed.
     """
 
-    _scores = staticmethod(xtr_kd_scores)
+    def __call__(
+        self,
+        queries_embeddings: object,
+        documents_embeddings: object,
+        queries_mask: object = None,
+        documents_mask: object = None,
+    ) -> Tensor:
+        """Compute scores ``[B, N]``."""
+        return xtr_kd_scores(
+            queries_embeddings,
+            documents_embeddings,
+            queries_mask,
+            documents_mask,
+            self.top_k,
+            self.chunk_elements,
+            impl=self.impl,
+        )

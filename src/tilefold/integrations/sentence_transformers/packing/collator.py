@@ -1,6 +1,4 @@
-"""Batches of a stock trainer made in a thread, and one forward for all columns of a batch, whose
-tokens are joined.
-"""
+"""Batches of a stock trainer, collated in a thread, with columns joined for one forward."""
 
 from __future__ import annotations
 
@@ -17,24 +15,15 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tilefold._internal.typing import Model, Transformer
 from tilefold.distributed.ranks import has_other_ranks
-from tilefold.integrations._patches import Replacement
-from tilefold.integrations.sentence_transformers.graphs.training import (
-    StepGraphs,
-    autocast_dtype,
-)
-from tilefold.integrations.sentence_transformers.packing import inputs as packing
-from tilefold.integrations.sentence_transformers.packing.inputs import (
-    pack_features,
-    packed_features,
-    packed_inputs,
-)
+from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs, autocast_dtype
+from tilefold.integrations.sentence_transformers.packing.accelerate import PackedForward
+from tilefold.integrations.sentence_transformers.packing.inputs import packed_inputs
 from tilefold.integrations.transformers.packed import (
     LONGEST,
     LONGEST_NAMES,
     OFFSET_NAMES,
     OFFSETS,
     TOKEN_NAMES,
-    padding_position,
 )
 from tilefold.losses.base_splade import JOINED
 from tilefold.modules.fused_pooling import Features
@@ -43,227 +32,191 @@ from tilefold.pipeline.rows import to_device
 from tilefold.pipeline.truncation import Tally, Truncation, counting_truncation
 
 
-class Columns:
-    """The packed columns of one batch: features of all tokens, ``input_ids`` of each column,
-    offsets on the host.
+class JoinedColumns:
+    """The packed columns of one training batch, whose tokens are joined.
+
+    Args:
+        features: packed features of all tokens, one column after another.
+        input_ids: the ids of each column, ``[1, T_i]``, as views of those in `features`.
+        offsets: offsets of all texts, int32 ``[N + 1]`` on the CPU.
     """
 
-    def __init__(self, features: Features, parts: list[Tensor], offsets: Tensor) -> None:
-        self.features, self.parts, self.offsets = features, parts, offsets
-        self._waiting: dict[tuple[object, ...], Tensor] = {}
+    def __init__(self, features: Features, input_ids: list[Tensor], offsets: Tensor) -> None:
+        self.features = features
+        self.input_ids = input_ids
+        self.offsets = offsets
+        # Outputs of columns that went through a forward, but were not yet returned. Keys are the
+        # position of the column and the mode of the forward.
+        self._outputs: dict[tuple[object, ...], Tensor] = {}
 
     def rows(self, columns: list[Features]) -> Features | None:
-        """All texts, row by row, with offsets on the host; None where `columns` are not these, or
-        not of one kind.
+        """Return packed features of all texts in row order.
+
+        The first row of every column comes first, then the second row of every column.
+
+        Args:
+            columns: features of the columns, as a loss receives them.
+
+        Returns:
+            Features with offsets int32 ``[N + 1]`` on the CPU. ``None`` unless `columns` are all
+            columns of this batch, and agree in features that are not joined.
         """
-        kinds = [
-            {key: found[key] for key in found.keys() - self.features.keys() - {JOINED}}
-            for found in columns
-        ]
-        joined = [(self, place) for place in range(len(self.parts))]
-        if [found.get(JOINED) for found in columns] != joined or any(
-            kind != kinds[0] for kind in kinds
-        ):
+        expected = [(self, position) for position in range(len(self.input_ids))]
+        if [features.get(JOINED) for features in columns] != expected:
             return None
-        of_texts = self.offsets[:-1], self.offsets.diff()
-        starts, lengths = (numbers.view(len(columns), -1).T.flatten() for numbers in of_texts)
+        joined_names = {*self.features, JOINED}
+        other_features = [
+            {name: value for name, value in features.items() if name not in joined_names}
+            for features in columns
+        ]
+        if any(features != other_features[0] for features in other_features):
+            return None
+        n_columns = len(columns)
+        starts = self.offsets[:-1].view(n_columns, -1).T.flatten()
+        lengths = self.offsets.diff().view(n_columns, -1).T.flatten()
         offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        places = torch.repeat_interleave(starts - offsets[:-1], lengths) + torch.arange(
-            int(offsets[-1]),
-        )
-        there = to_device(places.numpy(), self.parts[0].device)
-        tokens = {
-            name: self.features[name][:, there] for name in TOKEN_NAMES if name in self.features
-        }
-        return self.features | kinds[0] | tokens | dict.fromkeys(OFFSET_NAMES, offsets)
+        shifts = torch.repeat_interleave(starts - offsets[:-1], lengths)
+        sources = shifts + torch.arange(int(offsets[-1]))
+        device_sources = to_device(sources.numpy(), self.input_ids[0].device)
+        features = {**self.features, **other_features[0]}
+        for name in TOKEN_NAMES:
+            if name in self.features:
+                features[name] = self.features[name][:, device_sources]
+        features.update(dict.fromkeys(OFFSET_NAMES, offsets))
+        return features
 
     def embeddings(
         self,
-        index: int,
+        position: int,
         transformer: Transformer,
         graphs: StepGraphs | None = None,
     ) -> Tensor:
-        """The embeddings of a column, from the forward of the column before it or from one of all
-        columns.
+        """Return the token embeddings of a column, ``[1, T_i, D]``.
+
+        The first column runs the Transformer on all columns. Others take their part of its output,
+        if they run in the same mode.
+
+        Args:
+            position: position of the column.
+            transformer: the Transformer.
+            graphs: runs the forward as a CUDA graph where it can.
         """
-        autocasts = autocast_dtype(self.parts[0].device.type)
-        grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        mode = (id(transformer), transformer.training, *grad, autocasts)
-        found = self._waiting.pop((index, *mode), None)
-        if found is None:
-            output = None if graphs is None else graphs(self.features)
-            if output is None:
-                output = type(transformer).forward(transformer, dict(self.features))[
-                    transformer.module_output_name
-                ]
-            parts = output.split([part.size(1) for part in self.parts], dim=1)
-            self._waiting = {(i, *mode): part for i, part in enumerate(parts) if i != index}
-            found = parts[index]
-        return found
+        mode = (
+            id(transformer),
+            transformer.training,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            autocast_dtype(self.input_ids[0].device.type),
+        )
+        output = self._outputs.pop((position, *mode), None)
+        if output is not None:
+            return output
+        joined_output = None if graphs is None else graphs(self.features)
+        if joined_output is None:
+            features = type(transformer).forward(transformer, dict(self.features))
+            joined_output = features[transformer.module_output_name]
+        outputs: Sequence[Tensor] = joined_output.split(
+            [ids.size(1) for ids in self.input_ids], dim=1
+        )
+        self._outputs = {
+            (column, *mode): column_output
+            for column, column_output in enumerate(outputs)
+            if column != position
+        }
+        return outputs[position]
 
 
-class PackedForward(Replacement):
-    """Replaces the forward of one Transformer: it sees no padding, and joined columns go through it
-    together.
+class CollatedBatch(NamedTuple):
+    """A batch of a collator, with packed columns joined.
+
+    Attributes:
+        features: features of all columns, whose names begin with the column's prefix. Joined
+            columns have ``None`` in place of their tensors of tokens.
+        joined: packed features of all tokens of the joined columns; ``None`` without such columns.
+        prefixes: prefixes of the joined columns, which have equally many texts.
+        offsets: offsets of the texts in the joined tokens, int32 ``[N + 1]`` on the CPU; ``None``
+            without joined columns.
     """
 
-    graphs: StepGraphs | None = None  # runs joined columns in training, if it can
+    features: Features
+    joined: Features | None = None
+    prefixes: Sequence[str] = ()
+    offsets: Any = None
 
-    def __call__(self, features: Features, **kwargs: object) -> Features:
-        """The features with the output of the module, packed unless :func:`padded_inputs` is in
-        force.
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> CollatedBatch:
+        """Return the batch with `function` applied once to each tensor, such as a copy to a GPU.
+
+        Several features may be one tensor. They still are in the result.
         """
-        transformer = self.owner
-        columns, index = features.pop(JOINED, (None, 0))
-        # a part of a column is another tensor, and has a backward of its own
-        whole = columns is not None and not kwargs and features["input_ids"] is columns.parts[index]
-        if not whole or getattr(transformer.model.config, "output_hidden_states", False):
-            return self._alone(features, kwargs)
-        features[transformer.module_output_name] = columns.embeddings(
-            index,
-            transformer,
-            self.graphs,
-        )
-        return features
+        results: dict[int, Tensor] = {}  # by the id of the tensor
 
-    def _alone(self, features: Features, kwargs: Features) -> Features:
-        transformer = self.owner
-        if OFFSETS not in features and not packing.pads_inputs() and not _is_recorded():
-            packed = pack_features(features, padding_position(transformer.model))
-            if packed is not features:
-                features.clear()
-                features.update(packed)
-        if (
-            OFFSETS in features
-            and (offsets := features[OFFSETS]).device != features["input_ids"].device
-        ):
-            features |= dict.fromkeys(
-                OFFSET_NAMES,
-                to_device(offsets.numpy(), features["input_ids"].device),
-            )
-        found: Features
-        if OFFSETS not in features or features["input_ids"].size(1):
-            _check_whole(features)
-            found = type(transformer).forward(transformer, features, **kwargs)
-            return found
-        # no token at all, which encoders cannot reshape: one that nobody reads gives shape, dtype
-        # and gradients of 0
-        ids, offsets = features["input_ids"], features[OFFSETS]
-        one = packed_features(
-            ids.new_zeros(1),
-            offsets.new_ones(1).long(),
-            padding_position(transformer.model),
-            1,
-        )
-        name = transformer.module_output_name
-        found = type(transformer).forward(transformer, {**features, **one}, **kwargs)
-        features[name] = found[name][:, :0]
-        if (layers := found.get("all_layer_embeddings")) is not None:
-            features["all_layer_embeddings"] = tuple(layer[:, :0] for layer in layers)
-        return features
+        def map_features(features: Features) -> Features:
+            mapped = dict(features)
+            for name, value in features.items():
+                if isinstance(value, Tensor):
+                    if id(value) not in results:
+                        results[id(value)] = function(value)
+                    mapped[name] = results[id(value)]
+            return mapped
 
-
-def _is_recorded() -> bool:
-    """Whether what runs is traced, or captured in a CUDA graph: then nobody knows yet how many
-    tokens there are.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    known = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return known and torch.cuda.is_current_stream_capturing()
-
-
-def _check_whole(features: Features) -> None:
-    """Raise if packed features were cut by their first dimension; by sizes that the host knows,
-    without waiting.
-    """
-    if OFFSETS not in features or (longest := features.get(LONGEST)) is None:
-        return
-    tokens, sequences = features["input_ids"].size(1), features[OFFSETS].numel() - 1
-    if tokens > sequences * longest:
-        remedy = "Leave batches whole (dispatch_batches=False), or preprocess texts outside of packed_inputs()."
-        got = f"{sequences} sequences of up to {longest} tokens for {tokens} tokens: the batch was cut by its first dim"
-        raise ValueError(
-            f"packed features must hold all offsets of their sequences, got {got}. {remedy}",
+        return self._replace(
+            features=map_features(self.features),
+            joined=None if self.joined is None else map_features(self.joined),
         )
 
+    def split_columns(self) -> Features:
+        """Return the features as losses take them.
 
-class Batch(NamedTuple):
-    """A batch of a collator, with packed columns joined."""
-
-    features: Features  # all columns; those that are joined have no tensors of tokens
-    joined: Features | None = None  # of all their tokens, None if there is nothing to join
-    prefixes: Sequence[str] = ()  # of the columns that are joined, of as many texts each
-    offsets: Any = None  # of the joined tokens, on the host
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        """The batch with each tensor elsewhere; what occurs twice is moved once."""
-        known: dict[int, Tensor] = {}
-
-        def each(features: Features) -> Features:
-            tensors = {key: value for key, value in features.items() if isinstance(value, Tensor)}
-            for value in tensors.values():
-                if id(value) not in known:
-                    known[id(value)] = move(value)
-            return features | {key: known[id(value)] for key, value in tensors.items()}
-
-        return self._replace(features=each(self.features), joined=self.joined and each(self.joined))
-
-    def columns(self) -> Features:
-        """The features as losses take them: the tokens of each column are views of all tokens."""
+        The tensors of tokens of each joined column are views of those of all columns.
+        """
         if self.joined is None:
             return self.features
-        found = dict(self.features)
-        bounds = itertools.pairwise(
-            self.offsets[:: (len(self.offsets) - 1) // len(self.prefixes)].tolist(),
-        )
-        for prefix, (start, end) in zip(self.prefixes, bounds, strict=True):
-            found |= {
-                prefix + name: self.joined[name][:, start:end]
-                for name in TOKEN_NAMES
-                if name in self.joined
-            }
-        together = Columns(
-            self.joined,
-            [found[prefix + "input_ids"] for prefix in self.prefixes],
-            self.offsets,
-        )
-        for index, prefix in enumerate(self.prefixes):
-            found[prefix + JOINED] = (together, index)
-        return found
+        features = dict(self.features)
+        n_texts = (len(self.offsets) - 1) // len(self.prefixes)  # of each column
+        column_ranges = itertools.pairwise(self.offsets[::n_texts].tolist())
+        for prefix, (start, end) in zip(self.prefixes, column_ranges, strict=True):
+            for name in TOKEN_NAMES:
+                if name in self.joined:
+                    features[prefix + name] = self.joined[name][:, start:end]
+        input_ids = [features[prefix + "input_ids"] for prefix in self.prefixes]
+        columns = JoinedColumns(self.joined, input_ids, self.offsets)
+        for position, prefix in enumerate(self.prefixes):
+            features[prefix + JOINED] = (columns, position)
+        return features
 
 
-def join_columns(batch: Features) -> Batch:
-    """Join the packed columns of a batch on the host, if there are several of the same kind."""
-    prefixes = [key.removesuffix(OFFSETS) for key in batch if key.endswith("_" + OFFSETS)]
-    names = [name for name in TOKEN_NAMES if any(prefix + name in batch for prefix in prefixes)]
-    if len(prefixes) < 2 or any(
-        prefix + name not in batch for prefix in prefixes for name in names
-    ):
-        return Batch(batch)
-    lengths = [batch[prefix + OFFSETS].diff() for prefix in prefixes]
-    if (
-        not batch[prefixes[0] + "input_ids"].size(1) or len(set(map(len, lengths))) > 1
-    ):  # an empty first column
-        return Batch(batch)
-    cu_seqlens = torch.nn.functional.pad(torch.cat(lengths).cumsum(0, dtype=torch.int32), (1, 0))
-    longest = max(batch[prefix + LONGEST] for prefix in prefixes)
+def join_columns(features: Features) -> CollatedBatch:
+    """Join the packed columns of a batch on the CPU.
+
+    Nothing is joined unless there are at least two packed columns, with the same names and equally
+    many texts, and the first one has tokens.
+
+    Args:
+        features: output of a data collator, whose names begin with the column's prefix.
+    """
+    prefixes = [name.removesuffix(OFFSETS) for name in features if name.endswith(f"_{OFFSETS}")]
+    names = [name for name in TOKEN_NAMES if any(prefix + name in features for prefix in prefixes)]
+    joined_names = {prefix + name for prefix in prefixes for name in names}
+    if len(prefixes) < 2 or not joined_names <= features.keys():
+        return CollatedBatch(features)
+    lengths = [features[prefix + OFFSETS].diff() for prefix in prefixes]
+    n_texts = {len(column_lengths) for column_lengths in lengths}
+    if len(n_texts) > 1 or features[prefixes[0] + "input_ids"].size(1) == 0:
+        return CollatedBatch(features)
+    end_offsets = torch.cat(lengths).cumsum(0, dtype=torch.int32)
+    cu_seqlens = torch.nn.functional.pad(end_offsets, (1, 0))
+    longest = max(features[prefix + LONGEST] for prefix in prefixes)
     joined: Features = {
-        name: torch.cat([batch[prefix + name] for prefix in prefixes], dim=1) for name in names
+        name: torch.cat([features[prefix + name] for prefix in prefixes], dim=1) for name in names
     }
-    joined |= (
-        dict.fromkeys(OFFSET_NAMES, cu_seqlens)
-        | dict.fromkeys(LONGEST_NAMES, longest)
-        | {"modality": "text"}
-    )
-    views = {prefix + name for prefix in prefixes for name in names}
-    # the keys stay in their order, by which trainers tell queries from documents
-    return Batch(
-        {key: None if key in views else value for key, value in batch.items()},
-        joined,
-        prefixes,
-        cu_seqlens,
-    )
+    joined.update(dict.fromkeys(OFFSET_NAMES, cu_seqlens))
+    joined.update(dict.fromkeys(LONGEST_NAMES, longest))
+    joined["modality"] = "text"
+    # Trainers tell queries from documents by the order of the names, which therefore stay.
+    other_features = {
+        name: None if name in joined_names else value for name, value in features.items()
+    }
+    return CollatedBatch(other_features, joined, prefixes, cu_seqlens)
 
 
 def collate_ahead(
@@ -273,8 +226,7 @@ def collate_ahead(
     graphs: bool = False,
     compiled: bool = False,
 ) -> None:
-    """Let a stock trainer of sentence-transformers tokenise its next batch while the step before it
-    runs.
+    """Let a stock trainer tokenise its next batch while the step before it runs.
 
     The trainer's own data collator then works in a thread, into pinned memory; samplers, order,
     random numbers and batches stay the same. Nothing changes with ``dataloader_num_workers`` above
@@ -287,12 +239,13 @@ def collate_ahead(
     itself, but for :class:`tilefold.losses.base_splade.JoinedSpladeLoss`.
 
     With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and
-    replayed. Unused sequences pad batches to a few total sizes (at most a tenth more tokens); a new
-    size runs eagerly the first time and is captured the second time. Gradients are copied (memory
-    of the weights once more; recipes on several GPUs have them written where DDP keeps them) and
-    come all at the end of the backward pass; with several ranks those of most layers come before
-    those of the lowest ones, and are added up meanwhile. Steps that a graph cannot repeat run as
-    usual: see :class:`tilefold.integrations.sentence_transformers.graphs.training.StepGraphs`. Dropout draws
+    replayed. Unused sequences pad batches to a few total sizes (at most a tenth more tokens). A new
+    size runs eagerly the first time and is captured the second time. Gradients are copied, which
+    takes the memory of the weights once more (recipes on several GPUs have them written where DDP
+    keeps them). They come all at the end of the backward pass. With several ranks those of most
+    layers come before those of the lowest ones, and are added up meanwhile. Steps that a graph
+    cannot repeat run as usual: see
+    :class:`tilefold.integrations.sentence_transformers.graphs.training.StepGraphs`. Dropout draws
     other numbers.
 
     With ``compiled``, too, what is captured in 16 bits (bf16 or fp16 weights or autocast) are
@@ -315,10 +268,48 @@ def collate_ahead(
             for all others; for ``graphs`` without ``join`` or with other than one packed encoder;
             for ``compiled`` without ``graphs``.
     """
+    collator = _checked_collator(trainer)
+    if switched_off():
+        return
+    model = trainer.model
+    # Only then do all columns go through one Transformer, which takes them packed.
+    has_one_encoder = isinstance(model, nn.Sequential) and isinstance(
+        vars(model[0]).get("forward"),
+        PackedForward,
+    )
+    if graphs and not (has_one_encoder and join):
+        raise ValueError(
+            "graphs must be False for a model of several encoders, or columns that are not joined "
+            "or stay padded, got True; call accelerate(model) first and leave join=True; in a "
+            "recipe leave --graphs out.",
+        )
+    if compiled and not graphs:
+        raise ValueError("compiled must be False without graphs, got True; pass graphs=True, too.")
+    trainer.args.logging_nan_inf_filter = False
+    if has_one_encoder:
+        step_graphs = None
+        if graphs:
+            step_graphs = StepGraphs(model[0], compiled=compiled, halved=has_other_ranks())
+        model[0].forward.graphs = step_graphs
+    if not isinstance(collator, AheadCollator):
+        if has_one_encoder:
+            collator = _with_direct_preprocess(collator, model)
+        trainer.data_collator = AheadCollator(collator, join and has_one_encoder)
+
+
+def _checked_collator(trainer: Any) -> Any:
+    """Return the data collator of a trainer whose batches can be collated ahead.
+
+    Raises:
+        TypeError: if there is no data collator.
+        ValueError: for an iterable dataset or ``dispatch_batches``.
+    """
     collator = getattr(trainer, "data_collator", None)
     if collator is None:
-        got = f"{type(trainer).__name__} without a data collator."
-        raise TypeError(f"trainer must be a trainer of sentence-transformers, got {got}")
+        raise TypeError(
+            "trainer must be a trainer of sentence-transformers, got "
+            f"{type(trainer).__name__} without a data collator.",
+        )
     for name in ("train_dataset", "eval_dataset"):
         if isinstance(getattr(trainer, name, None), IterableDataset):
             raise ValueError(
@@ -326,48 +317,34 @@ def collate_ahead(
                 "length.",
             )
     if getattr(getattr(trainer, "accelerator", None), "dispatch_batches", None):
-        remedy = "leave it out of the trainer's accelerator_config, so that each process makes its own batches."
         raise ValueError(
             "dispatch_batches must not be True for batches that are collated ahead, got True; "
-            f"{remedy}",
+            "leave it out of the trainer's accelerator_config, so that each process makes its own "
+            "batches.",
         )
-    if switched_off():
-        return
-    model = (
-        trainer.model
-    )  # whose columns may all go through one Transformer, which takes them packed
-    one = isinstance(model, nn.Sequential) and isinstance(
-        vars(model[0]).get("forward"),
-        PackedForward,
-    )
-    if graphs and not (one and join):
-        remedy = "call accelerate(model) first and leave join=True; in a recipe leave --graphs out."
-        columns = "a model of several encoders, or columns that are not joined or stay padded"
-        raise ValueError(f"graphs must be False for {columns}, got True; {remedy}")
-    if compiled and not graphs:
-        raise ValueError("compiled must be False without graphs, got True; pass graphs=True, too.")
-    trainer.args.logging_nan_inf_filter = False
-    if one:
-        model[0].forward.graphs = (
-            StepGraphs(model[0], compiled=compiled, halved=has_other_ranks()) if graphs else None
-        )
-    if not isinstance(collator, AheadCollator):
-        collator = _without_detours(collator, model) if one else collator
-        trainer.data_collator = AheadCollator(collator, join and one)
+    return collator
 
 
 class AheadCollator:
-    """A data collator that returns at once and works in a thread of its own; it has the attributes
-    of the stock one.
+    """A data collator that returns at once and collates in a thread.
+
+    It has the attributes of the collator that it wraps.
+
+    Args:
+        collator: the stock data collator.
+        join: whether packed columns of a batch are joined.
+
+    Attributes:
+        cut: counts of texts, and of truncated ones, of the batches that were used.
+        read: converts what the dataset returns to rows, in the thread.
     """
 
-    read: Callable[[list[Any]], list[Features]] = (
-        list  # in the thread: the rows of what a dataset gives
-    )
+    read: Callable[[list[Any]], list[Features]] = list
 
     def __init__(self, collator: Callable[[list[Features]], Features], join: bool = False) -> None:
-        self.collator, self.join = collator, join
-        self.cut = Tally()  # texts of the batches that were taken, and how many of them were cut
+        self.collator = collator
+        self.join = join
+        self.cut = Tally()
         self._thread: ThreadPoolExecutor | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -376,81 +353,113 @@ class AheadCollator:
         return getattr(self.collator, name)
 
     def __getstate__(self) -> Features:
-        return vars(self) | {"_thread": None}
+        return {**vars(self), "_thread": None}
 
     def __call__(self, features: list[Any]) -> Any:
-        """A :class:`PendingBatch`; in a worker process of a data loader, the batch itself."""
+        """Start to collate a batch.
+
+        Args:
+            features: rows of the dataset, or what ``read`` makes rows of.
+
+        Returns:
+            A :class:`PendingBatch`; in a worker process of a data loader, the features themselves.
+        """
         if get_worker_info() is not None:
             return self.collator(self.read(features))
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="tilefold-collate")
-        seen = Truncation()
+        truncation = Truncation()
+        return PendingBatch(
+            self._thread,
+            self._thread.submit(self._collate, features, truncation),
+            functools.partial(self._count_truncated, truncation, len(features)),
+        )
 
-        def taken() -> None:
-            for call in seen.calls:
-                if call.n_texts >= len(features):  # else it was a prompt alone, for its length
-                    self.cut.add("text", call.n_texts, len(call.cut), call.max_length)
-
-        return PendingBatch(self._thread, self._thread.submit(self._made, features, seen), taken)
-
-    def _made(self, features: list[Any], seen: Truncation) -> Batch:
-        features = self.read(features)
-        with counting_truncation(seen):
+    def _collate(self, features: list[Any], truncation: Truncation) -> CollatedBatch:
+        """Collate a batch, and count the texts that the tokenizer truncates."""
+        rows = self.read(features)
+        with counting_truncation(truncation):
             if not self.join:
-                return Batch(self.collator(features))
+                return CollatedBatch(self.collator(rows))
             with packed_inputs():
-                return join_columns(self.collator(features))
+                return join_columns(self.collator(rows))
+
+    def _count_truncated(self, truncation: Truncation, n_rows: int) -> None:
+        """Add the truncated texts of a batch to the tally.
+
+        Args:
+            truncation: the tokenizer's calls for this batch.
+            n_rows: number of rows of the batch.
+        """
+        for call in truncation.calls:
+            # A call for fewer texts tokenises a prompt, for its length.
+            if call.n_texts >= n_rows:
+                self.cut.add("text", call.n_texts, len(call.cut), call.max_length)
 
 
 class PendingBatch:
-    """A batch that a thread is making; `taken` is called when it is taken: the last one that was
-    begun may never be.
+    """A batch that a thread collates.
+
+    Args:
+        thread: the thread.
+        batch: the batch that it collates.
+        on_use: called when the batch is moved to its device, since a loader may drop its last one.
     """
 
     def __init__(
         self,
         thread: ThreadPoolExecutor,
-        made: Future[Batch],
-        taken: Callable[[], None],
+        batch: Future[CollatedBatch],
+        on_use: Callable[[], None],
     ) -> None:
-        self._thread, self._made, self._taken = thread, made, taken
+        self._thread = thread
+        self._batch = batch
+        self._on_use = on_use
 
     def pin_memory(self) -> PendingBatch:
-        """This batch, which the thread copies to pinned memory when it has made it."""
-        made = self._made
-        pinned = self._thread.submit(lambda: made.result().moved(Tensor.pin_memory))
-        return PendingBatch(self._thread, pinned, self._taken)
+        """Return this batch, which the thread copies to pinned memory once it is collated."""
+        pinned = self._thread.submit(_pin_memory, self._batch)
+        return PendingBatch(self._thread, pinned, self._on_use)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Features:
-        """The batch on ``device``; errors of the collator are raised here."""
+        """Wait for the batch and return its features on a device.
+
+        Errors of the collator are raised here.
+        """
 
         def move(tensor: Tensor) -> Tensor:
-            # what is pinned may be copied while others work: its memory is not used again before
-            # the copy is done
+            # A copy from pinned memory may overlap with other work: torch does not reuse the memory
+            # before the copy is done.
             return tensor.to(device, non_blocking=non_blocking or tensor.is_pinned())
 
-        batch = self._made.result().moved(move).columns()
-        self._taken()
-        return batch
+        features = self._batch.result().map_tensors(move).split_columns()
+        self._on_use()
+        return features
 
 
-def _without_detours(collator: Any, model: Model) -> Any:
-    """A copy of a collator, whose texts go to the Transformer without being looked at one by one
-    for their modality.
+def _pin_memory(batch: Future[CollatedBatch]) -> CollatedBatch:
+    return batch.result().map_tensors(Tensor.pin_memory)
+
+
+def _with_direct_preprocess(collator: Any, model: Model) -> Any:
+    """Return a copy of a collator that passes texts straight to the model's Transformer.
+
+    The model's own ``preprocess`` would look at the modality of every text first. A collator with
+    another ``preprocess_fn`` is returned as it is.
     """
-    given = getattr(collator, "preprocess_fn", None)
-    owner, function = getattr(given, "__self__", None), getattr(given, "__func__", None)
+    preprocess = getattr(collator, "preprocess_fn", None)
+    owner = getattr(preprocess, "__self__", None)
+    function = getattr(preprocess, "__func__", None)
     if owner is not model or function is not getattr(type(model), "preprocess", None):
         return collator
-    found = copy.copy(collator)
-    found.preprocess_fn = functools.partial(_preprocess, model)
-    return found
+    direct_collator = copy.copy(collator)
+    direct_collator.preprocess_fn = functools.partial(_preprocess, model)
+    return direct_collator
 
 
 def _preprocess(model: Any, inputs: list[object], **kwargs: object) -> Features:
-    """``model.preprocess``, by the shortest way for texts."""
-    found: Features = (model[0] if {*map(type, inputs)} == {str} else model).preprocess(
-        inputs,
-        **kwargs,
-    )
-    return found
+    """Preprocess inputs by the model's Transformer if all are texts, else by the model."""
+    are_texts = {*map(type, inputs)} == {str}
+    preprocess = model[0].preprocess if are_texts else model.preprocess
+    features: Features = preprocess(inputs, **kwargs)
+    return features
