@@ -9,18 +9,24 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tilefold._internal.termination import TERMINATED, TerminationHandler
+
 __all__ = ["app", "main"]
 
 WRONG_USAGE, INTERRUPTED = 2, 130
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with its code: 0, 1 for failures, 2 for usage, 130 for Ctrl-C."""
+    """Run the command line and exit with its code.
+
+    The code is 0, 1 for failures, 2 for usage, 130 after Ctrl-C and 143 after SIGTERM. Both signals
+    keep finished work.
+    """
     # Threads that spin at OpenMP barriers make small operations tens of times slower on a busy
     # machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if args is None else args)
-    code = _run([arg for arg in given if arg != "--debug"], "--debug" in given)
+    code = _run_until_signal([arg for arg in given if arg != "--debug"], "--debug" in given)
     if args is None and not _has_nanobind_types():
         # the interpreter would look through all models and libraries for garbage, several times
         gc.freeze()
@@ -37,7 +43,20 @@ def _has_nanobind_types() -> bool:
     return any(metaclass.__module__ == "nanobind" for metaclass in metaclasses)
 
 
-def _run(args: list[str], debug: bool) -> int:
+def _run_until_signal(args: list[str], debug: bool) -> int:
+    """Run the command and return its exit code; SIGTERM ends it as Ctrl-C does.
+
+    The server handles SIGTERM itself, because it first answers the requests that it has.
+    """
+    command = next((arg for arg in args if not arg.startswith("-")), None)
+    handler = TerminationHandler()
+    if command == "serve":
+        return _run(args, debug, handler)
+    with handler:
+        return _run(args, debug, handler)
+
+
+def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
     try:
         import typer
     except ImportError:
@@ -65,6 +84,8 @@ def _run(args: list[str], debug: bool) -> int:
             code = WRONG_USAGE
     except typer.Exit as leave:
         code = leave.exit_code
+    except _common.RanksInterruptedError as interruption:
+        return interruption.exit_code  # rank 0 has reported what is kept
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     except BrokenPipeError:
@@ -75,11 +96,13 @@ def _run(args: list[str], debug: bool) -> int:
             raise
         return _report(error)
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code
-        resumable = "Finished work is kept: run the same command again to resume."
-        _common.note(
-            "Interrupted. "
-            f"{resumable if any(check() for check in _common.kept) else 'Nothing was kept.'}",
-        )
+        outcome_text = "Nothing was kept."
+        if any(check() for check in _common.kept):
+            outcome_text = "Finished work is kept: run the same command again to resume."
+        cause = "Ended by SIGTERM" if termination.received else "Interrupted"
+        _common.note(f"{cause}. {outcome_text}")
+        if termination.received:
+            code = TERMINATED
     return code
 
 

@@ -40,6 +40,18 @@ DROP_UNKNOWN_HELP = (
 )
 
 
+class RanksInterruptedError(Exception):
+    """A signal has ended the ranks of a command, of which rank 0 has reported what is kept.
+
+    Attributes:
+        exit_code: exit code of the command.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"the ranks ended with code {exit_code}")
+        self.exit_code = exit_code
+
+
 class CommandError(Exception):
     """A failure that the user can fix; exit code 1."""
 

@@ -19,9 +19,17 @@ import typer
 from typer.core import TyperCommand
 from typer.models import OptionInfo, ParameterInfo
 
+from tilefold._internal.termination import TERMINATED
 from tilefold._version import __version__
-from tilefold.cli._common import CommandError, UsageError, document_fields, first_line, note
-from tilefold.distributed.ranks import RENDEZVOUS, is_rank, run_ranks
+from tilefold.cli._common import (
+    CommandError,
+    RanksInterruptedError,
+    UsageError,
+    document_fields,
+    first_line,
+    note,
+)
+from tilefold.distributed.ranks import INTERRUPTED, RENDEZVOUS, is_rank, run_ranks
 from tilefold.retrieval.data.fields import DocumentFields
 from tilefold.retrieval.errors import DataError
 
@@ -292,7 +300,18 @@ def option_errors(**spellings: str) -> Iterator[None]:
 
 
 def on_devices(devices: str | None) -> int | None:
-    """Run the command on so many devices; its exit code, or None where this process is to run it."""
+    """Run the command on several devices, with one rank for each.
+
+    Args:
+        devices: number of devices, or ``"all"``.
+
+    Returns:
+        The exit code, or None where this process is to run the command.
+
+    Raises:
+        UsageError: for a number of devices that this machine does not have.
+        RanksInterruptedError: after Ctrl-C or SIGTERM, once the ranks have ended.
+    """
     if devices is None or RENDEZVOUS in os.environ:
         return None
     if is_rank():
@@ -304,9 +323,12 @@ def on_devices(devices: str | None) -> int | None:
     if count < 1 or (gpus and count > gpus):
         most = f"from 1 to {gpus}, the GPUs of this machine" if gpus else "1 or more"
         raise UsageError(f"--devices: expected 'all' or a whole number, {most}, got {devices!r}.")
-    return (
-        None if count == 1 else run_ranks([sys.executable, "-m", "tilefold.cli", *arguments], count)
-    )
+    if count == 1:
+        return None
+    exit_code = run_ranks([sys.executable, "-m", "tilefold.cli", *arguments], count)
+    if exit_code in (INTERRUPTED, TERMINATED):
+        raise RanksInterruptedError(exit_code)
+    return exit_code
 
 
 def _show_version(wanted: bool) -> None:

@@ -103,7 +103,9 @@ class RankStore:
         except BaseException as error:
             message = " ".join(str(error).split())
             if not isinstance(error, RankError):
-                message = f"rank {self.rank}: {type(error).__name__}: {message}"
+                is_interrupt = isinstance(error, KeyboardInterrupt)  # SIGTERM is one, too
+                kind = KeyboardInterrupt if is_interrupt else type(error)
+                message = f"rank {self.rank}: {kind.__name__}: {message}"
             with suppress(RuntimeError):  # rank 0 has removed the store
                 is_first_failure = self._store.add(_N_FAILURES, 1) == 1
                 if is_first_failure:

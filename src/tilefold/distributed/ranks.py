@@ -13,12 +13,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tilefold._internal.termination import TERMINATED, Terminated
+
 RENDEZVOUS = "TILEFOLD_RANKS_MEET"  # variable with the file by which ranks find each other
 INTERRUPTED = 130  # exit code after Ctrl-C
 _GRACE_SECONDS = 20.0  # after a rank failed, for the others to report why they end too
 # The same after a rank was killed: the others may wait on a GPU for a message that never comes.
 _KILLED_SECONDS = 5.0
-_CTRL_C_SECONDS = 120.0  # for ranks to save finished work
+_SAVE_SECONDS = 120.0  # after Ctrl-C or SIGTERM, for ranks to save finished work
 _POLL_SECONDS = 0.1
 
 
@@ -36,26 +38,29 @@ def run_ranks(command: Sequence[str], count: int) -> int:
     """Run a command as several ranks of this machine, and wait for them.
 
     The first rank writes to the terminal. The stderr of another rank is shown if that rank is the
-    first to fail. Ctrl-C reaches every rank once. No rank outlives this process.
+    first to fail. Ctrl-C reaches every rank once. SIGTERM is forwarded to the ranks where it raises
+    :class:`Terminated`. No rank outlives this process by more than ``_SAVE_SECONDS``.
 
     Args:
         command: program and arguments; it calls :func:`join_ranks`.
         count: number of ranks.
 
     Returns:
-        The exit code: 0, that of the first rank that failed, or ``INTERRUPTED`` after Ctrl-C.
+        The exit code: 0, that of the first rank that failed, ``INTERRUPTED`` after Ctrl-C, or
+        ``TERMINATED`` after SIGTERM.
     """
     with tempfile.TemporaryDirectory(prefix="tilefold-ranks-") as name:
         folder = Path(name)
         ranks = [_start(command, rank, count, folder) for rank in range(count)]
         try:
             return _outcome(ranks, folder)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interruption:
+            is_termination = isinstance(interruption, Terminated)
             for rank in ranks:
                 if rank.poll() is None:
-                    rank.send_signal(signal.SIGINT)
-            _wait(ranks, time.monotonic() + _CTRL_C_SECONDS)
-            return INTERRUPTED
+                    rank.send_signal(signal.SIGTERM if is_termination else signal.SIGINT)
+            _wait(ranks, time.monotonic() + _SAVE_SECONDS)
+            return TERMINATED if is_termination else INTERRUPTED
         finally:
             for rank in ranks:
                 rank.kill()
@@ -262,7 +267,13 @@ def as_single_process() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """Wait until the process that started this rank closes stdin, and end this rank."""
+    """End this rank when the process that started it closes stdin.
+
+    SIGTERM lets the rank save finished work. A rank that waits for others in a collective may never
+    handle it, and is killed after ``_SAVE_SECONDS``.
+    """
     while os.read(0, 1024):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_SAVE_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import IntEnum
@@ -73,7 +73,7 @@ class Watcher(TrainerCallback):
         losses: the last logged losses.
         first_ranking_loss: ranking loss of the first log, without penalties.
         ranking_loss: ranking loss of the last log.
-        interrupted: whether Ctrl-C was pressed.
+        interrupted: whether Ctrl-C was pressed, or SIGTERM received.
         out_of_time: whether the call's time is over before the last step.
     """
 
@@ -142,7 +142,7 @@ class Watcher(TrainerCallback):
         """Report the step, and request a checkpoint if one is due.
 
         Raises:
-            KeyboardInterrupt: after Ctrl-C.
+            KeyboardInterrupt: after Ctrl-C, or a SIGTERM that the program handles.
         """
         if self.interrupted:
             raise KeyboardInterrupt
@@ -218,23 +218,32 @@ class Watcher(TrainerCallback):
 
     @contextmanager
     def handle_interrupts(self) -> Iterator[None]:
-        """Let Ctrl-C stop training at the next step, too.
+        """Let Ctrl-C and a handled SIGTERM stop training at the next step, too.
 
         Python ignores a ``KeyboardInterrupt`` that a destructor or a callback from C raises.
+        SIGTERM keeps its default action where the program has no handler.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
+        previous_handlers: dict[int, Callable[[int, FrameType | None], object]] = {
+            signal.SIGINT: signal.default_int_handler,
+        }
+        handler_of_program = signal.getsignal(signal.SIGTERM)
+        if callable(handler_of_program):
+            previous_handlers[signal.SIGTERM] = handler_of_program
+
         def handle(number: int, frame: FrameType | None) -> None:
             self.interrupted = True
-            signal.default_int_handler(number, frame)
+            previous_handlers[number](number, frame)
 
-        previous_handler = signal.signal(signal.SIGINT, handle)
+        replaced = {number: signal.signal(number, handle) for number in previous_handlers}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, previous_handler)
+            for number, previous_handler in replaced.items():
+                signal.signal(number, previous_handler)
 
 
 class _TermCounts(NamedTuple):

@@ -1,0 +1,97 @@
+"""SIGTERM and Ctrl-C as exceptions that no destructor can lose."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tilefold._internal.termination import Terminated, TerminationHandler
+
+
+class SignalledInDestructor:
+    """An object whose destructor is interrupted by a signal."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+def wait(seconds: float = 5.0) -> None:
+    """Run Python code for a while, so that a pending signal is handled."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@contextmanager
+def default_action() -> Iterator[None]:
+    """The default action of SIGTERM, whatever runs the tests."""
+    previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def test_sigterm_is_an_interrupt_within_the_context_only() -> None:
+    with default_action():
+        handler = TerminationHandler()
+        with pytest.raises(KeyboardInterrupt), handler:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait()
+        assert handler.received
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_repeated_sigterm_does_not_disturb_what_follows_the_first() -> None:
+    with default_action(), TerminationHandler():
+        with pytest.raises(Terminated):
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait(0.2)
+
+
+@pytest.mark.parametrize(
+    ("number", "exception"),
+    [
+        pytest.param(signal.SIGTERM, Terminated, id="SIGTERM"),
+        pytest.param(signal.SIGINT, KeyboardInterrupt, id="ctrl-c"),
+    ],
+)
+def test_a_signal_in_a_destructor_is_not_lost(
+    number: int,
+    exception: type[KeyboardInterrupt],
+) -> None:
+    with default_action(), pytest.raises(exception), TerminationHandler():
+        interrupted = SignalledInDestructor(number)
+        del interrupted
+        wait()
+
+
+def test_a_handler_of_the_program_stays() -> None:
+    received = []
+    with default_action():
+        signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+        with TerminationHandler():
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait(0.2)
+    assert received == [signal.SIGTERM]
+
+
+def test_a_forked_child_ends_by_the_signal() -> None:
+    with default_action(), TerminationHandler():
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait()
+            os._exit(1)
+        _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
