@@ -249,7 +249,7 @@ def test_training_again_returns_the_finished_model(
     same = ("--data", "data", "--model", masked_lm, "--output", "model", "--batch-size", "4")
     again = call("train", *same, "--steps", "2")
     assert (again.code, "already trained" in again.out) == (0, True)
-    fails(call("train", *same, "--steps", "3"), 1, "differs in --steps")
+    fails(call("train", *same, "--steps", "3"), 1, "differs in max_steps")
 
 
 def test_damaged_weights_and_packages_are_said(

@@ -187,7 +187,7 @@ def test_what_is_in_the_way_is_named_with_its_option(
         tmp_path / "v",
     )
     assert call(*asked, "--top-k", "8").code == 0
-    fails(call(*asked, "--top-k", "9"), 1, "--top-k: 8 before, 9 now", "or take --fresh.")
+    fails(call(*asked, "--top-k", "9"), 1, "top_k: 8 before, 9 now", "resume=False (--fresh).")
     assert call(*asked, "--top-k", "9", "--fresh").code == 0
     start = (
         "train",
@@ -200,10 +200,13 @@ def test_what_is_in_the_way_is_named_with_its_option(
         "--steps",
         "0",
     )
-    fails(call(*start, "--seed", "1"), 1, "replace it (--overwrite)")
+    fails(call(*start, "--seed", "1"), 1, "replace it (overwrite=True or --overwrite)")
     other = done(call(*start[:-1], "1", "--lr", "1", "--output", tmp_path / "batch_size"))
     other = call(*start[:-1], "2", "--lr", "2", "--output", tmp_path / "batch_size")
-    assert f"{tmp_path}/batch_size holds" in other.err and "differs in --lr, --steps" in other.err
+    assert (
+        f"{tmp_path}/batch_size holds" in other.err
+        and "differs in learning_rate, max_steps" in other.err
+    )
 
 
 def test_training_that_cannot_learn_says_so(
@@ -348,7 +351,7 @@ def test_special_tokens_are_not_stored_on_request(call: Call, work: Path, tmp_pa
     special = set(load_encoder(str(work / "model")).tokenizer.all_special_ids)
     kept = [special & set(read_vectors(tmp_path / name).indices) for name in ("whole", "v")]
     assert kept[0] and not kept[1]
-    fails(call(*place, tmp_path / "v"), 1, "--special-tokens: False before")
+    fails(call(*place, tmp_path / "v"), 1, "special_tokens: False before")
 
 
 LENGTH = (
@@ -608,6 +611,6 @@ def test_what_changes_nothing_or_less_is_said(
     )
     outcome = call(*start, "--output", tmp_path / "m")
     assert (
-        "warning: the model reads at most 512 tokens of a text, fewer than --max-length (600)."
+        "warning: the model reads at most 512 tokens of a text, fewer than max_length (600)."
         in outcome.err
     )

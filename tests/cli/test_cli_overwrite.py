@@ -92,7 +92,12 @@ def test_vectors_are_replaced_by_a_merge_only_with_overwrite(
     done(call(*encode, "--output", tmp_path / "there"))
     before = contents(tmp_path / "there")
     merge = ("merge", shared / "vectors", tmp_path / "more", "--output", tmp_path / "there")
-    fails(call(*merge), 1, "got one with 1 vectors", "(--overwrite); nothing was overwritten")
+    fails(
+        call(*merge),
+        1,
+        "got one with 1 vectors",
+        "(overwrite=True or --overwrite); nothing was overwritten",
+    )
     assert contents(tmp_path / "there") == before
     done(call(*merge, "--overwrite"))
     done(call(*merge[:-1], tmp_path / "new"))
@@ -107,7 +112,7 @@ def test_an_export_is_replaced_only_with_overwrite(
     done(call(*export, "--output", tmp_path / "out"))
     before = contents(tmp_path / "out")
     more = (*export, "--output", tmp_path / "out", "--field", "splade")
-    fails(call(*more), 1, "(--overwrite); nothing was overwritten")
+    fails(call(*more), 1, "(overwrite=True or --overwrite); nothing was overwritten")
     assert contents(tmp_path / "out") == before
     done(call(*more, "--overwrite"))
     assert contents(tmp_path / "out") != before

@@ -34,12 +34,12 @@ USAGE = [
     ("mine --run r --output m", "Missing option '--data'. A folder in the BEIR layout, or pydocs"),
     ("score m --teacher bm25 --output o", "Missing option '--data'. A folder in the BEIR layout"),
     ("compare a b", "Missing option '--data'. A folder in the BEIR layout, or pydocs"),
-    ("train --output m --batch-size 0 --data DATA", "--batch-size must be a whole number"),
-    ("train --output m --seed -1 --data DATA", "--seed must be a whole number of at least 0"),
+    ("train --output m --batch-size 0 --data DATA", "--batch-size: expected a whole number"),
+    ("train --output m --seed -1 --data DATA", "--seed: expected a whole number of at least 0"),
     ("train --output m --recipe bert --data DATA", "--recipe: expected one of splade, splade-v2,"),
     (f"{LATE} --regularizer 1", "belongs to the sparse recipes"),
     ("train --output m --dimension 64 --data DATA", "--dimension belongs to --recipe colbert"),
-    (f"{LATE} --dimension 12", "dimension must be a multiple of 8"),
+    (f"{LATE} --dimension 12", "--dimension: expected a multiple of 8"),
     (
         "train --output m --steps 3 --epochs 2 --data DATA",
         "--epochs does nothing with --steps, which says how many",
@@ -86,8 +86,13 @@ USAGE = [
     ),
     (
         "train --output m --recipe splade-v2 --set document.kind=lsi --data DATA",
-        "document: kind must be one of",
+        "document: kind: expected one of",
     ),
+    (
+        "train --output m --data DATA --recipe splade-v2 --negatives no-such-file",
+        "--negatives: 'splade-v2' takes none from a file",
+    ),
+    (f"{LATE} --negatives x", "--negatives: must be left out for a ColbertRecipe"),
     ("encode --model m --output v --split test --data DATA", "together with --queries"),
     (
         "encode --model=a --model a --output v --data DATA",
@@ -437,11 +442,6 @@ FAILURES = [
     ("index --vectors INDEX --output i", "got an index, which tilefold search reads (--index)"),
     ("merge VECTORS WORDS --output m", "got an index, which tilefold search reads (--index)"),
     ("train --output m --data DATA --recipe splade-v3", "--negatives scores.parquet"),
-    (
-        "train --output m --data DATA --recipe splade-v2 --negatives no-such-file",
-        "takes none from a file",
-    ),
-    (f"{LATE} --negatives x", "negatives must be left out for a ColbertRecipe"),
     ("train --output m --data no-such-folder", "no-such-folder"),
     ("train --output m --recipe colbert --data no-such-folder", "no-such-folder"),
     ("index --vectors nothing --output i", "nothing"),

@@ -192,7 +192,7 @@ def test_a_split_that_is_missing_is_refused_before_a_model_is_loaded(
     )
     refused(
         ValueError,
-        "patience must be None without evaluate_steps, got 2",
+        "patience: must be None without evaluate_steps, got 2",
         SpladeRecipe,
         patience=2,
     )

@@ -314,7 +314,7 @@ def test_a_run_stops_when_its_hours_are_over_and_its_card_has_the_command(
     refused(OutOfTimeError, told, train, recipe, collection, tmp_path / "m", hours=1e-9)
     refused(
         ValueError,
-        "hours must be above 0 or None, got 0",
+        "hours: must be above 0 or None, got 0",
         train,
         recipe,
         collection,
@@ -323,7 +323,7 @@ def test_a_run_stops_when_its_hours_are_over_and_its_card_has_the_command(
     )
     refused(
         ValueError,
-        "report_to must be none, .*got 'x'",
+        "report_to: must be none, .*got 'x'",
         train,
         recipe,
         collection,
@@ -522,7 +522,7 @@ def test_what_cannot_be_trained_is_refused(
     refused(ValueError, "'bare' has no pairs in its 'train' split", train, recipe, bare, folder)
     bare = replace(collection, qrels={"train": {"q0": {"d0": 1}}})
     refused(ValueError, "has a single pair", train, recipe, bare, folder)
-    told = "negatives must be left out for a SpladeRecipe, which reads none"
+    told = "negatives: must be left out for a SpladeRecipe, which reads none"
     refused(
         ValueError,
         told,

@@ -572,7 +572,7 @@ def test_an_index_on_a_server_is_a_folder_with_its_url(
     other = make_vectors(20, seed=4)
     with pytest.raises(
         DataError,
-        match=r"got 50 documents. Choose another place, or drop it \(overwrite=True\)",
+        match=r"got 50 documents. Choose another place, or drop it \(overwrite=True or --overwrite\)",
     ):
         build_index(other, "qdrant", url=http.url, collection="papers")
     assert (

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "ArgumentError",
     "check_choice",
     "check_count",
     "check_encoder",
@@ -26,6 +27,30 @@ __all__ = [
     "path_of",
     "sorted_token_ids",
 ]
+
+
+class ArgumentError(ValueError):
+    """A value of an argument is wrong, or values of several arguments together.
+
+    The message is ``argument: problem``. The names are attributes too, so that the command line
+    can write the option of each argument in their place.
+
+    Args:
+        argument: name of the argument, or the names of several.
+        problem: what was expected and what was passed, with the remedy.
+
+    Attributes:
+        arguments: names of the arguments.
+        problem: the message without the names.
+    """
+
+    def __init__(self, argument: str | tuple[str, ...], problem: str) -> None:
+        super().__init__(argument, problem)  # `args` as passed, from which pickle restores
+        self.arguments = (argument,) if isinstance(argument, str) else argument
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.arguments)}: {self.problem}"
 
 
 def list_of(name: str, values: object, *, ordered: bool = True) -> list[Any]:
@@ -157,7 +182,7 @@ def check_instance(
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise ``ValueError`` unless an argument is one of the allowed strings."""
     if value not in allowed:
-        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}.")
+        raise ArgumentError(name, f"expected one of {', '.join(allowed)}, got {value!r}.")
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
@@ -175,21 +200,21 @@ def check_k(k: object) -> None:
         raise _not_a_count("k", k, least=1)
 
 
-def _not_a_count(name: str, value: object, least: int) -> ValueError:
+def _not_a_count(name: str, value: object, least: int) -> ArgumentError:
     """Return the error for an argument that is not an integer of at least `least`."""
-    return ValueError(f"{name}: expected an integer of at least {least}, got {value!r}.")
+    return ArgumentError(name, f"expected an integer of at least {least}, got {value!r}.")
 
 
 def check_least(name: str, value: float | None, least: int = 1) -> None:
     """Raise ``ValueError`` unless an argument is None or a number of at least `least`."""
     if value is not None and not value >= least:  # a NaN is refused too
-        raise ValueError(f"{name}: expected at least {least}, got {value}.")
+        raise ArgumentError(name, f"expected at least {least}, got {value}.")
 
 
 def check_share(name: str, value: float) -> None:
     """Raise ``ValueError`` unless an argument is a number in [0, 1]."""
     if not 0 <= value <= 1:
-        raise ValueError(f"{name}: expected a number in [0, 1], got {value!r}.")
+        raise ArgumentError(name, f"expected a number in [0, 1], got {value!r}.")
 
 
 def check_number(name: str, value: object) -> None:
@@ -227,7 +252,7 @@ def sorted_token_ids(name: str, ids: object) -> list[int]:
     for token_id in token_ids:
         check_integer(name, token_id)
         if token_id < 0:
-            raise ValueError(f"{name}: expected token ids of at least 0, got {token_id}.")
+            raise ArgumentError(name, f"expected token ids of at least 0, got {token_id}.")
     return sorted({int(token_id) for token_id in token_ids})
 
 

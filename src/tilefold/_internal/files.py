@@ -275,7 +275,7 @@ def check_replaceable(path: Path, own_names: Collection[str], *, overwrite: bool
     if not overwrite and any(path.iterdir()):
         raise FileExistsError(
             f"{path}: expected a new or empty directory, got one that was written before. Choose "
-            "another path, or replace it (overwrite=True); nothing was overwritten.",
+            "another path, or replace it (overwrite=True or --overwrite); nothing was overwritten.",
         )
 
 

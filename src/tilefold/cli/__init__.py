@@ -67,7 +67,7 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
     from tilefold.cli import _common, _options
 
     _common.kept.clear()
-    _options.arguments[:] = [*args, *(["--debug"] if debug else [])]
+    _options.command_line[:] = [*args, *(["--debug"] if debug else [])]
     try:
         from tilefold.retrieval.encoding.truncation import tally_truncation
 
@@ -108,15 +108,12 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
 
 def _report(error: Exception) -> int:
     from tilefold.cli._common import CommandError, UsageError, note, text_of
-    from tilefold.cli._options import in_options
 
     formatted = getattr(error, "format_message", None)  # typer's own errors have it
     usage = formatted is not None
     text = " ".join((formatted() if formatted is not None else text_of(error)).split())
     if type(error).__name__ == "MissingParameter":  # of click, or of typer's copy of it
         text = f"{text} {error.param.help}"  # type: ignore[attr-defined]
-    if not isinstance(error, CommandError):  # whose text has options already
-        text = in_options(text)
     known = (
         isinstance(error, (CommandError, ValueError, OSError, ImportError, RuntimeError)) or usage
     )

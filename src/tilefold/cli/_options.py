@@ -1,4 +1,4 @@
-"""Declaration of options, the base class of the requests of commands, and errors that name options."""
+"""Declaration of options, the base class of requests, and errors that name options."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import dataclasses
 import functools
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -19,6 +18,7 @@ import typer
 from typer.core import TyperCommand
 from typer.models import OptionInfo, ParameterInfo
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.termination import TERMINATED
 from tilefold._version import __version__
 from tilefold.cli._common import (
@@ -34,6 +34,9 @@ from tilefold.retrieval.data.fields import DocumentFields
 from tilefold.retrieval.errors import DataError
 
 OPTION_COLUMNS = 26  # of the names of options in --help, whose texts begin after them
+
+# Words of the command line that runs, without the name of the program.
+command_line: list[str] = []
 
 # Options of what a command reads. Of two values, one would be ignored.
 INPUTS = frozenset(
@@ -197,120 +200,118 @@ class DocumentFieldOptions(Options):
 def as_command(function: Callable[[Any], None]) -> Callable[..., None]:
     """Return the command whose options are the fields of the request that `function` takes.
 
+    Errors of the library about an argument that has the name of a field name its option.
+
     Args:
         function: takes one argument, ``request``, whose annotation is a subclass of
             :class:`Options`.
     """
     request_type = get_type_hints(function)["request"]
+    option_of_argument = spellings(request_type)
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        request = request_type(**values)
+        names_of_fields: AbstractContextManager[None] = nullcontext()
+        if isinstance(request, DocumentFieldOptions):
+            names_of_fields = document_fields(request.document_fields())
+        with option_errors(**option_of_argument), names_of_fields:
+            function(request)
+
+    signature = inspect.Signature(_parameters(request_type))
+    command.__signature__ = signature  # type: ignore[attr-defined]
+    return command
+
+
+def _parameters(request_type: type[Any]) -> list[inspect.Parameter]:
+    """Return the fields of a request as the parameters of a function that typer reads.
+
+    A choice is declared as text. The request checks it, with a message that names the choices.
+    """
     hints = get_type_hints(request_type, include_extras=True)
     defaults = {field.name: field.default for field in dataclasses.fields(request_type)}
     parameters = []
     for name, info in declared_options(request_type).items():
         annotation = get_args(hints[name])[0]
         choices = choices_of(annotation)
-        if choices:  # checked by the request, whose message names the choices
+        if choices:
             annotation = str | None
             info.metavar = "|".join(choices)
         default = defaults[name]
-        parameters.append(
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
-                annotation=Annotated[annotation, info],
-            ),
+        parameter = inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
+            annotation=Annotated[annotation, info],
         )
-
-    @functools.wraps(function)
-    def command(**values: Any) -> None:
-        request = request_type(**values)
-        names_of_fields = (
-            document_fields(request.document_fields())
-            if isinstance(request, DocumentFieldOptions)
-            else nullcontext()
-        )
-        with names_of_fields:
-            function(request)
-
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return command
+        parameters.append(parameter)
+    return parameters
 
 
 def read_text(path: Path, option: str, encoding: str = "utf-8") -> str:
-    """The text of a file that an option names."""
+    """Return the text of a file that an option names.
+
+    Args:
+        path: the file.
+        option: spelling of the option, for the error.
+        encoding: how the text is encoded.
+
+    Raises:
+        UsageError: for a file that cannot be read.
+    """
     try:
         return path.read_text(encoding=encoding)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{option}: {path} cannot be read ({first_line(error)}).") from error
 
 
-arguments: list[str] = []  # of the command that runs
-# Parameter -> option of the command that runs, also by value: "resume=False" -> "--fresh".
-options: dict[str, str] = {}
-
-
-def in_options(message: str) -> str:
-    """`message` with options of this command for arguments of Python: at its start, spelled with an
-    underscore, or with a truth value such as ``overwrite=True``.
-    """
-    values = {
-        argument.rpartition("=")[2] for argument in arguments
-    }  # files may be called like options
-
-    def option(match: re.Match[str]) -> str:
-        return match[0] if match[0] in values else options.get(match[0], match[0])
-
-    message = message.replace(" or None, got ", ", or left out, got ")
-    message = re.sub(r"(?<![\w/.-])[a-z]\w*=(?:True|False)\b", option, message)
-    message = re.sub(r"^\w+(?=:| must)", option, message)
-    return re.sub(r"(?<![\w/.-])[a-z]+_\w+(?![\w/-])", option, message)
-
-
 def check_choice(option: str, value: str | None, allowed: Iterable[str]) -> None:
-    """Raise an error for a value that is not one of those `allowed`."""
-    if value is not None and value not in (allowed := tuple(allowed)):
-        raise UsageError(f"{option}: expected one of {', '.join(allowed)}, got {value!r}.")
+    """Raise ``UsageError`` unless the value of an option is one of `allowed`, or None."""
+    choices = tuple(allowed)
+    if value is not None and value not in choices:
+        raise UsageError(f"{option}: expected one of {', '.join(choices)}, got {value!r}.")
 
 
 @contextmanager
 def option_errors(**spellings: str) -> Iterator[None]:
     """Raise errors of the library about its arguments as errors about options.
 
-    ``depth: expected ...`` becomes ``--prf-depth: expected ...`` with ``depth="--prf-depth"``. A
-    ``DataError``, which is about the content of a file, is a failure, another ``ValueError`` an
-    error of usage.
+    ``depth: expected ...`` becomes ``--prf-depth: expected ...`` with ``depth="--prf-depth"``. An
+    error about another argument passes, to the mapping of the whole command (:func:`as_command`).
 
     Args:
         spellings: option by argument. A value with a colon, such as ``"--bm25: FOLDER"``, is the
             beginning of the sentence.
+
+    Raises:
+        CommandError: for wrong data.
+        UsageError: for another wrong value.
     """
     try:
         yield
-    except ValueError as error:
-        subject, _, predicate = str(error).partition(":")
-        arguments = subject.split(", ")
-        if not all(argument in spellings for argument in arguments):
+    except ArgumentError as error:
+        if not all(argument in spellings for argument in error.arguments):
             raise
-        subject = ", ".join(spellings[argument] for argument in arguments)
+        subject = ", ".join(spellings[argument] for argument in error.arguments)
         if ":" not in subject:
             subject += ":"
         kind = CommandError if isinstance(error, DataError) else UsageError
-        predicate = predicate.replace(" or None, got ", ", or left out, got ")
-        raise kind(f"{subject}{predicate}") from error
+        raise kind(f"{subject} {error.problem}") from error
 
 
-def on_devices(devices: str | None) -> int | None:
-    """Run the command on several devices, with one rank for each.
+def run_on_devices(devices: str | None) -> int | None:
+    """Run the command that runs again, in one process for each device.
 
     Args:
-        devices: number of devices, or ``"all"``.
+        devices: value of ``--devices``: how many, or ``"all"`` GPUs of this machine.
 
     Returns:
-        The exit code, or None where this process is to run the command.
+        The exit code of the processes, or None if this process is to run the command itself: for
+        one device, without ``--devices``, and in the processes that this function starts.
 
     Raises:
         UsageError: for a number of devices that this machine does not have.
-        RanksInterruptedError: after Ctrl-C or SIGTERM, once the ranks have ended.
+        RanksInterruptedError: after Ctrl-C or SIGTERM, once the processes have ended.
     """
     if devices is None or RENDEZVOUS in os.environ:
         return None
@@ -318,21 +319,28 @@ def on_devices(devices: str | None) -> int | None:
         raise UsageError("--devices: torchrun has started the ranks already; leave --devices out.")
     import torch
 
-    gpus = torch.cuda.device_count()
-    count = max(1, gpus) if devices == "all" else int(devices) if devices.isdecimal() else 0
-    if count < 1 or (gpus and count > gpus):
-        most = f"from 1 to {gpus}, the GPUs of this machine" if gpus else "1 or more"
-        raise UsageError(f"--devices: expected 'all' or a whole number, {most}, got {devices!r}.")
-    if count == 1:
+    n_gpus = torch.cuda.device_count()
+    n_devices = 0
+    if devices == "all":
+        n_devices = max(1, n_gpus)
+    elif devices.isdecimal():
+        n_devices = int(devices)
+    if n_devices < 1 or (n_gpus and n_devices > n_gpus):
+        allowed = f"from 1 to {n_gpus}, the GPUs of this machine" if n_gpus else "1 or more"
+        raise UsageError(
+            f"--devices: expected 'all' or a whole number, {allowed}, got {devices!r}.",
+        )
+    if n_devices == 1:
         return None
-    exit_code = run_ranks([sys.executable, "-m", "tilefold.cli", *arguments], count)
+    exit_code = run_ranks([sys.executable, "-m", "tilefold.cli", *command_line], n_devices)
     if exit_code in (INTERRUPTED, TERMINATED):
         raise RanksInterruptedError(exit_code)
     return exit_code
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(show: bool) -> None:
+    """Print the version and end the command, if ``--version`` was given."""
+    if show:
         typer.echo(f"tilefold {__version__}")
         raise typer.Exit
 
@@ -342,13 +350,6 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Return the arguments that are left, as click does."""
-        options.clear()
-        for parameter in self.params:
-            if parameter.opts[0].startswith("--"):
-                options[str(parameter.name)] = parameter.opts[0]
-                options[f"{parameter.name}=True"] = parameter.opts[0]
-            if parameter.secondary_opts:
-                options[f"{parameter.name}=False"] = parameter.secondary_opts[0]
         _, _, parameters = self.make_parser(ctx).parse_args(args=list(args))
         self._check_repetitions(parameters)
         return super().parse_args(ctx, args)

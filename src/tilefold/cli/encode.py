@@ -313,7 +313,7 @@ def encode(request: EncodeRequest) -> None:
         overwrite=request.overwrite,
     )
     _models.find_model(request.model, "--model")
-    exit_code = _options.on_devices(request.devices)
+    exit_code = _options.run_on_devices(request.devices)
     if exit_code is not None:
         raise typer.Exit(exit_code)
     with join_ranks() as rank:

@@ -425,9 +425,9 @@ def train(request: TrainRequest) -> None:
     config = _configure(request.recipe, request)
     if config.base_model != _models.PACKAGED:
         _models.find_model(config.base_model, "--model")
-    if (code := _options.on_devices(request.devices)) is not None:
+    if (code := _options.run_on_devices(request.devices)) is not None:
         raise typer.Exit(code)
-    with join_ranks(training=True) as rank:
+    with _options.option_errors(**_option_of_field()), join_ranks(training=True) as rank:
         result = _train(config, request, cuts, rank)
     if rank == 0:
         _tell(result, config, request)
@@ -448,7 +448,7 @@ def _tell(result: TrainResult, config: Any, request: TrainRequest) -> None:
     for found in result.truncated:
         report_manifest_truncation("training text", found["texts"], found)
     for text in result.warnings:
-        note(f"warning: {_options.in_options(text)}")
+        note(f"warning: {text}")
     how = (
         "already trained"
         if result.reused
@@ -538,7 +538,7 @@ def _train(config: Any, request: TrainRequest, cuts: Passages | None, rank: int)
             verbose=request.verbose,
             hours=request.hours,
             report_to=request.report_to,
-            command=shlex.join(["tilefold", *_options.arguments]),
+            command=shlex.join(["tilefold", *_options.command_line]),
         )
 
 
@@ -547,9 +547,6 @@ def _configure(name: str, request: TrainRequest) -> Any:
     from tilefold.recipes.catalogue import RECIPES, get_recipe
 
     _options.check_choice("--recipe", name, RECIPES)
-    _options.options.update(
-        {field: _options.options[option] for field, option in _PARAMETERS.items() if option},
-    )
     fields_of_request: dict[str, object] = {
         "epochs": request.epochs,
         "batch_size": request.batch_size,
@@ -578,18 +575,30 @@ def _configure(name: str, request: TrainRequest) -> Any:
     late = RECIPES[name].recipe.late
     _refuse_options_of_other_recipes(request, name, late)
     try:
-        recipe = get_recipe(name, **overrides)
-        values = recipe.to_dict()
-        if late:
-            _apply_colbert_options(values, request)
-        else:
-            _apply_sparse_options(values, request)
-        _check_repetitions(request)
-        for assignment in request.fields or []:
-            _set(values, assignment)
-        return type(recipe).from_dict(values)
+        with _options.option_errors(**_option_of_field()):
+            recipe = get_recipe(name, **overrides)
+            values = recipe.to_dict()
+            if late:
+                _apply_colbert_options(values, request)
+            else:
+                _apply_sparse_options(values, request)
+            _check_repetitions(request)
+            for assignment in request.fields or []:
+                _set(values, assignment)
+            return type(recipe).from_dict(values)
     except ValueError as error:
-        raise UsageError(_options.in_options(str(error))) from error
+        raise UsageError(str(error)) from error
+
+
+def _option_of_field() -> dict[str, str]:
+    """Return the option that sets each field of a recipe."""
+    option_of_parameter = spellings(TrainRequest)
+    option_of_field = dict(option_of_parameter)
+    for field, parameter in _PARAMETERS.items():
+        option_of_field.pop(field, None)
+        if parameter:
+            option_of_field[field] = option_of_parameter[parameter]
+    return option_of_field
 
 
 def _refuse_options_of_other_recipes(request: TrainRequest, name: str, late: bool) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold.recipes._settings import TrainingSettings
 from tilefold.retrieval.common.identical_ids import ignores_identical_ids
 from tilefold.retrieval.common.provenance import texts_digest
@@ -29,9 +30,9 @@ def choose(recipe: TrainingSettings, collection: Collection) -> tuple[Any, str, 
     if not relevant:
         got = ", ".join(sorted(collection.qrels)) or "none"
         remedy = "Add positive judgements to its folder, as qrels/dev.tsv, or name another split."
-        raise ValueError(
-            f"evaluate_split: expected pairs of {split!r} in {collection.name!r}, got {got}. "
-            f"{remedy}",
+        raise ArgumentError(
+            "evaluate_split",
+            f"expected pairs of {split!r} in {collection.name!r}, got {got}. {remedy}",
         )
     from sentence_transformers.multi_vector_encoder.evaluation import (
         MultiVectorInformationRetrievalEvaluator,

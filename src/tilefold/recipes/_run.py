@@ -73,7 +73,7 @@ class TrainingRun:
             return None
         if (record := read_json(self.output_dir / RECORD)) is None:
             held = "exists and holds no model that tilefold trained; choose another one."
-            raise FileExistsError(f"output_dir {self.output_dir} {held}")
+            raise FileExistsError(f"{self.output_dir} {held}")
         if resume and not self._difference(record):
             left = read_json(self.work_dir / RECORD)
             if left is not None and not self._difference(
@@ -84,9 +84,9 @@ class TrainingRun:
             return result if isinstance(result, dict) else None
         if overwrite:
             return None
-        remedy = "choose another one, or replace it (overwrite=True)."
+        remedy = "choose another one, or replace it (overwrite=True or --overwrite)."
         got = f"a model of other settings ({self._difference(record)})"
-        raise FileExistsError(f"output_dir {self.output_dir} holds {got}; {remedy}")
+        raise FileExistsError(f"{self.output_dir} holds {got}; {remedy}")
 
     def open(self, *, resume: bool, full_batches: bool) -> tuple[Path | None, int, bool]:
         """Prepare the work folder.
@@ -108,7 +108,7 @@ class TrainingRun:
         if found and left is not None:
             if self._difference(left):
                 got = f"an interrupted run with other settings ({self._difference(left)})"
-                remedy = "or discard it with resume=False."
+                remedy = "or discard it with resume=False (--fresh)."
                 raise ValueError(
                     f"{self.work_dir} holds {got}; go on with the same settings, {remedy}",
                 )

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
+from tilefold._internal.arguments import ArgumentError
+
 Check = Callable[..., None]
 """Validator of a field: ``check(name, value, optional=False)`` raises a ``ValueError``."""
 S = TypeVar("S", bound="Settings")
@@ -34,7 +36,7 @@ def rule(accept: Callable[[Any], bool], expected: str) -> Check:
             return
         if not accept(value):
             alternative = " or None" if optional else ""
-            raise ValueError(f"{name} must be {expected}{alternative}, got {value!r}.")
+            raise ArgumentError(name, f"expected {expected}{alternative}, got {value!r}.")
 
     return check
 
@@ -219,18 +221,19 @@ class TrainingSettings(Settings):
         self._check_attention()
         self._check_evaluation()
         if self.train_max_length is not None and self.train_max_length > self.max_length:
-            raise ValueError(
-                f"train_max_length must not exceed max_length ({self.max_length}), got "
-                f"{self.train_max_length}.",
+            raise ArgumentError(
+                "train_max_length",
+                f"must not exceed max_length ({self.max_length}), got {self.train_max_length}.",
             )
         if self.graphs and not self.fused:
-            raise ValueError(
-                "graphs: expected the fused forward, got fused=False; leave one of the two out.",
+            raise ArgumentError(
+                ("graphs", "fused"),
+                "graphs need the fused forward; leave one of the two out.",
             )
         if self.graphs and self.mini_batch_size is not None:
-            raise ValueError(
-                "graphs: expected no mini_batch_size, whose parts run without graphs, got "
-                f"{self.mini_batch_size}.",
+            raise ArgumentError(
+                ("graphs", "mini_batch_size"),
+                "expected one of them, got both; mini-batches run without graphs.",
             )
 
     def _check_attention(self) -> None:
@@ -238,8 +241,9 @@ class TrainingSettings(Settings):
         for name in ("alpha", "anneal_alpha"):
             value = getattr(self, name)
             if value and self.attention != "entmax":
-                raise ValueError(
-                    f"{name} must be left out without attention='entmax', got {value!r}.",
+                raise ArgumentError(
+                    name,
+                    f"must be left out without attention 'entmax', got {value!r}.",
                 )
 
     def _check_evaluation(self) -> None:
@@ -247,7 +251,7 @@ class TrainingSettings(Settings):
         for name in ("evaluate_split", "evaluate_documents", "patience"):
             value = getattr(self, name)
             if value is not None and self.evaluate_steps is None:
-                raise ValueError(f"{name} must be None without evaluate_steps, got {value!r}.")
+                raise ArgumentError(name, f"must be None without evaluate_steps, got {value!r}.")
 
 
 # the poolings and activations of HeadPooling, repeated because its module imports torch
@@ -367,19 +371,20 @@ class EncoderSpec(Settings):
         }
         inapplicable = sorted(set_fields - self.applicable_fields)
         if inapplicable:
-            raise ValueError(
-                f"{inapplicable[0]} does not apply to an encoder of kind {self.kind!r}; "
-                "leave it out.",
+            raise ArgumentError(
+                inapplicable[0],
+                f"does not apply to an encoder of kind {self.kind!r}; leave it out.",
             )
         super().__post_init__()
         if self.kind == "prosper" and self.pooling in ("sum", "mean"):
-            raise ValueError(
-                f"pooling must be last, cls or max for kind 'prosper', got {self.pooling!r}.",
+            raise ArgumentError(
+                "pooling",
+                f"expected last, cls or max for kind 'prosper', got {self.pooling!r}.",
             )
         if self.pooling == "cls" and self.drop_special_tokens:
-            raise ValueError(
-                "drop_special_tokens must be left out with pooling 'cls', which reads one of them, "
-                "got True.",
+            raise ArgumentError(
+                "drop_special_tokens",
+                "must be left out with pooling 'cls', which reads one of them, got True.",
             )
 
     @property
@@ -417,11 +422,12 @@ class RegularizerSpec(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind == "anti_zero" and self.threshold is not None:
-            raise ValueError(
-                f"threshold must be None for kind {self.kind!r}, got {self.threshold}.",
+            raise ArgumentError(
+                "threshold",
+                f"must be None for kind {self.kind!r}, got {self.threshold}.",
             )
         if self.kind == "df_flops" and self.per_position:
-            raise ValueError(
-                "per_position must be False for kind 'df_flops', whose frequencies are of all "
-                "documents.",
+            raise ArgumentError(
+                "per_position",
+                "must be False for kind 'df_flops', whose frequencies are of all documents.",
             )

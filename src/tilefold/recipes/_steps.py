@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold.recipes._rows import Column, Examples
 from tilefold.recipes._settings import TrainingSettings
 
@@ -130,8 +131,9 @@ def check_batches(
     batch_size = recipe.batch_size
     if batch_size % ranks:
         remedy = f"take {ranks * max(1, batch_size // ranks)}, or another number of ranks."
-        raise ValueError(
-            f"batch_size must be a multiple of the {ranks} ranks, got {batch_size}; {remedy}",
+        raise ArgumentError(
+            "batch_size",
+            f"must be a multiple of the {ranks} ranks, got {batch_size}; {remedy}",
         )
     n_rows = len(next(iter(examples.columns.values()), ()))
     if not n_rows:
@@ -139,8 +141,9 @@ def check_batches(
     full = ranks > 1 or recipe.fill_batches
     reason = "several ranks" if ranks > 1 else "fill_batches"
     if full and n_rows < batch_size:
-        raise ValueError(
-            f"batch_size must be at most the {n_rows} rows of the data, because {reason} need "
+        raise ArgumentError(
+            "batch_size",
+            f"must be at most the {n_rows} rows of the data, because {reason} need "
             f"full batches, got {batch_size}.",
         )
     if not distinct_texts:
@@ -149,8 +152,9 @@ def check_batches(
     column, distinct = counts.fewest_distinct()
     texts = "queries" if column == "query" else "documents"
     if full and distinct < batch_size:
-        raise ValueError(
-            f"batch_size must be at most the {distinct} different {texts} of the training pairs, "
+        raise ArgumentError(
+            "batch_size",
+            f"must be at most the {distinct} different {texts} of the training pairs, "
             f"because {reason} need full batches in which none occurs twice, got {batch_size}.",
         )
     if distinct < batch_size:
@@ -198,7 +202,7 @@ def step_warnings(
     if counts.steps < FEW_STEPS:
         warnings.append(
             f"the training had {count_of(counts.steps, 'step')}, which hardly change a model: train "
-            "with a larger epochs or max_steps, a smaller batch_size, or more pairs.",
+            "for more epochs or steps, with smaller batches, or on more pairs.",
         )
     if n_pairs < batch_size:
         warnings.append(

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tilefold._internal.arguments import check_instance
+from tilefold._internal.arguments import ArgumentError, check_instance
 from tilefold._internal.files import naming_full_disk
 from tilefold._internal.sentence_transformers import check_sentence_transformers
 from tilefold._internal.typing import Model
@@ -285,17 +285,20 @@ def _check_arguments(
         )
     check_instance("collection", collection, Collection, "load_collection(path)")
     if negatives is not None and not recipe.reads_negatives:
-        raise ValueError(
-            f"negatives must be left out for a {type(recipe).__name__}, which reads none.",
+        raise ArgumentError(
+            "negatives",
+            f"must be left out for a {type(recipe).__name__}, which reads none.",
         )
     if hours is not None and not hours > 0:
-        raise ValueError(f"hours must be above 0 or None, got {hours}.")
+        raise ArgumentError("hours", f"must be above 0 or None, got {hours}.")
     if report_to not in ("none", "all"):
         from transformers.integrations import INTEGRATION_TO_CALLBACK
 
         if report_to not in INTEGRATION_TO_CALLBACK:
             names = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-            raise ValueError(f"report_to must be none, all or one of {names}, got {report_to!r}.")
+            raise ArgumentError(
+                "report_to", f"must be none, all or one of {names}, got {report_to!r}."
+            )
 
 
 def _check_launcher() -> None:
@@ -472,6 +475,7 @@ def check_graphs(graphs: bool) -> None:
     import torch
 
     if graphs and (torch.version.cuda is None or not torch.cuda.is_available()):
-        raise ValueError(
-            "graphs: expected a GPU of CUDA, got none; leave graphs out on this machine.",
+        raise ArgumentError(
+            "graphs",
+            "expected a GPU of CUDA, got none; leave graphs out on this machine.",
         )

@@ -123,7 +123,7 @@ class Watcher(TrainerCallback):
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the loss is {loss} after {state.global_step} steps: the training has diverged. "
-                "Train with a smaller learning_rate, from the start (resume=False).",
+                "Train with a smaller learning_rate, from the start (resume=False or --fresh).",
             )
         self.ranking_loss = float(logs.get(RANKING_LOSS, loss))
         penalties = [float(logs[name]) for name in PENALTIES if name in logs]

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tilefold._internal.arguments import list_of_texts
+from tilefold._internal.arguments import ArgumentError, list_of_texts
 from tilefold._internal.typing import Model, Module, SparseEncoder, Tensor
 from tilefold.recipes import _settings as rules
 from tilefold.recipes._rows import Examples, Mined, examples_of, pair_examples, training_pairs
@@ -105,29 +105,33 @@ class LsrRecipe(SparseRecipe):
         super().__post_init__()
         self._check_loss()
         if self.query_regularizer.per_position:
-            raise ValueError(
-                "query_regularizer: per_position must be False, a group has one query.",
+            raise ArgumentError(
+                "query_regularizer",
+                "per_position must be False, a group has one query.",
             )
         if self.mini_batch_size is not None and self.document.kind == "prosper":
-            raise ValueError(
-                "mini_batch_size must be None for kind 'prosper', whose penalties are on other "
-                "vectors.",
+            raise ArgumentError(
+                "mini_batch_size",
+                "must be None for kind 'prosper', whose penalties are on other vectors.",
             )
         if self.negatives:
             return
         if self.needs_scores:
-            raise ValueError(
-                "negatives must be at least 1 for a loss that compares documents with a teacher, "
-                "got 0.",
+            raise ArgumentError(
+                "negatives",
+                "must be at least 1 for a loss that compares documents with a teacher, got 0.",
             )
         if "pairwise_softmax" in self.loss:
-            raise ValueError("negatives must be at least 1 for the loss pairwise_softmax, got 0.")
+            raise ArgumentError(
+                "negatives", "must be at least 1 for the loss pairwise_softmax, got 0."
+            )
 
     def _check_loss(self) -> None:
         """Check names and weights of the losses, and copy the mapping."""
         if not isinstance(self.loss, Mapping) or not self.loss or set(self.loss) - set(LOSSES):
-            raise ValueError(
-                f"loss must map names out of {', '.join(LOSSES)} to weights, got {self.loss!r}.",
+            raise ArgumentError(
+                "loss",
+                f"must map names out of {', '.join(LOSSES)} to weights, got {self.loss!r}.",
             )
         for name, weight in self.loss.items():
             rules.POSITIVE(f"loss[{name!r}]", weight)
@@ -141,10 +145,11 @@ class LsrRecipe(SparseRecipe):
             try:
                 object.__setattr__(self, name, settings_class.from_dict(dict(value)))
             except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
+                raise ArgumentError(name, str(error)) from None
         elif not isinstance(value, settings_class) and not (name == "query" and value is None):
-            raise ValueError(
-                f"{name} must be an instance of {settings_class.__name__}, got {value!r}.",
+            raise ArgumentError(
+                name,
+                f"expected an instance of {settings_class.__name__}, got {value!r}.",
             )
 
     @property
@@ -482,8 +487,9 @@ def make_examples(
     """
     if not recipe.negatives:
         if file is not None:
-            raise ValueError(
-                f"negatives: {recipe.name!r} takes none from a file (its negatives are 0); leave "
+            raise ArgumentError(
+                "negatives",
+                f"{recipe.name!r} takes none from a file (its negatives are 0); leave "
                 "the file out, or set negatives to at least 1.",
             )
         return pair_examples(collection, "positive")
@@ -493,17 +499,18 @@ def make_examples(
     rows = file.take() if isinstance(file, RowsAhead) else read_training_rows(file)
     positions = rows.check_collection(collection)
     if recipe.needs_scores and not rows.scored:
-        raise ValueError(
-            f"negatives: {file} has no teachers' scores; "
-            f"{_missing_negatives_message(recipe, collection)}",
+        raise ArgumentError(
+            "negatives",
+            f"{file} has no teachers' scores; {_missing_negatives_message(recipe, collection)}",
         )
     mined = Mined(pairs, rows, positions, scored=recipe.needs_scores)
     content = "negatives and scored relevant documents" if recipe.needs_scores else "negatives"
     n_pairs = len(pairs.names)
     n_mined_pairs = len(mined.pairs.names)
     if not n_mined_pairs:
-        raise ValueError(
-            f"negatives: {file} has no {content} of the training queries of {collection.name!r}; "
+        raise ArgumentError(
+            "negatives",
+            f"{file} has no {content} of the training queries of {collection.name!r}; "
             f"{_missing_negatives_message(recipe, collection)}",
         )
     notes = []

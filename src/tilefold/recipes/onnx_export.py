@@ -17,6 +17,7 @@ from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor, nn
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.files import atomic_directory, sha256_file
 from tilefold._internal.typing import Model
 from tilefold._internal.vocabulary import vocabulary_fingerprint
@@ -89,20 +90,21 @@ def export_onnx(
             f'an export to ONNX needs {error.name}: pip install "tilefold[onnx]".',
         ) from error
     if quantize not in {None, "int8"}:
-        raise ValueError(f"quantize: expected 'int8' or None, got {quantize!r}.")
+        raise ArgumentError("quantize", f"expected 'int8' or None, got {quantize!r}.")
     if isinstance(model, str):
         model = load_complete(load_encoder, model)
     if not isinstance(model, SparseEncoder):
-        raise ValueError(f"model: expected a SparseEncoder, got a {type(model).__name__}.")
+        raise ArgumentError("model", f"expected a SparseEncoder, got a {type(model).__name__}.")
     if "encode_sparse_batch" in vars(model):
-        raise ValueError(
-            "model: expected a stock model, got an accelerated one. Call restore(model) first.",
+        raise ArgumentError(
+            "model",
+            "expected a stock model, got an accelerated one. Call restore(model) first.",
         )
     # of modules alone: what was put on the model itself, such as autocast, stays out
     stock = _with_modules(model, copy.deepcopy(list(model.children()))).float()
     vocab_size = _encoded(stock, ["a"]).size(1)
     if top_k is not None and not 1 <= top_k <= vocab_size:
-        raise ValueError(f"top_k: expected 1 to {vocab_size}, the vocabulary, got {top_k}.")
+        raise ArgumentError("top_k", f"expected 1 to {vocab_size}, the vocabulary, got {top_k}.")
     made_of: dict[str, Any] = {"model": model_fingerprint(model), "settings": model_settings(model)}
     made_of |= {"vocabulary": vocabulary_fingerprint(model.tokenizer), "quantize": quantize}
     made_of |= {"opset": OPSET, "tilefold": __version__, "torch": torch.__version__}
@@ -111,9 +113,9 @@ def export_onnx(
         exported = _with_modules(model, maker.modules_of(stock))
         if not maker.made:
             names = ", ".join(type(module).__name__ for module in stock)
-            raise ValueError(
-                "model: expected a Transformer with an LM head before a SpladePooling, got "
-                f"{names}.",
+            raise ArgumentError(
+                "model",
+                f"expected a Transformer with an LM head before a SpladePooling, got {names}.",
             )
         errors = _compared(stock, exported, quantize, top_k)
         for graph in maker.made:
@@ -188,15 +190,17 @@ class _Maker:
                 found.append(module)
         if any(isinstance(module, Transformer) for module in found):
             names = " -> ".join(type(module).__name__ for module in pipeline.children())
-            raise ValueError(
-                f"model: expected a SpladePooling right after its Transformer, got {names}.",
+            raise ArgumentError(
+                "model",
+                f"expected a SpladePooling right after its Transformer, got {names}.",
             )
         return found
 
     def _graph(self, transformer: Any, pooling: Any) -> OnnxGraph:
         if getattr(transformer, "query_expansion", None) is not None:
-            raise ValueError(
-                "model: expected texts as they are, got a Transformer that expands queries.",
+            raise ArgumentError(
+                "model",
+                "expected texts as they are, got a Transformer that expands queries.",
             )
         folder = self.scratch / str(len(self.made))
         folder.mkdir()
@@ -279,8 +283,9 @@ def _write(scorer: _Scorer, path: Path) -> None:
             program.save(path)
     except Exception as error:
         kind, why = type(scorer.network).__name__, str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"model: torch cannot export a {kind} to ONNX ({type(error).__name__}: {why}).",
+        raise ArgumentError(
+            "model",
+            f"torch cannot export a {kind} to ONNX ({type(error).__name__}: {why}).",
         ) from error
 
 
@@ -314,13 +319,14 @@ def _compared(
         rounded, exact = _encoded(stock, texts), _encoded(stock.double(), texts)
     except Exception as error:
         why = f"{type(error).__name__}: {error}; set its max_seq_length if it has fewer positions"
-        raise ValueError(
-            f"model: expected one that encodes texts of {max(LENGTHS)} words, got {why}.",
+        raise ArgumentError(
+            "model",
+            f"expected one that encodes texts of {max(LENGTHS)} words, got {why}.",
         ) from error
     if not bool(exact.any()):
-        raise ValueError(
-            "model: expected weights above 0 of random texts, got empty vectors. Train the model "
-            "first.",
+        raise ArgumentError(
+            "model",
+            "expected weights above 0 of random texts, got empty vectors. Train the model first.",
         )
     got = _encoded(exported, texts)
     if top_k is not None:  # entries that tie with the last one may be others
@@ -333,16 +339,17 @@ def _compared(
         )
         if not cosine >= LEAST_COSINE:
             remedy = "This model loses too much in 8 bits: export it without quantize."
-            raise ValueError(
-                f"quantize: expected a cosine of at least {LEAST_COSINE}, got {cosine:.3g}. "
-                f"{remedy}",
+            raise ArgumentError(
+                "quantize",
+                f"expected a cosine of at least {LEAST_COSINE}, got {cosine:.3g}. {remedy}",
             )
         return {"least_cosine": round(cosine, 6)}
     own, largest = float((rounded - exact).abs().max()), float(exact.abs().max())
     allowed = ALLOWED * max(own, EPSILON * largest)
     if not (difference := float((got - exact).abs().max())) <= allowed:
         expected = f"scores of the model within {allowed:.3g} on random texts"
-        raise ValueError(
-            f"model: expected {expected}, got a difference of {difference:.3g}. Leave it as it is.",
+        raise ArgumentError(
+            "model",
+            f"expected {expected}, got a difference of {difference:.3g}. Leave it as it is.",
         )
     return {"budget_used": round(difference / allowed, 4)}

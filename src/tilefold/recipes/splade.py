@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.files import InUseError, atomic_directory
 from tilefold._internal.typing import SparseEncoder
 from tilefold._version import __version__
@@ -90,8 +91,9 @@ class SpladeRecipe(SparseRecipe):
 
         kind = loading.saved_kind(self.base_model)
         if kind not in ("sparse", "backbone"):
-            raise ValueError(
-                f"base_model: {self.base_model} is a {kind} model, without the masked-LM head that "
+            raise ArgumentError(
+                "base_model",
+                f"{self.base_model} is a {kind} model, without the masked-LM head that "
                 "SPLADE trains. Take a masked LM, a SparseEncoder, or 'minilm'; colbert trains "
                 "dense and multi-vector models.",
             )
@@ -148,8 +150,9 @@ def untrained_splade(
             found = texts()
             if texts_digest(found) != texts_sha256:
                 got = f"{len(found)} of another. Give those."
-                raise ValueError(
-                    f"texts: expected the documents of the digest {texts_sha256}, got {got}",
+                raise ArgumentError(
+                    "texts",
+                    f"expected the documents of the digest {texts_sha256}, got {got}",
                 )
             recipe.start(list(found.values())).save_pretrained(made)
             try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold.distributed.errors import RankError
 
 __all__ = [
+    "ArgumentDataError",
     "DataError",
     "MissingDocumentError",
     "MissingPackageError",
@@ -18,18 +20,29 @@ class DataError(ValueError):
     """The content of a file or an array is wrong; the message names the place and the remedy."""
 
 
-class MissingDocumentError(DataError):
-    """A `document` that an index found, by id, is not in the `argument` that belongs to it, such as
-    ``"vectors"``.
+class ArgumentDataError(ArgumentError, DataError):
+    """The content of what was passed for an argument is wrong, such as vectors of another model."""
+
+
+class MissingDocumentError(ArgumentDataError):
+    """A document that an index found is not in the argument that must hold all documents.
+
+    Args:
+        argument: name of the argument, such as ``"vectors"``.
+        document: id of the document.
+
+    Attributes:
+        document: id of the document.
     """
 
     def __init__(self, argument: str, document: str) -> None:
         super().__init__(
-            f"{argument}: expected {document!r}, which the index found, among them; it is not "
-            "there. Give "
+            argument,
+            f"expected {document!r}, which the index found, among them; it is not there. Give "
             "those of the collection that is searched.",
         )
-        self.argument, self.document = argument, document
+        self.args = (argument, document)  # from which pickle restores
+        self.document = document
 
 
 class VocabularyMismatchError(ValueError):

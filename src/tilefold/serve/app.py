@@ -30,6 +30,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold._version import __version__
 from tilefold.serve.bodies import ServeError, plain
 from tilefold.serve.endpoints import JSON, add_route
@@ -94,9 +95,9 @@ def create_app(
     """
     check_origins(origins)
     if api_key is not None and not api_key.strip():
-        raise ValueError(
-            "api_key: expected some text, got an empty one; leave it out for a server without a "
-            "key.",
+        raise ArgumentError(
+            "api_key",
+            "expected some text, got an empty one; leave it out for a server without a key.",
         )
 
     @asynccontextmanager

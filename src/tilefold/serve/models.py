@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.precision import inference_precision
 from tilefold._internal.typing import Model, Tokenizer
 from tilefold._internal.vocabulary import TermNames
@@ -52,8 +53,9 @@ class TextTokens:
 
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise ValueError(
-                f"model: expected a model with a fast tokenizer, got {type(tokenizer).__name__}. "
+            raise ArgumentError(
+                "model",
+                f"expected a model with a fast tokenizer, got {type(tokenizer).__name__}. "
                 "Save its tokenizer.json (transformers.AutoTokenizer with use_fast=True), and "
                 "serve that.",
             )
@@ -402,9 +404,9 @@ def _check_weights(weights: Vector) -> None:
     lowest = weights.min()  # NaN if there is a NaN
     highest = weights.max()
     if not 0 <= lowest <= highest < np.inf:
-        raise ValueError(
-            f"texts: expected finite weights of at least 0, got {lowest} to {highest}. Check the "
-            "model.",
+        raise ArgumentError(
+            "texts",
+            f"expected finite weights of at least 0, got {lowest} to {highest}. Check the model.",
         )
 
 
@@ -421,8 +423,9 @@ def _finite(rows: list[torch.Tensor], content: str) -> list[torch.Tensor]:
     for position, row in enumerate(rows):
         not_finite = row[~row.isfinite()]
         if not_finite.numel():
-            raise ValueError(
-                f"texts: expected finite {content}, got {not_finite[0].item()} for input "
+            raise ArgumentError(
+                "texts",
+                f"expected finite {content}, got {not_finite[0].item()} for input "
                 f"{position}. Check the model.",
             )
     return rows

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.retrieval.data.collection import Document
 from tilefold.retrieval.data.metadata import Where
@@ -93,7 +94,9 @@ class Searchable:
         so.
         """
         if self.encoder is None:
-            raise ValueError("encoder: expected a model, got None; an index of words reads texts.")
+            raise ArgumentError(
+                "encoder", "expected a model, got None; an index of words reads texts."
+            )
         if self.encoder.kind == "dense":
             return torch.from_numpy(row[None])
         if self.encoder.kind == "multi-vector":
@@ -120,9 +123,9 @@ class Searchable:
         from tilefold.retrieval.index.qdrant.index import QdrantIndex  # needs qdrant
 
         if not isinstance(self.index, QdrantIndex):
-            raise ValueError(
-                "index: expected a Qdrant collection with dense vectors, got "
-                f"{self.index.backend!r}.",
+            raise ArgumentError(
+                "index",
+                f"expected a Qdrant collection with dense vectors, got {self.index.backend!r}.",
             )
         (hits,) = self.index.collection.search(Queries([QUERY], dense=vector[None]), k, where=where)
         return {hit.id: hit.score for hit in hits}

@@ -239,7 +239,8 @@ class _SearchRoutes:
         try:
             return await self._search(body, search, brief=request.method == "GET")
         except MissingDocumentError as error:  # added to an index that can be added to
-            option = {"vectors": "--vectors", "documents": "--data"}[error.argument]
+            (argument,) = error.arguments
+            option = {"vectors": "--vectors", "documents": "--data"}[argument]
             message = (
                 f"the index has a document {error.document!r} that {option} of this server lacks"
             )

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_of
 from tilefold.serve.batching import Answer, BatchWorker, InputLimit, Metrics
 from tilefold.serve.bodies import ServeError, empty, invalid, wrong_model
@@ -215,13 +216,15 @@ class Service:
         searchable: Searchable | None = None,
     ) -> None:
         if not models and searchable is None:
-            raise ValueError("models: expected at least one, or an index, got neither.")
+            raise ArgumentError("models", "expected at least one, or an index, got neither.")
         if default_side not in ("query", "document"):
-            raise ValueError(f"default_side: expected 'query' or 'document', got {default_side!r}.")
+            raise ArgumentError(
+                "default_side", f"expected 'query' or 'document', got {default_side!r}."
+            )
         self.models: dict[Kind, Served] = {model.kind: model for model in models}
         if len(self.models) < len(models):
             kinds = ", ".join(model.kind for model in models)
-            raise ValueError(f"models: expected one of a kind, got {kinds}.")
+            raise ArgumentError("models", f"expected one of a kind, got {kinds}.")
         self.limits = Limits() if limits is None else limits
         self.default_side = default_side
         self.searchable = searchable

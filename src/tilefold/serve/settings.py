@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from tilefold._internal.arguments import ArgumentError
+
 _MAY_BE_ZERO = ("cached_queries", "grace_seconds")
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
@@ -15,8 +17,9 @@ def check_origins(origins: Sequence[str]) -> None:
     """Raise ``ValueError`` unless every origin is that of a site, or ``*``."""
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
-            raise ValueError(
-                f"origins: expected * or an origin such as https://example.org, got {origin!r}.",
+            raise ArgumentError(
+                "origins",
+                f"expected * or an origin such as https://example.org, got {origin!r}.",
             )
 
 
@@ -70,8 +73,9 @@ class Limits:
             if field.name != "auto_truncate":
                 _check_limit(field.name, getattr(self, field.name))
         if self.max_client_batch_size > self.max_concurrent_requests:
-            raise ValueError(
-                "max_client_batch_size: expected at most max_concurrent_requests "
+            raise ArgumentError(
+                "max_client_batch_size",
+                "expected at most max_concurrent_requests "
                 f"({self.max_concurrent_requests}), got {self.max_client_batch_size}: such a "
                 "request would never be taken.",
             )
@@ -83,8 +87,8 @@ def _check_limit(name: str, value: float) -> None:
     if name.endswith("_seconds"):
         if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
             expected = "of at least 0" if may_be_zero else "above 0"
-            raise ValueError(f"{name}: expected a finite number {expected}, got {value!r}.")
+            raise ArgumentError(name, f"expected a finite number {expected}, got {value!r}.")
         return
     least = 0 if may_be_zero else 1
     if value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value!r}.")
+        raise ArgumentError(name, f"expected at least {least}, got {value!r}.")

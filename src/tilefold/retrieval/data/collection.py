@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._internal.arguments import (
+    ArgumentError,
     check_choice,
     check_instance,
     check_mapping,
@@ -226,8 +227,9 @@ class Collection:
             return self.qrels[split]
         except KeyError:
             known = ", ".join(sorted(self.qrels)) or "none"
-            raise ValueError(
-                f"split: {self.name} has {known}, got {split!r}. Choose one of them.",
+            raise ArgumentError(
+                "split",
+                f"{self.name} has {known}, got {split!r}. Choose one of them.",
             ) from None
 
     def split_queries(self, split: str) -> dict[str, str]:
@@ -291,8 +293,9 @@ def _check_keys_are_ids(documents: Mapping[str, Document]) -> None:
     """
     for key, document in documents.items():
         if document.id != key:
-            raise ValueError(
-                f"documents: expected each document under its id, got Document.id {document.id!r} "
+            raise ArgumentError(
+                "documents",
+                f"expected each document under its id, got Document.id {document.id!r} "
                 f"under the key {key!r}. Use the same id for both.",
             )
 

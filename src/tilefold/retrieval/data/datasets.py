@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-from tilefold._internal.arguments import check_instance
+from tilefold._internal.arguments import ArgumentError, check_instance
 from tilefold._internal.files import InUseError
 from tilefold.retrieval.data.collection import (
     BEIR_LAYOUT,
@@ -132,8 +132,9 @@ def load_collection(
 
     if str(name_or_path) == "pydocs":
         if fields != USUAL_FIELDS:
-            raise ValueError(
-                f"fields: expected none with the built-in collection pydocs, got {fields.names}.",
+            raise ArgumentError(
+                "fields",
+                f"expected none with the built-in collection pydocs, got {fields.names}.",
             )
         return _cached_pydocs(cache / "pydocs" / cache_key(), load)
     path = Path(name_or_path)

@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import check_mapping
+from tilefold._internal.arguments import ArgumentError, check_mapping
 from tilefold.retrieval.common.files import is_unicode, require
 from tilefold.retrieval.data.numbers import INT64, Number, floats_within, integers_within
 from tilefold.retrieval.errors import DataError
@@ -83,9 +83,9 @@ class Filter:
 
     def __post_init__(self) -> None:
         if not any(self.conditions()):
-            raise ValueError(
-                "where: expected at least one condition, got an empty filter. Leave it out to "
-                "search all.",
+            raise ArgumentError(
+                "where",
+                "expected at least one condition, got an empty filter. Leave it out to search all.",
             )
 
     def conditions(self) -> tuple[list[tuple[str, Wanted]], ...]:
@@ -130,15 +130,18 @@ class Filter:
         for text in conditions:
             match = _CONDITION.fullmatch(text)
             if match is None:
-                raise ValueError(f"where: expected a condition such as {_FORMS}, got {text!r}.")
+                raise ArgumentError(
+                    "where", f"expected a condition such as {_FORMS}, got {text!r}."
+                )
             name, operator, written = match.groups()
             value = _parse_value(operator, written, (kinds or {}).get(name))
             fields = must_not if operator == "!=" else must
             if name in fields:
                 both_ranges = isinstance(value, dict) and isinstance(fields[name], dict)
                 if not both_ranges or not value.keys().isdisjoint(fields[name]):
-                    raise ValueError(
-                        f"where: expected one condition for {name!r}, got {text!r} too. Join "
+                    raise ArgumentError(
+                        "where",
+                        f"expected one condition for {name!r}, got {text!r} too. Join "
                         "values "
                         "by commas.",
                     )
@@ -231,8 +234,9 @@ def _wanted(name: str, value: object) -> Wanted:
     if isinstance(value, Mapping):
         bounds = _BOUNDS.values()
         if not value or {*value} - {*bounds} or not all(map(_is_bound, value.values())):
-            raise ValueError(
-                f"where: expected numbers under {', '.join(bounds)} for {name!r}, "
+            raise ArgumentError(
+                "where",
+                f"expected numbers under {', '.join(bounds)} for {name!r}, "
                 f"got {dict(value)!r:.200}.",
             )
         return dict(value)
@@ -243,15 +247,17 @@ def _wanted(name: str, value: object) -> Wanted:
         values = list(value) if isinstance(value, Sequence) else []
         types = {type(item) for item in values}
         if len(types) != 1 or bool in types or not isinstance(values[0], (str, int)):
-            raise ValueError(
-                "where: expected a text, an integer, a boolean, a list of texts or of integers, a "
+            raise ArgumentError(
+                "where",
+                "expected a text, an integer, a boolean, a list of texts or of integers, a "
                 f"range or None for {name!r}, got {value!r}.",
             )
     for item in values:
         is_stored = is_unicode(item) if isinstance(item, str) else item in INT64
         if not is_stored:
-            raise ValueError(
-                f"where: expected Unicode or an integer of 64 bits for {name!r}, got {item!r}.",
+            raise ArgumentError(
+                "where",
+                f"expected Unicode or an integer of 64 bits for {name!r}, got {item!r}.",
             )
     return values
 
@@ -414,8 +420,9 @@ def comparable_kinds(name: str, wanted: Wanted, kinds: Mapping[str, Sequence[str
     compared_kinds = [kind for kind in kinds[name] if kind in comparable]
     if not compared_kinds:
         got = "a range" if isinstance(wanted, dict) else f"{wanted[0]!r} ({wanted_kind})"
-        raise ValueError(
-            f"where: expected a value of {name!r}, which is {' or '.join(kinds[name])}, got {got}.",
+        raise ArgumentError(
+            "where",
+            f"expected a value of {name!r}, which is {' or '.join(kinds[name])}, got {got}.",
         )
     return compared_kinds
 
@@ -445,13 +452,14 @@ def _unknown_field(name: str, kinds: Mapping[str, Sequence[str]]) -> ValueError:
     if not kinds:
         return no_metadata_error()
     known = ", ".join(f"{path} ({' or '.join(of_path)})" for path, of_path in kinds.items())
-    return ValueError(f"where: expected a field of the index, {known}; got {name!r}.")
+    return ArgumentError("where", f"expected a field of the index, {known}; got {name!r}.")
 
 
 def no_metadata_error() -> ValueError:
     """Return the error for a filter on an index without metadata."""
-    return ValueError(
-        "where: expected an index that keeps metadata of its documents, got one without. Build "
+    return ArgumentError(
+        "where",
+        "expected an index that keeps metadata of its documents, got one without. Build "
         "it again with them: tilefold index --data, or metadata= in Python.",
     )
 
@@ -702,8 +710,9 @@ def check_metadata(stored: Metadata | None, new: Mapping[str, Fields] | None) ->
     """
     if stored is None or new is not None:
         return
-    raise ValueError(
-        f"metadata: expected the fields of the new documents, because the index keeps metadata "
+    raise ArgumentError(
+        "metadata",
+        f"expected the fields of the new documents, because the index keeps metadata "
         f"({', '.join(stored.kinds)}), got none. Without them, filters would not find the "
         "documents.",
     )

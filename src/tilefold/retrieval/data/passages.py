@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from tilefold._internal.arguments import check_choice, check_count, check_mapping
+from tilefold._internal.arguments import ArgumentError, check_choice, check_count, check_mapping
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance, texts_digest
 from tilefold.retrieval.data.collection import Document, documents_by_id
@@ -112,8 +112,9 @@ class Passages:
             check_count("stride", self.stride)
             if self.stride > self.length:
                 lost = f"above which words between two passages would be lost, got {self.stride}"
-                raise ValueError(
-                    f"stride: expected at most the length of a passage ({self.length}), {lost}.",
+                raise ArgumentError(
+                    "stride",
+                    f"expected at most the length of a passage ({self.length}), {lost}.",
                 )
         check_choice("cut", self.cut, CUTS)
 

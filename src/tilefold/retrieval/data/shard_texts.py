@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold.retrieval.common.provenance import TextsDigest, texts_digest
 from tilefold.retrieval.data.collection import document_of_row
 from tilefold.retrieval.data.fields import DocumentFields
@@ -224,7 +225,7 @@ def _plan_shards(
         )
         plan.ranges.append(shard)
     if not plan.count:
-        raise ValueError("texts: expected at least one, got an empty collection.")
+        raise ArgumentError("texts", "expected at least one, got an empty collection.")
     plan.sha256 = digest.hexdigest()
     plan.sample = sample.texts
     return plan

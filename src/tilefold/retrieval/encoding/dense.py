@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from tilefold._internal.arguments import check_choice, check_encoder, check_mapping
+from tilefold._internal.arguments import ArgumentError, check_choice, check_encoder, check_mapping
 from tilefold._internal.precision import inference_precision
 from tilefold._internal.typing import Model, Tensor
 from tilefold.pipeline.truncation import Truncation, counting_truncation, report_truncation
@@ -85,7 +85,7 @@ def encode_dense(
     check_mapping("texts", texts, "id -> text")
     check_choice("kind", kind, ("document", "query"))
     if not texts:
-        raise ValueError("texts: expected at least one, got an empty mapping.")
+        raise ArgumentError("texts", "expected at least one, got an empty mapping.")
     import torch  # the package is imported without it
 
     contents = list(texts.values())

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Generic
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.typing import Model
 from tilefold.pipeline.rows import Batch, Window, WindowEnd, bisect_failures
 from tilefold.pipeline.threads import BackgroundWorker
@@ -209,7 +210,7 @@ def encode_in_memory(job: Job[Any, V], argument: str) -> V:
         DataError: if a text cannot be encoded.
     """
     if not job.texts:
-        raise ValueError(f"{argument}: expected at least one, got an empty mapping.")
+        raise ArgumentError(argument, "expected at least one, got an empty mapping.")
     check_text_ids(argument, job.texts)
     shard: PendingShard[V] = PendingShard(0, list(job.texts), job.texts)
     with closing(job.plain_stream(iter([shard.window(job.model)]))) as items:

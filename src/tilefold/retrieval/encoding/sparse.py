@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold._internal.arguments import check_encoder, check_least, check_mapping
+from tilefold._internal.arguments import ArgumentError, check_encoder, check_least, check_mapping
 from tilefold._internal.typing import Model
 from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.distributed.process_group import ranks_of
@@ -155,7 +155,7 @@ def encode_to_folder(
     check_encoder("model", model, encoding.MODEL)
     check_mapping("texts", texts, "id -> text")
     if not texts:
-        raise ValueError("texts: expected at least one, got an empty mapping.")
+        raise ArgumentError("texts", "expected at least one, got an empty mapping.")
     job = encoding.create_job(model, texts, output, lambda: provenance_of(texts))
     process_group = ranks_of(group)
     with limited(model, encoding.kind, encoding.max_length, before=lambda: job.fingerprint):
@@ -330,8 +330,9 @@ def _vocab_size(model: Model, kind: Kind) -> int:
         return head_vocab_size
     vectors = encode_batch(model, ["a"], kind)
     if vectors.ndim != 2:
-        raise ValueError(
-            f"model: expected a SparseEncoder, got {type(model).__name__}, whose vectors for one "
+        raise ArgumentError(
+            "model",
+            f"expected a SparseEncoder, got {type(model).__name__}, whose vectors for one "
             f"text have shape {tuple(vectors.shape)} and not [1, V].",
         )
     return int(vectors.shape[1])

@@ -11,7 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tilefold._internal.arguments import check_choice, check_encoder, check_least, check_mapping
+from tilefold._internal.arguments import (
+    ArgumentError,
+    check_choice,
+    check_encoder,
+    check_least,
+    check_mapping,
+)
 from tilefold._internal.typing import Model
 from tilefold.pipeline.rows import TokenRows
 from tilefold.retrieval.common.files import Json
@@ -263,8 +269,9 @@ class DenseEncoding(TokenEncoding):
         """Return the job of encoding `texts` into dense vectors."""
         model_dimension = dense_dimension(model, self.kind)
         if self.dimension is not None and self.dimension > model_dimension:
-            raise ValueError(
-                f"dimension: expected at most {model_dimension}, as the model's vectors have, "
+            raise ArgumentError(
+                "dimension",
+                f"expected at most {model_dimension}, as the model's vectors have, "
                 f"got {self.dimension}.",
             )
         return DenseJob(
@@ -357,11 +364,12 @@ def token_dimension(model: Model, kind: Kind) -> int:
         ValueError: if the model does not make token vectors.
     """
     if not hasattr(model, "encode_query") or not hasattr(model, "similarity_fn_name"):
-        raise ValueError(f"model: expected a MultiVectorEncoder, got {type(model).__name__}.")
+        raise ArgumentError("model", f"expected a MultiVectorEncoder, got {type(model).__name__}.")
     (vectors,) = encode_stock(model, ["a"], kind)
     if not isinstance(vectors, Tensor) or vectors.dim() != 2:
-        raise ValueError(
-            f"model: expected a MultiVectorEncoder, got {type(model).__name__}, whose vectors for "
+        raise ArgumentError(
+            "model",
+            f"expected a MultiVectorEncoder, got {type(model).__name__}, whose vectors for "
             "one text are not a tensor [tokens, D].",
         )
     return int(vectors.size(1))

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.typing import Model, Tokenizer
 from tilefold.pipeline.truncation import (
     Tally,
@@ -153,15 +154,16 @@ def limit_length(model: Model, kind: str, max_length: int | None) -> dict[Model,
         return {}
     model_limit = getattr(model, "max_seq_length", None)
     if isinstance(model_limit, int) and max_length > model_limit:
-        raise ValueError(
-            f"max_length: expected at most {model_limit}, the tokens that the model reads, got "
-            f"{max_length}.",
+        raise ArgumentError(
+            "max_length",
+            f"expected at most {model_limit}, the tokens that the model reads, got {max_length}.",
         )
     attribute = f"{kind}_length"
     modules = [module for module in model.modules() if hasattr(module, attribute)]
     if not modules:
-        raise ValueError(
-            f"max_length: expected a model whose tokenizer takes a length for a {kind}, got "
+        raise ArgumentError(
+            "max_length",
+            f"expected a model whose tokenizer takes a length for a {kind}, got "
             f"{type(model).__name__} without one. Set its max_seq_length.",
         )
     former_limits = {module: getattr(module, attribute) for module in modules}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import check_mapping, list_of, path_of
+from tilefold._internal.arguments import ArgumentError, check_mapping, list_of, path_of
 from tilefold._internal.files import exported_file
 from tilefold.retrieval.common.files import check_text_ids, require
 from tilefold.retrieval.common.identical_ids import (
@@ -152,8 +152,9 @@ def _judged_queries(qrels: _QrelsLike) -> dict[str, dict[str, int]]:
         problem = "no query"
         if qrels:
             problem = f"no grade for any of {len(qrels)}, {list(qrels)[:3]} first"
-        raise ValueError(
-            f"qrels: expected at least one judged query, got {problem}. Check the split.",
+        raise ArgumentError(
+            "qrels",
+            f"expected at least one judged query, got {problem}. Check the split.",
         )
     check_text_ids("qrels", judged)
     return judged
@@ -273,15 +274,18 @@ def _weight_grid(n_runs: int, step: float) -> list[tuple[float, ...]]:
     """Return all weights of `n_runs` runs that are multiples of `step` and sum to 1."""
     n_steps = round(1 / step) if 0 < step <= 1 else 0
     if not math.isclose(n_steps * step, 1):
-        raise ValueError(f"step: expected 1 divided by a whole number, such as 0.1, got {step!r}.")
+        raise ArgumentError(
+            "step", f"expected 1 divided by a whole number, such as 0.1, got {step!r}."
+        )
     grid = [
         counts
         for counts in itertools.product(range(n_steps + 1), repeat=n_runs)
         if sum(counts) == n_steps
     ]
     if not grid or len(grid) > MAX_TRIALS:
-        raise ValueError(
-            f"runs: expected 1 to {MAX_TRIALS} combinations of weights, got {len(grid)} for "
+        raise ArgumentError(
+            "runs",
+            f"expected 1 to {MAX_TRIALS} combinations of weights, got {len(grid)} for "
             f"{n_runs} runs at a step of {step:g}. Fuse fewer, or take a larger step.",
         )
     return [tuple(count / n_steps for count in counts) for counts in grid]
@@ -293,8 +297,9 @@ def _compute(metrics: list[Any], grades: _QrelsLike, run: _RunLike) -> list[Any]
     try:
         return list(_import_ir_measures().iter_calc(distinct_metrics, grades, run))
     except subprocess.CalledProcessError as error:  # gdeval.pl
-        raise ValueError(
-            "measures: TREC's program for ERR and nDCG(dcg='exp-log2') failed with code "
+        raise ArgumentError(
+            "measures",
+            "TREC's program for ERR and nDCG(dcg='exp-log2') failed with code "
             f"{error.returncode}; it takes grades up to 4, and ids without white space. Leave "
             "these measures out, or change grades or ids.",
         ) from error
@@ -304,8 +309,9 @@ def check_has_judged_query(name: str, run: _RunLike, qrels: _QrelsLike) -> None:
     """Raise ``ValueError`` for a run that has queries, but none of those in `qrels`."""
     check_text_ids(name, run)
     if run and not any(query_id in qrels for query_id in run):
-        raise ValueError(
-            f"{name}: expected results for a judged query, got those of others: its first query is "
+        raise ArgumentError(
+            name,
+            f"expected results for a judged query, got those of others: its first query is "
             f"{next(iter(run))!r}, that of the judgements {next(iter(qrels), None)!r}. Give the "
             "same.",
         )
@@ -324,8 +330,9 @@ def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
         ) from None
     largest = max(integers.values(), key=abs)
     if abs(largest) > MAX_GRADE:
-        raise ValueError(
-            f"qrels: expected grades of at most {MAX_GRADE:,} for query {query_id!r}, got "
+        raise ArgumentError(
+            "qrels",
+            f"expected grades of at most {MAX_GRADE:,} for query {query_id!r}, got "
             f"{largest}. Map them.",
         )
     return integers
@@ -347,8 +354,9 @@ def _import_ir_measures() -> ModuleType:
 def _parse_measures(measures: Sequence[str]) -> list[Any]:
     """Return the objects of ir-measures with these names."""
     if not measures or isinstance(measures, str):
-        raise ValueError(
-            f"measures: expected a list of names such as ['nDCG@10'], got {measures!r}.",
+        raise ArgumentError(
+            "measures",
+            f"expected a list of names such as ['nDCG@10'], got {measures!r}.",
         )
     ir_measures = _import_ir_measures()
     return [_parse_measure(ir_measures, name) for name in measures]
@@ -374,8 +382,9 @@ def _parse_measure(ir_measures: ModuleType, name: str) -> Any:
             return measure
     except (NameError, ValueError, SyntaxError, TypeError, AssertionError) as error:
         problem = error
-    raise ValueError(
-        f"measures: expected names such as nDCG@10, R@100, RR@10 or AP, got {name!r} ({problem}).",
+    raise ArgumentError(
+        "measures",
+        f"expected names such as nDCG@10, R@100, RR@10 or AP, got {name!r} ({problem}).",
     )
 
 
@@ -419,8 +428,9 @@ def write_trec_run(
 def check_word(name: str, value: str) -> None:
     """Raise ``ValueError`` unless a line of a TREC run can hold `value`."""
     if not value or len(value.split()) != 1:
-        raise ValueError(
-            f"{name}: a TREC run needs words without white space, got {value!r}. Rename it.",
+        raise ArgumentError(
+            name,
+            f"a TREC run needs words without white space, got {value!r}. Rename it.",
         )
 
 

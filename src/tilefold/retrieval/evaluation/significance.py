@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import check_count, check_least, check_mapping, list_of
+from tilefold._internal.arguments import (
+    ArgumentError,
+    check_count,
+    check_least,
+    check_mapping,
+    list_of,
+)
 from tilefold.retrieval.common.files import Json, require
 
 __all__ = ["Difference", "Mean", "compare", "mean_of"]
@@ -95,7 +101,7 @@ def mean_of(values: Iterable[float], *, resamples: int = RESAMPLES, seed: int = 
     """
     array = np.asarray(list_of("values", values, ordered=False), np.float64)
     if not array.size:
-        raise ValueError("values: expected one query at least, got none.")
+        raise ArgumentError("values", "expected one query at least, got none.")
     if array.size < 2:
         return Mean(float(array[0]), None, None, None)
     interval = (
@@ -164,7 +170,7 @@ def compare(
         measures = list_of("measures", measures)
     check_count("resamples", resamples, MIN_RESAMPLES)
     if not 0 < alpha < 1:
-        raise ValueError(f"alpha: expected a number between 0 and 1, got {alpha!r}.")
+        raise ArgumentError("alpha", f"expected a number between 0 and 1, got {alpha!r}.")
     runs = list(tables)
     queries = _common_queries(tables)
     if measures is None:
@@ -220,8 +226,9 @@ def _common_queries(tables: Mapping[str, Table]) -> list[str]:
     for run, table in tables.items():
         unshared = table.keys() ^ set(queries)
         if unshared:
-            raise ValueError(
-                f"tables: expected the same queries in all, but {next(iter(unshared))!r} is not "
+            raise ArgumentError(
+                "tables",
+                f"expected the same queries in all, but {next(iter(unshared))!r} is not "
                 f"both in {runs[0]!r} and in {run!r}. Evaluate them with the same judgements.",
             )
     return queries
@@ -248,9 +255,9 @@ def _values_of_measure(
     """Return the values of a measure, one per query, ``[Q]``."""
     available = table[queries[0]]
     if measure not in available:
-        raise ValueError(
-            f"measures: expected some of {', '.join(available)}, which {run!r} has, got "
-            f"{measure!r}.",
+        raise ArgumentError(
+            "measures",
+            f"expected some of {', '.join(available)}, which {run!r} has, got {measure!r}.",
         )
     return np.array([table[query][measure] for query in queries], np.float64)
 

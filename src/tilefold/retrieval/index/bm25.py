@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import check_k, check_share, check_texts_by_id, list_of_ids
+from tilefold._internal.arguments import (
+    ArgumentError,
+    check_k,
+    check_share,
+    check_texts_by_id,
+    list_of_ids,
+)
 from tilefold._internal.lazy import package_version
 from tilefold.retrieval.common.array_checks import (
     check_offsets,
@@ -38,7 +44,7 @@ from tilefold.retrieval.common.provenance import (
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.metadata import Fields, Metadata, Where, allowed_by, check_metadata
 from tilefold.retrieval.data.scripts import UNSPACED
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import ArgumentDataError, DataError
 from tilefold.retrieval.index.exact import Postings, top_positive
 from tilefold.retrieval.index.protocol import (
     REMEDY,
@@ -107,7 +113,7 @@ class BM25Options:
 
     def __post_init__(self) -> None:
         if not 0 <= self.k1 < float("inf"):
-            raise ValueError(f"k1: expected a finite number of at least 0, got {self.k1!r}.")
+            raise ArgumentError("k1", f"expected a finite number of at least 0, got {self.k1!r}.")
         check_share("b", self.b)
 
 
@@ -236,7 +242,7 @@ def _language(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
         stem: Callable[[str], str] = snowball.Stemmer(language).stemWord
     except KeyError:
         known = ", ".join([*snowball.algorithms(), "none"])
-        raise ValueError(f"language: expected one of {known}, got {name!r}.") from None
+        raise ArgumentError("language", f"expected one of {known}, got {name!r}.") from None
     if language not in _STOPWORD_LANGUAGES:
         return frozenset(), stem
     _package()
@@ -317,11 +323,13 @@ class BM25Index(FolderIndex):
         options = BM25Options(language, k1, b, identifiers)
         tokenize = Tokenizer(options)
         if not documents:
-            raise ValueError("documents: expected at least one, got an empty mapping.")
+            raise ArgumentError("documents", "expected at least one, got an empty mapping.")
         check_text_ids("documents", documents)
         corpus = {name: tokenize(text) for name, text in documents.items()}
         if not any(corpus.values()):
-            raise ValueError("documents: expected at least one with a word, got only empty ones.")
+            raise ArgumentError(
+                "documents", "expected at least one with a word, got only empty ones."
+            )
         stemming = tokenize.stemming(documents.values())
         index = cls._of_words(corpus, options, provenance_of(documents), stemming)
         index.metadata = Metadata.of(metadata, index.ids, index.provenance.passages)
@@ -395,8 +403,9 @@ class BM25Index(FolderIndex):
         passages = self.provenance.passages
         new_passages = provenance_of(documents).passages if documents else passages
         if new_passages != passages:
-            raise DataError(
-                f"documents: expected passages {passages!r} as in the index, got {new_passages!r}.",
+            raise ArgumentDataError(
+                "documents",
+                f"expected passages {passages!r} as in the index, got {new_passages!r}.",
             )
         stored_words = self._stored_words()
         removed = ids_to_delete((*stored_words, *documents), delete, documents, passages)

@@ -11,11 +11,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tilefold._internal.arguments import check_choice, check_instance, check_k, list_of
+from tilefold._internal.arguments import (
+    ArgumentError,
+    check_choice,
+    check_instance,
+    check_k,
+    list_of,
+)
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Fields, Mask, Metadata, Where, allowed_by
-from tilefold.retrieval.errors import DataError, MissingDocumentError
+from tilefold.retrieval.errors import ArgumentDataError, DataError, MissingDocumentError
 from tilefold.retrieval.index.protocol import REMEDY, FolderIndex, Hit, StoredIds, hits_of
 from tilefold.retrieval.vectors.tokens import (
     DenseManifest,
@@ -89,8 +95,9 @@ class DenseIndex(TorchIndex):
         check_choice("similarity", similarity, SIMILARITIES)
         check_values(values, scales)
         if not values.numel() or len(values) != len(ids):
-            raise DataError(
-                f"vectors: expected [{len(ids)}, D], at least one, got {list(values.shape)}.",
+            raise ArgumentDataError(
+                "vectors",
+                f"expected [{len(ids)}, D], at least one, got {list(values.shape)}.",
             )
         self.ids = ids
         self.similarity = similarity
@@ -122,14 +129,15 @@ class DenseIndex(TorchIndex):
         if isinstance(vectors, TokenStore):
             manifest = vectors.manifest
             if not isinstance(manifest, DenseManifest) or manifest.kind != "document":
-                raise DataError(
-                    "vectors: expected dense vectors of documents, got "
+                raise ArgumentDataError(
+                    "vectors",
+                    "expected dense vectors of documents, got "
                     f"{manifest.kind} vectors of layout {manifest.layout!r} in {vectors.folder}.",
                 )
             if not len(vectors):
-                raise ValueError(
-                    f"vectors: expected at least one, got none in {vectors.folder}. "
-                    "Check the texts.",
+                raise ArgumentError(
+                    "vectors",
+                    f"expected at least one, got none in {vectors.folder}. Check the texts.",
                 )
             similarity = manifest.similarity
             provenance = manifest.provenance
@@ -167,8 +175,9 @@ class DenseIndex(TorchIndex):
         all_finite = bool(queries.isfinite().all())
         if queries.dim() != 2 or queries.size(1) < self.dimension or not all_finite:
             suffix = "" if all_finite else " with NaN or infinity"
-            raise ValueError(
-                f"queries: expected finite vectors [Q, {self.dimension}], "
+            raise ArgumentError(
+                "queries",
+                f"expected finite vectors [Q, {self.dimension}], "
                 f"got {list(queries.shape)}{suffix}. Take the same model.",
             )
         allowed = allowed_by(self.metadata, where, allowed)

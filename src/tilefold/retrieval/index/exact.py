@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold.pipeline.ragged import offsets_of, row_ranges
 from tilefold.retrieval.common.array_checks import check_positions, check_weights
 from tilefold.retrieval.common.files import Json
@@ -377,8 +378,9 @@ class ExactIndex(FolderIndex):
             ValueError: for vectors without a positive weight, or any option.
         """
         if options:
-            raise ValueError(
-                f"options: the exact index has none, got {', '.join(sorted(options))}.",
+            raise ArgumentError(
+                "options",
+                f"the exact index has none, got {', '.join(sorted(options))}.",
             )
         check_buildable(vectors)
         return cls.of_any(vectors)

@@ -15,7 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tilefold._internal.arguments import check_choice, check_count, check_instance, check_k
+from tilefold._internal.arguments import (
+    ArgumentError,
+    check_choice,
+    check_count,
+    check_instance,
+    check_k,
+)
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Fields, Mask, Metadata, Where, allowed_by
@@ -143,8 +149,9 @@ class LateIndex(TorchIndex):
         if isinstance(vectors, TokenStore):
             manifest = vectors.manifest
             if manifest.layout != TokenManifest.LAYOUT or manifest.kind != "document":
-                raise ValueError(
-                    "vectors: expected token vectors of documents, got "
+                raise ArgumentError(
+                    "vectors",
+                    "expected token vectors of documents, got "
                     f"{manifest.kind} vectors of layout {manifest.layout!r} in {vectors.folder}.",
                 )
             provenance = manifest.provenance
@@ -152,8 +159,9 @@ class LateIndex(TorchIndex):
         else:
             shards = [vectors]
         if storage == "int4" and vectors.dimension % 2:
-            raise ValueError(
-                f"storage: int4 packs two entries to a byte, got vectors of {vectors.dimension}.",
+            raise ArgumentError(
+                "storage",
+                f"int4 packs two entries to a byte, got vectors of {vectors.dimension}.",
             )
         options: Json = {
             "storage": storage,
@@ -401,8 +409,9 @@ class LateIndex(TorchIndex):
         if queries.dimension == self.dimension and all_finite and not is_quantized:
             return
         suffix = "" if is_quantized or all_finite else " with NaN or infinity"
-        raise ValueError(
-            f"queries: expected finite fp16 or fp32 of dimension {self.dimension}, "
+        raise ArgumentError(
+            "queries",
+            f"expected finite fp16 or fp32 of dimension {self.dimension}, "
             f"got {queries.values.dtype} of dimension {queries.dimension}{suffix}.",
         )
 
@@ -646,8 +655,9 @@ def _write_chunks(folder: Path, chunks: Iterable[Chunk]) -> list[str]:
     check_ids(ids)
     offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
     if not offsets[-1]:
-        raise ValueError(
-            f"vectors: expected at least one, got none of {len(ids)} texts. Check the texts.",
+        raise ArgumentError(
+            "vectors",
+            f"expected at least one, got none of {len(ids)} texts. Check the texts.",
         )
     np.save(folder / token_blocks.OFFSETS, offsets)
     np.save(folder / token_blocks.CHECKSUMS, np.concatenate(checksums))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold._internal.arguments import list_of, list_of_ids, path_of
+from tilefold._internal.arguments import ArgumentError, list_of, list_of_ids, path_of
 from tilefold._internal.files import lock_path
 from tilefold.retrieval.common.files import write_json_object
 from tilefold.retrieval.common.provenance import (
@@ -17,7 +17,7 @@ from tilefold.retrieval.common.provenance import (
     warn_of_other_precision,
 )
 from tilefold.retrieval.data.metadata import Fields, Metadata, check_fields_by_id, check_metadata
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import ArgumentDataError
 from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.index.protocol import SEGMENTS, read_description
 from tilefold.retrieval.index.segments import Segments, listed_parts
@@ -71,10 +71,11 @@ def merge_vectors(
     """
     paths = [Path(folder) for folder in list_of("folders", folders)]
     if len(paths) < 2:
-        raise ValueError(f"folders: expected two or more, got {len(paths)}.")
+        raise ArgumentError("folders", f"expected two or more, got {len(paths)}.")
     if Path(output_dir).resolve() in {path.resolve() for path in paths}:
-        raise DataError(
-            f"output_dir: expected another folder than those that are merged, got {output_dir}.",
+        raise ArgumentDataError(
+            "output_dir",
+            f"expected another folder than those that are merged, got {output_dir}.",
         )
     sources = [_Source(path) for path in paths]
     first = sources[0]
@@ -157,8 +158,9 @@ class _Source:
 def _check_same_kind(first: _Source, source: _Source) -> None:
     """Raise ``DataError`` unless two folders have vectors of one kind, model and settings."""
     if source.layout != first.layout:
-        raise DataError(
-            f"folders: expected {first.layout} vectors as in {first.folder}, "
+        raise ArgumentDataError(
+            "folders",
+            f"expected {first.layout} vectors as in {first.folder}, "
             f"got {source.layout} ones in {source.folder}.",
         )
     changed = differences(
@@ -168,7 +170,9 @@ def _check_same_kind(first: _Source, source: _Source) -> None:
         f"in {source.folder}",
     )
     if changed:
-        raise DataError(f"folders: expected vectors that were made alike, got others ({changed}).")
+        raise ArgumentDataError(
+            "folders", f"expected vectors that were made alike, got others ({changed})."
+        )
 
 
 def _check_distinct_ids(sources: Sequence[_Source]) -> int:
@@ -178,8 +182,9 @@ def _check_distinct_ids(sources: Sequence[_Source]) -> int:
         for name in (*source.ids(), *source.manifest.failed):
             earlier_source = source_by_id.setdefault(name, source)
             if earlier_source is not source:
-                raise DataError(
-                    f"folders: {name!r} is in {earlier_source.folder} and {source.folder}. "
+                raise ArgumentDataError(
+                    "folders",
+                    f"{name!r} is in {earlier_source.folder} and {source.folder}. "
                     "Leave one out, or add to an index: index --update",
                 )
     return len(source_by_id)
@@ -219,8 +224,9 @@ def update_index(
     folder = path_of("path", path)
     backend = read_description(folder)["backend"]
     if backend not in GROWING:
-        raise ValueError(
-            f"path: expected an index of {', '.join(GROWING)}, got one of {backend} in {folder}.",
+        raise ArgumentError(
+            "path",
+            f"expected an index of {', '.join(GROWING)}, got one of {backend} in {folder}.",
         )
     with lock_path(folder):
         index: Any = open_index(folder)
@@ -351,19 +357,22 @@ def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
     """Raise an error unless vectors are of the kind, model and passages of an index."""
     has_sparse_index = segments.backend not in ("dense", "late")
     if isinstance(vectors, SparseVectors) != has_sparse_index:
-        raise DataError(
-            f"vectors: expected vectors for an index of backend {segments.backend}, got others.",
+        raise ArgumentDataError(
+            "vectors",
+            f"expected vectors for an index of backend {segments.backend}, got others.",
         )
     index_provenance = segments.provenance
     provenance = _provenance_of(vectors)
     if provenance.passages != index_provenance.passages:
-        raise DataError(
-            f"vectors: expected passages {index_provenance.passages!r} as in the index, got "
+        raise ArgumentDataError(
+            "vectors",
+            f"expected passages {index_provenance.passages!r} as in the index, got "
             f"{provenance.passages!r}.",
         )
     if "model_fingerprint" in index_provenance.differs(provenance):
-        raise DataError(
-            "vectors: were made by another model than the index. Encode documents with its own.",
+        raise ArgumentDataError(
+            "vectors",
+            "were made by another model than the index. Encode documents with its own.",
         )
     if isinstance(vectors, SparseVectors):
         check_same_vocabulary(segments, vectors, "the index", "vectors")
@@ -372,8 +381,9 @@ def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
     manifest = getattr(vectors, "manifest", None)  # of a folder
     actual = (vectors.dimension, getattr(manifest, "similarity", None))
     if actual != expected:
-        raise DataError(
-            f"vectors: expected (dimension, similarity) {expected} as in the index, got {actual}.",
+        raise ArgumentDataError(
+            "vectors",
+            f"expected (dimension, similarity) {expected} as in the index, got {actual}.",
         )
 
 

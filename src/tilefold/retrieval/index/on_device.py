@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilefold._internal.arguments import check_k
+from tilefold._internal.arguments import ArgumentError, check_k
 from tilefold.ops.sparse_search import BlockedPostings, sparse_topk
 from tilefold.pipeline.rows import SparseRows, repeat_interleave
 from tilefold.retrieval.data.metadata import Mask, Where, allowed_by
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import ArgumentDataError
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_of
 from tilefold.retrieval.vectors.sparse import SparseVectors, check_search
 
@@ -155,7 +155,7 @@ class DeviceIndex:
         else:
             shape = list(queries.shape)
         if len(shape) != 2 or shape[1] != self.vocab_size:
-            raise ValueError(f"queries: expected [.., {self.vocab_size}], got {shape}.")
+            raise ArgumentError("queries", f"expected [.., {self.vocab_size}], got {shape}.")
 
     def _pad_entries(self, entries: _Entries) -> tuple[Tensor, Tensor]:
         """Terms and weights ``[Nq, T]`` of queries, padded with zeros.
@@ -210,8 +210,9 @@ class DeviceIndex:
         mask = torch.zeros(len(self.ids), dtype=torch.uint8)
         for name in ids:
             if name not in self._position_of:
-                raise ValueError(
-                    f"ids: expected ids of documents of the index, got {name!r}. "
+                raise ArgumentError(
+                    "ids",
+                    f"expected ids of documents of the index, got {name!r}. "
                     "Is it in the collection?",
                 )
             mask[self._position_of[name]] = 1
@@ -295,8 +296,9 @@ def _check_weights(entries: _Entries) -> None:
     if bool(valid.all()):
         return
     position = int((~valid).int().argmax())
-    raise DataError(
-        "queries: expected finite weights of at least 0, got "
+    raise ArgumentDataError(
+        "queries",
+        "expected finite weights of at least 0, got "
         f"{weights[position].item()} for query {int(entries.rows[position])}. "
         "Check the model's output and its activation.",
     )

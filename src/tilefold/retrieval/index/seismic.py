@@ -29,7 +29,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import check_count
+from tilefold._internal.arguments import ArgumentError, check_count
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.common.array_checks import check_positions, check_weights, first_outside
 from tilefold.retrieval.common.files import Json, require
@@ -115,7 +115,9 @@ class SeismicOptions:
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(options) - set(names))
         if unknown:
-            raise ValueError(f"options: Seismic has {', '.join(names)}; got {', '.join(unknown)}.")
+            raise ArgumentError(
+                "options", f"Seismic has {', '.join(names)}; got {', '.join(unknown)}."
+            )
         return cls(**options)
 
     @property
@@ -160,7 +162,7 @@ def _check_fraction(name: str, value: Any, *, zero_allowed: bool = False) -> Non
     if is_number and 0.0 <= value <= 1.0 and (zero_allowed or value != 0.0):
         return
     interval = "[0, 1]" if zero_allowed else "(0, 1]"
-    raise ValueError(f"{name}: expected a number in {interval}, got {value!r}.")
+    raise ArgumentError(name, f"expected a number in {interval}, got {value!r}.")
 
 
 class SeismicIndex(FolderIndex):

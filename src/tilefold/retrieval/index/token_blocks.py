@@ -27,7 +27,7 @@ from tilefold._internal.sentence_transformers import check_sentence_transformers
 from tilefold.ops import QuantizedTokens, maxsim, quantize_tokens
 from tilefold.pipeline.ragged import offsets_of, row_ranges
 from tilefold.retrieval.common.files import Json
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import ArgumentDataError, DataError
 from tilefold.retrieval.index.protocol import REMEDY, read_array, read_offsets
 from tilefold.retrieval.vectors.tokens import TokenVectors
 
@@ -136,8 +136,9 @@ def to_storage(vectors: Tensor | QuantizedTokens, storage: str) -> StoredTokens:
         halves = rows.half()
         if not bool(halves.isfinite().all()):
             largest = float(rows.abs().max())
-            raise DataError(
-                f"tokens: expected entries within 65504 for fp16, got {largest:.3g}. "
+            raise ArgumentDataError(
+                "tokens",
+                f"expected entries within 65504 for fp16, got {largest:.3g}. "
                 "Take storage='int8', or normalize the vectors.",
             )
         return StoredTokens(halves)

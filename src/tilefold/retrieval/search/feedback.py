@@ -14,6 +14,7 @@ from typing import Literal, cast
 import numpy as np
 
 from tilefold._internal.arguments import (
+    ArgumentError,
     check_choice,
     check_count,
     check_instance,
@@ -24,7 +25,7 @@ from tilefold._internal.arguments import (
 from tilefold._internal.typing import Tensor
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.common.runs import Run
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import ArgumentDataError
 from tilefold.retrieval.search.fusion import Fusion, Normalization
 from tilefold.retrieval.vectors.sparse import (
     Floats,
@@ -98,17 +99,21 @@ class Feedback:
         for name in ("alpha", "beta", "gamma"):
             weight = getattr(self, name)
             if weight is not None and not 0 <= weight < math.inf:
-                raise ValueError(f"{name}: expected a finite number of at least 0, got {weight!r}.")
+                raise ArgumentError(
+                    name, f"expected a finite number of at least 0, got {weight!r}."
+                )
         rocchio_options = (self.alpha, self.beta, self.gamma, self.bottom)
         if self.method == "average" and rocchio_options != (None, None, 0.0, 0):
-            raise ValueError(
-                "alpha, beta, gamma, bottom: expected none of them with method='average', got one.",
+            raise ArgumentError(
+                ("alpha", "beta", "gamma", "bottom"),
+                "expected none of them with method='average', got one.",
             )
         if bool(self.gamma) != bool(self.bottom):
-            raise ValueError("gamma, bottom: expected both or neither, got one alone.")
+            raise ArgumentError(("gamma", "bottom"), "expected both or neither, got one alone.")
         if self.method == "rocchio" and self.alpha == self.beta == 0:
-            raise ValueError(
-                "alpha, beta: expected one above 0, got 0 and 0, which leave nothing of a query.",
+            raise ArgumentError(
+                ("alpha", "beta"),
+                "expected one above 0, got 0 and 0, which leave nothing of a query.",
             )
 
     @property
@@ -196,7 +201,7 @@ def with_feedback(
         mix: options of the interpolation; goes with `second`.
     """
     if (second is None) != (mix is None):
-        raise ValueError("second, mix: expected both or neither, got one alone.")
+        raise ArgumentError(("second", "mix"), "expected both or neither, got one alone.")
     if second is None or mix is None:
         return again(first)
     basis = mix.before_feedback(first, second, k)
@@ -308,11 +313,14 @@ def expand_dense(
             or vectors.shape[0] != len(ids)
             or vectors.shape[1] != queries.shape[-1]
         ):
-            raise ValueError(
-                f"{name}: expected [{len(ids)}, {queries.shape[-1]}], got {tuple(vectors.shape)}.",
+            raise ArgumentError(
+                name,
+                f"expected [{len(ids)}, {queries.shape[-1]}], got {tuple(vectors.shape)}.",
             )
     if feedback.top_terms is not None:
-        raise ValueError("top_terms: expected None for dense vectors, which have no terms to cut.")
+        raise ArgumentError(
+            "top_terms", "expected None for dense vectors, which have no terms to cut."
+        )
     row_of = {document: row for row, document in enumerate(document_ids)}
     expanded = queries.float().clone()
     for query_row, query_id in enumerate(query_ids):
@@ -348,8 +356,9 @@ def _document_rows(
     best, worst = feedback.best_and_worst(run.get(query, {}))
     for document in [*best, *worst]:
         if document not in row_of:
-            raise DataError(
-                f"documents: expected a vector of {document!r}, which was found for query "
+            raise ArgumentDataError(
+                "documents",
+                f"expected a vector of {document!r}, which was found for query "
                 f"{query!r}, got those of {len(row_of)} others, {list(row_of)[:3]} first. "
                 "Give those searched.",
             )
@@ -359,8 +368,9 @@ def _document_rows(
 def _check_fits_float32(largest: float) -> None:
     """Raise ``DataError`` if the largest entry of a query is NaN or overflows float32."""
     if not largest <= _LARGEST_FLOAT32:
-        raise DataError(
-            "alpha, beta, gamma: expected weights that keep a query below "
+        raise ArgumentDataError(
+            ("alpha", "beta", "gamma"),
+            "expected weights that keep a query below "
             f"{_LARGEST_FLOAT32:.1e}, got an entry of {largest:.3g}; give smaller ones.",
         )
 

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Literal
 
 from tilefold._internal.arguments import (
+    ArgumentError,
     check_choice,
     check_instance,
     check_least,
@@ -79,8 +80,9 @@ def interpolate(
         }
         for score in sums.values():
             if not math.isfinite(score):
-                raise ValueError(
-                    f"weights, normalization: expected finite sums, got {score} for query "
+                raise ArgumentError(
+                    ("weights", "normalization"),
+                    f"expected finite sums, got {score} for query "
                     f"{query_id!r}. Take smaller weights, or normalization='min_max'.",
                 )
         fused[query_id] = _top(sums, k)
@@ -166,20 +168,20 @@ def check_scores(
         if is_valid:
             continue
         if finite:
-            raise ValueError(
-                f"{name}: expected finite scores, got {score!r} for {document!r} "
-                f"of query {query_id!r}.",
+            raise ArgumentError(
+                name,
+                f"expected finite scores, got {score!r} for {document!r} of query {query_id!r}.",
             )
-        raise ValueError(
-            f"{name}: query {query_id!r} has a score that is not a number: "
-            f"{score!r} for {document!r}.",
+        raise ArgumentError(
+            name,
+            f"query {query_id!r} has a score that is not a number: {score!r} for {document!r}.",
         )
 
 
 def _check_runs(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequence[float]:
     """Check arguments of a fusion, and return the weights of the runs, equal ones for None."""
     if not runs:
-        raise ValueError("runs: expected at least one run, got an empty list.")
+        raise ArgumentError("runs", "expected at least one run, got an empty list.")
     check_least("k", k)
     for number, run in enumerate(runs):
         check_mapping(f"runs[{number}]", run, "query id -> scores by document")
@@ -190,13 +192,14 @@ def _check_runs(runs: Sequence[Run], weights: Sequence[float] | None, k: int) ->
         return [1.0 / len(runs)] * len(runs)
     weights = list_of("weights", weights)
     if len(weights) != len(runs):
-        raise ValueError(
-            f"weights: expected one number for each of {len(runs)} runs, got {len(weights)}.",
+        raise ArgumentError(
+            "weights",
+            f"expected one number for each of {len(runs)} runs, got {len(weights)}.",
         )
     for weight in weights:
         check_instance("weights", weight, Real, "one number per run")
     if not all(math.isfinite(weight) for weight in weights):
-        raise ValueError(f"weights: expected finite numbers, got {weights}.")
+        raise ArgumentError("weights", f"expected finite numbers, got {weights}.")
     return weights
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilefold._internal.arguments import (
+    ArgumentError,
     check_choice,
     check_instance,
     check_least,
@@ -23,7 +24,7 @@ from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Document
 from tilefold.retrieval.data.passages import Passage
 from tilefold.retrieval.encoding.tokens import encode_texts, token_dimension
-from tilefold.retrieval.errors import DataError, MissingDocumentError
+from tilefold.retrieval.errors import ArgumentDataError, MissingDocumentError
 from tilefold.retrieval.search.fusion import check_scores, interpolate
 from tilefold.retrieval.search.passages import BestPassages, best_passages
 from tilefold.retrieval.vectors.tokens import TokenStore, TokenVectors
@@ -86,12 +87,14 @@ def rerank(
     check_least("depth", depth)
     check_choice("tail", tail, TAILS)
     if queries.values.dtype == torch.int8:
-        raise ValueError(
-            "queries: expected fp16 or fp32 vectors, got int8; encode them with storage='fp16'.",
+        raise ArgumentError(
+            "queries",
+            "expected fp16 or fp32 vectors, got int8; encode them with storage='fp16'.",
         )
     if queries.dimension != documents.dimension:
-        raise ValueError(
-            f"documents: expected token vectors of the queries' dimension {queries.dimension}, "
+        raise ArgumentError(
+            "documents",
+            f"expected token vectors of the queries' dimension {queries.dimension}, "
             f"got {documents.dimension}. Encode both with the same model.",
         )
     for query, query_scores in run.items():
@@ -99,9 +102,9 @@ def rerank(
     query_rows = {query: row for row, query in enumerate(queries.ids)}
     missing = [query for query in run if query not in query_rows]
     if missing:
-        raise DataError(
-            f"queries: no token vectors of {missing[0]!r} ({len(missing)} in all). "
-            "Encode these queries.",
+        raise ArgumentDataError(
+            "queries",
+            f"no token vectors of {missing[0]!r} ({len(missing)} in all). Encode these queries.",
         )
     ranked = {query: _names_by_score(scores) for query, scores in run.items()}
     candidates = {query: names[:depth] for query, names in ranked.items()}
@@ -176,26 +179,29 @@ class Reranker:
         manifest = self.tokens.manifest
         folder = self.tokens.folder
         if manifest.kind != "document":
-            raise ValueError(
-                f"tokens: {folder} holds {manifest.kind} vectors; encode documents, "
-                "without --queries.",
+            raise ArgumentError(
+                "tokens",
+                f"{folder} holds {manifest.kind} vectors; encode documents, without --queries.",
             )
         if "texts_sha256" in self.searched.differs(manifest.provenance):
-            raise DataError(
-                f"tokens: {folder} holds token vectors of other documents (another collection, or "
+            raise ArgumentDataError(
+                "tokens",
+                f"{folder} holds token vectors of other documents (another collection, or "
                 "changed since). Encode those searched: "
                 "tilefold encode --model MULTI_VECTOR_MODEL",
             )
         dimension = token_dimension(self.model, "query")
         if dimension != manifest.dimension:
-            raise DataError(
-                f"model: makes vectors of dimension {dimension}, and {folder} holds vectors of "
+            raise ArgumentDataError(
+                "model",
+                f"makes vectors of dimension {dimension}, and {folder} holds vectors of "
                 f"dimension {manifest.dimension}; give the model that made them, or encode the "
                 "documents with this one.",
             )
         if manifest.model_fingerprint not in (None, model_fingerprint(self.model)):
-            raise DataError(
-                f"model: is not the model that made {folder} (its weights or settings differ); "
+            raise ArgumentDataError(
+                "model",
+                f"is not the model that made {folder} (its weights or settings differ); "
                 "give that one.",
             )
 
@@ -411,8 +417,9 @@ def _pairs_by_shard(
     names = dict.fromkeys(name for query_names in candidates.values() for name in query_names)
     missing = [name for name in names if name not in location_of and name not in failed]
     if missing:
-        raise DataError(
-            f"documents: no token vectors of candidate {missing[0]!r} ({len(missing)} of "
+        raise ArgumentDataError(
+            "documents",
+            f"no token vectors of candidate {missing[0]!r} ({len(missing)} of "
             f"{len(names)} candidates have none). Encode the collection they come from.",
         )
     pairs: dict[int, list[_Pair]] = {}
@@ -460,9 +467,9 @@ def _maxsim_scores(
             impl=impl,
         )
     if not bool(scores.isfinite().all()):
-        raise DataError(
-            "queries, documents: expected finite token vectors, got some that are not. "
-            "Encode them again.",
+        raise ArgumentDataError(
+            ("queries", "documents"),
+            "expected finite token vectors, got some that are not. Encode them again.",
         )
     return list(scores.tolist())
 

@@ -11,12 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.typing import Model, Tensor
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.metadata import Where
 from tilefold.retrieval.encoding.dense import encode_dense
-from tilefold.retrieval.errors import DataError, MissingDocumentError
+from tilefold.retrieval.errors import ArgumentDataError, MissingDocumentError
 from tilefold.retrieval.index.bm25 import BM25Index
 from tilefold.retrieval.index.exact import ExactIndex
 from tilefold.retrieval.search.feedback import (
@@ -58,9 +59,9 @@ class _IndexRetriever:
 
     def _encoder(self) -> Model:
         if self.model is None:
-            raise ValueError(
-                f"model: expected the {self.model_type} that made the index, to encode queries, "
-                "got None.",
+            raise ArgumentError(
+                "model",
+                f"expected the {self.model_type} that made the index, to encode queries, got None.",
             )
         return self.model
 
@@ -127,8 +128,9 @@ class SparseRetriever(_IndexRetriever):
                 f" (passages {provenance.passages or 'of none'}, "
                 f"those of the index {self.provenance.passages or 'of none'})"
             )
-        raise DataError(
-            f"vectors: {folder}holds vectors of another model or of other documents than the "
+        raise ArgumentDataError(
+            "vectors",
+            f"{folder}holds vectors of another model or of other documents than the "
             f"index{passages}. Give its own, or build it again: tilefold index --vectors VECTORS",
         )
 
@@ -162,8 +164,9 @@ class SparseRetriever(_IndexRetriever):
             MissingDocumentError: for the first document without a vector.
         """
         if self.vectors is None:
-            raise ValueError(
-                "vectors: expected those of the documents, which feedback reads, got None.",
+            raise ArgumentError(
+                "vectors",
+                "expected those of the documents, which feedback reads, got None.",
             )
         names = list(names)
         if isinstance(self.vectors, Path):
@@ -288,6 +291,7 @@ class LateRetriever(_IndexRetriever):
         feedback: Feedback,
     ) -> TokenVectors:
         """Raise ``ValueError``: feedback is not defined for token vectors."""
-        raise ValueError(
-            "feedback: expected None, an index of token vectors has no feedback. Search without.",
+        raise ArgumentError(
+            "feedback",
+            "expected None, an index of token vectors has no feedback. Search without.",
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tilefold._internal.arguments import (
+    ArgumentError,
     check_choice,
     check_encoder,
     check_instance,
@@ -28,7 +29,7 @@ from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Document, documents_by_id
 from tilefold.retrieval.data.metadata import Filter, Where
 from tilefold.retrieval.data.passages import Passage, document_of
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import ArgumentDataError
 from tilefold.retrieval.index import DENSE, LATE, SparseIndex
 from tilefold.retrieval.index.bm25 import BM25Index
 from tilefold.retrieval.search.feedback import Feedback, Interpolation
@@ -106,9 +107,9 @@ def check_model(
             f"Give that one, make the index again (tilefold encode --model {name}), "
             "or allow it (--other-model)."
         )
-        raise DataError(
-            f"model: {name} is not the model that made {index} (its weights or settings differ). "
-            f"{remedy}",
+        raise ArgumentDataError(
+            "model",
+            f"{name} is not the model that made {index} (its weights or settings differ). {remedy}",
         )
     return True
 
@@ -151,8 +152,9 @@ class SearchRequest:
         Filter.of(self.where)
         check_choice("by", self.by, ("document", "passage"))
         if self.interpolation is not None and self.feedback is None:
-            raise ValueError(
-                "interpolation: expected feedback beside it, got None; without, take fusion.",
+            raise ArgumentError(
+                "interpolation",
+                "expected feedback beside it, got None; without, take fusion.",
             )
 
     def _check_types(self) -> None:
@@ -332,8 +334,9 @@ class Searcher:
         if isinstance(second, BM25Index):
             differences = second.provenance.differs(self.provenance)
             if "texts_sha256" in differences:
-                raise DataError(
-                    "second: was made from other documents than those that are searched.",
+                raise ArgumentDataError(
+                    "second",
+                    "was made from other documents than those that are searched.",
                 )
         self.reranker = None
         if late is not None:
@@ -397,8 +400,9 @@ class Searcher:
         if not names or not self.documents:
             return
         if not any(_document_id(name, ranking.by) in self.documents for name in names):
-            raise DataError(
-                "documents: none of the documents found is in the collection given (the first is "
+            raise ArgumentDataError(
+                "documents",
+                "none of the documents found is in the collection given (the first is "
                 f"{names[0]!r}); give the one that the index was made from.",
             )
 
@@ -614,17 +618,18 @@ class Searcher:
                 no `tokens`.
         """
         if self.reranker is None:
-            raise ValueError(
-                "reranking: expected a searcher with a late-interaction model, got one without.",
+            raise ArgumentError(
+                "reranking",
+                "expected a searcher with a late-interaction model, got one without.",
             )
         if (
             ranking.by == "passage"
             and self.reranker.tokens is not None
             and self.reranker.passages != self.passages
         ):
-            raise ValueError(
-                f"tokens: expected those of the passages that are searched ({self.passages}), "
-                "got others.",
+            raise ArgumentError(
+                "tokens",
+                f"expected those of the passages that are searched ({self.passages}), got others.",
             )
         late_run, run, late_passages = self.reranker(
             queries,
@@ -668,9 +673,9 @@ class Searcher:
         reads documents of the second ranking.
         """
         if request.by == "passage" and self.passages is None:
-            raise ValueError(
-                "by: expected 'document', the index is of whole documents; got 'passage'. "
-                "Cut them.",
+            raise ArgumentError(
+                "by",
+                "expected 'document', the index is of whole documents; got 'passage'. Cut them.",
             )
         mix = request.interpolation
         uses_second = mix is not None or request.fusion is not None
@@ -687,8 +692,9 @@ class Searcher:
                 if request.by == "passage"
                 else "whose best ones feedback reads"
             )
-            raise ValueError(
-                "second: expected a BM25 index of the passages that are searched "
+            raise ArgumentError(
+                "second",
+                "expected a BM25 index of the passages that are searched "
                 f"({self.passages}), {reason}, got {second_passages or 'whole documents'}.",
             )
 
@@ -711,8 +717,9 @@ class Searcher:
         """Search the second ranking, see :meth:`second_run`."""
         second = self.second
         if second is None:
-            raise ValueError(
-                "second: expected a BM25 index or a run to interpolate or fuse with, got None.",
+            raise ArgumentError(
+                "second",
+                "expected a BM25 index or a run to interpolate or fuse with, got None.",
             )
         if isinstance(second, BM25Index):
             return _search_stage(
@@ -723,9 +730,9 @@ class Searcher:
                 second.provenance.passages,
             )
         if request.where is not None:
-            raise ValueError(
-                "second: expected a BM25 index with metadata beside where, got a run, "
-                "which has none.",
+            raise ArgumentError(
+                "second",
+                "expected a BM25 index with metadata beside where, got a run, which has none.",
             )
         run = {query: second[query] for query in queries if query in second}
         if not request.ignore_identical_ids:
@@ -832,8 +839,9 @@ def _check_goes_with_index(
         unused = {"model": model, "vectors": vectors}
     for name, value in unused.items():
         if value is not None:
-            raise ValueError(
-                f"{name}: does nothing here, it goes with an index of sparse vectors, and this is "
+            raise ArgumentError(
+                name,
+                f"does nothing here, it goes with an index of sparse vectors, and this is "
                 f"{description}, which has none: expected None, got {value}.",
             )
 

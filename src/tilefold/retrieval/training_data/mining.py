@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tilefold._internal.arguments import (
+    ArgumentError,
     check_instance,
     check_integer,
     check_mapping,
@@ -47,12 +48,12 @@ class Window:
         for name in ("first", "last", "count"):
             check_integer(name, getattr(self, name))
         if not 1 <= self.first <= self.last:
-            raise ValueError(
-                "ranks: expected FIRST-LAST with 1 <= FIRST <= LAST, got "
-                f"{self.first}-{self.last}.",
+            raise ArgumentError(
+                "ranks",
+                f"expected FIRST-LAST with 1 <= FIRST <= LAST, got {self.first}-{self.last}.",
             )
         if self.count < 1:
-            raise ValueError(f"count: expected at least 1 negative, got {self.count}.")
+            raise ArgumentError("count", f"expected at least 1 negative, got {self.count}.")
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,14 @@ class FalseNegatives:
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name))
         if self.margin is not None and not 0 <= self.margin < math.inf:
-            raise ValueError(
-                f"margin: expected a finite number of at least 0, got {self.margin!r}.",
+            raise ArgumentError(
+                "margin",
+                f"expected a finite number of at least 0, got {self.margin!r}.",
             )
         if self.max_share is not None and not 0 < self.max_share <= 1:
-            raise ValueError(
-                f"max_share: expected a number in (0, 1], got {self.max_share!r}.",
+            raise ArgumentError(
+                "max_share",
+                f"expected a number in (0, 1], got {self.max_share!r}.",
             )
 
     def limit(self, relevant: Iterable[float], query: str) -> float:
@@ -107,8 +110,9 @@ class FalseNegatives:
             limits.append(highest - self.margin)
         if self.max_share is not None:
             if highest <= 0:
-                raise ValueError(
-                    f"max_share: the best relevant document of query {query!r} scores "
+                raise ArgumentError(
+                    "max_share",
+                    f"the best relevant document of query {query!r} scores "
                     f"{highest:g}, and a share of that is no limit. Filter by margin, or by scores "
                     "that are positive.",
                 )
@@ -210,7 +214,7 @@ def mine_negatives(
     for window in windows:
         check_instance("windows", window, Window, "[Window(first, last, count)]")
     if not windows:
-        raise ValueError("windows: expected at least one, got an empty list.")
+        raise ArgumentError("windows", "expected at least one, got an empty list.")
     qrels = collection.split_qrels(split)
     n_requested = sum(window.count for window in windows)
     false_negatives = false_negatives or FalseNegatives()
@@ -355,8 +359,9 @@ def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) ->
             keep[start : start + len(keep_in_group)] = keep_in_group
     if not keep.any():
         n_negatives = int((~rows.relevant).sum())
-        raise ValueError(
-            f"margin, max_share: expected that some negative passes, got 0 of {n_negatives} "
+        raise ArgumentError(
+            ("margin", "max_share"),
+            f"expected that some negative passes, got 0 of {n_negatives} "
             f"with {false_negatives.margin!r} and {false_negatives.max_share!r}; relax one.",
         )
     return rows.take(keep)

@@ -34,7 +34,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import check_instance, check_mapping, list_of, path_of
+from tilefold._internal.arguments import (
+    ArgumentError,
+    check_instance,
+    check_mapping,
+    list_of,
+    path_of,
+)
 from tilefold._internal.files import exported_file
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.common.files import Json, arrow
@@ -366,7 +372,7 @@ def write_training_rows(
     check_rows("rows", rows)
     pa, pq = arrow("Storing training rows")
     if not len(rows):
-        raise ValueError("rows: expected at least one row, got an empty table.")
+        raise ArgumentError("rows", "expected at least one row, got an empty table.")
     schema = _schema_of(pa, rows)
     query_of_row = rows.query_of_row()
     with (

@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import check_choice, check_encoder, check_instance, check_mapping
+from tilefold._internal.arguments import (
+    ArgumentError,
+    check_choice,
+    check_encoder,
+    check_instance,
+    check_mapping,
+)
 from tilefold._internal.files import atomic_file
 from tilefold._internal.precision import inference_precision, scores_in_fp32
 from tilefold._internal.typing import Model
@@ -461,14 +467,16 @@ def ensemble(
     check_rows("rows", rows)
     check_mapping("teachers", teachers, "name -> scores")
     if not teachers:
-        raise ValueError("teachers: expected at least one, got an empty mapping.")
+        raise ArgumentError("teachers", "expected at least one, got an empty mapping.")
     check_choice("normalization", normalization, NORMALIZATIONS)
     if like is not None and scale is not None:
-        raise ValueError("like, scale: expected one of them, got both.")
+        raise ArgumentError(("like", "scale"), "expected one of them, got both.")
     if like is not None and like not in teachers:
-        raise ValueError(f"like: expected one of the teachers {', '.join(teachers)}, got {like!r}.")
+        raise ArgumentError(
+            "like", f"expected one of the teachers {', '.join(teachers)}, got {like!r}."
+        )
     if scale is not None and not 0 < scale < np.inf:
-        raise ValueError(f"scale: expected a finite number above 0, got {scale!r}.")
+        raise ArgumentError("scale", f"expected a finite number above 0, got {scale!r}.")
     columns = [_scores_of_rows(name, scores, len(rows)) for name, scores in teachers.items()]
     if normalization == "min_max":
         columns = [_min_max(rows, scores) for scores in columns]
@@ -478,8 +486,9 @@ def ensemble(
             scale = SCALE if normalization == "min_max" else 1.0
         return np.asarray(mean * scale, np.float32)
     if not np.ptp(mean):  # the computed deviation of equal scores may be an error of rounding
-        raise ValueError(
-            "like: expected scores that differ, got equal ones, which have no deviation to map.",
+        raise ArgumentError(
+            "like",
+            "expected scores that differ, got equal ones, which have no deviation to map.",
         )
     target = _scores_of_rows(like, teachers[like], len(rows))
     standardized = (mean - mean.mean()) / mean.std()
@@ -490,8 +499,9 @@ def _scores_of_rows(teacher: str, scores: object, n_rows: int) -> npt.NDArray[np
     """Return the scores of a teacher, by position, as float64 ``[n_rows]``."""
     values = np.asarray(scores, np.float64)
     if values.shape != (n_rows,):
-        raise ValueError(
-            f"teachers: expected {n_rows} scores of {teacher!r}, one per row, got shape "
+        raise ArgumentError(
+            "teachers",
+            f"expected {n_rows} scores of {teacher!r}, one per row, got shape "
             f"{list(values.shape)}.",
         )
     return values
@@ -537,8 +547,9 @@ def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> Tra
     if not missing_documents:
         return rows
     if rows.scored:
-        raise ValueError(
-            f"rows: expected all relevant documents of {split} in scored rows, got some without "
+        raise ArgumentError(
+            "rows",
+            f"expected all relevant documents of {split} in scored rows, got some without "
             f"{len(missing_documents)}. Score the mined file again.",
         )
     return replace(

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._internal.arguments import (
+    ArgumentError,
     check_choice,
     check_instance,
     check_least,
@@ -25,7 +26,7 @@ from tilefold._internal.vocabulary import fill_missing_names
 from tilefold._version import __version__
 from tilefold.retrieval.common.files import Json, is_unicode
 from tilefold.retrieval.common.provenance import Provenance
-from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+from tilefold.retrieval.errors import ArgumentDataError, DataError, VocabularyMismatchError
 from tilefold.retrieval.vectors.shards import check_complete
 from tilefold.retrieval.vectors.sparse import SparseVectors
 from tilefold.retrieval.vectors.sparse_files import VectorManifest, iter_shards, read_manifest
@@ -161,8 +162,9 @@ def export_opensearch(
     check_least("part_bytes", part_bytes)
     documents = _survey(vectors, "OpenSearch", lambda _: None, texts)
     if 0 < documents.min_weight < _MIN_OPENSEARCH_WEIGHT:
-        raise DataError(
-            "vectors: OpenSearch takes weights of at least "
+        raise ArgumentDataError(
+            "vectors",
+            "OpenSearch takes weights of at least "
             f"{_MIN_OPENSEARCH_WEIGHT:.3g} (a normal float32), got {documents.min_weight:.3g}. "
             "Drop such weights.",
         )
@@ -203,14 +205,15 @@ def export_opensearch(
 def _check_sparse_vector(documents: _Documents, tokens: Sequence[str | None] | None) -> None:
     """Raise an error unless a field of type ``sparse_vector`` can hold the terms."""
     if tokens is not None:
-        raise ValueError(
-            "tokens: expected None with field_type='sparse_vector', whose terms are numbers, got "
-            "tokens.",
+        raise ArgumentError(
+            "tokens",
+            "expected None with field_type='sparse_vector', whose terms are numbers, got tokens.",
         )
     vocab_size = documents.is_used.size
     if vocab_size > _MAX_SPARSE_VECTOR_TERMS:
-        raise DataError(
-            f"vectors: sparse_vector takes numbers of terms modulo {_MAX_SPARSE_VECTOR_TERMS:,}, "
+        raise ArgumentDataError(
+            "vectors",
+            f"sparse_vector takes numbers of terms modulo {_MAX_SPARSE_VECTOR_TERMS:,}, "
             f"so that some would match in a vocabulary of {vocab_size:,}. "
             "Use field_type='rank_features'.",
         )
@@ -504,8 +507,9 @@ def _name_terms(
         first_problem, descriptions = next(iter(refused.items()))
         n_others = len(refused) - 1
         others = f", and {n_others} other kinds of such names" if n_others else ""
-        raise DataError(
-            f"tokens: {documents.engine} takes no term whose name {first_problem}, got "
+        raise ArgumentDataError(
+            "tokens",
+            f"{documents.engine} takes no term whose name {first_problem}, got "
             f"{_first_items(descriptions)}{others}. {remedy}.",
         )
     _check_distinct(names, documents.is_used)
@@ -521,8 +525,9 @@ def _check_distinct(names: Sequence[str], is_used: npt.NDArray[np.bool_]) -> Non
         if first_term != term and (is_used[term] or is_used[first_term]):
             repeated.append(f"{name!r} (terms {first_term} and {term})")
     if repeated:
-        raise DataError(
-            f"tokens: expected a name of its own for every term, got {_first_items(repeated)} "
+        raise ArgumentDataError(
+            "tokens",
+            f"expected a name of its own for every term, got {_first_items(repeated)} "
             f"twice. {_NUMBERS_REMEDY}.",
         )
 
@@ -568,8 +573,9 @@ def _check_form(
     if pattern.fullmatch(value) and value not in reserved:
         return
     exception = f", and none of {', '.join(reserved)}" if reserved else ""
-    raise ValueError(
-        f"{option}: expected letters, digits{more_characters} or _, a letter first{exception}, got "
+    raise ArgumentError(
+        option,
+        f"expected letters, digits{more_characters} or _, a letter first{exception}, got "
         f"{value!r}.",
     )
 

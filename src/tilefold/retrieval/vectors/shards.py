@@ -12,6 +12,7 @@ from types import UnionType
 from typing import ClassVar, Generic, Protocol, TypeVar, get_origin, get_type_hints
 
 from tilefold._internal import files as _files
+from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.files import (
     LOCK,
     atomic_file,
@@ -37,7 +38,7 @@ _EXPECTED = "a folder of vectors, as tilefold encode writes it"
 REMEDY = "Write the vectors again (tilefold encode)."
 SCHEMA_VERSION = 1
 RECEIPTS = "part-*.receipt.json"
-_START_AGAIN = "resume=False"
+_START_AGAIN = "resume=False (--fresh)"
 # If every text of a shard of at least this size fails, the model is at fault, not the texts.
 MIN_ALL_FAILED = 16
 _TRUNCATION_TYPES = {"count": int, "max_length": int | None}
@@ -272,7 +273,7 @@ def _check_unfinished(folder: Path, earlier: Manifest, manifest: Manifest) -> No
     state = "" if earlier.complete else "an unfinished run of "
     raise FileExistsError(
         f"{folder}: expected a new or empty folder, got one with {state}{earlier.n_documents} "
-        "vectors. Choose another folder, or replace them (overwrite=True); nothing was "
+        "vectors. Choose another folder, or replace them (overwrite=True or --overwrite); nothing was "
         "overwritten.",
     )
 
@@ -330,9 +331,9 @@ class ShardWriter(ABC, Generic[M, V]):
             return
         if manifest.shards or manifest.partial or manifest.complete:
             got = f"one that lists {len(manifest.shards)} shard(s)"
-            raise ValueError(
-                f"manifest: expected that of a new folder, got {got}. Make a new one with its "
-                "settings.",
+            raise ArgumentError(
+                "manifest",
+                f"expected that of a new folder, got {got}. Make a new one with its settings.",
             )
         self._earlier()  # refuses a foreign folder before anything is written there
         self._lock = lock_folder(self.path)
@@ -610,8 +611,9 @@ class ShardWriter(ABC, Generic[M, V]):
         """Raise ``ValueError`` unless a shard is the next one or a listed one."""
         if not 0 <= number <= len(self.manifest.shards):
             following = f"at most {len(self.manifest.shards)}, the next shard"
-            raise ValueError(
-                f"number: expected {following}, got {number}. Shards are written in order.",
+            raise ArgumentError(
+                "number",
+                f"expected {following}, got {number}. Shards are written in order.",
             )
 
     def finish(self, n_texts: int | None = None) -> M:

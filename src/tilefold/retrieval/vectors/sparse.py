@@ -10,7 +10,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import check_instance, check_k, check_mapping, list_of
+from tilefold._internal.arguments import (
+    ArgumentError,
+    check_instance,
+    check_k,
+    check_mapping,
+    list_of,
+)
 from tilefold._internal.typing import Tensor
 from tilefold.pipeline.ragged import gather_positions, offsets_of
 from tilefold.retrieval.common.array_checks import (
@@ -204,7 +210,7 @@ class SparseVectors:
         """Join the rows of at least one set of vectors, all of one vocabulary, in order."""
         parts = list_of("parts", parts)
         if not parts:
-            raise ValueError("parts: expected at least one set of vectors, got an empty list.")
+            raise ArgumentError("parts", "expected at least one set of vectors, got an empty list.")
         for number, part in enumerate(parts):
             check_vectors(f"parts[{number}]", part)
         for number, part in enumerate(parts[1:], start=1):
@@ -314,9 +320,9 @@ def check_buildable(vectors: SparseVectors) -> None:
     check_vectors("vectors", vectors)
     if not len(vectors) or not bool((vectors.data > 0).any()):
         got = f"{len(vectors)} vector(s) without"
-        raise ValueError(
-            f"vectors: expected at least one vector with a positive weight, got {got}. Check the "
-            "model.",
+        raise ArgumentError(
+            "vectors",
+            f"expected at least one vector with a positive weight, got {got}. Check the model.",
         )
 
 

@@ -9,12 +9,19 @@ from pathlib import Path
 
 import numpy as np
 
-from tilefold._internal.arguments import check_least, check_mapping, list_of, list_of_ids, path_of
+from tilefold._internal.arguments import (
+    ArgumentError,
+    check_least,
+    check_mapping,
+    list_of,
+    list_of_ids,
+    path_of,
+)
 from tilefold._internal.files import exported_file
 from tilefold._internal.vocabulary import fill_missing_names, term_names, vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.common.files import Json, arrow, json_line
-from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+from tilefold.retrieval.errors import ArgumentDataError, DataError, VocabularyMismatchError
 from tilefold.retrieval.vectors.shards import (
     REMEDY,
     Manifest,
@@ -145,8 +152,9 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
     def _store(self, vectors: SparseVectors, path: Path) -> None:
         pa, parquet = arrow("Storing vectors")
         if vectors.indices.size > np.iinfo(np.int32).max:
-            raise ValueError(
-                f"vectors: expected fewer than 2^31 weights per shard, got {vectors.indices.size}.",
+            raise ArgumentError(
+                "vectors",
+                f"expected fewer than 2^31 weights per shard, got {vectors.indices.size}.",
             )
         offsets = pa.array(vectors.indptr.astype(np.int32))
         indices = pa.array(vectors.indices, pa.int32())
@@ -310,8 +318,9 @@ def _check_distinct_names(term_names: Sequence[str], vectors: SparseVectors) -> 
     for term in np.unique(vectors.indices).tolist():
         other = term_of_name.setdefault(term_names[term], term)
         if other != term:
-            raise DataError(
-                f"tokens: terms {other} and {term} have the same text {term_names[term]!r}. "
+            raise ArgumentDataError(
+                "tokens",
+                f"terms {other} and {term} have the same text {term_names[term]!r}. "
                 "Pass tokens=None.",
             )
 

@@ -21,7 +21,7 @@ from tilefold.pipeline.ragged import gather_positions, offsets_of
 from tilefold.retrieval.common.array_checks import check_offsets
 from tilefold.retrieval.common.files import require
 from tilefold.retrieval.data.passages import document_of
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import ArgumentDataError, DataError
 from tilefold.retrieval.vectors.shards import (
     REMEDY,
     Manifest,
@@ -106,9 +106,9 @@ class TokenVectors:
         for name, rows in zip(ids, vectors, strict=True):
             check_instance(f"vectors of {name!r}", rows, Tensor, "a tensor [n, D]")
             if rows.dim() != 2 or rows.size(1) != dimension:
-                raise DataError(
-                    f"vectors: expected [n, {dimension}] for {name!r}, got shape "
-                    f"{list(rows.shape)}.",
+                raise ArgumentDataError(
+                    "vectors",
+                    f"expected [n, {dimension}] for {name!r}, got shape {list(rows.shape)}.",
                 )
         lengths = torch.tensor([0, *(rows.size(0) for rows in vectors)], dtype=torch.int64)
         offsets = lengths.cumsum(0)
@@ -206,9 +206,9 @@ def check_finite(
         return
     rounded = numbers.half() if storage == "fp16" else numbers
     got = named(ids, offsets, numbers, ~rounded.isfinite())
-    raise DataError(
-        f"vectors: expected finite numbers within the range of {storage}, got {got}. Check the "
-        "model.",
+    raise ArgumentDataError(
+        "vectors",
+        f"expected finite numbers within the range of {storage}, got {got}. Check the model.",
     )
 
 
@@ -310,8 +310,9 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
         dimension = self.manifest.dimension
         dtype = _DTYPES[self.manifest.storage]
         if vectors.dimension != dimension or vectors.values.dtype != dtype:
-            raise DataError(
-                f"vectors: expected D={dimension} in {dtype} as in the folder, "
+            raise ArgumentDataError(
+                "vectors",
+                f"expected D={dimension} in {dtype} as in the folder, "
                 f"got {_described(vectors.values)}.",
             )
 

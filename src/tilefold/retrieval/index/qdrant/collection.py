@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from tilefold._internal.arguments import check_choice, check_count, check_k
+from tilefold._internal.arguments import ArgumentError, check_choice, check_count, check_k
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import (
     Provenance,
@@ -25,7 +25,7 @@ from tilefold.retrieval.data.metadata import (
     joined_kinds,
     paths_of,
 )
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import ArgumentDataError, DataError
 from tilefold.retrieval.index.protocol import REMEDY, Hit
 from tilefold.retrieval.index.qdrant.documents import Documents, Queries, checked_ids, key_of
 from tilefold.retrieval.index.qdrant.engine import (
@@ -191,7 +191,9 @@ class QdrantCollection:
         present = self.present(documents.ids)
         if there := [name for name in documents.ids if name in present]:
             found = f"{len(there)} of {len(documents)} ids are in {self.place} already, {there[0]!r} the first"
-            raise DataError(f"documents: {found}. Nothing was added; upsert replaces documents.")
+            raise ArgumentDataError(
+                "documents", f"{found}. Nothing was added; upsert replaces documents."
+            )
         self._upsert(documents, BATCH, progress)
 
     def upsert(
@@ -271,7 +273,7 @@ class QdrantCollection:
                 if self.complete
                 else "an unfinished build of other documents"
             )
-            remedy = "Choose another place, or drop it (overwrite=True)."
+            remedy = "Choose another place, or drop it (overwrite=True or --overwrite)."
             expected = "an empty collection, or an unfinished build of the same vectors"
             raise DataError(f"{self.place}: expected {expected}, got {what}. {remedy}")
         if texts_sha256 is None and documents.sparse is not None:
@@ -535,17 +537,17 @@ def _check_options(
         check_choice("fusion", fusion, FUSIONS)
     first = [kind for kind in queries.kinds if not (rerank and kind == TOKENS)]
     if rerank and (queries.tokens is None or not first):
-        raise ValueError(
-            "rerank: expected queries with tokens, and with sparse or dense vectors for the first "
-            "stage.",
+        raise ArgumentError(
+            "rerank",
+            "expected queries with tokens, and with sparse or dense vectors for the first stage.",
         )
     if fusion is None and len(first) > 1:
-        raise ValueError(
-            f"fusion: expected one of {', '.join(FUSIONS)} for {' and '.join(first)} vectors, got "
-            "None.",
+        raise ArgumentError(
+            "fusion",
+            f"expected one of {', '.join(FUSIONS)} for {' and '.join(first)} vectors, got None.",
         )
     if fusion is not None and len(first) < 2:
-        raise ValueError(
-            f"fusion: expected several kinds of vectors to fuse, got {', '.join(first)}. Leave it "
-            "out.",
+        raise ArgumentError(
+            "fusion",
+            f"expected several kinds of vectors to fuse, got {', '.join(first)}. Leave it out.",
         )

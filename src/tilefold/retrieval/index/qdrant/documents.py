@@ -15,7 +15,7 @@ from tilefold._internal.arguments import list_of_ids
 from tilefold.retrieval.common.files import Json, check_text_ids, is_unicode
 from tilefold.retrieval.data.metadata import field_values, kinds_by_field
 from tilefold.retrieval.data.numbers import canonical_number
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import ArgumentDataError, DataError
 from tilefold.retrieval.index.qdrant.engine import (
     DENSE,
     ID,
@@ -69,7 +69,9 @@ class Queries:
         self.ids = list(self.ids)
         check_ids(self.ids)
         if self.sparse is None and self.dense is None and self.tokens is None:
-            raise DataError("vectors: expected sparse, dense or tokens, got None for all three.")
+            raise ArgumentDataError(
+                "vectors", "expected sparse, dense or tokens, got None for all three."
+            )
         for name, vectors in (("sparse", self.sparse), ("tokens", self.tokens)):
             if vectors is not None and list(vectors.ids) != self.ids:
                 pairs = zip(vectors.ids, self.ids, strict=False)
@@ -84,8 +86,9 @@ class Queries:
             (finite := self.tokens.values.float().isfinite()).all(),
         ):
             value = self.tokens.values[~finite][0].item()
-            raise DataError(
-                f"tokens: expected finite numbers, got {value}. Check the model's output.",
+            raise ArgumentDataError(
+                "tokens",
+                f"expected finite numbers, got {value}. Check the model's output.",
             )
 
     def __len__(self) -> int:
@@ -194,9 +197,9 @@ class Documents(Queries):
         for kind in layout.kinds:
             if kind not in self.kinds:
                 got = ", ".join(self.kinds)
-                raise DataError(
-                    f"documents: {place} keeps {kind} vectors, got only {got}. Give those of all "
-                    "as well.",
+                raise ArgumentDataError(
+                    "documents",
+                    f"{place} keeps {kind} vectors, got only {got}. Give those of all as well.",
                 )
         check_models(layout.models, self.models, place)
         self._check_integers(layout)
@@ -206,14 +209,16 @@ class Documents(Queries):
                 f"passages ({each})" if each else "whole documents"
                 for each in (layout.passages, cut)
             )
-            raise DataError(
-                f"documents: expected {own} as in {place}, got {got}. Encode them alike.",
+            raise ArgumentDataError(
+                "documents",
+                f"expected {own} as in {place}, got {got}. Encode them alike.",
             )
         heaviest = 0.0 if self.sparse is None else float(self.sparse.data.max(initial=0.0))
         if layout.weights == "float16" and heaviest > _LARGEST_HALF:
             most = f"up to {_LARGEST_HALF:.0f}"
-            raise DataError(
-                f"documents: float16 keeps weights {most}, got {heaviest:g}. Scale them.",
+            raise ArgumentDataError(
+                "documents",
+                f"float16 keeps weights {most}, got {heaviest:g}. Scale them.",
             )
         if self.tokens is not None and len(self):
             lengths = self.tokens.offsets.diff()
@@ -221,7 +226,7 @@ class Documents(Queries):
             if (floats := int(lengths[longest]) * self.tokens.dimension) >= _FLOATS_OF_A_POINT:
                 most = f"fewer than {_FLOATS_OF_A_POINT:,} numbers of token vectors in one"
                 got = f"{floats:,} in {self.ids[longest]!r}. Cut it, or pool its tokens"
-                raise DataError(f"documents: Qdrant takes {most}, got {got}.")
+                raise ArgumentDataError("documents", f"Qdrant takes {most}, got {got}.")
 
     def _check_integers(self, layout: Layout) -> None:
         """Raise ``DataError`` for a fraction in a field of integers, which its index would lose."""

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field, fields
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
-from tilefold._internal.arguments import check_choice, check_count
+from tilefold._internal.arguments import ArgumentError, check_choice, check_count
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.data.metadata import Filter, Wanted, check_field
 from tilefold.retrieval.data.numbers import Bounds, rounded_range
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import ArgumentDataError, DataError
 from tilefold.retrieval.vectors.sparse import check_same_vocabulary
 
 SCHEMA_VERSION = 1
@@ -66,16 +66,17 @@ class Layout:
             if size is not None:
                 check_count(name, size)
         if not self.kinds:
-            raise ValueError(
-                "layout: expected vocab_size, dense or tokens, got None for all three.",
+            raise ArgumentError(
+                "layout",
+                "expected vocab_size, dense or tokens, got None for all three.",
             )
         check_choice("weights", self.weights, WEIGHTS)
         check_choice("distance", self.distance, DISTANCES)
         for name, kind in self.fields.items():
             if kind not in FIELDS or name == ID:
-                raise ValueError(
-                    f"fields: expected a name and one of {', '.join(FIELDS)}, got {name!r}: "
-                    f"{kind!r}.",
+                raise ArgumentError(
+                    "fields",
+                    f"expected a name and one of {', '.join(FIELDS)}, got {name!r}: {kind!r}.",
                 )
             check_field(name, "fields")
 
@@ -107,8 +108,9 @@ def check_models(mine: Mapping[str, str], others: Mapping[str, str], place: str)
         if mine.get(kind, model) != model:
             remedy = "Encode with the same model, or choose another collection."
             expected = f"{kind} vectors of the model that made {place} ({mine[kind][:12]})"
-            raise DataError(
-                f"documents: expected {expected}, got those of another ({model[:12]}). {remedy}",
+            raise ArgumentDataError(
+                "documents",
+                f"expected {expected}, got those of another ({model[:12]}). {remedy}",
             )
 
 

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.files import atomic_directory, check_replaceable, lock_path, swap_directory
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
@@ -116,8 +117,9 @@ class QdrantIndex:
         a ``DataError`` or ``FileExistsError``, one where another process builds an ``InUseError``.
         """
         if unknown := sorted(set(options) - set(_OPTIONS)):
-            raise ValueError(
-                f"options: Qdrant has {', '.join(_OPTIONS)}; got {', '.join(unknown)}.",
+            raise ArgumentError(
+                "options",
+                f"Qdrant has {', '.join(_OPTIONS)}; got {', '.join(unknown)}.",
             )
         check_buildable(vectors)
         kept, cut = options.get("weights", "float32"), vectors.provenance.passages
@@ -128,14 +130,14 @@ class QdrantIndex:
         url, folder = options.get("url"), options.get("folder")
         if url is not None:
             if folder is not None:
-                raise ValueError(
-                    "folder: expected either a folder or the url of a server, got both, "
-                    f"{folder!r}.",
+                raise ArgumentError(
+                    "folder",
+                    f"expected either a folder or the url of a server, got both, {folder!r}.",
                 )
             return cls._on_server(url, documents, layout, report, options)
         for name in _OF_SERVERS:
             if options.get(name) not in (None, False):
-                raise ValueError(f"{name}: goes with url, the address of a server. Leave it out.")
+                raise ArgumentError(name, "goes with url, the address of a server. Leave it out.")
         if folder is not None:
             overwrite = bool(options.get("overwrite"))
             return cls._in_folder(Path(folder), documents, layout, report, overwrite=overwrite)
@@ -164,7 +166,9 @@ class QdrantIndex:
         options: Json,
     ) -> QdrantIndex:
         if not (name := options.get("collection")):
-            raise ValueError(f"collection: expected a name for it on the server, got {name!r}.")
+            raise ArgumentError(
+                "collection", f"expected a name for it on the server, got {name!r}."
+            )
         given = {
             key: options[key]
             for key in ("api_key", "timeout", "patience")

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold.retrieval.common.files import Json, require
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.qdrant.engine import ID, SPARSE, Engine, Record, Stage
@@ -60,31 +61,32 @@ class ServerEngine(Engine):
             "qdrant",
         )
         if not _NAME.fullmatch(name):
-            raise ValueError(f"name: expected letters, digits, '.', '_' or '-', got {name!r}.")
+            raise ArgumentError("name", f"expected letters, digits, '.', '_' or '-', got {name!r}.")
         for option, value, low in (("timeout", timeout, 0.0), ("patience", patience, -1.0)):
             if (
                 isinstance(value, bool)
                 or not isinstance(value, (int, float))
                 or not low < value < 1e6
             ):
-                raise ValueError(
-                    f"{option}: expected seconds above {max(low, 0):.0f}, got {value!r}.",
+                raise ArgumentError(
+                    option,
+                    f"expected seconds above {max(low, 0):.0f}, got {value!r}.",
                 )
         parts = urlsplit(url) if isinstance(url, str) else urlsplit("")
         if parts.username or parts.password or parts.query:
-            raise ValueError(
-                f"url: expected an address without a key in it; give that as {KEY_VARIABLE} or "
-                "api_key.",
+            raise ArgumentError(
+                "url",
+                f"expected an address without a key in it; give that as {KEY_VARIABLE} or api_key.",
             )
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url: expected http://host:6333 or https://host, got {url!r}.")
+            raise ArgumentError("url", f"expected http://host:6333 or https://host, got {url!r}.")
         self.url, self.name = url.rstrip("/"), name
         self.place = f"collection {name!r} at {self.url}"
         self._key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE) or None
         if self._key is not None and not _KEY.fullmatch(self._key):
-            raise ValueError(
-                f"api_key: expected printable ASCII, no spaces (or {KEY_VARIABLE}), got other "
-                "text.",
+            raise ArgumentError(
+                "api_key",
+                f"expected printable ASCII, no spaces (or {KEY_VARIABLE}), got other text.",
             )
         if self._key and parts.scheme == "http" and not _is_loopback(parts.hostname):
             warnings.warn(
