@@ -204,7 +204,7 @@ def exported_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
     if path.exists() and not overwrite:
         raise FileExistsError(
             f"{path}: expected a new file, got one that was written before. Choose another path, "
-            "or replace it (overwrite=True); nothing was overwritten.",
+            "or replace it (overwrite=True or --overwrite); nothing was overwritten.",
         )
     with atomic_file(path) as temporary:
         yield temporary
