@@ -1,12 +1,17 @@
-"""A collection in a folder, through qdrant-edge: the engine of Qdrant in this process.
+"""Collections in a folder, through qdrant-edge: the engine of Qdrant in this process.
 
-Behaviour of qdrant-edge-py 0.9.0 that this wrapper handles: opening a folder that is open already
-fails, but damages it for the one that has it open, so a lock of ours comes first; errors are bare
-``Exception``; numbers that are not finite, terms given twice and token vectors beyond the server's
-limit are stored without a word (``Documents`` refuses them); ``MatchValue(True)`` is that of the
-integer 1. It has no checksums: bytes that changed give other rankings, abort the process or never
-return (``Checksums`` comes first). It maps files ahead that have no space yet: where the disk is
-full, the system ends the process (so space is asked for first).
+This wrapper handles these properties of qdrant-edge-py 0.9.0:
+
+* Opening a folder that is open already fails, but damages it for the process that has it open. A
+  lock file is therefore taken first.
+* Errors are bare ``Exception``.
+* Numbers that are not finite, terms given twice and token vectors beyond the server's limit are
+  stored without an error. ``Documents`` refuses them.
+* ``MatchValue(True)`` matches the integer 1.
+* There are no checksums. Bytes that changed give other rankings, abort the process or never return.
+  :class:`Checksums` are therefore compared before a folder is opened.
+* It maps files before they have space. On a full disk the system then ends the process, so the free
+  space is checked first.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -44,23 +49,38 @@ RECORD = "collection.json"
 SHARD = "shard"
 CHECKSUMS = "checksums.json"
 OWN_NAMES = (RECORD, SHARD, CHECKSUMS, LOCK)
-_AHEAD = 64 << 20  # that a batch may fill, of 8 MB: two files of 32 MB of the log
-_PAGE = 1000
-_BLOCK = 1 << 16  # of a file whose checksum is taken
-_ZEROS = bytes(_BLOCK)
-_THREADS = min(8, os.cpu_count() or 1)
+
+# Bytes that a batch of 8 MB may write: two files of 32 MB of the log.
+_WRITE_AHEAD_BYTES = 64 << 20
+# Documents of a page of ids.
+_PAGE_SIZE = 1000
+# Bytes of a block of a file whose checksum is computed.
+_BLOCK_BYTES = 1 << 16
+_ZERO_BLOCK = bytes(_BLOCK_BYTES)
+_CHECKSUM_THREADS = min(8, os.cpu_count() or 1)
 
 
 class EdgeEngine(Engine):
-    """The collection in `folder`, open in this process alone until it is closed.
+    """A collection in a folder, which one process at a time can open.
 
-    Its files are compared with their checksums first, unless ``verify=False``; closing makes those
-    that are missing.
+    Files are compared with their checksums when the folder is opened. Closing computes missing
+    checksums.
+
+    Args:
+        folder: of the collection; it may be new.
+        verify: whether to compare checksums.
+
+    Raises:
+        InUseError: if the collection is open elsewhere.
+        DataError: if it is damaged.
     """
 
-    prefetch, at_once = "prefetches", 64
+    prefetch_argument = "prefetches"
+    batch_queries = 64
+    # The open shard of the engine; None before it is created and after it was closed.
     _shard: Any = None
-    _process: int | None = None  # that has it open
+    # Id of the process that opened the folder.
+    _process: int | None = None
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
         self.api = require(
@@ -69,20 +89,21 @@ class EdgeEngine(Engine):
             "An embedded Qdrant collection",
             "qdrant",
         )
-        self.point, self.range = self.api.Point, self.api.RangeFloat
-        self.folder, self.place = folder, str(folder)
+        self.point_type = self.api.Point
+        self.range_type = self.api.RangeFloat
+        self.folder = folder
+        self.place = str(folder)
         try:
             self._lock = lock_folder(folder, again=False)
         except InUseError:
-            said = (
-                "the collection is open elsewhere, and an embedded one can be open once at a time"
-            )
             raise InUseError(
-                f"{folder}: {said}. Close it there, or keep it on a Qdrant server.",
+                f"{folder}: the collection is open elsewhere, and an embedded one can be open once "
+                "at a time. Close it there, or keep it on a Qdrant server.",
             ) from None
         self._checksums = Checksums(folder / SHARD, version("qdrant-edge-py"))
         try:
-            if (record := self.record()) is not None:
+            record = self.record()
+            if record is not None:
                 self._load(record, verify)
         except BaseException as error:
             unlock_folder(self._lock)
@@ -92,15 +113,17 @@ class EdgeEngine(Engine):
         self._process = os.getpid()
 
     def _load(self, record: Record, verify: bool) -> None:
+        """Open the shard of an existing collection."""
         self._checksums.read(verify=verify)
-        if verify and record.complete and not self._checksums.kept:
-            said = "its files have no checksums, so that damage is not noticed: a process that changed them did not"
+        if verify and record.complete and not self._checksums.are_known:
             warnings.warn(
-                f"{self.place}: {said} close them. Closing it makes some.",
+                f"{self.place}: its files have no checksums, so that damage is not noticed: a "
+                "process that changed them did not close them. Closing it makes some.",
                 RuntimeWarning,
                 stacklevel=5,
             )
-        if not self._checksums.kept:  # else it writes nothing
+        if not self._checksums.are_known:
+            # Opening a shard that was not closed writes files.
             need_space(self.folder)
         with self._errors():
             self._shard = self.api.EdgeShard.load(str(self.folder / SHARD))
@@ -108,25 +131,27 @@ class EdgeEngine(Engine):
 
     def record(self) -> Record | None:
         file = self.folder / RECORD
-        return (
-            Record.from_dict(read_json_object(file, REMEDY), self.place) if file.exists() else None
-        )
+        if not file.exists():
+            return None
+        return Record.from_dict(read_json_object(file, REMEDY), self.place)
 
     def create(self, record: Record) -> None:
-        """Make an empty collection. A shard without a record is what a killed creation left, and is
-        removed.
+        """Create an empty collection.
+
+        A shard without a record is what a killed creation left, and is removed.
         """
-        edge, layout = self.api, record.layout
-        self._changing()
+        edge = self.api
+        layout = record.layout
+        self._prepare_change()
         shutil.rmtree(self.folder / SHARD, ignore_errors=True)
-        maxsim = edge.MultiVectorConfig(edge.MultiVectorComparator.MaxSim)
-        no_graph = edge.HnswIndexConfig(0, 4, 10_000)  # MaxSim is exact
-        kinds = edge.EdgeVectorParams, edge.Distance.Dot, edge.Distance.Cosine
         vectors = self._vector_params(
             layout,
-            *kinds,
-            multivector_config=maxsim,
-            hnsw_config=no_graph,
+            edge.EdgeVectorParams,
+            edge.Distance.Dot,
+            edge.Distance.Cosine,
+            multivector_config=edge.MultiVectorConfig(edge.MultiVectorComparator.MaxSim),
+            # Without links of a graph (m = 0), so that MaxSim is exact.
+            hnsw_config=edge.HnswIndexConfig(0, 4, 10_000),
         )
         sparse = {}
         if layout.vocab_size is not None:
@@ -136,8 +161,8 @@ class EdgeEngine(Engine):
             config = edge.EdgeConfig(vectors=vectors, sparse_vectors=sparse)
             self._shard = edge.EdgeShard.create(str(self.folder / SHARD), config)
             for name, schema in layout.fields.items():
-                kind = getattr(edge.PayloadSchemaType, schema.capitalize())
-                self._shard.update(edge.UpdateOperation.create_field_index(name, kind))
+                field_type = getattr(edge.PayloadSchemaType, schema.capitalize())
+                self._shard.update(edge.UpdateOperation.create_field_index(name, field_type))
             self._shard.flush()
         self.write_record(record)
 
@@ -153,227 +178,277 @@ class EdgeEngine(Engine):
         shutil.rmtree(self.folder / SHARD, ignore_errors=True)
 
     def delete(self, keys: Sequence[str]) -> None:
-        self._update("delete_points", list(keys))
+        self._update(self.api.UpdateOperation.delete_points(list(keys)))
 
     def _put(self, points: Sequence[object]) -> None:
-        self._update("upsert_points", points)
+        self._update(self.api.UpdateOperation.upsert_points(points))
 
-    def _update(self, operation: str, *args: object) -> None:
-        self._changing()
-        self._call("update", getattr(self.api.UpdateOperation, operation)(*args))
+    def _update(self, operation: object) -> None:
+        """Change the collection, and flush the change."""
+        self._prepare_change()
+        self._call("update", operation)
         self._call("flush")
 
     def _get(self, keys: list[str], vectors: bool) -> list[Any]:
-        return list(self._call("retrieve", keys, True, vectors))
+        with_payload = True
+        return list(self._call("retrieve", keys, with_payload, vectors))
 
     def _page(self, offset: object) -> tuple[list[Any], Any]:
-        page, offset = self._call(
-            "scroll",
-            self.api.ScrollRequest(offset=offset, limit=_PAGE, with_payload=[ID]),
-        )
-        return page, offset
+        request = self.api.ScrollRequest(offset=offset, limit=_PAGE_SIZE, with_payload=[ID])
+        points, next_offset = self._call("scroll", request)
+        return points, next_offset
 
-    def _count(self, chosen: object) -> int:
-        return int(self._call("count", self.api.CountRequest(exact=True, filter=chosen)))
+    def _count(self, condition: object) -> int:
+        return int(self._call("count", self.api.CountRequest(exact=True, filter=condition)))
 
-    def _answers(self, requests: Sequence[object]) -> list[Any]:
+    def _query_batch(self, requests: Sequence[object]) -> list[Any]:
         return list(self._call("query_batch", self.api.QueryBatchRequest(requests)))
 
     def optimize(self) -> None:
-        """Make the final index of what was added, in a second copy of the files."""
-        self._changing(allocated(self.folder / SHARD))
+        """Build the final index of documents that were added, in a second copy of the files."""
+        self._prepare_change(allocated(self.folder / SHARD))
         self._call("optimize")
         self._call("flush")
 
     def close(self) -> None:
-        """Flush, make checksums, and let others open the folder."""
-        if (
-            self._process != os.getpid() or not self._lock.is_locked
-        ):  # of a process that forked this one, or closed
+        """Flush, write checksums, and let other processes open the folder."""
+        is_forked = self._process != os.getpid()  # another process has the folder open
+        is_closed = not self._lock.is_locked
+        if is_forked or is_closed:
             return
         try:
             if self._shard is not None:
                 self._call("close")
                 self._checksums.confirm()
-                self._keep_checksums()
+                self._write_checksums()
         finally:
             self._shard = None
             unlock_folder(self._lock)
 
-    def _changing(self, more: int = 0) -> None:
-        """Comes before every change, which may write 64 MB and `more` bytes."""
-        if self._shard is None and self.record() is not None:
-            return  # closed: the call will say so
-        need_space(self.folder, more)
+    def _prepare_change(self, more_bytes: int = 0) -> None:
+        """Check the free space, and remove the checksums. Call it before every change.
+
+        Args:
+            more_bytes: bytes that the change writes in addition to the log.
+        """
+        is_closed = self._shard is None and self.record() is not None
+        if is_closed:
+            return  # the change itself raises an error that says so
+        need_space(self.folder, more_bytes)
         self._checksums.remove()
 
-    def _keep_checksums(self) -> None:
-        """Make the checksums of a shard that is closed, unless they are there or a build is
-        unfinished.
-        """
+    def _write_checksums(self) -> None:
+        """Write checksums of a closed shard, unless they are known or a build is unfinished."""
         record = self.record()
-        if self._checksums.kept or record is None or not record.complete:
+        if self._checksums.are_known or record is None or not record.complete:
             return
         try:
             need_space(self.folder)
-            with self._errors():  # what it leaves to the next opening is done now
+            with self._errors():
+                # The engine leaves some work to the next opening, which would change files.
                 self.api.EdgeShard.load(str(self.folder / SHARD)).close()
             self._checksums.write()
         except (OSError, RuntimeError) as error:
-            said = f"is whole, but has no checksums ({error}), so that damage would not be noticed"
             warnings.warn(
-                f"{self.place}: {said}. Open and close it again.",
+                f"{self.place}: is whole, but has no checksums ({error}), so that damage would not "
+                "be noticed. Open and close it again.",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
-    def _scoring(self, stage: Stage) -> Json:
-        if stage.fusion == "rrf":  # its ranks start at 0
+    def _query_arguments(self, stage: Stage) -> Json:
+        if stage.fusion == "rrf":
+            # The engine counts ranks from 0.
             return {"query": self.api.Fusion.Rrf(stage.rank_constant + 1)}
         if stage.fusion:
             return {"query": self.api.Fusion.Dbsf()}
-        return {
-            "query": self.api.Query.Nearest(
-                self._vector(stage.using, stage.vector),
-                using=stage.using,
-            ),
-        }
+        vector = self._vector(stage.using, stage.vector)
+        return {"query": self.api.Query.Nearest(vector, using=stage.using)}
 
     def _match(self, value: object) -> object:
-        return super()._match(
-            np.bool_(value) if isinstance(value, bool) else value,
-        )  # else True would be 1
+        # A bool of Python would match the integer 1.
+        return super()._match(np.bool_(value) if isinstance(value, bool) else value)
 
     def _empty(self, name: str) -> object:
         return self.api.IsEmptyCondition(name)
 
-    def _call(self, method: str, *args: object) -> Any:
+    def _call(self, method: str, *arguments: object) -> Any:
+        """Call a method of the shard, with errors as of :meth:`_errors`."""
         with self._errors():
-            return getattr(self._shard, method)(*args)
+            return getattr(self._shard, method)(*arguments)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise what the engine raises, or panics with, as a RuntimeError that names the folder."""
+        """Turn errors and panics of the engine into a ``RuntimeError`` that names the folder."""
         try:
-            with naming_full_disk(self.folder):
-                try:
-                    yield
-                except BaseException as error:
-                    if type(error) is Exception or type(error).__name__ == "PanicException":
-                        raise RuntimeError(f"{self.place}: Qdrant failed: {error}.") from error
-                    raise
+            with naming_full_disk(self.folder), self._engine_errors():
+                yield
         except AttributeError as error:
+            # A method of the shard, which is None.
             if self._shard is None:
                 raise RuntimeError(
                     f"{self.place}: the collection is closed. Open it again.",
                 ) from error
             raise
 
+    @contextmanager
+    def _engine_errors(self) -> Iterator[None]:
+        """Turn bare exceptions and panics into a ``RuntimeError``."""
+        try:
+            yield
+        except BaseException as error:
+            # pyo3's exception of panics cannot be imported.
+            if type(error) is Exception or type(error).__name__ == "PanicException":
+                raise RuntimeError(f"{self.place}: Qdrant failed: {error}.") from error
+            raise
 
-def need_space(folder: Path, more: int = 0, of: Path | None = None) -> None:
-    """Raise ``DiskFullError`` unless the disk of `folder` has space for what a change writes, and
-    for `more` bytes.
+
+def need_space(folder: Path, more_bytes: int = 0, named: Path | None = None) -> None:
+    """Raise ``DiskFullError`` unless a disk has the space that a change may need.
+
+    Args:
+        folder: on the disk.
+        more_bytes: bytes that the change writes in addition to the log.
+        named: path that the error names; by default the folder.
     """
-    free, needed = shutil.disk_usage(folder).free, _AHEAD + more
-    if free < needed:
-        why = f"the disk is full: Qdrant may need {needed >> 20} MB, {free >> 20} MB are free"
-        remedy = "Free some space there, or choose another place; what was complete is kept."
-        raise DiskFullError(f"{of or folder}: could not be written, {why}. {remedy}")
+    free_bytes = shutil.disk_usage(folder).free
+    needed_bytes = _WRITE_AHEAD_BYTES + more_bytes
+    if free_bytes < needed_bytes:
+        raise DiskFullError(
+            f"{named or folder}: could not be written, the disk is full: Qdrant may need "
+            f"{needed_bytes >> 20} MB, {free_bytes >> 20} MB are free. Free some space there, or "
+            "choose another place; what was complete is kept.",
+        )
 
 
 def allocated(folder: Path) -> int:
-    """Bytes that the files below a folder take on the disk."""
-    return (
-        sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
-        if os.name != "nt"
-        else 0
-    )
+    """Return the bytes that the files in a folder take on the disk; 0 on Windows."""
+    if os.name == "nt":
+        return 0
+    # The system counts blocks of 512 bytes. Holes of files have none.
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
 class Checksums:
-    """Sizes and SHA-256 of all files of a shard, in a file beside it, which is there while the
-    shard is as it says.
+    """Sizes and SHA-256 of all files of a shard, in a file next to it.
 
-    It is removed before the shard is changed, and written when that is over: a process that is
-    killed in between leaves none. Opening and closing a shard changes only the order of members in
-    its JSON files, of which the sorted text counts. What another version of the engine makes of a
-    shard is not known.
+    The file is removed before the shard is changed, and written after it was closed. A process that
+    is killed in between leaves none. Opening and closing a shard changes only the order of members
+    in its JSON files, whose sorted text is digested. Checksums of another version of the engine are
+    removed, because it may change files when it opens a shard.
+
+    Args:
+        shard: folder of the shard.
+        engine_version: version of the engine.
     """
 
-    def __init__(self, shard: Path, engine: str) -> None:
-        self._shard, self._file, self._engine = shard, shard.parent / CHECKSUMS, engine
-        self._sizes: dict[str, int | None] | None = None  # of the files that the checksums are of
+    def __init__(self, shard: Path, engine_version: str) -> None:
+        self._shard = shard
+        self._file = shard.parent / CHECKSUMS
+        self._engine_version = engine_version
+        # Size of each file that has a checksum; None if there are no checksums.
+        self._sizes: dict[str, int | None] | None = None
 
     @property
-    def kept(self) -> bool:
+    def are_known(self) -> bool:
         return self._sizes is not None
 
     def read(self, *, verify: bool) -> None:
-        """Take the checksums that are there, if any, and compare them."""
+        """Read the checksums, if there are any.
+
+        Args:
+            verify: whether to compare the files with them.
+
+        Raises:
+            DataError: if a file differs or is missing.
+        """
         if not self._file.is_file():
             return
-        found = read_json_object(self._file, REMEDY)
-        files = found.get("files")
+        value = read_json_object(self._file, REMEDY)
+        files = value.get("files")
         if not isinstance(files, dict) or not all(
             isinstance(entry, dict) for entry in files.values()
         ):
             raise DataError(
                 f"{self._file}: expected the checksums of files, got {files!r:.80}. {REMEDY}",
             )
-        there = _entries(self._shard) if verify else files
-        if damaged := sorted(name for name, entry in files.items() if there.get(name) != entry):
-            what = "its checksum is not the one" if damaged[0] in there else "it is gone, and is"
-            where = f"{self._file.name} ({len(damaged)} of {len(files)} files)"
-            raise DataError(f"{self._shard / damaged[0]}: damaged; {what} in {where}. {REMEDY}")
+        if verify:
+            self._compare(files)
         self._sizes = {name: entry.get("bytes") for name, entry in files.items()}
-        if found.get("engine") != self._engine:
+        if value.get("engine") != self._engine_version:
             self.remove()
 
+    def _compare(self, listed: Mapping[str, Json]) -> None:
+        """Raise ``DataError`` unless the listed files have their sizes and checksums."""
+        entries = _entries(self._shard)
+        damaged = sorted(name for name, entry in listed.items() if entries.get(name) != entry)
+        if not damaged:
+            return
+        first = damaged[0]
+        problem = "its checksum is not the one" if first in entries else "it is gone, and is"
+        raise DataError(
+            f"{self._shard / first}: damaged; {problem} in {self._file.name} "
+            f"({len(damaged)} of {len(listed)} files). {REMEDY}",
+        )
+
     def confirm(self) -> None:
-        """Remove the checksums where the engine has made, removed or resized a file since."""
-        if self.kept and self._sizes != {name: _size(file) for name, file in _files(self._shard)}:
+        """Remove the checksums if the engine has created, removed or resized a file."""
+        if not self.are_known:
+            return
+        if self._sizes != {name: _size(file) for name, file in _files(self._shard)}:
             self.remove()
 
     def remove(self) -> None:
-        """Say, before the shard changes, that nothing is known of its files."""
+        """Remove the checksums, before the shard is changed."""
         self._sizes = None
         with suppress(FileNotFoundError):
             self._file.unlink()
-            sync(self._file.parent)  # else they could be there again after a loss of power
+            # Without this, the file could be there again after a loss of power.
+            sync(self._file.parent)
 
     def write(self) -> None:
+        """Write checksums of the files as they are now."""
         files = _entries(self._shard)
-        write_json_object(self._file, {"engine": self._engine, "files": files}, durable=True)
+        write_json_object(
+            self._file,
+            {"engine": self._engine_version, "files": files},
+            durable=True,
+        )
         self._sizes = {name: entry["bytes"] for name, entry in files.items()}
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Iterate over relative names and paths of all files in a folder, in order."""
     for file in sorted(folder.rglob("*")):
         if file.is_file():
             yield file.relative_to(folder).as_posix(), file
 
 
 def _size(file: Path) -> int | None:
+    """Return the size of a file; None for JSON, whose text may be written in another order."""
     return None if file.suffix == ".json" else file.stat().st_size
 
 
 def _entries(folder: Path) -> dict[str, Json]:
-    """Name -> size and checksum of each file below a folder."""
+    """Return size and checksum of each file in a folder, by relative name."""
     files = dict(_files(folder))
     try:
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with ThreadPoolExecutor(_CHECKSUM_THREADS) as pool:
             digests = list(pool.map(_sha256, files.values()))
-    except RuntimeError:  # the interpreter ends, and starts no threads
-        digests = list(map(_sha256, files.values()))
+    except RuntimeError:
+        # The interpreter is ending, and starts no more threads.
+        digests = [_sha256(file) for file in files.values()]
     return {
-        n: {"bytes": _size(file), "sha256": d}
-        for (n, file), d in zip(files.items(), digests, strict=True)
+        name: {"bytes": _size(file), "sha256": digest}
+        for (name, file), digest in zip(files.items(), digests, strict=True)
     }
 
 
 def _sha256(file: Path) -> str:
-    """Digest of the sorted text of a JSON file, and of the blocks of others that are not zero, with
-    their places.
+    """Compute the digest of a file.
+
+    Of a JSON file, the text with sorted members is digested. Of other files, these are the blocks
+    that are not zero, with their positions, because the engine's files are large and mostly holes.
     """
     if file.suffix == ".json":
         content = file.read_bytes()
@@ -382,23 +457,31 @@ def _sha256(file: Path) -> str:
         return hashlib.sha256(content).hexdigest()
     digest = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
-        at = _next_data(stream, 0)
-        while at is not None and (block := stream.read(_BLOCK)):
-            if block != _ZEROS[: len(block)]:
-                digest.update(at.to_bytes(8, "big") + block)
-            at = _next_data(stream, at + len(block))
+        position = _seek_data(stream, 0)
+        while position is not None:
+            block = stream.read(_BLOCK_BYTES)
+            if not block:
+                break
+            if block != _ZERO_BLOCK[: len(block)]:
+                digest.update(position.to_bytes(8, "big") + block)
+            position = _seek_data(stream, position + len(block))
     return digest.hexdigest()
 
 
-def _next_data(stream: BinaryIO, at: int) -> int | None:
-    """Go to the next block that holds something, `at` or later; the engine's files are large and
-    mostly holes.
+def _seek_data(stream: BinaryIO, position: int) -> int | None:
+    """Go to the first block at or after a position that is not in a hole of a file.
+
+    Returns:
+        The position of the block, or None if only a hole follows.
     """
     try:
-        at = max(at, os.lseek(stream.fileno(), at, os.SEEK_DATA) // _BLOCK * _BLOCK)
-    except AttributeError:  # another system: all is read
-        pass
-    except OSError as error:  # none, or a file system that does not know
+        data = os.lseek(stream.fileno(), position, os.SEEK_DATA)
+        # Blocks begin at multiples of their size.
+        position = max(position, data // _BLOCK_BYTES * _BLOCK_BYTES)
+    except AttributeError:
+        pass  # a system without SEEK_DATA: everything is read
+    except OSError as error:
+        # Other errors are of file systems that do not support it, where everything is read.
         if error.errno == errno.ENXIO:
             return None
-    return stream.seek(at)
+    return stream.seek(position)

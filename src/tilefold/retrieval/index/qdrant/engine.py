@@ -192,16 +192,26 @@ class Stage(NamedTuple):
 
 
 class Engine(Protocol):
-    """A collection in a folder or on a server. What a method has done when it returns is kept
-    whatever comes later.
+    """A collection in a folder or on a server.
+
+    Changes are durable once a method has returned. The methods that begin with an underscore take
+    and return objects of the client's package, and the others are shared by both engines.
+
+    Attributes:
+        place: where the collection is, for messages.
+        api: module with the classes of requests.
+        point_type: class of a point.
+        range_type: class of a range of numbers.
+        prefetch_argument: name of the argument of a request for its earlier stages.
+        batch_queries: queries of a call.
     """
 
-    place: str  # for messages
-    api: ModuleType  # whose classes requests are made of
-    point: Make  # its class of a point, and of a range, which have two names
-    range: Make
-    prefetch: str  # name of the stages of a request
-    at_once: int  # queries of a call
+    place: str
+    api: ModuleType
+    point_type: Make
+    range_type: Make
+    prefetch_argument: str
+    batch_queries: int
 
     def record(self) -> Record | None: ...  # None where there is no collection
     def create(self, record: Record) -> None: ...  # empty, with indexes of its fields
@@ -213,9 +223,9 @@ class Engine(Protocol):
     def _put(self, points: Sequence[object]) -> None: ...
     def _get(self, keys: list[str], vectors: bool) -> list[Any]: ...
     def _page(self, offset: object) -> tuple[list[Any], Any]: ...
-    def _count(self, chosen: object) -> int: ...
-    def _answers(self, requests: Sequence[object]) -> list[Any]: ...
-    def _scoring(self, stage: Stage) -> Json: ...
+    def _count(self, condition: object) -> int: ...
+    def _query_batch(self, requests: Sequence[object]) -> list[Any]: ...
+    def _query_arguments(self, stage: Stage) -> Json: ...
 
     def _vector_params(
         self,
@@ -238,7 +248,7 @@ class Engine(Protocol):
     def upsert(self, points: Sequence[Point]) -> None:
         self._put(
             [
-                self.point(
+                self.point_type(
                     id=key,
                     vector={n: self._vector(n, v) for n, v in vectors.items()},
                     payload=payload,
@@ -273,9 +283,9 @@ class Engine(Protocol):
         """
         answers: list[list[tuple[str, float]]] = []
         kind, chosen = self.api.QueryRequest, self._filter(where)
-        for start in range(0, len(stages), self.at_once):
-            part = stages[start : start + self.at_once]
-            found = self._answers(
+        for start in range(0, len(stages), self.batch_queries):
+            part = stages[start : start + self.batch_queries]
+            found = self._query_batch(
                 [self._request(kind, stage, chosen, with_payload=[ID]) for stage in part],
             )
             answers += [
@@ -286,7 +296,7 @@ class Engine(Protocol):
     def _request(self, kind: Make, stage: Stage, chosen: object, **more: object) -> object:
         earlier = [self._request(self.api.Prefetch, part, chosen) for part in stage.stages]
         params = self.api.SearchParams(exact=True) if stage.exact else None
-        more |= {self.prefetch: earlier or None, **self._scoring(stage)}
+        more |= {self.prefetch_argument: earlier or None, **self._query_arguments(stage)}
         return kind(limit=stage.limit, filter=chosen, params=params, **more)
 
     def _vector(self, name: str, vector: Any) -> object:
@@ -331,7 +341,7 @@ class Engine(Protocol):
         return alternatives[0] if len(alternatives) == 1 else self.api.Filter(should=alternatives)
 
     def _in_interval(self, name: str, low: float, high: float) -> object:
-        interval = self.range(
+        interval = self.range_type(
             gte=low if math.isfinite(low) else None,  # JSON has no infinity
             lte=high if math.isfinite(high) else None,
         )

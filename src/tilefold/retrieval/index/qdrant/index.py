@@ -239,7 +239,7 @@ class QdrantIndex:
             return
         with atomic_directory(Path(path), own_names=_NAMES, overwrite=overwrite) as folder:
             if self._folder is not None:  # every change was flushed
-                need_space(folder, allocated(self._folder / SHARD), of=Path(path))
+                need_space(folder, allocated(self._folder / SHARD), named=Path(path))
                 shutil.copytree(self._folder / SHARD, folder / SHARD, copy_function=_copy_sparse)
                 shutil.copyfile(self._folder / RECORD, folder / RECORD)
                 with closing(

@@ -1,4 +1,4 @@
-"""A collection on a Qdrant server, through qdrant-client over HTTP."""
+"""Collections on a Qdrant server, through qdrant-client over HTTP."""
 
 from __future__ import annotations
 
@@ -19,12 +19,20 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.qdrant.engine import ID, SPARSE, Engine, Record, Stage
 
 KEY_VARIABLE = "QDRANT_API_KEY"
-_META = "tilefold"  # in the metadata of the collection, as one text: servers merge objects
-_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,255}")
-_KEY = re.compile(r"[\x21-\x7e]+")
-_BUSY, _CONFLICT = (429, 502, 503, 504), 409
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0  # seconds between attempts
-_PAGE = 1000
+# Member of a collection's metadata that has the record, as text because servers merge objects.
+_RECORD_MEMBER = "tilefold"
+_NAME_PATTERN = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,255}")
+_API_KEY_PATTERN = re.compile(r"[\x21-\x7e]+")  # printable ASCII without spaces
+# HTTP statuses after which a request is sent again, and the status of a name that is in use.
+_TOO_MANY_REQUESTS = 429
+_BUSY_STATUSES = (_TOO_MANY_REQUESTS, 502, 503, 504)
+_CONFLICT = 409
+# Seconds between attempts: they double from the first to the longest pause.
+_FIRST_PAUSE = 0.2
+_LONGEST_PAUSE = 5.0
+# Documents of a page of ids.
+_PAGE_SIZE = 1000
+_MAX_ERROR_CHARACTERS = 300
 
 
 class UnreachableError(ConnectionError):
@@ -36,15 +44,25 @@ class _ExistsError(RuntimeError):
 
 
 class ServerEngine(Engine):
-    """The collection `name` of a server; arguments and errors as of
-    :meth:`QdrantCollection.server`.
+    """A collection of a Qdrant server.
 
-    Where the server cannot be reached, or says that it is busy, it is asked again with growing
-    pauses: a request takes ``timeout + patience`` seconds at most. All may be repeated, as points
-    have ids of their own. The key is never part of a message or of a file.
+    A request is sent again, with growing pauses, while the server cannot be reached or is busy. It
+    takes ``timeout + patience`` seconds at most. All requests may be repeated, because points have
+    ids of their own. The API key is never part of a message or of a file.
+
+    Args:
+        url: of the server.
+        name: of the collection.
+        api_key: by default ``QDRANT_API_KEY`` of the environment.
+        timeout: seconds for a request.
+        patience: seconds in which a request is sent again.
+
+    Raises:
+        ArgumentError: for an argument of another form.
     """
 
-    prefetch, at_once = "prefetch", 32
+    prefetch_argument = "prefetch"
+    batch_queries = 32
 
     def __init__(
         self,
@@ -60,18 +78,10 @@ class ServerEngine(Engine):
             "A collection on a Qdrant server",
             "qdrant",
         )
-        if not _NAME.fullmatch(name):
+        if not _NAME_PATTERN.fullmatch(name):
             raise ArgumentError("name", f"expected letters, digits, '.', '_' or '-', got {name!r}.")
-        for option, value, low in (("timeout", timeout, 0.0), ("patience", patience, -1.0)):
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not low < value < 1e6
-            ):
-                raise ArgumentError(
-                    option,
-                    f"expected seconds above {max(low, 0):.0f}, got {value!r}.",
-                )
+        _check_seconds("timeout", timeout, above=0.0)
+        _check_seconds("patience", patience, above=-1.0)
         parts = urlsplit(url) if isinstance(url, str) else urlsplit("")
         if parts.username or parts.password or parts.query:
             raise ArgumentError(
@@ -80,10 +90,11 @@ class ServerEngine(Engine):
             )
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ArgumentError("url", f"expected http://host:6333 or https://host, got {url!r}.")
-        self.url, self.name = url.rstrip("/"), name
+        self.url = url.rstrip("/")
+        self.name = name
         self.place = f"collection {name!r} at {self.url}"
         self._key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE) or None
-        if self._key is not None and not _KEY.fullmatch(self._key):
+        if self._key is not None and not _API_KEY_PATTERN.fullmatch(self._key):
             raise ArgumentError(
                 "api_key",
                 f"expected printable ASCII, no spaces (or {KEY_VARIABLE}), got other text.",
@@ -93,178 +104,229 @@ class ServerEngine(Engine):
                 f"{self.url}: the API key is sent without encryption. Use https.",
                 stacklevel=3,
             )
-        self._patience, self.api = patience, package.models
-        self.point, self.range = self.api.PointStruct, self.api.Range
+        self._patience = patience
+        self.api = package.models
+        self.point_type = self.api.PointStruct
+        self.range_type = self.api.Range
+        default_port = 443 if parts.scheme == "https" else 6333
         self._client = package.QdrantClient(
             url=self.url,
-            port=parts.port or (443 if parts.scheme == "https" else 6333),
+            port=parts.port or default_port,
             timeout=max(1, round(timeout)),
             headers={"api-key": self._key} if self._key else None,
             check_compatibility=False,
         )
 
     def record(self) -> Record | None:
-        """Record of the collection; ``DataError`` for one that tilefold did not make."""
-        if not self._ask("collection_exists"):
+        """Read the record of the collection; None if the collection does not exist.
+
+        Raises:
+            DataError: for a collection that tilefold did not create, or a damaged record.
+        """
+        if not self._send("collection_exists"):
             return None
-        metadata = getattr(self._ask("get_collection").config, "metadata", None) or {}
-        if _META not in metadata:
-            got = "one that says nothing of its vocabulary (Qdrant keeps that from version 1.16 on)"
-            remedy = "Choose another name; nothing was changed."
+        metadata = getattr(self._send("get_collection").config, "metadata", None) or {}
+        if _RECORD_MEMBER not in metadata:
             raise DataError(
-                f"{self.place}: expected a collection that tilefold made, got {got}. {remedy}",
+                f"{self.place}: expected a collection that tilefold made, got one that says "
+                "nothing of its vocabulary (Qdrant keeps that from version 1.16 on). Choose "
+                "another name; nothing was changed.",
             )
+        text = metadata[_RECORD_MEMBER]
         try:
-            value = json.loads(metadata[_META])
+            value = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
-            got = f"{metadata[_META]!r:.80} ({error})"
             raise DataError(
-                f"{self.place}: expected a record, got {got}. Choose another name.",
+                f"{self.place}: expected a record, got {text!r:.80} ({error}). Choose another "
+                "name.",
             ) from error
         return Record.from_dict(value if isinstance(value, dict) else {}, self.place)
 
     def create(self, record: Record) -> None:
-        models, layout = self.api, record.layout
-        maxsim = models.MultiVectorConfig(comparator=models.MultiVectorComparator.MAX_SIM)
-        no_graph = models.HnswConfigDiff(m=0)  # MaxSim is exact
-        kinds = models.VectorParams, models.Distance.DOT, models.Distance.COSINE
+        models = self.api
+        layout = record.layout
         vectors = self._vector_params(
             layout,
-            *kinds,
-            multivector_config=maxsim,
-            hnsw_config=no_graph,
+            models.VectorParams,
+            models.Distance.DOT,
+            models.Distance.COSINE,
+            multivector_config=models.MultiVectorConfig(
+                comparator=models.MultiVectorComparator.MAX_SIM,
+            ),
+            # Without links of a graph, so that MaxSim is exact.
+            hnsw_config=models.HnswConfigDiff(m=0),
         )
         sparse = None
         if layout.vocab_size is not None:
             index = models.SparseIndexParams(datatype=models.Datatype(layout.weights))
             sparse = {SPARSE: models.SparseVectorParams(index=index)}
-        configs = {"vectors_config": vectors, "sparse_vectors_config": sparse}
-        with suppress(_ExistsError):  # of another process
-            self._ask(
+        # Another process may have created the collection.
+        with suppress(_ExistsError):
+            self._send(
                 "create_collection",
-                **configs,
-                metadata={_META: json.dumps(record.to_dict())},
+                vectors_config=vectors,
+                sparse_vectors_config=sparse,
+                metadata=_metadata(record),
             )
         if self.record() is None:
             raise DataError(
                 f"{self.place}: was created and is not there. Is another program removing it?",
             )
         for name, schema in layout.fields.items():
-            self._ask("create_payload_index", name, schema)
+            self._send("create_payload_index", name, schema)
 
     def write_record(self, record: Record) -> None:
-        self._ask("update_collection", metadata={_META: json.dumps(record.to_dict())})
+        self._send("update_collection", metadata=_metadata(record))
 
     def drop(self) -> None:
-        self._ask("delete_collection")
+        self._send("delete_collection")
 
     def delete(self, keys: Sequence[str]) -> None:
-        self._ask("delete", points_selector=self.api.PointIdsList(points=list(keys)), wait=True)
+        self._send("delete", points_selector=self.api.PointIdsList(points=list(keys)), wait=True)
 
     def _put(self, points: Sequence[object]) -> None:
-        self._ask("upsert", points, wait=True)
+        self._send("upsert", points, wait=True)
 
     def _get(self, keys: list[str], vectors: bool) -> list[Any]:
-        return list(self._ask("retrieve", keys, with_payload=True, with_vectors=vectors))
+        return list(self._send("retrieve", keys, with_payload=True, with_vectors=vectors))
 
     def _page(self, offset: object) -> tuple[list[Any], Any]:
-        page, offset = self._ask(
+        points, next_offset = self._send(
             "scroll",
-            limit=_PAGE,
+            limit=_PAGE_SIZE,
             offset=offset,
             with_payload=[ID],
             with_vectors=False,
         )
-        return page, offset
+        return points, next_offset
 
-    def _count(self, chosen: object) -> int:
-        return int(self._ask("count", count_filter=chosen, exact=True).count)
+    def _count(self, condition: object) -> int:
+        return int(self._send("count", count_filter=condition, exact=True).count)
 
-    def _answers(self, requests: Sequence[object]) -> list[Any]:
-        return [answer.points for answer in self._ask("query_batch_points", requests)]
+    def _query_batch(self, requests: Sequence[object]) -> list[Any]:
+        return [answer.points for answer in self._send("query_batch_points", requests)]
 
     def optimize(self) -> None:
-        """Nothing: a server does that by itself."""
+        """Do nothing, because a server optimizes its collections by itself."""
 
     def close(self) -> None:
         self._client.close()
 
-    def _scoring(self, stage: Stage) -> Json:
+    def _query_arguments(self, stage: Stage) -> Json:
         models = self.api
-        if stage.fusion == "rrf":  # its ranks start at 0
+        if stage.fusion == "rrf":
+            # The server counts ranks from 0.
             return {"query": models.RrfQuery(rrf=models.Rrf(k=stage.rank_constant + 1))}
         if stage.fusion:
             return {"query": models.FusionQuery(fusion=models.Fusion.DBSF)}
-        return {
-            "query": models.NearestQuery(nearest=self._vector(stage.using, stage.vector)),
-            "using": stage.using,
-        }
+        vector = self._vector(stage.using, stage.vector)
+        return {"query": models.NearestQuery(nearest=vector), "using": stage.using}
 
-    def _ask(self, method: str, *args: object, **options: object) -> Any:
-        """The answer to a method of the client, asked again while the server is away or busy, until
-        patience ends.
+    def _send(self, method: str, *arguments: object, **options: object) -> Any:
+        """Call a method of the client, again while the server is unreachable or busy.
+
+        Args:
+            method: name of the method, whose first argument is the name of the collection.
+            arguments: the other positional arguments.
+            options: keyword arguments.
+
+        Raises:
+            UnreachableError: if there was no answer until the patience ended.
+            RuntimeError: for an answer that is none of Qdrant's, or another error of the server.
+            PermissionError: if the server refused the key.
+            FileNotFoundError: if there is no such collection.
         """
-        started, pause = time.monotonic(), _FIRST_PAUSE
+        started = time.monotonic()
+        pause = _FIRST_PAUSE
         while True:
             try:
-                return getattr(self._client, method)(self.name, *args, **options)
-            except Exception as error:
-                named = 429 if type(error).__name__ == "ResourceExhaustedResponse" else None
-                status = named or getattr(error, "status_code", None)
-                if status is None and not _is_transport(error):
-                    if type(error).__name__ != "ResponseHandlingException":
-                        raise
-                    said = f"expected the answers of a Qdrant server, got ({self._text(error)})"
-                    raise RuntimeError(f"{self.place}: {said}. Is it the right address?") from None
-                if status is not None and status not in _BUSY:
-                    raise self._refusal(status, error) from None
+                return getattr(self._client, method)(self.name, *arguments, **options)
+            except Exception as error:  # the client has many types of errors
+                self._check_retry(error)
                 waited = time.monotonic() - started
                 if waited + pause > self._patience:
-                    said = f"no answer from the Qdrant server after {waited:.1f} s ({self._text(error)})"
-                    kept = "Is it running? What was reported as done before is kept; the same call goes on from there."
-                    raise UnreachableError(f"{self.place}: {said}. {kept}") from None
+                    raise UnreachableError(
+                        f"{self.place}: no answer from the Qdrant server after {waited:.1f} s "
+                        f"({self._text(error)}). Is it running? What was reported as done before "
+                        "is kept; the same call goes on from there.",
+                    ) from None
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
+    def _check_retry(self, error: Exception) -> None:
+        """Return if a request should be sent again after an error, or raise a clear one."""
+        error_type = type(error).__name__
+        if error_type == "ResourceExhaustedResponse":
+            return
+        status = getattr(error, "status_code", None)
+        if status is not None:
+            if status not in _BUSY_STATUSES:
+                raise self._refusal(status, error) from None
+        elif not _is_transport_error(error):
+            if error_type != "ResponseHandlingException":
+                raise error
+            raise RuntimeError(
+                f"{self.place}: expected the answers of a Qdrant server, got "
+                f"({self._text(error)}). Is it the right address?",
+            ) from None
+
     def _refusal(self, status: int, error: Exception) -> Exception:
+        """Return the error for an HTTP status that is not worth another attempt."""
         if status in (401, 403):
-            how = (
-                f"the key given (api_key, or {KEY_VARIABLE})"
-                if self._key
-                else f"no key; set {KEY_VARIABLE}"
-            )
+            key = f"no key; set {KEY_VARIABLE}"
+            if self._key:
+                key = f"the key given (api_key, or {KEY_VARIABLE})"
             return PermissionError(
-                f"{self.place}: the Qdrant server answered {status} to {how}. Ask for access.",
+                f"{self.place}: the Qdrant server answered {status} to {key}. Ask for access.",
             )
         if status == 404:
-            said = "there is no such collection, or no Qdrant server"
-            return FileNotFoundError(f"{self.place}: {said}. Build it (tilefold index).")
-        kind = _ExistsError if status == _CONFLICT else RuntimeError
-        return kind(f"{self.place}: the Qdrant server answered {status}: {self._text(error)}")
+            return FileNotFoundError(
+                f"{self.place}: there is no such collection, or no Qdrant server. Build it "
+                "(tilefold index).",
+            )
+        error_type = _ExistsError if status == _CONFLICT else RuntimeError
+        return error_type(
+            f"{self.place}: the Qdrant server answered {status}: {self._text(error)}",
+        )
 
     def _text(self, error: BaseException) -> str:
-        """Message of an error, in one line and without the key."""
-        source = getattr(error, "source", None)
-        content = getattr(error, "content", None)
-        text = (
-            content.decode("utf-8", "replace")
-            if isinstance(content, bytes) and content
-            else str(source or error)
-        )
+        """Return the message of an error, in one line and without the API key."""
+        source = getattr(error, "source", None)  # the error that the client wrapped
+        content = getattr(error, "content", None)  # body of the answer
+        if isinstance(content, bytes) and content:
+            text = content.decode("utf-8", "replace")
+        else:
+            text = str(source or error)
         text = " ".join(text.split()) or type(source or error).__name__
-        return (text.replace(self._key, "***") if self._key else text)[:300]
+        if self._key:
+            text = text.replace(self._key, "***")
+        return text[:_MAX_ERROR_CHARACTERS]
 
 
-def _is_transport(error: BaseException) -> bool:
-    """Whether no answer came, rather than one that makes no sense."""
+def _metadata(record: Record) -> dict[str, str]:
+    """Return the metadata of a collection with a record."""
+    return {_RECORD_MEMBER: json.dumps(record.to_dict())}
+
+
+def _check_seconds(option: str, value: object, above: float) -> None:
+    """Raise ``ArgumentError`` unless an option is a number of seconds above a limit."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not above < value < 1e6:  # type: ignore[operator]
+        raise ArgumentError(
+            option,
+            f"expected seconds above {max(above, 0):.0f}, got {value!r}.",
+        )
+
+
+def _is_transport_error(error: BaseException) -> bool:
+    """Whether no answer came, in contrast to an answer that cannot be read."""
     source = getattr(error, "source", error)
-    return isinstance(source, OSError) or type(source).__module__.partition(".")[0] in (
-        "httpx",
-        "httpcore",
-    )
+    package = type(source).__module__.partition(".")[0]
+    return isinstance(source, OSError) or package in ("httpx", "httpcore")
 
 
 def _is_loopback(host: str) -> bool:
+    """Whether a host is this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
