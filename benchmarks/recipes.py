@@ -32,7 +32,6 @@ from benchmarks.collection_splits import evaluation_split, with_splits
 from benchmarks.runs import run_all, take_named
 from tilefold.recipes.catalogue import RECIPES, Config, Entry, get_recipe
 from tilefold.recipes.colbert import ColbertRecipe
-from tilefold.recipes.encoders import EncoderSpec
 from tilefold.recipes.lsr import LsrRecipe
 from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.data.datasets import load_collection
@@ -83,10 +82,7 @@ class Job:
         values = self.config().to_dict()
         names = ("base_model", "max_length", "seed", "start_percentile", "dimension")
         key = {name: values.get(name) for name in names}
-        sides = {
-            "query": values.get("query"),
-            "document": values.get("document", EncoderSpec().to_dict()),
-        }
+        sides = {"query": values.get("query"), "document": values.get("document")}
         return json.dumps({"data": self.data} | key | sides, sort_keys=True)
 
     def command(self) -> str:

@@ -242,7 +242,7 @@ def still_minilm(folder: Path) -> Path:
 
 def make_recipe(setting: Setting, base: Path, batch: int, steps: int, log_steps: int) -> Any:
     """The recipe of a run; nothing is saved before the end."""
-    from tilefold.recipes import ColbertRecipe, SpladeRecipe
+    from tilefold.recipes import ColbertRecipe, get_recipe
 
     shared = {
         "base_model": str(base),
@@ -260,9 +260,9 @@ def make_recipe(setting: Setting, base: Path, batch: int, steps: int, log_steps:
     if setting.kind == "colbert":
         return ColbertRecipe(**shared)
     if setting.seed is not None:
-        return SpladeRecipe(**shared)
+        return get_recipe("splade", **shared)
     weights = dict.fromkeys(("query_regularizer", "document_regularizer"), SCALE / 30_522)
-    return SpladeRecipe(similarity_scale=SCALE / 30_522, **weights, **shared)
+    return get_recipe("splade", similarity_scale=SCALE / 30_522, **weights, **shared)
 
 
 def collection(count: int, *, found: bool = False) -> Any:

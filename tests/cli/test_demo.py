@@ -17,7 +17,7 @@ from tests.cli.program import Call, done, fails, measured
 from tests.inside import common, demo_steps
 from tests.recipes.small import small_collection
 from tilefold.cli import demo
-from tilefold.recipes.splade import SpladeRecipe
+from tilefold.recipes import get_recipe
 from tilefold.retrieval.errors import DataError
 
 TINY = demo_steps.Size("minutes-5", 8, 24, 24, 16, 2, 4, 1e-3)
@@ -154,7 +154,13 @@ def test_sizes_seeds_and_documents_have_folders_of_their_own(tmp_path: Path) -> 
         "more minutes never do less"
     )
     assert (taken := [size.documents or math.inf for size in more]) == sorted(taken)
-    published = SpladeRecipe(max_steps=110, batch_size=64, train_max_length=64, max_length=128)
+    published = get_recipe(
+        "splade",
+        max_steps=110,
+        batch_size=64,
+        train_max_length=64,
+        max_length=128,
+    )
     assert demo_steps.make_recipe(demo_steps.FULL, 0) == published
     assert (demo_steps.FULL.documents, demo_steps.FULL.dense_length) == (None, 256)
 

@@ -31,7 +31,7 @@ from tests.recipes.small import small_collection, tiny_masked_lm, with_dev
 from tests.refusals import refused
 from tilefold._internal.files import LOCK
 from tilefold.distributed.world import KEPT
-from tilefold.recipes import ColbertRecipe, SpladeRecipe, get_recipe, train
+from tilefold.recipes import ColbertRecipe, get_recipe, train
 from tilefold.recipes._run import newest_step
 from tilefold.recipes._watch import Watcher
 
@@ -71,9 +71,15 @@ def recipe_of(kind: str, base: str) -> Any:
     if kind == "colbert":
         return ColbertRecipe(base, dimension=16, **SMALL)
     if kind == "splade":
-        return SpladeRecipe(base, query_regularizer=0.3, document_regularizer=0.2, **SMALL)
+        return get_recipe(
+            "splade",
+            base_model=base,
+            query_regularizer=0.3,
+            document_regularizer=0.2,
+            **SMALL,
+        )
     if kind == "grouped":
-        return SpladeRecipe(base, group_by_length=True, **SMALL)
+        return get_recipe("splade", base_model=base, group_by_length=True, **SMALL)
     return get_recipe(kind, base_model=base, **SMALL)
 
 

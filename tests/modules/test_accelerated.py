@@ -21,19 +21,29 @@ from tilefold.integrations.sentence_transformers.streaming.stream import as_csr
 from tilefold.modules import HeadPooling, load_encoder
 from tilefold.modules.fused_pooling import ScoreOptions
 from tilefold.pipeline.rows import Batch, Window
-from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder
+from tilefold.recipes.encoders import (
+    Base,
+    BinarySpec,
+    ClsMlmSpec,
+    EncoderSpec,
+    EpicSpec,
+    IdfSpec,
+    MlmSpec,
+    MlpSpec,
+    build_encoder,
+)
 
 SYSTEMS: dict[str, tuple[EncoderSpec | None, EncoderSpec]] = {
-    "unicoil": (None, EncoderSpec("mlp")),
-    "deepimpact": (EncoderSpec("binary", trainable=True), EncoderSpec("mlp")),
-    "tilde": (EncoderSpec("binary"), EncoderSpec("cls_mlm")),
-    "splade": (None, EncoderSpec("mlm", drop_special_tokens=True, logit_scale=0.5)),
-    "qmlp": (EncoderSpec("mlp", activation="log1p_relu"), EncoderSpec()),
-    "sums": (EncoderSpec("idf"), EncoderSpec("mlm", pooling="sum", drop_special_tokens=True)),
-    "epic": (EncoderSpec("mlp", activation="log1p_softplus"), EncoderSpec("epic")),
+    "unicoil": (None, MlpSpec()),
+    "deepimpact": (BinarySpec(trainable=True), MlpSpec()),
+    "tilde": (BinarySpec(), ClsMlmSpec()),
+    "splade": (None, MlmSpec(drop_special_tokens=True, logit_scale=0.5)),
+    "qmlp": (MlpSpec(activation="log1p_relu"), MlmSpec()),
+    "sums": (IdfSpec(), MlmSpec(pooling="sum", drop_special_tokens=True)),
+    "epic": (MlpSpec(activation="log1p_softplus"), EpicSpec()),
     "windows": (
-        EncoderSpec("mlm", top_k=4, normalize="l2", shared_network=True),
-        EncoderSpec("mlm", top_k=8),
+        MlmSpec(top_k=4, normalize="l2", shared_network=True),
+        MlmSpec(top_k=8),
     ),
 }
 DENSE = {"convert_to_sparse_tensor": False, "show_progress_bar": False}
@@ -122,9 +132,9 @@ def test_fp8_is_for_the_maximum_alone_and_what_cannot_be_fused_is_refused(tiny_l
     query, document = SYSTEMS["epic"]  # which keeps a thousand terms
     base = Base(tiny_lm, max_length=32, texts=TEXTS)
     assert build_encoder(query, document, base, device="cpu").max_active_dims == 1000
-    few = build_encoder(query, EncoderSpec("epic", top_k=5), base, device="cpu")
+    few = build_encoder(query, EpicSpec(top_k=5), base, device="cpu")
     assert (few.encode_document(TEXTS, **DENSE) > 0).sum(1).tolist() == [5] * len(TEXTS)
-    for spec in (EncoderSpec("cls_mlm"), EncoderSpec("epic")):
+    for spec in (ClsMlmSpec(), EpicSpec()):
         refused(
             ValueError,
             "quantize must be None for pooling",
@@ -132,18 +142,18 @@ def test_fp8_is_for_the_maximum_alone_and_what_cannot_be_fused_is_refused(tiny_l
             built(spec),
             quantize="fp8",
         )
-    with accelerate(built(EncoderSpec("mlm", drop_special_tokens=True)), quantize="fp8") as model:
+    with accelerate(built(MlmSpec(drop_special_tokens=True)), quantize="fp8") as model:
         rounded = model.encode(TEXTS, **DENSE)
     exact = model.encode(TEXTS, **DENSE)
     assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()
-    sums = built(EncoderSpec("mlm", pooling="sum", activation="log1p_softplus"))
+    sums = built(MlmSpec(pooling="sum", activation="log1p_softplus"))
     refused(ValueError, "log1p has to be taken of every token", accelerate, sums)
     assert not is_accelerated(sums)
 
 
 def test_rows_are_pruned_after_what_follows_the_pooling(tiny_lm: str) -> None:
     """A module after the pooling reads whole rows, and nothing but the last one gives sparse ones."""
-    base = build_encoder(None, EncoderSpec(), Base(tiny_lm, max_length=32), device="cpu")
+    base = build_encoder(None, MlmSpec(), Base(tiny_lm, max_length=32), device="cpu")
 
     class Double(HeadPooling):
         reads_logits = False

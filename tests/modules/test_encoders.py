@@ -20,7 +20,17 @@ from tests.modules.batches import QUERIES, TEXTS, tiny_masked_lm
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, restore
 from tilefold.modules import HeadPooling, StaticQuery, TokenWeights, load_encoder, to_stock
-from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder
+from tilefold.recipes.encoders import (
+    Base,
+    BinarySpec,
+    ClsMlmSpec,
+    EncoderSpec,
+    EpicSpec,
+    IdfSpec,
+    MlmSpec,
+    MlpSpec,
+    build_encoder,
+)
 
 
 def built(base: str, *sides: EncoderSpec | None) -> SparseEncoder:
@@ -51,11 +61,11 @@ def reloaded(
 @pytest.mark.parametrize(
     ("query", "document"),
     [
-        (None, EncoderSpec()),
-        (None, EncoderSpec("mlm", pooling="sum", activation="log1p_log1p_relu")),
-        (EncoderSpec("binary"), EncoderSpec()),
-        (EncoderSpec("idf"), EncoderSpec(activation="log1p_log1p_relu")),
-        (EncoderSpec("mlm"), EncoderSpec("mlm")),
+        (None, MlmSpec()),
+        (None, MlmSpec(pooling="sum", activation="log1p_log1p_relu")),
+        (BinarySpec(), MlmSpec()),
+        (IdfSpec(), MlmSpec(activation="log1p_log1p_relu")),
+        (MlmSpec(), MlmSpec()),
     ],
 )
 def test_stock_stays_stock(
@@ -81,8 +91,8 @@ def test_stock_stays_stock(
 def test_a_shared_network_is_built_and_saved_once(tiny_lm: str, tmp_path: Path) -> None:
     model = built(
         tiny_lm,
-        EncoderSpec("mlm", normalize="l2", shared_network=True),
-        EncoderSpec("mlm"),
+        MlmSpec(normalize="l2", shared_network=True),
+        MlmSpec(),
     )
     routes = model[0].sub_modules
     assert routes["query"][0] is routes["document"][0]
@@ -93,7 +103,7 @@ def test_a_shared_network_is_built_and_saved_once(tiny_lm: str, tmp_path: Path) 
 
 
 def test_the_limit_of_epic_is_saved_and_its_loss_is_told(tiny_lm: str, tmp_path: Path) -> None:
-    model = built(tiny_lm, EncoderSpec("mlm"), EncoderSpec("epic", top_k=7))
+    model = built(tiny_lm, MlmSpec(), EpicSpec(top_k=7))
     loaded = reloaded(model, tmp_path)
     assert loaded.max_active_dims == 7
     assert (vectors(loaded)[1] > 0).sum(dim=1).tolist() == [7] * 4
@@ -110,8 +120,8 @@ def test_binary_queries_weigh_each_distinct_token_once(tiny_lm: str) -> None:
     for trainable, made in ((False, SparseStaticEmbedding), (True, StaticQuery)):
         model = built(
             tiny_lm,
-            EncoderSpec("binary", scale=0.25, trainable=trainable),
-            EncoderSpec(),
+            BinarySpec(scale=0.25, trainable=trainable),
+            MlmSpec(),
         )
         assert type(model[0].sub_modules["query"][0]) is made
         weights, _ = vectors(model)
@@ -132,8 +142,8 @@ def test_sides_without_a_network_have_the_length_of_the_other(
     """
     base = Base(tiny_lm, max_length=256, texts=TEXTS)
     model = build_encoder(
-        EncoderSpec("binary", trainable=trainable),
-        EncoderSpec(),
+        BinarySpec(trainable=trainable),
+        MlmSpec(),
         base,
         device="cpu",
     )
@@ -142,7 +152,7 @@ def test_sides_without_a_network_have_the_length_of_the_other(
 
 
 def test_idf_is_that_of_bm25_over_the_sample(tiny_lm: str, tmp_path: Path) -> None:
-    model = built(tiny_lm, EncoderSpec("idf"), EncoderSpec())
+    model = built(tiny_lm, IdfSpec(), MlmSpec())
     weight = model[0].sub_modules["query"][0].weight
     place = model.tokenizer.convert_tokens_to_ids
     n = len(TEXTS)
@@ -153,18 +163,12 @@ def test_idf_is_that_of_bm25_over_the_sample(tiny_lm: str, tmp_path: Path) -> No
         )
     listed = tmp_path / "idf.json"
     listed.write_text(json.dumps({"zip": 7.5, "csv": 0.0, "notatokenatall": 3.0}))
-    read = (
-        built(tiny_lm, EncoderSpec("idf", idf=str(listed)), EncoderSpec())[0]
-        .sub_modules["query"][0]
-        .weight
-    )
+    read = built(tiny_lm, IdfSpec(idf=str(listed)), MlmSpec())[0].sub_modules["query"][0].weight
     assert [read[place(token)].item() for token in ("zip", "functions", "[UNK]")] == [7.5, 1.0, 1.0]
 
 
 def test_a_trained_static_query_becomes_the_stock_module(tiny_lm: str, tmp_path: Path) -> None:
-    query = built(tiny_lm, EncoderSpec("idf", trainable=True), EncoderSpec())[0].sub_modules[
-        "query"
-    ][0]
+    query = built(tiny_lm, IdfSpec(trainable=True), MlmSpec())[0].sub_modules["query"][0]
     with torch.no_grad():
         query.weight.sub_(1.0)  # some become negative, which stock would return
     stock = query.stock()
@@ -181,18 +185,18 @@ def test_a_trained_static_query_becomes_the_stock_module(tiny_lm: str, tmp_path:
 
 
 def test_token_weights_go_on_from_a_trained_model(tiny_lm: str, tmp_path: Path) -> None:
-    first = built(tiny_lm, EncoderSpec("mlp"))
+    first = built(tiny_lm, MlpSpec())
     with torch.no_grad():
         first[1].linear.weight.normal_()
     first.save_pretrained(str(tmp_path))
-    again = built(str(tmp_path), EncoderSpec("mlp"))
+    again = built(str(tmp_path), MlpSpec())
     assert torch.equal(again[1].linear.weight, first[1].linear.weight)
     torch.testing.assert_close(vectors(again)[1], vectors(first)[1], rtol=0, atol=0)
-    refused(ValueError, "set scale as it was", built, str(tmp_path), EncoderSpec("mlp", scale=0.5))
+    refused(ValueError, "set scale as it was", built, str(tmp_path), MlpSpec(scale=0.5))
 
 
 def test_what_stock_computes_becomes_stock(tiny_lm: str, tmp_path: Path) -> None:
-    model = built(tiny_lm, EncoderSpec("binary", trainable=True), EncoderSpec())
+    model = built(tiny_lm, BinarySpec(trainable=True), MlmSpec())
     routes = model[0].sub_modules
     routes["document"][1] = HeadPooling(activation="log1p_log1p_relu")
     expected = vectors(model)
@@ -206,14 +210,14 @@ def test_what_stock_computes_becomes_stock(tiny_lm: str, tmp_path: Path) -> None
     }
     for got, value in zip(vectors(reloaded(model, tmp_path, SparseEncoder)), expected, strict=True):
         torch.testing.assert_close(got, value, rtol=0, atol=0)
-    ours = built(tiny_lm, EncoderSpec("mlm", top_k=3))
+    ours = built(tiny_lm, MlmSpec(top_k=3))
     assert to_stock(ours) == 0 and type(ours[1]) is HeadPooling
 
 
 def test_first_tokens_start_with_terms_to_learn_from() -> None:
     base = Base("minilm", max_length=32, texts=TEXTS)
     query, document = vectors(
-        build_encoder(EncoderSpec("binary"), EncoderSpec("cls_mlm"), base, device="cpu"),
+        build_encoder(BinarySpec(), ClsMlmSpec(), base, device="cpu"),
     )
     assert ((document > 0).sum(1) > 100).all() and (query @ document.T).count_nonzero() > 0
 
@@ -225,7 +229,7 @@ def test_minilm_starts_every_kind_of_network_without_a_question_to_the_hub(
         "sentence_transformers.util.load_file_path",
         lambda name, *_, **__: pytest.fail(name),
     )
-    model = built("minilm", EncoderSpec("mlp"), EncoderSpec())
+    model = built("minilm", MlpSpec(), MlmSpec())
     assert isinstance(model[0], Router) and isinstance(
         model[0].sub_modules["document"][1],
         SpladePooling,
@@ -236,23 +240,23 @@ def test_minilm_starts_every_kind_of_network_without_a_question_to_the_hub(
 
 def test_modernbert_starts_with_a_sixteenth_of_its_logits(tiny_lm: str, tmp_path: Path) -> None:
     tiny_masked_lm(tmp_path, "modernbert")
-    model = built(str(tmp_path), EncoderSpec())
+    model = built(str(tmp_path), MlmSpec())
     assert model[1].logit_scale == 1 / 16
     network = model[0].model
     assert (
         network.get_output_embeddings().weight is network.get_input_embeddings().weight
     )  # untouched
-    full = built(str(tmp_path), EncoderSpec(logit_scale=1.0))
+    full = built(str(tmp_path), MlmSpec(logit_scale=1.0))
     assert type(full[1]) is SpladePooling
     small, large = vectors(model)[1], vectors(full)[1]
     torch.testing.assert_close(small.expm1() * 16, large.expm1(), rtol=1e-4, atol=1e-5)
-    assert built(tiny_lm, EncoderSpec("mlm", top_k=2))[1].logit_scale == 1
+    assert built(tiny_lm, MlmSpec(top_k=2))[1].logit_scale == 1
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])
 def test_a_side_can_keep_the_lowest_layers_alone(tmp_path: Path, kind: str) -> None:
     base = tiny_masked_lm(tmp_path / "base", kind)
-    model = built(str(base), EncoderSpec("mlm", layers=1), EncoderSpec())
+    model = built(str(base), MlmSpec(layers=1), MlmSpec())
     networks = [model[0].sub_modules[name][0].model for name in ("query", "document")]
     assert [network.config.num_hidden_layers for network in networks] == [1, 2]
     reloaded(model, tmp_path / "saved")
@@ -261,34 +265,31 @@ def test_a_side_can_keep_the_lowest_layers_alone(tmp_path: Path, kind: str) -> N
         "layers must not exceed the model's 2",
         built,
         str(base),
-        EncoderSpec("mlm", layers=3),
+        MlmSpec(layers=3),
     )
 
 
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (partial(EncoderSpec, "spladd"), "kind must be one of"),
+        (partial(EncoderSpec.from_dict, {"kind": "spladd"}), "kind: expected one of"),
         (
-            partial(EncoderSpec, "binary", pooling="max"),
-            "pooling does not apply to an encoder of kind 'binary'",
+            partial(EncoderSpec.from_dict, {"kind": "binary", "pooling": "max"}),
+            "pooling: does not apply to an encoder of kind 'binary'",
         ),
-        (
-            partial(EncoderSpec, "mlm", logit_scale=-1.0),
-            "logit_scale must be a number greater than 0",
-        ),
-        (partial(EncoderSpec, "mlm", top_k=0), "top_k must be a whole number"),
+        (partial(MlmSpec, logit_scale=-1.0), "logit_scale: expected a number greater than 0"),
+        (partial(MlmSpec, top_k=0), "top_k: expected a whole number"),
         (partial(HeadPooling, "median"), "pooling must be one of"),
         (
             partial(HeadPooling, "cls", ignore_ids=[101]),
             "ignore_ids must be empty with pooling 'cls'",
         ),
         (partial(TokenWeights, 8, 9, activation="gelu"), "activation must be one of"),
-        ((EncoderSpec("binary"),), "a shared encoder needs a network"),
-        ((EncoderSpec("binary"), EncoderSpec("idf")), "one side must have a network"),
-        ((EncoderSpec(), EncoderSpec(shared_network=True)), "set it on the query side"),
+        ((BinarySpec(),), "a shared encoder needs a network"),
+        ((BinarySpec(), IdfSpec()), "one side must have a network"),
+        ((MlmSpec(), MlmSpec(shared_network=True)), "set it on the query side"),
         (
-            (EncoderSpec("mlp", shared_network=True), EncoderSpec()),
+            (MlpSpec(shared_network=True), MlmSpec()),
             "a network for the task 'feature-extraction'",
         ),
     ],
@@ -302,8 +303,8 @@ def test_wrong_records_are_refused_by_name(tiny_lm: str, made: Any, said: str) -
     [
         ('{"a', "idf must name a JSON file of token -> weight, got .*: Unterminated string"),
         ("[1]", "idf must name a JSON file of token -> weight, got no token of the model in"),
-        ('{"a": NaN}', "idf: the weight of 'a' in .* must be a number of at least 0, got nan"),
-        ('{"a": "3"}', "idf: the weight of 'a' in .* must be a number of at least 0, got '3'"),
+        ('{"a": NaN}', "idf: the weight of 'a' in .*: expected a number of at least 0, got nan"),
+        ('{"a": "3"}', "idf: the weight of 'a' in .*: expected a number of at least 0, got '3'"),
         (
             '{"zzqq": 3}',
             "idf must name a JSON file of token -> weight, got no token of the model in",
@@ -322,11 +323,11 @@ def test_files_of_weights_that_belong_elsewhere_are_refused(
         said,
         built,
         tiny_lm,
-        EncoderSpec("idf", idf=str(tmp_path / "idf.json")),
-        EncoderSpec(),
+        IdfSpec(idf=str(tmp_path / "idf.json")),
+        MlmSpec(),
     )
 
 
 def test_document_frequencies_need_texts(tiny_lm: str) -> None:
     told, base = "needs texts to count document frequencies in", Base(tiny_lm, max_length=32)
-    refused(ValueError, told, build_encoder, EncoderSpec("idf"), EncoderSpec(), base)
+    refused(ValueError, told, build_encoder, IdfSpec(), MlmSpec(), base)

@@ -22,7 +22,7 @@ from tests.recipes.small import (
     tiny_masked_lm,
 )
 from tilefold.integrations.sentence_transformers import accelerate
-from tilefold.recipes import SpladeRecipe, train
+from tilefold.recipes import get_recipe, train
 from tilefold.recipes.adaptation import AdaptationRecipe, adapt
 from tilefold.recipes.adapters import check_trainable, count_weights, merge_adapters
 
@@ -249,8 +249,9 @@ def test_a_model_that_was_saved_with_its_adapter_is_trained_on(
     model[0].model.add_adapter(config)
     model.save_pretrained(str(tmp_path / "base"))
     trained_weights, _ = count_weights(model)
-    recipe = SpladeRecipe(
-        str(tmp_path / "base"),
+    recipe = get_recipe(
+        "splade",
+        base_model=str(tmp_path / "base"),
         max_steps=4,
         batch_size=4,
         learning_rate=1e-2,

@@ -15,9 +15,9 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from tests.recipes.small import small_collection, tiny_masked_lm
-from tilefold.recipes import LsrRecipe, SpladeRecipe, TrainingError, train
+from tilefold.recipes import LsrRecipe, TrainingError, get_recipe, train
 from tilefold.recipes._batches import TrainingBatches
-from tilefold.recipes._rows import Column, Examples, Held
+from tilefold.recipes._rows import Column, Examples, TextsInMemory
 from tilefold.recipes._steps import (
     PairCounts,
     TextCounts,
@@ -54,8 +54,8 @@ def batches_of(
 
 
 def examples_of_queries(queries: list[int]) -> Examples:
-    texts = Held(f"query {number}" for number in range(max(queries) + 1))
-    documents = Held(f"document {row}" for row in range(len(queries)))
+    texts = TextsInMemory(f"query {number}" for number in range(max(queries) + 1))
+    documents = TextsInMemory(f"document {row}" for row in range(len(queries)))
     columns = {
         "query": Column(texts, np.array(queries)),
         "document": Column(documents, np.arange(len(queries))),
@@ -229,7 +229,7 @@ def test_batches_that_must_be_full_and_cannot_be_are_refused_before_training(
     queries: list[int],
     message: str,
 ) -> None:
-    recipe = SpladeRecipe(batch_size=16, **options)
+    recipe = get_recipe("splade", batch_size=16, **options)
     with pytest.raises(ValueError, match=message):
         check_batches(recipe, examples_of_queries(queries), ranks=ranks, distinct_texts=True)
 
@@ -254,7 +254,7 @@ def test_batches_that_are_short_are_announced_before_training(
     queries: list[int],
     message: str,
 ) -> None:
-    recipe = SpladeRecipe(batch_size=8, **options)
+    recipe = get_recipe("splade", batch_size=8, **options)
     told = check_batches(recipe, examples_of_queries(queries), ranks=1, distinct_texts=True)
     assert told[: len(message)] == message and bool(told) == bool(message)
 
@@ -279,7 +279,7 @@ def test_result_and_card_have_the_pairs_and_negatives_of_steps_that_were_done(
     base: str,
     tmp_path: Path,
 ) -> None:
-    recipe = SpladeRecipe(base, batch_size=64, epochs=4, bf16=False)
+    recipe = get_recipe("splade", base_model=base, batch_size=64, epochs=4, bf16=False)
     result = train(recipe, small_collection(), tmp_path / "m")
     assert (result.steps, result.pairs, result.fewest_pairs, result.trained_pairs) == (
         4,
@@ -304,7 +304,9 @@ def test_single_pairs_are_warned_of_and_filled_batches_have_none(
     base: str,
     tmp_path: Path,
 ) -> None:
-    recipe = SpladeRecipe(base, batch_size=8, epochs=4, fill_batches=fill_batches, bf16=False)
+    recipe = get_recipe(
+        "splade", base_model=base, batch_size=8, epochs=4, fill_batches=fill_batches, bf16=False
+    )
     result = train(recipe, skewed_collection(), tmp_path / "m")
     warnings = " ".join(result.warnings)
     assert result.steps == 20
@@ -315,7 +317,7 @@ def test_single_pairs_are_warned_of_and_filled_batches_have_none(
 
 
 def test_a_resumed_run_counts_the_steps_before_the_interruption(base: str, tmp_path: Path) -> None:
-    recipe = SpladeRecipe(base, batch_size=8, epochs=4, save_steps=3, bf16=False)
+    recipe = get_recipe("splade", base_model=base, batch_size=8, epochs=4, save_steps=3, bf16=False)
     expected = train(recipe, skewed_collection(), tmp_path / "whole")
 
     def stop(step: int, *_: object) -> None:
@@ -335,8 +337,9 @@ def test_a_run_that_was_interrupted_at_the_end_of_an_epoch_leaves_none_out(
     tmp_path: Path,
 ) -> None:
     # an epoch of 40 pairs has 5 steps; a checkpoint at step 5 is exactly at its end
-    recipe = SpladeRecipe(
-        base,
+    recipe = get_recipe(
+        "splade",
+        base_model=base,
         batch_size=8,
         epochs=3,
         fill_batches=True,
@@ -365,7 +368,7 @@ def test_a_training_that_ends_early_saves_no_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(TrainingBatches, "__iter__", lambda self: iter(()))
-    recipe = SpladeRecipe(base, batch_size=4, max_steps=6, bf16=False)
+    recipe = get_recipe("splade", base_model=base, batch_size=4, max_steps=6, bf16=False)
     with pytest.raises(TrainingError, match="ended after 0 of 6 steps"):
         train(recipe, small_collection(), tmp_path / "m")
     assert not (tmp_path / "m").exists()

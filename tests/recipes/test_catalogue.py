@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,12 +25,17 @@ from tests.refusals import refused
 from tilefold import recipes, retrieval
 from tilefold.modules import fused_pooling, head_pooling, load_encoder
 from tilefold.recipes import (
+    BinarySpec,
     ColbertRecipe,
+    EchoSpec,
     EncoderSpec,
+    IdfSpec,
     LsrRecipe,
+    MlmSpec,
+    MlpSpec,
     RegularizerSpec,
-    SpladeRecipe,
-    _settings,
+    SparseEncoderSpec,
+    _masked_encoders,
     get_recipe,
     train,
 )
@@ -263,7 +268,13 @@ def test_a_model_that_is_not_sparse_is_told_of(
 
 # Settings, and the examples that are made of pairs, mined negatives and teacher scores
 
-EVERY = (SpladeRecipe, ColbertRecipe, LsrRecipe)
+EVERY = (ColbertRecipe, LsrRecipe)
+
+
+def encoder_from_json(**values: Any) -> EncoderSpec:
+    return EncoderSpec.from_dict(values)
+
+
 # fields of all recipes; a value, and what it must be
 COMMON: list[tuple[dict[str, Any], str]] = [
     ({"base_model": ""}, "base_model: expected 'minilm', a folder or a model name, got ''"),
@@ -289,13 +300,27 @@ COMMON: list[tuple[dict[str, Any], str]] = [
 ]
 OWN: list[tuple[Any, dict[str, Any], str]] = [
     (
-        SpladeRecipe,
+        LsrRecipe,
         {"document_regularizer": -1e-3},
-        "document_regularizer: expected a number of at least 0",
+        "document_regularizer: weight: expected a number of at least 0",
     ),
-    (SpladeRecipe, {"regularizer_warmup_ratio": 0}, "regularizer_warmup_ratio: expected"),
-    (SpladeRecipe, {"frozen_layers": 1.5}, "frozen_layers: expected a whole number"),
-    (SpladeRecipe, {"start_percentile": 100}, r"start_percentile: expected a number in \(0, 100\)"),
+    (
+        LsrRecipe,
+        {"document_regularizer": True},
+        "document_regularizer: expected a RegularizerSpec, a dictionary of its fields or the weight",
+    ),
+    (
+        LsrRecipe,
+        {"query_regularizer": {"warmup_ratio": 0}},
+        "query_regularizer: warmup_ratio: expected",
+    ),
+    (LsrRecipe, {"frozen_layers": 1.5}, "frozen_layers: expected a whole number"),
+    (
+        LsrRecipe,
+        {"frozen_layers": 2, "query": BinarySpec()},
+        "frozen_layers: must be 0 with a query encoder",
+    ),
+    (LsrRecipe, {"start_percentile": 100}, r"start_percentile: expected a number in \(0, 100\)"),
     (LsrRecipe, {"group_by_length": 1}, "group_by_length: expected True or False"),
     (
         ColbertRecipe,
@@ -333,46 +358,62 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [
         {"query_regularizer": {"per_position": True}},
         "query_regularizer: per_position must be False",
     ),
-    (LsrRecipe, {"document": None}, "document: expected an instance of EncoderSpec, got None"),
+    (LsrRecipe, {"document": None}, "document: expected an EncoderSpec, such as MlmSpec"),
     (LsrRecipe, {"negatives": -1}, "negatives: expected a whole number of at least 0"),
     (LsrRecipe, {"idf_learning_rate": 0}, "idf_learning_rate: expected a number greater than 0"),
-    (EncoderSpec, {"kind": "mlm", "lora": 4}, "lora: does not apply to an encoder of kind 'mlm'"),
-    (EncoderSpec, {"kind": "echo", "literal_residual": True}, "literal_residual: does not apply"),
-    (EncoderSpec, {"kind": "bge_m3", "top_k": 3}, "top_k: does not apply"),
-    (EncoderSpec, {"kind": "mlm", "trainable": 1}, "trainable: does not apply"),
     (
-        EncoderSpec,
+        encoder_from_json,
+        {"kind": "mlm", "lora": 4},
+        "lora: does not apply to an encoder of kind 'mlm'",
+    ),
+    (
+        encoder_from_json,
+        {"kind": "echo", "literal_residual": True},
+        "literal_residual: does not apply",
+    ),
+    (encoder_from_json, {"kind": "bge_m3", "top_k": 3}, "top_k: does not apply"),
+    (encoder_from_json, {"kind": "mlm", "trainable": 1}, "trainable: does not apply"),
+    (
+        encoder_from_json,
         {"kind": "idf", "trainable": 1},
-        "trainable: expected True or False or None, got 1",
+        "trainable: expected True or False, got 1",
     ),
-    (EncoderSpec, {"kind": []}, r"kind: expected one of .*, got \[\]"),
+    (encoder_from_json, {"kind": []}, r"kind: expected one of .*, got \[\]"),
     (
-        EncoderSpec,
+        encoder_from_json,
         {"pooling": "avg"},
-        "pooling: expected one of max, sum, mean, cls, last or None, got 'avg'",
+        "pooling: expected one of max, sum, mean, cls, last, got 'avg'",
     ),
     (
-        EncoderSpec,
+        encoder_from_json,
         {"kind": "prosper", "pooling": "sum"},
-        "pooling: expected last, cls or max for kind 'prosper'",
+        "pooling: expected one of last, cls, max, got 'sum'",
     ),
     (
-        EncoderSpec,
+        encoder_from_json,
         {"pooling": "cls", "drop_special_tokens": True},
         "drop_special_tokens: must be left out with pooling",
     ),
-    (EncoderSpec, {"activation": "gelu"}, "activation: expected one of log1p_relu, .*, got 'gelu'"),
-    (EncoderSpec, {"normalize": "l1"}, "normalize: expected one of l2 or None, got 'l1'"),
     (
-        EncoderSpec,
+        encoder_from_json,
+        {"activation": "gelu"},
+        "activation: expected one of log1p_relu, .*, got 'gelu'",
+    ),
+    (encoder_from_json, {"normalize": "l1"}, "normalize: expected one of l2 or None, got 'l1'"),
+    (
+        encoder_from_json,
         {"base_model": 5},
         "base_model: expected .minilm., a folder or a model name or None, got 5",
     ),
-    (EncoderSpec, {"kind": "idf", "idf": ""}, "idf: expected the path of a file or None, got ''"),
     (
-        EncoderSpec,
+        encoder_from_json,
+        {"kind": "idf", "idf": ""},
+        "idf: expected the path of a file or None, got ''",
+    ),
+    (
+        encoder_from_json,
         {"kind": "splate", "head_model": 1},
-        "head_model: expected .minilm., a folder or a model name or None, got 1",
+        "head_model: expected .minilm., a folder or a model name, got 1",
     ),
     (AdaptationRecipe, {"bf16": "yes"}, "bf16: expected True or False or None, got 'yes'"),
     (AdaptationRecipe, {"seed": -1}, "seed: expected a whole number of at least 0"),
@@ -400,25 +441,89 @@ def test_a_recipe_names_the_field_that_is_wrong(
 @pytest.mark.parametrize(
     "recipe",
     [
-        SpladeRecipe("folder", epochs=2, seed=3),
+        get_recipe("splade", base_model="folder", epochs=2, seed=3),
         ColbertRecipe("folder", epochs=2, seed=3, dimension=None),
         LsrRecipe(
             "named",
             "folder",
-            EncoderSpec("idf", trainable=True),
+            IdfSpec(trainable=True),
             loss={"kl": 1.0, "margin_mse": 0.05},
             negatives=8,
             document_regularizer=RegularizerSpec("df_flops", 0.3, threshold=20),
         ),
-        EncoderSpec("mlm", pooling="sum", logit_scale=0.5),
+        *(pytest.param(entry.recipe, id=entry.name) for entry in RECIPES.values()),
     ],
-    ids=lambda recipe: type(recipe).__name__,
 )
 def test_a_recipe_survives_json_and_refuses_unknown_fields(recipe: Any) -> None:
     kind = type(recipe)
     assert kind.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
-    assert recipe.base_model == ("folder" if isinstance(recipe, recipes.TrainingSettings) else None)
     refused(ValueError, "unknown recipe fields", kind.from_dict, {"temperature": 1})
+
+
+@pytest.mark.parametrize("kind", sorted(EncoderSpec.classes))
+def test_an_encoder_of_any_kind_survives_json_and_refuses_unknown_fields(kind: str) -> None:
+    spec = EncoderSpec.from_dict({"kind": kind, "base_model": "folder"})
+    assert type(spec) is EncoderSpec.classes[kind]
+    values = {"kind": kind, "base_model": "folder"}
+    assert json.loads(json.dumps(spec.to_dict())) == values
+    assert type(spec).from_dict(values) == spec
+    with_defaults = {field.name: None for field in fields(spec)} | values
+    assert EncoderSpec.from_dict(with_defaults) == spec
+    text = f"temperature: does not apply to an encoder of kind '{kind}', which has the fields base_"
+    refused(ValueError, text, EncoderSpec.from_dict, {"kind": kind, "temperature": 1})
+
+
+def test_another_kind_of_encoder_takes_the_settings_that_were_set() -> None:
+    values = get_recipe("causal-splade").to_dict()
+    values["document"]["kind"] = "echo"
+    assert LsrRecipe.from_dict(values).document == EchoSpec(lora=64)
+    values["document"] |= {"kind": "mlp", "lora": None}
+    assert LsrRecipe.from_dict(values).document == MlpSpec()
+
+
+def test_an_encoder_class_refuses_the_json_of_another_kind() -> None:
+    text = "kind: expected one of mlm, got 'mlp'"
+    refused(ValueError, text, MlmSpec.from_dict, {"kind": "mlp"})
+
+
+def test_json_of_the_former_splade_recipe_and_encoders_ends_in_an_error() -> None:
+    splade = get_recipe("splade").to_dict()
+    del splade["document"]
+    refused(
+        ValueError,
+        r"unknown recipe fields \['regularizer_warmup_ratio'\]; the fields are",
+        LsrRecipe.from_dict,
+        splade | {"query_regularizer": 0.01, "regularizer_warmup_ratio": 0.5},
+    )
+    binary = {"kind": "binary", "pooling": None, "scale": 0.3, "shared_network": False}
+    refused(
+        ValueError,
+        "query: shared_network: does not apply to an encoder of kind 'binary'",
+        LsrRecipe.from_dict,
+        {"query": binary},
+    )
+
+
+def test_the_splade_recipe_goes_on_from_all_modules_of_a_sparse_encoder(
+    bases: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    texts = ["a text"]
+    trained = LsrRecipe(
+        base_model=bases["masked-lm"],
+        document=MlmSpec(top_k=3),
+        max_length=24,
+    ).start(texts)
+    trained.save_pretrained(str(tmp_path))
+    model = get_recipe("splade", base_model=str(tmp_path), max_length=16).start(texts)
+    assert model[1].top_k == 3
+    assert model.max_seq_length == 16
+    two_encoders = LsrRecipe(
+        base_model=bases["masked-lm"],
+        query=BinarySpec(),
+        document=SparseEncoderSpec(),
+    )
+    refused(ValueError, "leave the query encoder out", two_encoders.start, texts)
 
 
 def test_a_recipe_has_losses_of_its_own_and_the_names_of_the_module() -> None:
@@ -426,7 +531,7 @@ def test_a_recipe_has_losses_of_its_own_and_the_names_of_the_module() -> None:
     recipe = LsrRecipe(loss=MappingProxyType(given))
     given["infonce"] = -1.0
     assert recipe.loss == {"infonce": 1.0} and LsrRecipe.from_dict(recipe.to_dict()) == recipe
-    assert (_settings.POOLINGS, _settings.ACTIVATIONS) == (
+    assert (_masked_encoders.POOLINGS, _masked_encoders.ACTIVATIONS) == (
         head_pooling.POOLINGS,
         fused_pooling.ACTIVATIONS,
     )

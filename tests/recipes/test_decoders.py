@@ -35,7 +35,23 @@ from tilefold.recipes import LsrRecipe, train
 from tilefold.recipes.adaptation import AdaptationRecipe, adapt, pack_texts
 from tilefold.recipes.adapters import merge_adapters
 from tilefold.recipes.decoders import VARIANTS, add_lora, check_bidirectional
-from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder, load_sparse_linear
+from tilefold.recipes.encoders import (
+    Base,
+    BgeM3Spec,
+    BidirectionalSpec,
+    BinarySpec,
+    CausalSpec,
+    ClsMlmSpec,
+    EchoSpec,
+    EncoderSpec,
+    IdfSpec,
+    MlmSpec,
+    MlpSpec,
+    ProsperSpec,
+    SplateSpec,
+    build_encoder,
+    load_sparse_linear,
+)
 from tilefold.retrieval.data.collection import Collection
 
 SMALL: dict[str, Any] = {
@@ -326,47 +342,47 @@ WINDOWS = {"top_k": 8, "normalize": "l2", "shared_network": True}
 @pytest.mark.parametrize(
     ("base", "document", "query", "made"),
     [
-        ("causal", EncoderSpec("causal", pooling="last"), None, None),
-        ("causal", EncoderSpec("bidirectional", logit_scale=0.5, top_k=16), None, None),
+        ("causal", CausalSpec(pooling="last"), None, None),
+        ("causal", BidirectionalSpec(logit_scale=0.5, top_k=16), None, None),
         (
             "causal",
-            EncoderSpec("echo"),
-            EncoderSpec("echo", pooling="last", shared_network=True),
+            EchoSpec(),
+            EchoSpec(pooling="last", shared_network=True),
             EchoTransformer,
         ),
         (
             "causal",
-            EncoderSpec("prosper", top_k=16),
-            EncoderSpec("prosper", **WINDOWS),
+            ProsperSpec(top_k=16),
+            ProsperSpec(**WINDOWS),
             ProsperTransformer,
         ),
         (
             "masked",
-            EncoderSpec("prosper", pooling="cls", literal_residual=False),
+            ProsperSpec(pooling="cls", literal_residual=False),
             None,
             LexicalWindow,
         ),
-        ("masked", EncoderSpec("bge_m3"), None, TokenWeights),
-        ("masked", EncoderSpec("splate"), None, SplateHead),
-        ("masked", EncoderSpec("mlp"), None, TokenWeights),
+        ("masked", BgeM3Spec(), None, TokenWeights),
+        ("masked", SplateSpec(), None, SplateHead),
+        ("masked", MlpSpec(), None, TokenWeights),
         (
             "masked",
-            EncoderSpec("mlp", activation="none", scale=0.5, drop_special_tokens=False),
+            MlpSpec(activation="none", scale=0.5, drop_special_tokens=False),
             None,
             TokenWeights,
         ),
-        ("masked", EncoderSpec("mlp"), EncoderSpec("binary", trainable=True), StaticQuery),
+        ("masked", MlpSpec(), BinarySpec(trainable=True), StaticQuery),
         (
             "masked",
-            EncoderSpec("mlm", drop_special_tokens=True),
-            EncoderSpec("idf", trainable=True),
+            MlmSpec(drop_special_tokens=True),
+            IdfSpec(trainable=True),
             StaticQuery,
         ),
-        ("masked", EncoderSpec("cls_mlm"), None, HeadPooling),
+        ("masked", ClsMlmSpec(), None, HeadPooling),
         (
             "masked",
-            EncoderSpec("mlm", pooling="mean", activation="log1p_softplus", logit_scale=0.25),
-            EncoderSpec("mlm", top_k=4, normalize="l2", shared_network=True),
+            MlmSpec(pooling="mean", activation="log1p_softplus", logit_scale=0.25),
+            MlmSpec(top_k=4, normalize="l2", shared_network=True),
             HeadPooling,
         ),
     ],
@@ -380,7 +396,7 @@ def test_every_kind_is_built_and_reloads(
     tmp_path: Path,
 ) -> None:
     if document.kind == "splate":
-        document = EncoderSpec("splate", head_model=bases[base])
+        document = SplateSpec(head_model=bases[base])
     model = built(bases[base], document, query)
     assert made is None or any(isinstance(module, made) for module in model.modules())
     found = vectors(model)
@@ -412,7 +428,7 @@ def test_training_reads_queries_as_encode_query_gives_them(
     recipe = LsrRecipe(
         "echo",
         bases["causal"],
-        document=EncoderSpec("echo", lora=2),
+        document=EchoSpec(lora=2),
         **RUN | {"fused": False},
     )
     train(replace(recipe, max_steps=1), collection, tmp_path / "model")
@@ -427,9 +443,9 @@ def test_training_reads_queries_as_encode_query_gives_them(
 
 
 def test_seeds_make_the_literal_matrix_and_lora_trains_alone(bases: dict[str, str]) -> None:
-    first, second = (vectors(built(bases["masked"], EncoderSpec("prosper")))[1] for _ in range(2))
+    first, second = (vectors(built(bases["masked"], ProsperSpec()))[1] for _ in range(2))
     assert torch.equal(first, second)
-    model = built(bases["causal"], EncoderSpec("bidirectional", lora=2))
+    model = built(bases["causal"], BidirectionalSpec(lora=2))
     assert {
         "lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad
     } == {True}
@@ -440,7 +456,7 @@ def test_bge_m3_reads_its_published_head_and_weighs_tokens_by_hand(tmp_path: Pat
     torch.manual_seed(0)
     state = {"weight": torch.randn(1, 32), "bias": torch.tensor([0.3])}
     torch.save(state, base / "sparse_linear.pt")
-    model: Any = built(str(base), EncoderSpec("bge_m3"))
+    model: Any = built(str(base), BgeM3Spec())
     assert torch.equal(model[1].linear.weight, state["weight"])
     features = model.preprocess(batches.TEXTS[:2])
     weights = (model[0](dict(features))["token_embeddings"] @ state["weight"][0] + 0.3).relu()
@@ -464,7 +480,7 @@ def test_bge_m3_reads_its_published_head_and_weighs_tokens_by_hand(tmp_path: Pat
         r"must fit states of width 32, got \[1, 5\]",
         built,
         str(base),
-        EncoderSpec("bge_m3"),
+        BgeM3Spec(),
     )
 
 
@@ -514,7 +530,7 @@ def test_an_interrupted_run_of_adapters_goes_on(
     recipe = LsrRecipe(
         "causal-splade",
         bases["causal"],
-        document=EncoderSpec("bidirectional", lora=2),
+        document=BidirectionalSpec(lora=2),
         **RUN,
     )
 
@@ -539,19 +555,13 @@ def test_an_interrupted_run_of_adapters_goes_on(
         ("prosper", {"literal_residual": False}),
         ("prosper", {"pooling": "cls"}),
         ("causal", {"lora": 2}),
+        ("causal", {"base_model": "folder"}),
+        ("mlm", {"layers": 2}),
     ],
 )
 def test_options_of_a_shared_network_stand_on_the_document_side(
-    bases: Any,
     kind: str,
     options: Any,
 ) -> None:
-    query = EncoderSpec(kind, shared_network=True, **options)
-    refused(
-        ValueError,
-        "set it on the document side",
-        built,
-        bases["causal"],
-        EncoderSpec(kind),
-        query,
-    )
+    values = {"kind": kind, "shared_network": True, **options}
+    refused(ValueError, "set it on the document side", EncoderSpec.from_dict, values)

@@ -17,7 +17,7 @@ from tests.recipes.small import small_collection, tiny_masked_lm, with_dev
 from tests.recipes.test_runs import assert_equal, rows_of, stop_at
 from tests.refusals import refused
 from tilefold._internal.files import LOCK
-from tilefold.recipes import ColbertRecipe, OutOfTimeError, SpladeRecipe, train
+from tilefold.recipes import ColbertRecipe, OutOfTimeError, get_recipe, train
 from tilefold.recipes._evaluation import choose
 from tilefold.recipes.loading import newest_step
 from tilefold.retrieval import SparseVectors, build_index, evaluate, hits_to_run
@@ -44,7 +44,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 def recipe_of(kind: str, base: str) -> Any:
     if kind == "colbert":
         return ColbertRecipe(base, dimension=16, **DESTROYED)
-    return SpladeRecipe(base, **DESTROYED)
+    return get_recipe("splade", base_model=base, **DESTROYED)
 
 
 @pytest.fixture(scope="module", params=["splade", "colbert"])
@@ -193,7 +193,8 @@ def test_a_split_that_is_missing_is_refused_before_a_model_is_loaded(
     refused(
         ValueError,
         "patience: must be None without evaluate_steps, got 2",
-        SpladeRecipe,
+        get_recipe,
+        "splade",
         patience=2,
     )
     with_dev().save_beir(tmp_path / "data")
@@ -225,7 +226,9 @@ def test_the_evaluator_ignores_hits_with_the_id_of_the_query_as_beir_does(base: 
     queries = {name: collection.documents[name].contents for name in ids}
     judged = {name: {other: 1} for name, other in zip(ids, ids[::-1], strict=True)}
     documents = Collection("arguments", collection.documents, queries, {"dev": judged})
-    recipe = replace(SpladeRecipe(base, **DESTROYED), evaluate_documents=len(ids))
+    recipe = replace(
+        get_recipe("splade", base_model=base, **DESTROYED), evaluate_documents=len(ids)
+    )
     evaluator, told, _ = choose(recipe, documents)
     assert "hits with the query's own id ignored for 12 queries" in told
     model = SparseEncoder(base, device="cpu", local_files_only=True)
@@ -256,7 +259,9 @@ def test_the_evaluator_ignores_passages_of_the_document_with_the_id_of_the_query
     whole = Collection("arguments", documents, queries, {"dev": judged})
     cut = training_passages(Passages(3), whole)
     assert len(cut.documents) >= 8, "documents of several passages"
-    recipe = replace(SpladeRecipe(base, **DESTROYED), evaluate_documents=len(cut.documents))
+    recipe = replace(
+        get_recipe("splade", base_model=base, **DESTROYED), evaluate_documents=len(cut.documents)
+    )
     evaluator, description, _ = choose(recipe, cut)
     assert "hits with the query's own id ignored for 4 queries" in description
     model = SparseEncoder(base, device="cpu", local_files_only=True)

@@ -15,7 +15,13 @@ import pytest
 from tests.recipes.small import small_collection, tiny_masked_lm
 from tests.refusals import refused
 from tilefold.recipes import LsrRecipe, train
-from tilefold.recipes._rows import Column, Dealt, Held, Reader, _draw
+from tilefold.recipes._rows import (
+    BalancedBatches,
+    Column,
+    Reader,
+    TextsInMemory,
+    draw_without_repetition,
+)
 from tilefold.recipes.lsr import make_examples
 from tilefold.retrieval.data import lazy_documents as stored
 from tilefold.retrieval.data.datasets import load_collection
@@ -107,13 +113,16 @@ def test_a_run_is_no_file_of_negatives(tmp_path: Path) -> None:
 
 
 def test_draws_have_every_negative_equally_often_and_none_twice_while_there_are_others() -> None:
-    drawn = _draw(np.full(6000, 5), 3, 0)
+    drawn = draw_without_repetition(np.full(6000, 5), 3, 0)
     assert all(len(set(row)) == 3 for row in drawn.tolist())
     counts = Counter(
         map(tuple, drawn.tolist()),
     )  # of 60 equally likely ones: 100 each, give or take 10
     assert len(counts) == 60 and all(50 < count < 150 for count in counts.values())
-    assert all({*row[:2]} == {*row} == {0, 1} for row in _draw(np.full(50, 2), 5, 0).tolist())
+    assert all(
+        {*row[:2]} == {*row} == {0, 1}
+        for row in draw_without_repetition(np.full(50, 2), 5, 0).tolist()
+    )
 
 
 def test_documents_that_stay_in_their_file_train_the_same_model(tmp_path: Path) -> None:
@@ -160,7 +169,7 @@ def test_documents_that_stay_in_their_file_train_the_same_model(tmp_path: Path) 
         np.corrcoef(held.sizes(range(12)), kept.sizes(range(12)))[0, 1] > 0.9
     )  # of texts, and of their lines
     assert (
-        len({*Held(["a", "b", "a"]).text_keys.tolist()}) == 2
+        len({*TextsInMemory(["a", "b", "a"]).text_keys.tolist()}) == 2
     )  # a text of two ids comes once in a batch
     data.qrels["train"]["q3"]["d99"] = 1
     lacks = "judges query 'q3' and document 'd99', of which it lacks one"
@@ -171,12 +180,12 @@ def test_documents_that_stay_in_their_file_train_the_same_model(tmp_path: Path) 
 def test_ranks_get_parts_of_a_batch_that_take_about_equally_long(ranks: int) -> None:
     lengths = np.random.default_rng(0).integers(1, 1000, 100) ** 2 // 1000
     columns = {
-        name: Column(Held("x" * length for length in lengths), np.arange(100))
+        name: Column(TextsInMemory("x" * length for length in lengths), np.arange(100))
         for name in ("query", "document")
     }
     reader = Reader(columns, None, "")
     batches = [[*range(at, at + 24)] for at in (0, 24, 48, 76)] + [[7]]
-    for given, dealt in zip(batches, Dealt(batches, reader, ranks), strict=True):
+    for given, dealt in zip(batches, BalancedBatches(batches, reader, ranks), strict=True):
         assert sorted(dealt) == given  # 1 row cannot be dealt
         parts = reader.sizes(dealt).reshape(-1, len(dealt) // ranks or 1).sum(1)
         assert len(given) == 1 or parts.max() <= 1.05 * parts.mean()

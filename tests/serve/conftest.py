@@ -10,7 +10,7 @@ from tests.serve.running import Client, serving
 from tilefold import retrieval as r
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.recipes import ColbertRecipe
-from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder
+from tilefold.recipes.encoders import Base, IdfSpec, MlmSpec, build_encoder
 from tilefold.recipes.loading import load_saved
 from tilefold.retrieval.data.collection import Collection
 from tilefold.serve.models import Served
@@ -44,7 +44,7 @@ def late(masked_lm: str) -> Any:
 def two_sided(masked_lm: str, collection: Collection) -> Any:
     """Inference-free: queries are weights of their tokens, documents go through the network."""
     base = Base(masked_lm, 64, list(collection.contents().values()))
-    model = build_encoder(EncoderSpec("idf"), EncoderSpec("mlm"), base)
+    model = build_encoder(IdfSpec(), MlmSpec(), base)
     accelerate(model)
     return model
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from tilefold import retrieval
 from tilefold._internal.typing import Model
@@ -17,7 +17,7 @@ from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.errors import DataError
 
 if TYPE_CHECKING:
-    from tilefold.recipes.splade import SpladeRecipe
+    from tilefold.recipes.lsr import LsrRecipe
     from tilefold.retrieval.common.runs import Run
     from tilefold.retrieval.vectors.tokens import TokenStore, TokenVectors
 
@@ -106,23 +106,22 @@ def folder_of(root: Path, size: Size, seed: int, data_digest: str) -> Path:
     return root / f"{size.name}-{key[:8]}"
 
 
-def make_recipe(size: Size, seed: int) -> SpladeRecipe:
-    """The recipe of a size."""
-    from tilefold.recipes.splade import SpladeRecipe
+def make_recipe(size: Size, seed: int) -> LsrRecipe:
+    """Return the recipe that trains the model of a demo of this size."""
+    from tilefold.recipes import get_recipe
 
-    lengths: dict[str, Any] = {"max_length": size.max_length, "train_max_length": size.train_length}
-    pace: dict[str, Any] = {
-        "max_steps": size.steps,
-        "batch_size": size.batch_size,
-        "learning_rate": size.learning_rate,
-    }
-    return SpladeRecipe(
-        BASE_MODEL,
-        **lengths,
-        **pace,
+    recipe: LsrRecipe = get_recipe(
+        "splade",
+        base_model=BASE_MODEL,
+        max_length=size.max_length,
+        train_max_length=size.train_length,
+        max_steps=size.steps,
+        batch_size=size.batch_size,
+        learning_rate=size.learning_rate,
         group_by_length=not size.published,
         seed=seed,
     )
+    return recipe
 
 
 def encode(

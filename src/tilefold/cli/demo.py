@@ -155,7 +155,7 @@ def _answers(system: str, collection: Collection, run: Run) -> None:
 
 def _run(size: Size, seed: int, output: Path, stages: dict[str, Any]) -> dict[str, Any]:
     """All stages; the results."""
-    from tilefold.recipes.splade import train
+    from tilefold.recipes import train
 
     _common.kept.append(lambda: any(output.glob("*/data")))
     with _step(stages, "collection", "collection: the documentation of this Python") as told:

@@ -497,7 +497,7 @@ def _train(config: Any, request: TrainRequest, cuts: Passages | None, rank: int)
     )
     negatives: RowsAhead | Path | None = request.negatives
     has_data = request.data == "pydocs" or Path(request.data).exists()
-    if request.negatives is not None and getattr(config, "negatives", False) and has_data:
+    if request.negatives is not None and config.reads_negatives and has_data:
         # millions of rows take as long as the documents
         negatives = RowsAhead(request.negatives)
     with first_rank_first():  # what it fetches, the others find
@@ -543,11 +543,20 @@ def _train(config: Any, request: TrainRequest, cuts: Passages | None, rank: int)
 
 
 def _configure(name: str, request: TrainRequest) -> Any:
-    """The recipe `name` with the options for its fields, those of some recipes only, and --set."""
+    """Create a recipe of the catalogue with the options and ``--set`` of a command.
+
+    Args:
+        name: name of the recipe.
+        request: the options, which take precedence over the fields of the recipe.
+
+    Raises:
+        UsageError: for an unknown name or field, a value out of range, an option of other recipes,
+            or a field that is set twice.
+    """
     from tilefold.recipes.catalogue import RECIPES, get_recipe
 
     _options.check_choice("--recipe", name, RECIPES)
-    fields_of_request: dict[str, object] = {
+    options: dict[str, object] = {
         "epochs": request.epochs,
         "batch_size": request.batch_size,
         "mini_batch_size": request.mini_batch_size,
@@ -571,7 +580,7 @@ def _configure(name: str, request: TrainRequest) -> Any:
         "graphs": request.graphs or None,
         "fill_batches": request.fill_batches or None,
     }
-    overrides = {name: value for name, value in fields_of_request.items() if value is not None}
+    overrides = {field: value for field, value in options.items() if value is not None}
     late = RECIPES[name].recipe.late
     _refuse_options_of_other_recipes(request, name, late)
     try:
@@ -641,20 +650,17 @@ def _apply_sparse_options(recipe: dict[str, Any], request: TrainRequest) -> None
         recipe["group_by_length"] = True
     if request.regularizer is None:
         return
-    applied = False
-    for side in ("query_regularizer", "document_regularizer"):
-        regularizer = recipe[side]
-        if not isinstance(regularizer, dict):
-            recipe[side] = request.regularizer
-        elif regularizer["kind"] != "none":
-            recipe[side] = {**regularizer, "weight": request.regularizer}
-        else:
-            continue
-        applied = True
-    if not applied:
+    penalties = [
+        recipe[name]
+        for name in ("query_regularizer", "document_regularizer")
+        if recipe[name]["kind"] != "none"
+    ]
+    if not penalties:
         raise UsageError(
             "--regularizer does nothing for this recipe, which has no penalty: leave it out.",
         )
+    for penalty in penalties:
+        penalty["weight"] = request.regularizer
 
 
 def _check_repetitions(request: TrainRequest) -> None:
@@ -671,22 +677,31 @@ def _check_repetitions(request: TrainRequest) -> None:
             raise UsageError(f"--set: {path}: expected once, got it twice{option}: leave one out.")
 
 
-def _set(recipe: dict[str, Any], text: str) -> None:
-    """Apply ``field=value`` or ``field.field=value``; the value is JSON, or a word."""
-    path, mark, word = text.partition("=")
-    *parents, last = path.split(".")
-    if not mark or not last:
-        raise UsageError(f"--set: expected FIELD=VALUE, got {text!r}.")
-    place: Any = recipe
-    for name in parents:
-        place = place.get(name) if isinstance(place, dict) else None
-    if not isinstance(place, dict) or (not parents and last not in place):
-        inside = place if isinstance(place, dict) else recipe
-        raise UsageError(f"--set: there is no field {path!r}; the fields are {', '.join(inside)}.")
+def _set(recipe: dict[str, Any], assignment: str) -> None:
+    """Set a field of a recipe, or of an encoder or a penalty in it, in place.
+
+    Unknown fields of encoders and penalties are refused when the recipe is created.
+
+    Args:
+        recipe: fields and values of the recipe.
+        assignment: ``FIELD=VALUE`` or ``FIELD.FIELD=VALUE``; the value is JSON, or a word.
+
+    Raises:
+        UsageError: for an unknown field, or text without a value.
+    """
+    path, equals_sign, text = assignment.partition("=")
+    *parent_names, field = path.split(".")
+    if not equals_sign or not field:
+        raise UsageError(f"--set: expected FIELD=VALUE, got {assignment!r}.")
+    settings: Any = recipe
+    for name in parent_names:
+        settings = settings.get(name) if isinstance(settings, dict) else None
+    if not isinstance(settings, dict) or (settings is recipe and field not in recipe):
+        raise UsageError(f"--set: there is no field {path!r}; the fields are {', '.join(recipe)}.")
     try:
-        place[last] = json.loads(word)
+        settings[field] = json.loads(text)
     except ValueError:
-        place[last] = word
+        settings[field] = text
 
 
 @dataclass(frozen=True, kw_only=True)

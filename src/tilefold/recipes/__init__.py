@@ -7,11 +7,14 @@ from tilefold._internal.lazy import lazy_exports
 _NAMES = {
     "catalogue": "RECIPES get_recipe train",
     "colbert": "ColbertRecipe",
-    "encoders": "EncoderSpec build_encoder",
+    "encoders": (
+        "EncoderSpec MlmSpec ClsMlmSpec EpicSpec MlpSpec BinarySpec IdfSpec CausalSpec "
+        "BidirectionalSpec EchoSpec ProsperSpec BgeM3Spec SplateSpec SparseEncoderSpec "
+        "build_encoder"
+    ),
     "onnx_export": "ExportedGraph export_onnx",
     "_run": "Losses OutOfTimeError TrainingError",
-    "lsr": "LsrRecipe RegularizerSpec SparseRecipe",
-    "splade": "SpladeRecipe TrainResult",
+    "lsr": "LsrRecipe RegularizerSpec TrainResult",
     "_settings": "TrainingSettings",
     "backbone": "minilm_splade minilm_path load_dense_minilm",
 }

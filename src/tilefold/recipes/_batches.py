@@ -17,21 +17,31 @@ from torch.utils.data import BatchSampler
 from tilefold.recipes._run import TrainingError
 
 POOL_BATCHES = 8  # batches whose rows are sorted by length together
-_ROWS_AT_ONCE = 4096  # rows whose keys are read together
+KEY_BATCH_SIZE = 4096  # rows whose keys are read together
 
 RowNumbers = npt.NDArray[np.int64]
 KeysOfRows = Callable[[RowNumbers], npt.NDArray[np.uint64]]
+"""Function of the numbers of n rows that returns the keys ``[n, C]`` of their C texts."""
 
 
 class Row(NamedTuple):
-    """A training row and the keys of its texts; equal texts have equal keys."""
+    """A training row, with keys by which equal texts are found.
+
+    Attributes:
+        number: number of the row in the data.
+        keys: key of each text; equal texts have equal keys.
+    """
 
     number: int
     keys: list[int]
 
 
 class _Batch:
-    """Rows that have no text in common, up to a number of them."""
+    """Batch of rows that have no text in common.
+
+    Args:
+        size: number of rows of a full batch.
+    """
 
     def __init__(self, size: int) -> None:
         self.rows: list[Row] = []
@@ -40,18 +50,21 @@ class _Batch:
 
     @property
     def full(self) -> bool:
+        """Whether no row fits in any more."""
         return len(self.rows) >= self._size
 
     def has(self, key: int) -> bool:
+        """Return whether a row of the batch has a text with this key."""
         return key in self._keys
 
     def shared_key(self, row: Row) -> int | None:
-        """The first key of `row` that a row of the batch has too."""
-        if self._keys.isdisjoint(row.keys):  # nearly always, and much faster
+        """Return the first key of `row` that the batch has too; ``None`` without one."""
+        if self._keys.isdisjoint(row.keys):  # true for nearly all rows, and fast
             return None
         return next(key for key in row.keys if key in self._keys)
 
     def add(self, row: Row) -> None:
+        """Add a row that shares no text with the batch."""
         self.rows.append(row)
         self._keys.update(row.keys)
 
@@ -59,12 +72,12 @@ class _Batch:
 class RowStream:
     """The rows of an epoch in random order, from which batches of distinct texts are drawn.
 
-    A row that shares a text with the batch waits for a later one. Waiting rows come first.
+    A row that shares a text with a batch waits for a later batch. Waiting rows come first there.
 
     Args:
-        keys_of: returns the keys ``[n, C]`` of the texts of `n` rows.
+        keys_of: returns the keys ``[n, C]`` of the texts of n rows.
         n_rows: number of rows.
-        generator: draws the orders.
+        generator: draws the random orders.
         repeats: whether the rows begin again, in a new order, when all of them were drawn.
     """
 
@@ -80,17 +93,22 @@ class RowStream:
         self._n_rows = n_rows
         self._generator = generator
         self._repeats = repeats
-        self._waiting: dict[int, deque[Row]] = {}  # by the key that a batch had already
+        # waiting rows by the key that they shared with a batch
+        self._waiting: dict[int, deque[Row]] = {}
         self._order = self._shuffled_rows()
 
-    def take(self, size: int, first: Sequence[Row] = ()) -> list[Row]:
-        """Return up to `size` rows without a common text, beginning with the rows `first`.
+    def take(self, size: int, carried: Sequence[Row] = ()) -> list[Row]:
+        """Draw rows of which no two share a text.
 
         Fewer than `size` rows mean that every other row shares a text with one of them or, if the
         rows do not repeat, that no other row is left.
+
+        Args:
+            size: largest number of rows.
+            carried: rows that were drawn before, which come first and count.
         """
         batch = _Batch(size)
-        for row in first:
+        for row in carried:
             batch.add(row)
         self._add_waiting(batch)
         self._add_from_order(batch)
@@ -100,15 +118,17 @@ class RowStream:
         return batch.rows
 
     def _add_waiting(self, batch: _Batch) -> None:
+        """Move waiting rows into a batch, as far as they fit."""
         for key in list(self._waiting):
             queue = self._waiting[key]
-            # all rows of a queue have its key: at most one of them fits into the batch
+            # All rows of a queue have its key, so at most one of them fits into the batch.
             while queue and not batch.full and not batch.has(key):
                 self._add_or_defer(queue.popleft(), batch)
             if not queue:
                 del self._waiting[key]
 
     def _add_from_order(self, batch: _Batch) -> None:
+        """Fill a batch with the next rows of the random order."""
         while not batch.full:
             row = next(self._order, None)
             if row is None:
@@ -116,6 +136,7 @@ class RowStream:
             self._add_or_defer(row, batch)
 
     def _add_or_defer(self, row: Row, batch: _Batch) -> None:
+        """Add a row to a batch, or let it wait if they share a text."""
         key = batch.shared_key(row)
         if key is None:
             batch.add(row)
@@ -123,13 +144,13 @@ class RowStream:
             self._waiting.setdefault(key, deque()).append(row)
 
     def _shuffled_rows(self) -> Iterator[Row]:
-        """All rows but the waiting ones, in random order."""
+        """Yield all rows that do not wait, in a new random order."""
         order = torch.randperm(self._n_rows, generator=self._generator).numpy()
         waiting = [row.number for queue in self._waiting.values() for row in queue]
         if waiting:
             order = order[~np.isin(order, waiting)]
-        for start in range(0, len(order), _ROWS_AT_ONCE):
-            numbers = order[start : start + _ROWS_AT_ONCE]
+        for start in range(0, len(order), KEY_BATCH_SIZE):
+            numbers = order[start : start + KEY_BATCH_SIZE]
             yield from map(Row, numbers.tolist(), self._keys_of(numbers).tolist())
 
 
@@ -144,12 +165,12 @@ class TrainingBatches(BatchSampler):
     the batch is filled with rows of a new random order.
 
     Args:
-        keys_of: returns the keys ``[n, C]`` of the texts of `n` rows; ``None`` allows equal texts
-            in a batch.
+        keys_of: returns the keys ``[n, C]`` of the texts of n rows; ``None`` allows equal texts in
+            a batch.
         n_rows: number of rows.
         batch_size: rows of a full batch.
         drop_last: whether all batches are full.
-        seed: of the order of rows, which differs between epochs.
+        seed: seed of the order of rows, which differs between epochs.
         lengths: text length of each row, ``[n_rows]``, in any unit; batches then have rows of
             similar length.
     """
@@ -170,9 +191,11 @@ class TrainingBatches(BatchSampler):
         self._n_rows = n_rows
         self._seed = seed
         self._lengths = lengths
-        self._sizes: dict[int, list[int]] = {}  # of the batches of an epoch
+        # epoch -> number of rows of each batch that was drawn
+        self._sizes: dict[int, list[int]] = {}
 
     def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, which decides about the order of rows."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -186,10 +209,11 @@ class TrainingBatches(BatchSampler):
             repeats=self.drop_last,
         )
         if self._lengths is None:
-            batches = self._random(stream)
+            batches = self._random_batches(stream)
         else:
-            batches = self._grouped(stream, self._lengths)
-        sizes = self._sizes[self.epoch] = []
+            batches = self._grouped_batches(stream, self._lengths)
+        sizes: list[int] = []
+        self._sizes[self.epoch] = sizes
         for rows in itertools.islice(batches, len(self)):
             sizes.append(len(rows))
             yield [row.number for row in rows]
@@ -199,35 +223,65 @@ class TrainingBatches(BatchSampler):
         epoch, batch = divmod(step - 1, len(self))
         return self._sizes[epoch][batch]
 
-    def _random(self, stream: RowStream) -> Iterator[list[Row]]:
-        while rows := stream.take(self.batch_size):
+    def _random_batches(self, stream: RowStream) -> Iterator[list[Row]]:
+        """Yield batches of rows in random order, as long as there are rows."""
+        while True:
+            rows = stream.take(self.batch_size)
+            if not rows:
+                return
             self._check_full(rows)
             yield rows
 
-    def _grouped(self, stream: RowStream, lengths: RowNumbers) -> Iterator[list[Row]]:
-        """Batches that are cut from pools of distinct texts, which are sorted by length."""
-        shuffle = random.Random(self._seed + self.epoch).shuffle  # noqa: S311 - reproducible order, no secret
-        rest: list[Row] = []  # the last rows of a pool, too few for a batch
-        while pool := stream.take(POOL_BATCHES * self.batch_size, rest):
-            if len(pool) == len(rest) < self.batch_size:  # no other row fits to them
-                self._check_full(rest)
-                yield rest
-                rest = []
+    def _grouped_batches(self, stream: RowStream, lengths: RowNumbers) -> Iterator[list[Row]]:
+        """Yield batches of rows of similar length, as long as there are rows.
+
+        Batches are cut from pools of rows with distinct texts, which are sorted by length. The
+        batches of a pool come in random order.
+
+        Args:
+            stream: the rows in random order.
+            lengths: text length of each row, ``[n_rows]``.
+        """
+        generator = random.Random(self._seed + self.epoch)  # noqa: S311 - reproducible, no secret
+        carried: list[Row] = []  # the last rows of a pool, too few for a batch
+        while True:
+            pool = stream.take(POOL_BATCHES * self.batch_size, carried)
+            if not pool:
+                return
+            has_new_rows = len(pool) > len(carried)
+            if not has_new_rows:  # every other row shares a text with those that were carried
+                self._check_full(carried)
+                yield carried
+                carried = []
                 continue
-            n_rows = len(pool) // self.batch_size * self.batch_size
-            ordered = sorted(pool[:n_rows], key=lambda row: lengths[row.number])
-            batches = [
-                ordered[start : start + self.batch_size]
-                for start in range(0, n_rows, self.batch_size)
-            ]
-            shuffle(batches)
-            # the epoch may end within this pool: rows that have waited come first
-            late = {row.number for row in rest}
-            batches.sort(key=lambda batch: late.isdisjoint(row.number for row in batch))
+            batches = self._cut_pool(pool, lengths)
+            generator.shuffle(batches)
+            # The epoch may end within this pool, so rows that were carried come first.
+            carried_numbers = {row.number for row in carried}
+            batches.sort(key=lambda batch: carried_numbers.isdisjoint(row.number for row in batch))
             yield from batches
-            rest = pool[n_rows:]
+            carried = pool[len(batches) * self.batch_size :]
+
+    def _cut_pool(self, pool: list[Row], lengths: RowNumbers) -> list[list[Row]]:
+        """Return the full batches of a pool, each with rows of similar length.
+
+        Args:
+            pool: rows with distinct texts; the last ones, too few for a batch, are left out.
+            lengths: text length of each row, ``[n_rows]``.
+        """
+        n_rows = len(pool) // self.batch_size * self.batch_size
+        by_length = sorted(pool[:n_rows], key=lambda row: lengths[row.number])
+        return [
+            by_length[start : start + self.batch_size]
+            for start in range(0, n_rows, self.batch_size)
+        ]
 
     def _check_full(self, rows: list[Row]) -> None:
+        """Refuse a short batch where all batches must be full.
+
+        Raises:
+            TrainingError: if the data have no full batch of distinct texts.
+        """
         if self.drop_last and len(rows) < self.batch_size:
             raise TrainingError(
                 f"batch_size must be at most {len(rows)} for full batches of this data, in which "
@@ -237,5 +291,5 @@ class TrainingBatches(BatchSampler):
 
 
 def _row_numbers_as_keys(rows: RowNumbers) -> npt.NDArray[np.uint64]:
-    """Keys ``[n, 1]`` by which different rows never share a text."""
+    """Return keys ``[n, 1]`` of n rows by which different rows never share a text."""
     return rows.astype(np.uint64)[:, None]

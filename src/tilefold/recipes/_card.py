@@ -1,24 +1,22 @@
-"""The part of a model's card that tells of its training, after what sentence-transformers writes of
-the model.
-"""
+"""The section on training in a model's card, after what sentence-transformers writes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from tilefold._version import __version__
 from tilefold.recipes._steps import describe_negatives, describe_steps
 
-_BEFORE = "## Training Details"  # of the card that sentence-transformers writes
-_LOAD = """\
+TRAINING_HEADING = "## Training Details"
+"""Heading in the card of sentence-transformers before which the section is inserted."""
+USAGE = """\
 ```python
-from sentence_transformers import {0}
+from sentence_transformers import {model_class}
 
-model = {0}("FOLDER")  # this folder, or where it is on the Hugging Face hub
+model = {model_class}("FOLDER")  # this folder, or where it is on the Hugging Face hub
 queries = model.encode_query(["a question"])
 documents = model.encode_document(["a text", "another one"])
 print(model.similarity(queries, documents))
@@ -30,69 +28,121 @@ def describe(
     recipe: Any,
     result: Any,
     data: str,
-    pairs: int,
+    n_pairs: int,
     history: Sequence[Mapping[str, float]],
     command: str,
 ) -> str:
-    """The section in Markdown: what was trained, on what, with which command, and what came of it."""
-    standard = {each.name: each.default for each in fields(recipe)}
-    settings = {
-        name: value for name, value in recipe.to_dict().items() if value != standard.get(name)
-    }
-    trained = [
-        row
-        for row in history
-        if "loss" in row and row["step"] <= (result.kept_step or result.steps)
+    """Describe a training in Markdown: data, command, settings, losses and warnings.
+
+    Args:
+        recipe: the recipe.
+        result: the :class:`TrainResult`.
+        data: name of the collection.
+        n_pairs: number of training pairs.
+        history: rows of the training's log.
+        command: command that repeats the training; empty without one.
+    """
+    parts = [
+        "## Made with tilefold\n",
+        _summary_table(recipe, result, data, n_pairs, history, command),
+        USAGE.format(model_class="MultiVectorEncoder" if recipe.late else "SparseEncoder"),
+        _settings_section(recipe),
     ]
-    last = trained[-1] if trained else {}
-    rows = {
-        "recipe": f"`{getattr(recipe, 'name', type(recipe).__name__)}` of tilefold {__version__}",
-        "data": f"{data}, {pairs:,} pairs",
+    if result.warnings:
+        bullets = "".join(f"- {warning}\n" for warning in result.warnings)
+        parts.append(f"Warnings of the training:\n\n{bullets}")
+    kept_step_note = ""
+    if result.evaluations:
+        kept_step_note = " up to the step that was kept, which nDCG@10 on these documents chose"
+    parts.append(
+        f"Losses and terms are means over the last logged steps of training{kept_step_note}; this "
+        "card says nothing of search quality (`tilefold evaluate` measures it).\n",
+    )
+    return "\n".join(parts)
+
+
+def _summary_table(
+    recipe: Any,
+    result: Any,
+    data: str,
+    n_pairs: int,
+    history: Sequence[Mapping[str, float]],
+    command: str,
+) -> str:
+    """Return a Markdown table of what was trained, on what, and with which result.
+
+    Args are those of :func:`describe`. Rows without a value are left out.
+    """
+    name = getattr(recipe, "name", type(recipe).__name__)
+    last_log = _last_log(history, result.kept_step or result.steps)
+    values = {
+        "recipe": f"`{name}` of tilefold {__version__}",
+        "data": f"{data}, {n_pairs:,} pairs",
         "command": f"`{command}`" if command else "",
         "training": describe_steps(result),
         "negatives of a query": describe_negatives(result),
         "trained weights": _trained_weights(result),
         "processes": str(result.ranks),
-        "last losses": ", ".join(
-            f"{name.replace('_', ' ')} {value:.4g}"
-            for name, value in last.items()
-            if name.endswith(("loss", "penalty"))
-        ),
-        f"nDCG@10 of {result.evaluated}": ", ".join(
-            f"{row['nDCG@10']:.4f} at step {row['step']:,}{' (kept)' * row['kept']}"
-            for row in result.evaluations
-        ),
-        "terms of a vector": ", ".join(
-            f"{name.removesuffix('_active_terms')} {value:.0f}"
-            for name, value in last.items()
-            if "active" in name
-        ),
+        "last losses": _losses(last_log),
+        f"nDCG@10 of {result.evaluated}": _evaluations(result),
+        "terms of a vector": _active_terms(last_log),
     }
-    table = "".join(
-        f"| {name} | {value.replace('|', chr(92) + '|')} |\n"
-        for name, value in rows.items()
-        if value
+    rows = ["| | |", "|---|---|"]
+    for label, value in values.items():
+        if value:
+            escaped = value.replace("|", r"\|")
+            rows.append(f"| {label} | {escaped} |")
+    return "\n".join(rows) + "\n"
+
+
+def _last_log(history: Sequence[Mapping[str, float]], last_step: int) -> Mapping[str, float]:
+    """Return the last row of the log with losses, up to a step; an empty row without one."""
+    for row in reversed(history):
+        if "loss" in row and row["step"] <= last_step:
+            return row
+    return {}
+
+
+def _losses(row: Mapping[str, float]) -> str:
+    """Return the losses and penalties of a row of the log."""
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value:.4g}"
+        for name, value in row.items()
+        if name.endswith(("loss", "penalty"))
     )
-    warned = "".join(f"- {text}\n" for text in result.warnings)
-    parts = [
-        "## Made with tilefold\n",
-        f"| | |\n|---|---|\n{table}",
-        _LOAD.format("MultiVectorEncoder" if recipe.late else "SparseEncoder"),
-        "Settings that differ from those of the recipe's "
-        f"class:\n\n```json\n{json.dumps(settings, indent=1)}\n```\n",
-        f"Warnings of the training:\n\n{warned}" if warned else "",
-        "Losses and terms are means over the last logged steps of training"
-        + (
-            " up to the step that was kept, which nDCG@10 on these documents chose"
-            if result.evaluations
-            else ""
-        )
-        + "; this card says nothing of search quality (`tilefold evaluate` measures it).\n",
-    ]
-    return "\n".join(filter(None, parts))
+
+
+def _active_terms(row: Mapping[str, float]) -> str:
+    """Return the mean numbers of active terms of queries and documents in a row of the log."""
+    suffix = "_active_terms"
+    return ", ".join(
+        f"{name.removesuffix(suffix)} {value:.0f}"
+        for name, value in row.items()
+        if name.endswith(suffix)
+    )
+
+
+def _evaluations(result: Any) -> str:
+    """Return nDCG@10 of each evaluation of a :class:`TrainResult`, and which step was kept."""
+    texts = []
+    for row in result.evaluations:
+        kept = " (kept)" if row["kept"] else ""
+        texts.append(f"{row['nDCG@10']:.4f} at step {row['step']:,}{kept}")
+    return ", ".join(texts)
+
+
+def _settings_section(recipe: Any) -> str:
+    """Return the settings of a recipe that differ from the defaults of its class, as JSON."""
+    defaults = type(recipe)().to_dict()
+    settings = {name: value for name, value in recipe.to_dict().items() if value != defaults[name]}
+    return (
+        "Settings that differ from those of the recipe's class:\n\n"
+        f"```json\n{json.dumps(settings, indent=1)}\n```\n"
+    )
 
 
 def _trained_weights(result: Any) -> str:
+    """Return how many weights a :class:`TrainResult` trained; empty if it does not say."""
     if result.trained_weights is None:
         return ""
     if result.trained_weights == result.weights:
@@ -101,9 +151,15 @@ def _trained_weights(result: Any) -> str:
 
 
 def extend_card(card: Path, section: str) -> None:
-    """Put a section into a card, before the details of training, or at its end."""
+    """Insert a section into a model's card, before the details of training or at the end.
+
+    Args:
+        card: ``README.md`` of the model; created if it is missing.
+        section: Markdown; nothing happens if it is empty.
+    """
     if not section:
         return
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
-    before, mark, after = text.partition(_BEFORE)
-    card.write_text(f"{before.rstrip()}\n\n{section}\n{mark}{after}".lstrip(), encoding="utf-8")
+    before, heading, after = text.partition(TRAINING_HEADING)
+    extended = f"{before.rstrip()}\n\n{section}\n{heading}{after}"
+    card.write_text(extended.lstrip(), encoding="utf-8")

@@ -1,5 +1,6 @@
-"""Rows of a training: places of texts in the collection, which are read where they lie when a batch
-needs them.
+"""Rows of a training: positions of texts in the collection.
+
+The texts are read from memory or from a file when a batch needs them.
 """
 
 from __future__ import annotations
@@ -21,340 +22,497 @@ from tilefold.retrieval.encoding.truncation import text_cutter
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.training_data.rows import TrainingRows
 
-Places = npt.NDArray[np.int64]
-_CHARACTERS, _NO_LIMIT = (
-    8,
-    10**6,
-)  # of a token, at most about; tokens of a model that names none, or 10^30
-
-_TEXTS_AT_ONCE = 4096  # that are measured together
+Positions = npt.NDArray[np.int64]
+MAX_CHARACTERS_PER_TOKEN = 8  # estimate, for lengths of texts that are not tokenized
+UNLIMITED_TOKENS = 10**6  # for a model without a maximum length, or with one such as 10^30
+LENGTH_BATCH_SIZE = 4096  # texts that are measured together
 
 
-class Held(list[str]):
-    """Texts in memory, with what :class:`LazyDocuments` has."""
+class TextsInMemory(list[str]):
+    """Texts in memory, with the methods of :class:`LazyDocuments` that rows need."""
 
-    def at(self, places: Sequence[int]) -> list[str]:
-        return [self[place] for place in places]
+    def at(self, positions: Sequence[int]) -> list[str]:
+        """Return the texts at positions."""
+        return [self[position] for position in positions]
 
-    def sizes(self, places: Places) -> Places:
-        return np.array([len(self[place]) for place in places], np.int64)
+    def sizes(self, positions: Positions) -> Positions:
+        """Return the number of characters of the texts at positions."""
+        return np.array([len(self[position]) for position in positions], np.int64)
 
     @cached_property
     def text_keys(self) -> npt.NDArray[np.uint64]:
+        """A key of each text; equal texts have equal keys."""
         return np.fromiter(map(id_key, self), np.uint64, len(self))
 
 
 @dataclass(frozen=True, eq=False)
 class Column(Sequence[str]):
-    """The texts of n rows, by their places ``[n]`` among all queries or documents."""
+    """The texts of n training rows.
 
-    texts: Held | LazyDocuments[str]
-    places: Places
+    Attributes:
+        texts: all queries or all documents.
+        positions: position ``[n]`` of each row's text among them.
+    """
+
+    texts: TextsInMemory | LazyDocuments[str]
+    positions: Positions
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.positions)
 
     def __getitem__(self, row: Any) -> Any:
         if isinstance(row, slice):
-            return self.texts.at(self.places[row].tolist())
-        return self.texts.at([int(self.places[row])])[0]
+            return self.texts.at(self.positions[row].tolist())
+        return self.texts.at([int(self.positions[row])])[0]
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Rows that a trainer reads."""
+    """Rows that a trainer reads.
 
-    columns: dict[
-        str,
-        Any,
-    ]  # in the order that the loss reads them: texts, and teacher scores as "label", float32
-    pairs: int  # of one epoch; there may be several rows, with other negatives, for each
-    notes: tuple[str, ...] = ()  # what the user should know of them
-    texts: str = ""  # digest of all queries and documents
+    Attributes:
+        columns: columns in the order in which the loss reads them: texts as :class:`Column`, and
+            teacher scores ``[n, documents]`` in fp32 as ``"label"``.
+        pairs: number of pairs of one epoch; a pair may have several rows with different negatives.
+        notes: what the user should know about the rows.
+        texts: digest of all queries and documents.
+    """
+
+    columns: dict[str, Any]
+    pairs: int
+    notes: tuple[str, ...] = ()
+    texts: str = ""
 
     def digest(self) -> str:
-        """SHA-256 of the rows and of all texts."""
+        """Return the SHA-256 of the rows and of all texts."""
         sha = hashlib.sha256(self.texts.encode())
         for name, column in self.columns.items():
+            values = column.positions.astype("<i8") if isinstance(column, Column) else column
             sha.update(name.encode())
-            sha.update(
-                (column.places.astype("<i8") if isinstance(column, Column) else column).tobytes(),
-            )
+            sha.update(values.tobytes())
         return sha.hexdigest()
 
 
 class Pairs(NamedTuple):
-    """P pairs of a query and a relevant document: ids of the queries, and the places ``[P]`` of
-    both.
+    """P pairs of a query and a relevant document.
+
+    Attributes:
+        query_ids: id of the query of each pair.
+        queries: position ``[P]`` of the query among the collection's queries.
+        documents: position ``[P]`` of the document among the collection's documents.
     """
 
-    names: list[str]
-    queries: Places
-    documents: Places
+    query_ids: list[str]
+    queries: Positions
+    documents: Positions
 
 
 def training_pairs(collection: Collection) -> Pairs:
-    """The (query, relevant document) pairs of the ``"train"`` split."""
-    named = collection.pairs("train") if "train" in collection.qrels else []
-    if not named:
-        got = f"(splits: {sorted(collection.qrels) or 'none'})"
-        remedy = "add qrels/train.tsv with at least one positive judgement."
+    """Return the pairs of query and relevant document in the split ``"train"``.
+
+    Raises:
+        ValueError: for fewer than two pairs, or for a pair whose query or document is not in the
+            collection.
+    """
+    id_pairs = collection.pairs("train") if "train" in collection.qrels else []
+    if not id_pairs:
+        splits = sorted(collection.qrels) or "none"
         raise ValueError(
-            f"collection {collection.name!r} has no pairs in its 'train' split {got}; {remedy}",
+            f"collection {collection.name!r} has no pairs in its 'train' split (splits: {splits}); "
+            "add qrels/train.tsv with at least one positive judgement.",
         )
-    if len(named) < 2:
-        why = "which no other document is a negative for; give at least 2 positive judgements."
+    if len(id_pairs) < 2:
         raise ValueError(
-            f"collection {collection.name!r} has a single pair in its 'train' split, {why}",
+            f"collection {collection.name!r} has a single pair in its 'train' split, which no "
+            "other document is a negative for; give at least 2 positive judgements.",
         )
-    names = [query for query, _ in named]
-    place_of = {name: place for place, name in enumerate(collection.queries)}
-    queries = np.array([place_of.get(name, -1) for name in names], np.int64)
-    documents = collection.places([document for _, document in named])
-    for place, (query, document) in zip(
-        np.minimum(queries, documents).tolist(),
-        named,
-        strict=True,
-    ):
-        if place < 0:
-            lacks = f"query {query!r} and document {document!r}, of which it lacks one"
-            raise ValueError(
-                f"collection {collection.name!r} judges {lacks}; load it with unknown='drop'.",
-            )
-    return Pairs(names, queries, documents)
+    query_ids = [query_id for query_id, _ in id_pairs]
+    document_ids = [document_id for _, document_id in id_pairs]
+    position_of_query = {query_id: position for position, query_id in enumerate(collection.queries)}
+    queries = np.array([position_of_query.get(query_id, -1) for query_id in query_ids], np.int64)
+    documents = collection.places(document_ids)
+    incomplete = np.flatnonzero((queries < 0) | (documents < 0))
+    if incomplete.size:
+        query_id, document_id = id_pairs[incomplete[0]]
+        raise ValueError(
+            f"collection {collection.name!r} judges query {query_id!r} and document "
+            f"{document_id!r}, of which it lacks one; load it with unknown='drop'.",
+        )
+    return Pairs(query_ids, queries, documents)
 
 
 def document_texts(collection: Collection) -> Column:
-    """The contents of all documents, in their order."""
+    """Return the contents of all documents, in their order."""
     contents: Mapping[str, str] = collection.contents()
-    return Column(
-        contents if isinstance(contents, LazyDocuments) else Held(contents.values()),
-        np.arange(len(contents)),
-    )
+    if isinstance(contents, LazyDocuments):
+        return Column(contents, np.arange(len(contents)))
+    return Column(TextsInMemory(contents.values()), np.arange(len(contents)))
 
 
-def pair_examples(collection: Collection, document: str) -> Examples:
-    """The columns ``"query"`` and `document` of the pairs."""
+def pair_examples(collection: Collection, document_column: str) -> Examples:
+    """Return the rows of the training pairs, without mined negatives.
+
+    Args:
+        collection: collection of the pairs.
+        document_column: name of the column of relevant documents.
+    """
     pairs = training_pairs(collection)
-    return examples_of(
-        collection,
-        len(pairs.names),
-        {"query": pairs.queries, document: pairs.documents},
-    )
+    positions = {"query": pairs.queries, document_column: pairs.documents}
+    return examples_of(collection, len(pairs.query_ids), positions)
 
 
 def examples_of(
     collection: Collection,
-    pairs: int,
-    columns: dict[str, Any],
+    n_pairs: int,
+    columns: Mapping[str, npt.NDArray[Any]],
     notes: tuple[str, ...] = (),
 ) -> Examples:
-    """Examples with texts for places: those of queries in the column ``"query"``, else those of
-    documents.
+    """Create training rows from positions of texts.
+
+    Args:
+        collection: collection of the texts.
+        n_pairs: number of pairs of one epoch.
+        columns: positions of queries in the column ``"query"``, scores in ``"label"``, and
+            positions of documents in every other column.
+        notes: what the user should know about the rows.
     """
-    queries, documents = Held(collection.queries.values()), document_texts(collection).texts
-    texts = {
-        name: places
-        if name == "label"
-        else Column(queries if name == "query" else documents, places)
-        for name, places in columns.items()
-    }
-    return Examples(
-        texts,
-        pairs,
-        notes,
-        texts_digest(collection.queries) + texts_digest(collection.contents()),
-    )
+    queries = TextsInMemory(collection.queries.values())
+    documents = document_texts(collection).texts
+    columns_with_texts: dict[str, Any] = {}
+    for name, values in columns.items():
+        if name == "label":
+            columns_with_texts[name] = values
+        else:
+            texts = queries if name == "query" else documents
+            columns_with_texts[name] = Column(texts, values)
+    all_texts = texts_digest(collection.queries) + texts_digest(collection.contents())
+    return Examples(columns_with_texts, n_pairs, notes, all_texts)
 
 
-class Mined:
-    """The pairs that have negatives in mined rows, and, if `scored`, a teacher's score of their
-    own.
+class PairsWithNegatives:
+    """The pairs whose query has mined negatives.
 
-    `places` ``[D]`` are those of the documents of `rows` in the collection.
+    Args:
+        pairs: all pairs.
+        rows: mined rows: for each query, documents with their teacher's scores.
+        positions: position ``[D]`` in the collection of each document of `rows`.
+        scored: whether a pair needs a teacher's score of its relevant document, too.
+
+    Attributes:
+        pairs: the pairs that can be trained.
+
+    Raises:
+        DataError: if the rows call other documents relevant than the collection.
     """
 
-    def __init__(self, pairs: Pairs, rows: TrainingRows, places: Places, *, scored: bool) -> None:
-        place_of = {query: place for place, query in enumerate(rows.queries)}
-        group = np.array(
-            [place_of.get(query, -1) for query in pairs.names],
-            np.int64,
-        )  # of each pair
-        self._places, positive = places, _rows_of(rows, group, places, pairs.documents)
-        _check_relevant(rows, group, positive)
-        negative = ~rows.relevant
-        negative[positive[positive >= 0]] = False
-        before = np.append(0, np.cumsum(negative))[rows.offsets]  # negatives before each query's
-        count = np.append(np.diff(before), 0)[group]
-        keep = np.flatnonzero((count > 0) & ((positive >= 0) | (not scored)))
+    def __init__(
+        self,
+        pairs: Pairs,
+        rows: TrainingRows,
+        positions: Positions,
+        *,
+        scored: bool,
+    ) -> None:
+        group_of_query = {query_id: group for group, query_id in enumerate(rows.queries)}
+        # position of each pair's query among the queries of the mined rows, or -1
+        groups = np.array([group_of_query.get(name, -1) for name in pairs.query_ids], np.int64)
+        positive_rows = _find_positive_rows(rows, groups, positions, pairs.documents)
+        _check_relevant(rows, groups, positive_rows)
+        is_negative = ~rows.relevant
+        is_negative[positive_rows[positive_rows >= 0]] = False
+        # negatives before the first row of each query, and the number of its own
+        n_negatives_before = np.append(0, np.cumsum(is_negative))[rows.offsets]
+        n_negatives_of_group = np.diff(n_negatives_before)
+        n_negatives = np.append(n_negatives_of_group, 0)[groups]  # 0 for group -1, the last one
+        usable = n_negatives > 0
+        if scored:
+            usable &= positive_rows >= 0
+        kept = np.flatnonzero(usable)
         self.pairs = Pairs(
-            [pairs.names[i] for i in keep],
-            pairs.queries[keep],
-            pairs.documents[keep],
+            [pairs.query_ids[pair] for pair in kept],
+            pairs.queries[kept],
+            pairs.documents[kept],
         )
-        self._first, self._count = before[group[keep]], count[keep]
-        self._positive, self._negatives = positive[keep], np.flatnonzero(negative)
-        self._document, self._target = rows.document, rows.target if scored else None
+        self._positions = positions
+        self._document_of_row = rows.document
+        self._scores = rows.target if scored else None
+        self._positive_rows = positive_rows[kept]
+        self._negative_rows = np.flatnonzero(is_negative)
+        self._first_negative = n_negatives_before[groups[kept]]  # in _negative_rows
+        self._n_negatives = n_negatives[kept]
 
-    def columns(self, count: int, draws: int, seed: int) -> dict[str, Any]:
-        """The pairs so many times, with `count` negatives of new draws, by their places, and
-        ``"label"``, the scores.
+    def columns(self, n_negatives: int, n_draws: int, seed: int) -> dict[str, npt.NDArray[Any]]:
+        """Return training rows with drawn negatives.
 
-        No negative comes twice in a row where there are enough of them.
+        A row has no negative twice if its query has enough of them.
+
+        Args:
+            n_negatives: number of negatives of a row.
+            n_draws: number of rows of each pair, which have different negatives.
+            seed: seed of the draws.
+
+        Returns:
+            Positions of texts in ``"query"``, ``"positive"`` and ``"negative_1"`` to
+            ``"negative_n"``, and the scores of these documents in ``"label"`` if the pairs are
+            scored.
         """
-        pairs = np.tile(np.arange(len(self.pairs.queries)), draws)
-        drawn = self._negatives[self._first[pairs, None] + _draw(self._count[pairs], count, seed)]
-        columns: dict[str, Any] = {
+        pairs = np.tile(np.arange(len(self.pairs.queries)), n_draws)
+        draws = draw_without_repetition(self._n_negatives[pairs], n_negatives, seed)
+        negative_rows = self._negative_rows[self._first_negative[pairs, None] + draws]
+        columns: dict[str, npt.NDArray[Any]] = {
             "query": self.pairs.queries[pairs],
             "positive": self.pairs.documents[pairs],
         }
-        for number in range(count):
-            columns[f"negative_{number + 1}"] = self._places[self._document[drawn[:, number]]]
-        if self._target is not None:
-            columns["label"] = self._target[np.column_stack([self._positive[pairs], drawn])]
+        for number in range(n_negatives):
+            documents = self._document_of_row[negative_rows[:, number]]
+            columns[f"negative_{number + 1}"] = self._positions[documents]
+        if self._scores is not None:
+            rows = np.column_stack([self._positive_rows[pairs], negative_rows])
+            columns["label"] = self._scores[rows]
         return columns
 
 
-def _check_relevant(rows: TrainingRows, group: Places, positive: Places) -> None:
-    """Raise a ``DataError`` where most documents that the rows of these queries call relevant are
-    not judged so.
+def _check_relevant(rows: TrainingRows, groups: Positions, positive_rows: Positions) -> None:
+    """Refuse rows whose relevant documents are mostly not those of the training split.
+
+    Such a file is often a run, in which every retrieved document is marked as relevant.
+
+    Args:
+        rows: mined rows. ``rows.relevant`` marks the documents that the file calls relevant.
+        groups: query ``[P]`` of each training pair in `rows`, or -1.
+        positive_rows: row ``[P]`` of the relevant document of each pair, or -1.
+
+    Raises:
+        DataError: if fewer than half of the documents that the file calls relevant, for the
+            training queries, are relevant by the split.
     """
-    marked = np.diff(np.append(0, np.cumsum(rows.relevant))[rows.offsets])[
-        np.unique(group[group >= 0])
-    ].sum()
-    judged = rows.relevant[np.unique(positive[positive >= 0])].sum()
-    if 2 * judged < marked:
-        got = f"{marked:,} of its queries, of which it calls {judged:,} relevant. Take negatives; this may be a run."
+    n_relevant_before = np.append(0, np.cumsum(rows.relevant))
+    n_relevant_of_group = np.diff(n_relevant_before[rows.offsets])
+    training_groups = np.unique(groups[groups >= 0])
+    n_marked = n_relevant_of_group[training_groups].sum()
+    rows_of_pairs = np.unique(positive_rows[positive_rows >= 0])
+    n_confirmed = rows.relevant[rows_of_pairs].sum()
+    if 2 * n_confirmed < n_marked:
         raise DataError(
             "training rows: expected relevant documents as the split 'train' judges them, got "
-            f"{got}",
+            f"{n_marked:,} of its queries, of which it calls {n_confirmed:,} relevant. Take "
+            "negatives; this may be a run.",
         )
 
 
-def _rows_of(rows: TrainingRows, group: Places, places: Places, wanted: Places) -> Places:
-    """The row of each of P pairs, -1 where there is none: of the `wanted` document among the rows
-    of its query.
+def _find_positive_rows(
+    rows: TrainingRows,
+    groups: Positions,
+    positions: Positions,
+    relevant: Positions,
+) -> Positions:
+    """Find the row of each pair's relevant document among the mined rows of its query.
 
-    `group` ``[P]`` are the queries, -1 for none, and `places` ``[D]`` those of the documents of
-    `rows`.
+    All pairs are searched together. In each step, every pair that is not found compares the next
+    row of its query.
+
+    Args:
+        rows: mined rows, those of a query one after another.
+        groups: query ``[P]`` of each pair in `rows`, or -1.
+        positions: position ``[D]`` in the collection of each document of `rows`.
+        relevant: position ``[P]`` of each pair's relevant document in the collection.
+
+    Returns:
+        Row ``[P]`` of each pair's document, -1 for none.
     """
-    found = np.full(len(group), -1, np.int64)
-    at, ends, live = rows.offsets[group], rows.offsets[group + 1], np.flatnonzero(group >= 0)
-    while (live := live[at[live] < ends[live]]).size:
-        hit = places[rows.document[at[live]]] == wanted[live]
-        found[live[hit]] = at[live[hit]]
-        live = live[~hit]
-        at[live] += 1
-    return found
+    positive_rows = np.full(len(groups), -1, np.int64)
+    next_row = rows.offsets[groups]
+    end_row = rows.offsets[groups + 1]
+    searching = np.flatnonzero(groups >= 0)
+    searching = searching[next_row[searching] < end_row[searching]]
+    while searching.size:
+        candidates = next_row[searching]
+        is_relevant = positions[rows.document[candidates]] == relevant[searching]
+        positive_rows[searching[is_relevant]] = candidates[is_relevant]
+        searching = searching[~is_relevant]
+        next_row[searching] += 1
+        searching = searching[next_row[searching] < end_row[searching]]
+    return positive_rows
 
 
-def _draw(sizes: Places, count: int, seed: int) -> Places:
-    """`count` of the numbers below each of the n `sizes`, ``[n, count]``; again and again only
-    where they run out.
+def draw_without_repetition(sizes: Positions, count: int, seed: int) -> Positions:
+    """Draw several different numbers below each of n sizes.
+
+    Numbers repeat only where `count` exceeds the size.
+
+    Args:
+        sizes: sizes ``[n]``, at least 1.
+        count: how many numbers are drawn below each size.
+        seed: seed of the draws.
+
+    Returns:
+        Numbers ``[n, count]``.
     """
-    chance = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     drawn = np.empty((len(sizes), 0), np.int64)
-    for number in range(count):
-        left = sizes - number
-        new = chance.integers(0, np.where(left > 0, left, sizes))
-        for taken in np.sort(drawn, axis=1).T:  # numbers that are left, counted from 0
-            new += (left > 0) & (new >= taken)
+    for n_drawn in range(count):
+        n_left = sizes - n_drawn
+        has_left = n_left > 0
+        new = generator.integers(0, np.where(has_left, n_left, sizes))
+        # `new` counts the numbers that are left. It becomes a number below the size by skipping
+        # those that were drawn, in ascending order.
+        for smaller in np.sort(drawn, axis=1).T:
+            new += has_left & (new >= smaller)
         drawn = np.column_stack([drawn, new])
     return drawn
 
 
 class Reader:
-    """Turns places in a batch into texts, without ends that `model` would not read; `digest` tells
-    readers apart.
+    """Function that turns the positions of texts in a batch into texts.
+
+    A text ends where the model stops to read it.
+
+    Args:
+        columns: columns of all rows, as in :class:`Examples`.
+        model: model that reads the texts.
+        digest: digest of the rows, which identifies the reader in caches of ``datasets``.
     """
 
     def __init__(self, columns: dict[str, Any], model: Model, digest: str) -> None:
-        self._columns, self._cut, self._digest = (
-            columns,
-            text_cutter(model, copy_tokenizer=True),
-            digest,
-        )
-        self._ends: tuple[dict[int, int], ...] = (
-            {},
-            {},
-        )  # of texts that are cut, of documents and queries, by place
-        late = getattr(next(iter(model or ()), None), "document_length", None)
-        self._longest = _CHARACTERS * min(
-            late or getattr(model, "max_seq_length", None) or _NO_LIMIT,
-            _NO_LIMIT,
-        )
+        self._columns = columns
+        self._cut = text_cutter(model, copy_tokenizer=True)
+        self._digest = digest
+        # length in characters of each text that is cut, by position
+        self._cut_lengths_of_queries: dict[int, int] = {}
+        self._cut_lengths_of_documents: dict[int, int] = {}
+        first_module = next(iter(model or ()), None)
+        max_tokens = getattr(first_module, "document_length", None)
+        if not max_tokens:
+            max_tokens = getattr(model, "max_seq_length", None) or UNLIMITED_TOKENS
+        self._max_characters = MAX_CHARACTERS_PER_TOKEN * min(max_tokens, UNLIMITED_TOKENS)
 
     def __len__(self) -> int:
         return len(self._columns["query"])
 
-    def text_keys(self, rows: Places) -> npt.NDArray[np.uint64]:
-        """Keys ``[n, C]`` of the texts of `n` rows, equal for equal texts; no text is read."""
-        columns = [column for column in self._columns.values() if isinstance(column, Column)]
-        return np.column_stack([column.texts.text_keys[column.places[rows]] for column in columns])
+    def _text_columns(self) -> dict[str, Column]:
+        """Return the columns of texts, without the scores."""
+        return {
+            name: column for name, column in self._columns.items() if isinstance(column, Column)
+        }
 
-    def document_lengths(self) -> Places:
-        """Characters of the relevant document of each row, as far as the model reads it.
+    def text_keys(self, rows: Positions) -> npt.NDArray[np.uint64]:
+        """Return keys of the texts of n rows, without reading a text.
+
+        Args:
+            rows: numbers ``[n]`` of the rows.
+
+        Returns:
+            Keys ``[n, C]`` of C columns; equal texts have equal keys.
+        """
+        keys = [
+            column.texts.text_keys[column.positions[rows]]
+            for column in self._text_columns().values()
+        ]
+        return np.column_stack(keys)
+
+    def document_lengths(self) -> Positions:
+        """Return the length of the relevant document of each row, as far as the model reads it.
 
         Texts in memory and in a file have the same lengths, unlike :meth:`sizes`.
+
+        Returns:
+            Characters ``[rows]``.
         """
-        name, column = next(
-            (name, column)
-            for name, column in self._columns.items()
-            if name != "query" and isinstance(column, Column)
-        )
-        lengths = np.empty(len(column), np.int64)
-        for start in range(0, len(column), _TEXTS_AT_ONCE):
-            part = slice(start, start + _TEXTS_AT_ONCE)
-            texts = self._read(name, column.places[part].tolist())
-            lengths[part] = [len(text) for text in texts]
+        columns = self._text_columns()
+        name = next(name for name in columns if name != "query")  # negatives come later
+        positions = columns[name].positions
+        lengths = np.empty(len(positions), np.int64)
+        for start in range(0, len(positions), LENGTH_BATCH_SIZE):
+            end = start + LENGTH_BATCH_SIZE
+            texts = self._read(name, positions[start:end].tolist())
+            lengths[start:end] = [len(text) for text in texts]
         return lengths
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """Replace the positions in a batch by texts; scores stay.
+
+        Args:
+            batch: values of each column.
+        """
         return {name: self._read(name, values) for name, values in batch.items()}
 
     def rows(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """The rows of a batch."""
-        values = {
-            name: getattr(column, "places", column)[numbers].tolist()
-            for name, column in self._columns.items()
-        }
+        """Return rows with their texts and scores.
+
+        Args:
+            numbers: numbers of the rows.
+        """
+        batch = {}
+        for name, column in self._columns.items():
+            values = column.positions if isinstance(column, Column) else column
+            batch[name] = values[numbers].tolist()
+        columns = self(batch)
         return [
-            dict(zip(values, row, strict=True)) for row in zip(*self(values).values(), strict=True)
+            dict(zip(columns, values, strict=True))
+            for values in zip(*columns.values(), strict=True)
         ]
 
-    def sizes(self, numbers: Sequence[int]) -> Places:
-        """About how long the texts of n rows are that the model reads, ``[n]``."""
-        columns = [column for column in self._columns.values() if isinstance(column, Column)]
-        return sum(
-            np.minimum(one.texts.sizes(one.places[numbers]), self._longest) for one in columns
-        )  # type: ignore[return-value]
+    def sizes(self, numbers: Sequence[int]) -> Positions:
+        """Estimate the number of characters of n rows that the model reads.
 
-    def _read(self, name: str, places: list[Any]) -> list[Any]:
-        if not isinstance(column := self._columns[name], Column):
-            return places
-        texts, ends = column.texts.at(places), self._ends[name == "query"]
-        new = [row for row, place in enumerate(places) if place not in ends]
-        for row, short in zip(new, self._cut([texts[row] for row in new]), strict=True):
-            if len(short) < len(texts[row]):
-                ends[places[row]] = len(short)
-        return [text[: ends.get(place)] for text, place in zip(texts, places, strict=True)]
+        Args:
+            numbers: numbers ``[n]`` of the rows.
+
+        Returns:
+            Characters ``[n]``, the sum over all texts of a row.
+        """
+        total = np.zeros(len(numbers), np.int64)
+        for column in self._text_columns().values():
+            text_sizes = column.texts.sizes(column.positions[numbers])
+            total += np.minimum(text_sizes, self._max_characters)
+        return total
+
+    def _read(self, name: str, values: list[Any]) -> list[Any]:
+        """Return the texts of a column, cut where the model stops to read; scores stay.
+
+        Args:
+            name: name of the column.
+            values: positions of texts, or scores.
+        """
+        column = self._columns[name]
+        if not isinstance(column, Column):
+            return values
+        is_query = name == "query"
+        cut_lengths = self._cut_lengths_of_queries if is_query else self._cut_lengths_of_documents
+        texts = column.texts.at(values)
+        unknown = [row for row, position in enumerate(values) if position not in cut_lengths]
+        cut_texts = self._cut([texts[row] for row in unknown])
+        for row, cut_text in zip(unknown, cut_texts, strict=True):
+            if len(cut_text) < len(texts[row]):
+                cut_lengths[values[row]] = len(cut_text)
+        return [
+            text[: cut_lengths.get(position)] for text, position in zip(texts, values, strict=True)
+        ]
 
     def __deepcopy__(self, memo: object) -> Reader:
         return self
 
-    def __reduce__(
-        self,
-    ) -> tuple[type[str], tuple[str]]:  # datasets takes a fingerprint of what it pickles
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        # datasets takes a fingerprint of what it pickles
         return str, (self._digest,)
 
 
-class Dealt:
-    """Batches of a sampler, whose rows are dealt to ranks, a part each, so that the parts take
-    about equally long.
+class BalancedBatches:
+    """Batches of a sampler, reordered so that all ranks read about as much text.
+
+    Each rank takes a consecutive part of a batch. Rows are dealt from long to short, and the ranks
+    take turns in alternating order.
+
+    Args:
+        sampler: batches of row numbers.
+        reader: estimates the sizes of rows.
+        n_ranks: number of ranks.
     """
 
-    def __init__(self, sampler: Any, reader: Reader, ranks: int) -> None:
-        self._sampler, self._reader, self._ranks = sampler, reader, ranks
+    def __init__(self, sampler: Any, reader: Reader, n_ranks: int) -> None:
+        self._sampler = sampler
+        self._reader = reader
+        self._n_ranks = n_ranks
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -366,12 +524,11 @@ class Dealt:
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._sampler:
-            if len(batch) % self._ranks:
+            if len(batch) % self._n_ranks:
                 yield batch
                 continue
-            dealt = np.array(batch)[np.argsort(-self._reader.sizes(batch), kind="stable")].reshape(
-                -1,
-                self._ranks,
-            )
-            dealt[1::2] = dealt[1::2, ::-1]
-            yield dealt.T.ravel().tolist()
+            from_long_to_short = np.argsort(-self._reader.sizes(batch), kind="stable")
+            # one row of the matrix for each turn, one column for each rank
+            turns = np.array(batch)[from_long_to_short].reshape(-1, self._n_ranks)
+            turns[1::2] = turns[1::2, ::-1]
+            yield turns.T.ravel().tolist()

@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 from tilefold._internal.arguments import ArgumentError
@@ -97,6 +97,15 @@ def checked(default: T, check: Check) -> T:
     return field(default=default, metadata={"check": check})
 
 
+def _to_json(value: object) -> object:
+    """Return the JSON value of a field: nested settings and mappings become dictionaries."""
+    if isinstance(value, Settings):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value
+
+
 @dataclass(frozen=True)
 class Settings:
     """Dataclass that validates its fields on construction and converts to a JSON object."""
@@ -109,7 +118,7 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         """Field names and values, as a JSON object."""
-        return asdict(self)
+        return {setting.name: _to_json(getattr(self, setting.name)) for setting in fields(self)}
 
     @classmethod
     def field_descriptions(cls) -> dict[str, str]:
@@ -252,150 +261,6 @@ class TrainingSettings(Settings):
             value = getattr(self, name)
             if value is not None and self.evaluate_steps is None:
                 raise ArgumentError(name, f"must be None without evaluate_steps, got {value!r}.")
-
-
-# the poolings and activations of HeadPooling, repeated because its module imports torch
-POOLINGS = ("max", "sum", "mean", "cls", "last")
-ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "log1p_softplus", "none")
-
-_NETWORK_FIELDS = frozenset({"activation", "layers", "shared_network"})
-_HEAD_FIELDS = _NETWORK_FIELDS | {"logit_scale", "top_k", "normalize"}
-_CAUSAL_FIELDS = frozenset(
-    {
-        "activation",
-        "drop_special_tokens",
-        "logit_scale",
-        "lora",
-        "normalize",
-        "pooling",
-        "shared_network",
-        "top_k",
-    },
-)
-FIELDS_BY_KIND: Mapping[str, frozenset[str]] = {
-    "mlm": _HEAD_FIELDS | {"pooling", "drop_special_tokens"},
-    "cls_mlm": _HEAD_FIELDS,
-    "epic": frozenset({"layers", "drop_special_tokens", "top_k"}),
-    "mlp": _NETWORK_FIELDS | {"scale", "drop_special_tokens", "saturation"},
-    "binary": frozenset({"scale", "trainable"}),
-    "idf": frozenset({"idf", "trainable"}),
-    "causal": _CAUSAL_FIELDS,
-    "bidirectional": _CAUSAL_FIELDS,
-    "echo": _CAUSAL_FIELDS,
-    "prosper": frozenset(
-        {"pooling", "logit_scale", "top_k", "normalize", "literal_residual", "shared_network"},
-    ),
-    "bge_m3": frozenset({"shared_network"}),
-    "splate": frozenset({"head_model", "trainable"}),
-}
-"""Fields of :class:`EncoderSpec` that apply to a kind, besides ``kind`` and ``base_model``."""
-
-
-@dataclass(frozen=True)
-class EncoderSpec(Settings):
-    """Configuration of the query encoder, the document encoder, or one encoder of both.
-
-    A field that is ``None`` takes the default of the kind. A field that does not apply to the kind
-    is an error. The kinds are:
-
-    - ``"mlm"``: an LM head over all tokens (SPLADE).
-    - ``"cls_mlm"``: an LM head over the first token (TILDE).
-    - ``"epic"``: an LM head over all tokens, weighted by learned importance and quality (EPIC).
-    - ``"mlp"``: a learned weight for each token (uniCOIL, DeepImpact).
-    - ``"binary"``: the same weight for each distinct token, without a network.
-    - ``"idf"``: a weight for each vocabulary entry, without a network.
-    - ``"causal"``, ``"bidirectional"``, ``"echo"``: the LM head of a causal language model, see
-      :mod:`tilefold.recipes.decoders`.
-    - ``"prosper"``: :class:`tilefold.modules.ProsperTransformer`.
-    - ``"bge_m3"``: a weight for each token, with BGE-M3's weights if the base model has them.
-    - ``"splate"``: an adapter on a frozen ColBERT, which is the base model.
-
-    Attributes:
-        kind: ``"mlm"``, ``"cls_mlm"``, ``"epic"``, ``"mlp"``, ``"binary"``, ``"idf"``,
-            ``"causal"``, ``"bidirectional"``, ``"echo"``, ``"prosper"``, ``"bge_m3"`` or
-            ``"splate"``.
-        base_model: base model of this encoder: ``"minilm"``, a folder or a Hugging Face name;
-            ``None`` takes the recipe's.
-        pooling: pooling of the LM head (:class:`tilefold.modules.HeadPooling`); by default
-            ``"max"``, for ``"prosper"`` ``"last"``.
-        activation: activation of the weights; by default ``"log1p_relu"`` for LM heads, ``"relu"``
-            for ``"mlp"``.
-        logit_scale: factor on the logits; by default 1, or 1/16 for ModernBERT and Ettin (arXiv
-            2606.18811).
-        drop_special_tokens: whether special tokens get no weight; by default True for ``"mlp"`` and
-            ``"epic"``.
-        top_k: number of largest weights that are kept per text; by default all of them, and for
-            ``"epic"``, whose weights are all positive, 1,000 (the model's ``max_active_dims``).
-        normalize: ``"l2"`` for vectors of length 1.
-        scale: initial value of a learned factor (``"mlp"``), or the weight of every token
-            (``"binary"``, by default 0.3).
-        trainable: whether the weights of ``"binary"`` and ``"idf"``, or the bias of ``"splate"``,
-            are trained.
-        idf: path of a JSON file of token -> weight; ``None`` counts document frequencies in the
-            sample texts.
-        layers: number of lowest layers of the base model that are kept; ``None`` keeps all.
-        shared_network: whether queries run the network of the document encoder, with a pooling of
-            their own.
-        lora: rank of LoRA updates, which alone are trained and are merged on saving; ``None``
-            trains all weights.
-        literal_residual: False leaves out the residual network of ``"prosper"``.
-        head_model: masked language model whose head decodes ``"splate"``; by default ``"minilm"``.
-        saturation: weight of ``"mlp"`` that counts half when texts are encoded, as BM25 saturates
-            frequencies, and that all tokens start with; the loss reads unsaturated weights.
-    """
-
-    kind: str = "mlm"
-    base_model: str | None = checked(None, MODEL_NAME)
-    pooling: str | None = checked(None, one_of(*POOLINGS))
-    activation: str | None = checked(None, one_of(*ACTIVATIONS))
-    logit_scale: float | None = checked(None, POSITIVE)
-    drop_special_tokens: bool | None = checked(None, BOOLEAN)
-    top_k: int | None = checked(None, integer())
-    normalize: str | None = checked(None, one_of("l2"))
-    scale: float | None = checked(None, POSITIVE)
-    trainable: bool | None = checked(None, BOOLEAN)
-    idf: str | None = checked(None, nonempty_text("the path of a file"))
-    layers: int | None = checked(None, integer())
-    shared_network: bool = checked(False, BOOLEAN)
-    lora: int | None = checked(None, integer())
-    literal_residual: bool | None = checked(None, BOOLEAN)
-    head_model: str | None = checked(None, MODEL_NAME)
-    saturation: float | None = checked(None, POSITIVE)
-
-    def __post_init__(self) -> None:
-        one_of(*sorted(FIELDS_BY_KIND))("kind", self.kind)
-        set_fields = {
-            field.name
-            for field in fields(self)
-            if getattr(self, field.name) not in (None, field.default)
-        }
-        inapplicable = sorted(set_fields - self.applicable_fields)
-        if inapplicable:
-            raise ArgumentError(
-                inapplicable[0],
-                f"does not apply to an encoder of kind {self.kind!r}; leave it out.",
-            )
-        super().__post_init__()
-        if self.kind == "prosper" and self.pooling in ("sum", "mean"):
-            raise ArgumentError(
-                "pooling",
-                f"expected last, cls or max for kind 'prosper', got {self.pooling!r}.",
-            )
-        if self.pooling == "cls" and self.drop_special_tokens:
-            raise ArgumentError(
-                "drop_special_tokens",
-                "must be left out with pooling 'cls', which reads one of them, got True.",
-            )
-
-    @property
-    def applicable_fields(self) -> frozenset[str]:
-        """Names of the fields that apply to an encoder of this kind."""
-        return FIELDS_BY_KIND[self.kind] | {"kind", "base_model"}
-
-    @property
-    def has_network(self) -> bool:
-        """Whether this encoder runs a Transformer."""
-        return self.kind not in ("binary", "idf")
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class TextCounts:
         self._columns: dict[str, Any] = {}
         for name, column in examples.columns.items():
             if isinstance(column, Column):
-                keys = column.texts.text_keys[column.places]
+                keys = column.texts.text_keys[column.positions]
                 self._columns[name] = np.unique(keys, return_counts=True)[1]
         self._n_rows = len(next(iter(examples.columns.values()), ()))
 

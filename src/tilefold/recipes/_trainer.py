@@ -14,7 +14,7 @@ from tilefold._internal.files import read_json
 from tilefold._internal.typing import Module
 from tilefold.distributed.ranks import has_other_ranks
 from tilefold.distributed.world import World
-from tilefold.recipes._rows import Column, Dealt, Reader
+from tilefold.recipes._rows import BalancedBatches, Column, Reader
 from tilefold.recipes._run import NDCG, WHOLE, TrainingError, TrainingRun
 from tilefold.recipes._steps import PairCounts, announced_pairs, step_warnings
 from tilefold.recipes._training import TrainingJob, TrainResult
@@ -206,7 +206,7 @@ def _create_trainer(
     from tilefold.integrations.transformers import one_gpu
 
     columns = {
-        name: column.places if isinstance(column, Column) else column
+        name: column.positions if isinstance(column, Column) else column
         for name, column in job.examples.columns.items()
     }
     dataset = Dataset.from_dict(columns)
@@ -376,7 +376,7 @@ def _batches_by_epoch(
     if hasattr(inner, "set_epoch") and not hasattr(loader.batch_sampler, "set_epoch"):
         loader.batch_sampler.set_epoch = inner.set_epoch
     if world.size > 1:
-        loader.batch_sampler.batch_sampler = Dealt(inner, reader, world.size)
+        loader.batch_sampler.batch_sampler = BalancedBatches(inner, reader, world.size)
     if hasattr(loader.collate_fn, "read"):
         # The data set returns numbers of rows, which the collator reads in its own thread.
         loader.dataset.__getitems__ = list

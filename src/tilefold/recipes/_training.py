@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from tilefold._internal.arguments import ArgumentError, check_instance
 from tilefold._internal.files import naming_full_disk
@@ -147,7 +147,10 @@ class TrainingJob:
 class Recipe(TrainingSettings):
     """Configuration that :func:`train` accepts."""
 
-    reads_negatives: ClassVar[bool] = False
+    @property
+    def reads_negatives(self) -> bool:
+        """Whether training reads mined negatives."""
+        return False
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -285,9 +288,13 @@ def _check_arguments(
         )
     check_instance("collection", collection, Collection, "load_collection(path)")
     if negatives is not None and not recipe.reads_negatives:
+        name = getattr(recipe, "name", type(recipe).__name__)
+        remedy = "leave the file out"
+        if hasattr(recipe, "negatives"):
+            remedy += ", or set its field negatives to at least 1"
         raise ArgumentError(
             "negatives",
-            f"must be left out for a {type(recipe).__name__}, which reads none.",
+            f"the recipe {name!r} takes none from a file; {remedy}.",
         )
     if hours is not None and not hours > 0:
         raise ArgumentError("hours", f"must be above 0 or None, got {hours}.")

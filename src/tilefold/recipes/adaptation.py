@@ -230,7 +230,7 @@ def adapt(
 
 @dataclass
 class _StepLog:
-    """What the steps of an adaptation were.
+    """Log of the steps of an adaptation.
 
     Attributes:
         first: losses of the first step.

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tilefold.recipes._settings import EncoderSpec, Settings
+from tilefold.recipes._settings import Settings
 from tilefold.recipes._training import TrainResult, train
 from tilefold.recipes.colbert import ColbertRecipe
 from tilefold.recipes.lsr import LsrRecipe
-from tilefold.recipes.splade import SpladeRecipe
 
 __all__ = ["RECIPES", "Config", "Entry", "TrainResult", "describe", "get_recipe", "train"]
 
-Config = SpladeRecipe | ColbertRecipe | LsrRecipe
-_CLASSES: dict[str, type[Config]] = {
-    recipe_class.__name__: recipe_class for recipe_class in (SpladeRecipe, ColbertRecipe, LsrRecipe)
-}
+Config = ColbertRecipe | LsrRecipe
+_CLASSES: dict[str, type[Config]] = {"ColbertRecipe": ColbertRecipe, "LsrRecipe": LsrRecipe}
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,17 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """The entry as a JSON object, with the configuration's fields."""
-        return {**asdict(self), "needs": list(self.needs), "kind": type(self.recipe).__name__}
+        return {
+            "name": self.name,
+            "summary": self.summary,
+            "paper": self.paper,
+            "recipe": self.recipe.to_dict(),
+            "published": self.published,
+            "publishes": self.publishes,
+            "base": self.base,
+            "needs": list(self.needs),
+            "kind": type(self.recipe).__name__,
+        }
 
 
 def _read_entries() -> Iterator[Entry]:
@@ -89,8 +96,6 @@ def get_recipe(name: str, **overrides: Any) -> Config:
 def describe(recipe: Config) -> Iterator[tuple[str, object, str]]:
     """Describe the fields of a recipe, and the fields of its encoders and regularizers.
 
-    Fields of an encoder that do not apply to its kind are left out.
-
     Yields:
         The name, as ``--set`` takes it, the JSON value, and the meaning of a field.
     """
@@ -104,9 +109,6 @@ def describe(recipe: Config) -> Iterator[tuple[str, object, str]]:
 
 
 def _describe_nested(prefix: str, settings: Settings) -> Iterator[tuple[str, object, str]]:
-    """Describe the applicable fields of an encoder or a regularizer, as ``prefix.field``."""
-    values = settings.to_dict()
+    """Describe the fields of an encoder or a regularizer, as ``prefix.field``."""
     for name, description in settings.field_descriptions().items():
-        applies = not isinstance(settings, EncoderSpec) or name in settings.applicable_fields
-        if applies:
-            yield f"{prefix}.{name}", values[name], description
+        yield f"{prefix}.{name}", getattr(settings, name), description

@@ -1,28 +1,178 @@
-"""SPLADE on causal language models: Mistral-SPLADE (arXiv 2408.11119), CSPLADE (arXiv 2504.10816),
-and PROSPER.
+"""Encoders on causal language models, and PROSPER.
+
+SPLADE on causal language models follows Mistral-SPLADE (arXiv 2408.11119) and CSPLADE (arXiv
+2504.10816). PROSPER is arXiv 2510.18527.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.typing import Module, Network, Tokenizer, Transformer
-from tilefold.recipes._builders import (
-    Base,
+from tilefold.recipes._encoder_spec import Base, SharableSpec
+from tilefold.recipes._masked_encoders import (
+    PooledHeadSpec,
     default_logit_scale,
-    head_pooling,
     load_transformer,
-    shared_network,
 )
-from tilefold.recipes._settings import EncoderSpec
+from tilefold.recipes._settings import BOOLEAN, POSITIVE, checked, integer, one_of
 from tilefold.recipes.loading import complete_weights, local_only, saved_architectures, seeded
 from tilefold.retrieval.errors import MissingPackageError
 
 VARIANTS = ("causal", "bidirectional", "echo")
+# names of the linear layers of attention and MLP in Llama, Mistral, Qwen and their relatives
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_LOGITS = {"text": {"method": "forward", "method_output_name": "logits"}}
+LORA_ALPHA_PER_RANK = 2  # alpha of LoRA divided by its rank, as in CSPLADE
+TEXT_TO_LOGITS = {"text": {"method": "forward", "method_output_name": "logits"}}
+"""Modality configuration of a ``Transformer`` module: texts go to ``forward``, logits come out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalLmSpec(PooledHeadSpec):
+    """Configuration of an encoder that pools the logits of a causal language model.
+
+    Attributes:
+        lora: rank of LoRA updates, which alone are trained and are merged on saving; ``None``
+            trains all weights.
+    """
+
+    network_fields: ClassVar[tuple[str, ...]] = ("base_model", "lora")
+
+    lora: int | None = checked(None, integer())
+
+    @property
+    def adds_adapters(self) -> bool:
+        """Whether the encoder has new adapters, which training merges at its end."""
+        return self.lora is not None
+
+    def build(self, base: Base) -> list[Module]:
+        """Build a causal language model, with LoRA where set, and the pooling of its logits."""
+        if self.shared_network:
+            transformer = self.document_network(base, "text-generation")
+        else:
+            transformer = causal_transformer(
+                self.base_model or base.base_model,
+                self.kind,
+                max_length=base.max_length,
+            )
+            if self.lora is not None:
+                with seeded(base.seed):
+                    add_lora(transformer, rank=self.lora, alpha=LORA_ALPHA_PER_RANK * self.lora)
+        return [
+            transformer,
+            self.head_pooling(transformer, self.pooling, self.drop_special_tokens),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalSpec(CausalLmSpec, kind="causal"):
+    """Configuration of a causal language model whose tokens attend to earlier tokens alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BidirectionalSpec(CausalLmSpec, kind="bidirectional"):
+    """Configuration of a causal language model whose tokens attend to all tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EchoSpec(CausalLmSpec, kind="echo"):
+    """Configuration of a causal language model that reads each text twice.
+
+    The second copy is pooled. Its tokens attend to all tokens of the first copy.
+    """
+
+    has_routes: ClassVar[bool] = True  # queries and documents have templates of their own
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProsperSpec(SharableSpec, kind="prosper"):
+    """Configuration of PROSPER: the logits of one token, added to a literal residual network.
+
+    Attributes:
+        pooling: token whose logits are read, ``"last"`` or ``"cls"``, or ``"max"`` over all tokens.
+        logit_scale: factor on the logits; by default 1, or 1/16 for ModernBERT and Ettin (arXiv
+            2606.18811).
+        top_k: number of largest weights that are kept per text; by default all of them.
+        normalize: ``"l2"`` for vectors of length 1.
+        literal_residual: whether the residual network adds weights of the text's own tokens.
+    """
+
+    network_fields: ClassVar[tuple[str, ...]] = (
+        "base_model",
+        "pooling",
+        "logit_scale",
+        "literal_residual",
+    )
+
+    pooling: str = checked("last", one_of("last", "cls", "max"))
+    logit_scale: float | None = checked(None, POSITIVE)
+    top_k: int | None = checked(None, integer())
+    normalize: str | None = checked(None, one_of("l2"))
+    literal_residual: bool = checked(True, BOOLEAN)
+
+    def build(self, base: Base) -> list[Module]:
+        """Build a network with its LM head and residual, and the window of its largest weights."""
+        from tilefold.modules.prosper import ProsperTransformer
+        from tilefold.modules.window import LexicalWindow
+
+        if self.shared_network:
+            transformer = self.document_network(base, None)
+            if not isinstance(transformer, ProsperTransformer):
+                raise ArgumentError(
+                    "shared_network",
+                    "the document side must be of kind 'prosper' too.",
+                )
+        else:
+            with seeded(base.seed):
+                transformer = self._build_transformer(base)
+        return [transformer, LexicalWindow(self.top_k, self.normalize, transformer.vocab_size)]
+
+    def _build_transformer(self, base: Base) -> Transformer:
+        """Build the network of PROSPER on a causal or a masked language model.
+
+        The configuration of the base model decides which of the two it is. Models with both heads
+        are read as causal.
+        """
+        from tilefold.modules.prosper import ProsperTransformer
+
+        base_model = self.base_model or base.base_model
+        if _is_causal_lm(base_model):
+            backbone = causal_transformer(base_model, "causal", max_length=base.max_length)
+        else:
+            backbone = load_transformer(base_model, base, "fill-mask")
+        logit_scale = self.logit_scale
+        if logit_scale is None:
+            logit_scale = default_logit_scale(backbone)
+        with tempfile.TemporaryDirectory(prefix="tilefold-prosper-") as folder:
+            backbone.save(folder)
+            transformer = ProsperTransformer(
+                folder,
+                transformer_task=backbone.transformer_task,
+                modality_config=backbone.modality_config,
+                module_output_name=backbone.module_output_name,
+                processing_kwargs=backbone.processing_kwargs,
+                pooling=self.pooling,
+                literal_residual=self.literal_residual,
+                logit_scale=logit_scale,
+                **local_only(),
+            )
+        # the name of the base model instead of that of the temporary folder
+        transformer.model.config._name_or_path = backbone.model.config._name_or_path
+        transformer.max_seq_length = backbone.max_seq_length
+        return transformer
+
+
+def _is_causal_lm(base_model: str) -> bool:
+    """Return whether the configuration of a base model names a class with a causal LM head."""
+    if base_model == "minilm":
+        return False
+    architectures = saved_architectures(base_model) or []
+    return any(name.endswith("ForCausalLM") for name in architectures)
 
 
 def causal_transformer(
@@ -30,23 +180,27 @@ def causal_transformer(
     variant: str = "causal",
     *,
     max_length: int = 128,
-    **options: Any,
+    model_kwargs: Mapping[str, object] | None = None,
+    **templates: str,
 ) -> Transformer:
-    """A ``Transformer`` on a causal language model (Llama, Mistral, Qwen2, Qwen3, ...): logits of
-    all tokens.
+    """Load a causal language model as a ``Transformer`` module that returns logits of all tokens.
 
-    Padding is on the left.
+    Models such as Llama, Mistral, Qwen2 and Qwen3 are supported. Padding is on the left.
 
     Args:
         base_model: a folder or Hugging Face name of a model with a causal LM head.
-        variant: how a token sees the text after it: ``"causal"``, not at all; ``"bidirectional"``,
-            by ``config.is_causal = False``, which transformers 5.2 and later read and which is
-            saved; ``"echo"``, in a second copy of the text
+        variant: which tokens a token attends to. ``"causal"``: earlier tokens alone.
+            ``"bidirectional"``: all tokens, by ``config.is_causal = False``, which transformers 5.2
+            and later read and which is saved. ``"echo"``: all tokens of a first copy of the text
             (:class:`tilefold.modules.echo.EchoTransformer`).
         max_length: maximum tokens of an input; the two copies of an echo, and its template, share
             them.
-        options: ``query_template`` and ``document_template`` of an echo, ``model_kwargs`` of
-            ``Transformer``.
+        model_kwargs: arguments for loading the network, as in ``Transformer``.
+        templates: ``query_template`` and ``document_template`` of an echo.
+
+    Raises:
+        ValueError: for an unknown variant, a model without a causal LM head, or one that ignores
+            ``config.is_causal`` for ``"bidirectional"``.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
@@ -54,17 +208,22 @@ def causal_transformer(
 
     from tilefold.modules.echo import EchoTransformer
 
-    base = str(base_model)
-    _check_causal_lm(base)
-    with complete_weights(base):
-        transformer = (EchoTransformer if variant == "echo" else Transformer)(
-            base,
+    name_or_path = str(base_model)
+    _check_causal_lm(name_or_path)
+    transformer_class = EchoTransformer if variant == "echo" else Transformer
+    loading_options = local_only(
+        Path(name_or_path).is_dir(),
+        model_kwargs={} if model_kwargs is None else model_kwargs,
+    )
+    with complete_weights(name_or_path):
+        transformer = transformer_class(
+            name_or_path,
             transformer_task="text-generation",
-            modality_config=_LOGITS,
+            modality_config=TEXT_TO_LOGITS,
             module_output_name="token_embeddings",
-            processing_kwargs={"text": {"logits_to_keep": 0}},
-            **local_only(Path(base).is_dir(), model_kwargs=options.pop("model_kwargs", {})),
-            **options,
+            processing_kwargs={"text": {"logits_to_keep": 0}},  # 0: of all tokens
+            **loading_options,
+            **templates,
         )
     tokenizer: Tokenizer = transformer.tokenizer
     if tokenizer.pad_token_id is None:
@@ -77,33 +236,51 @@ def causal_transformer(
 
 
 def _check_causal_lm(name_or_path: str) -> None:
-    """Refuse a model whose configuration names no ``...ForCausalLM``."""
-    packaged = name_or_path == "minilm"
-    named = [] if packaged else saved_architectures(name_or_path) or []
-    if packaged or (
-        Path(name_or_path).is_dir() and not any(name.endswith("ForCausalLM") for name in named)
-    ):
-        got = f"{name_or_path}, whose config.json names {'BertModel' if packaged else ', '.join(named) or 'nothing'}"
-        remedy = "name a causal model (Llama, Mistral, Qwen), or take a recipe for masked ones (splade-v2, splade-pp)."
-        raise ValueError(f"base_model must have a causal LM head, got {got}; {remedy}")
+    """Refuse a model whose configuration names no class with a causal LM head.
+
+    A Hugging Face name is not checked, since its configuration may not be on this machine.
+
+    Raises:
+        ValueError: if a local model has no such head.
+    """
+    if name_or_path == "minilm":
+        architectures = "BertModel"
+    elif Path(name_or_path).is_dir() and not _is_causal_lm(name_or_path):
+        architectures = ", ".join(saved_architectures(name_or_path) or []) or "nothing"
+    else:
+        return
+    raise ValueError(
+        f"base_model must have a causal LM head, got {name_or_path}, whose config.json names "
+        f"{architectures}; name a causal model (Llama, Mistral, Qwen), or take a recipe for masked "
+        "ones (splade-v2, splade-pp).",
+    )
 
 
 def check_bidirectional(network: Network) -> None:
-    """Refuse a model that ignores ``config.is_causal = False``: its first token must depend on its
-    last.
+    """Refuse a model whose first token does not attend to its last one.
+
+    Such a model ignores ``config.is_causal = False``. The check encodes two inputs that differ in
+    their last token.
+
+    Raises:
+        ValueError: if the states of the first token are equal for both inputs.
     """
     import torch
 
     from tilefold.integrations.transformers.networks import in_eval_mode
 
+    device = next(network.parameters()).device
     with in_eval_mode(network), torch.no_grad():
-        ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]], device=next(network.parameters()).device)
-        ids %= network.get_input_embeddings().num_embeddings
-        first = network.base_model(input_ids=ids).last_hidden_state[:, 0]
-    if torch.equal(first[0], first[1]):
-        got = f"{type(network).__name__}, whose first token does not see its last one"
-        needs = "variant 'bidirectional' needs a model whose attention reads config.is_causal"
-        raise ValueError(f"{needs}, got {got}; use variant 'echo', or transformers 5.2 or later.")
+        token_ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]], device=device)
+        token_ids %= network.get_input_embeddings().num_embeddings  # tiny vocabularies of tests
+        hidden = network.base_model(input_ids=token_ids).last_hidden_state
+    first_token_states = hidden[:, 0]
+    if torch.equal(first_token_states[0], first_token_states[1]):
+        raise ValueError(
+            "variant 'bidirectional' needs a model whose attention reads config.is_causal, got "
+            f"{type(network).__name__}, whose first token does not see its last one; use variant "
+            "'echo', or transformers 5.2 or later.",
+        )
 
 
 def add_lora(
@@ -113,18 +290,34 @@ def add_lora(
     alpha: int = 32,
     dropout: float = 0.05,
 ) -> list[str]:
-    """Train low-rank updates of attention and MLP projections only (arXiv 2106.09685); returns
-    their names.
+    """Add low-rank updates to attention and MLP projections, which alone are trained from then on.
+
+    The method is LoRA (arXiv 2106.09685).
+
+    Args:
+        transformer: module with the network.
+        rank: rank of the updates.
+        alpha: the updates are multiplied by ``alpha / rank``.
+        dropout: dropout of the inputs of the updates.
+
+    Returns:
+        The names of the projections.
+
+    Raises:
+        ImportError: if PEFT is not installed.
+        ValueError: if the network has no projection of a known name.
     """
     try:
         from peft import LoraConfig
     except ImportError as error:
         raise MissingPackageError("LoRA needs the package peft: pip install peft") from error
-    names = {name.rpartition(".")[2] for name, _ in transformer.model.named_modules()}
-    if not (targets := [name for name in PROJECTIONS if name in names]):
-        got = f"{type(transformer.model).__name__}; call model.add_adapter with target_modules of your own."
+    module_names = {path.rpartition(".")[2] for path, _ in transformer.model.named_modules()}
+    targets = [name for name in PROJECTIONS if name in module_names]
+    if not targets:
         raise ValueError(
-            f"lora needs a model with projections named {', '.join(PROJECTIONS)}, got {got}",
+            f"lora needs a model with projections named {', '.join(PROJECTIONS)}, got "
+            f"{type(transformer.model).__name__}; call model.add_adapter with target_modules of "
+            "your own.",
         )
     config = LoraConfig(
         r=rank,
@@ -135,67 +328,3 @@ def add_lora(
     )
     transformer.model.add_adapter(config)
     return targets
-
-
-def build_causal(spec: EncoderSpec, base: Base) -> list[Module]:
-    """A causal language model, read causally, in both directions, or twice, and the pooling of its
-    logits.
-    """
-    if spec.shared_network:
-        transformer = shared_network(spec, base, "text-generation")
-    else:
-        transformer = causal_transformer(
-            spec.base_model or base.base_model,
-            spec.kind,
-            max_length=base.max_length,
-        )
-        if spec.lora is not None:
-            with seeded(base.seed):
-                add_lora(transformer, rank=spec.lora, alpha=2 * spec.lora)
-    return [transformer, head_pooling(spec, transformer, spec.pooling or "max")]
-
-
-def build_prosper(spec: EncoderSpec, base: Base) -> list[Module]:
-    """An LM head at one token with the literal residual network, then window and norm."""
-    from tilefold.modules.prosper import ProsperTransformer
-    from tilefold.modules.window import LexicalWindow
-
-    if spec.shared_network:
-        transformer = shared_network(spec, base, None)
-        if not isinstance(transformer, ProsperTransformer):
-            raise ValueError("shared_network: the document side must be of kind 'prosper' too.")
-    else:
-        with seeded(base.seed):
-            transformer = _prosper_transformer(spec, base)
-    return [transformer, LexicalWindow(spec.top_k, spec.normalize, transformer.vocab_size)]
-
-
-def _prosper_transformer(spec: EncoderSpec, base: Base) -> Transformer:
-    """A backbone with its LM head: masked or causal, by what its configuration names."""
-    from tilefold.modules.prosper import ProsperTransformer
-
-    name = spec.base_model or base.base_model
-    if name != "minilm" and any(
-        found.endswith("ForCausalLM") for found in saved_architectures(name) or []
-    ):
-        plain = causal_transformer(name, "causal", max_length=base.max_length)
-    else:
-        plain = load_transformer(name, base, "fill-mask")
-    with tempfile.TemporaryDirectory(prefix="tilefold-prosper-") as folder:
-        plain.save(folder)
-        made = ProsperTransformer(
-            folder,
-            transformer_task=plain.transformer_task,
-            modality_config=plain.modality_config,
-            module_output_name=plain.module_output_name,
-            processing_kwargs=plain.processing_kwargs,
-            pooling=spec.pooling or "last",
-            literal_residual=spec.literal_residual is not False,
-            logit_scale=default_logit_scale(plain)
-            if spec.logit_scale is None
-            else spec.logit_scale,
-            **local_only(),
-        )
-    made.model.config._name_or_path = plain.model.config._name_or_path
-    made.max_seq_length = plain.max_seq_length
-    return made

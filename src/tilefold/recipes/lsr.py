@@ -8,16 +8,31 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from tilefold._internal.arguments import ArgumentError, list_of_texts
 from tilefold._internal.typing import Model, Module, SparseEncoder, Tensor
 from tilefold.recipes import _settings as rules
-from tilefold.recipes._rows import Examples, Mined, examples_of, pair_examples, training_pairs
-from tilefold.recipes._settings import REGULARIZERS, EncoderSpec, RegularizerSpec, Settings
+from tilefold.recipes._rows import (
+    Examples,
+    PairsWithNegatives,
+    examples_of,
+    pair_examples,
+    training_pairs,
+)
+from tilefold.recipes._settings import REGULARIZERS, RegularizerSpec
 from tilefold.recipes._trainer import run_trainer
 from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, train
-from tilefold.recipes.encoders import Base, build_encoder
+from tilefold.recipes.backbone import freeze_lower_layers
+from tilefold.recipes.encoders import (
+    Base,
+    EncoderSpec,
+    IdfSpec,
+    MlmSpec,
+    ProsperSpec,
+    SparseEncoderSpec,
+    build_encoder,
+)
 from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.training_data.rows import RowsAhead, read_training_rows
 
@@ -40,31 +55,16 @@ __all__ = [
 
 LOSSES = ("infonce", "kl", "margin_mse", "pairwise_softmax", "term_recall")
 KL_TEMPERATURE = 2.0  # of student and teacher; the default of sentence-transformers
-MASKED_LM = EncoderSpec()
+MASKED_LM = MlmSpec()
 FLOPS = RegularizerSpec()
 MAX_DRAWN_DOCUMENTS = 1 << 24  # documents of all rows in memory, if negatives are drawn repeatedly
 
 
-@dataclass(frozen=True, kw_only=True)
-class SparseRecipe(Recipe):
-    """Settings of every learned sparse model, in addition to :class:`TrainingSettings`.
-
-    Attributes:
-        start_percentile: initial decoder bias of ``"minilm"``, see
-            :func:`tilefold.recipes.minilm_splade`.
-        group_by_length: batch documents of similar length, with little padding.
-    """
-
-    start_percentile: float = rules.checked(
-        99.95,
-        rules.number(lambda value: 0 < value < 100, "in (0, 100)"),
-    )
-    group_by_length: bool = rules.checked(False, rules.BOOLEAN)
-
-
 @dataclass(frozen=True)
-class LsrRecipe(SparseRecipe):
+class LsrRecipe(Recipe):
     """Configuration of a learned sparse model and of its training.
+
+    ``get_recipe("splade")`` has the settings of SPLADE with in-batch negatives.
 
     Attributes:
         name: name of the system, for messages; it changes nothing.
@@ -74,12 +74,19 @@ class LsrRecipe(SparseRecipe):
         document: encoder of documents.
         loss: weight of each loss, out of ``"infonce"`` (in-batch and mined negatives), ``"kl"``,
             ``"margin_mse"``, ``"pairwise_softmax"`` and ``"term_recall"``.
-        query_regularizer, document_regularizer: sparsity penalties.
+        query_regularizer, document_regularizer: sparsity penalties; a number is the weight of
+            FLOPS.
         negatives: number of mined negatives per query and step; 0 for in-batch negatives only.
         idf_learning_rate: learning rate of the weights of ``"idf"`` queries; None takes
             `learning_rate`.
+        frozen_layers: number of lowest layers that are frozen, together with the embeddings (and a
+            decoder tied to them); they have no backward pass. 0 trains everything. Needs one
+            encoder for both sides.
+        start_percentile: initial decoder bias of ``"minilm"``, see
+            :func:`tilefold.recipes.minilm_splade`.
+        group_by_length: batch documents of similar length, with little padding.
 
-    The other fields are described in :class:`SparseRecipe` and :class:`TrainingSettings`.
+    The other fields are described in :class:`TrainingSettings`.
     """
 
     name: str = "custom"
@@ -94,36 +101,36 @@ class LsrRecipe(SparseRecipe):
     batch_size: int = rules.checked(32, rules.integer(2))
     idf_learning_rate: float | None = rules.checked(None, rules.POSITIVE)
     max_length: int = rules.checked(256, rules.integer())
-
-    reads_negatives: ClassVar[bool] = True
+    frozen_layers: int = rules.checked(0, rules.integer(0))
+    start_percentile: float = rules.checked(
+        99.95,
+        rules.number(lambda value: 0 < value < 100, "in (0, 100)"),
+    )
+    group_by_length: bool = rules.checked(False, rules.BOOLEAN)
 
     def __post_init__(self) -> None:
-        self._parse_nested("query", EncoderSpec)
-        self._parse_nested("document", EncoderSpec)
-        self._parse_nested("query_regularizer", RegularizerSpec)
-        self._parse_nested("document_regularizer", RegularizerSpec)
+        self._parse_encoder("query", optional=True)
+        self._parse_encoder("document")
+        self._parse_regularizer("query_regularizer")
+        self._parse_regularizer("document_regularizer")
         super().__post_init__()
         self._check_loss()
+        self._check_negatives()
         if self.query_regularizer.per_position:
             raise ArgumentError(
                 "query_regularizer",
                 "per_position must be False, a group has one query.",
             )
-        if self.mini_batch_size is not None and self.document.kind == "prosper":
+        if self.mini_batch_size is not None and isinstance(self.document, ProsperSpec):
             raise ArgumentError(
                 "mini_batch_size",
                 "must be None for kind 'prosper', whose penalties are on other vectors.",
             )
-        if self.negatives:
-            return
-        if self.needs_scores:
+        if self.frozen_layers and self.query is not None:
             raise ArgumentError(
-                "negatives",
-                "must be at least 1 for a loss that compares documents with a teacher, got 0.",
-            )
-        if "pairwise_softmax" in self.loss:
-            raise ArgumentError(
-                "negatives", "must be at least 1 for the loss pairwise_softmax, got 0."
+                "frozen_layers",
+                "must be 0 with a query encoder, which has layers of its own, got "
+                f"{self.frozen_layers}; leave one of the two out.",
             )
 
     def _check_loss(self) -> None:
@@ -138,19 +145,70 @@ class LsrRecipe(SparseRecipe):
         # a copy that the caller cannot change, and a dictionary for JSON
         object.__setattr__(self, "loss", dict(self.loss))
 
-    def _parse_nested(self, name: str, settings_class: type[Settings]) -> None:
-        """Turn a specification that is a dictionary, as in JSON, into an object."""
+    def _check_negatives(self) -> None:
+        """Refuse a loss that reads mined negatives without any."""
+        if self.negatives:
+            return
+        if self.needs_scores:
+            raise ArgumentError(
+                "negatives",
+                "must be at least 1 for a loss that compares documents with a teacher, got 0.",
+            )
+        if "pairwise_softmax" in self.loss:
+            raise ArgumentError(
+                "negatives",
+                "must be at least 1 for the loss pairwise_softmax, got 0.",
+            )
+
+    def _parse_encoder(self, name: str, optional: bool = False) -> None:
+        """Turn the dictionary of an encoder, as in JSON, into its spec.
+
+        Args:
+            name: field of the encoder.
+            optional: whether ``None`` is valid, too.
+        """
         value = getattr(self, name)
-        if isinstance(value, Mapping):
-            try:
-                object.__setattr__(self, name, settings_class.from_dict(dict(value)))
-            except ValueError as error:
-                raise ArgumentError(name, str(error)) from None
-        elif not isinstance(value, settings_class) and not (name == "query" and value is None):
+        if isinstance(value, EncoderSpec) or (optional and value is None):
+            return
+        if not isinstance(value, Mapping):
             raise ArgumentError(
                 name,
-                f"expected an instance of {settings_class.__name__}, got {value!r}.",
+                "expected an EncoderSpec, such as MlmSpec(), or a dictionary of its fields, got "
+                f"{value!r}.",
             )
+        try:
+            spec = EncoderSpec.from_dict(dict(value))
+        except ValueError as error:
+            raise ArgumentError(name, str(error)) from None
+        object.__setattr__(self, name, spec)
+
+    def _parse_regularizer(self, name: str) -> None:
+        """Turn the dictionary of a penalty, as in JSON, or the weight of FLOPS into its spec.
+
+        Args:
+            name: field of the penalty.
+        """
+        value = getattr(self, name)
+        if isinstance(value, RegularizerSpec):
+            return
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            value = {"kind": "flops", "weight": value}
+        if not isinstance(value, Mapping):
+            raise ArgumentError(
+                name,
+                "expected a RegularizerSpec, a dictionary of its fields or the weight of FLOPS, got "
+                f"{value!r}.",
+            )
+        try:
+            spec = RegularizerSpec.from_dict(dict(value))
+        except ValueError as error:
+            raise ArgumentError(name, str(error)) from None
+        object.__setattr__(self, name, spec)
+
+    @property
+    def reads_negatives(self) -> bool:
+        """Whether training reads mined negatives."""
+        return self.negatives > 0
 
     @property
     def needs_scores(self) -> bool:
@@ -180,7 +238,7 @@ class LsrRecipe(SparseRecipe):
     def adds_adapters(self) -> bool:
         """Whether training adds adapters to the base model, which are merged at the end."""
         specs = (self.query, self.document)
-        return any(spec is not None and spec.lora is not None for spec in specs)
+        return any(spec is not None and spec.adds_adapters for spec in specs)
 
     def preparation(self, data: str) -> list[str]:
         """Return the commands that mine negatives and score them, without a network.
@@ -208,11 +266,11 @@ class LsrRecipe(SparseRecipe):
             texts: documents of the collection.
         """
         base = Base(
-            self.base_model,
-            self.max_length,
-            list_of_texts("texts", texts),
-            self.seed,
-            self.start_percentile,
+            base_model=self.base_model,
+            max_length=self.max_length,
+            texts=list_of_texts("texts", texts),
+            seed=self.seed,
+            start_percentile=self.start_percentile,
         )
         return build_encoder(self.query, self.document, base)
 
@@ -228,23 +286,15 @@ class LsrRecipe(SparseRecipe):
         """Train the job's model in place."""
         from tilefold.modules import to_stock
 
-        losses = fit_sparse(self, job)
+        if self.frozen_layers:
+            freeze_lower_layers(job.model, self.frozen_layers)
+        result = _fit(self, job)
         to_stock(job.model)
-        return losses
+        return result
 
 
-def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> TrainResult:
-    """Train the job's model in place.
-
-    Args:
-        recipe: the recipe.
-        job: the training.
-        splade: whether it is a :class:`SpladeRecipe`'s, which has stock penalties on one rank, and
-            a head that can be fused.
-
-    Returns:
-        The job's result with losses and warnings.
-    """
+def _fit(recipe: LsrRecipe, job: TrainingJob) -> TrainResult:
+    """Train the job's model in place, and return the job's result with losses and warnings."""
     from sentence_transformers.sparse_encoder import (
         SparseEncoderTrainer,
         SparseEncoderTrainingArguments,
@@ -256,26 +306,23 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
     model = job.model
     max_length = model.max_seq_length
     model.max_seq_length = min(max_length, recipe.train_max_length or recipe.max_length)
-    n_ranks = job.world.size
-    # Stock penalties read the rows of one rank only.
-    loss = make_loss(model, recipe, stock=splade and n_ranks == 1, ranks=n_ranks)
-    warmups = {
-        side: regularizer.warmup_ratio
-        for side, regularizer in (
-            ("query", recipe.query_regularizer),
-            ("document", recipe.document_regularizer),
-        )
-        if regularizer.kind != "none"
-    }
+    loss = make_loss(model, recipe, ranks=job.world.size)
+    warmups: dict[str, float] = {}
+    if recipe.query_regularizer.kind != "none":
+        warmups["query"] = recipe.query_regularizer.warmup_ratio
+    if recipe.document_regularizer.kind != "none":
+        warmups["document"] = recipe.document_regularizer.warmup_ratio
     watcher = SparseWatch(
         loss,
         warmups,
-        bounded=not splade and model.max_active_dims is not None,
+        bounded=model.max_active_dims is not None,
         world=job.world,
     )
     # Models are compared once alpha and penalties no longer rise.
     rising_share = max([recipe.anneal_alpha, *warmups.values()])
-    with fused_head(model, recipe.fused, needed=splade):
+    # A saved SparseEncoder may lack a head to fuse, which its recipe does not know.
+    needs_head = isinstance(recipe.document, SparseEncoderSpec)
+    with fused_head(model, recipe.fused, needed=needs_head):
         result = run_trainer(
             job,
             SparseEncoderTrainer,
@@ -293,7 +340,7 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
 
 def _route_settings(recipe: LsrRecipe, job: TrainingJob) -> dict[str, object]:
     """Return the trainer's arguments for a model that encodes queries and documents differently."""
-    if recipe.query is None and recipe.document.kind not in ("echo", "splate"):
+    if recipe.query is None and not recipe.document.has_routes:
         return {}
     routes = {
         column: "query" if column == "query" else "document"
@@ -301,7 +348,7 @@ def _route_settings(recipe: LsrRecipe, job: TrainingJob) -> dict[str, object]:
         if column != "label"
     }
     settings: dict[str, object] = {"router_mapping": routes}
-    trains_idf = recipe.query is not None and recipe.query.kind == "idf" and recipe.query.trainable
+    trains_idf = isinstance(recipe.query, IdfSpec) and recipe.query.trainable
     if trains_idf and recipe.idf_learning_rate is not None:
         settings["learning_rate_mapping"] = {
             r"sub_modules\.query\.0\.weight$": recipe.idf_learning_rate,
@@ -336,13 +383,12 @@ def fused_head(
     return accelerate(model)
 
 
-def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: int = 1) -> Module:
+def make_loss(model: Model, recipe: LsrRecipe, *, ranks: int = 1) -> Module:
     """Create the ``SpladeLoss`` of a recipe's losses and penalties.
 
     Args:
         model: model that is trained.
         recipe: the recipe. PROSPER's penalties are on base weights.
-        stock: whether penalties are the stock ones.
         ranks: number of ranks. Several share negatives and penalties: documents are gathered as
             ``[B, V]``, and their gradients scattered. The gathering of the stock loss would gather
             queries, too, and then use this rank's only.
@@ -356,14 +402,11 @@ def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: in
     first_loss, first_weight = weighted[0]
     is_plain = len(weighted) == 1 and first_weight == 1
     ranking_loss = first_loss if is_plain else WeightedLosses(weighted)
-    document_regularizer = None
-    query_regularizer = None
-    if not stock:
-        document_regularizer = make_regularizer(
-            recipe.document_regularizer,
-            positions=1 + recipe.negatives,
-        )
-        query_regularizer = make_regularizer(recipe.query_regularizer)
+    document_regularizer = make_regularizer(
+        recipe.document_regularizer,
+        positions=1 + recipe.negatives,
+    )
+    query_regularizer = make_regularizer(recipe.query_regularizer)
     create_loss = _splade_loss_class(recipe)
     return create_loss(
         model,
@@ -381,7 +424,7 @@ def _splade_loss_class(recipe: LsrRecipe) -> Callable[..., Module]:
 
     from tilefold.losses.base_splade import BaseSpladeLoss, JoinedSpladeLoss
 
-    if recipe.document.kind == "prosper":
+    if isinstance(recipe.document, ProsperSpec):
         return BaseSpladeLoss
     if recipe.mini_batch_size is not None:
         return partial(JoinedSpladeLoss, mini_batch_size=recipe.mini_batch_size)
@@ -503,10 +546,10 @@ def make_examples(
             "negatives",
             f"{file} has no teachers' scores; {_missing_negatives_message(recipe, collection)}",
         )
-    mined = Mined(pairs, rows, positions, scored=recipe.needs_scores)
+    mined = PairsWithNegatives(pairs, rows, positions, scored=recipe.needs_scores)
     content = "negatives and scored relevant documents" if recipe.needs_scores else "negatives"
-    n_pairs = len(pairs.names)
-    n_mined_pairs = len(mined.pairs.names)
+    n_pairs = len(pairs.query_ids)
+    n_mined_pairs = len(mined.pairs.query_ids)
     if not n_mined_pairs:
         raise ArgumentError(
             "negatives",

@@ -1,0 +1,182 @@
+"""The sparse vectors of BGE-M3 (arXiv 2402.03216): a weight for each token."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilefold._internal.typing import Module, Tensor, Transformer
+from tilefold.recipes._encoder_spec import Base, SharableSpec
+from tilefold.recipes._masked_encoders import load_transformer
+from tilefold.recipes.loading import seeded
+
+HEAD_FILES = ("sparse_linear.safetensors", "sparse_linear.pt")
+"""Files with the sparse head, next to BGE-M3's weights; the first one that exists is read."""
+UNWEIGHTED_TOKENS = ("cls", "sep", "bos", "eos", "pad", "unk")
+NEW_HEAD_WEIGHT_FACTOR = 0.1  # on the random weights of a new head
+
+
+@dataclass(frozen=True, kw_only=True)
+class BgeM3Spec(SharableSpec, kind="bge_m3"):
+    """Configuration of an encoder with BGE-M3's token weights, which it reads from a base model.
+
+    A base model without such weights gets a new head.
+    """
+
+    def build(self, base: Base) -> list[Module]:
+        """Build a transformer without an LM head, and the weight of every token."""
+        import torch
+
+        from tilefold.modules import TokenWeights
+
+        base_model = self.base_model or base.base_model
+        if self.shared_network:
+            transformer = self.document_network(base, "feature-extraction")
+        else:
+            transformer = load_transformer(base_model, base, "feature-extraction")
+        vocab_size = transformer.model.get_input_embeddings().num_embeddings
+        with seeded(base.seed):
+            head = TokenWeights(
+                transformer.get_embedding_dimension(),
+                vocab_size,
+                ignore_ids=_unweighted_ids(transformer),
+            )
+        head_file = _find_head(base_model)
+        if head_file is not None:
+            _load_head(head, head_file)
+            return [transformer, head]
+        # Every token begins with a weight near 1. A random layer and relu would leave many texts
+        # without any weight.
+        with torch.no_grad():
+            head.linear.weight.mul_(NEW_HEAD_WEIGHT_FACTOR)
+            head.linear.bias.fill_(1.0)
+        return [transformer, head]
+
+
+def _unweighted_ids(transformer: Transformer) -> list[int]:
+    """Return the ids of the special tokens that get no weight, in ascending order."""
+    token_ids = set()
+    for name in UNWEIGHTED_TOKENS:
+        token_id = getattr(transformer.tokenizer, f"{name}_token_id", None)
+        if token_id is not None:
+            token_ids.add(token_id)
+    return sorted(token_ids)
+
+
+def _find_head(base_model: str) -> str | None:
+    """Return the path of a base model's sparse head; ``None`` without one.
+
+    Args:
+        base_model: ``"minilm"``, a folder or a Hugging Face name.
+    """
+    from sentence_transformers.util import load_file_path
+
+    if base_model == "minilm":
+        return None
+    is_local = Path(base_model).is_dir()
+    for file in HEAD_FILES:
+        path = load_file_path(base_model, file, local_files_only=is_local)
+        if path is not None:
+            return str(path)
+    return None
+
+
+def _load_head(head: Module, path: str) -> None:
+    """Load the weights of a :class:`TokenWeights` from a file, in place.
+
+    Raises:
+        ValueError: if the file has no such weights, or belongs to a model of another width.
+    """
+    state = load_sparse_linear(path)
+    shape = state["weight"].shape
+    if shape != head.linear.weight.shape:
+        raise ValueError(
+            f"{path} must fit states of width {head.hidden_size}, got {list(shape)}; it belongs to "
+            "another model.",
+        )
+    head.linear.load_state_dict(state)
+
+
+def load_sparse_linear(path: str | Path) -> dict[str, Tensor]:
+    """Read the sparse head of BGE-M3 from a file, as FlagEmbedding saves it.
+
+    A ``.pt`` file is a pickle: it is read as tensors alone, and no code of it runs.
+
+    Args:
+        path: ``.safetensors`` or ``.pt`` file of the state of an ``nn.Linear(D, 1)``.
+
+    Returns:
+        ``{"weight": [1, D], "bias": [1]}`` in fp32.
+
+    Raises:
+        ValueError: if the file has anything else, or numbers that are not finite.
+    """
+    path = Path(path)
+    state = _read_tensors(path)
+    _check_linear(state, path)
+    return {name: value.float() for name, value in state.items()}
+
+
+def _read_tensors(path: Path) -> Any:
+    """Read a file of tensors without running code in it.
+
+    Returns:
+        The content, a dictionary of tensors in a valid file.
+
+    Raises:
+        ValueError: if the file cannot be read, or holds something other than tensors.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return torch.load(path, "cpu", weights_only=True)
+    except (
+        pickle.UnpicklingError,
+        SafetensorError,
+        RuntimeError,
+        EOFError,
+        AttributeError,
+    ) as error:
+        raise ValueError(
+            f"{path} must hold tensors alone, got a file that cannot be read as such; it was not "
+            "run. Load it where you trust it, and save its state_dict with safetensors as "
+            "sparse_linear.safetensors.",
+        ) from error
+
+
+def _check_linear(state: Any, path: Path) -> None:
+    """Refuse a state that is not that of a linear layer with one output and finite weights.
+
+    Args:
+        state: content of the file.
+        path: the file, for the error.
+    """
+    import torch
+
+    shapes: dict[str, list[int]] = {}
+    if isinstance(state, dict):
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                shapes[name] = list(value.shape)
+    weight_shape = shapes.get("weight", [])
+    is_linear = (
+        set(shapes) == {"weight", "bias"}
+        and len(weight_shape) == 2
+        and weight_shape[0] == 1
+        and shapes["bias"] == [1]
+    )
+    if not is_linear:
+        raise ValueError(
+            f"{path} must hold weight [1, D] and bias [1] of a linear layer to one number, got "
+            f"{shapes or type(state)}.",
+        )
+    if not all(bool(value.isfinite().all()) for value in state.values()):
+        raise ValueError(
+            f"{path} must hold finite numbers, got NaN or infinity; fetch the file again.",
+        )

@@ -1,0 +1,199 @@
+"""Base classes of the encoder specs: one dataclass for each kind of encoder, with its builder."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+from tilefold._internal.arguments import ArgumentError
+from tilefold._internal.typing import Module, SparseEncoder, Transformer
+from tilefold.recipes._settings import BOOLEAN, MODEL_NAME, Settings, checked, one_of
+
+E = TypeVar("E", bound="EncoderSpec")
+
+
+@dataclass(frozen=True)
+class Base:
+    """Starting points of the query encoder and the document encoder of a model.
+
+    Attributes:
+        base_model: base model of encoders that name none: ``"minilm"``, a folder or a Hugging Face
+            name.
+        max_length: maximum tokens per text; saved with the model.
+        texts: sample documents, for the decoder bias of ``"minilm"`` and for document frequencies.
+        seed: seed of new parameters and of samples.
+        start_percentile: initial decoder bias of ``"minilm"``, see
+            :func:`tilefold.recipes.minilm_splade`.
+        vocab_size: vocabulary size of the encoder with a network, which is built first.
+        network: network of that encoder, for a query encoder that shares it or its tokenizer.
+    """
+
+    base_model: str
+    max_length: int
+    texts: Sequence[str] = ()
+    seed: int = 0
+    start_percentile: float = 99.95
+    vocab_size: int = 0
+    network: Transformer = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSpec(Settings, ABC):
+    """Configuration of the query encoder, the document encoder, or one encoder of both.
+
+    Every kind of encoder has a class of its own, such as :class:`MlmSpec`. JSON names the kind:
+    ``EncoderSpec.from_dict({"kind": "mlm", "top_k": 256})``.
+
+    Attributes:
+        kind: kind of the encoder, which decides about its other fields: ``"mlm"``, ``"cls_mlm"``,
+            ``"epic"``, ``"mlp"``, ``"binary"``, ``"idf"``, ``"causal"``, ``"bidirectional"``,
+            ``"echo"``, ``"prosper"``, ``"bge_m3"``, ``"splate"`` or ``"sparse_encoder"``.
+        base_model: base model of this encoder: ``"minilm"``, a folder or a Hugging Face name;
+            ``None`` takes the recipe's.
+    """
+
+    kind: ClassVar[str] = "mlm"
+    has_network: ClassVar[bool] = True
+    """Whether the encoder runs a Transformer."""
+    has_routes: ClassVar[bool] = False
+    """Whether one encoder of both sides encodes queries and documents in different ways."""
+    classes: ClassVar[dict[str, type[EncoderSpec]]] = {}
+    """Kind of encoder -> its class."""
+
+    base_model: str | None = checked(None, MODEL_NAME)
+
+    def __init_subclass__(cls, kind: str | None = None) -> None:
+        """Register a class under the kind of encoder that it configures, unless it is abstract."""
+        super().__init_subclass__()
+        if kind is not None:
+            cls.kind = kind
+            EncoderSpec.classes[kind] = cls
+
+    @abstractmethod
+    def build(self, base: Base) -> list[Module]:
+        """Build the modules of the encoder, of which the last one returns sparse vectors."""
+
+    def build_model(self, base: Base, device: str | None = None) -> SparseEncoder:
+        """Build a model that encodes queries and documents with this encoder.
+
+        Raises:
+            ValueError: if the encoder has no network.
+        """
+        from sentence_transformers import SparseEncoder
+
+        if not self.has_network:
+            raise ValueError(
+                f"a shared encoder needs a network, which kind {self.kind!r} has not.",
+            )
+        return SparseEncoder(
+            modules=self.build(base),
+            device=device,
+            similarity_fn_name="dot",
+            max_active_dims=self.max_active_terms,
+        )
+
+    @property
+    def max_active_terms(self) -> int | None:
+        """Number of largest weights that the model keeps of a text; ``None`` for all."""
+        return None
+
+    @property
+    def shares_network(self) -> bool:
+        """Whether this query encoder runs the network of the document encoder."""
+        return False
+
+    @property
+    def adds_adapters(self) -> bool:
+        """Whether the encoder has new adapters, which training merges at its end."""
+        return False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The kind, and the fields that differ from their defaults, as a JSON object."""
+        values = super().to_dict()
+        for setting in fields(self):
+            if values[setting.name] == setting.default:
+                del values[setting.name]
+        return {"kind": self.kind, **values}
+
+    @classmethod
+    def from_dict(cls: type[E], values: dict[str, Any]) -> E:
+        """Create the spec of the kind that ``values["kind"]`` names; the inverse of `to_dict`.
+
+        A field that is ``None`` takes its default. Without a kind, it is that of this class.
+
+        Raises:
+            ValueError: for an unknown kind, a field that the kind does not have, or a value out of
+                range.
+        """
+        settings = {name: value for name, value in values.items() if value is not None}
+        kind = settings.pop("kind", cls.kind)
+        classes = {
+            name: encoder_class
+            for name, encoder_class in EncoderSpec.classes.items()
+            if issubclass(encoder_class, cls)
+        }
+        one_of(*sorted(classes))("kind", kind)
+        encoder_class = classes[kind]
+        names = [setting.name for setting in fields(encoder_class)]
+        for name in settings:
+            if name not in names:
+                raise ArgumentError(
+                    name,
+                    f"does not apply to an encoder of kind {kind!r}, which has the fields "
+                    f"{', '.join(names)}; leave it out.",
+                )
+        return encoder_class(**settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharableSpec(EncoderSpec):
+    """Configuration of an encoder that can run the network of the document encoder.
+
+    Attributes:
+        shared_network: whether queries run the network of the document encoder, with a pooling of
+            their own.
+    """
+
+    network_fields: ClassVar[tuple[str, ...]] = ("base_model",)
+    """Fields that configure the network, and not the pooling of its states or logits."""
+
+    shared_network: bool = checked(False, BOOLEAN)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.shared_network:
+            return
+        for setting in fields(self):
+            is_set = getattr(self, setting.name) != setting.default
+            if is_set and setting.name in self.network_fields:
+                raise ArgumentError(
+                    setting.name,
+                    "set it on the document side, whose network shared_network runs.",
+                )
+
+    @property
+    def shares_network(self) -> bool:
+        """Whether this query encoder runs the network of the document encoder."""
+        return self.shared_network
+
+    def document_network(self, base: Base, task: str | None) -> Transformer:
+        """Return the network of the document encoder, for a query encoder that shares it.
+
+        Args:
+            base: the network.
+            task: task that the network must have, such as ``"fill-mask"``; ``None`` allows any.
+
+        Raises:
+            ValueError: if the document encoder has no network for the task.
+        """
+        network = base.network
+        if network is None or (task is not None and network.transformer_task != task):
+            expected = "a network" if task is None else f"a network for the task {task!r}"
+            raise ArgumentError(
+                "shared_network",
+                f"the document side must have {expected}, as kind {self.kind!r} does; leave it "
+                "out, and the query side gets a network of its own.",
+            )
+        return network
