@@ -14,6 +14,7 @@ from tests.retrieval.conftest import random_vectors
 from tests.sequences import LabelledSeries
 from tilefold import recipes
 from tilefold import retrieval as r
+from tilefold.retrieval.index.qdrant import Documents, Layout, QdrantCollection
 
 TEXTS = {"a": "cats sleep all day", "b": "dogs chase cats", "c": "trees grow slowly"}
 RUN = {"q": {"a": 2.0, "b": 1.0}}
@@ -426,6 +427,83 @@ def tokens() -> r.TokenVectors:
             "sample_texts",
             id="minilm_splade: one text",
         ),
+        pytest.param(
+            lambda path: r.LateIndex.build(tokens(), path / "late", queries="x"),
+            "queries",
+            id="LateIndex.build: text as queries",
+        ),
+        pytest.param(lambda _: r.LateIndex.build(tokens(), None), "folder", id="LateIndex.build"),
+        pytest.param(lambda _: r.LateIndex.load(None), "path", id="LateIndex.load"),
+        pytest.param(lambda _: r.build_index(random_vectors(2)).save(None), "path", id="save"),
+        pytest.param(lambda _: r.BM25Index.load(None), "path", id="BM25Index.load"),
+        pytest.param(lambda _: r.BM25Index.build(TEXTS, k1="1.5"), "k1", id="k1 of BM25: text"),
+        pytest.param(lambda _: r.BM25Index.build(TEXTS, b=None), "b", id="b of BM25: None"),
+        pytest.param(
+            lambda _: r.BM25Index.build(TEXTS, language=None),
+            "language",
+            id="language of BM25: None",
+        ),
+        pytest.param(lambda _: r.Window("1", "2", 3), "first", id="Window: texts"),
+        pytest.param(lambda _: r.Reranking(depth=2.5), "depth", id="depth of Reranking: float"),
+        pytest.param(lambda _: r.Reranking(depth="2"), "depth", id="depth of Reranking: text"),
+        pytest.param(lambda _: r.Reranking(weight="x"), "weight", id="weight of Reranking"),
+        pytest.param(lambda _: r.Interpolation(weight="x"), "weight", id="Interpolation"),
+        pytest.param(lambda _: r.Fusion(weight=None), "weight", id="Fusion"),
+        pytest.param(lambda _: r.Feedback(gamma="x"), "gamma", id="Feedback"),
+        pytest.param(lambda _: r.interpolate([RUN], k="x"), "k", id="k of interpolate"),
+        pytest.param(lambda _: r.reciprocal_rank_fusion([RUN], k="x"), "k", id="k of RRF"),
+        pytest.param(
+            lambda _: r.best_passages({"q": ["a"]}),
+            "run",
+            id="best_passages: list of passages",
+        ),
+        pytest.param(
+            lambda _: r.best_passages({"q": {5: 1.0}}), "run", id="best_passages: numbers"
+        ),
+        pytest.param(lambda _: r.term_names("bert", 5), "tokenizer", id="term_names"),
+        pytest.param(lambda _: r.Passage.of(5), "name", id="Passage.of"),
+        pytest.param(lambda _: r.Passages.parse(5), "text", id="Passages.parse"),
+        pytest.param(
+            lambda path: r.merge_vectors(["a", 3], path), "folders", id="number as folder"
+        ),
+        pytest.param(lambda _: r.merge_vectors(["a", "b"], None), "output_dir", id="no output_dir"),
+        pytest.param(
+            lambda _: r.write_vectors(random_vectors(2), None), "path", id="write_vectors"
+        ),
+        pytest.param(
+            lambda path: r.write_vectors(random_vectors(2), path, shard_size="x"),
+            "shard_size",
+            id="shard_size: text",
+        ),
+        pytest.param(
+            lambda path: r.write_trec_run(RUN, path / "run", tag=5),
+            "tag",
+            id="write_trec_run: number as tag",
+        ),
+        pytest.param(
+            lambda _: r.mine_negatives(RUN, collection(), "train", [r.Window(1, 2, 1)], seed="x"),
+            "seed",
+            id="mine_negatives: text as seed",
+        ),
+        pytest.param(lambda _: r.Filter("x"), "where", id="Filter"),
+        pytest.param(lambda _: r.Filter.parse([5]), "where", id="Filter.parse"),
+        pytest.param(lambda _: random_vectors(2).take("x"), "rows", id="SparseVectors.take"),
+        pytest.param(
+            lambda _: r.SparseVectors.from_rows({"a": {1: 1.0}}, "x"),
+            "vocab_size",
+            id="vocab_size: text",
+        ),
+        pytest.param(lambda _: Documents(["a"], "x"), "sparse", id="Documents: text as vectors"),
+        pytest.param(
+            lambda _: Documents(5, random_vectors(2)), "ids", id="Documents: number as ids"
+        ),
+        pytest.param(
+            lambda _: Documents(["d0"], random_vectors(1), payloads=["x"]),
+            "payloads",
+            id="Documents: list of payloads",
+        ),
+        pytest.param(lambda _: Layout(5, fields=["x"]), "fields", id="Layout: list of fields"),
+        pytest.param(lambda _: QdrantCollection.embedded(None), "folder", id="QdrantCollection"),
     ],
 )
 def test_an_argument_of_another_type_is_refused_by_name(
@@ -549,3 +627,47 @@ def test_a_file_that_exists_is_replaced_only_if_asked_for(
         write(tmp_path, overwrite=True)
     write(file, overwrite=True)
     assert file.read_bytes() != b"mine"
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        pytest.param(lambda index: index.search("x", 3), "queries", id="search"),
+        pytest.param(lambda index: index.upsert(random_vectors(1)), "documents", id="upsert"),
+        pytest.param(lambda index: index.add("x"), "documents", id="add"),
+        pytest.param(lambda index: index.build(random_vectors(1)), "documents", id="build"),
+    ],
+)
+def test_a_qdrant_collection_refuses_other_objects_by_name(
+    call: Callable[[Any], Any],
+    argument: str,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("qdrant_edge")
+    with (
+        QdrantCollection.embedded(tmp_path / "index", Layout(vocab_size=500)) as collection,
+        pytest.raises(TypeError, match=f"^{argument}: expected"),
+    ):
+        call(collection)
+
+
+def test_a_late_index_refuses_texts_as_queries_and_no_path(tmp_path: Path) -> None:
+    index = r.LateIndex.build(tokens(), tmp_path / "late")
+    with pytest.raises(TypeError, match="^queries: expected TokenVectors, got 'x'"):
+        index.search("x", 3)
+    with pytest.raises(TypeError, match="^path: expected a path, got None"):
+        index.save(None)
+
+
+@pytest.mark.parametrize("row", [2, -1])
+def test_a_row_that_vectors_do_not_have_is_refused(row: int) -> None:
+    with pytest.raises(IndexError, match=f"rows: expected positions among 2 rows, got {row}"):
+        random_vectors(2).take([row])
+
+
+@pytest.mark.parametrize("choice", [["min_max"], None, 5])
+def test_a_choice_that_is_no_text_is_refused(choice: Any) -> None:
+    with pytest.raises(ValueError, match="normalization: expected one of min_max"):
+        r.interpolate([RUN], normalization=choice)
+    with pytest.raises(ValueError, match="normalization: expected one of min_max"):
+        r.Interpolation(normalization=choice)

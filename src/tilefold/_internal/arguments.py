@@ -17,6 +17,7 @@ __all__ = [
     "check_integer",
     "check_k",
     "check_least",
+    "check_least_count",
     "check_mapping",
     "check_number",
     "check_share",
@@ -181,7 +182,7 @@ def check_instance(
 
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise ``ValueError`` unless an argument is one of the allowed strings."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:  # a list cannot be looked up
         raise ArgumentError(name, f"expected one of {', '.join(allowed)}, got {value!r}.")
 
 
@@ -206,13 +207,40 @@ def _not_a_count(name: str, value: object, least: int) -> ArgumentError:
 
 
 def check_least(name: str, value: float | None, least: int = 1) -> None:
-    """Raise ``ValueError`` unless an argument is None or a number of at least `least`."""
-    if value is not None and not value >= least:  # a NaN is refused too
+    """Raise an error unless an argument is None or a number of at least `least`.
+
+    Raises:
+        TypeError: for anything but None and numbers.
+        ValueError: for a smaller number, and NaN.
+    """
+    if value is None:
+        return
+    check_number(name, value)
+    if not value >= least:  # a NaN is refused too
         raise ArgumentError(name, f"expected at least {least}, got {value}.")
 
 
+def check_least_count(name: str, value: int | None, least: int = 1) -> None:
+    """Raise an error unless an argument is None or an integer of at least `least`.
+
+    Raises:
+        TypeError: for anything but None and integers, which may be of numpy.
+        ValueError: for a smaller integer.
+    """
+    if value is None:
+        return
+    check_integer(name, value)
+    check_least(name, value, least)
+
+
 def check_share(name: str, value: float) -> None:
-    """Raise ``ValueError`` unless an argument is a number in [0, 1]."""
+    """Raise an error unless an argument is a number in [0, 1].
+
+    Raises:
+        TypeError: for anything but numbers.
+        ValueError: for a number outside [0, 1], and NaN.
+    """
+    check_number(name, value)
     if not 0 <= value <= 1:
         raise ArgumentError(name, f"expected a number in [0, 1], got {value!r}.")
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+from tilefold._internal.arguments import check_count
 from tilefold._internal.typing import Tokenizer
 
 _fingerprints: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
@@ -110,7 +111,17 @@ def term_names(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
 
     Returns:
         V names, in the order of the terms.
+
+    Raises:
+        TypeError: for anything but a tokenizer, such as the name of a model.
+        ValueError: for a size that is no integer of at least 1.
     """
+    if not callable(getattr(tokenizer, "get_vocab", None)):
+        raise TypeError(
+            f"tokenizer: expected a tokenizer, got {type(tokenizer).__name__}; pass "
+            "model.tokenizer.",
+        )
+    check_count("vocab_size", vocab_size)
     names = term_names_of(tokenizer)
     return [names[term] for term in range(vocab_size)]
 

@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-from tilefold._internal.arguments import ArgumentError, check_instance
+from tilefold._internal.arguments import ArgumentError, check_instance, path_of
 from tilefold._internal.files import InUseError
 from tilefold.retrieval.data.collection import (
     BEIR_LAYOUT,
@@ -114,7 +114,7 @@ def load_collection(
     """
     check_instance("name_or_path", name_or_path, (str, Path), "'pydocs', or a path")
     check_instance("fields", fields, DocumentFields, "DocumentFields(text=...)")
-    cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    cache = default_cache_dir() if cache_dir is None else path_of("cache_dir", cache_dir)
 
     def load(path: Path) -> Collection:
         file = documents_table(path)

@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import ArgumentError, check_mapping
+from tilefold._internal.arguments import ArgumentError, check_mapping, list_of_texts
 from tilefold.retrieval.common.files import is_unicode, require
 from tilefold.retrieval.data.numbers import INT64, Number, floats_within, integers_within
 from tilefold.retrieval.errors import DataError
@@ -82,6 +82,8 @@ class Filter:
     must_not: Fields = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_mapping("where", self.must, "field -> value, values or range")
+        check_mapping("where", self.must_not, "field -> value, values or range")
         if not any(self.conditions()):
             raise ArgumentError(
                 "where",
@@ -103,7 +105,6 @@ class Filter:
         """Return a filter, which may be passed as its `must`; None for none."""
         if where is None or isinstance(where, Filter):
             return where
-        check_mapping("where", where, "field -> value, values or range")
         return cls(where)
 
     @classmethod
@@ -127,7 +128,7 @@ class Filter:
         """
         must: dict[str, Any] = {}
         must_not: dict[str, Any] = {}
-        for text in conditions:
+        for text in list_of_texts("where", conditions):
             match = _CONDITION.fullmatch(text)
             if match is None:
                 raise ArgumentError(
@@ -311,13 +312,18 @@ def _stored_items(values: Iterable[object]) -> Iterator[object]:
             yield stored
 
 
-def check_fields_by_id(metadata: object) -> None:
-    """Raise ``TypeError`` unless an argument is None or a mapping of documents to their fields."""
+def check_fields_by_id(argument: str, metadata: object) -> None:
+    """Raise ``TypeError`` unless an argument is None or a mapping of documents to their fields.
+
+    Args:
+        argument: its name, for the error.
+        metadata: what was passed.
+    """
     if metadata is None:
         return
-    check_mapping("metadata", metadata, "document id -> fields")
+    check_mapping(argument, metadata, "document id -> fields")
     for name, fields in cast("Mapping[object, object]", metadata).items():
-        check_mapping(f"metadata of {name!r}", fields, "field -> value")
+        check_mapping(f"{argument} of {name!r}", fields, "field -> value")
 
 
 def fields_by_id(
@@ -532,7 +538,7 @@ class Metadata:
         Returns:
             The metadata, or None if no document has any.
         """
-        check_fields_by_id(metadata)
+        check_fields_by_id("metadata", metadata)
         if not metadata:
             return None
         names = list(ids)

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from tilefold._internal.arguments import ArgumentError, check_choice, check_count, check_mapping
+from tilefold._internal.arguments import (
+    ArgumentError,
+    check_choice,
+    check_count,
+    check_instance,
+    check_mapping,
+)
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance, texts_digest
 from tilefold.retrieval.data.collection import Document, documents_by_id
@@ -51,6 +57,7 @@ class Passage(NamedTuple):
     @classmethod
     def of(cls, name: str) -> Passage:
         """Return the passage with an :attr:`id`; ``DataError`` for an id that is not of a passage."""
+        check_instance("name", name, str, "the id of a passage, such as 'd#1:0-90'")
         match = _ID.fullmatch(name)
         if match is None:
             raise DataError(
@@ -125,6 +132,7 @@ class Passages:
     @classmethod
     def parse(cls, text: str) -> Passages:
         """Return the cut with a name, the inverse of ``str()``; ``DataError`` for another text."""
+        check_instance("text", text, str, "a text such as '128/64/sentences'")
         try:
             length, stride, cut = text.split("/")
             return cls(int(length), int(stride), cut)  # type: ignore[arg-type]

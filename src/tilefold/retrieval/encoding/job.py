@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, Literal
 
 from torch import Tensor
 
-from tilefold._internal.arguments import check_choice, check_least
+from tilefold._internal.arguments import check_choice, check_least, check_least_count
 from tilefold._internal.precision import inference_precision
 from tilefold._internal.typing import Model
 from tilefold.pipeline.rows import (
@@ -58,7 +58,7 @@ class Output:
     resume: bool = True
 
     def __post_init__(self) -> None:
-        check_least("shard_size", self.shard_size)
+        check_least_count("shard_size", self.shard_size)
         check_least("save_minutes", self.save_minutes, 0)
 
     def report(self, n_done: int, n_texts: int) -> None:
@@ -89,10 +89,10 @@ class Encoding(ABC):
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        check_least("max_length", self.max_length)
+        check_least_count("max_length", self.max_length)
         check_choice("kind", self.kind, ("document", "query"))
-        check_least("batch_size", self.batch_size)
-        check_least("batch_tokens", self.batch_tokens)
+        check_least_count("batch_size", self.batch_size)
+        check_least_count("batch_tokens", self.batch_tokens)
 
     @abstractmethod
     def create_job(

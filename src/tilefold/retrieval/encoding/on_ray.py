@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tilefold._internal.arguments import check_instance, check_least
+from tilefold._internal.arguments import check_instance, check_least, check_least_count, path_of
 from tilefold._internal.typing import Model
 from tilefold.pipeline.threads import BackgroundWorker
 from tilefold.retrieval.common.files import Json, require
@@ -89,8 +89,8 @@ class RayCluster:
     patience: float = 20.0
 
     def __post_init__(self) -> None:
-        check_least("workers", self.workers)
-        check_least("worker_cpus", self.worker_cpus)
+        check_least_count("workers", self.workers)
+        check_least_count("worker_cpus", self.worker_cpus)
         check_least("worker_gpus", self.worker_gpus, 0)
 
 
@@ -162,7 +162,7 @@ def encode_on_ray(
         "the path of the documents",
     )
     output = Output(
-        folder=Path(output_dir).resolve(),
+        folder=path_of("output_dir", output_dir).resolve(),
         shard_size=shard_size,
         save_minutes=0.0,
         resume=resume,

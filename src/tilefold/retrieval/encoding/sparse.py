@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold._internal.arguments import ArgumentError, check_encoder, check_least, check_mapping
+from tilefold._internal.arguments import (
+    ArgumentError,
+    check_encoder,
+    check_least,
+    check_least_count,
+    check_mapping,
+    path_of,
+)
 from tilefold._internal.typing import Model
 from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.distributed.process_group import ranks_of
@@ -120,7 +127,7 @@ def encode_collection(
         special_tokens=special_tokens,
     )
     output = Output(
-        folder=Path(output_dir),
+        folder=path_of("output_dir", output_dir),
         shard_size=shard_size,
         save_minutes=save_minutes,
         progress=progress,
@@ -181,7 +188,7 @@ class SparseEncoding(Encoding):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least("top_k", self.top_k)
+        check_least_count("top_k", self.top_k)
         check_least("min_weight", self.min_weight, 0)
 
     def create_job(

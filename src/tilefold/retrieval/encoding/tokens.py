@@ -15,8 +15,9 @@ from tilefold._internal.arguments import (
     ArgumentError,
     check_choice,
     check_encoder,
-    check_least,
+    check_least_count,
     check_mapping,
+    path_of,
 )
 from tilefold._internal.typing import Model
 from tilefold.pipeline.rows import TokenRows
@@ -81,7 +82,7 @@ def encode_tokens(
         source=source,
     )
     output = Output(
-        folder=Path(output_dir),
+        folder=path_of("output_dir", output_dir),
         shard_size=shard_size,
         save_minutes=save_minutes,
         progress=progress,
@@ -231,7 +232,7 @@ def encode_dense_collection(
         dimension=dimension,
     )
     output = Output(
-        folder=Path(output_dir),
+        folder=path_of("output_dir", output_dir),
         shard_size=shard_size,
         save_minutes=save_minutes,
         progress=progress,
@@ -257,7 +258,7 @@ class DenseEncoding(TokenEncoding):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least("dimension", self.dimension)
+        check_least_count("dimension", self.dimension)
 
     def create_job(
         self,

@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import ArgumentError, check_mapping, list_of, path_of
+from tilefold._internal.arguments import (
+    ArgumentError,
+    check_instance,
+    check_mapping,
+    list_of,
+    path_of,
+)
 from tilefold._internal.files import exported_file
 from tilefold.retrieval.common.files import check_text_ids, require
 from tilefold.retrieval.common.identical_ids import (
@@ -407,6 +413,7 @@ def write_trec_run(
 
     Raises:
         FileExistsError: if the file exists, without `overwrite`.
+        TypeError: if an id or the tag is no string.
         ValueError: if an id or the tag is empty or has white space, or a score is not finite.
     """
     check_mapping("run", run, "query id -> scores by document")
@@ -426,7 +433,8 @@ def write_trec_run(
 
 
 def check_word(name: str, value: str) -> None:
-    """Raise ``ValueError`` unless a line of a TREC run can hold `value`."""
+    """Raise an error unless a line of a TREC run can hold `value`, a string of one word."""
+    check_instance(name, value, str, "a word")
     if not value or len(value.split()) != 1:
         raise ArgumentError(
             name,

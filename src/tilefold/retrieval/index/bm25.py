@@ -16,7 +16,9 @@ import numpy.typing as npt
 
 from tilefold._internal.arguments import (
     ArgumentError,
+    check_instance,
     check_k,
+    check_number,
     check_share,
     check_texts_by_id,
     list_of_ids,
@@ -112,6 +114,9 @@ class BM25Options:
     identifiers: bool = False
 
     def __post_init__(self) -> None:
+        check_instance("language", self.language, str, "the name of a language, or 'none'")
+        check_instance("identifiers", self.identifiers, bool, "True or False")
+        check_number("k1", self.k1)
         if not 0 <= self.k1 < float("inf"):
             raise ArgumentError("k1", f"expected a finite number of at least 0, got {self.k1!r}.")
         check_share("b", self.b)

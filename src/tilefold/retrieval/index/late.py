@@ -21,6 +21,7 @@ from tilefold._internal.arguments import (
     check_count,
     check_instance,
     check_k,
+    path_of,
 )
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
@@ -63,6 +64,8 @@ _MIN_RECALL = 0.985
 # Queries that recall is measured on, and tokens of each that is a piece of a document.
 _MEASURED_QUERIES = 32
 _PIECE_TOKENS = 16
+
+_QUERIES_REMEDY = "encode_texts(model, queries, kind='query')"
 
 
 class LateIndex(TorchIndex):
@@ -144,6 +147,8 @@ class LateIndex(TorchIndex):
         check_instance("vectors", vectors, (TokenStore, TokenVectors), "open_tokens(folder)")
         check_choice("storage", storage, STORAGES)
         check_count("pool_factor", pool_factor)
+        if queries is not None:
+            check_instance("queries", queries, TokenVectors, _QUERIES_REMEDY)
         provenance = Provenance()
         shards: Iterable[TokenVectors]
         if isinstance(vectors, TokenStore):
@@ -171,7 +176,7 @@ class LateIndex(TorchIndex):
         if pool_factor > 1:
             options["pooling"] = token_blocks.POOLING
         return cls._write_index(
-            Path(folder),
+            path_of("folder", folder),
             token_blocks.chunks_of(shards, storage, pool_factor),
             options,
             provenance,
@@ -287,7 +292,7 @@ class LateIndex(TorchIndex):
 
         See :meth:`FolderIndex.save`.
         """
-        if Path(path).resolve() != self.files.folder.resolve():
+        if path_of("path", path).resolve() != self.files.folder.resolve():
             with self._new_folder(path, overwrite=overwrite) as folder:
                 self._write(folder)
 
@@ -402,7 +407,13 @@ class LateIndex(TorchIndex):
         return hits
 
     def _check_queries(self, queries: TokenVectors) -> None:
-        """Raise ``ValueError`` unless queries are finite floats of the index's dimension."""
+        """Raise an error unless queries are finite floats of the index's dimension.
+
+        Raises:
+            TypeError: for anything but token vectors.
+            ValueError: for other numbers, or another dimension.
+        """
+        check_instance("queries", queries, TokenVectors, _QUERIES_REMEDY)
         # By numpy, because torch would wake all its threads, which takes milliseconds.
         all_finite = bool(np.isfinite(queries.values.detach().cpu().numpy()).all())
         is_quantized = queries.scales is not None

@@ -69,10 +69,11 @@ def merge_vectors(
             one of the folders.
         FileExistsError: if `output_dir` holds other files, or without `overwrite` other vectors.
     """
-    paths = [Path(folder) for folder in list_of("folders", folders)]
+    paths = [path_of("folders", folder) for folder in list_of("folders", folders)]
+    output_dir = path_of("output_dir", output_dir)
     if len(paths) < 2:
         raise ArgumentError("folders", f"expected two or more, got {len(paths)}.")
-    if Path(output_dir).resolve() in {path.resolve() for path in paths}:
+    if output_dir.resolve() in {path.resolve() for path in paths}:
         raise ArgumentDataError(
             "output_dir",
             f"expected another folder than those that are merged, got {output_dir}.",
@@ -89,7 +90,7 @@ def merge_vectors(
             stacklevel=2,
         )
     n_texts = _check_distinct_ids(sources)
-    writer = first.writer(Path(output_dir), overwrite=overwrite)
+    writer = first.writer(output_dir, overwrite=overwrite)
     for source in sources:
         writer.precision = source.manifest.precision
         for vectors in source.shards():
@@ -220,7 +221,7 @@ def update_index(
         VocabularyMismatchError: for vectors over another vocabulary.
     """
     delete_ids = set(list_of_ids("delete", delete))
-    check_fields_by_id(metadata)
+    check_fields_by_id("metadata", metadata)
     folder = path_of("path", path)
     backend = read_description(folder)["backend"]
     if backend not in GROWING:

@@ -393,7 +393,7 @@ class FolderIndex(ABC):
         See :func:`tilefold._internal.files.atomic_directory`.
         """
         return atomic_directory(
-            Path(path),
+            path_of("path", path),
             own_names=[MANIFEST_NAME, SEGMENTS, FILE, *ID_FILES, *cls.own_files],
             overwrite=overwrite,
         )
@@ -428,8 +428,8 @@ class FolderIndex(ABC):
             DataError: for a damaged index. Files that are `unread` raise it when a query reads
                 them.
         """
+        manifest = read_manifest(path, cls.backend, unread=cls.unread)
         folder = Path(path)
-        manifest = read_manifest(folder, cls.backend, unread=cls.unread)
         index = cls._read(folder, manifest, StoredIds.load(folder, manifest["n_documents"]))
         index.metadata = Metadata.load(folder, index.n_documents)
         return index

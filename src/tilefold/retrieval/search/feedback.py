@@ -19,7 +19,7 @@ from tilefold._internal.arguments import (
     check_count,
     check_instance,
     check_mapping,
-    check_share,
+    check_number,
     list_of,
 )
 from tilefold._internal.typing import Tensor
@@ -98,6 +98,8 @@ class Feedback:
                 check_count(name, count, minimum)
         for name in ("alpha", "beta", "gamma"):
             weight = getattr(self, name)
+            if weight is not None:
+                check_number(name, weight)
             if weight is not None and not 0 <= weight < math.inf:
                 raise ArgumentError(
                     name, f"expected a finite number of at least 0, got {weight!r}."
@@ -168,7 +170,8 @@ class Interpolation:
 
     def __post_init__(self) -> None:
         check_choice("place", self.place, PLACES)
-        check_share("weight", self.weight)
+        # Checks the weight and the normalisation.
+        Fusion("interpolation", self.weight, self.normalization)
 
     def mix(self, run: Run, second: Run, k: int) -> Run:
         """Mix two runs for the queries of `run`; `k` documents are kept of each query."""

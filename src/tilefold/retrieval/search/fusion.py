@@ -12,7 +12,7 @@ from tilefold._internal.arguments import (
     ArgumentError,
     check_choice,
     check_instance,
-    check_least,
+    check_least_count,
     check_mapping,
     check_share,
     list_of,
@@ -129,6 +129,7 @@ class Fusion:
     def __post_init__(self) -> None:
         check_choice("method", self.method, METHODS)
         check_share("weight", self.weight)
+        check_choice("normalization", self.normalization, _NORMALIZERS)
 
     def mix(self, run: Run, second: Run, k: int) -> Run:
         """Fuse two runs for the queries of `run`; `k` documents are kept of each query."""
@@ -182,7 +183,7 @@ def _check_runs(runs: Sequence[Run], weights: Sequence[float] | None, k: int) ->
     """Check arguments of a fusion, and return the weights of the runs, equal ones for None."""
     if not runs:
         raise ArgumentError("runs", "expected at least one run, got an empty list.")
-    check_least("k", k)
+    check_least_count("k", k)
     for number, run in enumerate(runs):
         check_mapping(f"runs[{number}]", run, "query id -> scores by document")
         check_text_ids("runs", run)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tilefold._internal.arguments import check_mapping
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.passages import document_of
+from tilefold.retrieval.search.fusion import check_scores
 
 __all__ = ["BestPassages", "best_passages"]
 
@@ -29,10 +30,18 @@ def best_passages(run: Mapping[str, Mapping[str, float]]) -> tuple[Run, BestPass
         The run of documents, best first, and the best passage of each of them.
 
     Raises:
-        TypeError: if `run` is not a mapping.
+        TypeError: if `run` is not a mapping of queries to mappings, or an id is no string.
+        ValueError: for a score that is not a number.
         DataError: if an id is not one of a passage.
     """
     check_mapping("run", run, "query id -> scores by passage")
+    for query, scores in run.items():
+        check_scores("run", query, scores, finite=False)
+    return _best_passages(run)
+
+
+def _best_passages(run: Mapping[str, Mapping[str, float]]) -> tuple[Run, BestPassages]:
+    """Return what :func:`best_passages` returns, of a run that is right."""
     documents = Run()
     best: BestPassages = {}
     for query, scores in run.items():
@@ -69,7 +78,7 @@ def search_documents(
     n_passages = PASSAGES_PER_DOCUMENT * k
     while True:
         passages = search_passages(n_passages)
-        documents, best = best_passages(passages)
+        documents, best = _best_passages(passages)
         complete = all(
             len(documents[query]) >= k or len(scores) < n_passages
             for query, scores in passages.items()

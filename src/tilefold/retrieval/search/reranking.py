@@ -13,7 +13,7 @@ from tilefold._internal.arguments import (
     ArgumentError,
     check_choice,
     check_instance,
-    check_least,
+    check_least_count,
     check_mapping,
     check_share,
 )
@@ -84,7 +84,7 @@ def rerank(
     check_mapping("run", run, "query id -> scores by document")
     check_instance("queries", queries, TokenVectors, "encode_texts(model, queries, kind='query')")
     check_instance("documents", documents, (TokenStore, TokenVectors), "open_tokens(folder)")
-    check_least("depth", depth)
+    check_least_count("depth", depth)
     check_choice("tail", tail, TAILS)
     if queries.values.dtype == torch.int8:
         raise ArgumentError(
@@ -147,7 +147,7 @@ class Reranking:
     weight: float | None = None
 
     def __post_init__(self) -> None:
-        check_least("depth", self.depth)
+        check_least_count("depth", self.depth)
         check_choice("tail", self.tail, TAILS)
         if self.weight is not None:
             check_share("weight", self.weight)

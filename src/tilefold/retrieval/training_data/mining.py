@@ -215,6 +215,14 @@ def mine_negatives(
         check_instance("windows", window, Window, "[Window(first, last, count)]")
     if not windows:
         raise ArgumentError("windows", "expected at least one, got an empty list.")
+    check_integer("seed", seed)
+    if false_negatives is not None:
+        check_instance(
+            "false_negatives",
+            false_negatives,
+            FalseNegatives,
+            "FalseNegatives(margin)",
+        )
     qrels = collection.split_qrels(split)
     n_requested = sum(window.count for window in windows)
     false_negatives = false_negatives or FalseNegatives()

@@ -18,6 +18,7 @@ from tilefold._internal.arguments import (
     check_encoder,
     check_instance,
     check_mapping,
+    path_of,
 )
 from tilefold._internal.files import atomic_file
 from tilefold._internal.precision import inference_precision, scores_in_fp32
@@ -222,7 +223,7 @@ def score_rows(
         teacher=teacher,
         rows=rows,
         collection=collection,
-        work_folder=Path(work),
+        work_folder=path_of("work", work),
         batch_size=batch_size,
         report=progress or _ignore_progress,
     )

@@ -17,9 +17,10 @@ from tilefold._internal.arguments import (
     ArgumentError,
     check_choice,
     check_instance,
-    check_least,
+    check_least_count,
     check_mapping,
     list_of,
+    path_of,
 )
 from tilefold._internal.files import atomic_directory, read_json, sha256_file, write_json
 from tilefold._internal.vocabulary import fill_missing_names
@@ -159,7 +160,7 @@ def export_opensearch(
         reserved=("id", "text"),
         more_characters=", -",
     )
-    check_least("part_bytes", part_bytes)
+    check_least_count("part_bytes", part_bytes)
     documents = _survey(vectors, "OpenSearch", lambda _: None, texts)
     if 0 < documents.min_weight < _MIN_OPENSEARCH_WEIGHT:
         raise ArgumentDataError(
@@ -184,7 +185,7 @@ def export_opensearch(
             action = {"index": {"_id": document_id}}
             yield _json_line(action) + _json_line({**fields, field: weights})
 
-    with _export_folder(Path(output), overwrite=overwrite) as folder:
+    with _export_folder(path_of("output", output), overwrite=overwrite) as folder:
         mapping = _mapping(
             documents,
             field,
@@ -264,7 +265,7 @@ def export_vespa(
         return control_character and f"holds {control_character}"
 
     names = _name_terms(documents, tokens, name_complaint, _NUMBERS_REMEDY)
-    with _export_folder(Path(output), overwrite=overwrite) as folder:
+    with _export_folder(path_of("output", output), overwrite=overwrite) as folder:
         schema_file = f"{document}.sd"
         schema = _SCHEMA.format(
             document=document,

@@ -12,7 +12,7 @@ from types import UnionType
 from typing import ClassVar, Generic, Protocol, TypeVar, get_origin, get_type_hints
 
 from tilefold._internal import files as _files
-from tilefold._internal.arguments import ArgumentError
+from tilefold._internal.arguments import ArgumentError, path_of
 from tilefold._internal.files import (
     LOCK,
     atomic_file,
@@ -323,7 +323,7 @@ class ShardWriter(ABC, Generic[M, V]):
                 f"manifest: expected a {self.manifest_type.__name__}, got {got}. Make one for "
                 "these vectors.",
             )
-        self.path = Path(path)
+        self.path = path_of("path", path)
         self._manifest_type = type(manifest)
         self._received: dict[int, Receipt] = {}
         if not lists:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from tilefold._internal.arguments import (
     ArgumentError,
     check_instance,
+    check_integer,
     check_k,
     check_mapping,
     list_of,
@@ -93,6 +94,7 @@ class SparseVectors:
     def _check(self) -> None:
         """Raise ``DataError`` for shapes that do not fit, and invalid terms or weights."""
         n, nnz = len(self.ids), self.indices.size
+        check_integer("vocab_size", self.vocab_size)
         if self.vocab_size < 1:
             raise DataError(f"vocab_size: expected at least 1, got {self.vocab_size}.")
         if self.indptr.shape != (n + 1,):
@@ -226,8 +228,23 @@ class SparseVectors:
         )
 
     def take(self, rows: Sequence[int] | Longs) -> SparseVectors:
-        """Return a copy of some rows, in the given order."""
-        chosen = np.asarray(rows, dtype=np.int64)
+        """Return a copy of some rows, in the given order.
+
+        Raises:
+            TypeError: for positions that are no integers.
+            IndexError: for a position that no row has.
+        """
+        positions_of_rows = np.asarray(rows)
+        if positions_of_rows.size and positions_of_rows.dtype.kind not in "iu":
+            raise TypeError(
+                f"rows: expected integers, got {positions_of_rows.dtype}; pass positions of rows.",
+            )
+        chosen = positions_of_rows.astype(np.int64)
+        outside = first_outside(chosen, len(self))
+        if outside is not None:
+            raise IndexError(
+                f"rows: expected positions among {len(self)} rows, got {chosen[outside]}.",
+            )
         positions, offsets = gather_positions(self.indptr, chosen)
         return replace(
             self,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilefold._internal.arguments import path_of
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.vectors.tokens import TokenVectors, safetensors_package
 
@@ -47,7 +48,7 @@ def read_token_file(path: str | Path) -> TokenVectors:
     Raises:
         DataError: for other arrays, and for NaN or infinity.
     """
-    file = Path(path)
+    file = path_of("path", path)
     tensors, ids = _read_arrays(file)
     try:
         if "embeddings" in tensors:

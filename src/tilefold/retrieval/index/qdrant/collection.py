@@ -10,7 +10,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from tilefold._internal.arguments import ArgumentError, check_choice, check_count, check_k
+from tilefold._internal.arguments import (
+    ArgumentError,
+    check_choice,
+    check_count,
+    check_instance,
+    check_k,
+    path_of,
+)
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import (
     Provenance,
@@ -86,11 +93,12 @@ class QdrantCollection:
         """
         from tilefold.retrieval.index.qdrant.edge import RECORD, EdgeEngine
 
-        if layout is None and not (Path(folder) / RECORD).is_file():
+        folder = path_of("folder", folder)
+        if layout is None and not (folder / RECORD).is_file():
             raise FileNotFoundError(
                 f"{folder}: no collection there. Give a layout to make one (or tilefold index).",
             )
-        return cls.of(EdgeEngine(Path(folder), verify=verify), layout)
+        return cls.of(EdgeEngine(folder, verify=verify), layout)
 
     @classmethod
     def server(
@@ -120,6 +128,8 @@ class QdrantCollection:
         two above.
         """
         try:
+            if layout is not None:
+                check_instance("layout", layout, Layout, "Layout(vocab_size=...)")
             if (record := engine.record()) is None:
                 if layout is None:
                     raise FileNotFoundError(
@@ -187,7 +197,7 @@ class QdrantCollection:
         Raises:
             DataError: for an id that is there already; nothing is added.
         """
-        documents.check(self.layout, self.place)
+        self._check(documents)
         present = self.present(documents.ids)
         if there := [name for name in documents.ids if name in present]:
             found = f"{len(there)} of {len(documents)} ids are in {self.place} already, {there[0]!r} the first"
@@ -210,7 +220,7 @@ class QdrantCollection:
         (documents kept, all). Vectors of another precision than those of the collection are a
         ``PrecisionWarning``.
         """
-        documents.check(self.layout, self.place)
+        self._check(documents)
         self._upsert(documents, batch_size, progress)
 
     def _upsert(
@@ -260,7 +270,7 @@ class QdrantCollection:
         `texts_sha256` is by default that of the sparse vectors; `resumes` gets (documents kept,
         all) first, if the build was interrupted before.
         """
-        documents.check(self.layout, self.place)
+        self._check(documents)
         digest = documents.digest(self.layout)
         if self._record.vectors_sha256 == digest:
             if self.complete:
@@ -347,6 +357,11 @@ class QdrantCollection:
             check_condition(name, wanted, kinds)
             return True
         return False
+
+    def _check(self, documents: Documents) -> None:
+        """Raise an error unless the collection can take documents."""
+        check_instance("documents", documents, Documents, "Documents(ids, vectors)")
+        documents.check(self.layout, self.place)
 
     def _joined_kinds(self, documents: Documents) -> Mapping[str, list[str]] | None:
         """Return the kinds of the fields of all documents, with those of new ones."""
@@ -437,6 +452,7 @@ class QdrantCollection:
         check_k(k)
         if isinstance(queries, SparseVectors):
             queries = Queries(queries.ids, queries)
+        check_instance("queries", queries, Queries, "SparseVectors or Queries(ids, vectors)")
         queries.check(self.layout, self.place)
         _check_options(queries, fusion, rerank, depth, rank_constant)
         options = (k, fusion, rerank, max(depth, k), rank_constant, exact)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tilefold._internal.arguments import list_of_ids
+from tilefold._internal.arguments import check_instance, check_mapping, list_of, list_of_ids
 from tilefold.retrieval.common.files import Json, check_text_ids, is_unicode
-from tilefold.retrieval.data.metadata import field_values, kinds_by_field
+from tilefold.retrieval.data.metadata import check_fields_by_id, field_values, kinds_by_field
 from tilefold.retrieval.data.numbers import canonical_number
 from tilefold.retrieval.errors import ArgumentDataError, DataError
 from tilefold.retrieval.index.qdrant.engine import (
@@ -25,7 +25,12 @@ from tilefold.retrieval.index.qdrant.engine import (
     Point,
     check_models,
 )
-from tilefold.retrieval.vectors.sparse import SparseVectors, check_ids, check_same_vocabulary
+from tilefold.retrieval.vectors.sparse import (
+    SparseVectors,
+    check_ids,
+    check_same_vocabulary,
+    check_vectors,
+)
 from tilefold.retrieval.vectors.tokens import TokenVectors
 
 Dense = npt.NDArray[np.float32]
@@ -66,12 +71,16 @@ class Queries:
     tokens: TokenVectors | None = None
 
     def __post_init__(self) -> None:
-        self.ids = list(self.ids)
+        self.ids = list(list_of("ids", self.ids))
         check_ids(self.ids)
         if self.sparse is None and self.dense is None and self.tokens is None:
             raise ArgumentDataError(
                 "vectors", "expected sparse, dense or tokens, got None for all three."
             )
+        if self.sparse is not None:
+            check_vectors("sparse", self.sparse)
+        if self.tokens is not None:
+            check_instance("tokens", self.tokens, TokenVectors, "encode_texts(model, texts)")
         for name, vectors in (("sparse", self.sparse), ("tokens", self.tokens)):
             if vectors is not None and list(vectors.ids) != self.ids:
                 pairs = zip(vectors.ids, self.ids, strict=False)
@@ -169,6 +178,9 @@ class Documents(Queries):
         super().__post_init__()
         check_text_ids("ids", self.ids)
         known = set(self.ids)
+        check_fields_by_id("payloads", self.payloads)
+        check_mapping("models", self.models, "kind of vectors -> fingerprint")
+        check_mapping("precisions", self.precisions, "kind of vectors -> precision")
         for name, payload in self.payloads.items():
             if name not in known:
                 raise DataError(f"payloads: expected ids of the documents, got {name!r}.")

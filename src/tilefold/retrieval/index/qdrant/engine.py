@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
-from tilefold._internal.arguments import ArgumentError, check_choice, check_count
+from tilefold._internal.arguments import ArgumentError, check_choice, check_count, check_mapping
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.data.metadata import Filter, Wanted, check_field
 from tilefold.retrieval.data.numbers import Bounds, rounded_range
@@ -72,6 +72,8 @@ class Layout:
             )
         check_choice("weights", self.weights, WEIGHTS)
         check_choice("distance", self.distance, DISTANCES)
+        check_mapping("fields", self.fields, "field of the payload -> kind")
+        check_mapping("models", self.models, "kind of vectors -> fingerprint")
         for name, kind in self.fields.items():
             if kind not in FIELDS or name == ID:
                 raise ArgumentError(

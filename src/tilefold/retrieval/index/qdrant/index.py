@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tilefold._internal.arguments import ArgumentError
+from tilefold._internal.arguments import ArgumentError, path_of
 from tilefold._internal.files import atomic_directory, check_replaceable, lock_path, swap_directory
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
@@ -140,7 +140,9 @@ class QdrantIndex:
                 raise ArgumentError(name, "goes with url, the address of a server. Leave it out.")
         if folder is not None:
             overwrite = bool(options.get("overwrite"))
-            return cls._in_folder(Path(folder), documents, layout, report, overwrite=overwrite)
+            return cls._in_folder(
+                path_of("folder", folder), documents, layout, report, overwrite=overwrite
+            )
         temporary = tempfile.mkdtemp(prefix="tilefold-qdrant-")
         try:
             index = cls._in_folder(
@@ -234,12 +236,13 @@ class QdrantIndex:
         Raises:
             FileExistsError: if there is something else at `path`, or an index without `overwrite`.
         """
-        if self._folder is not None and Path(path).resolve() == self._folder.resolve():
+        path = path_of("path", path)
+        if self._folder is not None and path.resolve() == self._folder.resolve():
             self._describe(self._folder)
             return
-        with atomic_directory(Path(path), own_names=_NAMES, overwrite=overwrite) as folder:
+        with atomic_directory(path, own_names=_NAMES, overwrite=overwrite) as folder:
             if self._folder is not None:  # every change was flushed
-                need_space(folder, allocated(self._folder / SHARD), named=Path(path))
+                need_space(folder, allocated(self._folder / SHARD), named=path)
                 shutil.copytree(self._folder / SHARD, folder / SHARD, copy_function=_copy_sparse)
                 shutil.copyfile(self._folder / RECORD, folder / RECORD)
                 with closing(
@@ -253,8 +256,8 @@ class QdrantIndex:
         """Open a finished index that :meth:`save` or :meth:`build` wrote; errors as of
         :class:`QdrantCollection`.
         """
+        manifest = read_manifest(path, cls.backend)
         folder = Path(path)
-        manifest = read_manifest(folder, cls.backend)
         address = {name: manifest["options"].get(name) for name in ("url", "collection")}
         for name, value in address.items():
             if not isinstance(value, str) and any(other is not None for other in address.values()):

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from tilefold._internal.arguments import ArgumentError
+from tilefold._internal.arguments import ArgumentError, check_instance
 from tilefold.retrieval.common.files import Json, require
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.qdrant.engine import ID, SPARSE, Engine, Record, Stage
@@ -78,6 +78,7 @@ class ServerEngine(Engine):
             "A collection on a Qdrant server",
             "qdrant",
         )
+        check_instance("name", name, str, "the name of a collection")
         if not _NAME_PATTERN.fullmatch(name):
             raise ArgumentError("name", f"expected letters, digits, '.', '_' or '-', got {name!r}.")
         _check_seconds("timeout", timeout, above=0.0)
