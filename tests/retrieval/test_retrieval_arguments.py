@@ -489,6 +489,11 @@ def tokens() -> r.TokenVectors:
         pytest.param(lambda _: r.Filter.parse([5]), "where", id="Filter.parse"),
         pytest.param(lambda _: random_vectors(2).take("x"), "rows", id="SparseVectors.take"),
         pytest.param(
+            lambda _: random_vectors(2).take(np.array([True, False])),
+            "rows",
+            id="SparseVectors.take: mask",
+        ),
+        pytest.param(
             lambda _: r.SparseVectors.from_rows({"a": {1: 1.0}}, "x"),
             "vocab_size",
             id="vocab_size: text",
@@ -653,9 +658,9 @@ def test_a_qdrant_collection_refuses_other_objects_by_name(
 
 def test_a_late_index_refuses_texts_as_queries_and_no_path(tmp_path: Path) -> None:
     index = r.LateIndex.build(tokens(), tmp_path / "late")
-    with pytest.raises(TypeError, match="^queries: expected TokenVectors, got 'x'"):
+    with pytest.raises(TypeError, match=r"^queries: expected TokenVectors, got 'x'"):
         index.search("x", 3)
-    with pytest.raises(TypeError, match="^path: expected a path, got None"):
+    with pytest.raises(TypeError, match=r"^path: expected a path, got None"):
         index.save(None)
 
 
