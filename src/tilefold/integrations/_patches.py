@@ -76,7 +76,7 @@ class Acceleration:
         self._stock: list[object] = []
 
     def apply(self, functions: Mapping[str, Callable[..., object]]) -> Acceleration:
-        """Replace the library's functions; :meth:`restore` brings them back.
+        """Replace the library's functions until :meth:`restore`.
 
         With ``TILEFOLD_DISABLE=1`` in the environment, the library's own functions are restored
         instead.
@@ -118,7 +118,7 @@ class Acceleration:
         return f"Acceleration({self.library}, active={self.is_accelerated()})"
 
     def restore(self) -> None:
-        """Bring the library's own functions back; does nothing if none was replaced."""
+        """Bring the library's own functions back, if they were replaced."""
         if not self._stock:
             return
         for target, function in zip(self._targets, self._stock, strict=True):

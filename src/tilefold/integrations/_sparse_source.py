@@ -93,7 +93,7 @@ class SparseSource:
             side: whether they are queries or documents.
 
         Raises:
-            TypeError: `texts` is one string, no sequence, or holds what is no string.
+            TypeError: `texts` is one string, no sequence, or holds anything but strings.
             ServerError: the server sent no vectors.
         """
         texts = list_of_texts("texts", texts)

@@ -2,7 +2,7 @@
 
 colpali-engine has no masks: padding is a row of zeros, which takes part in the maximum with a
 similarity of 0, larger than a negative one. These functions compute the same. Among equal
-similarities, such as those of rows of zeros, the first row takes the gradient that colpali-engine
+similarities, such as with rows of zeros, the first row takes the gradient that colpali-engine
 splits; the models drop the gradients of padding.
 
 The losses call the functions by name; only :func:`accelerate`, which replaces those names, imports

@@ -74,8 +74,8 @@ class _Embedder:
 class TilefoldSparseTextEmbedder(_Embedder):
     """Computes the sparse embedding of a query, by the model's route for queries.
 
-    Arguments are those of :class:`tilefold.integrations._sparse_source.SparseSource`, `api_key` as
-    a ``Secret``.
+    Its arguments are the same as of :class:`tilefold.integrations._sparse_source.SparseSource`,
+    with `api_key` as a ``Secret``.
     """
 
     @component.output_types(sparse_embedding=SparseEmbedding)
@@ -89,7 +89,8 @@ class TilefoldSparseTextEmbedder(_Embedder):
 class TilefoldSparseDocumentEmbedder(_Embedder):
     """Adds sparse embeddings to documents, by the model's route for documents.
 
-    Documents without content get none. Arguments are those of :class:`TilefoldSparseTextEmbedder`.
+    Documents without content get none. The arguments are the same as of
+    :class:`TilefoldSparseTextEmbedder`.
     """
 
     @component.output_types(documents=list[Document])

@@ -104,7 +104,10 @@ def token_positions(cu_seqlens: Tensor, n_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _dense_heads(tensor: Tensor) -> Tensor:
-    """Return ``[T, H, D]`` with a last stride of 1, as torch's kernels need; copy it if necessary."""
+    """Return ``[T, H, D]`` with a last stride of 1, as torch's kernels need.
+
+    It is a copy if the tensor has another stride.
+    """
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -201,7 +204,9 @@ def _attend_by_sequence(
     window: int | None,
     attend: Callable[..., Tensor],
 ) -> Tensor:
-    """Compute attention sequence by sequence, without padding; this reads the offsets.
+    """Compute attention sequence by sequence, without padding.
+
+    This reads the offsets, for which a GPU would have to be waited for.
 
     Args:
         operands: query, key and value, ``[T, H, D]`` each.

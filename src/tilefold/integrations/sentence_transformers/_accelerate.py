@@ -1,9 +1,12 @@
-"""``accelerate`` for models of sentence-transformers, and ``encode_sparse``."""
+"""``accelerate`` for models of sentence-transformers, and ``encode_sparse``.
+
+``accelerate(check=True)`` runs self-checks at every call; :mod:`._self_check` lists them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +24,7 @@ from tilefold.integrations.sentence_transformers._heads import (
     find_pairs,
     is_multi_vector,
 )
+from tilefold.integrations.sentence_transformers._self_check import check_pair, check_similarity
 from tilefold.integrations.sentence_transformers.graphs.encoding import (
     GRAPHS,
     EncodingGraphs,
@@ -37,14 +41,11 @@ from tilefold.integrations.sentence_transformers.streaming.stream import (
     prompt_of,
 )
 from tilefold.integrations.transformers import stop_packed
-from tilefold.integrations.transformers.networks import in_eval_mode, largest_difference
+from tilefold.integrations.transformers.networks import in_eval_mode
 from tilefold.modules.fused_pooling import SparseOptions, pass_hidden_states
 from tilefold.ops.implementations import SWITCH, check_impl, switched_off
 from tilefold.pipeline.rows import Batch
 
-# Allowed difference of similarities, relative to the largest score: the stock function rounds
-# similarities to bf16.
-SIMILARITY_TOLERANCE = 2**-6
 # Largest number of texts that are encoded without background threads, and their batch size.
 FEW = 32
 _METHODS = ("similarity", "similarity_pairwise")
@@ -77,7 +78,7 @@ class FusedSimilarity(Replacement):
 
 
 class NoReplicas(Replacement):
-    """Refuses ``torch.nn.DataParallel``: its copies of a module would use the original's weights."""
+    """Refuses ``torch.nn.DataParallel``, whose replicas would use the original module's weights."""
 
     def __call__(self) -> nn.Module:
         n_gpus = max(2, torch.cuda.device_count())
@@ -133,18 +134,18 @@ def accelerate(
     packed: bool = True,
     screen: bool = True,
 ) -> Acceleration:
-    """Make a SparseEncoder score without the ``[B, S, V]`` logits, or a MultiVectorEncoder without
-    token similarities.
+    """Make a model compute scores without large intermediate tensors.
 
-    The model is changed in place and stays a stock one: same classes, same state dict, same
-    checkpoint, so that sentence-transformers alone loads what it saves. Its ``encode`` tokenises
-    more than one batch of texts ahead, encodes them without padding and returns what the stock one
-    returns.
+    A SparseEncoder then needs no ``[B, S, V]`` logits, and a MultiVectorEncoder no token
+    similarities. The model is changed in place and stays a stock one: same classes, same state
+    dict, same checkpoint, so that sentence-transformers alone loads what it saves. Its ``encode``
+    tokenises more than one batch of texts ahead, encodes them without padding and returns what the
+    stock one returns.
 
     For a MultiVectorEncoder, ``similarity`` and ``similarity_pairwise`` are replaced on the
-    instance by those of :mod:`tilefold.integrations.sentence_transformers.multi_vector`, for which
-    reranking and distillation evaluators ask; pass that module's functions to losses and other
-    evaluators (``similarity_fct=``, ``score_functions=``).
+    instance by functions of :mod:`tilefold.integrations.sentence_transformers.multi_vector`.
+    Evaluators of reranking and distillation call them. Pass that module's functions to losses and
+    other evaluators (``similarity_fct=``, ``score_functions=``).
 
     For a SparseEncoder, two forwards are replaced, on the instances: the LM head returns its input,
     and the SpladePooling after it, or a pooling of :mod:`tilefold.modules`, applies
@@ -159,15 +160,17 @@ def accelerate(
         model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling or a module of
             :mod:`tilefold.modules`, or a ``MultiVectorEncoder``.
         impl: implementation of the operator, see :func:`tilefold.ops.lsr_head`.
-        check: run two short texts (for a MultiVectorEncoder: four short sequences of vectors)
-            through the stock and the fused model, in eval mode, and raise an error if they
-            disagree.
+        check: run two short texts (for the similarity of a MultiVectorEncoder: four short sequences
+            of vectors) through the stock and the accelerated model, in eval mode. If fused scores
+            disagree, an error is raised. If packed and padded batches disagree, the network stays
+            padded. These self-checks run at every call: the encoder of a SparseEncoder with one LM
+            head runs seven times (three times with ``packed=False``).
         quantize: ``"fp8"`` rounds LM head and token states to fp8 wherever no gradient is needed,
             as in ``encode``: 1.6 times the speed of the bf16 head on an H200, scores about 1% off
             (see :func:`tilefold.ops.quantize_weight`). Training and checkpoints do not change. Only
             for the max pooling of a SparseEncoder.
         packed: run the encoder on packed tokens where it and all modules after it take them.
-            ``preprocess`` stays as it is: padding is taken out where the encoder begins, for which
+            ``preprocess`` does not change: padding is removed where the encoder begins, for which
             a forward in training waits for the GPU once, unless :func:`collate_ahead` packs the
             batches. A warning, and ``padded`` of the handle, say why a network stays padded.
             Dropout then draws other numbers than in the padded model.
@@ -199,22 +202,25 @@ def accelerate(
                 f"quantize must be None for a MultiVectorEncoder, got {quantize!r}; "
                 "see quantize_tokens.",
             )
-        _fuse_similarity(model, impl, check)
+        _fuse_similarity(model, impl, check)  # runs the self-check of similarities
         _add_encoder(model, "encode_token_batch", _encoders.TokenBatchEncoder(model))
-        return Acceleration(model, 0, _pack(model, check, packed))
+        padded = _pack(model, check, packed)  # runs the self-checks of packing
+        return Acceleration(model, 0, padded)
     if not isinstance(model, SparseEncoder):
         raise TypeError(
             "model must be a sentence_transformers.SparseEncoder or MultiVectorEncoder, "
             f"got {type(model).__name__}; others write no big score matrix.",
         )
-    n_heads = _fuse_heads(model, impl, check, quantize, screen)
+    n_heads = _fuse_heads(model, impl, check, quantize, screen)  # runs the self-check of heads
     _pooling.count_no_padding(model)
     _add_encoder(model, "encode_sparse_batch", _encoders.SparseBatchEncoder(model))
     setattr(model, _REPLICATE, NoReplicas(model))
-    return Acceleration(model, n_heads, _pack(model, check, packed))
+    padded = _pack(model, check, packed)  # runs the self-checks of packing
+    return Acceleration(model, n_heads, padded)
 
 
 def _check_bits(quantize: object, screen: object) -> None:
+    """Raise an error for values of `quantize` or `screen` that :func:`accelerate` does not take."""
     if quantize not in {None, "fp8"}:
         remedy = "For 8 bits on a CPU: tilefold export --to onnx --quantize int8."
         raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}. {remedy}")
@@ -231,7 +237,8 @@ def _fuse_heads(
 ) -> int:
     """Replace the forwards of the LM heads and poolings of a SparseEncoder.
 
-    Everything is checked before the first change. The arguments are those of :func:`accelerate`.
+    Everything is checked before the first change. With `check`, each head runs its self-check
+    :func:`check_pair`. The arguments are those of :func:`accelerate`.
 
     Returns:
         Number of fused LM heads.
@@ -248,7 +255,7 @@ def _fuse_heads(
                 "only max runs in fp8.",
             )
         if check:
-            _pooling.check_pair(pair, impl)
+            check_pair(pair, impl)
     for pair in pairs:
         pair.pooling.forward = _pooling.FusedForward(
             pair.pooling,
@@ -277,7 +284,10 @@ def _add_encoder(model: Model, name: str, encoder: object) -> None:
 
 
 def _pack(model: Model, check: bool, packed: bool) -> dict[str, str]:
-    """Let networks run on packed tokens, and return why others stay padded."""
+    """Let networks run on packed tokens, and return why others stay padded.
+
+    With `check`, :func:`pack_inputs` compares packed with padded outputs.
+    """
     if not packed:
         return {"all": "packed=False was chosen"}
     padded = pack_inputs(model, check)
@@ -287,7 +297,9 @@ def _pack(model: Model, check: bool, packed: bool) -> dict[str, str]:
 
 
 def restore(model: Model) -> None:
-    """Undo :func:`accelerate`; does nothing to a model that is not accelerated.
+    """Undo :func:`accelerate`.
+
+    A model that is not accelerated does not change.
 
     Raises:
         TypeError: if ``model`` is not a ``torch.nn.Module``.
@@ -323,7 +335,7 @@ def is_accelerated(model: Model) -> bool:
 
 
 def _check_head_is_fused(transformer: Transformer, _: object) -> None:
-    """Forward pre-hook that raises if the model's LM head is not the one that was fused.
+    """Forward pre-hook that raises an error if another LM head replaced the fused one.
 
     Adding or merging an adapter replaces the head's layer. The new one would compute logits, which
     the fused pooling would read as hidden states.
@@ -360,37 +372,9 @@ def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
     functions = [FusedSimilarity(model, name, impl) for name in _METHODS]
     if check:
         for function in functions:
-            _check_similarity(model, function)
+            check_similarity(model, function.name, function)
     for function in functions:
         setattr(model, function.name, function)
-
-
-def _check_similarity(model: Model, function: FusedSimilarity) -> None:
-    """Compare fused and stock scores of a few vectors, on the model's device and in its dtype."""
-    parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(1))
-    n_vectors, dim = 10, 16
-    vectors = torch.arange(n_vectors * dim, dtype=torch.float32).sin().view(n_vectors, dim)
-    vectors = vectors.to(parameter.device, parameter.dtype)
-    queries = [vectors[:3], vectors[3:4]]
-    documents = [vectors[4:8], vectors[8:]]
-    try:
-        with torch.no_grad():
-            expected = getattr(model, function.name)(queries, documents)
-            scores = function(queries, documents)
-        difference = largest_difference(scores, expected)
-        allowed = SIMILARITY_TOLERANCE * expected.abs().max().item()
-    except Exception as error:
-        raise RuntimeError(
-            f"model must be able to score four short sequences on {parameter.device} for the check "
-            f"of accelerate(), but it raised {type(error).__name__}: {error}; "
-            "move it to its device first, or pass check=False.",
-        ) from error
-    if not difference <= allowed:  # a NaN is no small difference
-        raise ValueError(
-            f"fused scores must equal those of model.{function.name} within {allowed:.3g} on four "
-            f"short sequences, got {difference:.3g} (shapes {list(scores.shape)} and "
-            f"{list(expected.shape)}); leave such a model stock.",
-        )
 
 
 def encode_sparse(
@@ -405,32 +389,33 @@ def encode_sparse(
     top_k: int | None = None,
     min_weight: float = 0.0,
 ) -> Tensor:
-    """Encode ``texts`` to a ``torch.sparse_csr`` matrix ``[len(texts), V]`` on the CPU, in the
-    order of ``texts``.
+    """Encode texts to a sparse matrix ``[len(texts), V]`` on the CPU.
 
-    Rows equal those of ``model.encode(texts, max_active_dims=top_k)``, up to the order in which
-    encoder and head evaluate sums. A model that is not accelerated is accelerated for the duration
-    of the call. By the matrix's attribute ``vocabulary_fingerprint``,
-    :class:`tilefold.retrieval.SparseVectors` refuses vectors of another vocabulary. More than 32
-    texts are tokenised ahead, and encoded in batches of equal numbers of tokens.
+    It is a ``torch.sparse_csr`` tensor, with rows in the order of ``texts``. Rows equal those of
+    ``model.encode(texts, max_active_dims=top_k)``, up to the order in which encoder and head
+    evaluate sums. A model that is not accelerated is accelerated for the duration of the call,
+    including the self-checks of :func:`accelerate`. By the matrix's attribute
+    ``vocabulary_fingerprint``, :class:`tilefold.retrieval.SparseVectors` refuses vectors of another
+    vocabulary. More than 32 texts are tokenised ahead, and encoded in batches of equal numbers of
+    tokens.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder``.
-        texts: any number of texts, in a list or any other sequence: rows follow positions, also
-            those of a pandas Series, whatever its index.
+        texts: any number of texts, in a list or any other sequence. Rows follow positions, also of
+            a pandas Series, whatever its index.
         task: ``"query"``, ``"document"`` or ``None``: the route of a Router, and the name of the
             default prompt.
         prompt_name: name of a prompt of the model; by default that of the task, if the model has
             one.
         prompt: a prompt to put before every text; takes precedence over ``prompt_name``.
-        batch_size, batch_tokens: texts, at most, and tokens encoded at a time; by default what
-            suits the device.
+        batch_size: largest number of texts encoded at a time; by default what suits the device.
+        batch_tokens: largest number of tokens encoded at a time; by default what suits the device.
         top_k: keep at most this many entries per row; by default the model's ``max_active_dims``.
         min_weight: keep entries strictly greater than this.
 
     Raises:
-        TypeError: if ``texts`` is one string, a mapping or a set, or holds what is no string, or
-            ``model`` is not a SparseEncoder.
+        TypeError: if ``texts`` is one string, a mapping or a set, or holds anything but strings, or
+            if ``model`` is not a SparseEncoder.
         ValueError: if ``batch_size`` or ``batch_tokens`` is not positive, or the model has no
             prompt of that name.
     """
@@ -439,8 +424,10 @@ def encode_sparse(
     for name, value in (("batch_size", batch_size), ("batch_tokens", batch_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value}.")
-    has_acceleration = graphs_of(model) is not None or is_accelerated(model)
-    with nullcontext() if has_acceleration else accelerate(model):
+    acceleration: AbstractContextManager[object] = nullcontext()
+    if graphs_of(model) is None and not is_accelerated(model):
+        acceleration = accelerate(model)
+    with acceleration:
         options = _encoders.sparse_options(model, top_k, min_weight)
         if prompt is None:
             prompt = prompt_of(model, task, prompt_name)
@@ -448,24 +435,49 @@ def encode_sparse(
             with in_eval_mode(model):
                 return _encode_stock(model, texts, options, task, prompt, batch_size or FEW)
         if len(texts) > FEW or batch_tokens is not None:
-            with in_eval_mode(model):
-                stream = SparseStream(
-                    model,
-                    options,
-                    task=task,
-                    prompt=prompt,
-                    batch_size=batch_size,
-                    batch_tokens=batch_tokens,
-                )
-                batches = list(_encoders.batches_of(stream, texts, lambda _: None))
+            batches = _encode_many(
+                model,
+                texts,
+                options,
+                task,
+                prompt,
+                batch_size,
+                batch_tokens,
+            )
         else:
             batches = _encode_few(model, texts, options, task, prompt, batch_size or FEW)
         vocab_size = 0
         if not batches:
             vocab_size = _encoders.fused_vocab_size(model) or int(model.get_embedding_dimension())
         rows = as_csr(batches, len(texts), vocab_size)
-    rows.vocabulary_fingerprint = vocabulary_fingerprint(model.tokenizer)  # type: ignore[attr-defined]
+    _store_fingerprint(rows, model)
     return rows
+
+
+def _encode_many(
+    model: Model,
+    texts: list[str],
+    options: SparseOptions,
+    task: str | None,
+    prompt: str | None,
+    batch_size: int | None,
+    batch_tokens: int | None,
+) -> list[Batch]:
+    """Encode texts that background threads tokenise ahead.
+
+    Returns:
+        Batches whose positions are those in `texts`.
+    """
+    with in_eval_mode(model):
+        stream = SparseStream(
+            model,
+            options,
+            task=task,
+            prompt=prompt,
+            batch_size=batch_size,
+            batch_tokens=batch_tokens,
+        )
+        return list(_encoders.batches_of(stream, texts, lambda _: None))
 
 
 def _encode_few(
@@ -518,5 +530,11 @@ def _encode_stock(
         scores.shape,
         check_invariants=True,
     ).to_sparse_csr()
-    rows.vocabulary_fingerprint = vocabulary_fingerprint(model.tokenizer)  # type: ignore[attr-defined]
+    _store_fingerprint(rows, model)
     return rows
+
+
+def _store_fingerprint(rows: Tensor, model: Model) -> None:
+    """Store the fingerprint of a model's vocabulary as an attribute of its sparse vectors."""
+    fingerprint = vocabulary_fingerprint(model.tokenizer)
+    setattr(rows, "vocabulary_fingerprint", fingerprint)  # noqa: B010 - no attribute of the class

@@ -1,27 +1,20 @@
-"""Forwards that ``accelerate`` puts on LM heads and poolings, and the check that compares them."""
+"""Forwards that ``accelerate`` puts on poolings, and the form of the scores that they return."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tilefold.integrations._patches import Replacement
-from tilefold.integrations.sentence_transformers._heads import (
-    SpladePair,
-    base_linear,
-    head_operands,
-)
-from tilefold.integrations.sentence_transformers.packing.inputs import on_device
-from tilefold.integrations.transformers.networks import in_eval_mode, largest_difference
+from tilefold.integrations.sentence_transformers._heads import head_operands
 from tilefold.modules import fused_pooling as poolings
 from tilefold.modules.fused_pooling import (
     Features,
@@ -32,16 +25,7 @@ from tilefold.modules.fused_pooling import (
 )
 from tilefold.modules.static_query import counted_tokens
 from tilefold.ops import lsr_head, lsr_head_sparse, quantize_weight
-from tilefold.ops.lsr_head import CapacityRows, lsr_head_rows
-
-TEXTS = ["one", "a second text, with a few more tokens than the first"]
-# Allowed difference relative to the largest score: wide enough for bf16 logits and TF32, far below
-# the difference that a wrong formula makes.
-TOLERANCE = 0.02
-SCALE_TOLERANCE = 1e-2
-LONGEST = 64  # tokens, more than either text has
-# Largest number of position embeddings that a model does not use for tokens.
-RESERVED_POSITIONS = 4
+from tilefold.ops.lsr_head import lsr_head_rows
 
 
 class _SparseOutput(NamedTuple):
@@ -98,10 +82,22 @@ class StockPooling(FusedPooling):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
+        """Compute the scores of the stock module, with its current options.
+
+        Args:
+            features: output of the Transformer, padded or packed.
+            head: hidden states and the weights of the LM head.
+            score_options: dtype, implementation, and which entries sparse scores keep.
+
+        Returns:
+            Dense scores ``[B, V]``; sparse ones in CSR, or as rows of a capacity within
+            ``sparse_scores(options, capacity)``.
+        """
         if head is None:
             raise ValueError("a SpladePooling must follow an LM head, got no head.")
         stock = self.stock
         cu_seqlens = features.get("cu_seq_lens_q")
+        attention_mask = features["attention_mask"] if cu_seqlens is None else None
         out_dtype = score_options.out_dtype
         if poolings.autocasts(head.hidden):
             device_type = head.hidden.device.type
@@ -113,59 +109,92 @@ class StockPooling(FusedPooling):
                 training=stock.training,
                 flattened=cu_seqlens is not None,
             )
-        attention_mask = features["attention_mask"] if cu_seqlens is None else None
+        if score_options.sparse is not None:
+            rows: Tensor = self._sparse_scores(
+                head,
+                attention_mask,
+                cu_seqlens,
+                out_dtype,
+                score_options.sparse,
+                score_options.impl,
+            )
+            return rows
+        scores: Tensor = lsr_head(
+            head.hidden,
+            head.weight,
+            head.bias,
+            attention_mask=attention_mask,
+            cu_seqlens=cu_seqlens,
+            pooling=stock.pooling_strategy,
+            activation=poolings.STOCK_ACTIVATIONS[stock.activation_function],
+            out_dtype=out_dtype,
+            screen=self.screen,
+            impl=score_options.impl,
+        )
+        self._store_dimension(scores.shape[1])
+        return scores
+
+    def _sparse_scores(
+        self,
+        head: Head,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        out_dtype: torch.dtype | None,
+        sparse: SparseOptions,
+        impl: str,
+    ) -> Any:
+        """Compute sparse scores, as rows of a capacity if possible, else in CSR.
+
+        Args:
+            head: hidden states and the weights of the LM head.
+            attention_mask: ``[B, S]`` of padded texts.
+            cu_seqlens: offsets ``[B + 1]`` of packed texts.
+            out_dtype: dtype of the scores.
+            sparse: which entries are kept.
+            impl: implementation of the operator.
+        """
+        stock = self.stock
         activation = poolings.STOCK_ACTIVATIONS[stock.activation_function]
-        scores: Any = None
-        if score_options.sparse is None:
-            scores = lsr_head(
+        capacity = _sparse_output.get().capacity
+        if capacity is not None:
+            rows = lsr_head_rows(
                 head.hidden,
                 head.weight,
                 head.bias,
+                capacity=capacity,
                 attention_mask=attention_mask,
                 cu_seqlens=cu_seqlens,
                 pooling=stock.pooling_strategy,
                 activation=activation,
                 out_dtype=out_dtype,
+                top_k=sparse.top_k,
+                min_weight=sparse.min_weight,
                 screen=self.screen,
-                impl=score_options.impl,
+                impl=impl,
             )
-        else:
-            capacity = _sparse_output.get().capacity
-            if capacity is not None:
-                scores = lsr_head_rows(
-                    head.hidden,
-                    head.weight,
-                    head.bias,
-                    capacity=capacity,
-                    attention_mask=attention_mask,
-                    cu_seqlens=cu_seqlens,
-                    pooling=stock.pooling_strategy,
-                    activation=activation,
-                    out_dtype=out_dtype,
-                    top_k=score_options.sparse.top_k,
-                    min_weight=score_options.sparse.min_weight,
-                    screen=self.screen,
-                    impl=score_options.impl,
-                )
-            if scores is None:  # no capacity, or this call cannot return rows of a capacity
-                scores = lsr_head_sparse(
-                    head.hidden,
-                    head.weight,
-                    head.bias,
-                    attention_mask=attention_mask,
-                    cu_seqlens=cu_seqlens,
-                    pooling=stock.pooling_strategy,
-                    activation=activation,
-                    out_dtype=out_dtype,
-                    top_k=score_options.sparse.top_k,
-                    min_weight=score_options.sparse.min_weight,
-                    impl=score_options.impl,
-                )
-        if stock.embedding_dimension is None:
-            is_capacity_rows = isinstance(scores, CapacityRows)
-            stock.embedding_dimension = scores.vocab_size if is_capacity_rows else scores.shape[1]
-        result: Tensor = scores
-        return result
+            if rows is not None:  # some calls cannot return rows of a capacity
+                self._store_dimension(rows.vocab_size)
+                return rows
+        scores = lsr_head_sparse(
+            head.hidden,
+            head.weight,
+            head.bias,
+            attention_mask=attention_mask,
+            cu_seqlens=cu_seqlens,
+            pooling=stock.pooling_strategy,
+            activation=activation,
+            out_dtype=out_dtype,
+            top_k=sparse.top_k,
+            min_weight=sparse.min_weight,
+            impl=impl,
+        )
+        self._store_dimension(scores.shape[1])
+        return scores
+
+    def _store_dimension(self, vocab_size: int) -> None:
+        """Store the dimension of the scores in the stock module, as its own forward does."""
+        if self.stock.embedding_dimension is None:
+            self.stock.embedding_dimension = vocab_size
 
 
 def fused_pooling(pooling: FusedPooling | SpladePooling, screen: bool = False) -> FusedPooling:
@@ -295,163 +324,3 @@ def stock_output_dtype(
             features["cu_seq_lens_q"] = torch.tensor([0, 1])
         dtype: torch.dtype = stock(features)["sentence_embedding"].dtype
     return dtype
-
-
-class HeadProbe:
-    """A forward of the LM head that returns logits known in advance.
-
-    They show whether the model changes logits after its head.
-
-    Attributes:
-        hidden: the input of each call.
-        logits: the output of each call.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.hidden: list[Tensor] = []
-        self.logits: list[Tensor] = []
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Return logits ``[..., V]`` between -250 and 250, in the dtype of ``hidden``."""
-        n_tokens = hidden[..., 0].numel()
-        numbers = torch.arange(n_tokens * self.vocab_size, device=hidden.device)
-        ramp = numbers * 37 % 2003 - 1001
-        logits = (ramp * 0.25 + 0.125).to(hidden.dtype).view(*hidden.shape[:-1], self.vocab_size)
-        self.hidden.append(hidden)
-        self.logits.append(logits)
-        return logits
-
-
-def check_pair(pair: SpladePair, impl: str) -> None:
-    """Compare stock and fused scores of two short texts.
-
-    Parameters, modes and the random state do not change.
-
-    Args:
-        pair: the modules.
-        impl: implementation of the operator.
-
-    Raises:
-        ValueError: if scores differ, or the model changes logits after its LM head.
-        RuntimeError: if the model cannot run, or is sharded.
-    """
-    if any(type(parameter).__name__ == "DTensor" for parameter in pair.transformer.parameters()):
-        raise RuntimeError(
-            "model must be whole for the check of accelerate(), got a sharded one; "
-            "call it before fully_shard(model), or pass check=False.",
-        )
-    with as_evaluated((pair.transformer, pair.pooling)):
-        try:
-            features = tiny_batch(pair.transformer)
-            probe = HeadProbe(base_linear(pair.head).out_features)
-            with _replaced_forward(pair.head, probe):
-                probe_output = pair.transformer(dict(features))["token_embeddings"]
-            expected = pair.pooling(pair.transformer(dict(features)))["sentence_embedding"]
-        except Exception as error:
-            raise RuntimeError(
-                "model must be able to encode two short texts on its device for the check of "
-                f"accelerate(), but it raised {type(error).__name__}: {error}; "
-                "move it to its device first, or pass check=False.",
-            ) from error
-        _check_logits_untouched(pair, probe, probe_output, features)
-        fused = FusedForward(pair.pooling, pair.head, impl)
-        with _replaced_forward(pair.head, poolings.pass_hidden_states):
-            scores = fused(pair.transformer(dict(features)))["sentence_embedding"]
-        allowed = TOLERANCE * max(1.0, float(expected.abs().max()))
-        difference = largest_difference(scores, expected)
-        if not difference <= allowed:  # a NaN is no small difference
-            raise ValueError(
-                f"fused scores must equal stock scores within {allowed:.3g} on two short texts, "
-                f"got a difference of {difference:.3g} (shapes {list(scores.shape)} and "
-                f"{list(expected.shape)}); leave it stock; report it.",
-            )
-
-
-@contextmanager
-def _replaced_forward(head: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace the forward of an LM head on the instance within the context."""
-    head.forward = forward
-    try:
-        yield
-    finally:
-        del head.forward
-
-
-def _check_logits_untouched(
-    pair: SpladePair,
-    probe: HeadProbe,
-    output: Tensor,
-    features: Features,
-) -> None:
-    """Raise an error if the model changes logits after its LM head.
-
-    Args:
-        pair: the modules.
-        probe: the head's forward in a run of the model.
-        output: what the Transformer returned in this run.
-        features: the input of the run.
-    """
-    name = type(pair.transformer.model).__name__
-    if len(probe.logits) != 1:
-        raise ValueError(
-            f"the LM head must run once per forward, got {len(probe.logits)} in {name}; "
-            "leave it stock.",
-        )
-    logits = probe.logits[0]
-    expected_shape = features["input_ids"].shape
-    if logits.shape[:-1] != expected_shape:
-        raise ValueError(
-            f"the LM head must see every token {list(expected_shape)}, "
-            f"got {list(logits.shape[:-1])} in {name}; load it with "
-            'Transformer(..., processing_kwargs={"text": {"logits_to_keep": 0}}).',
-        )
-    if output.shape == logits.shape:
-        if torch.equal(output.to(logits.dtype), logits):
-            return
-        scale = (output.flatten()[0] / logits.flatten()[0]).float()
-        scaled_logits = scale * logits.float()
-        is_scaled = torch.allclose(output.float(), scaled_logits, rtol=SCALE_TOLERANCE)
-        # Without a bias, a factor on the hidden states is the same factor on the logits.
-        if is_scaled and head_operands(pair.head, probe.hidden[0]).bias is None:
-            return
-    raise ValueError(
-        "logits must reach SpladePooling as the LM head computes them, "
-        f"got changed ones in {name} (soft-capping, a scale on a biased head or a cut of the "
-        "vocabulary); leave the model stock, or call tilefold.ops.lsr_head.",
-    )
-
-
-def tiny_batch(transformer: Transformer) -> Features:
-    """Return features of two short texts on the module's device.
-
-    A smaller limit of the module is raised, so that the texts keep different lengths.
-    """
-    device = next(transformer.parameters()).device
-    if type(transformer).preprocess is not Transformer.preprocess:
-        return on_device(transformer.preprocess(TEXTS), device)
-    n_positions = getattr(transformer.model.config, "max_position_embeddings", None)
-    if not n_positions:
-        n_positions = LONGEST + RESERVED_POSITIONS
-    max_length = max(1, min(LONGEST, n_positions - RESERVED_POSITIONS))
-    options = {"text": {"max_length": max_length}}
-    features = transformer.preprocess(TEXTS, processing_kwargs=options)
-    # This restores the module's limit in the tokenizer, which is saved with the model.
-    Transformer.preprocess(transformer, TEXTS)
-    return on_device(features, device)
-
-
-@contextmanager
-def as_evaluated(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put modules into eval mode without gradients, and restore modes and dimensions at the end."""
-    dimensions = [
-        (module, module.embedding_dimension)
-        for module in modules
-        if "embedding_dimension" in vars(module)
-    ]
-    try:
-        with in_eval_mode(*modules), torch.no_grad():
-            yield
-    finally:
-        for module, dimension in dimensions:
-            module.embedding_dimension = dimension

@@ -109,7 +109,12 @@ class Side:
         return slices
 
     def part(self, sequences: slice, device: torch.device) -> SidePart:
-        """Return some of the sequences on a device; at least one if the side is a list."""
+        """Return some of the sequences on a device.
+
+        Args:
+            sequences: which ones; at least one if the side is a list.
+            device: the device.
+        """
         rows = self.rows[sequences]
         if isinstance(rows, list):
             if self.mask is None:

@@ -1,10 +1,12 @@
 """Fused scores of ``MultiVectorEncoder`` models (ColBERT), for losses and evaluators.
 
-Each function has the name, arguments and results of the one that it replaces, without the
-similarities ``[Nq, Nd, Lq, Ld]`` that the stock one writes. The ``colbert_*`` and ``xtr_*`` ones
-are those of ``sentence_transformers.multi_vector_encoder.scoring``, for the ``similarity_fct=`` of
-a loss; the ``maxsim`` ones are those of ``sentence_transformers.util``, which take lists of any
-lengths, and which an accelerated model uses.
+Each function has the name, arguments and results of the stock function that it replaces. It does
+not write the similarities ``[Nq, Nd, Lq, Ld]``, as the stock function does.
+
+* ``colbert_*`` and ``xtr_*`` replace functions of
+  ``sentence_transformers.multi_vector_encoder.scoring``, for the ``similarity_fct=`` of a loss.
+* ``maxsim`` and its variants replace functions of ``sentence_transformers.util``. They take lists
+  of any lengths. An accelerated model uses them.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: object) -> lis
         The new modules, one per attention layer.
 
     Raises:
-        ValueError: if the checkpoint has no learned alphas, or those of other layers.
+        ValueError: if the checkpoint has no learned alphas for these layers.
         OSError: if there is no checkpoint.
     """
     check_network(model)
@@ -425,7 +425,7 @@ def _outer_models(model: nn.Module) -> Iterator[PreTrainedModel]:
 def _configs(model: nn.Module) -> list[Any]:
     """Return the configurations of a module's transformers models and attention layers.
 
-    Configurations without alphas are left out, except those of models. Each is listed once.
+    An attention layer's configuration is left out if it has no alphas. Each is listed once.
     """
     configs: dict[int, Any] = {}
     for module in model.modules():

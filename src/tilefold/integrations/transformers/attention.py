@@ -359,7 +359,11 @@ def attention_modules(model: nn.Module) -> dict[nn.Module, int]:
 
 
 def checked_attention_modules(model: nn.Module) -> dict[nn.Module, int]:
-    """Return :func:`attention_modules` of a model; raise ``ValueError`` if there are none."""
+    """Return :func:`attention_modules` of a model that must have some.
+
+    Raises:
+        ValueError: if there is none.
+    """
     modules = attention_modules(model)
     if not modules:
         raise ValueError(
@@ -370,7 +374,7 @@ def checked_attention_modules(model: nn.Module) -> dict[nn.Module, int]:
 
 
 def _query_heads(module: nn.Module) -> int | None:
-    """Return the number of query heads of an attention module; ``None`` if it is not known."""
+    """Return the number of query heads of an attention module, or ``None`` if it is not known."""
     candidates = (
         getattr(module, "num_attention_heads", None),
         getattr(module, "num_heads", None),
@@ -405,7 +409,9 @@ class LayerSparsity:
 
 
 class SparsityRecord:
-    """The counts of :func:`record_sparsity`; reading them synchronises with the device.
+    """The counts of :func:`record_sparsity`.
+
+    Reading them synchronises with the device.
 
     Args:
         model: a model with attention layers.
@@ -463,7 +469,11 @@ class SparsityRecord:
 
     @property
     def layers(self) -> list[LayerSparsity]:
-        """The layers that ran, first layer first; a RuntimeError if none ran entmax attention."""
+        """The layers that ran, first layer first.
+
+        Raises:
+            RuntimeError: if none ran entmax attention.
+        """
         return [self._sparsity(name, counts) for name, counts in self._counts_by_name()]
 
     @property
@@ -518,7 +528,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _query_padding_mask(module: nn.Module, call: _AttentionCall) -> Tensor | None:
-    """Return which queries of a call are tokens, bool ``[B, Nq]``; ``None`` if padding is unknown.
+    """Return which queries of a call are tokens, bool ``[B, Nq]``, or ``None`` if it is unknown.
 
     Queries are aligned to the end of the keys, so the keys' mask holds theirs. Cross-attention has
     keys of another sequence, which say nothing about queries.

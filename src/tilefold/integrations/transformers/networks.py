@@ -29,7 +29,7 @@ def in_eval_mode(*models: nn.Module) -> Iterator[None]:
 
 
 def largest_difference(result: Tensor, expected: Tensor) -> float:
-    """Return the largest absolute difference of two tensors; NaN if their shapes differ."""
+    """Return the largest absolute difference of two tensors, or NaN if their shapes differ."""
     if result.shape != expected.shape:
         return float("nan")
     return float((result.float() - expected.float()).abs().max())

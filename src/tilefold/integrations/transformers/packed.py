@@ -138,7 +138,7 @@ def packed_heads(tensor: Tensor) -> Tensor:
 
 
 def _window_mask(query: Tensor, sliding_window: int) -> Tensor | None:
-    """Return a mask ``[1, 1, N, N]`` of keys within a window; ``None`` if it excludes no key."""
+    """Return a mask ``[1, 1, N, N]`` of keys within a window, or ``None`` if all are."""
     length = query.size(2)
     if sliding_window >= length:
         return None
@@ -226,9 +226,9 @@ def joined_mask_functions(function: Callable[..., object]) -> list[Callable[...,
 
 
 def padding_position(model: nn.Module) -> int | None:
-    """Return the position id of padding tokens in RoBERTa and its kin; ``None`` in other models.
+    """Return the position id of padding tokens, or ``None`` in models without one.
 
-    In these models the position ids of other tokens begin after it.
+    RoBERTa and its kin have one. The position ids of their other tokens begin after it.
     """
     for module in model.modules():
         position = getattr(module, "padding_idx", None)
@@ -299,7 +299,7 @@ def packed_hidden_states(
         input_ids: token ids of all sequences, ``[T]``.
         cu_seqlens: offsets of the sequences, int32 ``[B + 1]``.
         max_seqlen: length of the longest sequence.
-        position_ids: ``[T]``; by default those of the model, see :func:`position_ids_of`.
+        position_ids: ``[T]``; by default as the model counts, see :func:`position_ids_of`.
         token_type_ids: ``[T]``; zeros by default.
     """
     check_network(model)
@@ -356,14 +356,14 @@ def use_packed(model: Model, *, check: bool = True) -> str | None:
 
 
 def stop_packed(model: Model) -> None:
-    """Undo :func:`use_packed`; does nothing to a model that it did not change."""
+    """Undo :func:`use_packed`, if it changed the model."""
     check_network(model)
     if getattr(getattr(model, "config", None), "_attn_implementation", None) == PACKED:
         model.set_attn_implementation("sdpa")
 
 
 def _unsupported_reason(model: Model) -> str | None:
-    """Return why a model of this kind cannot take packed tokens; ``None`` if it may."""
+    """Return why a model of this kind cannot take packed tokens, or ``None`` if it may."""
     name = type(model).__name__
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):

@@ -13,7 +13,11 @@ from torch import Tensor
 from tilefold._internal.typing import Model
 from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers._heads import is_multi_vector, pipelines_of
-from tilefold.integrations.sentence_transformers._pooling import TOLERANCE, as_evaluated, tiny_batch
+from tilefold.integrations.sentence_transformers._self_check import (
+    TOLERANCE,
+    as_evaluated,
+    tiny_batch,
+)
 from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs
 from tilefold.integrations.sentence_transformers.packing.inputs import (
     PackedInputs,
@@ -86,7 +90,10 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
 
 
 def _is_stock(routes: list[Route]) -> bool:
-    """Whether all modules are sentence-transformers' own; others need not know packed batches."""
+    """Whether all modules are sentence-transformers' own.
+
+    Modules of other libraries need not know packed batches, so that padded ones are no surprise.
+    """
     return all(
         type(module).__module__.startswith("sentence_transformers.")
         for route in routes
@@ -140,7 +147,7 @@ def _pack_transformer(routes: list[Route], check: bool) -> str | None:
 
 
 def _unsupported_reason(transformer: Transformer) -> str | None:
-    """Return why a Transformer cannot take packed tokens by its kind; ``None`` if it may."""
+    """Return why a Transformer cannot take packed tokens by its kind, or ``None`` if it may."""
     kind = type(transformer)
     is_replaced = "preprocess" in vars(transformer) or "forward" in vars(transformer)
     if kind.preprocess is not Transformer.preprocess or is_replaced:

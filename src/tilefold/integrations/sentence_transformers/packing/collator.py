@@ -167,7 +167,7 @@ class CollatedBatch(NamedTuple):
     def split_columns(self) -> Features:
         """Return the features as losses take them.
 
-        The tensors of tokens of each joined column are views of those of all columns.
+        The tensors of tokens of a joined column are views of tensors that hold all columns.
         """
         if self.joined is None:
             return self.features
@@ -188,21 +188,16 @@ class CollatedBatch(NamedTuple):
 def join_columns(features: Features) -> CollatedBatch:
     """Join the packed columns of a batch on the CPU.
 
-    Nothing is joined unless there are at least two packed columns, with the same names and equally
-    many texts, and the first one has tokens.
+    Nothing is joined unless :func:`_can_be_joined`.
 
     Args:
         features: output of a data collator, whose names begin with the column's prefix.
     """
     prefixes = [name.removesuffix(OFFSETS) for name in features if name.endswith(f"_{OFFSETS}")]
     names = [name for name in TOKEN_NAMES if any(prefix + name in features for prefix in prefixes)]
-    joined_names = {prefix + name for prefix in prefixes for name in names}
-    if len(prefixes) < 2 or not joined_names <= features.keys():
+    if not _can_be_joined(features, prefixes, names):
         return CollatedBatch(features)
     lengths = [features[prefix + OFFSETS].diff() for prefix in prefixes]
-    n_texts = {len(column_lengths) for column_lengths in lengths}
-    if len(n_texts) > 1 or features[prefixes[0] + "input_ids"].size(1) == 0:
-        return CollatedBatch(features)
     end_offsets = torch.cat(lengths).cumsum(0, dtype=torch.int32)
     cu_seqlens = torch.nn.functional.pad(end_offsets, (1, 0))
     longest = max(features[prefix + LONGEST] for prefix in prefixes)
@@ -213,10 +208,30 @@ def join_columns(features: Features) -> CollatedBatch:
     joined.update(dict.fromkeys(LONGEST_NAMES, longest))
     joined["modality"] = "text"
     # Trainers tell queries from documents by the order of the names, which therefore stay.
+    joined_names = {prefix + name for prefix in prefixes for name in names}
     other_features = {
         name: None if name in joined_names else value for name, value in features.items()
     }
     return CollatedBatch(other_features, joined, prefixes, cu_seqlens)
+
+
+def _can_be_joined(features: Features, prefixes: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether packed columns of a batch can go through the encoder in one forward.
+
+    They need the same tensors and equally many texts, and the first one needs tokens.
+
+    Args:
+        features: features of a batch.
+        prefixes: prefixes of the packed columns.
+        names: names of their tensors of tokens.
+    """
+    if len(prefixes) < 2:
+        return False
+    if any(prefix + name not in features for prefix in prefixes for name in names):
+        return False
+    n_texts = {features[prefix + OFFSETS].numel() - 1 for prefix in prefixes}
+    n_first_tokens = features[prefixes[0] + "input_ids"].size(1)
+    return len(n_texts) == 1 and n_first_tokens > 0
 
 
 def collate_ahead(
@@ -228,31 +243,31 @@ def collate_ahead(
 ) -> None:
     """Let a stock trainer tokenise its next batch while the step before it runs.
 
-    The trainer's own data collator then works in a thread, into pinned memory; samplers, order,
+    The trainer's own data collator then works in a thread, into pinned memory. Samplers, order,
     random numbers and batches stay the same. Nothing changes with ``dataloader_num_workers`` above
     0 or ``TILEFOLD_DISABLE=1`` in the environment. The trainer's ``logging_nan_inf_filter``, for
-    which the host waits for the loss, is turned off: NaN is logged as NaN.
+    which the CPU waits for the loss, is turned off: NaN is logged as NaN.
 
     If ``accelerate`` lets the only encoder of the model run on packed tokens, the thread packs all
-    columns of a batch, and they go through the encoder in one forward: the same numbers but for
-    those of dropout. Losses that cut columns into mini-batches (cached ones) run each part by
-    itself, but for :class:`tilefold.losses.base_splade.JoinedSpladeLoss`.
+    columns of a batch, and they go through the encoder in one forward. The numbers are the same
+    except for dropout. Losses that divide columns into mini-batches (cached ones) run each part by
+    itself, except for :class:`tilefold.losses.base_splade.JoinedSpladeLoss`.
 
     With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and
     replayed. Unused sequences pad batches to a few total sizes (at most a tenth more tokens). A new
     size runs eagerly the first time and is captured the second time. Gradients are copied, which
     takes the memory of the weights once more (recipes on several GPUs have them written where DDP
-    keeps them). They come all at the end of the backward pass. With several ranks those of most
-    layers come before those of the lowest ones, and are added up meanwhile. Steps that a graph
+    keeps them). All come at the end of the backward pass. With several ranks, the gradients of most
+    layers come before the ones of the lowest layers, and are added up meanwhile. Steps that a graph
     cannot repeat run as usual: see
     :class:`tilefold.integrations.sentence_transformers.graphs.training.StepGraphs`. Dropout draws
     other numbers.
 
-    With ``compiled``, too, what is captured in 16 bits (bf16 or fp16 weights or autocast) are
-    layers that ``torch.compile`` made, for any length: about a seventh less work for the GPU, fewer
-    results rounded on the way, and some ten seconds more at the start. fp32 layers, whose packed
-    attention torch cannot compile, are captured as they are; where compiling fails, a warning says
-    so.
+    With ``compiled``, too, layers that ``torch.compile`` compiled for any length are captured, in
+    16 bits (bf16 or fp16 weights or autocast). This is about a seventh less work for the GPU, with
+    fewer results rounded on the way, and some ten seconds more at the start. fp32 layers, whose
+    packed attention torch cannot compile, are captured without it. Where compiling fails, a warning
+    is issued, and layers are captured without it.
 
     Args:
         trainer: a ``SparseEncoderTrainer``, ``MultiVectorEncoderTrainer`` or another trainer of
@@ -445,7 +460,7 @@ def _with_direct_preprocess(collator: Any, model: Model) -> Any:
     """Return a copy of a collator that passes texts straight to the model's Transformer.
 
     The model's own ``preprocess`` would look at the modality of every text first. A collator with
-    another ``preprocess_fn`` is returned as it is.
+    another ``preprocess_fn`` is returned unchanged.
     """
     preprocess = getattr(collator, "preprocess_fn", None)
     owner = getattr(preprocess, "__self__", None)

@@ -166,7 +166,7 @@ class PackedInputs(Replacement):
         kwargs: dict[str, object],
         expansion: dict[str, Any] | None,
     ) -> Callable[[], Features] | None:
-        """Tokenise texts by a plan; return None if the stock method must tokenise them."""
+        """Tokenise texts by a plan, or return None if the stock method must tokenise them."""
         if self._process != os.getpid():
             # A forked process may have a copy of a locked lock, which nothing would release.
             self._reset()
@@ -256,35 +256,51 @@ class PackedInputs(Replacement):
         Returns:
             The plan, or None if the features differ.
         """
-        with padded_inputs(), ignoring_truncation():
-            self._stock_features([_PROBES[0]], prompt, kwargs)  # sets the tokenizer's truncation
-            limit = (backend.truncation or {}).get("max_length", _LONGEST_PROBE + 1)
-            probes = list(_PROBES)
-            if limit <= _LONGEST_PROBE and not expanded_length:
-                probes.append("word " * (limit + 8))
-            stock = self._stock_features(probes, prompt, kwargs)
+        probes, stock = self._probe(prompt, kwargs, backend, expanded_length is not None)
         tensor_names = {name for name, value in stock.items() if isinstance(value, Tensor)}
         supported_names = set(_TOKEN_TENSORS)
-        if expanded_length:
+        if expanded_length is not None:
             supported_names.add(EXPANDED)
         has_supported_names = {"input_ids", "attention_mask"} <= tensor_names <= supported_names
         if not has_supported_names or stock.get("modality") != "text":
             return None
         others = {name: value for name, value in stock.items() if name not in tensor_names}
         plan = _Plan(backend.truncation, others, padding_position(self.owner.model))
-        if expanded_length and stock["input_ids"].size(1) == expanded_length:
-            # The end of the empty probe is expansion: repeated, it is a query without a token.
-            expansion = {
-                name: stock[name][1:2, -1:].expand(1, stock[name].size(1))
-                for name in sorted(tensor_names)
-            }
-            plan = plan._replace(expansion=expansion)
+        if expanded_length is not None and stock["input_ids"].size(1) == expanded_length:
+            tensors = {name: stock[name] for name in sorted(tensor_names)}
+            plan = plan._replace(expansion=_expansion_of(tensors))
         if self._backend is None:
             self._backend = type(backend).from_str(backend.to_str())
             self._backend.no_padding()
-        expected = stock if expanded_length else pack_features(stock, plan.padding)
+        expected = pack_features(stock, plan.padding) if expanded_length is None else stock
         features = self._features(self._encodings(probes, prompt, plan), plan)
         return plan if _are_equal(features, expected) else None
+
+    def _probe(
+        self,
+        prompt: str | None,
+        kwargs: dict[str, object],
+        backend: Any,
+        is_expanded: bool,
+    ) -> tuple[list[str], Features]:
+        """Tokenise a few texts by the stock method, which also sets the tokenizer's truncation.
+
+        Args:
+            prompt: text that is put before every text.
+            kwargs: other arguments of the call.
+            backend: the Rust tokenizer of the Transformer.
+            is_expanded: whether the texts are expanded queries.
+
+        Returns:
+            The texts, of which one is truncated if there is a limit, and their features.
+        """
+        probes = list(_PROBES)
+        with padded_inputs(), ignoring_truncation():
+            self._stock_features([probes[0]], prompt, kwargs)
+            limit = (backend.truncation or {}).get("max_length", _LONGEST_PROBE + 1)
+            if limit <= _LONGEST_PROBE and not is_expanded:
+                probes.append("word " * (limit + 8))
+            return probes, self._stock_features(probes, prompt, kwargs)
 
     def _encodings(self, texts: Sequence[str], prompt: str | None, plan: _Plan) -> list[Any]:
         """Tokenise texts by the copy of the Rust tokenizer."""
@@ -354,6 +370,17 @@ def _are_equal(features: Features, expected: Features) -> bool:
         elif value != features[name]:
             return False
     return True
+
+
+def _expansion_of(stock: dict[str, Tensor]) -> Features:
+    """Return features of an expanded query without any token, ``[1, L]``.
+
+    The end of the empty probe is expansion: repeated, it is such a query.
+
+    Args:
+        stock: tensors ``[B, L]`` of the probes, of which the second one is empty.
+    """
+    return {name: tensor[1:2, -1:].expand(1, tensor.size(1)) for name, tensor in stock.items()}
 
 
 def _expanded_features(ids: Int64, lengths: Int64, expansion: Features) -> Features:
