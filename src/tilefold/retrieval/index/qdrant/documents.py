@@ -34,22 +34,26 @@ from tilefold.retrieval.vectors.sparse import (
 from tilefold.retrieval.vectors.tokens import TokenVectors
 
 Dense = npt.NDArray[np.float32]
-_SPACE = uuid.UUID("6b0f2f0e-6f0c-5a54-9f7e-2b1a3c1d9e41")  # of document ids
-_LARGEST_HALF = 65504.0
-_FLOATS_OF_A_POINT = 1_048_576  # of token vectors; Qdrant takes fewer
-_INTEGERS = -(1 << 63), (1 << 64) - 1  # that a payload keeps
-_BYTES_OF_A_NUMBER = 20  # in a request, about
+# Namespace of the UUIDs of documents.
+_NAMESPACE = uuid.UUID("6b0f2f0e-6f0c-5a54-9f7e-2b1a3c1d9e41")
+_MAX_FLOAT16 = 65504.0
+# Qdrant takes fewer numbers of token vectors in one document.
+_MAX_TOKEN_FLOATS = 1_048_576
+# Integers that a payload stores without rounding.
+_MIN_PAYLOAD_INTEGER = -(1 << 63)
+_MAX_PAYLOAD_INTEGER = (1 << 64) - 1
+# About how many bytes a number takes in a request, and how many numbers the rest of a document.
+_BYTES_PER_NUMBER = 20
+_NUMBERS_PER_DOCUMENT = 64
 
 
 def key_of(name: str) -> str:
-    """UUID of a document's id, always the same."""
-    return str(uuid.uuid5(_SPACE, name))
+    """Return the UUID of a document's id, which is always the same."""
+    return str(uuid.uuid5(_NAMESPACE, name))
 
 
 def checked_ids(ids: Iterable[str]) -> list[str]:
-    """List of the ids that somebody asks for: a ``TypeError`` for one text, whose letters may be
-    ids too.
-    """
+    """Return ids as a list, and raise ``TypeError`` for one text, whose letters may be ids too."""
     names = list_of_ids("ids", ids)
     check_text_ids("ids", names)
     return names
@@ -57,12 +61,16 @@ def checked_ids(ids: Iterable[str]) -> list[str]:
 
 @dataclass
 class Queries:
-    """Queries with any of the vectors of a collection's layout, one row each in every part.
+    """N queries with any of the kinds of vectors of a collection.
 
     Attributes:
         ids: unique, non-empty strings.
-        sparse, tokens: vectors with the same ids in the same order, or None.
-        dense: ``[N, D]`` finite, as float32, or None.
+        sparse: vectors with the same ids in the same order, or None.
+        dense: ``[N, D]`` finite float32, or None.
+        tokens: vectors with the same ids in the same order, or None.
+
+    Raises:
+        DataError: without vectors, for other ids, and for numbers that are not finite.
     """
 
     ids: list[str]
@@ -79,95 +87,119 @@ class Queries:
             )
         if self.sparse is not None:
             check_vectors("sparse", self.sparse)
+            self._check_same_ids("sparse", self.sparse.ids)
         if self.tokens is not None:
             check_instance("tokens", self.tokens, TokenVectors, "encode_texts(model, texts)")
-        for name, vectors in (("sparse", self.sparse), ("tokens", self.tokens)):
-            if vectors is not None and list(vectors.ids) != self.ids:
-                pairs = zip(vectors.ids, self.ids, strict=False)
-                got = next((own for own, wanted in pairs if own != wanted), len(vectors.ids))
-                raise DataError(
-                    f"{name}: expected the ids of the {len(self.ids)} others in their order, got "
-                    f"{got!r}.",
-                )
+            self._check_same_ids("tokens", self.tokens.ids)
         if self.dense is not None:
-            self.dense = _finite(self.dense, self.ids)
-        if self.tokens is not None and not bool(
-            (finite := self.tokens.values.float().isfinite()).all(),
-        ):
-            value = self.tokens.values[~finite][0].item()
-            raise ArgumentDataError(
-                "tokens",
-                f"expected finite numbers, got {value}. Check the model's output.",
-            )
+            self.dense = _finite_array(self.dense, self.ids)
+        if self.tokens is not None:
+            is_finite = self.tokens.values.float().isfinite()
+            if not bool(is_finite.all()):
+                value = self.tokens.values[~is_finite][0].item()
+                raise ArgumentDataError(
+                    "tokens",
+                    f"expected finite numbers, got {value}. Check the model's output.",
+                )
+
+    def _check_same_ids(self, name: str, ids: Sequence[str]) -> None:
+        """Raise ``DataError`` unless vectors have the ids of the queries, in their order."""
+        if list(ids) == self.ids:
+            return
+        got: str | int = len(ids)
+        for vector_id, query_id in zip(ids, self.ids, strict=False):
+            if vector_id != query_id:
+                got = vector_id
+                break
+        raise DataError(
+            f"{name}: expected the ids of the {len(self.ids)} others in their order, got {got!r}.",
+        )
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def _sizes(self) -> dict[str, int]:
-        sizes = {
-            SPARSE: None if self.sparse is None else self.sparse.vocab_size,
-            DENSE: None if self.dense is None else self.dense.shape[1],
-            TOKENS: None if self.tokens is None else self.tokens.dimension,
-        }
-        return {kind: size for kind, size in sizes.items() if size is not None}
+        """Kind -> length of its vectors, of the kinds that are not None."""
+        sizes = {}
+        if self.sparse is not None:
+            sizes[SPARSE] = self.sparse.vocab_size
+        if self.dense is not None:
+            sizes[DENSE] = self.dense.shape[1]
+        if self.tokens is not None:
+            sizes[TOKENS] = self.tokens.dimension
+        return sizes
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds that there are of ``"sparse"``, ``"dense"`` and ``"tokens"``."""
+        """Kinds of vectors that are not None, of ``"sparse"``, ``"dense"`` and ``"tokens"``."""
         return list(self._sizes)
 
     def check(self, layout: Layout, place: str) -> None:
-        """Raise ``VocabularyMismatchError`` or ``DataError`` unless a collection of this layout can
-        answer.
+        """Raise an error unless a collection can be searched with these vectors.
+
+        Args:
+            layout: of the collection.
+            place: where it is, for errors.
+
+        Raises:
+            VocabularyMismatchError: for another vocabulary.
+            DataError: for vectors of a kind or length that the collection lacks.
         """
-        what = "documents" if isinstance(self, Documents) else "queries"
+        argument = "documents" if isinstance(self, Documents) else "queries"
         if self.sparse is not None and layout.vocab_size is not None:
-            check_same_vocabulary(layout, self.sparse, place, what)
+            check_same_vocabulary(layout, self.sparse, place, argument)
         for kind, size in self._sizes.items():
-            if (wanted := layout.sizes[kind]) is None:
+            expected_size = layout.sizes[kind]
+            if expected_size is None:
                 raise DataError(
-                    f"{what}: {place} has no {kind} vectors, got some. It has: "
+                    f"{argument}: {place} has no {kind} vectors, got some. It has: "
                     f"{', '.join(layout.kinds)}.",
                 )
-            if size != wanted:
+            if size != expected_size:
                 raise DataError(
-                    f"{what}: expected {kind} vectors of length {wanted} as in {place}, got "
-                    f"{size}.",
+                    f"{argument}: expected {kind} vectors of length {expected_size} as in {place}, "
+                    f"got {size}.",
                 )
 
     def vectors(self, row: int) -> Json:
-        """Vectors of a row that are not empty, by their kind."""
-        found: Json = {}
+        """Return the vectors of a row by kind, as in :class:`Point`, without empty ones."""
+        vector_by_kind: Json = {}
         if self.sparse is not None:
             terms, weights = self.sparse.row(row)
-            keep = weights > 0
-            if keep.any():
-                found[SPARSE] = (terms[keep].tolist(), weights[keep].tolist())
+            is_positive = weights > 0
+            if is_positive.any():
+                vector_by_kind[SPARSE] = (
+                    terms[is_positive].tolist(),
+                    weights[is_positive].tolist(),
+                )
         if self.dense is not None:
-            found[DENSE] = self.dense[row].tolist()
-        if self.tokens is not None and int(self.tokens.offsets[row + 1]) > int(
-            self.tokens.offsets[row],
-        ):
-            found[TOKENS] = self.tokens.rows(row).tolist()
-        return found
+            vector_by_kind[DENSE] = self.dense[row].tolist()
+        if self.tokens is not None:
+            token_vectors = self.tokens.rows(row)
+            if len(token_vectors):
+                vector_by_kind[TOKENS] = token_vectors.tolist()
+        return vector_by_kind
 
 
 @dataclass
 class Documents(Queries):
-    """Documents with all vectors of a collection's layout; the first four attributes are those of
-    :class:`Queries`.
+    """Documents with all kinds of vectors of a collection.
+
+    The first four attributes are those of :class:`Queries`.
 
     Attributes:
-        payloads: id -> fields to filter by, of what JSON can hold; documents may be missing. Floats
-            that equal a 64-bit integer are stored as that integer: Qdrant does not match 5.0 by 5.
-        models: of ``"dense"`` and ``"tokens"`` -> fingerprint; that of sparse vectors is in their
-            provenance.
+        payloads: id -> fields to filter by, with values that JSON can hold. Documents may be
+            missing. Floats that equal a 64-bit integer are stored as that integer, because Qdrant
+            does not match 5.0 by 5.
+        models: of ``"dense"`` and ``"tokens"`` -> fingerprint of the model. That of sparse vectors
+            is in their provenance.
         precisions: of ``"dense"`` and ``"tokens"`` -> number types in which the vectors were
-            computed, such as ``"bf16"``; that of sparse vectors is in their provenance.
+            computed, such as ``"bf16"``. That of sparse vectors is in their provenance.
 
-    Parts that do not fit together, numbers that are not finite, or what cannot be stored are a
-    ``DataError``.
+    Raises:
+        DataError: for parts that do not fit together, numbers that are not finite, and payloads
+            that cannot be stored.
     """
 
     payloads: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
@@ -177,12 +209,12 @@ class Documents(Queries):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_text_ids("ids", self.ids)
-        known = set(self.ids)
+        document_ids = set(self.ids)
         check_fields_by_id("payloads", self.payloads)
         check_mapping("models", self.models, "kind of vectors -> fingerprint")
         check_mapping("precisions", self.precisions, "kind of vectors -> precision")
         for name, payload in self.payloads.items():
-            if name not in known:
+            if name not in document_ids:
                 raise DataError(f"payloads: expected ids of the documents, got {name!r}.")
             _check_payload(name, payload)
         self.payloads = {
@@ -190,11 +222,11 @@ class Documents(Queries):
             for name, payload in self.payloads.items()
         }
         if self.sparse is not None:
-            made_by = self.sparse.provenance
-            if made_by.model_fingerprint:
-                self.models = {**self.models, SPARSE: made_by.model_fingerprint}
-            if made_by.precision:
-                self.precisions = {**self.precisions, SPARSE: made_by.precision}
+            provenance = self.sparse.provenance
+            if provenance.model_fingerprint:
+                self.models = {**self.models, SPARSE: provenance.model_fingerprint}
+            if provenance.precision:
+                self.precisions = {**self.precisions, SPARSE: provenance.precision}
 
     @property
     def field_kinds(self) -> dict[str, list[str]]:
@@ -202,43 +234,52 @@ class Documents(Queries):
         return kinds_by_field(self.payloads.values())
 
     def check(self, layout: Layout, place: str) -> None:
-        """Raise an error unless the documents have all vectors of this layout and Qdrant can keep
-        them.
+        """Raise an error unless a collection can store these documents.
+
+        Args:
+            layout: of the collection.
+            place: where it is, for errors.
+
+        Raises:
+            VocabularyMismatchError: for another vocabulary.
+            DataError: for a missing kind of vectors, another model or other passages, and numbers
+                that the collection cannot store.
         """
         super().check(layout, place)
         for kind in layout.kinds:
             if kind not in self.kinds:
-                got = ", ".join(self.kinds)
                 raise ArgumentDataError(
                     "documents",
-                    f"{place} keeps {kind} vectors, got only {got}. Give those of all as well.",
+                    f"{place} keeps {kind} vectors, got only {', '.join(self.kinds)}. "
+                    "Give those of all as well.",
                 )
         check_models(layout.models, self.models, place)
         self._check_integers(layout)
-        cut = layout.passages if self.sparse is None else self.sparse.provenance.passages
-        if cut != layout.passages:
-            own, got = (
-                f"passages ({each})" if each else "whole documents"
-                for each in (layout.passages, cut)
-            )
+        if self.sparse is not None and self.sparse.provenance.passages != layout.passages:
+            expected = _described_passages(layout.passages)
+            actual = _described_passages(self.sparse.provenance.passages)
             raise ArgumentDataError(
                 "documents",
-                f"expected {own} as in {place}, got {got}. Encode them alike.",
+                f"expected {expected} as in {place}, got {actual}. Encode them alike.",
             )
-        heaviest = 0.0 if self.sparse is None else float(self.sparse.data.max(initial=0.0))
-        if layout.weights == "float16" and heaviest > _LARGEST_HALF:
-            most = f"up to {_LARGEST_HALF:.0f}"
-            raise ArgumentDataError(
-                "documents",
-                f"float16 keeps weights {most}, got {heaviest:g}. Scale them.",
-            )
+        if self.sparse is not None and layout.weights == "float16":
+            heaviest = float(self.sparse.data.max(initial=0.0))
+            if heaviest > _MAX_FLOAT16:
+                raise ArgumentDataError(
+                    "documents",
+                    f"float16 keeps weights up to {_MAX_FLOAT16:.0f}, got {heaviest:g}. "
+                    "Scale them.",
+                )
         if self.tokens is not None and len(self):
             lengths = self.tokens.offsets.diff()
             longest = int(lengths.argmax())
-            if (floats := int(lengths[longest]) * self.tokens.dimension) >= _FLOATS_OF_A_POINT:
-                most = f"fewer than {_FLOATS_OF_A_POINT:,} numbers of token vectors in one"
-                got = f"{floats:,} in {self.ids[longest]!r}. Cut it, or pool its tokens"
-                raise ArgumentDataError("documents", f"Qdrant takes {most}, got {got}.")
+            n_floats = int(lengths[longest]) * self.tokens.dimension
+            if n_floats >= _MAX_TOKEN_FLOATS:
+                raise ArgumentDataError(
+                    "documents",
+                    f"Qdrant takes fewer than {_MAX_TOKEN_FLOATS:,} numbers of token vectors in "
+                    f"one, got {n_floats:,} in {self.ids[longest]!r}. Cut it, or pool its tokens.",
+                )
 
     def _check_integers(self, layout: Layout) -> None:
         """Raise ``DataError`` for a fraction in a field of integers, which its index would lose."""
@@ -254,60 +295,86 @@ class Documents(Queries):
                     )
 
     def points(self, rows: Sequence[int]) -> list[Point]:
-        """Some of the documents as the engine takes them; an empty vector is left out of its point."""
-        named = [(self.ids[row], row) for row in rows]
-        return [
-            Point(key_of(n), {**self.payloads.get(n, {}), ID: n}, self.vectors(row))
-            for n, row in named
-        ]
+        """Return some of the documents for an engine."""
+        points = []
+        for row in rows:
+            name = self.ids[row]
+            payload = {**self.payloads.get(name, {}), ID: name}
+            points.append(Point(key_of(name), payload, self.vectors(row)))
+        return points
 
-    def batches(self, largest: int, largest_bytes: int) -> Iterator[list[int]]:
-        """Rows in order, at most `largest` and about `largest_bytes` of a request at a time."""
-        batch: list[int] = []
-        size = 0
-        numbers = np.full(len(self), 64 + (0 if self.dense is None else self.dense.shape[1]))
+    def batches(self, max_documents: int, max_bytes: int) -> Iterator[list[int]]:
+        """Divide the documents among requests.
+
+        Args:
+            max_documents: documents of a request, at most.
+            max_bytes: bytes of a request, about, unless one document has more.
+
+        Yields:
+            Rows of the documents of each request, in order.
+        """
+        n_numbers = np.full(len(self), _NUMBERS_PER_DOCUMENT)
+        if self.dense is not None:
+            n_numbers += self.dense.shape[1]
         if self.sparse is not None:
-            numbers += 2 * np.diff(self.sparse.indptr)
+            n_numbers += 2 * np.diff(self.sparse.indptr)
         if self.tokens is not None:
-            numbers += (
-                np.array(self.tokens.offsets.diff().tolist(), np.int64) * self.tokens.dimension
-            )
-        for row, count in enumerate(numbers.tolist()):
-            needed = count * _BYTES_OF_A_NUMBER + len(
-                json.dumps(self.payloads.get(self.ids[row], {})),
-            )
-            if batch and (len(batch) == largest or size + needed > largest_bytes):
+            n_numbers += self.tokens.offsets.diff().numpy() * self.tokens.dimension
+        batch: list[int] = []
+        batch_bytes = 0
+        for row, count in enumerate(n_numbers.tolist()):
+            payload = json.dumps(self.payloads.get(self.ids[row], {}))
+            row_bytes = count * _BYTES_PER_NUMBER + len(payload)
+            is_full = len(batch) == max_documents or batch_bytes + row_bytes > max_bytes
+            if batch and is_full:
                 yield batch
-                batch, size = [], 0
+                batch = []
+                batch_bytes = 0
             batch.append(row)
-            size += needed
+            batch_bytes += row_bytes
         if batch:
             yield batch
 
     def digest(self, layout: Layout) -> str:
-        """SHA-256 of all that a build would store."""
+        """Return the SHA-256 of all that a build with a layout would store."""
         digest = hashlib.sha256(
             json.dumps([layout.weights, layout.distance, layout.vocab_size]).encode(),
         )
         for name in self.ids:
             digest.update(json.dumps([name, self.payloads.get(name, {})], sort_keys=True).encode())
-        sparse, tokens = self.sparse, self.tokens
-        of_sparse = () if sparse is None else (sparse.indptr, sparse.indices, sparse.data)
-        of_tokens = () if tokens is None else (tokens.offsets, tokens.values, tokens.scales)
-        for array in (*of_sparse, self.dense, *of_tokens):
+        arrays: list[object] = []
+        if self.sparse is not None:
+            arrays += [self.sparse.indptr, self.sparse.indices, self.sparse.data]
+        arrays.append(self.dense)
+        if self.tokens is not None:
+            arrays += [self.tokens.offsets, self.tokens.values, self.tokens.scales]
+        for array in arrays:
             if array is not None:
                 digest.update(np.asarray(array).tobytes())
         return digest.hexdigest()
 
 
-def _finite(dense: object, ids: list[str]) -> Dense:
+def _described_passages(passages: str | None) -> str:
+    """Describe how documents were divided, for an error."""
+    return f"passages ({passages})" if passages else "whole documents"
+
+
+def _finite_array(dense: object, ids: list[str]) -> Dense:
+    """Return dense vectors as float32, and raise ``DataError`` unless they are finite ``[N, D]``.
+
+    Args:
+        dense: an array, or a torch tensor on any device.
+        ids: N ids.
+    """
     array = dense.detach().cpu().float().numpy() if hasattr(dense, "detach") else np.asarray(dense)
     if array.ndim != 2 or array.shape[0] != len(ids) or not np.issubdtype(array.dtype, np.floating):
         raise DataError(
             f"dense: expected floats [{len(ids)}, D], got {array.dtype} {list(array.shape)}.",
         )
     array = np.ascontiguousarray(array, dtype=np.float32)
-    for row, column in np.argwhere(~np.isfinite(array))[:1]:
+    invalid = np.argwhere(~np.isfinite(array))
+    if len(invalid):
+        row, column = invalid[0]
         raise DataError(
             f"dense: expected finite numbers, got {array[row, column]} for {ids[row]!r}. Check the "
             "model.",
@@ -316,7 +383,7 @@ def _finite(dense: object, ids: list[str]) -> Dense:
 
 
 def _canonical(value: object) -> object:
-    """A value of a payload whose numbers have one form each: see :func:`canonical_number`."""
+    """Return a value of a payload with one form of each number: see :func:`canonical_number`."""
     if isinstance(value, Mapping):
         return {name: _canonical(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -324,13 +391,20 @@ def _canonical(value: object) -> object:
     return canonical_number(value) if isinstance(value, float) else value
 
 
-def _int64(digits: str) -> int:
-    if not _INTEGERS[0] <= int(digits) <= _INTEGERS[1]:
+def _payload_integer(digits: str) -> int:
+    """Return an integer of JSON, or raise ``ValueError`` if Qdrant would round it."""
+    if not _MIN_PAYLOAD_INTEGER <= int(digits) <= _MAX_PAYLOAD_INTEGER:
         raise ValueError("an integer of more than 64 bits, which would be rounded")
     return int(digits)
 
 
 def _check_payload(name: str, payload: Mapping[str, object]) -> None:
+    """Raise ``DataError`` for a payload that Qdrant cannot store, or would change.
+
+    Args:
+        name: id of the document, for the error.
+        payload: of the document.
+    """
     if ID in payload:
         raise DataError(
             f"payloads: {ID!r} is where the id is kept, got it for {name!r}. Rename that field.",
@@ -339,7 +413,8 @@ def _check_payload(name: str, payload: Mapping[str, object]) -> None:
         text = json.dumps(dict(payload), allow_nan=False)
         if not all(isinstance(key, str) for key in payload):
             raise TypeError("a field whose name is no text")
-        if not is_unicode(json.dumps(json.loads(text, parse_int=_int64), ensure_ascii=False)):
+        stored = json.loads(text, parse_int=_payload_integer)
+        if not is_unicode(json.dumps(stored, ensure_ascii=False)):
             raise ValueError("half a surrogate pair")
     except (TypeError, ValueError) as error:
         raise DataError(

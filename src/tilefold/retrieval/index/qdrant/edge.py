@@ -48,7 +48,7 @@ from tilefold.retrieval.index.qdrant.engine import ID, SPARSE, Engine, Record, S
 RECORD = "collection.json"
 SHARD = "shard"
 CHECKSUMS = "checksums.json"
-OWN_NAMES = (RECORD, SHARD, CHECKSUMS, LOCK)
+COLLECTION_NAMES = (RECORD, SHARD, CHECKSUMS, LOCK)
 
 # Bytes that a batch of 8 MB may write: two files of 32 MB of the log.
 _WRITE_AHEAD_BYTES = 64 << 20

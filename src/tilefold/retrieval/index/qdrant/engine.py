@@ -1,6 +1,4 @@
-"""A collection in Qdrant: its layout and record, and what an engine is asked, in the names that
-both clients share.
-"""
+"""Layout and record of a collection in Qdrant, and the interface that both clients implement."""
 
 from __future__ import annotations
 
@@ -21,30 +19,36 @@ SCHEMA_VERSION = 1
 WEIGHTS = ("float32", "float16")
 DISTANCES = ("dot", "cosine")
 FIELDS = ("keyword", "integer", "float", "bool", "text")
-ID = "_id"  # of the document, in the payload: Qdrant's own ids are numbers or UUIDs
-SPARSE, DENSE, TOKENS = "sparse", "dense", "tokens"  # names of the vectors
-Make = Callable[..., object]  # a class of an engine
+# Field of the payload with the document's id, because Qdrant's own ids are numbers or UUIDs.
+ID = "_id"
+# Names of the kinds of vectors.
+SPARSE = "sparse"
+DENSE = "dense"
+TOKENS = "tokens"
+# A class of a client's package.
+ClientType = Callable[..., object]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Vectors of a collection: any of sparse, dense and token vectors.
+    """Kinds and sizes of the vectors of a collection: any of sparse, dense and token vectors.
 
     Attributes:
-        vocab_size, fingerprint: vocabulary of the sparse vectors, as in ``SparseVectors``; None
-            without any.
+        vocab_size: number of terms of the sparse vectors; None without sparse vectors.
+        fingerprint: of their vocabulary, as in ``SparseVectors``.
         dense: length of the dense vectors, or None.
         tokens: length of a token vector (late interaction), or None.
-        weights: how sparse weights are kept, ``"float32"`` or ``"float16"``.
+        weights: how sparse weights are stored, ``"float32"`` or ``"float16"``.
         distance: of dense vectors, ``"dot"`` or ``"cosine"``.
-        fields: fields of the payload that filters are quick on -> one of keyword, integer, float,
-            bool, text.
+        fields: fields of the payload that have an index, for fast filters -> one of keyword,
+            integer, float, bool, text.
         models: of ``"sparse"``, ``"dense"`` and ``"tokens"`` -> fingerprint of the model, as far as
             it is known.
-        passages: cut of the documents whose passages are kept
-            (:class:`tilefold.retrieval.Passages`); None for whole documents.
+        passages: how documents were divided into passages (:class:`tilefold.retrieval.Passages`);
+            None for whole documents.
 
-    No vectors at all, or a wrong value, is a ``ValueError``.
+    Raises:
+        ValueError: without any vectors, or for a wrong value.
     """
 
     vocab_size: int | None = None
@@ -58,13 +62,12 @@ class Layout:
     passages: str | None = None
 
     def __post_init__(self) -> None:
-        for name, size in {
-            "vocab_size": self.vocab_size,
-            DENSE: self.dense,
-            TOKENS: self.tokens,
-        }.items():
-            if size is not None:
-                check_count(name, size)
+        if self.vocab_size is not None:
+            check_count("vocab_size", self.vocab_size)
+        if self.dense is not None:
+            check_count("dense", self.dense)
+        if self.tokens is not None:
+            check_count("tokens", self.tokens)
         if not self.kinds:
             raise ArgumentError(
                 "layout",
@@ -84,35 +87,57 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int | None]:
+        """Kind of vectors -> their length, None for a kind that the collection lacks."""
         return {SPARSE: self.vocab_size, DENSE: self.dense, TOKENS: self.tokens}
 
     @property
     def kinds(self) -> list[str]:
+        """Kinds of vectors of the collection, of ``"sparse"``, ``"dense"`` and ``"tokens"``."""
         return [kind for kind, size in self.sizes.items() if size is not None]
 
     def check_same(self, other: Layout, place: str) -> None:
-        """Raise an error unless `other` may be asked for where this is: of the same vectors,
-        vocabulary and models.
+        """Raise an error unless a collection with this layout can be opened with another one.
+
+        Args:
+            other: layout that the caller expects.
+            place: where the collection is, for the error.
+
+        Raises:
+            VocabularyMismatchError: for another vocabulary.
+            DataError: for other vectors, models or passages.
         """
         check_same_vocabulary(self, other, place, "layout")
         for name in ("dense", "tokens", "weights", "distance", "passages"):
-            own, got = getattr(self, name), getattr(other, name)
-            if own != got:
+            expected = getattr(self, name)
+            actual = getattr(other, name)
+            if expected != actual:
                 raise DataError(
-                    f"layout: expected {name}={own!r} as in {place}, got {got!r}. Choose another.",
+                    f"layout: expected {name}={expected!r} as in {place}, got {actual!r}. "
+                    "Choose another.",
                 )
         check_models(self.models, other.models, place)
 
 
-def check_models(mine: Mapping[str, str], others: Mapping[str, str], place: str) -> None:
-    """Raise ``DataError`` where a model is known on both sides and differs."""
-    for kind, model in others.items():
-        if mine.get(kind, model) != model:
-            remedy = "Encode with the same model, or choose another collection."
-            expected = f"{kind} vectors of the model that made {place} ({mine[kind][:12]})"
+def check_models(
+    collection_models: Mapping[str, str],
+    models: Mapping[str, str],
+    place: str,
+) -> None:
+    """Raise ``DataError`` for a model that is known on both sides and differs.
+
+    Args:
+        collection_models: kind of vectors -> fingerprint of the model, of a collection.
+        models: the same of documents or of a layout.
+        place: where the collection is, for the error.
+    """
+    for kind, model in models.items():
+        collection_model = collection_models.get(kind, model)
+        if collection_model != model:
             raise ArgumentDataError(
                 "documents",
-                f"expected {expected}, got those of another ({model[:12]}). {remedy}",
+                f"expected {kind} vectors of the model that made {place} "
+                f"({collection_model[:12]}), got those of another ({model[:12]}). "
+                "Encode with the same model, or choose another collection.",
             )
 
 
@@ -144,53 +169,78 @@ class Record:
 
     @classmethod
     def from_dict(cls, value: Json, place: str) -> Record:
+        """Read a record from the result of :meth:`to_dict`.
+
+        Args:
+            value: the JSON object.
+            place: where the collection is, for errors.
+
+        Raises:
+            DataError: for a record of another schema, or a damaged one.
+        """
         remedy = "Build the index again (tilefold index), or update tilefold."
-        if (got := value.get("schema_version")) != SCHEMA_VERSION:
+        schema = value.get("schema_version")
+        if schema != SCHEMA_VERSION:
             raise DataError(
-                f"{place}: expected a collection of schema {SCHEMA_VERSION}, got {got!r}. {remedy}",
+                f"{place}: expected a collection of schema {SCHEMA_VERSION}, got {schema!r}. "
+                f"{remedy}",
             )
         try:
-            known = {item.name for item in fields(Layout)}
-            layout = Layout(
-                **{name: item for name, item in value["layout"].items() if name in known},
-            )
+            # Fields that another version added are ignored.
+            layout_names = {field.name for field in fields(Layout)}
+            layout_values = {
+                name: item for name, item in value["layout"].items() if name in layout_names
+            }
             return cls(
-                layout,
-                value["texts_sha256"],
-                value["vectors_sha256"],
-                bool(value["complete"]),
-                dict(value.get("precisions", {})),
-                None if value.get("kinds") is None else dict(value["kinds"]),
+                layout=Layout(**layout_values),
+                texts_sha256=value["texts_sha256"],
+                vectors_sha256=value["vectors_sha256"],
+                complete=bool(value["complete"]),
+                precisions=dict(value.get("precisions", {})),
+                kinds=None if value.get("kinds") is None else dict(value["kinds"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            wrong = f"{dict(value)!r:.80} ({error!r})"
             raise DataError(
-                f"{place}: expected the record of a collection, got {wrong}. {remedy}",
+                f"{place}: expected the record of a collection, got {dict(value)!r:.80} "
+                f"({error!r}). {remedy}",
             ) from error
 
 
 class Point(NamedTuple):
-    """A document in the engine: a UUID, its payload with the document's id, and the vectors that it
-    has.
+    """A document as an engine stores it.
+
+    Attributes:
+        key: UUID of the document.
+        payload: fields of the document, with its id as :data:`ID`.
+        vectors: kind -> vector: sparse as (indices, weights), dense as a list ``[D]``, and tokens
+            as a list ``[n, D]``.
     """
 
     key: str
     payload: Json
-    vectors: Json  # sparse: (indices, weights); dense: [D]; tokens: [n, D]
+    vectors: Json
 
 
 class Stage(NamedTuple):
-    """A ranking by a vector, or by the fusion of other rankings; of all documents, or of those of
-    `stages`.
+    """A ranking by a vector, or by the fusion of earlier rankings.
+
+    Attributes:
+        limit: documents of the ranking.
+        using: kind of the vectors that are compared; empty for a fusion.
+        vector: of the query, as in :class:`Point`.
+        fusion: ``"rrf"`` or ``"dbsf"`` of `stages`; empty for a ranking by a vector.
+        rank_constant: of ``"rrf"``, for ranks from 1.
+        stages: earlier rankings, whose documents are ranked. Empty to rank all documents.
+        exact: whether dense vectors are compared without the approximation of a graph.
     """
 
     limit: int
-    using: str = ""  # name of the vectors
+    using: str = ""
     vector: object = None
-    fusion: str = ""  # "rrf" or "dbsf" of `stages`
-    rank_constant: int = 60  # of ranks that start at 1
+    fusion: str = ""
+    rank_constant: int = 60
     stages: tuple[Any, ...] = ()
-    exact: bool = False  # without the approximation of a graph
+    exact: bool = False
 
 
 class Engine(Protocol):
@@ -210,17 +260,26 @@ class Engine(Protocol):
 
     place: str
     api: ModuleType
-    point_type: Make
-    range_type: Make
+    point_type: ClientType
+    range_type: ClientType
     prefetch_argument: str
     batch_queries: int
 
-    def record(self) -> Record | None: ...  # None where there is no collection
-    def create(self, record: Record) -> None: ...  # empty, with indexes of its fields
+    def record(self) -> Record | None:
+        """Read the record; None if there is no collection."""
+        ...
+
+    def create(self, record: Record) -> None:
+        """Create an empty collection, with indexes of its fields."""
+        ...
+
     def write_record(self, record: Record) -> None: ...
     def drop(self) -> None: ...
     def delete(self, keys: Sequence[str]) -> None: ...
-    def optimize(self) -> None: ...  # make the final index of what was added
+    def optimize(self) -> None:
+        """Build the final index of documents that were added."""
+        ...
+
     def close(self) -> None: ...
     def _put(self, points: Sequence[object]) -> None: ...
     def _get(self, keys: list[str], vectors: bool) -> list[Any]: ...
@@ -232,92 +291,137 @@ class Engine(Protocol):
     def _vector_params(
         self,
         layout: Layout,
-        kind: Make,
+        params_type: ClientType,
         dot: object,
         cosine: object,
         **maxsim: object,
     ) -> Json:
-        vectors = {}
+        """Return the parameters of dense and token vectors, by kind.
+
+        Args:
+            layout: of the collection.
+            params_type: the client's class of parameters.
+            dot: the client's name of dot products.
+            cosine: the client's name of cosines.
+            maxsim: further parameters of token vectors.
+        """
+        params = {}
         if layout.dense is not None:
-            vectors[DENSE] = kind(
-                size=layout.dense,
-                distance=dot if layout.distance == "dot" else cosine,
-            )
+            distance = dot if layout.distance == "dot" else cosine
+            params[DENSE] = params_type(size=layout.dense, distance=distance)
         if layout.tokens is not None:
-            vectors[TOKENS] = kind(size=layout.tokens, distance=dot, **maxsim)
-        return vectors
+            params[TOKENS] = params_type(size=layout.tokens, distance=dot, **maxsim)
+        return params
 
     def upsert(self, points: Sequence[Point]) -> None:
-        self._put(
-            [
-                self.point_type(
-                    id=key,
-                    vector={n: self._vector(n, v) for n, v in vectors.items()},
-                    payload=payload,
-                )
-                for key, payload, vectors in points
-            ],
-        )
+        """Add documents, or replace documents of the same keys."""
+        client_points = []
+        for point in points:
+            vectors = {kind: self._vector(kind, vector) for kind, vector in point.vectors.items()}
+            client_points.append(
+                self.point_type(id=point.key, vector=vectors, payload=point.payload),
+            )
+        self._put(client_points)
 
     def fetch(self, keys: Sequence[str], vectors: bool) -> list[Point]:
-        """The points that exist, in any order."""
-        found = []
+        """Return the documents that exist, in any order.
+
+        Args:
+            keys: of the documents.
+            vectors: whether to read the vectors too.
+        """
+        points = []
         for record in self._get(list(keys), vectors):
-            parts = dict(record.vector or {})
-            if SPARSE in parts:
-                parts[SPARSE] = (list(parts[SPARSE].indices), list(parts[SPARSE].values))
-            found.append(Point(str(record.id), dict(record.payload or {}), parts))
-        return found
+            vector_by_kind = dict(record.vector or {})
+            if SPARSE in vector_by_kind:
+                sparse = vector_by_kind[SPARSE]
+                vector_by_kind[SPARSE] = (list(sparse.indices), list(sparse.values))
+            points.append(Point(str(record.id), dict(record.payload or {}), vector_by_kind))
+        return points
 
     def ids(self) -> Iterator[str]:
-        page, offset = self._page(None)
-        yield from (record.payload[ID] for record in page)
+        """Iterate over the ids of all documents, page by page."""
+        records, offset = self._page(None)
+        yield from (record.payload[ID] for record in records)
         while offset is not None:
-            page, offset = self._page(offset)
-            yield from (record.payload[ID] for record in page)
+            records, offset = self._page(offset)
+            yield from (record.payload[ID] for record in records)
 
     def count(self, where: Filter | None) -> int:
         return self._count(self._filter(where))
 
     def query(self, stages: Sequence[Stage], where: Filter | None) -> list[list[tuple[str, float]]]:
-        """Ids and scores for each last stage; only documents that match `where` are in any of its
-        stages.
+        """Rank documents for several queries.
+
+        Args:
+            stages: the last stage of each query.
+            where: filter of the documents in every stage.
+
+        Returns:
+            Ids and scores of documents for each query, best first.
         """
-        answers: list[list[tuple[str, float]]] = []
-        kind, chosen = self.api.QueryRequest, self._filter(where)
+        condition = self._filter(where)
+        results: list[list[tuple[str, float]]] = []
         for start in range(0, len(stages), self.batch_queries):
-            part = stages[start : start + self.batch_queries]
-            found = self._query_batch(
-                [self._request(kind, stage, chosen, with_payload=[ID]) for stage in part],
-            )
-            answers += [
-                [(point.payload[ID], float(point.score)) for point in answer] for answer in found
+            requests = [
+                self._request(self.api.QueryRequest, stage, condition, with_payload=[ID])
+                for stage in stages[start : start + self.batch_queries]
             ]
-        return answers
+            for points in self._query_batch(requests):
+                results.append([(point.payload[ID], float(point.score)) for point in points])
+        return results
 
-    def _request(self, kind: Make, stage: Stage, chosen: object, **more: object) -> object:
-        earlier = [self._request(self.api.Prefetch, part, chosen) for part in stage.stages]
-        params = self.api.SearchParams(exact=True) if stage.exact else None
-        more |= {self.prefetch_argument: earlier or None, **self._query_arguments(stage)}
-        return kind(limit=stage.limit, filter=chosen, params=params, **more)
+    def _request(
+        self,
+        request_type: ClientType,
+        stage: Stage,
+        condition: object,
+        **options: object,
+    ) -> object:
+        """Convert a stage, with its earlier stages.
 
-    def _vector(self, name: str, vector: Any) -> object:
-        return (
-            self.api.SparseVector(indices=vector[0], values=vector[1]) if name == SPARSE else vector
+        Args:
+            request_type: the client's class of a last or of an earlier stage.
+            stage: to convert.
+            condition: filter of the documents, as the client has it.
+            options: further arguments of the request.
+        """
+        earlier_stages = [
+            self._request(self.api.Prefetch, earlier_stage, condition)
+            for earlier_stage in stage.stages
+        ]
+        options[self.prefetch_argument] = earlier_stages or None
+        return request_type(
+            limit=stage.limit,
+            filter=condition,
+            params=self.api.SearchParams(exact=True) if stage.exact else None,
+            **options,
+            **self._query_arguments(stage),
         )
 
+    def _vector(self, kind: str, vector: Any) -> object:
+        """Convert a vector of a :class:`Point`."""
+        if kind != SPARSE:
+            return vector
+        indices, weights = vector
+        return self.api.SparseVector(indices=indices, values=weights)
+
     def _filter(self, where: Filter | None) -> object:
+        """Convert a filter."""
         if where is None:
             return None
-        must, must_not = ([self._condition(*item) for item in part] for part in where.conditions())
+        required, excluded = where.conditions()
+        must = [self._condition(name, wanted) for name, wanted in required]
+        must_not = [self._condition(name, wanted) for name, wanted in excluded]
         return self.api.Filter(must=must or None, must_not=must_not or None)
 
-    def _condition(self, name: str, values: Wanted) -> object:
-        if not values:
+    def _condition(self, name: str, wanted: Wanted) -> object:
+        """Convert the condition on a field: no value, a range, one value or several."""
+        if not wanted:
             return self._empty(name)
-        if isinstance(values, dict):
-            return self._in_range(name, values)
-        match = self._match(values[0]) if len(values) == 1 else self.api.MatchAny(any=values)
+        if isinstance(wanted, dict):
+            return self._in_range(name, wanted)
+        match = self._match(wanted[0]) if len(wanted) == 1 else self.api.MatchAny(any=wanted)
         return self.api.FieldCondition(key=name, match=match)
 
     def _in_range(self, name: str, bounds: Bounds) -> object:
@@ -368,23 +472,40 @@ def last_stage(
     rank_constant: int,
     exact: bool,
 ) -> Stage | None:
-    """The last stage of a query; None where it has no vector to start from."""
+    """Plan the stages of a query.
+
+    Args:
+        vectors: kind -> vector of the query, as in :class:`Point`. Its token vectors are removed if
+            they rerank.
+        k: documents of the result.
+        fusion: see :meth:`QdrantCollection.search`, as for the other options.
+        rerank: whether token vectors rerank the result of the other vectors.
+        depth: documents of a ranking that is fused or reranked.
+        rank_constant: of the fusion ``"rrf"``.
+        exact: whether all dense vectors are compared.
+
+    Returns:
+        The last stage, or None for a query without a vector to begin with.
+    """
     tokens = vectors.pop(TOKENS, None) if rerank else None
     limit = depth if fusion is not None or rerank else k
-    firsts = [
+    first_stages = tuple(
         Stage(limit, kind, vector, exact=exact and kind != SPARSE)
         for kind, vector in vectors.items()
-    ]
-    if not firsts or (rerank and tokens is None):
+    )
+    if not first_stages or (rerank and tokens is None):
         return None
-    stage = firsts[0]
+    stage = first_stages[0]
     if fusion is not None:
         stage = Stage(
             depth if rerank else k,
             fusion=fusion,
             rank_constant=rank_constant,
-            stages=tuple(firsts),
+            stages=first_stages,
         )
     if rerank:
         return Stage(k, TOKENS, tokens, stages=(stage,))
-    return stage._replace(limit=k + 1) if stage.using == SPARSE else stage
+    if stage.using == SPARSE:
+        # One document more, which shows whether others share the last score.
+        return stage._replace(limit=k + 1)
+    return stage

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tilefold._internal.arguments import ArgumentError, path_of
 from tilefold._internal.files import atomic_directory, check_replaceable, lock_path, swap_directory
-from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Where, fields_by_id
 from tilefold.retrieval.errors import DataError
@@ -23,10 +24,10 @@ from tilefold.retrieval.index.protocol import (
     read_manifest,
     write_manifest,
 )
-from tilefold.retrieval.index.qdrant.collection import QdrantCollection
+from tilefold.retrieval.index.qdrant.collection import Progress, QdrantCollection
 from tilefold.retrieval.index.qdrant.documents import Documents
 from tilefold.retrieval.index.qdrant.edge import (
-    OWN_NAMES,
+    COLLECTION_NAMES,
     RECORD,
     SHARD,
     EdgeEngine,
@@ -39,32 +40,46 @@ from tilefold.retrieval.vectors.sparse import SparseVectors, check_buildable, ch
 
 __all__ = ["QdrantIndex"]
 
-_NAMES = (MANIFEST_NAME, *OWN_NAMES)
-_OF_SERVERS = ("collection", "api_key", "timeout", "patience")
+# Names in the folder of an index, whose files change while it is used.
+_OWN_NAMES = (MANIFEST_NAME, *COLLECTION_NAMES)
+_SERVER_OPTIONS = ("collection", "api_key", "timeout", "patience")
 _OPTIONS = (
     "folder",
     "url",
-    *_OF_SERVERS,
+    *_SERVER_OPTIONS,
     "overwrite",
     "weights",
     "metadata",
     "progress",
     "resumes",
 )
-_BLOCK = 1 << 20
+# Bytes of a file that are copied at a time.
+_COPIED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Callbacks:
+    """Functions that a build reports to; see :meth:`QdrantCollection.build`."""
+
+    progress: Progress | None
+    resumes: Progress | None
 
 
 class QdrantIndex:
-    """A :class:`tilefold.retrieval.index.qdrant.QdrantCollection` of sparse vectors, :attr:`collection`.
+    """An index of sparse vectors in a Qdrant collection, embedded or on a server.
 
     Search is exact, with the rounding and the order that the collection promises. The folder of an
-    embedded one is open in one process at a time; that of one on a server holds its address alone,
-    and the API key is read from ``QDRANT_API_KEY``. Documents may be added, replaced and deleted
-    through :attr:`collection`.
+    embedded index is open in one process at a time. The folder of an index on a server has only its
+    address, and the API key is read from ``QDRANT_API_KEY``. Documents may be added, replaced and
+    deleted through :attr:`collection`.
+
+    Attributes:
+        collection: the :class:`tilefold.retrieval.index.qdrant.QdrantCollection`.
     """
 
     backend: ClassVar[str] = "qdrant"
-    metadata: ClassVar[None] = None  # are in the collection
+    # Metadata are in the collection.
+    metadata: ClassVar[None] = None
 
     def __init__(
         self,
@@ -73,7 +88,17 @@ class QdrantIndex:
         folder: Path | None = None,
         address: dict[str, str] | None = None,
     ) -> None:
-        self.collection, self._folder, self._address = collection, folder, address
+        """Wrap an open collection.
+
+        Args:
+            collection: of sparse vectors.
+            folder: of an embedded index.
+            address: ``url`` and ``collection`` of an index on a server.
+        """
+        self.collection = collection
+        self._folder = folder
+        self._address = address
+        # Removes a temporary folder.
         self._discard: Callable[[], object] | None = None
 
     @property
@@ -98,50 +123,82 @@ class QdrantIndex:
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: Any) -> QdrantIndex:
-        """Build the index; the same call resumes a build that was interrupted, beside `folder` or
-        on the server.
+        """Build an index, or resume an interrupted build of the same vectors.
+
+        An interrupted build is next to `folder`, or on the server.
 
         Args:
-            vectors: the documents.
-            folder: of an embedded index; a temporary one, until :meth:`save`, without folder and
-                url.
-            url, collection, api_key, timeout, patience: as in :meth:`QdrantCollection.server`, with
-                the name there.
+            vectors: of the documents.
+            folder: of an embedded index. Without `folder` and `url` it is temporary until
+                :meth:`save`.
+            url: of a server.
+            collection: name of the collection on the server.
+            api_key: see :meth:`QdrantCollection.server`.
+            timeout: see :meth:`QdrantCollection.server`.
+            patience: see :meth:`QdrantCollection.server`.
             weights: ``"float32"``, or ``"float16"`` in what is searched (relative error 2^-11).
-            metadata: document id -> fields, kept as payload.
+            metadata: document id -> fields, which are stored as payload.
             overwrite: replace other vectors in the collection of the server, or an earlier index in
                 `folder`.
-            progress, resumes: as in :meth:`QdrantCollection.build`.
+            progress: see :meth:`QdrantCollection.build`.
+            resumes: see :meth:`QdrantCollection.build`.
 
-        No positive weight or a wrong option is a ``ValueError``, a place that holds something else
-        a ``DataError`` or ``FileExistsError``, one where another process builds an ``InUseError``.
+        Raises:
+            ValueError: without a positive weight, and for a wrong option.
+            DataError: if the collection has other vectors.
+            FileExistsError: if the folder has other files, or an index without `overwrite`.
+            InUseError: if another process builds there.
         """
-        if unknown := sorted(set(options) - set(_OPTIONS)):
+        unknown = sorted(set(options) - set(_OPTIONS))
+        if unknown:
             raise ArgumentError(
                 "options",
                 f"Qdrant has {', '.join(_OPTIONS)}; got {', '.join(unknown)}.",
             )
         check_buildable(vectors)
-        kept, cut = options.get("weights", "float32"), vectors.provenance.passages
-        layout = Layout(vectors.vocab_size, vectors.fingerprint, weights=kept, passages=cut)
-        payloads = fields_by_id(options.get("metadata") or {}, vectors.ids, cut)
+        passages = vectors.provenance.passages
+        layout = Layout(
+            vectors.vocab_size,
+            vectors.fingerprint,
+            weights=options.get("weights", "float32"),
+            passages=passages,
+        )
+        payloads = fields_by_id(options.get("metadata") or {}, vectors.ids, passages)
         documents = Documents(vectors.ids, vectors, payloads=payloads)
-        report = {name: options.get(name) for name in ("progress", "resumes")}
-        url, folder = options.get("url"), options.get("folder")
+        callbacks = _Callbacks(options.get("progress"), options.get("resumes"))
+        overwrite = bool(options.get("overwrite"))
+        url = options.get("url")
+        folder = options.get("folder")
         if url is not None:
             if folder is not None:
                 raise ArgumentError(
                     "folder",
                     f"expected either a folder or the url of a server, got both, {folder!r}.",
                 )
-            return cls._on_server(url, documents, layout, report, options)
-        for name in _OF_SERVERS:
+            server_options = {
+                name: options[name]
+                for name in _SERVER_OPTIONS
+                if name != "collection" and options.get(name) is not None
+            }
+            return cls._on_server(
+                url,
+                options.get("collection"),
+                server_options,
+                documents,
+                layout,
+                callbacks,
+                overwrite=overwrite,
+            )
+        for name in _SERVER_OPTIONS:
             if options.get(name) not in (None, False):
                 raise ArgumentError(name, "goes with url, the address of a server. Leave it out.")
         if folder is not None:
-            overwrite = bool(options.get("overwrite"))
             return cls._in_folder(
-                path_of("folder", folder), documents, layout, report, overwrite=overwrite
+                path_of("folder", folder),
+                documents,
+                layout,
+                callbacks,
+                overwrite=overwrite,
             )
         temporary = tempfile.mkdtemp(prefix="tilefold-qdrant-")
         try:
@@ -149,7 +206,7 @@ class QdrantIndex:
                 Path(temporary) / "index",
                 documents,
                 layout,
-                report,
+                callbacks,
                 overwrite=False,
             )
         except BaseException:
@@ -162,31 +219,45 @@ class QdrantIndex:
     def _on_server(
         cls,
         url: str,
+        name: str | None,
+        server_options: Mapping[str, Any],
         documents: Documents,
         layout: Layout,
-        report: Json,
-        options: Json,
+        callbacks: _Callbacks,
+        *,
+        overwrite: bool,
     ) -> QdrantIndex:
-        if not (name := options.get("collection")):
+        """Build an index on a server.
+
+        Args:
+            url: of the server.
+            name: of the collection.
+            server_options: other arguments of :class:`ServerEngine`.
+            documents: of the index.
+            layout: of the collection.
+            callbacks: that the build reports to.
+            overwrite: replace other vectors in the collection.
+        """
+        if not name:
             raise ArgumentError(
-                "collection", f"expected a name for it on the server, got {name!r}."
+                "collection",
+                f"expected a name for it on the server, got {name!r}.",
             )
-        given = {
-            key: options[key]
-            for key in ("api_key", "timeout", "patience")
-            if options.get(key) is not None
-        }
-        engine = ServerEngine(url, name, **given)
-        record = engine.record() if options.get("overwrite") else None
+        engine = ServerEngine(url, name, **server_options)
+        record = engine.record() if overwrite else None
         if record is not None and record.vectors_sha256 != documents.digest(layout):
             engine.drop()
-        opened = QdrantCollection.of(engine, layout)
+        collection = QdrantCollection.of(engine, layout)
         try:
-            opened.build(documents, **report)
+            collection.build(
+                documents,
+                progress=callbacks.progress,
+                resumes=callbacks.resumes,
+            )
         except BaseException:
-            opened.close()
+            collection.close()
             raise
-        return cls(opened, address={"url": url, "collection": name})
+        return cls(collection, address={"url": url, "collection": name})
 
     @classmethod
     def _in_folder(
@@ -194,33 +265,45 @@ class QdrantIndex:
         folder: Path,
         documents: Documents,
         layout: Layout,
-        report: Json,
+        callbacks: _Callbacks,
         *,
         overwrite: bool,
     ) -> QdrantIndex:
-        check_replaceable(folder, _NAMES, overwrite=overwrite)
+        """Build an embedded index next to a folder, which it then replaces.
+
+        Args:
+            folder: of the index.
+            documents: of the index.
+            layout: of the collection.
+            callbacks: that the build reports to.
+            overwrite: replace an earlier index.
+        """
+        check_replaceable(folder, _OWN_NAMES, overwrite=overwrite)
         documents.check(layout, str(folder))
         unfinished = folder.parent / f".{folder.name}.building"
         with lock_path(folder):
-            check_replaceable(folder, _NAMES, overwrite=overwrite)  # another process may be done
+            # Another process may have finished an index meanwhile.
+            check_replaceable(folder, _OWN_NAMES, overwrite=overwrite)
             try:
-                with QdrantCollection.of(
-                    _unfinished(unfinished, documents.digest(layout)),
-                    layout,
-                ) as opened:
-                    opened.build(documents, **report)
-                    cls(opened)._describe(unfinished)
+                engine = _open_unfinished(unfinished, documents.digest(layout))
+                with QdrantCollection.of(engine, layout) as collection:
+                    collection.build(
+                        documents,
+                        progress=callbacks.progress,
+                        resumes=callbacks.resumes,
+                    )
+                    cls(collection)._describe(unfinished)
             except BaseException:
-                if not (unfinished / RECORD).exists():  # nothing to go on with
+                has_progress = (unfinished / RECORD).exists()
+                if not has_progress:
                     shutil.rmtree(unfinished, ignore_errors=True)
                 raise
             swap_directory(unfinished, folder)
-        return cls(QdrantCollection.embedded(folder, verify=False), folder=folder)  # just written
+        # The files were written just now, and are not compared with their checksums.
+        return cls(QdrantCollection.embedded(folder, verify=False), folder=folder)
 
     def search(self, queries: SparseVectors, k: int, *, where: Where = None) -> list[list[Hit]]:
-        """See :class:`SparseIndex`; of the documents whose payload matches `where` if that is
-        given.
-        """
+        """Search documents whose payload matches `where`; see :class:`SparseIndex`."""
         check_search(self, queries, k)
         return self.collection.search(queries, int(k), where=where)
 
@@ -240,86 +323,97 @@ class QdrantIndex:
         if self._folder is not None and path.resolve() == self._folder.resolve():
             self._describe(self._folder)
             return
-        with atomic_directory(path, own_names=_NAMES, overwrite=overwrite) as folder:
-            if self._folder is not None:  # every change was flushed
+        with atomic_directory(path, own_names=_OWN_NAMES, overwrite=overwrite) as folder:
+            if self._folder is not None:
+                # Every change was flushed, so the files are complete.
                 need_space(folder, allocated(self._folder / SHARD), named=path)
                 shutil.copytree(self._folder / SHARD, folder / SHARD, copy_function=_copy_sparse)
                 shutil.copyfile(self._folder / RECORD, folder / RECORD)
-                with closing(
-                    EdgeEngine(folder, verify=False),
-                ) as copy:  # closing makes the checksums
+                # Closing the copy writes its checksums.
+                with closing(EdgeEngine(folder, verify=False)) as copy:
                     copy.optimize()
             self._describe(folder)
 
     @classmethod
     def load(cls, path: str | Path) -> QdrantIndex:
-        """Open a finished index that :meth:`save` or :meth:`build` wrote; errors as of
-        :class:`QdrantCollection`.
+        """Open a finished index that :meth:`save` or :meth:`build` wrote.
+
+        Raises:
+            DataError: for a damaged or unfinished index, or one of another vocabulary. The other
+                errors are those of :class:`QdrantCollection`.
         """
         manifest = read_manifest(path, cls.backend)
         folder = Path(path)
-        address = {name: manifest["options"].get(name) for name in ("url", "collection")}
-        for name, value in address.items():
-            if not isinstance(value, str) and any(other is not None for other in address.values()):
+        url = manifest["options"].get("url")
+        name = manifest["options"].get("collection")
+        is_on_server = url is not None or name is not None
+        for option, value in (("url", url), ("collection", name)):
+            if is_on_server and not isinstance(value, str):
                 raise DataError(
-                    f"{path}: expected a text as {name} of the options, got {value!r:.80}. "
+                    f"{path}: expected a text as {option} of the options, got {value!r:.80}. "
                     f"{REMEDY}",
                 )
-        url, name = address.values()
-        opened = (
-            QdrantCollection.embedded(folder) if url is None else QdrantCollection.server(url, name)
-        )
-        if not opened.complete or opened.layout.vocab_size != manifest["vocab_size"]:
-            opened.close()
-            what = (
-                "one of another vocabulary"
-                if opened.complete
-                else "one whose build is not finished"
-            )
+        if is_on_server:
+            collection = QdrantCollection.server(url, name)
+        else:
+            collection = QdrantCollection.embedded(folder)
+        if not collection.complete or collection.layout.vocab_size != manifest["vocab_size"]:
+            collection.close()
+            got = "one whose build is not finished"
+            if collection.complete:
+                got = "one of another vocabulary"
             raise DataError(
-                f"{opened.place}: expected the collection of {path}, got {what}. Run tilefold "
+                f"{collection.place}: expected the collection of {path}, got {got}. Run tilefold "
                 "index again.",
             )
-        return cls(opened, folder=folder) if url is None else cls(opened, address=address)
+        if is_on_server:
+            return cls(collection, address={"url": url, "collection": name})
+        return cls(collection, folder=folder)
 
     def close(self) -> None:
-        """Let other processes open the folder; a temporary one is removed."""
+        """Let other processes open the folder, and remove a temporary folder."""
         self.collection.close()
         if self._discard is not None:
             self._discard()
 
     def _describe(self, folder: Path) -> None:
+        """Write the manifest into a folder of the index."""
         package = "qdrant-edge-py" if self._address is None else "qdrant-client"
         options = {"weights": self.collection.layout.weights, **(self._address or {})}
-        write_manifest(folder, self, package, options, changing=_NAMES)
+        write_manifest(folder, self, package, options, changing=_OWN_NAMES)
 
 
-def _unfinished(folder: Path, digest: str) -> EdgeEngine:
-    """The engine of an interrupted build; an empty one where that was of other vectors, or is
-    damaged.
+def _open_unfinished(folder: Path, digest: str) -> EdgeEngine:
+    """Open the folder of an interrupted build, or an empty one.
+
+    Args:
+        folder: of the build.
+        digest: of the documents. A build of other documents, or a damaged one, is removed.
     """
     try:
         engine = EdgeEngine(folder)
     except DataError:
         shutil.rmtree(folder)
         engine = EdgeEngine(folder)
-    if (record := engine.record()) is not None and record.vectors_sha256 not in (None, digest):
+    record = engine.record()
+    if record is not None and record.vectors_sha256 not in (None, digest):
         engine.drop()
     return engine
 
 
 def _remove(collection: QdrantCollection, folder: str) -> None:
+    """Close a collection, and remove its temporary folder."""
     collection.close()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _copy_sparse(source: str, target: str) -> str:
-    """Copy a file; blocks of zeros, of which the engine keeps many, take no space."""
-    with Path(source).open("rb") as read, Path(target).open("wb") as written:
-        while block := read.read(_BLOCK):
+    """Copy a file, with holes for blocks of zeros, of which the engine's files have many."""
+    with Path(source).open("rb") as source_file, Path(target).open("wb") as target_file:
+        while block := source_file.read(_COPIED_BYTES):
             if block.strip(b"\0"):
-                written.write(block)
+                target_file.write(block)
             else:
-                written.seek(len(block), 1)
-        written.truncate()
+                target_file.seek(len(block), os.SEEK_CUR)
+        target_file.truncate()
     return target
