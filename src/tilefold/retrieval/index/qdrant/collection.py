@@ -1,4 +1,4 @@
-"""A collection in Qdrant, with the contracts of the other indexes."""
+"""Collections in Qdrant, with the contracts of the other indexes."""
 
 from __future__ import annotations
 
@@ -48,33 +48,43 @@ from tilefold.retrieval.index.qdrant.engine import (
 )
 from tilefold.retrieval.vectors.sparse import SparseVectors
 
-BATCH_BYTES = 8_000_000  # of a request; a server takes 32 MB
-BATCH = 2000
-_LOOKED_UP = 1000
+# Documents and bytes of a request that stores documents. A server takes 32 MB.
+BATCH_DOCUMENTS = 2000
+BATCH_BYTES = 8_000_000
+# Documents of a request that reads documents.
+_FETCHED_DOCUMENTS = 1000
 FUSIONS = ("rrf", "dbsf")
 
+# Called with the number of documents that are stored, and the number of all.
 Progress = Callable[[int, int], None]
 
 
 class QdrantCollection:
-    """Documents with sparse, dense and token vectors, to add to, replace in, delete from, filter
-    and search.
+    """A Qdrant collection of documents with sparse, dense and token vectors.
 
-    Opened by :meth:`embedded` or :meth:`server`; also a context manager, which closes it. Several
-    threads may use it. What a call that adds or removes has reported is kept, also when the process
-    is killed; it may be repeated.
+    It is opened by :meth:`embedded` or :meth:`server`. As a context manager it is closed at the
+    end. Several threads may use it. Changes that a call has reported are durable, also if the
+    process is killed, and the call may be repeated.
 
-    **Order.** Hits are in descending order of the score that the engine computed in float32
-    (relative error about 2^-24 per term; 2^-11 with ``weights="float16"``), equal scores by id. For
-    sparse vectors alone this also decides which documents are the `k` best, unless more than ``10 k
-    + 1000`` documents share the last score; for other queries, which of equal documents are the
-    last of the `k` best is the engine's choice. Sparse search and MaxSim look at every document;
-    dense search uses a graph in large collections, and misses some, unless ``exact=True``.
+    **Order.** Hits are in descending order of score, and equal scores are in the order of ids. The
+    engine computes scores in float32 (relative error about 2^-24 per term, or 2^-11 with
+    ``weights="float16"``). For sparse vectors alone, this order also decides which documents are
+    the `k` best, unless more than ``10 k + 1000`` documents share the last score. For other
+    queries, the engine chooses among equal documents at the end of the `k` best.
+
+    Sparse search and MaxSim compare every document. Dense search of a large collection uses a
+    graph, which misses some documents, unless ``exact=True``.
+
+    Attributes:
+        place: where the collection is, for messages.
     """
 
     def __init__(self, engine: Engine, record: Record) -> None:
-        self._engine, self._record, self.place = engine, record, engine.place
-        self._let_go = weakref.finalize(self, _close_quietly, engine)
+        self._engine = engine
+        self._record = record
+        self.place = engine.place
+        # Closes the engine when nothing refers to the collection, or Python ends.
+        self._finalizer = weakref.finalize(self, _close_quietly, engine)
 
     @classmethod
     def embedded(
@@ -84,12 +94,18 @@ class QdrantCollection:
         *,
         verify: bool = True,
     ) -> QdrantCollection:
-        """The collection in `folder`, open in one process at a time; made there if a `layout` is
-        given.
+        """Open or create the collection in a folder, which one process at a time can open.
 
-        `verify` compares its files with their checksums, which takes 1 to 3 s for each GB. No
-        collection and no layout is a ``FileNotFoundError``, one that is open elsewhere an
-        ``InUseError``, another layout or damage a ``VocabularyMismatchError`` or ``DataError``.
+        Args:
+            folder: of the collection.
+            layout: of a new collection. An existing one must have the same.
+            verify: compare the files with their checksums, which takes 1 to 3 s per GB.
+
+        Raises:
+            FileNotFoundError: if there is no collection, without `layout`.
+            InUseError: if it is open elsewhere.
+            VocabularyMismatchError: if it has another vocabulary than `layout`.
+            DataError: if it is damaged, or differs from `layout` otherwise.
         """
         from tilefold.retrieval.index.qdrant.edge import RECORD, EdgeEngine
 
@@ -111,12 +127,22 @@ class QdrantCollection:
         timeout: float = 30.0,
         patience: float = 20.0,
     ) -> QdrantCollection:
-        """The collection `name` of the Qdrant server at `url`; made there if a `layout` is given.
+        """Open or create a collection of a Qdrant server.
 
-        `api_key` is by default ``QDRANT_API_KEY`` of the environment; `timeout` are the seconds for
-        a request, `patience` those in which a server that is away or busy is asked again. Errors
-        are those of :meth:`embedded`, ``UnreachableError`` without an answer, and
-        ``PermissionError`` where the server refused the key.
+        Args:
+            url: of the server.
+            name: of the collection.
+            layout: of a new collection. An existing one must have the same.
+            api_key: by default ``QDRANT_API_KEY`` of the environment.
+            timeout: seconds for a request.
+            patience: seconds in which a request is sent again to a server that is unreachable or
+                busy.
+
+        Raises:
+            UnreachableError: if the server does not answer.
+            PermissionError: if the server refuses the key.
+
+        The other errors are those of :meth:`embedded`.
         """
         from tilefold.retrieval.index.qdrant.server import ServerEngine
 
@@ -124,21 +150,22 @@ class QdrantCollection:
 
     @classmethod
     def of(cls, engine: Engine, layout: Layout | None = None) -> QdrantCollection:
-        """The collection of an engine, which is closed when it has another layout; errors as of the
-        two above.
+        """Open or create the collection of an engine, which is closed after an error.
+
+        See :meth:`embedded` and :meth:`server` for the layout and the errors.
         """
         try:
             if layout is not None:
                 check_instance("layout", layout, Layout, "Layout(vocab_size=...)")
-            if (record := engine.record()) is None:
+            record = engine.record()
+            if record is None:
                 if layout is None:
                     raise FileNotFoundError(
                         f"{engine.place}: there is no such collection. Give a layout to make one.",
                     )
                 engine.create(Record(layout))
-                record = engine.record() or Record(
-                    layout,
-                )  # of another process, where that was first
+                # Another process may have created it first.
+                record = engine.record() or Record(layout)
             if layout is not None:
                 record.layout.check_same(layout, engine.place)
         except BaseException:
@@ -185,10 +212,11 @@ class QdrantCollection:
         self.close()
 
     def close(self) -> None:
-        """Give the folder or the connections back; done at the end of Python, or when nothing
-        refers to it any more.
+        """Release the folder or the connections.
+
+        This happens by itself when nothing refers to the collection, or Python ends.
         """
-        self._let_go.detach()
+        self._finalizer.detach()
         self._engine.close()
 
     def add(self, documents: Documents, *, progress: Progress | None = None) -> None:
@@ -198,27 +226,31 @@ class QdrantCollection:
             DataError: for an id that is there already; nothing is added.
         """
         self._check(documents)
-        present = self.present(documents.ids)
-        if there := [name for name in documents.ids if name in present]:
-            found = f"{len(there)} of {len(documents)} ids are in {self.place} already, {there[0]!r} the first"
+        present_ids = self.present(documents.ids)
+        repeated = [name for name in documents.ids if name in present_ids]
+        if repeated:
             raise ArgumentDataError(
-                "documents", f"{found}. Nothing was added; upsert replaces documents."
+                "documents",
+                f"{len(repeated)} of {len(documents)} ids are in {self.place} already, "
+                f"{repeated[0]!r} the first. Nothing was added; upsert replaces documents.",
             )
-        self._upsert(documents, BATCH, progress)
+        self._upsert(documents, BATCH_DOCUMENTS, progress)
 
     def upsert(
         self,
         documents: Documents,
         *,
-        batch_size: int = BATCH,
+        batch_size: int = BATCH_DOCUMENTS,
         progress: Progress | None = None,
     ) -> None:
-        """Add documents, and replace those whose ids are there: vectors, of every kind of the
-        collection, and payload.
+        """Add documents, or replace documents with the same ids, with all vectors and the payload.
 
-        `batch_size` documents of a request are kept together or not at all; then `progress` gets
-        (documents kept, all). Vectors of another precision than those of the collection are a
-        ``PrecisionWarning``.
+        Vectors of another precision than those of the collection are a ``PrecisionWarning``.
+
+        Args:
+            documents: with all kinds of vectors of the collection.
+            batch_size: documents of a request, which are stored together or not at all.
+            progress: called after each request as ``progress(documents stored, all)``.
         """
         self._check(documents)
         self._upsert(documents, batch_size, progress)
@@ -229,7 +261,7 @@ class QdrantCollection:
         batch_size: int,
         progress: Progress | None,
     ) -> None:
-        """Put checked documents, and warn where they have another precision than the others."""
+        """Store checked documents, and warn if they have another precision than the others."""
         precisions = dict(self._record.precisions)
         for kind, precision in documents.precisions.items():
             warn_of_other_precision(
@@ -244,31 +276,48 @@ class QdrantCollection:
         self._put(documents, batch_size, progress, resume=False)
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Delete documents; how many of the `ids` there were. One text instead of a list is a
-        ``TypeError``.
+        """Delete documents.
+
+        Args:
+            ids: of the documents; unknown ids are ignored.
+
+        Returns:
+            How many of the documents there were.
+
+        Raises:
+            TypeError: for one text instead of a list.
         """
-        if there := sorted(self.present(ids)):
+        present_ids = sorted(self.present(ids))
+        if present_ids:
             self._record_change(self._record.precisions, self._record.kinds)
-        for start in range(0, len(there), BATCH):
-            self._engine.delete([key_of(name) for name in there[start : start + BATCH]])
-        return len(there)
+        for start in range(0, len(present_ids), BATCH_DOCUMENTS):
+            batch = present_ids[start : start + BATCH_DOCUMENTS]
+            self._engine.delete([key_of(name) for name in batch])
+        return len(present_ids)
 
     def build(
         self,
         documents: Documents,
         *,
         texts_sha256: str | None = None,
-        batch_size: int = BATCH,
+        batch_size: int = BATCH_DOCUMENTS,
         progress: Progress | None = None,
         resumes: Progress | None = None,
     ) -> None:
-        """Put `documents`, and nothing else, into an empty collection; the same call resumes an
-        interrupted one.
+        """Fill an empty collection with documents, or resume an interrupted build of them.
 
-        Until it ends the collection is not :attr:`complete`. One that holds exactly these is left
-        as it is; one with other documents, or an unfinished build of others, is a ``DataError``.
-        `texts_sha256` is by default that of the sparse vectors; `resumes` gets (documents kept,
-        all) first, if the build was interrupted before.
+        The collection is not :attr:`complete` until the build ends. A collection that has exactly
+        these documents is left as it is.
+
+        Args:
+            documents: all documents of the collection.
+            texts_sha256: digest of their texts; by default that of the sparse vectors.
+            batch_size: documents of a request.
+            progress: called after each request as ``progress(documents stored, all)``.
+            resumes: called first, with the same arguments, if the build was interrupted before.
+
+        Raises:
+            DataError: for a collection with other documents, or an unfinished build of others.
         """
         self._check(documents)
         digest = documents.digest(self.layout)
@@ -278,14 +327,14 @@ class QdrantCollection:
             if resumes is not None:
                 resumes(len(self), len(documents))
         elif not self.complete or len(self):
-            what = (
-                f"{len(self)} documents"
-                if self.complete
-                else "an unfinished build of other documents"
+            got = "an unfinished build of other documents"
+            if self.complete:
+                got = f"{len(self)} documents"
+            raise DataError(
+                f"{self.place}: expected an empty collection, or an unfinished build of the same "
+                f"vectors, got {got}. Choose another place, or drop it (overwrite=True or "
+                "--overwrite).",
             )
-            remedy = "Choose another place, or drop it (overwrite=True or --overwrite)."
-            expected = "an empty collection, or an unfinished build of the same vectors"
-            raise DataError(f"{self.place}: expected {expected}, got {what}. {remedy}")
         if texts_sha256 is None and documents.sparse is not None:
             texts_sha256 = documents.sparse.provenance.texts_sha256
         layout = replace(self.layout, models={**self.layout.models, **documents.models})
@@ -301,9 +350,10 @@ class QdrantCollection:
         )
         self._put(documents, batch_size, progress, resume=True)
         self._engine.optimize()
-        if (found := len(self)) != len(documents):
+        n_stored = len(self)
+        if n_stored != len(documents):
             raise DataError(
-                f"{self.place}: expected {len(documents)} documents, got {found}. Does another "
+                f"{self.place}: expected {len(documents)} documents, got {n_stored}. Does another "
                 "write?",
             )
         self._write(replace(self._record, complete=True))
@@ -314,25 +364,26 @@ class QdrantCollection:
         self.close()
 
     def optimize(self) -> None:
-        """Embedded: make the final index of what was added, for faster search. A server does so by
-        itself.
+        """Build the final index of documents that were added to an embedded collection.
+
+        Search is then faster. A server does so by itself.
         """
         self._engine.optimize()
 
     def count(self, where: Where = None) -> int:
-        """Number of documents in all, or that match."""
-        return self._engine.count(self._checked(where))
+        """Return the number of documents, of all or of those that match."""
+        return self._engine.count(self._checked_filter(where))
 
-    def _checked(self, where: Where) -> Filter | None:
-        """Return a filter, or raise ``ValueError`` for a condition that no document could meet.
+    def _checked_filter(self, where: Where) -> Filter | None:
+        """Return a filter, or raise ``ValueError`` for a condition that no document can meet.
 
-        That is one on a field, or on a kind of values, that no document has, as in the other
-        indexes.
+        As in the other indexes, that is a condition on a field, or on a kind of values, that no
+        document has.
         """
-        checked = Filter.of(where)
-        if checked is None:
+        parsed = Filter.of(where)
+        if parsed is None:
             return None
-        must, must_not = checked.conditions()
+        must, must_not = parsed.conditions()
         for name, wanted in [*must, *must_not]:
             try:
                 check_condition(name, wanted, self.field_kinds)
@@ -340,7 +391,7 @@ class QdrantCollection:
                 if self._may_hold(name, wanted):
                     continue
                 raise
-        return checked
+        return parsed
 
     def _may_hold(self, name: str, wanted: Wanted) -> bool:
         """Return whether a document may meet a condition that the known kinds of fields exclude.
@@ -359,7 +410,7 @@ class QdrantCollection:
         return False
 
     def _check(self, documents: Documents) -> None:
-        """Raise an error unless the collection can take documents."""
+        """Raise an error unless the collection can store documents."""
         check_instance("documents", documents, Documents, "Documents(ids, vectors)")
         documents.check(self.layout, self.place)
 
@@ -367,7 +418,8 @@ class QdrantCollection:
         """Return the kinds of the fields of all documents, with those of new ones."""
         recorded = self.field_kinds
         if recorded is not None and joined_kinds(recorded, documents.field_kinds) != recorded:
-            recorded = self._read_field_kinds()  # so that none is lost when the record is written
+            # Another process may have recorded fields, which writing the record must not lose.
+            recorded = self._read_field_kinds()
         return None if recorded is None else joined_kinds(recorded, documents.field_kinds)
 
     def _read_field_kinds(self) -> Mapping[str, list[str]] | None:
@@ -378,46 +430,62 @@ class QdrantCollection:
         return self._record.kinds
 
     def ids(self) -> Iterator[str]:
-        """The ids of all documents, in no order."""
+        """Iterate over the ids of all documents, in no order."""
         yield from self._engine.ids()
 
     def present(self, ids: Sequence[str]) -> set[str]:
-        """Subset of the `ids` that exist."""
+        """Return those of some ids that the collection has."""
         return set(self.payloads(ids))
 
     def payloads(self, ids: Sequence[str]) -> dict[str, Json]:
-        """Id -> payload, of those of the `ids` that are there."""
-        return {
-            point.payload[ID]: {name: value for name, value in point.payload.items() if name != ID}
-            for point in self._points(ids)
-        }
+        """Return id -> payload, without ids that the collection lacks."""
+        payload_by_id = {}
+        for point in self._points(ids):
+            payload = dict(point.payload)
+            name = payload.pop(ID)
+            payload_by_id[name] = payload
+        return payload_by_id
 
     def vectors(self, ids: Sequence[str]) -> SparseVectors:
-        """The sparse vectors of those of the `ids` that are there, in their order, as they are
-        stored.
+        """Return the sparse vectors of documents, with their stored weights.
+
+        Args:
+            ids: of the documents; unknown ids are left out.
+
+        Returns:
+            The vectors, in the order of `ids`.
         """
         ids = checked_ids(ids)
-        rows = {
-            point.payload[ID]: dict(zip(*point.vectors.get(SPARSE, ([], [])), strict=True))
-            for point in self._points(ids, vectors=True)
-        }
-        rows = {name: rows[name] for name in ids if name in rows}
-        found = SparseVectors.from_rows(rows, self.layout.vocab_size or 1, self.layout.fingerprint)
-        found.provenance = replace(self.provenance, texts_sha256=None)
-        return found
+        weights_by_id: dict[str, dict[int, float]] = {}
+        for point in self._points(ids, vectors=True):
+            terms, weights = point.vectors.get(SPARSE, ([], []))
+            weights_by_id[point.payload[ID]] = dict(zip(terms, weights, strict=True))
+        vectors = SparseVectors.from_rows(
+            {name: weights_by_id[name] for name in ids if name in weights_by_id},
+            self.layout.vocab_size or 1,
+            self.layout.fingerprint,
+        )
+        vectors.provenance = replace(self.provenance, texts_sha256=None)
+        return vectors
 
     def has_metadata(self) -> bool:
-        """Whether any document has a field beside its id; reads until the first that has one."""
+        """Whether any document has a field besides its id; reads until the first one that has."""
         ids = self.ids()
-        while names := list(itertools.islice(ids, _LOOKED_UP)):
+        while names := list(itertools.islice(ids, _FETCHED_DOCUMENTS)):
             if any(self.payloads(names).values()):
                 return True
         return False
 
     def _points(self, ids: Sequence[str], vectors: bool = False) -> Iterator[Point]:
+        """Iterate over the documents with some ids, in any order.
+
+        Args:
+            ids: of the documents; unknown ids are left out.
+            vectors: whether to read the vectors too.
+        """
         keys = [key_of(name) for name in checked_ids(ids)]
-        for start in range(0, len(keys), _LOOKED_UP):
-            yield from self._engine.fetch(keys[start : start + _LOOKED_UP], vectors)
+        for start in range(0, len(keys), _FETCHED_DOCUMENTS):
+            yield from self._engine.fetch(keys[start : start + _FETCHED_DOCUMENTS], vectors)
 
     def search(
         self,
@@ -431,23 +499,30 @@ class QdrantCollection:
         rank_constant: int = 60,
         exact: bool = False,
     ) -> list[list[Hit]]:
-        """At most `k` documents for each query, in the order that the class promises.
+        """Return at most `k` documents for each query, in the order that the class promises.
 
         Sparse scores are inner products, and documents that share no term with the query are not
-        returned; dense scores are dot products or cosines; those of token vectors are MaxSim. What
-        has no vector of a kind is not found by it.
+        returned. Dense scores are dot products or cosines, and scores of token vectors are MaxSim.
+        A document without a vector of a kind is not found by that kind.
 
         Args:
+            queries: with the kinds of vectors that are searched.
+            k: documents per query.
             where: field -> value, list or range that must match, or a :class:`Filter`.
-            fusion: of several kinds of vectors by the engine: ``"rrf"``, the sum of ``1 /
-                (rank_constant + rank)`` as in :func:`tilefold.retrieval.reciprocal_rank_fusion`, or
-                ``"dbsf"`` (scores by their distribution).
-            rerank: score the `depth` best of the first stage by MaxSim of the token vectors.
+            fusion: how the engine joins the rankings of several kinds of vectors. ``"rrf"`` is the
+                sum of ``1 / (rank_constant + rank)``, as in
+                :func:`tilefold.retrieval.reciprocal_rank_fusion`. ``"dbsf"`` is the sum of scores
+                that are normalized by their distribution.
+            rerank: score the `depth` best documents of the first stage by MaxSim.
             depth: documents of each ranking that is fused or reranked, `k` at least.
+            rank_constant: of ``"rrf"``.
             exact: compare dense vectors with every document.
 
-        A wrong option, several kinds of vectors without a fusion, or a condition on a field or a
-        kind of values that no document has, is a ``ValueError``, queries that the collection has no vectors for a ``VocabularyMismatchError`` or ``DataError``.
+        Raises:
+            ValueError: for a wrong option, several kinds of vectors without a fusion, and a
+                condition on a field or a kind of values that no document has.
+            VocabularyMismatchError: for queries over another vocabulary.
+            DataError: for queries with vectors that the collection lacks.
         """
         check_k(k)
         if isinstance(queries, SparseVectors):
@@ -455,32 +530,51 @@ class QdrantCollection:
         check_instance("queries", queries, Queries, "SparseVectors or Queries(ids, vectors)")
         queries.check(self.layout, self.place)
         _check_options(queries, fusion, rerank, depth, rank_constant)
-        options = (k, fusion, rerank, max(depth, k), rank_constant, exact)
-        stages = [last_stage(queries.vectors(row), *options) for row in range(len(queries))]
-        chosen = self._checked(where)
-        answers = iter(self._engine.query([stage for stage in stages if stage is not None], chosen))
-        return [
-            [] if stage is None else self._ranked(stage, chosen, next(answers), k)
-            for stage in stages
-        ]
+        stage_of_rows = {}
+        for row in range(len(queries)):
+            stage = last_stage(
+                queries.vectors(row),
+                k,
+                fusion=fusion,
+                rerank=rerank,
+                depth=max(depth, k),
+                rank_constant=rank_constant,
+                exact=exact,
+            )
+            if stage is not None:
+                stage_of_rows[row] = stage
+        parsed_filter = self._checked_filter(where)
+        rankings = self._engine.query(list(stage_of_rows.values()), parsed_filter)
+        hits: list[list[Hit]] = [[] for _ in range(len(queries))]
+        for (row, stage), ranking in zip(stage_of_rows.items(), rankings, strict=True):
+            hits[row] = self._hits(stage, parsed_filter, ranking, k)
+        return hits
 
-    def _ranked(
+    def _hits(
         self,
         stage: Stage,
         where: Filter | None,
-        answer: list[tuple[str, float]],
+        ranking: list[tuple[str, float]],
         k: int,
     ) -> list[Hit]:
-        """Hits of an answer; of sparse vectors with all that share the last score."""
-        sparse = stage.using == SPARSE
-        if sparse and len(answer) > k and answer[k - 1][1] == answer[k][1]:
-            (answer,) = self._engine.query([stage._replace(limit=11 * k + 1000)], where)
-        for name, score in answer:
+        """Return the `k` best documents of a ranking, equal scores in the order of ids.
+
+        Args:
+            stage: that gave the ranking.
+            where: filter of the documents.
+            ranking: ids and scores. Of sparse vectors there is one document more than `k`, which
+                shows whether others share the last score; then all of them are retrieved.
+            k: documents to return.
+        """
+        is_sparse = stage.using == SPARSE
+        if is_sparse and len(ranking) > k and ranking[k - 1][1] == ranking[k][1]:
+            (ranking,) = self._engine.query([stage._replace(limit=11 * k + 1000)], where)
+        for name, score in ranking:
             if not math.isfinite(score):
                 raise DataError(
                     f"{self.place}: expected finite scores, got {score} for {name!r}. {REMEDY}",
                 )
-        hits = [Hit(name, score) for name, score in answer if score > 0 or not sparse]
+        hits = [Hit(name, score) for name, score in ranking if score > 0 or not is_sparse]
         return sorted(hits, key=lambda hit: (-hit.score, hit.id))[:k]
 
     def _put(
@@ -490,17 +584,28 @@ class QdrantCollection:
         progress: Progress | None,
         resume: bool,
     ) -> None:
+        """Store documents, batch by batch.
+
+        Args:
+            documents: to store.
+            batch_size: documents of a request.
+            progress: called after each request.
+            resume: whether to leave out batches that an interrupted build has stored.
+        """
         check_count("batch_size", batch_size)
-        done = 0
+        n_done = 0
         for rows in documents.batches(batch_size, BATCH_BYTES):
             points = documents.points(rows)
-            if not resume or len(
-                self._engine.fetch([point.key for point in points], vectors=False),
-            ) < len(points):
+            if not (resume and self._has_all(points)):
                 self._engine.upsert(points)
-            done += len(rows)
+            n_done += len(rows)
             if progress is not None:
-                progress(done, len(documents))
+                progress(n_done, len(documents))
+
+    def _has_all(self, points: Sequence[Point]) -> bool:
+        """Whether the collection has all of some documents."""
+        stored = self._engine.fetch([point.key for point in points], vectors=False)
+        return len(stored) == len(points)
 
     def _record_change(
         self,
@@ -531,11 +636,13 @@ class QdrantCollection:
             self._write(changed)
 
     def _write(self, record: Record) -> None:
+        """Replace the record of the collection."""
         self._engine.write_record(record)
         self._record = record
 
 
 def _close_quietly(engine: Engine) -> None:
+    """Close an engine without raising an error, for a finalizer."""
     with suppress(Exception):
         engine.close()
 
@@ -547,23 +654,29 @@ def _check_options(
     depth: int,
     rank_constant: int,
 ) -> None:
+    """Raise ``ValueError`` for options of a search that do not go together.
+
+    The arguments are those of :meth:`QdrantCollection.search`.
+    """
     check_count("depth", depth)
     check_count("rank_constant", rank_constant)
     if fusion is not None:
         check_choice("fusion", fusion, FUSIONS)
-    first = [kind for kind in queries.kinds if not (rerank and kind == TOKENS)]
-    if rerank and (queries.tokens is None or not first):
+    first_kinds = [kind for kind in queries.kinds if not (rerank and kind == TOKENS)]
+    if rerank and (queries.tokens is None or not first_kinds):
         raise ArgumentError(
             "rerank",
             "expected queries with tokens, and with sparse or dense vectors for the first stage.",
         )
-    if fusion is None and len(first) > 1:
+    if fusion is None and len(first_kinds) > 1:
         raise ArgumentError(
             "fusion",
-            f"expected one of {', '.join(FUSIONS)} for {' and '.join(first)} vectors, got None.",
+            f"expected one of {', '.join(FUSIONS)} for {' and '.join(first_kinds)} vectors, got "
+            "None.",
         )
-    if fusion is not None and len(first) < 2:
+    if fusion is not None and len(first_kinds) < 2:
         raise ArgumentError(
             "fusion",
-            f"expected several kinds of vectors to fuse, got {', '.join(first)}. Leave it out.",
+            f"expected several kinds of vectors to fuse, got {', '.join(first_kinds)}. "
+            "Leave it out.",
         )
