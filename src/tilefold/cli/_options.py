@@ -299,6 +299,20 @@ def option_errors(**spellings: str) -> Iterator[None]:
         raise kind(f"{subject} {error.problem}") from error
 
 
+def bm25_language(language: str | None) -> str:
+    """Return the language of --language, or that of BM25 by default.
+
+    Raises:
+        UsageError: for a language that has no stemmer.
+    """
+    from tilefold.retrieval.index.bm25 import BM25Options, Tokenizer
+
+    options = BM25Options(BM25Options.language if language is None else language)
+    with option_errors(language="--language"):
+        Tokenizer(options)
+    return options.language
+
+
 def run_on_devices(devices: str | None) -> int | None:
     """Run the command that runs again, in one process for each device.
 

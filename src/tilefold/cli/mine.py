@@ -394,6 +394,13 @@ class ScoreRequest(DocumentFieldOptions):
             "Factor of the mean; by default 30, and 1 with --normalization none.",
         ),
     ] = None
+    language: Annotated[
+        str | None,
+        option(
+            "Of Snowball stemmer and stop words of --teacher bm25, or none for neither; by default "
+            "english.",
+        ),
+    ] = None
     like: Annotated[
         str | None,
         option(
@@ -449,6 +456,11 @@ class ScoreRequest(DocumentFieldOptions):
     def validate(self) -> None:
         """Raise ``UsageError`` for options that exclude one another."""
         super().validate()
+        if BM25 not in self.teacher:
+            refuse_options(
+                {"--language": self.language},
+                "goes with --teacher bm25; the folder of an index has its own language",
+            )
         if self.like is not None:
             refuse_options(
                 {"--scale": self.scale},
@@ -473,6 +485,7 @@ def score(request: ScoreRequest) -> None:
     """
     false_negatives = check_filter(request.margin, request.max_score_share)
     names = _names(request.teacher)
+    language = _options.bm25_language(request.language) if BM25 in request.teacher else None
     _scores.check_output_file(
         request.output,
         "--output",
@@ -493,7 +506,7 @@ def score(request: ScoreRequest) -> None:
     for name in models:
         _models.find_model(name, "--teacher")
 
-    from tilefold.retrieval.training_data.teachers import with_relevant
+    from tilefold.retrieval.training_data.teachers import applied_scale, with_relevant
 
     rows = retrieval.read_training_rows(request.mined)
     if request.like is not None and names.get(request.like, request.like) not in {
@@ -511,7 +524,7 @@ def score(request: ScoreRequest) -> None:
         shutil.rmtree(work, ignore_errors=True)
     _common.kept.append(lambda: any(work.rglob("*.npy")) or any(work.rglob("part-*")))
     for given, name in names.items():
-        loaded = _load(given, name, collection, request.max_length)
+        loaded = _load(given, name, collection, request.max_length, language)
         with _common.progress_bar(f"scoring ({name})", resumes=_common.FRESH) as update:
             scores = retrieval.score_rows(
                 loaded,
@@ -523,6 +536,9 @@ def score(request: ScoreRequest) -> None:
             )
         rows.teachers[name] = scores
         made_by = {"kind": loaded.kind, "fingerprint": loaded.fingerprint}
+        if loaded.language is not None:
+            made_by["language"] = loaded.language
+            note(f"{name} reads words: stop words and stemmer of --language {loaded.language}")
         if loaded.precision is not None:
             made_by["precision"] = loaded.precision
             note(f"{name} computes in {loaded.precision}{_last_layers(loaded)}")
@@ -538,7 +554,7 @@ def score(request: ScoreRequest) -> None:
     rows.made_by |= {
         "kind": "scored",
         "normalization": request.normalization,
-        "scale": request.scale,
+        "scale": applied_scale(request.normalization, request.scale, request.like),
         "like": request.like,
     }
     before = len(rows)
@@ -576,11 +592,30 @@ def _is_index(name: str) -> bool:
     return (Path(name) / "index.json").is_file()
 
 
-def _load(given: str, name: str, collection: Collection, max_length: int | None) -> Teacher:
+def _load(
+    given: str,
+    name: str,
+    collection: Collection,
+    max_length: int | None,
+    language: str | None,
+) -> Teacher:
+    """Load a teacher.
+
+    Args:
+        given: value of --teacher.
+        name: name of its column.
+        collection: the texts.
+        max_length: tokens that a model reads.
+        language: of the BM25 that is built from the texts.
+    """
     from tilefold.retrieval.training_data.teachers import Teacher
 
     if given == BM25:
-        return Teacher(name, BM25, retrieval.BM25Index.build(collection.contents()))
+        index = retrieval.BM25Index.build(
+            collection.contents(),
+            language=_options.bm25_language(language),
+        )
+        return Teacher(name, BM25, index)
     if _is_index(given):
         index = retrieval.BM25Index.load(given)
         _scores.check_texts(
@@ -625,6 +660,14 @@ def _report(rows: TrainingRows, output: Path, dropped: int, as_json: bool) -> No
         "queries": len(rows.queries),
         "rows": len(rows),
         "teachers": list(rows.teachers),
+        "languages": {
+            name: made_by["language"]
+            for name, made_by in rows.made_by["teachers"].items()
+            if "language" in made_by
+        },
+        "normalization": rows.made_by["normalization"],
+        "scale": rows.made_by["scale"],
+        "like": rows.made_by["like"],
     }
     result |= {"left_out_by_score": dropped, "relevant_first": best / len(rows.queries)}
     if dropped and not as_json:

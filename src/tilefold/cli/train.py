@@ -202,6 +202,13 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
             panel="Passages",
         ),
     ] = None
+    language: Annotated[
+        str | None,
+        option(
+            "Of the stop words and stemmer of that BM25, or none for neither; by default english.",
+            panel="Passages",
+        ),
+    ] = None
     attention: Annotated[
         Literal["softmax", "entmax"] | None,
         option(
@@ -377,7 +384,9 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
                 {"--epochs": self.epochs},
                 "does nothing with --steps, which says how many: leave it out",
             )
-        if self.passages is not None:
+        if self.passages is None:
+            refuse_options({"--language": self.language}, "goes with --passages")
+        else:
             refuse_options(
                 {"--negatives": self.negatives},
                 "names whole documents, and goes without --passages",
@@ -422,6 +431,8 @@ def train(request: TrainRequest) -> None:
         tilefold train --recipe splade --data DATA --output MODEL
     """
     cuts = request.passage_splitter()
+    if cuts is not None:
+        _options.bm25_language(request.language)  # checked before anything is loaded
     config = _configure(request.recipe, request)
     if config.base_model != _models.PACKAGED:
         _models.find_model(config.base_model, "--model")
@@ -477,8 +488,16 @@ def _tell(result: TrainResult, config: Any, request: TrainRequest) -> None:
         _common.next_command("encode", "--model", output, "--data", request.data, "--output")
         + f" {vectors}"
     )
+    fields = asdict(result)
+    cuts = request.passage_splitter()
+    if cuts is not None:
+        fields["passages"] = {
+            "length": cuts.length,
+            "stride": cuts.stride,
+            "language": _options.bm25_language(request.language),
+        }
     _common.print_result(
-        asdict(result),
+        fields,
         request.as_json,
         f"{how}{loss}: {result.model_dir}",
         following,
@@ -509,11 +528,13 @@ def _train(config: Any, request: TrainRequest, cuts: Passages | None, rank: int)
         )
     if cuts is not None:
         whole = len(collection.documents)
-        collection = training_passages(cuts, collection)
+        language = _options.bm25_language(request.language)
+        collection = training_passages(cuts, collection, language=language)
         if rank == 0:
             note(
                 f"{whole:,} documents in {len(collection.documents):,} passages of at most "
-                f"{cuts.length} words",
+                f"{cuts.length} words; BM25 chooses relevant ones with stop words and stemmer of "
+                f"--language {language}",
             )
     _common.kept.append(lambda: newest_step(output) is not None)
     before = (

@@ -105,12 +105,33 @@ class Teacher:
         return model_fingerprint(self.model)
 
     @property
+    def language(self) -> str | None:
+        """Language of the stop words and the stemmer of BM25; None for other teachers."""
+        return str(self.model.options.language) if self.kind == "bm25" else None
+
+    @property
     def precision(self) -> str | None:
         """Number type in which the model computes; None for BM25.
 
         The last layers of a cross-encoder, which compute its scores, always use fp32.
         """
         return None if self.kind == "bm25" else inference_precision(self.model)
+
+
+def applied_scale(normalization: str, scale: float | None, like: str | None) -> float | None:
+    """Return the factor by which :func:`ensemble` multiplies the mean of the teachers.
+
+    Args:
+        normalization, scale, like: as in :func:`ensemble`.
+
+    Returns:
+        `scale`, or its default; None with `like`, which replaces the factor.
+    """
+    if like is not None:
+        return None
+    if scale is not None:
+        return float(scale)
+    return SCALE if normalization == "min_max" else 1.0
 
 
 class _Task:
@@ -482,16 +503,15 @@ def ensemble(
     if normalization == "min_max":
         columns = [_min_max(rows, scores) for scores in columns]
     mean = np.mean(columns, axis=0)
-    if like is None:
-        if scale is None:
-            scale = SCALE if normalization == "min_max" else 1.0
-        return np.asarray(mean * scale, np.float32)
+    factor = applied_scale(normalization, scale, like)
+    if factor is not None:
+        return np.asarray(mean * factor, np.float32)
     if not np.ptp(mean):  # the computed deviation of equal scores may be an error of rounding
         raise ArgumentError(
             "like",
             "expected scores that differ, got equal ones, which have no deviation to map.",
         )
-    target = _scores_of_rows(like, teachers[like], len(rows))
+    target = _scores_of_rows(str(like), teachers[str(like)], len(rows))
     standardized = (mean - mean.mean()) / mean.std()
     return np.asarray(standardized * target.std() + target.mean(), np.float32)
 
