@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +314,48 @@ def test_a_loaded_adapter_is_trained_by_adaptation(causal: str, tmp_path: Path) 
         if not torch.equal(tensor, before[name])
     ]
     assert changed and all("lora_" in name for name in changed)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [pytest.param(KeyboardInterrupt(), id="ctrl-c"), pytest.param(ValueError("bad"), id="error")],
+)
+def test_a_run_that_ends_before_training_releases_its_folder(
+    error: BaseException,
+    masked: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = SpladeRecipe(masked, max_steps=1, batch_size=4, bf16=False)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as during, pytest.raises(type(error)):
+        during.setattr(SpladeRecipe, "start", fail)
+        train(recipe, small_collection(), tmp_path / "m")
+    assert not (tmp_path / "m.training").exists()
+
+
+def test_the_error_before_training_stays_if_its_folder_cannot_be_removed(
+    masked: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = SpladeRecipe(masked, max_steps=1, batch_size=4, bf16=False)
+
+    def fail(*_: object) -> None:
+        raise ValueError("no such model")
+
+    remove_folder = shutil.rmtree
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> None:
+        if Path(path).name == "m.training":
+            raise PermissionError("read-only")
+        remove_folder(path, *arguments, **options)
+
+    monkeypatch.setattr(SpladeRecipe, "start", fail)
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    with pytest.raises(ValueError, match="no such model") as raised:
+        train(recipe, small_collection(), tmp_path / "m")
+    assert "m.training could not be removed: read-only" in raised.value.__notes__[0]

@@ -151,9 +151,11 @@ class TrainingRun:
 
     def close(self) -> None:
         """Drop a work folder that training never began in."""
-        if self.checkpoint is None:
-            shutil.rmtree(self.work_dir)
-        unlock_folder(self._lock)
+        try:
+            if self.checkpoint is None:
+                shutil.rmtree(self.work_dir)
+        finally:
+            unlock_folder(self._lock)
 
     def _difference(self, record: Record) -> str:
         """Names of the settings in which a record differs from this run's; empty if it does not."""

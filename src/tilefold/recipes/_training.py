@@ -383,9 +383,9 @@ def _train(
             adapters = () if untrained else train_adapters(model)
             if not untrained:
                 check_trainable(model)
-        except Exception:
+        except BaseException as error:  # also Ctrl-C, after which the folder must not stay locked
             if world.rank == 0:
-                run.close()
+                _close_after(run, error)
             raise
         notes = [*examples.notes]
         if run.full_batches:  # otherwise the result warns about the steps that were short
@@ -429,6 +429,20 @@ def _train(
             )
             world.call_on_first(lambda: run.finish(model, asdict(result), card))
     return result
+
+
+def _close_after(run: _run.TrainingRun, error: BaseException) -> None:
+    """Drop the work folder of a run whose training did not begin, and release its lock.
+
+    Args:
+        run: the run.
+        error: what ended it, and stays the error that is raised. A folder that cannot be removed
+            becomes a note of it.
+    """
+    try:
+        run.close()
+    except OSError as close_error:
+        error.add_note(f"{run.work_dir} could not be removed: {close_error}")
 
 
 def _reused_result(saved: dict[str, Any], model_dir: Path, seconds: float) -> TrainResult:

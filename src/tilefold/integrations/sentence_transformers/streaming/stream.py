@@ -7,6 +7,7 @@ waits for the rows of the first of them.
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -61,6 +62,8 @@ from tilefold.pipeline.rows import (
 )
 from tilefold.pipeline.threads import Prefetcher
 from tilefold.pipeline.truncation import Truncation, counting_truncation, ignoring_truncation
+
+_logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -240,12 +243,15 @@ class _TokenizedWindow(NamedTuple):
 def _tokenize_or_none(tokenize: Callable[..., T], *args: object, **kwargs: object) -> T | None:
     """Call a tokenizing function, and return None if it raises.
 
-    The error is raised again when the texts are encoded one by one.
+    Tokenizers raise errors of any class, and an error of one text must not lose the others: the
+    texts are then encoded in smaller batches, at last one by one, where the error of a text is
+    raised again. An error of many texts together may not be, so it is logged.
     """
     try:
         with packed_inputs():
             return tokenize(*args, **kwargs)
     except Exception:
+        _logger.info("texts are tokenized in smaller batches after an error", exc_info=True)
         return None
 
 
