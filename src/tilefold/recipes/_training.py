@@ -383,9 +383,9 @@ def _train(
             adapters = () if untrained else train_adapters(model)
             if not untrained:
                 check_trainable(model)
-        except BaseException as error:  # also Ctrl-C, after which the folder must not stay locked
+        except BaseException:  # also Ctrl-C, after which the folder must not stay locked
             if world.rank == 0:
-                _close_after(run, error)
+                _close_unbegun(run)
             raise
         notes = [*examples.notes]
         if run.full_batches:  # otherwise the result warns about the steps that were short
@@ -431,18 +431,15 @@ def _train(
     return result
 
 
-def _close_after(run: _run.TrainingRun, error: BaseException) -> None:
+def _close_unbegun(run: _run.TrainingRun) -> None:
     """Drop the work folder of a run whose training did not begin, and release its lock.
 
-    Args:
-        run: the run.
-        error: what ended it, and stays the error that is raised. A folder that cannot be removed
-            becomes a note of it.
+    A folder that cannot be removed is logged, because another error is being raised.
     """
     try:
         run.close()
     except OSError as close_error:
-        error.add_note(f"{run.work_dir} could not be removed: {close_error}")
+        _logger.warning("%s could not be removed: %s", run.work_dir, close_error)
 
 
 def _reused_result(saved: dict[str, Any], model_dir: Path, seconds: float) -> TrainResult:
