@@ -477,7 +477,11 @@ def _encode_many(
             batch_size=batch_size,
             batch_tokens=batch_tokens,
         )
-        return list(_encoders.batches_of(stream, texts, lambda _: None))
+        return list(_encoders.batches_of(stream, texts, progress=_ignore_progress))
+
+
+def _ignore_progress(n_texts: int) -> None:
+    """Take the number of texts of each batch, which no progress bar shows."""
 
 
 def _encode_few(

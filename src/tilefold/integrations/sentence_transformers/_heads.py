@@ -267,6 +267,10 @@ def _with_lora(layer: Any, hidden: Tensor, base: Head) -> Head:
         layer: peft's LoRA layer.
         hidden: its input ``[..., D]``.
         base: operands of the base layer.
+
+    Returns:
+        Operands with one more column per rank of an adapter, as :func:`head_operands` says. Columns
+        of zeros keep rows of the weight aligned.
     """
     features = [hidden]
     columns = [base.weight]

@@ -176,9 +176,10 @@ def _check_logits_untouched(
 
 
 def tiny_batch(transformer: Transformer) -> Features:
-    """Return features of two short texts on the module's device.
+    """Return features of two short texts of different lengths on the module's device.
 
-    A smaller limit of the module is raised, so that the texts keep different lengths.
+    A module that truncates texts to a few tokens would give both the same length, so that its limit
+    is raised for this call.
     """
     device = next(transformer.parameters()).device
     if type(transformer).preprocess is not Transformer.preprocess:
@@ -196,7 +197,10 @@ def tiny_batch(transformer: Transformer) -> Features:
 
 @contextmanager
 def as_evaluated(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put modules into eval mode without gradients, and restore modes and dimensions at the end."""
+    """Put modules into eval mode without gradients, and restore them at the end.
+
+    Besides the mode this is ``embedding_dimension``, which the first forward of a pooling sets.
+    """
     dimensions = [
         (module, module.embedding_dimension)
         for module in modules

@@ -280,7 +280,7 @@ class PackedForward(Replacement):
         if OFFSETS in features:
             offsets: Tensor = features[OFFSETS]
             device = features["input_ids"].device
-            if offsets.device != device:
+            if offsets.device != device:  # offsets of joined rows are on the CPU
                 features.update(dict.fromkeys(OFFSET_NAMES, to_device(offsets.numpy(), device)))
             if features["input_ids"].size(1) == 0:
                 return self._run_without_tokens(features, kwargs)

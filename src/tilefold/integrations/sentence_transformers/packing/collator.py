@@ -172,8 +172,9 @@ class CollatedBatch(NamedTuple):
         if self.joined is None:
             return self.features
         features = dict(self.features)
-        n_texts = (len(self.offsets) - 1) // len(self.prefixes)  # of each column
-        column_ranges = itertools.pairwise(self.offsets[::n_texts].tolist())
+        n_texts_per_column = (len(self.offsets) - 1) // len(self.prefixes)
+        column_offsets = self.offsets[::n_texts_per_column].tolist()
+        column_ranges = itertools.pairwise(column_offsets)
         for prefix, (start, end) in zip(self.prefixes, column_ranges, strict=True):
             for name in TOKEN_NAMES:
                 if name in self.joined:

@@ -166,7 +166,18 @@ class PackedInputs(Replacement):
         kwargs: dict[str, object],
         expansion: dict[str, Any] | None,
     ) -> Callable[[], Features] | None:
-        """Tokenise texts by a plan, or return None if the stock method must tokenise them."""
+        """Tokenise texts by a plan.
+
+        Args:
+            texts: the texts.
+            prompt: text that is put before every text.
+            kwargs: other arguments of ``Transformer.preprocess``.
+            expansion: settings of ColBERT's query expansion, if the texts are expanded queries.
+
+        Returns:
+            A function that makes the features, to be called once; ``None`` if the stock method must
+            tokenise the texts.
+        """
         if self._process != os.getpid():
             # A forked process may have a copy of a locked lock, which nothing would release.
             self._reset()
@@ -182,7 +193,7 @@ class PackedInputs(Replacement):
             truncation = current_truncation()
             if truncation is not None:
                 truncation.add_encodings(encodings[0], plan.truncation)
-            # The list lets go of the encodings when their features are made.
+            # ``pop`` frees the encodings as soon as their features are made.
             return lambda: self._features(encodings.pop(), plan)
 
     def _stock_features(
@@ -283,7 +294,7 @@ class PackedInputs(Replacement):
         backend: Any,
         is_expanded: bool,
     ) -> tuple[list[str], Features]:
-        """Tokenise a few texts by the stock method, which also sets the tokenizer's truncation.
+        """Tokenise a few texts by the stock method.
 
         Args:
             prompt: text that is put before every text.
@@ -296,10 +307,12 @@ class PackedInputs(Replacement):
         """
         probes = list(_PROBES)
         with padded_inputs(), ignoring_truncation():
+            # The first call sets the truncation of the tokenizer.
             self._stock_features([probes[0]], prompt, kwargs)
             limit = (backend.truncation or {}).get("max_length", _LONGEST_PROBE + 1)
             if limit <= _LONGEST_PROBE and not is_expanded:
-                probes.append("word " * (limit + 8))
+                text_above_limit = "word " * (limit + 8)
+                probes.append(text_above_limit)
             return probes, self._stock_features(probes, prompt, kwargs)
 
     def _encodings(self, texts: Sequence[str], prompt: str | None, plan: _Plan) -> list[Any]:
