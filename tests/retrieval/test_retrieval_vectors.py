@@ -5,6 +5,7 @@ named.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+from tilefold.retrieval.vectors.shards import Receipt
 
 Make = Callable[..., r.SparseVectors]
 OWN: dict[str, Any] = {"vocab_size": 500, "fingerprint": "f" * 64}
@@ -120,6 +122,22 @@ def test_shards_have_receipts_and_those_without_vectors_are_made_again(
     assert again.finish(7).shards[1] == stored
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["manifest.json"]
     assert r.read_vectors(tmp_path).ids == ["d0", "d1", "d2", "e0", "e1", "e2"]
+
+
+def test_any_number_of_shards_may_wait_for_the_first_one(
+    make_vectors: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slow worker has the first shard, and the other workers have finished all others."""
+    writer = r.SparseVectorWriter(tmp_path, r.VectorManifest(**OWN))
+    stored = writer.store_shard(0, make_vectors(1))
+    n_waiting = sys.getrecursionlimit()
+    for number in range(1, n_waiting + 1):
+        writer._received[number] = Receipt(writer.key, 0, stored, {})
+    monkeypatch.setattr(writer, "_save", lambda: None)  # a manifest for each shard takes seconds
+    writer.list_shard(0, stored)
+    assert len(writer.manifest.shards) == n_waiting + 1
 
 
 def test_a_writer_takes_the_manifest_of_a_new_folder_of_its_kind(

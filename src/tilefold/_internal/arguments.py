@@ -113,7 +113,9 @@ def list_of_ids(name: str, ids: object) -> list[Any]:
 
 
 def list_of_texts(name: str, texts: object) -> list[str]:
-    """Return texts by position, as a list; the arguments and errors are those of :func:`list_of`.
+    """Return texts by position, as a list.
+
+    The arguments and errors are those of :func:`list_of`.
 
     Raises:
         TypeError: also for a text that is no string, such as a missing value of a data frame.

@@ -1,4 +1,4 @@
-"""Pictures without a display: an empty figure, and its file."""
+"""Figures of matplotlib without a display."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
-    """An empty figure on the Agg canvas, outside pyplot's global state."""
+    """Return an empty figure on the Agg canvas, outside pyplot's global state."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -27,7 +27,10 @@ def new_figure(size: tuple[float, float]) -> Figure:
 
 
 def save_figure(figure: Figure, picture: str | os.PathLike[str]) -> Path:
-    """Write ``figure`` as a PNG, atomically; the folder is made."""
+    """Write ``figure`` as a PNG, atomically.
+
+    The folder is created.
+    """
     target = Path(picture)
     with atomic_file(target) as temporary:
         figure.savefig(temporary, dpi=150, format="png")

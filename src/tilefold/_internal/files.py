@@ -319,7 +319,10 @@ def exchange(left: Path, right: Path) -> bool:
 
 
 def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
-    """Write a value as JSON to a file, atomically; `durable` as in :func:`atomic_file`."""
+    """Write a value as JSON to a file, atomically.
+
+    `durable` is that of :func:`atomic_file`.
+    """
     with atomic_file(path, durable=durable) as temporary:
         temporary.write_text(
             json.dumps(value, ensure_ascii=False, indent=1) + "\n",
@@ -328,7 +331,10 @@ def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read the JSON object in a file; None if the file is missing or holds something else."""
+    """Read the JSON object in a file.
+
+    The result is None if the file is missing or holds something else.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

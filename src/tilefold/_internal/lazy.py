@@ -1,4 +1,4 @@
-"""Packages whose names are imported at first use, and the versions of those that are installed."""
+"""Import of a package's names at first use, and versions of installed packages."""
 
 from __future__ import annotations
 
@@ -11,31 +11,42 @@ def lazy_exports(
     package: dict[str, Any],
     modules: Mapping[str, str],
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """``__all__``, ``__getattr__`` and ``__dir__`` of a package with these ``globals()``.
+    """Create ``__all__``, ``__getattr__`` and ``__dir__`` of a package.
 
-    `modules` is a module below the package -> the public names that it has; one with its own name
-    is exported itself.
+    Args:
+        package: ``globals()`` of the package.
+        modules: module of the package -> its public names, separated by blanks. A name that equals
+            that of its module exports the module itself.
+
+    Returns:
+        The public names, a function that imports one of them, and a function that lists them.
     """
-    homes = {name: module for module, names in modules.items() for name in names.split()}
-    own = package["__name__"]
+    module_by_name = {name: module for module, names in modules.items() for name in names.split()}
+    package_name = package["__name__"]
 
     def load(name: str) -> Any:
-        if name not in homes:
+        """Import a public name, and store it in the package, so that it is imported once."""
+        if name not in module_by_name:
             raise AttributeError(
-                f"module {own!r} has no attribute {name!r}; public names: {', '.join(listed())}.",
+                f"module {package_name!r} has no attribute {name!r}; public names: "
+                f"{', '.join(public_names())}.",
             )
-        home = import_module(f"{own}.{homes[name]}")
-        package[name] = value = home if homes[name] == name else getattr(home, name)
+        module = import_module(f"{package_name}.{module_by_name[name]}")
+        value = module if module_by_name[name] == name else getattr(module, name)
+        package[name] = value
         return value
 
-    def listed() -> list[str]:
+    def public_names() -> list[str]:
         return sorted(package["__all__"])
 
-    return list(homes), load, listed
+    return list(module_by_name), load, public_names
 
 
 def package_version(name: str) -> str:
-    """The installed version of a distribution, or ``""``; nothing is imported."""
+    """Return the installed version of a distribution, or ``""``.
+
+    The distribution is not imported.
+    """
     from importlib import metadata
 
     try:

@@ -37,18 +37,27 @@ def _groups(
     proc: Path = Path("/proc/self/cgroup"),
     root: Path = Path("/sys/fs/cgroup"),
 ) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The groups of this process and those above them."""
-    own = {"": "/", "memory": "/"}
+    """Iterate over the cgroups of this process and their parents.
+
+    Args:
+        proc: file with the cgroups of this process.
+        root: where cgroups are mounted.
+
+    Yields:
+        The folder of a group, and its files as in :data:`_FILES`.
+    """
+    group_by_controller = {"": "/", "memory": "/"}
     with contextlib.suppress(OSError):
         for line in proc.read_text().splitlines():
-            _, kinds, place = line.split(":", 2)
-            own |= {kind: place for kind in kinds.split(",") if kind in own}
-    for kind, place in own.items():
-        inner = (root / kind / place.lstrip("/")).resolve()
-        for group in (
-            inner,
-            *inner.parents,
-            root / kind,
-        ):  # which a path of another namespace may not reach
-            if group.is_relative_to(root):
-                yield group, _FILES[kind]
+            # A line is "number:controllers:path". Controllers are empty for cgroup v2.
+            _, controllers, group_path = line.split(":", 2)
+            for controller in controllers.split(","):
+                if controller in group_by_controller:
+                    group_by_controller[controller] = group_path
+    for controller, group_path in group_by_controller.items():
+        controller_root = root / controller
+        group = (controller_root / group_path.lstrip("/")).resolve()
+        # A path of another namespace may lead out of the root, which is then a group by itself.
+        for folder in (group, *group.parents, controller_root):
+            if folder.is_relative_to(root):
+                yield folder, _FILES[controller]

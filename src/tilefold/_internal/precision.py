@@ -60,7 +60,7 @@ def scores_in_fp32(model: Model) -> Iterator[None]:
 
 
 def _score_layers(model: Model) -> list[nn.Module]:
-    """The layers that follow the encoder, in their order."""
+    """Return the layers that follow the encoder, in their order."""
     from torch import nn
 
     modules: list[nn.Module] = list(model.children())
@@ -76,12 +76,15 @@ def _score_layers(model: Model) -> list[nn.Module]:
 
 @contextmanager
 def _forward_in_fp32(layer: nn.Module) -> Iterator[None]:
-    """Let one layer compute in fp32; its ``forward`` is put back at the end."""
+    """Let one layer compute in fp32.
+
+    Its ``forward`` is put back at the end.
+    """
     import torch
     from torch.func import functional_call
 
     class Stock(torch.nn.Module):
-        """The layer as it is, for a call with other weights."""
+        """The unchanged layer, for a call with other weights."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -103,19 +106,23 @@ def _forward_in_fp32(layer: nn.Module) -> Iterator[None]:
                 stack.enter_context(torch.autocast(device, enabled=False))
             return functional_call(stock, in_fp32, arguments, options)
 
-    had_own_forward = "forward" in vars(layer)
+    # Whether the layer itself, and not its class, has a method.
+    had_forward = "forward" in vars(layer)
     layer.forward = forward
     try:
         yield
     finally:
-        if had_own_forward:
+        if had_forward:
             layer.forward = stock.run
         else:
             del layer.forward
 
 
 def _to_fp32(value: Any) -> Any:
-    """A tensor of 16 bits in fp32, also those of a dictionary of features; others as they are."""
+    """Return a tensor of 16 bits in fp32, or a dictionary with such tensors in fp32.
+
+    Other values are returned unchanged.
+    """
     import torch
 
     if isinstance(value, dict):

@@ -81,7 +81,10 @@ class TerminationHandler:
         raise Terminated
 
     def _retry(self, ignored: sys.UnraisableHookArgs) -> None:
-        """Send the signal again whose exception Python has ignored; report other exceptions."""
+        """Send the signal again whose exception Python has ignored.
+
+        Report other exceptions.
+        """
         if not issubclass(ignored.exc_type, KeyboardInterrupt):
             self._previous_hook(ignored)
             return

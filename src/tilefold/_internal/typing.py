@@ -1,6 +1,4 @@
-"""Names of other libraries' objects in annotations, without an import of these libraries at run
-time.
-"""
+"""Names for annotations of other libraries' objects, which are not imported at run time."""
 
 from __future__ import annotations
 

@@ -15,10 +15,12 @@ _names: weakref.WeakKeyDictionary[Any, tuple[int, TermNames]] = weakref.WeakKeyD
 
 
 def vocabulary_fingerprint(tokenizer: Tokenizer) -> str | None:
-    """SHA-256 over the (token, index) pairs of a tokenizer's vocabulary; None when it has no
-    vocabulary.
+    """Return the SHA-256 over the (token, index) pairs of a tokenizer's vocabulary.
+
+    It is None for a tokenizer without a vocabulary, and cached until tokens are added.
     """
-    if (get_vocab := getattr(tokenizer, "get_vocab", None)) is None:
+    get_vocab = getattr(tokenizer, "get_vocab", None)
+    if get_vocab is None:
         return None
     if not hasattr(tokenizer, "__len__"):
         return _digest(get_vocab())
@@ -30,6 +32,7 @@ def vocabulary_fingerprint(tokenizer: Tokenizer) -> str | None:
 
 
 def _digest(vocabulary: dict[str, int]) -> str:
+    """Return the SHA-256 over a vocabulary, by index and then by token."""
     digest = hashlib.sha256()
     for token, index in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{index}\t{token}\n".encode("utf-8", "surrogatepass"))
@@ -37,7 +40,7 @@ def _digest(vocabulary: dict[str, int]) -> str:
 
 
 def id_bound(vocabulary: Mapping[str, int]) -> int:
-    """Smallest number above all ids of a vocabulary of token -> id.
+    """Return the smallest number above all ids of a vocabulary of token -> id.
 
     It exceeds the number of tokens where the ids have gaps.
     """
@@ -45,7 +48,7 @@ def id_bound(vocabulary: Mapping[str, int]) -> int:
 
 
 class TermNames:
-    """Names of the terms of a vocabulary, no two of which are equal.
+    """Distinct names of the terms of a vocabulary.
 
     A term is named by its token. A vector may have more terms than its tokenizer has tokens: the
     head has more rows, or the ids have gaps. A term without a token is named ``[term_905]`` after
@@ -100,7 +103,7 @@ def term_names_of(tokenizer: Tokenizer) -> TermNames:
 
 
 def term_names(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
-    """Return a name for every term of a model's vectors, no two of which are equal.
+    """Return a distinct name for every term of a model's vectors.
 
     A term is named by its token. A term without one, such as a row of a head with more rows than
     the tokenizer has tokens, is named ``[term_905]`` after its number.
@@ -140,7 +143,7 @@ def fill_missing_names(tokens: Sequence[str | None]) -> list[str]:
 
 
 def _numbered(term: int, tokens: Container[str]) -> str:
-    """Name of a term after its number, which is no token."""
+    """Return a name of a term after its number that is no token."""
     name = f"[term_{term}]"
     while name in tokens:
         name = f"[{name}]"

@@ -145,7 +145,10 @@ def json_line(value: object) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can encode `text`; it cannot encode half a surrogate pair."""
+    """Whether UTF-8 can encode `text`.
+
+    It cannot encode half a surrogate pair.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Queries that are documents as well: hits with the query's own id, which BEIR ignores."""
+"""Hits with the query's own id, which BEIR ignores, because a query may be a document too."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Search = Callable[[int], Run]
 def ignores_identical_ids(qrels: _QrelsLike, ignore: bool | None = None) -> bool:
     """Whether hits with the query's own id are left out before a run is measured.
 
-    BEIR always leaves them out: in ArguAna or Quora a query is one of the documents, and would find
-    itself. Where judgements call such a document relevant, queries and documents are numbered
+    BEIR always leaves them out: in ArguAna or Quora a query is one of the documents, and would
+    retrieve itself. If such a document is judged relevant, then queries and documents are numbered
     independently, or the document is an answer.
 
     Args:
@@ -28,12 +28,12 @@ def ignores_identical_ids(qrels: _QrelsLike, ignore: bool | None = None) -> bool
 
 
 def queries_with_identical_ids(run: _RunLike) -> set[str]:
-    """Queries that have a hit with their own id."""
+    """Return the queries that have a hit with their own id."""
     return {query for query, scores in run.items() if query in scores}
 
 
 def without_identical_ids(run: _RunLike) -> Run:
-    """The run without hits that have the query's own id, in the same order."""
+    """Return a run without hits that have the query's own id, in the same order."""
     return {
         query: {name: score for name, score in scores.items() if name != query}
         for query, scores in run.items()
@@ -45,7 +45,7 @@ def search_without_identical_ids(
     document_of: Callable[[str], str],
     ignored: set[str],
 ) -> Search:
-    """A search that leaves the query's own document out, and returns as many others.
+    """Return a search that leaves out the query's own document, and returns as many others.
 
     Args:
         search: returns the `n` best results of each query, best first.
@@ -64,6 +64,7 @@ def search_without_identical_ids(
             ignored.update(query for query in run if len(others[query]) < len(run[query]))
             if all(len(others[query]) >= n or len(run[query]) < depth for query in run):
                 return {query: dict(list(scores.items())[:n]) for query, scores in others.items()}
-            depth *= 2  # more passages of the query's own document than were looked past
+            # The query's own document has more passages than the extra results.
+            depth *= 2
 
     return search_others

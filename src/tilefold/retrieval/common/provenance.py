@@ -39,7 +39,9 @@ _SETTINGS_WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True)
 class Provenance:
-    """The model and the texts from which a file was made; None for what is unknown.
+    """The model and the texts from which a file was made.
+
+    A field is None if it is unknown.
 
     Attributes:
         model_fingerprint: :func:`model_fingerprint` of the model.
@@ -57,11 +59,17 @@ class Provenance:
 
     @classmethod
     def from_dict(cls, values: Json) -> Provenance:
-        """Read the provenance in a manifest or its settings; other keys are ignored."""
+        """Read the provenance in a manifest or its settings.
+
+        Other keys are ignored.
+        """
         return cls(**{item.name: values.get(item.name) for item in fields(cls)})
 
     def to_dict(self) -> dict[str, str | None]:
-        """Return the fields for a manifest; passages and precision only where they are known."""
+        """Return the fields for a manifest.
+
+        Passages and precision are left out if they are unknown.
+        """
         return {
             name: value
             for name, value in asdict(self).items()
@@ -111,7 +119,10 @@ class Provenance:
 
     @classmethod
     def from_tag(cls, tag: str) -> Provenance:
-        """Read a :attr:`tag`; nothing is known from the tags of other programs."""
+        """Read a :attr:`tag`.
+
+        Nothing is known from the tags of other programs.
+        """
         name, *parts = tag.split(":")
         values = dict(part.partition("=")[::2] for part in parts) if name == TAG else {}
         return cls(
@@ -125,7 +136,9 @@ class Provenance:
 
 
 def joined_precisions(precisions: Iterable[str | None]) -> str | None:
-    """Join the precisions of several parts, each once: "bf16, fp32"; None where none is known.
+    """Join the precisions of several parts, each once: "bf16, fp32".
+
+    The result is None where none is known.
 
     Args:
         precisions: names of :func:`tilefold._internal.precision.inference_precision`, several of which may
@@ -182,7 +195,10 @@ class TextsDigest:
         self._digest = hashlib.sha256()
 
     def add(self, name: object, text: object) -> None:
-        """Add a text and its id; of another input, such as an image, its ``repr`` is added."""
+        """Add a text and its id.
+
+        Of another input, such as an image, its ``repr`` is added.
+        """
         if not isinstance(name, str):
             raise not_a_string_error("texts", name)
         content = text if isinstance(text, str) else repr(text)

@@ -84,9 +84,7 @@ class Document:
 
     @property
     def contents(self) -> str:
-        """Title and text as one string, separated by a line break: the input of every encoder and
-        of BM25.
-        """
+        """Title and text, separated by a line break, which encoders and BM25 read."""
         if self.title and self.text:
             return f"{self.title}\n{self.text}"
         return self.title or self.text
@@ -222,7 +220,10 @@ class Collection:
         }
 
     def split_qrels(self, split: str) -> dict[str, dict[str, int]]:
-        """Return the judgements of a split; the error for an unknown split names the known ones."""
+        """Return the judgements of a split.
+
+        The error for an unknown split names the known ones.
+        """
         try:
             return self.qrels[split]
         except KeyError:
@@ -384,7 +385,10 @@ def load_beir(
 
 
 def _load_folder_queries(folder: Path) -> dict[str, str]:
-    """Return query id -> text from a folder; empty where it has neither queries nor judgements."""
+    """Return query id -> text from a folder.
+
+    The result is empty where it has neither queries nor judgements.
+    """
     table = find_table(folder, "queries", (*_tables.ROWS, ".tsv", _tables.TOPICS))
     if table is not None:
         return _texts(query_rows(table), table)
@@ -527,7 +531,10 @@ def _queries_of_splits(files: Sequence[Path]) -> dict[str, str]:
 
 
 def _some(rows: dict[str, T], path: Path) -> dict[str, T]:
-    """Return the rows of a file; ``DataError`` if there are none."""
+    """Return the rows of a file.
+
+    Raises ``DataError`` if there are none.
+    """
     if not rows:
         raise DataError(f"{path}: expected at least one line, got an empty file. {BEIR_LAYOUT}")
     return rows

@@ -312,7 +312,10 @@ def contents_of_line(
     file: str,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> tuple[str, str]:
-    """Return the id and the contents of the document of a line; see :func:`document_of_line`."""
+    """Return the id and the contents of the document of a line.
+
+    See :func:`document_of_line`.
+    """
     if not file.endswith(".jsonl"):
         return _id_and_text(text)
     name, document = document_of_line(text, file, fields)

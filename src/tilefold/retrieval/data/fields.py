@@ -1,4 +1,4 @@
-"""Names of the fields of documents, queries and judgements in files, and which of a row are which."""
+"""Names that fields of documents, queries and judgements have in files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ _CACHED_ROWS = 1024  # sets of names of fields; rows of one file have few
 
 
 class FieldError(ValueError):
-    """Fields of a row that are missing or may be either; the text names no file and no line."""
+    """Fields of a row that are missing or may be either.
+
+    The text names no file and no line.
+    """
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,9 @@ class LazyDocuments(Mapping[str, V]):
             )
 
     def places(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
-        """Return the position of each of n ids, int64 ``[n]``; -1 for an unknown one.
+        """Return the position of each of n ids, int64 ``[n]``.
+
+        The result is -1 for an unknown one.
 
         Only keys are compared where no two ids of the file share one, so an unknown id has a
         position with a probability of N / 2^64.
@@ -172,7 +174,10 @@ class LazyDocuments(Mapping[str, V]):
         return not bool((self._keys[1:] == self._keys[:-1]).any())
 
     def _position(self, name: str) -> int | None:
-        """Return the position of an id, None for an unknown one; the file is read to make sure."""
+        """Return the position of an id, None for an unknown one.
+
+        The file is read to make sure.
+        """
         key = np.uint64(id_key(name))
         first = int(np.searchsorted(self._keys, key))
         last = int(np.searchsorted(self._keys, key, side="right"))
@@ -216,7 +221,10 @@ class LazyDocuments(Mapping[str, V]):
 
 
 class _Items(ItemsView[str, V]):
-    """Ids and values in one pass over the file; the usual view would look up each id."""
+    """Ids and values in one pass over the file.
+
+    The usual view would look up each id.
+    """
 
     _mapping: LazyDocuments[V]
 
@@ -225,7 +233,10 @@ class _Items(ItemsView[str, V]):
 
 
 class _Values(ValuesView[V]):
-    """Values in one pass over the file; the usual view would look up each id."""
+    """Values in one pass over the file.
+
+    The usual view would look up each id.
+    """
 
     _mapping: LazyDocuments[V]
 

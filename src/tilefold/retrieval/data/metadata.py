@@ -102,7 +102,10 @@ class Filter:
 
     @classmethod
     def of(cls, where: Filter | Fields | None) -> Filter | None:
-        """Return a filter, which may be passed as its `must`; None for none."""
+        """Return a filter, which may be passed as its `must`.
+
+        It is None without any filter.
+        """
         if where is None or isinstance(where, Filter):
             return where
         return cls(where)
@@ -177,7 +180,9 @@ def _parse_value(operator: str, written: str, kinds: Sequence[str] | None) -> An
 
 
 def _typed(text: str, kinds: Sequence[str] | None) -> object:
-    """Read a number, boolean, null or quoted text; anything else is the text itself.
+    """Read a number, boolean, null or quoted text.
+
+    Anything else is the text itself.
 
     Args:
         text: one value of a condition.
@@ -277,7 +282,10 @@ def kept_fields(fields: Fields) -> dict[str, Any]:
 
 
 def _stored_value(value: object) -> object:
-    """Return a value as an index stores it; None for a value that is left out."""
+    """Return a value as an index stores it.
+
+    The result is None for a value that is left out.
+    """
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, Mapping):

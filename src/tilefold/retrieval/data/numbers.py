@@ -12,7 +12,10 @@ INT64 = range(-(1 << 63), 1 << 63)
 
 
 class FloatInterval(NamedTuple):
-    """Closed interval of float64; empty where `low` is above `high`."""
+    """Closed interval of float64.
+
+    It is empty if `low` is above `high`.
+    """
 
     low: float
     high: float
@@ -22,7 +25,7 @@ class FloatInterval(NamedTuple):
 
 
 def integers_within(bounds: Bounds) -> range:
-    """64-bit integers that satisfy all bounds."""
+    """Return the 64-bit integers that satisfy all bounds."""
     low, high = INT64[0], INT64[-1]
     for bound, number in bounds.items():
         if bound == "gte":
@@ -37,7 +40,7 @@ def integers_within(bounds: Bounds) -> range:
 
 
 def floats_within(bounds: Bounds) -> FloatInterval:
-    """Finite float64 values that satisfy all bounds, without rounding a bound that is an integer."""
+    """Return the float64 values that satisfy all bounds, which are compared without rounding."""
     low, high = -math.inf, math.inf
     for bound, number in bounds.items():
         nearest = float(number)  # Python compares a float and an integer exactly
@@ -51,7 +54,7 @@ def floats_within(bounds: Bounds) -> FloatInterval:
 
 
 def integers_rounding_to(value: float) -> list[int]:
-    """64-bit integers whose nearest float64 is `value`."""
+    """Return the 64-bit integers whose nearest float64 is `value`."""
     if not math.isfinite(value) or abs(value) > -float(INT64[0]):
         return []
     spacing = math.ceil(math.ulp(value))
@@ -63,13 +66,13 @@ def integers_rounding_to(value: float) -> list[int]:
 class RoundedRange(NamedTuple):
     """Bounds for an engine that compares numbers as float64, and matches 64-bit integers exactly.
 
-    A stored number satisfies the original bounds where one of the following holds.
+    A stored number satisfies the original bounds if one of the attributes matches it.
 
     Attributes:
-        interval: its float64 is within; None where no value could be.
-        integers: it is one of these integers.
-        boundaries: its float64 equals the first of a pair, and it is none of the integers in the
-            second.
+        interval: matches a number whose float64 is within. None if no value can be.
+        integers: match a number that equals one of them.
+        boundaries: pairs of a float64 and integers. A pair matches a number whose float64 equals
+            the first, unless it is one of the integers.
     """
 
     interval: FloatInterval | None
@@ -78,7 +81,7 @@ class RoundedRange(NamedTuple):
 
 
 def rounded_range(bounds: Bounds) -> RoundedRange:
-    """Bounds as an engine tests them that rounds stored integers to float64.
+    """Return bounds for an engine that rounds stored integers to float64.
 
     Rounding keeps the order, so only integers that round to a float next to an end of the range
     can change sides. Below 2^53 there are none.
@@ -112,7 +115,7 @@ def rounded_range(bounds: Bounds) -> RoundedRange:
 
 
 def canonical_number(number: Number) -> Number:
-    """The number as an integer, where it equals one of 64 bits: 5.0 as 5, and -0.0 as 0."""
+    """Return a number as an integer if it equals a 64-bit one: 5.0 as 5, and -0.0 as 0."""
     if isinstance(number, float) and number.is_integer() and int(number) in INT64:
         return int(number)
     return number

@@ -56,7 +56,10 @@ class Passage(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> Passage:
-        """Return the passage with an :attr:`id`; ``DataError`` for an id that is not of a passage."""
+        """Return the passage with an :attr:`id`.
+
+        Raises ``DataError`` for an id that is not of a passage.
+        """
         check_instance("name", name, str, "the id of a passage, such as 'd#1:0-90'")
         match = _ID.fullmatch(name)
         if match is None:
@@ -131,7 +134,10 @@ class Passages:
 
     @classmethod
     def parse(cls, text: str) -> Passages:
-        """Return the cut with a name, the inverse of ``str()``; ``DataError`` for another text."""
+        """Return the cut with a name, the inverse of ``str()``.
+
+        Raises ``DataError`` for another text.
+        """
         check_instance("text", text, str, "a text such as '128/64/sentences'")
         try:
             length, stride, cut = text.split("/")
@@ -208,6 +214,9 @@ class Passages:
 
 
 def document_of(name: str) -> str:
-    """Return the document in a passage's id; ``DataError`` for an id that is not of a passage."""
+    """Return the document in a passage's id.
+
+    Raises ``DataError`` for an id that is not of a passage.
+    """
     document, mark, _ = name.rpartition("#")
     return document if mark else Passage.of(name).document

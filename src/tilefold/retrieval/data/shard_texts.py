@@ -202,7 +202,10 @@ def _plan_shards(
     sample_size: int,
     fields: DocumentFields,
 ) -> ShardPlan:
-    """Cut rows into shards; see :meth:`InMemoryTexts.plan_shards`."""
+    """Cut rows into shards.
+
+    See :meth:`InMemoryTexts.plan_shards`.
+    """
     plan = ShardPlan()
     digest = TextsDigest()
     sample = _Sample(sample_size)

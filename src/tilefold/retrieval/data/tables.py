@@ -237,7 +237,10 @@ def _csv_rows(path: Path) -> Iterator[Row]:
 
 
 def json_object(line: str, where: str) -> Json:
-    """Return the JSON object in a line; the ``DataError`` for anything else begins with `where`."""
+    """Return the JSON object in a line.
+
+    The ``DataError`` for anything else begins with `where`.
+    """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # also a number with thousands of digits
@@ -426,8 +429,7 @@ def check_queries_have_ids(path: Path) -> None:
 
 
 def query_of_line(line: str, number: int) -> tuple[str, str]:
-    """Id and text of a query: ``id<tab>text``, or a text with its line's number; no names of
-    columns.
+    """Read a query from a line: ``id<tab>text``, or a text alone, whose id is the line's number.
 
     Blanks belong to the id and the text, as in a file of queries.
 
@@ -508,7 +510,9 @@ def _read_split(
     documents: Container[str],
     drop_unknown: bool,
 ) -> Qrels:
-    """Read the judgements in the files of a split; the arguments are those of :func:`read_splits`.
+    """Read the judgements in the files of a split.
+
+    The arguments are those of :func:`read_splits`.
 
     Raises:
         DataError: for judgements of unknown ids, unless they are dropped, for pairs with several

@@ -135,7 +135,10 @@ class PendingShard(Generic[V]):
         return vectors.take(rows), failed
 
     def concatenate(self) -> V:
-        """Return all vectors in the order in which they were encoded; there must be some."""
+        """Return all vectors in the order in which they were encoded.
+
+        There must be some.
+        """
         return type(self.encoded[0]).concatenate(self.encoded)
 
     def mark_written(self) -> None:

@@ -98,7 +98,10 @@ class RankEncoder(Generic[M, V]):
         return manifest
 
     def _encode(self, *, open_folder: Callable[[], None] | None) -> None:
-        """Encode and write the shards of this rank; `open_folder` opens the folder if it is not."""
+        """Encode and write the shards of this rank.
+
+        `open_folder` opens the folder if it is not.
+        """
         with (
             BackgroundWorker(WAITING_SHARDS, "tilefold-writer") as writer_thread,
             closing(

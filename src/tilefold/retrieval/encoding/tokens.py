@@ -151,7 +151,10 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
         return rows
 
     def to_vectors(self, ids: list[str], rows: TokenRows | list[Tensor]) -> TokenVectors:
-        """Return the rows of a batch with ids; a vector that is not finite is an error."""
+        """Return the rows of a batch with ids.
+
+        A vector that is not finite is an error.
+        """
         storage = self.encoding.storage
         if not isinstance(rows, TokenRows):
             return TokenVectors.pack(ids, rows, self.size, storage)

@@ -246,8 +246,8 @@ def _language(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
     try:
         stem: Callable[[str], str] = snowball.Stemmer(language).stemWord
     except KeyError:
-        known = ", ".join([*snowball.algorithms(), "none"])
-        raise ArgumentError("language", f"expected one of {known}, got {name!r}.") from None
+        languages = ", ".join([*snowball.algorithms(), "none"])
+        raise ArgumentError("language", f"expected one of {languages}, got {name!r}.") from None
     if language not in _STOPWORD_LANGUAGES:
         return frozenset(), stem
     _package()
@@ -321,7 +321,10 @@ class BM25Index(FolderIndex):
 
         Args:
             documents: id -> contents of documents or passages; at least one has a word.
-            language, k1, b, identifiers: as in :class:`BM25Options`.
+            language: see :class:`BM25Options`.
+            k1: see :class:`BM25Options`.
+            b: see :class:`BM25Options`.
+            identifiers: see :class:`BM25Options`.
             metadata: as in :func:`tilefold.retrieval.build_index`.
         """
         check_texts_by_id("documents", documents)

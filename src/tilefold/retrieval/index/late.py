@@ -531,7 +531,11 @@ class LateIndex(TorchIndex):
             yield best
 
     def _devices(self, device: str | torch.device | Sequence[str] | None) -> list[torch.device]:
-        """Choose the devices of a search; see :meth:`search` for the argument."""
+        """Choose the devices of a search.
+
+        Args:
+            device: see :meth:`search`.
+        """
         if device is not None and not isinstance(device, str | torch.device):
             return [torch.device(name) for name in device]
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

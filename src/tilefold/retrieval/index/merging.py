@@ -389,7 +389,10 @@ def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
 
 
 def _provenance_of(vectors: _Vectors) -> Provenance:
-    """Return the provenance of vectors; token vectors in memory have none."""
+    """Return the provenance of vectors.
+
+    Token vectors in memory have none.
+    """
     described = getattr(vectors, "manifest", vectors)
     provenance: Provenance = getattr(described, "provenance", Provenance())
     return provenance

@@ -142,7 +142,10 @@ class Segments:
         raise MissingDocumentError("vectors", name)
 
     def on(self, device: str = "cuda") -> Any:
-        """Copy the index to a device; sparse parts are joined to one there."""
+        """Copy the index to a device.
+
+        Sparse parts are joined to one there.
+        """
         if self.backend in ("dense", "late"):
             return Segments([part.on(device) for part in self.parts], self.removed)
         from tilefold.retrieval.index.on_device import DeviceIndex  # brings torch

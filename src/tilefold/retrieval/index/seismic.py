@@ -304,7 +304,9 @@ class SeismicIndex(FolderIndex):
         where: Where = None,
         allowed: Mask | None = None,
     ) -> list[list[Hit]]:
-        """Return at most `k` documents for each query, best first; some may be missed.
+        """Return at most `k` documents for each query, best first.
+
+        Some may be missed.
 
         A filtered search returns `k` matching documents, or all that share a term with the query.
         It retrieves more documents than `k` and drops those that do not match. Where that leaves
@@ -339,7 +341,10 @@ class SeismicIndex(FolderIndex):
         options: SeismicOptions,
         mask: Mask,
     ) -> list[list[Hit]]:
-        """Return the best `k` documents in a mask for each query; see :meth:`search`."""
+        """Return the best `k` documents in a mask for each query.
+
+        See :meth:`search`.
+        """
         depth = _FILTER_MARGIN * k * self.n_documents // max(1, int(mask.sum()))
         hits: list[list[Hit]] = [[] for _ in range(len(queries))]
         if depth < self.n_documents // _FILTER_MARGIN:
@@ -643,7 +648,10 @@ def _read_terms(folder: Path, vocab_size: int) -> Terms:
 
 
 def _read_ranks(folder: Path, n_terms: int) -> Terms:
-    """Read the engine's order of the terms; ``DataError`` unless it is a permutation of them."""
+    """Read the engine's order of the terms.
+
+    Raises ``DataError`` unless it is a permutation of them.
+    """
     ranks: Terms = np.load(folder / _RANKS, allow_pickle=False)
     if ranks.dtype != np.int32 or not np.array_equal(np.sort(ranks), np.arange(n_terms)):
         raise DataError(

@@ -128,7 +128,10 @@ class Manifest:
 
     @property
     def precision(self) -> str | None:
-        """Number types in which the model computed the shards, such as "bf16"; None if unknown."""
+        """Number types in which the model computed the shards, such as "bf16".
+
+        It is None if they are unknown.
+        """
         entries = [*self.shards, self.partial]
         return joined_precisions(entry.get("precision") for entry in entries)
 
@@ -384,8 +387,8 @@ class ShardWriter(ABC, Generic[M, V]):
 
     def _check_precision(self, earlier: M) -> None:
         """Raise ``DataError`` where an unfinished folder was computed in another precision."""
-        known = None not in (earlier.precision, self.precision)
-        if known and earlier.precision != self.precision and not earlier.complete:
+        are_known = None not in (earlier.precision, self.precision)
+        if are_known and earlier.precision != self.precision and not earlier.complete:
             raise DataError(
                 f"{self.path}: holds vectors that were computed in {earlier.precision}, and here "
                 "the "
@@ -480,8 +483,11 @@ class ShardWriter(ABC, Generic[M, V]):
 
     def _list_received(self) -> None:
         """List received shards, as long as the next one is there."""
-        while (number := len(self.manifest.shards)) in self._received:
-            self.list_shard(number, self._received[number].shard, self._received[number].failed)
+        number = len(self.manifest.shards)
+        while number in self._received:
+            receipt = self._received[number]
+            self._list_one(number, receipt.shard, receipt.failed)
+            number += 1
 
     def read_partial(self, number: int) -> PartialShard[V] | None:
         """Read the part of shard `number` that :meth:`write_partial` kept, if any."""
@@ -584,13 +590,23 @@ class ShardWriter(ABC, Generic[M, V]):
         stored: Json,
         failed: Mapping[str, str] | None = None,
     ) -> None:
-        """List a shard in the manifest.
+        """List a shard in the manifest, and received shards that follow it.
 
         Args:
             number: the next shard, or one to replace.
             stored: its entry, which :meth:`store_shard` returned.
             failed: id -> reason, of texts that could not be encoded.
         """
+        self._list_one(number, stored, failed)
+        self._list_received()
+
+    def _list_one(
+        self,
+        number: int,
+        stored: Json,
+        failed: Mapping[str, str] | None,
+    ) -> None:
+        """List one shard, without received shards after it; see :meth:`list_shard`."""
         self._check_next(number)
         self.manifest.shards[number : number + 1] = [dict(stored)]
         for total, count in self._manifest_type.TOTALS.items():
@@ -605,7 +621,6 @@ class ShardWriter(ABC, Generic[M, V]):
             partial_file.unlink()
         self._received.pop(number, None)
         Receipt.file_of(self.path, number).unlink(missing_ok=True)
-        self._list_received()
 
     def _check_next(self, number: int) -> None:
         """Raise ``ValueError`` unless a shard is the next one or a listed one."""
@@ -665,7 +680,9 @@ def _truncation(*entries: Json) -> Truncation | None:
 
 
 def differences(left: Json, right: Json, left_name: str, right_name: str) -> str:
-    """Describe the settings in which two folders differ, for an error; empty if there are none.
+    """Describe the settings in which two folders differ, for an error.
+
+    The result is empty if there are none.
 
     Args:
         left: settings of one folder.

@@ -77,7 +77,10 @@ class SparseVectors:
             self._sort_rows()
 
     def _sort_rows(self) -> None:
-        """Sort the terms of each row; ``DataError`` for a term that a row has twice."""
+        """Sort the terms of each row.
+
+        Raises ``DataError`` for a term that a row has twice.
+        """
         rows = np.repeat(np.arange(len(self.ids), dtype=np.int64), np.diff(self.indptr))
         keys = rows * self.vocab_size + self.indices
         order = np.argsort(keys, kind="stable")
@@ -121,7 +124,10 @@ class SparseVectors:
             )
 
     def _in_order(self) -> bool:
-        """Whether terms rise in every row; takes one byte per entry, where sorting takes many."""
+        """Whether terms rise in every row.
+
+        The check takes one byte per entry, where sorting takes many.
+        """
         rises = self.indices[1:] > self.indices[:-1]
         starts = self.indptr[1:-1]
         rises[starts[(starts > 0) & (starts < self.indices.size)] - 1] = True
@@ -255,7 +261,10 @@ class SparseVectors:
         )
 
     def above(self, min_weight: float) -> SparseVectors:
-        """Return the vectors without weights up to `min_weight`; no copy if there are none."""
+        """Return the vectors without weights up to `min_weight`.
+
+        They are not copied if there are none.
+        """
         keep = self.data > min_weight
         return self if keep.all() else self.selected(keep)
 
@@ -328,12 +337,18 @@ def check_vectors(
     vectors: object,
     remedy: str = "read_vectors(folder) or SparseVectors.from_rows(rows, vocab_size)",
 ) -> None:
-    """Raise ``TypeError`` unless an argument is :class:`SparseVectors`; `remedy` makes such."""
+    """Raise ``TypeError`` unless an argument is :class:`SparseVectors`.
+
+    `remedy` says how to make them.
+    """
     check_instance(name, vectors, SparseVectors, remedy)
 
 
 def check_buildable(vectors: SparseVectors) -> None:
-    """Raise ``ValueError`` unless some vector holds a positive weight; ``TypeError`` for others."""
+    """Raise ``ValueError`` unless some vector holds a positive weight.
+
+    Other objects are a ``TypeError``.
+    """
     check_vectors("vectors", vectors)
     if not len(vectors) or not bool((vectors.data > 0).any()):
         got = f"{len(vectors)} vector(s) without"
@@ -357,7 +372,10 @@ def check_search(index: HasVocabulary, queries: SparseVectors, k: int) -> None:
 
 
 def _as_int32(indices: npt.ArrayLike) -> Ints:
-    """Return terms as int32; ``DataError`` for other numbers, and those that do not fit."""
+    """Return terms as int32.
+
+    Raises ``DataError`` for other numbers, and those that do not fit.
+    """
     array = np.asarray(indices)
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise DataError(f"indices: expected integers, got {array.dtype}.")
@@ -371,10 +389,10 @@ def _as_int32(indices: npt.ArrayLike) -> Ints:
 
 def check_ids(ids: list[str]) -> None:
     """Raise ``DataError`` unless the ids are unique, non-empty strings."""
-    seen: set[str] = set()
+    earlier_ids: set[str] = set()
     for number, value in enumerate(ids):
         if not isinstance(value, str) or not value:
             raise DataError(f"ids[{number}]: expected a non-empty string, got {value!r}.")
-        if value in seen:
+        if value in earlier_ids:
             raise DataError(f"ids[{number}]: {value!r} was given before. Ids must be unique.")
-        seen.add(value)
+        earlier_ids.add(value)

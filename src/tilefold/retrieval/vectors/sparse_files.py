@@ -376,7 +376,10 @@ def export_jsonl(
 
 
 def _names_of_terms(vectors: SparseVectors, tokens: Sequence[str | None]) -> list[str]:
-    """Name the terms of vectors by tokens; see :func:`export_jsonl` for the errors."""
+    """Name the terms of vectors by tokens.
+
+    See :func:`export_jsonl` for the errors.
+    """
     tokens = list_of("tokens", tokens)
     highest = int(vectors.indices.max()) if vectors.indices.size else -1
     if highest >= len(tokens):

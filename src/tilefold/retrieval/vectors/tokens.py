@@ -137,7 +137,10 @@ class TokenVectors:
         return values if self.scales is None else values * self.scales[low:high, None]
 
     def packed(self) -> Tensor | QuantizedTokens:
-        """Return the documents for :func:`tilefold.ops.maxsim`; ``offsets`` are their offsets."""
+        """Return the documents for :func:`tilefold.ops.maxsim`.
+
+        ``offsets`` are their offsets.
+        """
         return self.values if self.scales is None else QuantizedTokens(self.values, self.scales)
 
     def take(self, chosen: Sequence[int]) -> TokenVectors:
@@ -404,7 +407,10 @@ class TokenStore:
         return self._shards[number]
 
     def iter_shards(self) -> Iterator[TokenVectors]:
-        """Yield all shards; those that were not mapped before are mapped one at a time."""
+        """Yield all shards.
+
+        Those that were not mapped before are mapped one at a time.
+        """
         for number in range(len(self.manifest.shards)):
             was_mapped = number in self._shards
             yield self.shard(number)
@@ -458,7 +464,10 @@ def safetensors_package() -> ModuleType:
 
 
 def save_tensors(path: Path, **tensors: Tensor | None) -> None:
-    """Write the tensors of a shard by name; those that are None are left out."""
+    """Write the tensors of a shard by name.
+
+    Those that are None are left out.
+    """
     contiguous = {
         name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None
     }
@@ -497,7 +506,10 @@ def _read_ids(path: Path) -> list[str]:
 
 
 def _read_shard(path: Path) -> TokenVectors:
-    """Read a shard, memory-mapped; a ``DataError`` names the file."""
+    """Read a shard, memory-mapped.
+
+    A ``DataError`` names the file.
+    """
     tensors = read_tensors(path, "offsets", "values")
     try:
         return TokenVectors(

@@ -1,6 +1,4 @@
-"""Collections of sparse, dense and token vectors in Qdrant: embedded in this process, or on a
-server.
-"""
+"""Collections of sparse, dense and token vectors in Qdrant, in this process or on a server."""
 
 from __future__ import annotations
 

@@ -469,7 +469,10 @@ class QdrantCollection:
         return vectors
 
     def has_metadata(self) -> bool:
-        """Whether any document has a field besides its id; reads until the first one that has."""
+        """Whether any document has a field besides its id.
+
+        It reads until the first one that has.
+        """
         ids = self.ids()
         while names := list(itertools.islice(ids, _FETCHED_DOCUMENTS)):
             if any(self.payloads(names).values()):

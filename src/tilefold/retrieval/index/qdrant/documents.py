@@ -1,4 +1,4 @@
-"""Documents and queries with several kinds of vectors, checked against a layout."""
+"""Documents and queries with several kinds of vectors, and their checks against a layout."""
 
 from __future__ import annotations
 

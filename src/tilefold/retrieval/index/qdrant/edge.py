@@ -322,7 +322,10 @@ def need_space(folder: Path, more_bytes: int = 0, named: Path | None = None) -> 
 
 
 def allocated(folder: Path) -> int:
-    """Return the bytes that the files in a folder take on the disk; 0 on Windows."""
+    """Return the bytes that the files in a folder take on the disk.
+
+    The result is 0 on Windows.
+    """
     if os.name == "nt":
         return 0
     # The system counts blocks of 512 bytes. Holes of files have none.
@@ -425,7 +428,10 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _size(file: Path) -> int | None:
-    """Return the size of a file; None for JSON, whose text may be written in another order."""
+    """Return the size of a file.
+
+    The result is None for JSON, whose text may be written in another order.
+    """
     return None if file.suffix == ".json" else file.stat().st_size
 
 

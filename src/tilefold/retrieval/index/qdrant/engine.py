@@ -266,7 +266,10 @@ class Engine(Protocol):
     batch_queries: int
 
     def record(self) -> Record | None:
-        """Read the record; None if there is no collection."""
+        """Read the record.
+
+        The result is None if there is no collection.
+        """
         ...
 
     def create(self, record: Record) -> None:

@@ -1,4 +1,4 @@
-"""Sparse search in Qdrant: embedded in a folder (qdrant-edge), or on a server (qdrant-client)."""
+"""Indexes of sparse vectors in Qdrant, in a folder (qdrant-edge) or on a server (qdrant-client)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _COPIED_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _Callbacks:
-    """Functions that a build reports to; see :meth:`QdrantCollection.build`."""
+    """Functions that a build reports to, as of :meth:`QdrantCollection.build`."""
 
     progress: Progress | None
     resumes: Progress | None
@@ -303,7 +303,10 @@ class QdrantIndex:
         return cls(QdrantCollection.embedded(folder, verify=False), folder=folder)
 
     def search(self, queries: SparseVectors, k: int, *, where: Where = None) -> list[list[Hit]]:
-        """Search documents whose payload matches `where`; see :class:`SparseIndex`."""
+        """Search documents whose payload matches `where`.
+
+        See :class:`SparseIndex`.
+        """
         check_search(self, queries, k)
         return self.collection.search(queries, int(k), where=where)
 

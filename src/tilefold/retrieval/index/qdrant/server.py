@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from tilefold._internal.arguments import ArgumentError, check_instance
 from tilefold.retrieval.common.files import Json, require
@@ -83,14 +83,7 @@ class ServerEngine(Engine):
             raise ArgumentError("name", f"expected letters, digits, '.', '_' or '-', got {name!r}.")
         _check_seconds("timeout", timeout, above=0.0)
         _check_seconds("patience", patience, above=-1.0)
-        parts = urlsplit(url) if isinstance(url, str) else urlsplit("")
-        if parts.username or parts.password or parts.query:
-            raise ArgumentError(
-                "url",
-                f"expected an address without a key in it; give that as {KEY_VARIABLE} or api_key.",
-            )
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ArgumentError("url", f"expected http://host:6333 or https://host, got {url!r}.")
+        parts, host = _split_url(url)
         self.url = url.rstrip("/")
         self.name = name
         self.place = f"collection {name!r} at {self.url}"
@@ -100,7 +93,7 @@ class ServerEngine(Engine):
                 "api_key",
                 f"expected printable ASCII, no spaces (or {KEY_VARIABLE}), got other text.",
             )
-        if self._key and parts.scheme == "http" and not _is_loopback(parts.hostname):
+        if self._key and parts.scheme == "http" and not _is_loopback(host):
             warnings.warn(
                 f"{self.url}: the API key is sent without encryption. Use https.",
                 stacklevel=3,
@@ -119,7 +112,9 @@ class ServerEngine(Engine):
         )
 
     def record(self) -> Record | None:
-        """Read the record of the collection; None if the collection does not exist.
+        """Read the record of the collection.
+
+        The result is None if the collection does not exist.
 
         Raises:
             DataError: for a collection that tilefold did not create, or a damaged record.
@@ -144,6 +139,7 @@ class ServerEngine(Engine):
         return Record.from_dict(value if isinstance(value, dict) else {}, self.place)
 
     def create(self, record: Record) -> None:
+        """Create an empty collection, unless another process has just created it."""
         models = self.api
         layout = record.layout
         vectors = self._vector_params(
@@ -302,6 +298,23 @@ class ServerEngine(Engine):
         if self._key:
             text = text.replace(self._key, "***")
         return text[:_MAX_ERROR_CHARACTERS]
+
+
+def _split_url(url: str) -> tuple[SplitResult, str]:
+    """Return the parts of the address of a server, and its host.
+
+    Raises:
+        ArgumentError: for another form, and an address with a key in it.
+    """
+    parts = urlsplit(url) if isinstance(url, str) else urlsplit("")
+    if parts.username or parts.password or parts.query:
+        raise ArgumentError(
+            "url",
+            f"expected an address without a key in it; give that as {KEY_VARIABLE} or api_key.",
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ArgumentError("url", f"expected http://host:6333 or https://host, got {url!r}.")
+    return parts, parts.hostname
 
 
 def _metadata(record: Record) -> dict[str, str]:
