@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from tests.cli.program import run_cli
+from tests.ops.contracts import CONTRACTS
 from tilefold.bench import claims, lsr_head, results, runner
 from tilefold.bench import spec as parts
 from tilefold.bench.runner import BenchRow, RunOptions, run_case
@@ -37,18 +38,7 @@ from tilefold.ops import lsr_head as head
 CPU = torch.device("cpu")
 OPTIONS = RunOptions(CPU, budget=TimeBudget(seconds=0.01, min_reps=2, max_reps=3), memory=False)
 CEILINGS = Ceilings(flops=1e12, bandwidth=1e10)
-CASES = {
-    "lsr_head": [("ragged-2pct", {"B": 3, "S": 17, "D": 24, "V": 301})],
-    "maxsim": [
-        (variant, {"Nq": 3, "Lq": 5, "Nd": 4, "Ld": 12, "D": 16})
-        for variant in ("in-batch", "packed")
-    ],
-    "token_scatter": [("ragged", {"B": 3, "S": 40, "V": 60})],
-    "entmax": [("normal", {"R": 11, "N": 200})],
-    "entmax_attention": [
-        (variant, {"B": 1, "H": 2, "N": 40, "D": 16}) for variant in ("iid", "correlated-causal")
-    ],
-}
+CASES = {contract.name: contract.benchmarks for contract in CONTRACTS if contract.benchmarks}
 
 
 def tiny(op: str, variant: str = "", dtype: str = "float32") -> BenchCase:

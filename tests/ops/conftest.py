@@ -11,8 +11,8 @@ import torch
 
 from tests.kernels import triton_interpreted
 from tests.ops.base import fallback, operator
+from tests.ops.contracts import forget_calls
 from tests.ops.quick_interpreter import quicken
-from tests.ops.samples import forget
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def nothing_remembered() -> Iterator[None]:
     """Operators know no call of an earlier test, and leave none to a later one."""
-    forget()
+    forget_calls()
     yield
-    forget()
+    forget_calls()
 
 
 @pytest.fixture

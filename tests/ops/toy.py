@@ -29,7 +29,9 @@ from tests.ops.base import (
     chosen_impl,
     contiguous,
 )
-from tests.ops.samples import ROOMS
+from tests.ops.contracts import OPERATORS
+from tests.ops.contracts.contract import RepeatedCall
+from tests.ops.samples import Sample
 
 BLOCK = 32
 HALVES = "toy of halves"
@@ -281,4 +283,18 @@ TOY = Operator(
     reads=reads,
     choose=choose,
 )
-ROOMS[TOY.name] = TOY
+OPERATORS[TOY.name] = TOY
+
+
+def repeated(way: str, launches: int) -> RepeatedCall:
+    """A call of the toy, which stands for all operators in what their common base does."""
+    sample = Sample("toy", toy, ((5, 16), (16,)), {"way": way})
+    return RepeatedCall(sample, (launches,), ({}, {"scale": 0.5}, {"scale": 1}))
+
+
+TOY_CALLS = {
+    "the toy": repeated("one launch", 2),
+    "the toy, two launches": repeated("two launches", 3),
+    "the toy, torch between": repeated("torch between", 3),
+}
+TOY_IN_INTERPRETER = ("the toy, two launches",)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tests.ops.matching import assert_entmax_attention_matches
-from tests.ops.samples import same
+from tests.ops.samples import assert_same_bits
 from tests.refusals import refused
 from tilefold.ops import entmax_attention
 from tilefold.testing.entmax_attention import (
@@ -136,7 +136,7 @@ def test_autocast_after_a_call_without_it_and_before_one(target: Target) -> None
         with torch.autocast(kind, dtype=torch.bfloat16):
             narrow = entmax_attention_results(rounded, impl=target.impl)
             cast = entmax_attention_results(inputs, impl=target.impl)
-        same(narrow, plain)
+        assert_same_bits(narrow, plain)
         assert cast["out"].dtype == torch.bfloat16 and torch.equal(cast["out"], plain["out"])
         assert cast["dq"].dtype == torch.float32
         assert torch.equal(entmax_attention_results(inputs, impl=target.impl)["dq"], wide["dq"])

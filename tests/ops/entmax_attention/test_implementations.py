@@ -20,7 +20,7 @@ from tests.kernels import triton_interpreted
 from tests.ops.base import ConfigRow
 from tests.ops.conftest import Target
 from tests.ops.matching import assert_entmax_attention_matches
-from tests.ops.samples import same
+from tests.ops.samples import assert_same_bits
 from tilefold.ops import entmax_attention
 from tilefold.ops.entmax_attention import configs
 from tilefold.testing.entmax_attention import entmax_attention_inputs, entmax_attention_results
@@ -86,7 +86,7 @@ def test_every_option(target: Target, way: None, options: dict[str, Any], n: int
 def test_a_window_wider_than_any_sequence_hides_nothing(target: Target, window: int) -> None:
     inputs = entmax_attention_inputs(1, 1, LENGTHS[1], 16, device=target.device)
     wide = entmax_attention_results(inputs, impl=target.impl, window=window)
-    same(wide, entmax_attention_results(inputs, impl=target.impl))
+    assert_same_bits(wide, entmax_attention_results(inputs, impl=target.impl))
 
 
 @ways(*BLOCKWISE)
@@ -266,7 +266,7 @@ def test_results_repeat_bit_for_bit(target: Target) -> None:
     for n in LENGTHS[: 1 if INTERPRETED else 2]:
         inputs = entmax_attention_inputs(1, 2, n, 16, kv_heads=1, device=target.device)
         runs = [entmax_attention_results(inputs, impl=target.impl, dropout_p=0.2) for _ in range(2)]
-        same(runs[1], runs[0])
+        assert_same_bits(runs[1], runs[0])
 
 
 def test_dropout_drops_the_same_weights_everywhere(target: Target) -> None:

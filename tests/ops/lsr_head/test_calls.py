@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.ops.base import ConfigRow, releases
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import BF16, F16, F32, INTERPRETED, POOLINGS, close, leaves_of
-from tests.ops.samples import same
+from tests.ops.samples import assert_same_bits
 from tests.refusals import refused
 from tilefold.nn import LSRHead
 from tilefold.ops import lsr_head, quantize_weight
@@ -136,7 +136,7 @@ def test_gradients_do_not_depend_on_who_counts(
     expected = lsr_head_results(inputs, needs=("hidden",), impl="triton")
     HEAD.calls.clear()
     monkeypatch.setattr(plans, "MAX_COUNTS_ADDED_IN_KERNEL", 0)
-    same(lsr_head_results(inputs, needs=("hidden",), impl="triton"), expected)
+    assert_same_bits(lsr_head_results(inputs, needs=("hidden",), impl="triton"), expected)
 
 
 @gpu

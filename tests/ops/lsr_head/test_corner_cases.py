@@ -23,7 +23,7 @@ from tests.ops.lsr_head.helpers import (
     within_budget,
 )
 from tests.ops.matching import assert_lsr_head_matches
-from tests.ops.samples import same, saved_for_backward
+from tests.ops.samples import assert_same_bits, saved_for_backward
 from tests.refusals import refused
 from tilefold.ops import lsr_head
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
@@ -73,7 +73,7 @@ def test_two_runs_give_the_same_bits_and_write_every_element(
         )
         expected = lsr_head_results(inputs, pooling=pooling, impl=target.impl)
         with nan_poisoned_empty():
-            same(lsr_head_results(inputs, pooling=pooling, impl=target.impl), expected)
+            assert_same_bits(lsr_head_results(inputs, pooling=pooling, impl=target.impl), expected)
 
 
 @pytest.mark.parametrize(

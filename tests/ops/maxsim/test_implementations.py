@@ -19,7 +19,7 @@ import torch
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tests.ops.maxsim.matching import assert_maxsim_matches, maxsim_results
-from tests.ops.samples import same
+from tests.ops.samples import assert_same_bits
 from tilefold.ops import maxsim
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs
@@ -153,7 +153,7 @@ def test_odd_shapes(target: Target, shape: tuple[int, int, int, int, int], pairi
 def test_results_repeat_to_the_bit(target: Target, pairing: str, options: dict[str, Any]) -> None:
     inputs = maxsim_inputs(*SHAPE, pairing=pairing, layout="holes", device=target.device)
     first, second = (maxsim_results(inputs, impl=target.impl, **options) for _ in range(2))
-    same(second, first)
+    assert_same_bits(second, first)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_nan_is_seen_where_it_is_kept_and_nowhere_else(
     poisoned.queries[inputs.query_mask == 0] = math.nan
     poisoned.documents[inputs.document_mask == 0] = math.nan
     found = maxsim_results(poisoned, impl=target.impl, **options)
-    same(found, maxsim_results(inputs, impl=target.impl, **options))
+    assert_same_bits(found, maxsim_results(inputs, impl=target.impl, **options))
     if isinstance(inputs.pairing, torch.Tensor):
         inputs.pairing[0] = 0  # the first query and the first document keep all their tokens
     poisoned.documents.view(-1, *inputs.documents.shape[-2:])[0, 1, 3] = math.nan

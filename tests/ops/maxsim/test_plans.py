@@ -27,7 +27,7 @@ from tests.ops.conftest import Target
 from tests.ops.launching import combine_kernel, owner_kernel
 from tests.ops.launching import launch as shared_launch
 from tests.ops.maxsim.matching import maxsim_results
-from tests.ops.samples import same
+from tests.ops.samples import assert_same_bits
 from tests.refusals import refused
 from tilefold.ops import maxsim
 from tilefold.ops.maxsim import plans
@@ -193,7 +193,7 @@ def test_kernels_without_tma_follow_where_those_with_it_cannot_be_built(
         warnings.simplefilter("error", FallbackWarning)
         for _ in range(2):
             tried.clear()
-            same(maxsim_results(inputs, impl="triton"), found)
+            assert_same_bits(maxsim_results(inputs, impl="triton"), found)
             assert tried.count("all_pairs_kernel") <= 1, "the plan that failed was kept"
 
 

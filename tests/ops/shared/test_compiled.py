@@ -5,7 +5,6 @@ opcheck.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,117 +14,62 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels import triton_interpreted
-from tests.ops.samples import (
-    LAYOUTS,
-    MASK,
-    OFFSETS,
-    Sample,
-    attend,
-    attention,
-    dout,
-    head,
-    late,
-    paired,
-    quantized_documents,
-    quantized_head,
-    rows,
-    scatter,
-    scattered,
-    searched,
-)
-from tilefold.ops import (
-    QuantizedWeight,
-    lsr_head,
-    maxsim,
-    quantize_tokens,
-    quantize_weight,
-    xtr_scores,
-)
-from tilefold.testing.maxsim import PAIRINGS
+from tests.ops.contracts import cases, listed
+from tests.ops.contracts.contract import GrowingCall
+from tests.ops.samples import Sample, output_gradient
+from tilefold.ops import QuantizedWeight, lsr_head, maxsim, quantize_tokens, quantize_weight
 
 pytestmark = [
     pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter"),
     pytest.mark.usefixtures("fresh_dynamo"),
 ]
-POOLINGS = ("max", "sum", "mean", "cls", "last")
-SCATTERS = [
-    scatter(reduce=reduce, ignore_ids=(2,), **layout)
-    for reduce in ("max", "sum")
-    for _, layout in LAYOUTS
-]
-HEADS = [head(pooling, *shape, **layout) for pooling in POOLINGS for shape, layout in LAYOUTS]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-SMOOTH = {"temperature": 0.5, "reduction": "mean", "normalize": True}
-LATE = {
-    (pairing, layout): [paired(pairing, layout), paired(pairing, layout, **SMOOTH)]
-    for pairing in PAIRINGS
-    for layout in ("full", "holes", "packed")
-}
-LENGTHS = LATE.pop(("index", "packed"))  # whose longest query is a value
-XTR = Sample(
-    "xtr_scores",
-    xtr_scores,
-    ((3, 5, 16), (4, 9, 16)),
-    {"top_k": 7, "document_mask": [[1] * 8 + [0]] * 4},
-)
-CALLS = [
-    rows(),
-    rows((1,)),
-    attention(causal=True),
-    attention(learned=True, key_padding_mask=MASK),
-    XTR,
-]
-CALLS += [*SCATTERS, *HEADS, *(sample for samples in LATE.values() for sample in samples)]
-
-
-def named(sample: Sample) -> str:
-    return f"{sample.name} {[*sample.options]}"
+COMPILED: list[Sample] = list(listed("compiled"))
+OPCHECKED: list[Sample] = [*COMPILED, *listed("opchecked")]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sample", CALLS, ids=named)
+@pytest.mark.parametrize("sample", COMPILED, ids=str)
 def test_a_public_function_compiles_whole_with_gradients(sample: Sample, device: str) -> None:
-    given = sample.given(device)
+    arguments = sample.arguments(device)
 
     def loss(*leaves: Tensor) -> Tensor:
-        scores: Tensor = sample.function(*(2 * leaf for leaf in leaves), **given)
+        scores: Tensor = sample.function(*(2 * leaf for leaf in leaves), **arguments)
         return ((scores + 1) ** 2).sum()
 
-    results = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+    def loss_and_gradients(function: Callable[..., Tensor]) -> list[Tensor | None]:
         leaves = sample.leaves(device)
         with torch.no_grad():
-            alone = function(*leaves)
+            loss_without_gradients = function(*leaves)
         function(*leaves).backward()
-        results.append([alone, *(leaf.grad for leaf in leaves)])
-    torch.testing.assert_close(*results)
+        return [loss_without_gradients, *(leaf.grad for leaf in leaves)]
 
-
-QUANTIZED: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Any]]] = {
-    "lsr_head": (
-        lambda x, weight: lsr_head(x, QuantizedWeight(weight.values, weight.scale)),
-        quantize_weight,
-    ),
-    "maxsim": (maxsim, quantize_tokens),
-}
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(loss_and_gradients(compiled), loss_and_gradients(loss))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_functions_of_quantized_operands_compile_whole(name: str, device: str) -> None:
-    function, quantize = QUANTIZED[name]
-    x, other = torch.randn(3, 16, 32, device=device), torch.randn(40, 32, device=device)
-    operand = quantize(other if name == "lsr_head" else other.view(4, 10, 32))
-    assert torch.equal(
-        torch.compile(function, fullgraph=True, backend="aot_eager")(x, operand),
-        function(x, operand),
-    )
+def test_a_head_with_a_quantized_weight_compiles_whole(device: str) -> None:
+    hidden = torch.randn(3, 16, 32, device=device)
+    quantized = quantize_weight(torch.randn(40, 32, device=device))
+
+    def scores(hidden: Tensor, weight: QuantizedWeight) -> Tensor:
+        return lsr_head(hidden, QuantizedWeight(weight.values, weight.scale))
+
+    compiled = torch.compile(scores, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(hidden, quantized), scores(hidden, quantized))
 
 
-class Seen(TorchDispatchMode):
-    """Calls of this package's operators."""
+@pytest.mark.parametrize("device", DEVICES)
+def test_maxsim_of_quantized_documents_compiles_whole(device: str) -> None:
+    queries = torch.randn(3, 16, 32, device=device)
+    documents = quantize_tokens(torch.randn(4, 10, 32, device=device))
+    compiled = torch.compile(maxsim, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(queries, documents), maxsim(queries, documents))
+
+
+class RecordCalls(TorchDispatchMode):
+    """Records the calls of this package's registered operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,159 +81,107 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def needed_gradients(leaves: int) -> list[list[bool]]:
+    """Return which leaves need a gradient: all, the first, the second."""
+    only_first = [index == 0 for index in range(leaves)]
+    only_second = [index == 1 for index in range(leaves)]
+    return [[True] * leaves, only_first, only_second]
+
+
+def transposed(leaf: Tensor) -> Tensor:
+    """Return a copy whose first dimension has the smallest stride."""
+    return leaf.transpose(0, -1).contiguous().transpose(0, -1).detach()
+
+
+def detached(value: Any, is_backward: bool) -> Any:
+    """Return an argument of an operator without its history; backward needs no gradients."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad and not is_backward)
+
+
 def operator_calls(
     sample: Sample,
     device: str,
-    turned: bool = False,
+    transpose: bool = False,
 ) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Operators that calls of a function make, with a gradient of all leaves, of the first, and of
-    the second.
+    """Return the registered operators that a function calls, with their arguments.
+
+    The function is called with gradients of all leaves, of the first, and of the second.
+
+    Args:
+        sample: The call.
+        device: Where it runs.
+        transpose: Whether the leaves are transposed copies.
     """
-    found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-    count = len(sample.shapes)
-    for needed in ([True] * count, [i == 0 for i in range(count)], [i == 1 for i in range(count)]):
-        leaves = [
-            leaf.detach().requires_grad_(need and not sample.inference)
-            for leaf, need in zip(sample.leaves(device), needed, strict=True)
-        ]
-        if turned:
-            leaves = [
-                x.transpose(0, -1).contiguous().transpose(0, -1).detach().requires_grad_()
-                for x in leaves
-            ]
-        with Seen() as seen:
-            scores = sample.function(*leaves, **sample.given(device))
+    calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+    for needed in needed_gradients(len(sample.shapes)):
+        leaves = [leaf.detach() for leaf in sample.leaves(device)]
+        if transpose:
+            leaves = [transposed(leaf) for leaf in leaves]
+        for leaf, needs_gradient in zip(leaves, needed, strict=True):
+            leaf.requires_grad_(needs_gradient and not sample.inference)
+        with RecordCalls() as recorder:
+            scores = sample.function(*leaves, **sample.arguments(device))
             if scores.requires_grad:
-                scores.backward(dout(scores))
-        for func, args in seen.calls:
-            backward = func._opname.endswith("_backward")
-            plain = [
-                x.detach().requires_grad_(x.requires_grad and not backward)
-                if isinstance(x, Tensor)
-                else x
-                for x in args
-            ]
-            found.setdefault(f"{func} {needed if backward else None}", (func, tuple(plain)))
-    return list(found.values())
-
-
-def counted(*operands: Tensor, **options: Any) -> Tensor:
-    out: Tensor = attend(*operands, return_stats=True, **options)[0]
-    return out
-
-
-HEADS_OF_TWO = ((2, 2, 150, 16),) * 3
-OPERATORS = [*CALLS, *LENGTHS, replace(XTR, options=XTR.options | {"impute": True}, inference=True)]
-OPERATORS += [replace(sample, dtype=torch.float16) for sample in (HEADS[1], SCATTERS[4])]
-OPERATORS += [
-    replace(sample, dtype=torch.bfloat16, inference=True) for sample in (HEADS[2], SCATTERS[5])
-]
-OPERATORS += [
-    Sample("entmax_attention", counted, HEADS_OF_TWO, {"causal": True, "scale": 0.25}),
-    Sample(
-        "entmax_attention",
-        counted,
-        (*HEADS_OF_TWO, (2,)),
-        {"key_padding_mask": [[1, 0] * 75, [0] * 150]},
-    ),
-    attention(cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS),
-    Sample("lsr_head", quantized_head, ((2, 16, 16), (40, 16)), inference=True),
-    Sample("maxsim", quantized_documents, ((3, 5, 16), (4, 9, 16)), inference=True),
-    Sample("sparse_topk", searched, ((2, 7),), inference=True),
-]
+                scores.backward(output_gradient(scores))
+        for func, args in recorder.calls:
+            is_backward = func._opname.endswith("_backward")
+            arguments = tuple(detached(value, is_backward) for value in args)
+            key = f"{func} {needed if is_backward else None}"
+            calls.setdefault(key, (func, arguments))
+    return list(calls.values())
 
 
 def checks_of(args: tuple[Any, ...]) -> tuple[str, ...]:
-    """All, but that of the schema compares inputs by arithmetic that fp8 does not have."""
-    some = ("test_faketensor", "test_aot_dispatch_dynamic")
-    fp8 = any(isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn for x in args)
-    return some if fp8 else (*some, "test_schema", "test_autograd_registration")
+    """Return the checks of ``opcheck``; that of the schema does arithmetic that fp8 lacks."""
+    checks = ("test_faketensor", "test_aot_dispatch_dynamic")
+    for value in args:
+        if isinstance(value, Tensor) and value.dtype == torch.float8_e4m3fn:
+            return checks
+    return (*checks, "test_schema", "test_autograd_registration")
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sample", OPERATORS, ids=named)
+@pytest.mark.parametrize("sample", OPCHECKED, ids=str)
 def test_operators_pass_opcheck(sample: Sample, device: str) -> None:
     calls = operator_calls(sample, device)
     if "lsr_head" in sample.name and not sample.inference:
-        calls += operator_calls(sample, device, turned=True)[:1]
+        calls += operator_calls(sample, device, transpose=True)[:1]
     for func, args in calls:
         torch.library.opcheck(func, args, test_utils=checks_of(args))
 
 
 def test_every_registered_operator_is_checked() -> None:
     names = {str(name).split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
-    seen = {func._schema.name for sample in OPERATORS for func, _ in operator_calls(sample, "cpu")}
-    assert seen == {name for name in names if name.startswith("tilefold::") and "toy" not in name}
+    registered = {name for name in names if name.startswith("tilefold::") and "toy" not in name}
+    called = set()
+    for sample in OPCHECKED:
+        called |= {func._schema.name for func, _ in operator_calls(sample, "cpu")}
+    assert called == registered
 
 
-def holes(count: int, length: int) -> list[list[int]]:
-    return (torch.arange(count * length).view(count, length) % 5).tolist()
+GROWING: dict[str, GrowingCall] = cases("growing")
 
 
-def ends(count: int, length: int) -> list[int]:
-    return [*range(0, count * length + 1, length)]
-
-
-def a_head(pooling: str, packed: bool) -> Callable[[int, int], Sample]:
-    def sample(count: int, length: int) -> Sample:
-        if packed:
-            return head(
-                pooling,
-                count * length,
-                16,
-                logit_scale=0.5,
-                cu_seqlens=ends(count, length),
-            )
-        return head(
-            pooling,
-            count,
-            length,
-            16,
-            logit_scale=0.5,
-            attention_mask=holes(count, length),
-        )
-
-    return sample
-
-
-def a_scatter(count: int, length: int) -> Sample:
-    ids = (torch.arange(count * length).view(count, length) * 7 % 40).tolist()
-    given = {"input_ids": ids, "attention_mask": holes(count, length)}
-    return Sample("token_scatter", scattered, ((count, length),), given)
-
-
-GROWING: dict[str, tuple[Callable[[int, int], Sample], int]] = {
-    **{
-        f"lsr_head, {pooling}, {packed}": (a_head(pooling, packed == "packed"), 2)
-        for pooling in ("max", "mean", "last")
-        for packed in ("padded", "packed")
-    },
-    "maxsim": (lambda n, length: late((n, 4, 16), (n + 1, length, 16)), 2),
-    "maxsim, packed": (
-        lambda n, length: late(
-            (4 * n, 16),
-            (length * n + length, 16),
-            cu_seqlens_q=ends(n, 4),
-            cu_seqlens_d=ends(n + 1, length),
-        ),
-        2,
-    ),
-    "token_scatter": (a_scatter, 1),
-}
+def scores_and_gradients(sample: Sample, function: Callable[..., Tensor]) -> list[Tensor]:
+    """Return the scores by ``function``, and the gradients of their sum."""
+    leaves = sample.leaves("cpu")
+    scores = function(*leaves, **sample.arguments("cpu"))
+    return [scores, *torch.autograd.grad(scores.sum(), leaves)]
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", GROWING)
 def test_batches_of_other_sizes_reuse_one_dynamic_graph(name: str) -> None:
-    make, most = GROWING[name]
+    growing = GROWING[name]
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(make(3, 8).function, fullgraph=True, dynamic=True, backend=counter)
+    function = growing.sample(3, 8).function
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
     for count, length in ((3, 8), (5, 13), (6, 21), (9, 40)):
-        sample = make(count, length)
-        leaves, given = sample.leaves("cpu"), sample.given("cpu")
-        results = []
-        for call in (compiled, sample.function):
-            scores = call(*leaves, **given)
-            results.append([scores, *torch.autograd.grad(scores.sum(), leaves)])
-        torch.testing.assert_close(*results)
-    assert counter.frame_count <= most, f"{counter.frame_count} compilations for four shapes"
+        sample = growing.sample(count, length)
+        expected = scores_and_gradients(sample, function)
+        torch.testing.assert_close(scores_and_gradients(sample, compiled), expected)
+    assert counter.frame_count <= growing.compilations, (
+        f"{counter.frame_count} compilations for four shapes"
+    )

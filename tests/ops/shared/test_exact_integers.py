@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
-from tests.ops.samples import Sample, head, paired
+from tests.ops.contracts import cases
+from tests.ops.samples import Sample
 from tilefold.ops import entmax_attention, lsr_head, maxsim, quantize_tokens, quantize_weight
 from tilefold.ops.maxsim import xtr_scores
 from tilefold.testing import nan_poisoned_empty
@@ -29,36 +30,7 @@ TOKENS = (16, 24, 32, 180, 128) if ON_GPU else (3, 4, 5, 9, 32)  # Nq, Nd, Lq, L
 FP8_TOP, INT8_TOP = 448, 127  # largest numbers, to which the largest entry of a row is scaled
 GROUP = 4  # keys of one score; a weight of 1/4 is exact
 
-SAMPLES = {
-    f"lsr_head {pooling} {activation} {scale}": head(
-        pooling,
-        *HEAD_SHAPE,
-        vocab=VOCABULARY,
-        activation=activation,
-        logit_scale=scale,
-    )
-    for pooling in ("max", "sum", "mean", "last")
-    for activation, scale in (("none", 0.5), ("relu", 1.0))
-}
-SAMPLES["lsr_head max relu screened"] = head(
-    "max",
-    *HEAD_SHAPE,
-    vocab=VOCABULARY,
-    activation="relu",
-    screen=True,
-)
-SAMPLES |= {
-    f"maxsim {pairing} {layout}": paired(pairing, layout, *TOKENS)
-    for pairing, layout in (
-        ("all", "full"),
-        ("all", "packed"),
-        ("aligned", "full"),
-        ("grouped", "holes"),
-        ("index", "packed"),
-    )
-}
-SAMPLES["maxsim of one query"] = paired("all", "full", 1, *TOKENS[1:])
-SAMPLES["maxsim of long queries"] = paired("all", "full", 2, TOKENS[1], 8 * TOKENS[2], *TOKENS[3:])
+SAMPLES: dict[str, Sample] = cases("exact_integers")
 
 
 def integers(shape: tuple[int, ...], target: Target, seed: int) -> Tensor:
@@ -70,20 +42,16 @@ def integers(shape: tuple[int, ...], target: Target, seed: int) -> Tensor:
 def results(
     sample: Sample,
     leaves: list[Tensor],
-    options: dict[str, Any],
-    gradient: Tensor | None,
+    arguments: dict[str, Any],
+    gradient: Tensor,
     impl: str,
 ) -> list[Tensor]:
-    """Output, and the gradients of all leaves where a ``gradient`` of the output is given."""
-    leaves = [leaf.detach().requires_grad_(gradient is not None) for leaf in leaves]
+    """Return the output and the gradients of copies of the leaves."""
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    arguments = arguments | {"impl": impl}
     with nan_poisoned_empty():
-        output = sample.function(*leaves, **options, impl=impl)
-        if gradient is None:
-            return [output]
-        return [
-            output.detach(),
-            *torch.autograd.grad(output, leaves, gradient.to(output.dtype)),
-        ]
+        output = sample.function(*leaves, **arguments)
+        return [output.detach(), *torch.autograd.grad(output, leaves, gradient.to(output.dtype))]
 
 
 def assert_exact(got: list[Tensor], expected: list[Tensor]) -> None:
@@ -103,12 +71,12 @@ def test_results_and_gradients_of_small_integers_are_exact(
     dtype: torch.dtype,
 ) -> None:
     sample = SAMPLES[name]
-    options = sample.given(target.device)
+    arguments = sample.arguments(target.device)
     leaves = [integers(shape, target, seed) for seed, shape in enumerate(sample.shapes)]
-    shape = sample.function(*leaves, **options, impl="reference").shape
+    shape = sample.function(*leaves, **arguments, impl="reference").shape
     gradient = integers(tuple(shape), target, seed=7)
-    expected = results(sample, leaves, options, gradient, "reference")
-    got = results(sample, [leaf.to(dtype) for leaf in leaves], options, gradient, target.impl)
+    expected = results(sample, leaves, arguments, gradient, "reference")
+    got = results(sample, [leaf.to(dtype) for leaf in leaves], arguments, gradient, target.impl)
     assert_exact(got, expected)
 
 

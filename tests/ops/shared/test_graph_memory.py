@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -21,8 +22,9 @@ pytest.importorskip("triton", reason="the launcher needs triton")
 from triton.errors import TritonError
 
 from tests.ops.base import KernelUnavailableError, internals
+from tests.ops.contracts import listed
 from tests.ops.launching import launch
-from tests.ops.samples import Sample, attend, entmax_rows, head, late, scattered
+from tests.ops.samples import Sample
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -72,7 +74,7 @@ LAUNCH_FAULTS = [
 
 @pytest.mark.parametrize("when", ["built", "launched"])
 @pytest.mark.parametrize("fault", [*BUILD_FAULTS, *LAUNCH_FAULTS], ids=str)
-def test_a_failed_build_is_named_and_not_tried_again_and_no_launch_that_goes_wrong_is_mistaken_for_one(
+def test_a_failed_build_is_named_and_not_tried_again_unlike_a_failed_launch(
     monkeypatch: pytest.MonkeyPatch,
     fault: Exception,
     when: str,
@@ -118,69 +120,44 @@ def test_every_operator_is_captured_with_the_allocator_of_the_driver(when: str) 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def operators() -> list[Sample]:
-    bf16, offsets = torch.bfloat16, [0, 33, 40, 66]
-    pools = [
-        head(pooling, 3, 33, 64, vocab=257, dtype=bf16) for pooling in ("max", "sum", "mean", "cls")
-    ]
-    pools += [
-        head(pooling, 66, 64, vocab=257, dtype=bf16, cu_seqlens=offsets)
-        for pooling in ("max", "sum")
-    ]
-    scores = [
-        late((3, 33, 64), (5, 41, 64), bf16, **kind)
-        for kind in ({}, {"temperature": 0.5}, {"normalize": True})
-    ]
-    packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_k": 33}
-    attentions = [Sample("entmax_attention", attend, ((3, 33, 2, 32),) * 3, {}, bf16)]
-    attentions += [Sample("entmax_attention", attend, ((66, 2, 32),) * 3, packed, bf16)]
-    ids = {"input_ids": (torch.arange(99) * 7 % 257).view(3, 33).tolist(), "vocab_size": 257}
-    scatters = [
-        Sample("token_scatter", scattered, ((3, 33),), ids | {"reduce": each}, bf16)
-        for each in ("max", "sum")
-    ]
-    return [
-        *pools,
-        *scores,
-        *attentions,
-        Sample("entmax", entmax_rows, ((7, 100),), {}, bf16),
-        *scatters,
-    ]
+def captured_step(sample: Sample, when: str) -> None:
+    """Capture a call and its gradients, and compare what replays compute with a call.
+
+    Args:
+        sample: The call.
+        when: ``"first"`` captures the first call of this process, ``"warm"`` a repeated one.
+    """
+    leaves, arguments = sample.leaves("cuda"), sample.arguments("cuda")
+
+    def step() -> list[Tensor]:
+        scores = sample.function(*leaves, **arguments, impl="triton")
+        return [scores.detach(), *torch.autograd.grad(scores.float().sin().sum(), leaves)]
+
+    stream = torch.cuda.Stream()
+    square = torch.ones(2, 2, device="cuda", requires_grad=True)
+    with torch.cuda.stream(stream):
+        # Torch's own products cannot make their workspaces, of each thread and stream, under
+        # capture.
+        torch.autograd.grad((square @ square).sum(), square)
+        for _ in range(3 if when == "warm" else 0):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    for tensor, expected in zip(captured, step(), strict=True):
+        assert torch.equal(tensor, expected), sample
 
 
 def main(when: str) -> None:
-    """Capture each operator, forward and backward, and compare what the replayed graph computes
-    with a call.
-    """
+    """Capture every operator, forward and backward."""
     assert torch.cuda.get_allocator_backend() == "cudaMallocAsync"
-    for sample in operators():
-        inputs, options = sample.leaves("cuda"), sample.given("cuda")
-
-        def step(
-            sample: Sample = sample,
-            inputs: list[Tensor] = inputs,
-            options: Any = options,
-        ) -> list[Tensor]:
-            scores = sample.function(*inputs, **options, impl="triton")
-            return [scores.detach(), *torch.autograd.grad(scores.float().sin().sum(), inputs)]
-
-        stream, square = torch.cuda.Stream(), torch.ones(2, 2, device="cuda", requires_grad=True)
-        with torch.cuda.stream(stream):
-            # torch's own products cannot make their workspaces, of each thread and stream, under
-            # capture
-            torch.autograd.grad((square @ square).sum(), square)
-            for _ in range(3 if when == "warm" else 0):
-                step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            found = step()
-        for _ in range(2):
-            graph.replay()
-        torch.cuda.synchronize()
-        for tensor, expected in zip(found, step(), strict=True):
-            assert torch.equal(tensor, expected), sample
-        del found, tensor, graph  # nothing of a graph may be freed while the next one is captured
+    for sample in listed("captured"):
+        captured_step(sample, when)
+        gc.collect()  # nothing of a graph may be freed while the next one is captured
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
-"""Strides, the dtypes of masks, ids and offsets, and values of masked tokens change no result of an
-operator.
-"""
+"""Strides, dtypes of masks, ids and offsets, and masked values change no result of an operator."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -14,42 +11,37 @@ from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
-from tests.ops.samples import LAYOUTS, MASK, OFFSETS, Sample, attention, dout, head, paired, scatter
+from tests.ops.contracts import CONTRACTS, cases
+from tests.ops.samples import Sample, output_gradient
 from tilefold.testing import nan_poisoned_empty
-from tilefold.testing.maxsim import PAIRINGS
 
 INTERPRETED = triton_interpreted()
 STYLES = ("transposed", "sliced", "offset", "expanded")
-SAMPLES = {
-    f"lsr_head {pooling} {[*place]}": head(pooling, *shape, **place)
-    for pooling, (shape, place) in itertools.product(("max", "sum", "cls", "last"), LAYOUTS)
+SAMPLES: dict[str, Sample] = cases("strided")
+TOLERANCES = {contract.name: contract.tolerance for contract in CONTRACTS}
+WITH_INTEGERS: dict[str, Sample] = {
+    name: sample
+    for name, sample in (SAMPLES | cases("masked")).items()
+    if any(isinstance(value, list) for value in sample.options.values())
 }
-SAMPLES |= {
-    f"token_scatter {reduce} {[*place]}": scatter(reduce=reduce, ignore_ids=(0,), **place)
-    for reduce, (_, place) in itertools.product(("max", "sum"), LAYOUTS)
-}
-SAMPLES |= {f"maxsim {pairing}": paired(pairing, "holes", 3, 2, 5, 21, 24) for pairing in PAIRINGS}
-TOLERANCE = {"lsr_head": 1e-6, "maxsim": 1e-5, "token_scatter": 0.0}  # sums in another order
+MASKED_TOLERANCES: dict[str, float] = cases("masked_tolerance")
 
 
 def results(
     sample: Sample,
     target: Target,
     leaves: list[Tensor],
-    given: dict[str, Any],
-    grad: Tensor | None = None,
+    arguments: dict[str, Any],
+    gradient: Tensor | None = None,
 ) -> list[Tensor]:
+    """Return the output and the gradients of copies of the leaves, by the target's kernels."""
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     with nan_poisoned_empty():
-        scores = sample.function(*leaves, **given, impl=target.impl)
-        return [
-            scores.detach(),
-            *torch.autograd.grad(scores, leaves, dout(scores) if grad is None else grad),
-        ]
+        return sample.results(leaves, arguments | {"impl": target.impl}, gradient)
 
 
 def strided(tensor: Tensor, style: str) -> Tensor:
-    """A view with the values of ``tensor``, or with its first row alone, and other strides."""
+    """Return a view of other strides, with the values of ``tensor`` or of its first row."""
     if style == "expanded":
         return tensor[:1].expand(tensor.shape) if tensor.is_floating_point() else tensor
     if style == "transposed":
@@ -66,76 +58,71 @@ def strided(tensor: Tensor, style: str) -> Tensor:
 def test_strides_do_not_matter(target: Target, name: str, style: str) -> None:
     sample = SAMPLES[name]
     leaves = [strided(leaf.detach(), style) for leaf in sample.leaves(target.device)]
-    given = sample.given(target.device)
-    plain = [leaf.contiguous() for leaf in leaves]
-    grad = strided(dout(sample.function(*plain, **given, impl="reference")), style)
-    expected = results(sample, target, plain, given, grad.contiguous())
-    integers = {option for option in given if option.endswith("mask") or option == "input_ids"}
-    found = results(
-        sample,
-        target,
-        leaves,
-        given | {each: strided(given[each], style) for each in integers},
-        grad,
-    )
+    contiguous_leaves = [leaf.contiguous() for leaf in leaves]
+    arguments = sample.arguments(target.device)
+    strided_arguments = dict(arguments)
+    for option, value in arguments.items():
+        if option.endswith("mask") or option == "input_ids":
+            strided_arguments[option] = strided(value, style)
+    output = sample.function(*contiguous_leaves, **arguments, impl="reference")
+    gradient = strided(output_gradient(output), style)
     torch.testing.assert_close(
-        found,
-        expected,
-        rtol=TOLERANCE[sample.name],
-        atol=TOLERANCE[sample.name],
+        results(sample, target, leaves, strided_arguments, gradient),
+        results(sample, target, contiguous_leaves, arguments, gradient.contiguous()),
+        rtol=TOLERANCES[sample.name],
+        atol=TOLERANCES[sample.name],
     )
 
 
-KEYS = {
-    f"entmax_attention {[*place]}": attention(**place)
-    for place in ({"key_padding_mask": MASK}, {"cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS})
-}
-OTHERS = (
-    (torch.bool, torch.int8)
-    if INTERPRETED
-    else (torch.bool, torch.uint8, torch.int8, torch.int32, torch.float16)
-)
+MASK_DTYPES = [torch.bool, torch.int8]
+if not INTERPRETED:
+    MASK_DTYPES += [torch.uint8, torch.int32, torch.float16]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name, each in (SAMPLES | KEYS).items() if {"pooling"} != {*each.options}],
-)
+def other_masks(mask: Tensor) -> list[Tensor]:
+    """Return masks that mean the same, in other dtypes and with other numbers than one."""
+    masks = []
+    for dtype in MASK_DTYPES:
+        factor = -3 if dtype.is_signed else 2
+        masks.append(strided((mask * factor).to(dtype), "transposed"))
+    return masks
+
+
+def other_integers(integers: Tensor) -> list[Tensor]:
+    return [strided(integers.to(dtype), "sliced") for dtype in (torch.int32, torch.int64)]
+
+
+@pytest.mark.parametrize("name", WITH_INTEGERS)
 def test_masks_of_every_dtype_and_integers_of_both_mean_the_same(target: Target, name: str) -> None:
-    sample = (SAMPLES | KEYS)[name]
-    leaves, given = sample.leaves(target.device), sample.given(target.device)
-    expected = results(sample, target, leaves, given)
-    for option, value in given.items():
-        for kind in (
-            ()
-            if not isinstance(value, Tensor)
-            else OTHERS
-            if "mask" in option
-            else (torch.int32, torch.int64)
-        ):
-            other = value * (-3 if kind.is_signed else 2) if "mask" in option else value
-            other = strided(other.to(kind), "transposed" if "mask" in option else "sliced")
-            found = results(sample, target, leaves, given | {option: other})
-            # a mask of another dtype is compiled to sums in another order
-            tolerance = 1e-6 if name.startswith("lsr_head sum") else 0.0
-            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    sample = WITH_INTEGERS[name]
+    leaves, arguments = sample.leaves(target.device), sample.arguments(target.device)
+    expected = results(sample, target, leaves, arguments)
+    tolerance = MASKED_TOLERANCES.get(name, 0.0)
+    for option, value in arguments.items():
+        if not isinstance(value, Tensor):
+            continue
+        replacements = other_masks(value) if "mask" in option else other_integers(value)
+        for replacement in replacements:
+            replaced = results(sample, target, leaves, arguments | {option: replacement})
+            torch.testing.assert_close(replaced, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("value", "nowhere"), [(math.nan, -5), (math.inf, 2**40)])
+@pytest.mark.parametrize(("value", "token_id"), [(math.nan, -5), (math.inf, 2**40)])
 @pytest.mark.parametrize("name", [name for name in SAMPLES if "attention_mask" in name])
-def test_what_a_masked_token_holds_reaches_nothing(
+def test_values_and_ids_of_masked_tokens_change_nothing(
     target: Target,
     name: str,
     value: float,
-    nowhere: int,
+    token_id: int,
 ) -> None:
     sample = SAMPLES[name]
-    leaves, given = sample.leaves(target.device), sample.given(target.device)
-    expected = results(sample, target, leaves, given)
-    masked = given["attention_mask"] == 0
-    if "input_ids" in given:
-        given["input_ids"] = given["input_ids"].masked_fill(masked, nowhere)
+    leaves, arguments = sample.leaves(target.device), sample.arguments(target.device)
+    expected = results(sample, target, leaves, arguments)
+    masked = arguments["attention_mask"] == 0
+    if "input_ids" in arguments:
+        arguments["input_ids"] = arguments["input_ids"].masked_fill(masked, token_id)
     masked = masked.view(*masked.shape, *[1] * (leaves[0].dim() - 2))
-    found = results(sample, target, [leaves[0].masked_fill(masked, value), *leaves[1:]], given)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert not found[1].masked_select(masked).any()
+    changed_leaves = [leaves[0].masked_fill(masked, value), *leaves[1:]]
+    changed = results(sample, target, changed_leaves, arguments)
+    torch.testing.assert_close(changed, expected, rtol=0, atol=0)
+    assert not changed[1].masked_select(masked).any()

@@ -1,6 +1,4 @@
-"""The kernels of every operator on the CPU, in Triton's interpreter; launches' contracts are for
-two workers.
-"""
+"""The kernels of every operator on the CPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,58 +12,35 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import NEEDS_INTERPRETER, release
+from tests.ops.contracts import CONTRACTS
+from tests.ops.contracts.contract import OperatorContract
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = NEEDS_INTERPRETER
-# files, and the tests of theirs that must pass at least
-RUNS: dict[str, tuple[list[str], int]] = {
-    "entmax": (
-        [
-            *(
-                f"entmax_attention/test_{name}.py"
-                for name in ("implementations", "corner_cases", "calls")
-            ),
-            "entmax/test_rows.py",
-        ],
-        125,
-    ),
-    "lsr_head": (
-        [
-            *(
-                f"lsr_head/test_{name}.py"
-                for name in (
-                    "calls",
-                    "corner_cases",
-                    "implementations",
-                    "quantized",
-                    "screen_kernels",
-                    "sparse",
-                )
-            ),
-            "test_properties.py",
-        ],
-        278,
-    ),
-    "maxsim": (
-        [
-            f"maxsim/test_{name}.py"
-            for name in ("implementations", "properties", "quantized", "xtr", "plans")
-        ],
-        120,
-    ),
-    "sparse_search": (["sparse_search/test_sparse_search.py"], 8),
-    "token_scatter": (["token_scatter/test_implementations.py", "shared/test_inputs.py"], 183),
-    "the toy": (["shared/test_operator.py"], 13),
-    "kernels that cannot be built": (["shared/test_unavailable_kernels.py"], 139),
+# Test files, and how many of their tests must pass at least.
+SHARED_RUNS = {
+    "inputs of operators": (("shared/test_inputs.py",), 76),
+    "the toy": (("shared/test_operator.py",), 13),
+    "kernels that cannot be built": (("shared/test_unavailable_kernels.py",), 139),
 }
+RUNS = SHARED_RUNS | {
+    contract.name: (contract.interpreted_files, contract.interpreted_least)
+    for contract in CONTRACTS
+}
+
+# Tests of `test_launches.py` for every repeated call, and for every selected one. One of the
+# latter needs hooks that are chains.
+TESTS_OF_EVERY_CALL = 3
 HOOKS_ARE_CHAINS = release() >= (3, 5)
-# per entry of the contract's table, and of its sample; one of those needs hooks that are chains
-TESTS, SAMPLED = 3, 9 + HOOKS_ARE_CHAINS
+TESTS_OF_SELECTED_CALLS = 10 + HOOKS_ARE_CHAINS
+TOY_CALLS, SELECTED_TOY_CALLS = 3, 1
+SLOW_TO_INTERPRET = ("maxsim", "entmax_attention")
 
 
 def assert_pass_interpreted(names: Iterable[str], least: int, *arguments: str) -> None:
-    """The files of ``tests/ops`` pass in one process, since starting one takes seconds, and
-    ``least`` tests or more.
+    """Run files of ``tests/ops`` in one process; ``least`` tests or more must pass.
+
+    One process for several files, since starting one takes seconds.
     """
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
@@ -91,23 +66,31 @@ def assert_pass_interpreted(names: Iterable[str], least: int, *arguments: str) -
     assert passed and int(passed[1]) >= least, f"too few tests ran: {output[-500:]}"
 
 
+def launch_tests(contracts: Iterable[OperatorContract]) -> int:
+    """Return how many tests of `test_launches.py` the calls of these contracts take part in."""
+    tests = 0
+    for contract in contracts:
+        tests += TESTS_OF_EVERY_CALL * len(contract.repeated)
+        tests += TESTS_OF_SELECTED_CALLS * len(contract.repeated_in_interpreter)
+    return tests
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_interpreted_kernels_pass(run: str) -> None:
-    assert_pass_interpreted(*RUNS[run])
+    files, least = RUNS[run]
+    assert_pass_interpreted(files, least)
 
 
-@pytest.mark.parametrize(
-    ("operators", "entries", "sampled"),
-    [("not (maxsim or entmax_attention)", 15, 3), ("maxsim or entmax_attention", 9, 2)],
-)
-def test_the_contract_of_repeated_launches_holds(
-    operators: str,
-    entries: int,
-    sampled: int,
-) -> None:
-    assert_pass_interpreted(
-        ["shared/test_launches.py"],
-        TESTS * entries + SAMPLED * sampled,
-        "-k",
-        operators,
-    )
+def test_repeated_launches_of_operators_that_are_slow_to_interpret() -> None:
+    """A test of its own, so that two workers share the work."""
+    contracts = [contract for contract in CONTRACTS if contract.name in SLOW_TO_INTERPRET]
+    expression = " or ".join(SLOW_TO_INTERPRET)
+    assert_pass_interpreted(["shared/test_launches.py"], launch_tests(contracts), "-k", expression)
+
+
+def test_repeated_launches_of_other_operators() -> None:
+    contracts = [contract for contract in CONTRACTS if contract.name not in SLOW_TO_INTERPRET]
+    expression = f"not ({' or '.join(SLOW_TO_INTERPRET)})"
+    least = launch_tests(contracts)
+    least += TESTS_OF_EVERY_CALL * TOY_CALLS + TESTS_OF_SELECTED_CALLS * SELECTED_TOY_CALLS
+    assert_pass_interpreted(["shared/test_launches.py"], least, "-k", expression)

@@ -19,7 +19,7 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.kernels import triton_interpreted
-from tests.ops.samples import Sample, dout
+from tests.ops.samples import Sample, output_gradient
 from tests.processes import ROOT, environment
 
 make_device = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
@@ -99,14 +99,14 @@ def copy(source: Tensor, target: Elsewhere, non_blocking: bool = False) -> Tenso
 
 def results(sample: Sample, device: str) -> list[Tensor]:
     leaves = sample.leaves(device)
-    scores = sample.function(*leaves, **sample.given(device))
+    scores = sample.function(*leaves, **sample.arguments(device))
     assert scores.device.type == device, sample
-    gradient = dout(scores.detach().cpu()).to(device)
+    gradient = output_gradient(scores.detach().cpu()).to(device)
     return [x.detach().cpu() for x in (scores, *torch.autograd.grad(scores, leaves, gradient))]
 
 
 def main() -> None:
-    from tests.ops.shared.test_compiled import CALLS, LENGTHS
+    from tests.ops.contracts import listed
 
     make_device("elsewhere")
     library, aten = torch.library.Library("aten", "IMPL"), torch.ops.aten
@@ -124,9 +124,9 @@ def main() -> None:
             "PrivateUse1",
         )
     library.impl("_copy_from", copy, "PrivateUse1")
-    for sample in [*CALLS, *LENGTHS]:
-        found, expected = results(sample, "elsewhere"), results(sample, "cpu")
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), sample
+    for sample in [*listed("compiled"), *listed("elsewhere")]:
+        pairs = zip(results(sample, "elsewhere"), results(sample, "cpu"), strict=True)
+        assert all(torch.equal(result, expected) for result, expected in pairs), sample
     sys.stdout.write("same bits\n")
     sys.stdout.flush()
     os._exit(0)  # threads of such a device are not ended

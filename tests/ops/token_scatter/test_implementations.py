@@ -21,7 +21,7 @@ from tests.ops.matching import (
     token_scatter_results,
     token_scatter_truth,
 )
-from tests.ops.samples import same
+from tests.ops.samples import assert_same_bits
 from tilefold.ops import token_scatter, token_scatter_sparse
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.padding import LAYOUTS
@@ -138,7 +138,7 @@ def test_whole_numbers_with_ties_agree_in_every_bit_with_the_reference(
             activation=activation,
             impl=target.impl,
         )
-        same(
+        assert_same_bits(
             found,
             token_scatter_results(inputs, reduce=reduce, activation=activation, impl="reference"),
         )
@@ -157,7 +157,7 @@ def test_two_runs_give_the_same_bits_and_write_every_element(
     inputs = token_scatter_inputs(*shape, layout=layout, dtype=dtype, device=target.device)
     first = token_scatter_results(inputs, reduce=reduce, impl=target.impl)
     with nan_poisoned_empty():
-        same(token_scatter_results(inputs, reduce=reduce, impl=target.impl), first)
+        assert_same_bits(token_scatter_results(inputs, reduce=reduce, impl=target.impl), first)
 
 
 @pytest.mark.parametrize(
