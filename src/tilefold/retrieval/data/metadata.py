@@ -36,8 +36,10 @@ FILE = "metadata.parquet"
 # Kind of a value -> its Arrow type.
 _KINDS = {"text": "string", "integer": "int64", "float": "float64", "boolean": "bool_"}
 _NUMBERS = ("integer", "float")
-_LONGEST_TEXT = 1000  # characters
-_LONGEST_LIST = 100  # values
+# Characters of a text, and values of a list, that an index stores at most.
+_LONGEST_TEXT = 1000
+_LONGEST_LIST = 100
+# A path to a field is names, such as by, "a name" or authors[], with dots between them.
 _STEP = r'(?:[\w-]+|"[^"]+")(?:\[\d*\])*'
 _FIELD = re.compile(rf"{_STEP}(?:\.{_STEP})*")
 _CONDITION = re.compile(rf"\s*({_FIELD.pattern})\s*(!=|>=|<=|=|>|<)(.*)", re.DOTALL)
@@ -46,36 +48,50 @@ _BOUNDS = {">": "gt", ">=": "gte", "<": "lt", "<=": "lte"}
 _FORMS = "lang=de, lang=de,en, lang!=de, year>=2000 or lang=null"
 
 Mask = npt.NDArray[np.bool_]
-Fields = Mapping[str, object]  # of a document
-# Values of which a field must have one, none for a document without the field; or bounds.
-Wanted = list[object] | dict[str, Number]
+# Fields of a document and their values.
+Fields = Mapping[str, object]
+# Condition on a field: the values of which it must have one, or the bounds of its numbers. An empty
+# list is the condition of a document without the field.
+Condition = list[object] | dict[str, Number]
 
 
-def check_field(name: object, what: str) -> None:
+def check_field(name: object, argument: str) -> None:
     """Raise ``ValueError`` unless a name is a path to a field.
 
     Args:
         name: the path, such as ``by.name``.
-        what: the argument, for the error.
+        argument: the argument, for the error.
     """
     if not isinstance(name, str) or not _FIELD.fullmatch(name):
-        form = 'names of fields, with quotes ("a name") around what holds more than letters, digits, - and _'
         raise ValueError(
-            f"{what}: expected {form}, got {name!r}. A dot reaches into an object, [] into a list.",
+            f'{argument}: expected names of fields, with quotes ("a name") around what holds more '
+            f"than letters, digits, - and _, got {name!r}. A dot reaches into an object, [] into a "
+            "list.",
         )
 
 
 @dataclass(frozen=True)
 class Filter:
-    """A condition on the metadata of documents: all of `must` and none of `must_not`.
+    """Conditions on the metadata of documents.
 
-    Both are field -> a text, integer or boolean, also of numpy; a list of texts or of integers, of which one must
-    be there; a range such as ``{"gte": 2000, "lt": 2010}``; or None, for documents without the
-    field. Numbers are compared by value, whatever their type: 5 matches 5.0, and 2^53 + 1 does not
-    match 2^53. A field that is a list itself matches with any of its values. ``"by.name"`` is a
-    field in an object, and ``'"a name"'`` one that holds more than letters, digits, ``-`` and
-    ``_``. An object has no value to match, but it is a field. No condition, or one of another form,
-    is a ``ValueError``.
+    The value of a condition has one of these forms:
+
+    * A text, an integer or a boolean, which may be numpy's. The field must equal it.
+    * A list of texts or of integers. The field must equal one of them.
+    * A range such as ``{"gte": 2000, "lt": 2010}``.
+    * None, for documents without the field.
+
+    Numbers are compared by value, whatever their type: 5 matches 5.0, and 2^53 + 1 does not match
+    2^53. A field that is a list matches if any of its values does. ``"by.name"`` is a field in an
+    object. A name with more than letters, digits, ``-`` and ``_`` is in quotes (``'"a name"'``). An
+    object is a field, but has no value to match.
+
+    Attributes:
+        must: field -> value. A document must meet all of these conditions.
+        must_not: field -> value. A document may meet none of these conditions.
+
+    Raises:
+        ValueError: without any condition, or for a condition of another form.
     """
 
     must: Fields = field(default_factory=dict)
@@ -90,14 +106,14 @@ class Filter:
                 "expected at least one condition, got an empty filter. Leave it out to search all.",
             )
 
-    def conditions(self) -> tuple[list[tuple[str, Wanted]], ...]:
-        """Return the checked conditions of `must`, and those of `must_not`.
+    def conditions(self) -> tuple[list[tuple[str, Condition]], ...]:
+        """Check the conditions.
 
-        A condition is a field with the values of which one must be there, an empty list for a
-        document without the field, or bounds.
+        Returns:
+            Fields and conditions of `must`, and of `must_not`.
         """
-        must = [(name, _wanted(name, value)) for name, value in self.must.items()]
-        must_not = [(name, _wanted(name, value)) for name, value in self.must_not.items()]
+        must = [(name, _parse_condition(name, value)) for name, value in self.must.items()]
+        must_not = [(name, _parse_condition(name, value)) for name, value in self.must_not.items()]
         return must, must_not
 
     @classmethod
@@ -145,9 +161,8 @@ class Filter:
                 if not both_ranges or not value.keys().isdisjoint(fields[name]):
                     raise ArgumentError(
                         "where",
-                        f"expected one condition for {name!r}, got {text!r} too. Join "
-                        "values "
-                        "by commas.",
+                        f"expected one condition for {name!r}, got {text!r} too. Join values by "
+                        "commas.",
                     )
                 value.update(fields[name])
             fields[name] = value
@@ -220,7 +235,7 @@ def _without_numpy(value: object) -> object:
     return value
 
 
-def _wanted(name: str, value: object) -> Wanted:
+def _parse_condition(name: str, value: object) -> Condition:
     """Check the value of a condition.
 
     Args:
@@ -228,7 +243,7 @@ def _wanted(name: str, value: object) -> Wanted:
         value: a text, integer, boolean, list of texts or of integers, range or None.
 
     Returns:
-        The values of which the field must have one, bounds, or an empty list for no field.
+        The condition.
 
     Raises:
         ValueError: for another value.
@@ -416,12 +431,14 @@ def paths_of(name: str, known_paths: Iterable[str]) -> list[str]:
     return [path for path in known_paths if path == name or path.startswith(inside)]
 
 
-def comparable_kinds(name: str, wanted: Wanted, kinds: Mapping[str, Sequence[str]]) -> list[str]:
+def comparable_kinds(
+    name: str, condition: Condition, kinds: Mapping[str, Sequence[str]]
+) -> list[str]:
     """Return the kinds of a field's values that a condition can match.
 
     Args:
         name: the field.
-        wanted: values of which the field must have one, or bounds.
+        condition: on the field; not an empty list.
         kinds: field -> kinds of its values, of all documents.
 
     Raises:
@@ -429,11 +446,11 @@ def comparable_kinds(name: str, wanted: Wanted, kinds: Mapping[str, Sequence[str
     """
     if name not in kinds:
         raise _unknown_field(name, kinds)
-    wanted_kind = "float" if isinstance(wanted, dict) else _kind(wanted[0])
-    comparable = _NUMBERS if wanted_kind in _NUMBERS else (wanted_kind,)
+    value_kind = "float" if isinstance(condition, dict) else _kind(condition[0])
+    comparable = _NUMBERS if value_kind in _NUMBERS else (value_kind,)
     compared_kinds = [kind for kind in kinds[name] if kind in comparable]
     if not compared_kinds:
-        got = "a range" if isinstance(wanted, dict) else f"{wanted[0]!r} ({wanted_kind})"
+        got = "a range" if isinstance(condition, dict) else f"{condition[0]!r} ({value_kind})"
         raise ArgumentError(
             "where",
             f"expected a value of {name!r}, which is {' or '.join(kinds[name])}, got {got}.",
@@ -443,20 +460,20 @@ def comparable_kinds(name: str, wanted: Wanted, kinds: Mapping[str, Sequence[str
 
 def check_condition(
     name: str,
-    wanted: Wanted,
+    condition: Condition,
     kinds: Mapping[str, Sequence[str]] | None,
 ) -> None:
     """Raise ``ValueError`` for a field, or a kind of values, that no document has.
 
     Args:
         name: the field.
-        wanted: what :meth:`Filter.conditions` returns for it.
+        condition: on the field.
         kinds: field -> kinds of its values, of all documents; None if they are unknown.
     """
     if kinds is None:
         return
-    if wanted:
-        comparable_kinds(name, wanted, kinds)
+    if condition:
+        comparable_kinds(name, condition, kinds)
     elif not paths_of(name, kinds):
         raise _unknown_field(name, kinds)
 
@@ -465,8 +482,10 @@ def _unknown_field(name: str, kinds: Mapping[str, Sequence[str]]) -> ValueError:
     """Return the error for a field that no document has."""
     if not kinds:
         return no_metadata_error()
-    known = ", ".join(f"{path} ({' or '.join(of_path)})" for path, of_path in kinds.items())
-    return ArgumentError("where", f"expected a field of the index, {known}; got {name!r}.")
+    fields = ", ".join(
+        f"{path} ({' or '.join(field_kinds)})" for path, field_kinds in kinds.items()
+    )
+    return ArgumentError("where", f"expected a field of the index, {fields}; got {name!r}.")
 
 
 def no_metadata_error() -> ValueError:
@@ -478,7 +497,7 @@ def no_metadata_error() -> ValueError:
     )
 
 
-def _matching(column: Any, kind: str, wanted: Wanted) -> Mask:
+def _matching(column: Any, kind: str, condition: Condition) -> Mask:
     """Compare the values of a column with the values or bounds of a condition.
 
     Numbers are compared exactly: an integer is not rounded to a float, or the other way round.
@@ -486,31 +505,31 @@ def _matching(column: Any, kind: str, wanted: Wanted) -> Mask:
     Args:
         column: Arrow array ``[rows]``.
         kind: kind of its values.
-        wanted: values of which one must be equal, or bounds.
+        condition: on the values; not an empty list.
 
     Returns:
         bool ``[rows]``.
     """
     if kind not in _NUMBERS:
-        is_equal = _arrow(".compute").is_in(column, _arrow().array(wanted, column.type))
+        is_equal = _arrow(".compute").is_in(column, _arrow().array(condition, column.type))
         mask: Mask = is_equal.to_numpy(zero_copy_only=False)
         return mask
     numbers = column.to_numpy()
     low: float
     high: float
-    if isinstance(wanted, dict):
+    if isinstance(condition, dict):
         if kind == "float":
-            low, high = floats_within(wanted)
+            low, high = floats_within(condition)
         else:
-            integers = integers_within(wanted)
+            integers = integers_within(condition)
             if not integers:
                 return np.zeros(len(numbers), bool)
             low, high = integers[0], integers[-1]
         within: Mask = (numbers >= low) & (numbers <= high)
         return within
     if kind == "integer":
-        return np.isin(numbers, np.array(wanted, np.int64))
-    integral: list[Any] = wanted
+        return np.isin(numbers, np.array(condition, np.int64))
+    integral: list[Any] = condition
     exact_floats = [float(number) for number in integral if float(number) == number]
     return np.isin(numbers, np.array(exact_floats, np.float64))
 
@@ -591,11 +610,11 @@ class Metadata:
             matching &= ~self._documents_with(name, values)
         return matching
 
-    def _documents_with(self, name: str, wanted: Wanted) -> Mask:
+    def _documents_with(self, name: str, condition: Condition) -> Mask:
         """Return which documents meet a condition of :meth:`Filter.conditions`, bool ``[N]``."""
-        if not wanted:
+        if not condition:
             return ~self._mask_of(self._documents_having(name))
-        return self._mask_of(self._documents_matching(name, wanted))
+        return self._mask_of(self._documents_matching(name, condition))
 
     def _mask_of(self, documents: npt.NDArray[np.int64]) -> Mask:
         """Return bool ``[N]`` that is true for the rows of some documents."""
@@ -610,18 +629,18 @@ class Metadata:
             raise _unknown_field(name, self.kinds)
         return np.concatenate([self._rows_of(path)["document"].to_numpy() for path in paths])
 
-    def _documents_matching(self, name: str, wanted: Wanted) -> npt.NDArray[np.int64]:
+    def _documents_matching(self, name: str, condition: Condition) -> npt.NDArray[np.int64]:
         """Return the rows of documents that have one of some values, or a number within bounds.
 
         Raises:
             ValueError: for an unknown field, or a field without values of this kind.
         """
-        compared_kinds = comparable_kinds(name, wanted, self.kinds)
+        compared_kinds = comparable_kinds(name, condition, self.kinds)
         field_rows = self._rows_of(name)
         documents = []
         for kind in compared_kinds:
             rows = field_rows.filter(field_rows[kind].is_valid())
-            matches = _matching(rows[kind], kind, wanted)
+            matches = _matching(rows[kind], kind, condition)
             documents.append(rows["document"].to_numpy()[matches])
         return np.concatenate(documents)
 
@@ -706,12 +725,12 @@ def allowed_by(metadata: Metadata | None, where: Where, allowed: Mask | None = N
     Raises:
         ValueError: for a filter, where the index has no metadata.
     """
-    condition = Filter.of(where)
-    if condition is None:
+    parsed_filter = Filter.of(where)
+    if parsed_filter is None:
         return allowed
     if metadata is None:
         raise no_metadata_error()
-    matching = metadata.mask(condition)
+    matching = metadata.mask(parsed_filter)
     return matching if allowed is None else matching & allowed
 
 

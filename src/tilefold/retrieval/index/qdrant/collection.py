@@ -25,8 +25,8 @@ from tilefold.retrieval.common.provenance import (
     warn_of_other_precision,
 )
 from tilefold.retrieval.data.metadata import (
+    Condition,
     Filter,
-    Wanted,
     Where,
     check_condition,
     joined_kinds,
@@ -384,16 +384,16 @@ class QdrantCollection:
         if parsed is None:
             return None
         must, must_not = parsed.conditions()
-        for name, wanted in [*must, *must_not]:
+        for name, condition in [*must, *must_not]:
             try:
-                check_condition(name, wanted, self.field_kinds)
+                check_condition(name, condition, self.field_kinds)
             except ValueError:
-                if self._may_hold(name, wanted):
+                if self._may_hold(name, condition):
                     continue
                 raise
         return parsed
 
-    def _may_hold(self, name: str, wanted: Wanted) -> bool:
+    def _may_hold(self, name: str, condition: Condition) -> bool:
         """Return whether a document may meet a condition that the known kinds of fields exclude.
 
         Other processes may have written documents since the record was read, and programs other
@@ -405,7 +405,7 @@ class QdrantCollection:
         if not paths_of(name, kinds):
             return self._engine.count(Filter(must_not={name: None})) > 0
         with suppress(ValueError):
-            check_condition(name, wanted, kinds)
+            check_condition(name, condition, kinds)
             return True
         return False
 

@@ -198,8 +198,8 @@ class EdgeEngine(Engine):
         points, next_offset = self._call("scroll", request)
         return points, next_offset
 
-    def _count(self, condition: object) -> int:
-        return int(self._call("count", self.api.CountRequest(exact=True, filter=condition)))
+    def _count(self, client_filter: object) -> int:
+        return int(self._call("count", self.api.CountRequest(exact=True, filter=client_filter)))
 
     def _query_batch(self, requests: Sequence[object]) -> list[Any]:
         return list(self._call("query_batch", self.api.QueryBatchRequest(requests)))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tilefold._internal.arguments import ArgumentError, check_choice, check_count, check_mapping
 from tilefold.retrieval.common.files import Json
-from tilefold.retrieval.data.metadata import Filter, Wanted, check_field
+from tilefold.retrieval.data.metadata import Condition, Filter, check_field
 from tilefold.retrieval.data.numbers import Bounds, rounded_range
 from tilefold.retrieval.errors import ArgumentDataError, DataError
 from tilefold.retrieval.vectors.sparse import check_same_vocabulary
@@ -287,7 +287,7 @@ class Engine(Protocol):
     def _put(self, points: Sequence[object]) -> None: ...
     def _get(self, keys: list[str], vectors: bool) -> list[Any]: ...
     def _page(self, offset: object) -> tuple[list[Any], Any]: ...
-    def _count(self, condition: object) -> int: ...
+    def _count(self, client_filter: object) -> int: ...
     def _query_batch(self, requests: Sequence[object]) -> list[Any]: ...
     def _query_arguments(self, stage: Stage) -> Json: ...
 
@@ -363,11 +363,11 @@ class Engine(Protocol):
         Returns:
             Ids and scores of documents for each query, best first.
         """
-        condition = self._filter(where)
+        client_filter = self._filter(where)
         results: list[list[tuple[str, float]]] = []
         for start in range(0, len(stages), self.batch_queries):
             requests = [
-                self._request(self.api.QueryRequest, stage, condition, with_payload=[ID])
+                self._request(self.api.QueryRequest, stage, client_filter, with_payload=[ID])
                 for stage in stages[start : start + self.batch_queries]
             ]
             for points in self._query_batch(requests):
@@ -378,7 +378,7 @@ class Engine(Protocol):
         self,
         request_type: ClientType,
         stage: Stage,
-        condition: object,
+        client_filter: object,
         **options: object,
     ) -> object:
         """Convert a stage, with its earlier stages.
@@ -386,17 +386,17 @@ class Engine(Protocol):
         Args:
             request_type: the client's class of a last or of an earlier stage.
             stage: to convert.
-            condition: filter of the documents, as the client has it.
+            client_filter: filter of the documents, in the client's type.
             options: further arguments of the request.
         """
         earlier_stages = [
-            self._request(self.api.Prefetch, earlier_stage, condition)
+            self._request(self.api.Prefetch, earlier_stage, client_filter)
             for earlier_stage in stage.stages
         ]
         options[self.prefetch_argument] = earlier_stages or None
         return request_type(
             limit=stage.limit,
-            filter=condition,
+            filter=client_filter,
             params=self.api.SearchParams(exact=True) if stage.exact else None,
             **options,
             **self._query_arguments(stage),
@@ -414,17 +414,20 @@ class Engine(Protocol):
         if where is None:
             return None
         required, excluded = where.conditions()
-        must = [self._condition(name, wanted) for name, wanted in required]
-        must_not = [self._condition(name, wanted) for name, wanted in excluded]
+        must = [self._condition(name, condition) for name, condition in required]
+        must_not = [self._condition(name, condition) for name, condition in excluded]
         return self.api.Filter(must=must or None, must_not=must_not or None)
 
-    def _condition(self, name: str, wanted: Wanted) -> object:
+    def _condition(self, name: str, condition: Condition) -> object:
         """Convert the condition on a field: no value, a range, one value or several."""
-        if not wanted:
+        if not condition:
             return self._empty(name)
-        if isinstance(wanted, dict):
-            return self._in_range(name, wanted)
-        match = self._match(wanted[0]) if len(wanted) == 1 else self.api.MatchAny(any=wanted)
+        if isinstance(condition, dict):
+            return self._in_range(name, condition)
+        if len(condition) == 1:
+            match = self._match(condition[0])
+        else:
+            match = self.api.MatchAny(any=condition)
         return self.api.FieldCondition(key=name, match=match)
 
     def _in_range(self, name: str, bounds: Bounds) -> object:

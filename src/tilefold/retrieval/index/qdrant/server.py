@@ -197,8 +197,8 @@ class ServerEngine(Engine):
         )
         return points, next_offset
 
-    def _count(self, condition: object) -> int:
-        return int(self._send("count", count_filter=condition, exact=True).count)
+    def _count(self, client_filter: object) -> int:
+        return int(self._send("count", count_filter=client_filter, exact=True).count)
 
     def _query_batch(self, requests: Sequence[object]) -> list[Any]:
         return [answer.points for answer in self._send("query_batch_points", requests)]
