@@ -1,6 +1,4 @@
-"""Private parts of the operators that have contracts of their own: files of ``tests/ops`` take them
-from here.
-"""
+"""Private parts of the operators that tests import from here."""
 
 # ruff: noqa: F401
 

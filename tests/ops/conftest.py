@@ -27,27 +27,33 @@ if triton_interpreted():
     quicken()
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
+@pytest.hookimpl(tryfirst=True)  # markers are set before -m selects by them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a compile gate's variants the first for each kernel and architecture is the one that
-    ``make test`` builds.
+    """Mark all but one variant of each compile gate as ``every_build``.
+
+    ``make test`` builds the first variant of each kernel and architecture only.
+    ``test_cross_compile.py`` checks the gates themselves, so all of its tests run.
     """
-    built: set[tuple[object, ...]] = set()
+    built_gates: set[tuple[object, ...]] = set()
     for item in items:
         if not isinstance(item, pytest.Function) or not item.path.name.endswith("_compile.py"):
             continue
-        given = item.callspec.params if hasattr(item, "callspec") else {}
-        gate = (item.path, item.originalname, given.get("capability"), given.get("name"))
-        if (
-            gate in built and item.path.name != "test_cross_compile.py"
-        ):  # that one checks the gates themselves
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        gate = (
+            item.path,
+            item.originalname,
+            parameters.get("capability"),
+            parameters.get("name"),
+        )
+        if gate in built_gates and item.path.name != "test_cross_compile.py":
             item.add_marker(pytest.mark.every_build)
-        built.add(gate)
+        built_gates.add(gate)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give ``target`` to the tests that ask for one: with TRITON_INTERPRET=1 the kernels on the
-    CPU, else the rest.
+    """Parametrize ``target`` with the implementations that this process can run.
+
+    With ``TRITON_INTERPRET=1`` these are the kernels on the CPU, else all others.
     """
     if "target" not in metafunc.fixturenames:
         return
@@ -64,52 +70,54 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def kernels(target: Target) -> Target:
-    """The target where it is the kernels."""
+    """The target, for tests of kernels only."""
     if target.impl != "triton":
         pytest.skip("a kernel's test")
     return target
 
 
 @pytest.fixture
-def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host looks at no value on the CPU either, as on a GPU, where that would cost a
-    synchronisation.
+def host_reads_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep checks from reading values of tensors, on the CPU as on a GPU.
+
+    On a GPU, reading a value would cost a synchronisation.
     """
     monkeypatch.setattr(operator, "host_may_read", lambda device, impl: False)
 
 
 @pytest.fixture
-def nothing_remembered() -> Iterator[None]:
-    """Operators know no call of an earlier test, and leave none to a later one."""
+def empty_call_caches() -> Iterator[None]:
+    """Clear the operators' caches of calls before and after the test."""
     forget_calls()
     yield
     forget_calls()
 
 
 @pytest.fixture
-def nothing_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kernel counts as one that can be built."""
+def no_kernel_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget which kernels could not be built."""
     monkeypatch.setattr(fallback, "GIVEN_UP", {})
 
 
 @pytest.fixture
-def unbound(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def rebound_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that were launched with their arguments bound anew."""
     from tests.ops.launching import launch  # needs triton
 
     names: list[str] = []
-    honest = launch.KernelLauncher.run_with_triton
+    run_with_triton = launch.KernelLauncher.run_with_triton
 
-    def seen(self: launch.KernelLauncher, build: launch.Build) -> Any:
+    def run_and_record(self: launch.KernelLauncher, build: launch.Build) -> Any:
         names.append(build.kernel.__name__)
-        return honest(self, build)
+        return run_with_triton(self, build)
 
-    monkeypatch.setattr(launch.KernelLauncher, "run_with_triton", seen)
+    monkeypatch.setattr(launch.KernelLauncher, "run_with_triton", run_and_record)
     return names
 
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
+    """Forget all compiled graphs before and after the test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

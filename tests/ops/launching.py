@@ -1,6 +1,4 @@
-"""Private parts of launches, and kernels, that have contracts of their own; importing them needs
-Triton.
-"""
+"""Private parts of launches, and kernels, that tests import from here; importing them needs Triton."""
 
 # ruff: noqa: F401
 
@@ -25,5 +23,6 @@ from tilefold.ops.token_scatter._triton.scatter import gather_kernel, scatter_ke
 
 @triton.jit  # type: ignore[untyped-decorator]
 def owner_kernel(offset_ptr, out_ptr, n_rows, count, steps, BLOCK: tl.constexpr) -> None:
+    """Store the query of each row, as :func:`query_of` finds it, for ``[n_rows]``."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + row, query_of(offset_ptr, row, count, steps), mask=row < n_rows)

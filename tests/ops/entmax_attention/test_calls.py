@@ -23,7 +23,7 @@ from tilefold.testing.entmax_attention import (
     entmax_attention_results,
 )
 
-pytestmark = pytest.mark.usefixtures("nothing_remembered")
+pytestmark = pytest.mark.usefixtures("empty_call_caches")
 INTERPRETED = triton_interpreted()
 SHORT = 10
 no_interpreter = pytest.mark.skipif(

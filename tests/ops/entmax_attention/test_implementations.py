@@ -56,7 +56,7 @@ def way(
     request: pytest.FixtureRequest,
     target: Target,
     monkeypatch: Any,
-    nothing_remembered: None,
+    empty_call_caches: None,
 ) -> None:
     """The way that rows take, where the test names one."""
     if request.param in WAYS:
@@ -374,7 +374,7 @@ def test_broken_offsets_of_a_gpu_make_everything_nan_at_every_call(target: Targe
 @pytest.mark.parametrize("side", ["q", "k", "both"])
 def test_offsets_beyond_32_bits_give_nan_and_no_plausible_number(
     kernels: Target,
-    nobody_looks: None,
+    host_reads_no_values: None,
     bad: Tensor,
     side: str,
 ) -> None:

@@ -29,7 +29,7 @@ from tilefold.testing.lsr_head import (
     with_one_answer,
 )
 
-pytestmark = pytest.mark.usefixtures("nothing_remembered")
+pytestmark = pytest.mark.usefixtures("empty_call_caches")
 gpu = pytest.mark.gpu
 SHAPE = (3, 21, 16, 40)
 DTYPE = F32 if INTERPRETED else BF16
@@ -85,7 +85,7 @@ def test_gradients_in_fp16_of_transposed_ones_are_those_of_contiguous_ones(
 def test_offsets_are_looked_at_in_every_call(
     kernels: Target,
     pooling: str,
-    nobody_looks: None,
+    host_reads_no_values: None,
 ) -> None:
     inputs = lsr_head_inputs(1, 60, 16, 40, device=kernels.device)
     expected, offsets = [], []

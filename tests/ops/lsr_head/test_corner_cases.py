@@ -286,7 +286,7 @@ def test_broken_offsets_on_a_gpu_give_nan_or_an_error_where_they_are_read(
     ids=str,
 )
 def test_broken_offsets_that_nobody_looked_at_read_no_row_outside_and_give_nan(
-    nobody_looks: None,
+    host_reads_no_values: None,
     rows: int,
     offsets: list[int],
     pooling: str,

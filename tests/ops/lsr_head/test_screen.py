@@ -121,7 +121,7 @@ def test_screened_scores_and_gradients_have_the_bits_of_plain_ones(kind: str, la
 
 
 @pytest.fixture
-def always_screened(nothing_remembered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def always_screened(empty_call_caches: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the work is, and however much stays."""
     pytest.importorskip("triton", reason="configurations of kernels")
     from tilefold.ops._shared.tuning import ConfigRow

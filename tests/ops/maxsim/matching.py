@@ -15,13 +15,21 @@ from tilefold.ops import maxsim, xtr_scores
 from tilefold.testing import padding
 from tilefold.testing.maxsim import MaxSimInputs
 
+# Similarities that differ by less than this part of the largest one may be ordered either way.
+UNDECIDED_WINNER = 2e-5
+UNDECIDED_RETRIEVAL = 4e-6
+
 
 def maxsim_results(inputs: MaxSimInputs, *, needs: str = "qd", **options: Any) -> dict[str, Tensor]:
-    """Run forward and backward; return ``scores`` and the gradients ``dqueries`` and ``ddocuments``
-    asked for.
+    """Run MaxSim forward and backward.
 
-    ``needs`` is ``"q"``, ``"d"``, both or neither: what wants a gradient; options are the
-    operator's.
+    Args:
+        inputs: The problem.
+        needs: Operands that need a gradient: ``"q"``, ``"d"``, ``"qd"`` or ``""``.
+        options: Keyword arguments of :func:`tilefold.ops.maxsim`.
+
+    Returns:
+        ``scores``, and ``dqueries`` and ``ddocuments`` as far as ``needs`` names them.
     """
     return _results(maxsim, inputs, needs, inputs.layout | options)
 
@@ -34,12 +42,8 @@ def xtr_results(
     **options: Any,
 ) -> dict[str, Tensor]:
     """Like :func:`maxsim_results` for :func:`tilefold.ops.xtr_scores`."""
-    return _results(
-        xtr_scores,
-        inputs,
-        needs,
-        padding.without(inputs.layout, "pairing") | options | {"top_k": top_k},
-    )
+    layout = padding.without(inputs.layout, "pairing")
+    return _results(xtr_scores, inputs, needs, layout | options | {"top_k": top_k})
 
 
 def _results(
@@ -48,71 +52,91 @@ def _results(
     needs: str,
     options: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    sides = {"queries": inputs.queries, "documents": inputs.documents}
-    leaves = {name: side.detach().requires_grad_(name[0] in needs) for name, side in sides.items()}
+    """Run ``operator`` forward and backward; see :func:`maxsim_results`."""
+    leaves = {
+        "queries": inputs.queries.detach().requires_grad_("q" in needs),
+        "documents": inputs.documents.detach().requires_grad_("d" in needs),
+    }
     scores = operator(leaves["queries"], leaves["documents"], **options)
     return {"scores": scores.detach(), **padding.gradients(scores, leaves, inputs.dscores)}
 
 
 def with_one_answer(inputs: MaxSimInputs, **options: Any) -> MaxSimInputs:
-    """Zero ``dscores`` where floating point does not decide a winner, so that a tight budget can
-    hold.
+    """Zero ``dscores`` of pairs whose winners depend on the order of evaluation.
 
-    That is where for some query token the two largest similarities differ by less than the order of
-    evaluation may (2e-5 of the largest similarity). Builds every similarity in fp64: for small
-    problems.
+    A pair is such a one if, for some query token, the two largest similarities differ by less than
+    :data:`UNDECIDED_WINNER` of the largest similarity. Builds every similarity in fp64, which suits
+    small problems only.
+
+    Args:
+        inputs: The problem.
+        options: Keyword arguments of the operator that change its similarities.
     """
     if options.get("temperature") is not None:
         return inputs
     exact = inputs.cast(torch.float64)
-    sides = ((exact.queries, exact.query_mask), (exact.documents, exact.document_mask))
-    kept = [_kept(tokens, mask).reshape(-1) for tokens, mask in sides]
-    queries, documents = (t.reshape(-1, t.size(-1)) for t in (exact.queries, exact.documents))
-    if options.get("normalize"):
-        queries, documents = (
-            torch.nn.functional.normalize(t, dim=-1) for t in (queries, documents)
-        )
-    ends = [
-        _offsets(exact.queries, exact.cu_seqlens_q),
-        _offsets(exact.documents, exact.cu_seqlens_d),
-    ]
+    queries = _rows(exact.queries, normalize=bool(options.get("normalize")))
+    documents = _rows(exact.documents, normalize=bool(options.get("normalize")))
+    query_valid = _valid_tokens(exact.queries, exact.query_mask)
+    document_valid = _valid_tokens(exact.documents, exact.document_mask)
+    query_offsets = _offsets(exact.queries, exact.cu_seqlens_q)
+    document_offsets = _offsets(exact.documents, exact.cu_seqlens_d)
+    pairs = _pairs(inputs, len(query_offsets) - 1, len(document_offsets) - 1)
     dscores = inputs.dscores.clone()
-    flat = dscores.view(-1)
-    for place, (q, d) in enumerate(_pairs(inputs, len(ends[0]) - 1, len(ends[1]) - 1)):
-        rows, columns = slice(ends[0][q], ends[0][q + 1]), slice(ends[1][d], ends[1][d + 1])
-        mine, theirs = queries[rows][kept[0][rows]], documents[columns]
+    flat_dscores = dscores.view(-1)
+    for index, (q, d) in enumerate(pairs):
+        query_rows = slice(query_offsets[q], query_offsets[q + 1])
+        document_rows = slice(document_offsets[d], document_offsets[d + 1])
+        query = queries[query_rows][query_valid[query_rows]]
+        document = documents[document_rows]
+        valid = document_valid[document_rows]
         if options.get("mask_mode") == "zero":
-            theirs = theirs.masked_fill(~kept[1][columns][:, None], 0)
+            document = document.masked_fill(~valid[:, None], 0)
         else:
-            theirs = theirs[kept[1][columns]]
-        sims = (mine @ theirs.T).nan_to_num()
-        if sims.numel() and sims.size(1) > 1:
-            best = sims.topk(2, dim=1).values
-            if bool((best[:, 0] - best[:, 1] < 2e-5 * max(1.0, float(sims.abs().max()))).any()):
-                flat[place] = 0
+            document = document[valid]
+        similarities = (query @ document.T).nan_to_num()
+        if _has_undecided_winner(similarities):
+            flat_dscores[index] = 0
     return dataclasses.replace(inputs, dscores=dscores)
 
 
-def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    return (
-        torch.ones(tokens.shape[:-1], dtype=torch.bool, device=tokens.device)
-        if mask is None
-        else mask != 0
-    )
+def _has_undecided_winner(similarities: Tensor) -> bool:
+    """Whether rounding may decide the largest entry of a row of ``[Lq, Ld]`` similarities."""
+    if similarities.numel() == 0 or similarities.size(1) < 2:
+        return False
+    largest = similarities.topk(2, dim=1).values
+    margin = UNDECIDED_WINNER * max(1.0, float(similarities.abs().max()))
+    return bool((largest[:, 0] - largest[:, 1] < margin).any())
+
+
+def _rows(tokens: Tensor, *, normalize: bool) -> Tensor:
+    """Token vectors of any layout as ``[T, D]``."""
+    rows = tokens.reshape(-1, tokens.size(-1))
+    return torch.nn.functional.normalize(rows, dim=-1) if normalize else rows
+
+
+def _valid_tokens(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """``[T]`` booleans: which token vectors the mask leaves."""
+    if mask is None:
+        return torch.ones(tokens.shape[:-1].numel(), dtype=torch.bool, device=tokens.device)
+    return (mask != 0).reshape(-1)
 
 
 def _offsets(tokens: Tensor, cu_seqlens: Tensor | None) -> list[int]:
+    """Where each sequence begins among the rows of :func:`_rows`, and where the last one ends."""
     if cu_seqlens is not None:
         return [int(value) for value in cu_seqlens.tolist()]
     return [i * tokens.size(-2) for i in range(tokens.shape[:-2].numel() + 1)]
 
 
 def _pairs(inputs: MaxSimInputs, n_queries: int, n_documents: int) -> list[tuple[int, int]]:
+    """Query and document of every score, in the order of the flattened scores."""
     if isinstance(inputs.pairing, Tensor):
         return [(q, d) for q, d in inputs.pairing.tolist()]
     if inputs.pairing == "all":
-        return [(q, d) for q in range(n_queries) for d in range(n_documents)]
-    return [(d // max(n_documents // n_queries, 1), d) for d in range(n_documents)]
+        return list(itertools.product(range(n_queries), range(n_documents)))
+    documents_per_query = max(n_documents // n_queries, 1)
+    return [(d // documents_per_query, d) for d in range(n_documents)]
 
 
 def assert_maxsim_matches(
@@ -122,39 +146,59 @@ def assert_maxsim_matches(
     needs: str = "qd",
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Run an implementation and hold its scores and gradients to their budgets; return its results.
+    """Run an implementation of MaxSim and check its results against their budgets.
 
-    Pairs without one answer are taken out by :func:`with_one_answer`. ``kind`` is the budget of the
-    gradients that ``needs`` asks for; options are the operator's, with ``impl``.
+    Pairs without one answer are taken out by :func:`with_one_answer`.
+
+    Args:
+        inputs: The problem.
+        kind: Budget of the gradients.
+        needs: Operands that need a gradient.
+        options: Keyword arguments of the operator, ``impl`` among them.
+
+    Returns:
+        The results of the implementation.
     """
-    choices: dict[str, Any] = padding.without(options, "impl")
-    inputs = with_one_answer(inputs, **choices)
+    reference_options: dict[str, Any] = padding.without(options, "impl")
+    inputs = with_one_answer(inputs, **reference_options)
     results = maxsim_results(inputs, needs=needs, **options)
-    truth = maxsim_results(inputs.cast(torch.float64), needs=needs, impl="reference", **choices)
+    truth = maxsim_results(
+        inputs.cast(torch.float64),
+        needs=needs,
+        impl="reference",
+        **reference_options,
+    )
     return held_to_budgets(results, truth, kind)
 
 
 def clear_retrievals(inputs: MaxSimInputs, top_k: int, *, normalize: bool = False) -> Tensor:
-    """``[Nq]``: whether every kept token of the query retrieves the same, whatever the order of
-    evaluation.
+    """Find the queries whose retrieved document tokens do not depend on the order of evaluation.
 
-    That is where its ``top_k``-th and its next similarity are equal, or differ by more than 4e-6 of
-    the largest.
+    A query token is clear if its ``top_k``-th and its next similarity are equal, or differ by more
+    than :data:`UNDECIDED_RETRIEVAL` of the largest similarity.
+
+    Args:
+        inputs: The problem.
+        top_k: Number of document tokens that a query token retrieves.
+        normalize: Whether token vectors are normalised.
+
+    Returns:
+        ``[Nq]`` booleans: whether every valid token of the query is clear.
     """
     exact = inputs.cast(torch.float64)
-    rows, kept = [], []
-    for tokens, mask in ((exact.queries, exact.query_mask), (exact.documents, exact.document_mask)):
-        flat = tokens.reshape(-1, tokens.size(-1)).nan_to_num()
-        rows.append(torch.nn.functional.normalize(flat, dim=-1) if normalize else flat)
-        kept.append(_kept(tokens, mask).reshape(-1))
-    sims = rows[0] @ rows[1][kept[1]].T  # [Tq, kept]
-    clear = torch.ones(sims.size(0), dtype=torch.bool, device=sims.device)
-    if sims.size(1) > top_k and sims.numel():
-        best = sims.topk(top_k + 1, dim=1).values
-        gap = best[:, top_k - 1] - best[:, top_k]
-        clear = (gap == 0) | (gap > 4e-6 * max(1.0, float(sims.abs().max()))) | ~kept[0]
-    ends = _offsets(exact.queries, exact.cu_seqlens_q)
-    return torch.stack([clear[a:b].all() for a, b in itertools.pairwise(ends)])
+    queries = _rows(exact.queries.nan_to_num(), normalize=normalize)
+    documents = _rows(exact.documents.nan_to_num(), normalize=normalize)
+    query_valid = _valid_tokens(exact.queries, exact.query_mask)
+    document_valid = _valid_tokens(exact.documents, exact.document_mask)
+    similarities = queries @ documents[document_valid].T  # [Tq, valid document tokens]
+    clear = torch.ones(similarities.size(0), dtype=torch.bool, device=similarities.device)
+    if similarities.size(1) > top_k and similarities.numel():
+        largest = similarities.topk(top_k + 1, dim=1).values
+        gap = largest[:, top_k - 1] - largest[:, top_k]
+        margin = UNDECIDED_RETRIEVAL * max(1.0, float(similarities.abs().max()))
+        clear = (gap == 0) | (gap > margin) | ~query_valid
+    offsets = _offsets(exact.queries, exact.cu_seqlens_q)
+    return torch.stack([clear[start:end].all() for start, end in itertools.pairwise(offsets)])
 
 
 def assert_xtr_matches(
@@ -165,13 +209,14 @@ def assert_xtr_matches(
     needs: str = "qd",
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Like :func:`assert_maxsim_matches` for :func:`tilefold.ops.xtr_scores`; queries without one
-    answer are left out.
+    """Like :func:`assert_maxsim_matches` for :func:`tilefold.ops.xtr_scores`.
+
+    Queries without one answer are left out of the comparison.
 
     Raises:
-        ValueError: where that leaves no query.
+        ValueError: If that leaves no query.
     """
-    choices: dict[str, Any] = padding.without(options, "impl")
+    reference_options: dict[str, Any] = padding.without(options, "impl")
     clear = clear_retrievals(inputs, top_k, normalize=bool(options.get("normalize")))
     if not bool(clear.any()):
         raise ValueError(
@@ -180,7 +225,16 @@ def assert_xtr_matches(
     inputs = with_one_answer(inputs, normalize=options.get("normalize"))
     inputs = dataclasses.replace(inputs, dscores=inputs.dscores * clear[:, None])
     results = xtr_results(inputs, top_k, needs=needs, **options)
-    truth = xtr_results(inputs.cast(torch.float64), top_k, needs=needs, impl="reference", **choices)
-    judged, exact = ({**found, "scores": found["scores"][clear]} for found in (results, truth))
-    held_to_budgets(judged, exact, kind)
+    truth = xtr_results(
+        inputs.cast(torch.float64),
+        top_k,
+        needs=needs,
+        impl="reference",
+        **reference_options,
+    )
+    held_to_budgets(
+        results | {"scores": results["scores"][clear]},
+        truth | {"scores": truth["scores"][clear]},
+        kind,
+    )
     return results

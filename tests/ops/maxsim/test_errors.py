@@ -124,7 +124,7 @@ def test_offsets_that_fall_or_need_more_than_32_bits_score_nan_and_no_plausible_
     side: str,
     temperature: float | None,
     kernels: Target,
-    nobody_looks: None,
+    host_reads_no_values: None,
 ) -> None:
     good = torch.arange(0, 7, 6 // (len(bad) - 1), device=kernels.device)
     offsets = {
@@ -142,7 +142,7 @@ def test_offsets_that_fall_or_need_more_than_32_bits_score_nan_and_no_plausible_
 
 def test_pair_indices_out_of_range_score_nan_and_no_plausible_number(
     kernels: Target,
-    nobody_looks: None,
+    host_reads_no_values: None,
 ) -> None:
     pairs = torch.tensor(
         [[0, 1], [LONG, 1], [0, LONG + 1], [-LONG, 0], [0, 7], [-1, 0], [1, 0]],

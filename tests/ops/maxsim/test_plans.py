@@ -35,7 +35,7 @@ from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs
 
-pytestmark = pytest.mark.usefixtures("nothing_given_up", "nothing_remembered")
+pytestmark = pytest.mark.usefixtures("no_kernel_given_up", "empty_call_caches")
 DTYPE = torch.float16
 DEVICE = "cpu" if triton_interpreted() else "cuda"
 kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else pytest.mark.gpu
@@ -54,7 +54,7 @@ ONE_LAUNCH: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = 
 
 @kernels
 @pytest.mark.parametrize("case", ONE_LAUNCH)
-def test_inference_is_one_launch(case: str, unbound: list[str]) -> None:
+def test_inference_is_one_launch(case: str, rebound_kernels: list[str]) -> None:
     shape, layout, options = ONE_LAUNCH[case]
     inputs = given(*shape, **layout)
     if inputs.cu_seqlens_q is not None:
@@ -62,7 +62,7 @@ def test_inference_is_one_launch(case: str, unbound: list[str]) -> None:
         inputs.cu_seqlens_q[3:] = inputs.cu_seqlens_q[-1].clone()
     with nan_poisoned_empty():
         found = maxsim(inputs.queries, inputs.documents, **inputs.layout, **options, impl="triton")
-    assert len(unbound) == 1
+    assert len(rebound_kernels) == 1
     wide = inputs.cast(torch.float64)
     assert_within_budget(
         found,
@@ -198,7 +198,7 @@ def test_kernels_without_tma_follow_where_those_with_it_cannot_be_built(
 
 
 @kernels
-@pytest.mark.usefixtures("nobody_looks")
+@pytest.mark.usefixtures("host_reads_no_values")
 @pytest.mark.parametrize(
     "offsets",
     [[0, 9, -1, 20], [0, 9, 3, 20], [0, 15, 9, 20], [0, 5, 30, 20], [0, 12, 2, 20]],
@@ -235,7 +235,7 @@ def test_offsets_of_queries_that_fall_give_nan_and_no_number_that_nobody_wrote(
 
 
 @kernels
-@pytest.mark.usefixtures("nobody_looks")
+@pytest.mark.usefixtures("host_reads_no_values")
 @pytest.mark.parametrize(
     "offsets",
     [[0, 9, 3, 20], [2, 9, 12, 20], [0, 5, 30, 20], [0, 12, 15, 18]],

@@ -32,7 +32,7 @@ from tilefold.ops.lsr_head import configs, plans
 
 pytestmark = [
     pytest.mark.skipif(triton_interpreted(), reason="the interpreter builds nothing"),
-    pytest.mark.usefixtures("nothing_given_up"),
+    pytest.mark.usefixtures("no_kernel_given_up"),
 ]
 
 
@@ -95,7 +95,7 @@ def test_a_compiler_is_told_the_shapes_that_come_whichever_path_runs(
 @pytest.mark.parametrize("impl", ["auto", "tiled", "reference"])
 def test_offsets_that_nobody_looked_at_are_checked_by_the_path_that_reads_them(
     no_kernel_builds: None,
-    nobody_looks: None,
+    host_reads_no_values: None,
     impl: str,
 ) -> None:
     rows, good, bad = seeded(5, 2, 8), torch.tensor([0, 3, 5]), torch.tensor([0, 3, 4])

@@ -31,7 +31,7 @@ from tilefold.testing import nan_poisoned_empty
 gpu = pytest.mark.gpu
 INTERPRETED = triton_interpreted()  # with small tiles, and the ends of documents of several
 kernels = pytest.mark.skipif(False, reason="") if INTERPRETED else gpu
-pytestmark = pytest.mark.usefixtures("nothing_remembered")
+pytestmark = pytest.mark.usefixtures("empty_call_caches")
 
 CALLS: dict[str, RepeatedCall] = cases("repeated") | TOY_CALLS
 if not INTERPRETED:
@@ -108,12 +108,12 @@ def needed_gradients(call: RepeatedCall) -> list[list[bool]]:
 @every_call
 def test_repeated_launches_give_the_bits_of_the_first(
     call: RepeatedCall,
-    unbound: list[str],
+    rebound_kernels: list[str],
 ) -> None:
     for needed in needed_gradients(call):
         first = None
         for repetition in range(4):
-            unbound.clear()
+            rebound_kernels.clear()
             leaves = leaves_of(call)  # the same values in other tensors
             for leaf, needs_gradient in zip(leaves, needed, strict=True):
                 leaf.requires_grad_(needs_gradient)
@@ -123,9 +123,9 @@ def test_repeated_launches_give_the_bits_of_the_first(
                 first = results
             assert equal(results, first)
             binds_again = repetition < 2 or INTERPRETED
-            assert bool(unbound) == binds_again, unbound
-            if all(needed) and unbound:
-                assert len(unbound) in call.launches, unbound
+            assert bool(rebound_kernels) == binds_again, rebound_kernels
+            if all(needed) and rebound_kernels:
+                assert len(rebound_kernels) in call.launches, rebound_kernels
     with torch.no_grad():
         outputs = [output_of(call, leaves_of(call)) for _ in range(3)]
     with torch.inference_mode():
@@ -290,7 +290,7 @@ def test_plans_are_bounded_and_keep_no_tensor_of_a_call(
 @selected_call
 def test_hooks_of_a_profiler_are_called_at_every_launch(
     call: RepeatedCall,
-    unbound: list[str],
+    rebound_kernels: list[str],
 ) -> None:
     from triton import knobs
 
@@ -298,17 +298,17 @@ def test_hooks_of_a_profiler_are_called_at_every_launch(
     if not hasattr(knobs.runtime.launch_enter_hook, "add"):
         pytest.skip("hooks of this Triton are not chains")
     hook_calls: list[Any] = []
-    unbound.clear()
+    rebound_kernels.clear()
     knobs.runtime.launch_enter_hook.add(hook_calls.append)
     try:
         assert equal(step(call, leaves), results)
     finally:
         knobs.runtime.launch_enter_hook.remove(hook_calls.append)
-    assert len(unbound) in call.launches, unbound
-    assert INTERPRETED or len(hook_calls) == len(unbound)
-    unbound.clear()
+    assert len(rebound_kernels) in call.launches, rebound_kernels
+    assert INTERPRETED or len(hook_calls) == len(rebound_kernels)
+    rebound_kernels.clear()
     assert equal(step(call, leaves), results)
-    assert bool(unbound) == INTERPRETED
+    assert bool(rebound_kernels) == INTERPRETED
 
 
 @gpu

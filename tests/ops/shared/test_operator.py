@@ -24,7 +24,7 @@ from tests.ops.toy import TOY, TWO_LAUNCHES, ToyOptions, ToySaved, ToyTensors, t
 from tests.refusals import refused
 
 SETTING = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "nothing_remembered")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "empty_call_caches")
 kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else pytest.mark.gpu
 DEVICE = "cpu" if triton_interpreted() else "cuda"
 

@@ -154,7 +154,7 @@ def break_compiled_kernels(monkeypatch: pytest.MonkeyPatch, broken: BrokenKernel
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch, nothing_given_up: None) -> Iterator[BrokenKernels]:
+def broken(monkeypatch: pytest.MonkeyPatch, no_kernel_given_up: None) -> Iterator[BrokenKernels]:
     """Kernels that cannot be built: none, until a test adds names."""
     broken = BrokenKernels()
     forget_plans()

@@ -341,7 +341,7 @@ BLIND = [
 ]
 
 
-@pytest.mark.usefixtures("nobody_looks")
+@pytest.mark.usefixtures("host_reads_no_values")
 @pytest.mark.parametrize("device", BLIND)
 @every_reduction
 @pytest.mark.parametrize("offsets", BROKEN_OFFSETS, ids=str)
@@ -367,7 +367,7 @@ def test_broken_offsets_that_nobody_looked_at_give_nan(
     assert len(offsets) == 1 or weights.grad.isnan().all()
 
 
-@pytest.mark.usefixtures("nobody_looks")
+@pytest.mark.usefixtures("host_reads_no_values")
 @pytest.mark.parametrize("device", BLIND)
 @every_reduction
 @pytest.mark.parametrize("wrong", [-1, 21, 2**40])
