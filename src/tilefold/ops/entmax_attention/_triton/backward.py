@@ -1,6 +1,8 @@
-"""Backward: one program owns a tile of queries and walks its live keys, another owns a block of
-keys and walks its live queries. Nothing is added to by two programs, so results repeat bit for bit.
-Scores are made again from the operands of forward, scaled in fp32 as there.
+"""Backward of entmax attention, in which no two programs add to one number.
+
+One program owns a tile of queries and visits its live keys, another one owns a block of keys and
+visits its live queries, so results repeat bit for bit. Scores are computed again from the operands
+of forward, scaled in fp32 as there.
 """
 
 import triton
@@ -13,7 +15,11 @@ from tilefold.ops.entmax_attention._triton.rows import LANES, lane_sums
 
 @triton.jit(do_not_specialize=["tiles", "words", "blocks"])
 def key_lists_kernel(live_ptr, key_list_ptr, key_count_ptr, tiles, words, blocks):
-    """For a tile of queries, the key blocks that are live."""
+    """List the live key blocks of a tile of queries, from its row of the map.
+
+    Grid: ``[query tiles, H]``. ``live``: bits ``[H, tiles, words]``, one for each block. Writes
+    ``key_list`` ``[H, tiles, blocks]`` and ``key_count`` ``[H, tiles]``.
+    """
     row = tl.program_id(1).to(tl.int64) * tiles + tl.program_id(0)
     lanes = tl.arange(0, 32)
     count = tl.zeros((), tl.int32)
@@ -69,10 +75,12 @@ def query_lists_kernel(
     KEYS: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """For a tile of keys, the tiles of its sequence's queries that one of its blocks is live in.
+    """List the tiles of queries in which a block of a tile of keys is live.
 
-    A sequence has room for all its tiles of queries in each of its tiles of keys, of which it has
-    ``spans`` at most.
+    Grid: ``[key tiles, H]``. ``live``: bits ``[H, tiles, words]``, one for each block of
+    ``BLOCK_N`` keys. Writes ``query_count`` ``[H, key tiles]`` and ``query_list``, tiles within the
+    sequence. A sequence has space for all its tiles of queries in each of its tiles of keys, which
+    are ``spans`` at most.
     """
     key_tile = tl.program_id(0)
     h = tl.program_id(1)
@@ -113,7 +121,11 @@ def query_lists_kernel(
 
 @triton.jit
 def load_stats(stats_ptr, offs, size, mask):
-    """Peak and root of rows; a row that has nothing, or is beyond the end, gets weights of zero."""
+    """Load the peaks and roots of rows.
+
+    A row that sees no keys, or is after the end, has an infinite peak, so that its weights are
+    zero.
+    """
     peak = tl.load(stats_ptr + offs, mask=mask, other=float("-inf"))
     y = tl.load(stats_ptr + size + offs, mask=mask, other=0.0)
     empty = peak == float("-inf")

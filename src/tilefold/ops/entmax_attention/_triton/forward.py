@@ -1,5 +1,7 @@
-"""Forward: scores of a tile of rows on chip where they fit; else the output of live blocks, whose
-roots are known.
+"""Forward kernels of entmax attention: short rows of scores on chip, or live blocks of long ones.
+
+Scores of a tile of rows stay on chip if they fit. Otherwise the roots are computed before, and the
+output is that of the live blocks.
 """
 
 import triton
@@ -14,6 +16,10 @@ SUBSET_STEPS = tl.constexpr(2)  # on the maxima of 8 parts of a row whose scores
 
 @triton.jit
 def store_stats(stats_ptr, offs, size, mask, peak, y, mass, support, empty, broken):
+    """Store the peak, root, mass and support of rows in ``stats``, ``[4, size]``.
+
+    An empty row has a peak of minus infinity, a broken one a root that is NaN.
+    """
     tl.store(stats_ptr + offs, tl.where(empty, float("-inf"), peak), mask=mask)
     tl.store(stats_ptr + size + offs, tl.where(broken, float("nan"), y), mask=mask)
     tl.store(stats_ptr + 2 * size + offs, mass, mask=mask)
@@ -22,7 +28,10 @@ def store_stats(stats_ptr, offs, size, mask, peak, y, mass, support, empty, brok
 
 @triton.jit
 def finish(acc, total, empty, broken):
-    """Divide by the mass; zeros for rows with nothing, NaN for broken ones."""
+    """Divide the output by the mass of the weights.
+
+    Empty rows become zero, broken ones NaN.
+    """
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     out = tl.where(empty[:, None], 0.0, out)
     return tl.where(broken[:, None], float("nan"), out)
@@ -336,8 +345,11 @@ def output_kernel(
     SUPPORT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Weights and values of the live blocks, or without lists of all; mass and support of every
-    row.
+    """Compute the output of a tile of queries from their roots.
+
+    Grid: ``[query tiles, H]``. It visits the live blocks of ``BLOCK_N`` keys if these are listed,
+    otherwise all blocks. Writes ``out``, with gradients the second output too, and the mass and
+    support of every row in ``stats`` ``[4, B, H, Nq]``.
     """
     tile = tl.program_id(0)
     b, m0, q_base, q_len = of_tile.locate(
@@ -483,7 +495,8 @@ def output_kernel(
         reach = tl.load(stats_ptr + 2 * stat_size + offs, mask=mask_m, other=0.0)
         end = tl.load(stats_ptr + 3 * stat_size + offs, mask=mask_m, other=0.0)
         root, mass = of_row.last_step(y, mass, total, support, reach, end, e, KIND)
-        tl.debug_barrier()  # where several warps hold a row, none may overwrite what another has yet to read
+        # where several warps hold a row, none may overwrite what another has yet to read
+        tl.debug_barrier()
         tl.store(stats_ptr + stat_size + offs, root, mask=mask_m)
         tl.store(stats_ptr + 2 * stat_size + offs, mass, mask=mask_m)
         tl.store(stats_ptr + 3 * stat_size + offs, support, mask=mask_m)

@@ -1,11 +1,11 @@
-"""Roots of long rows, by blocks of keys, and the map of the blocks that are live.
+"""Roots of long rows by blocks of keys, and the map of live blocks.
 
 A first pass over the keys leaves the maxima of some parts of every row, and its maximum in every
-block, in scratch. The root of some maxima alone is, by the subset lemma, no smaller than the row's:
-a block none of whose rows has a maximum inside that bound holds nothing but zeros. The root is then
-found on the blocks that are left, and the list is cut down once more by the root itself, with the
-same comparison that makes a weight positive. Rows of few blocks, whose blocks are rarely all zero,
-do without scratch, list and map.
+block, in scratch. The root of some maxima alone is, by the subset lemma, not smaller than the
+row's: a block none of whose rows has a maximum inside that bound has only zeros. The root is then
+found on the remaining blocks, and the list is shortened once more by the root itself, with the same
+comparison that makes a weight positive. Rows of few blocks, whose blocks are rarely all zero, need
+no scratch, list and map.
 """
 
 import inspect
@@ -45,7 +45,7 @@ def block_distances(
     BLOCK_M: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Distances of scaled maxima of every row in some blocks, ``[BLOCK_M, blocks]``."""
+    """Return distances of the scaled maxima of rows in some blocks, ``[BLOCK_M, blocks]``."""
     inside = (block >= low_block) & (block < high_block)
     offs = (block - low_block).to(tl.int64)[None, :] * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     best = tl.load(maxima_ptr + offs, mask=inside[None, :], other=float("-inf"))
@@ -66,7 +66,11 @@ def live_flags(
     BLOCK_M: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Flags of a word's 32 blocks in which some row's weights may be positive, ``[32]`` int32."""
+    """Return which of the 32 blocks of a word may have a positive weight in some row.
+
+    Returns:
+        Flags ``[32]`` int32, and the blocks.
+    """
     block = word * 32 + tl.arange(0, 32)
     d = block_distances(maxima_ptr, block, low_block, high_block, peak, e, BLOCK_M, KIND)
     live = of_tile.alive(d, y[:, None], c[:, None], e, KIND) & ~idle[:, None]
@@ -89,8 +93,10 @@ def list_live(
     KIND: tl.constexpr,
     WRITE_MAP: tl.constexpr,
 ):
-    """List the live blocks and return how many there are; ``WRITE_MAP`` also writes the row of the
-    map.
+    """List the live blocks of a tile, and return their number.
+
+    With ``WRITE_MAP``, the tile's row of the map is written too. ``maxima``: of every row in every
+    block.
     """
     c = peak_power(y, e, KIND)
     count = low_block * 0
@@ -134,7 +140,10 @@ def blocks_bound(
     KIND: tl.constexpr,
     TOLERANCE: tl.constexpr,
 ):
-    """Bound like :func:`parts_bound`, from the maxima of blocks, beginning at a bound ``y``."""
+    """Return an upper bound of the roots of rows, from the maxima of blocks.
+
+    ``y``: a bound to begin with. See :func:`parts_bound`.
+    """
     for _step in range(BLOCK_STEPS):
         c = peak_power(y, e, KIND)
         f = tl.zeros_like(y)
@@ -210,7 +219,11 @@ def tile_roots(
     NEAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Peak and root of the rows of one tile, its list of live blocks and its row of the map."""
+    """Compute the peak and root of the rows of one tile, its live blocks and its row of the map.
+
+    ``item``: number of the tile, over all heads. The pointers are those of :func:`roots_kernel`, at
+    the scratch of this program.
+    """
     h = item // tiles
     tile = tiles - 1 - item % tiles  # under causal attention the last tiles have most to do
     b, m0, q_base, q_len = of_tile.locate(
@@ -503,8 +516,11 @@ def roots_kernel(
     NEAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Peak and root of every row, and the map and list of live blocks. A program keeps its scratch
-    of maxima.
+    """Compute the peak and root of every row, and the map and list of live blocks.
+
+    Grid: any number of programs, which share the tiles of all heads. Writes the first two rows of
+    ``stats``. With ``LISTS`` it also writes the live blocks and their number for every tile, and
+    uses ``maxima``, scratch ``[programs, blocks, BLOCK_M]``.
     """
     program = tl.program_id(0)
     if LISTS:

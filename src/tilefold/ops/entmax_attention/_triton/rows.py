@@ -1,6 +1,4 @@
-"""Sums and maxima of rows that one thread keeps to itself, and the step of a row's root that proves
-itself.
-"""
+"""Sums and maxima of rows within one thread, and the step of a row's root with its proof."""
 
 import triton
 import triton.language as tl
@@ -15,19 +13,21 @@ LANES = tl.constexpr(8)
 
 @triton.jit
 def by_lanes(x, COUNT: tl.constexpr):
+    """Reshape ``[rows, columns]`` to ``[rows, columns / COUNT, COUNT]``."""
     return tl.reshape(x, (x.shape[0], x.shape[1] // COUNT, COUNT))
 
 
 @triton.jit
 def lane_sums(x):
-    """``[rows, columns]`` -> ``[rows, LANES]``."""
+    """Add up every ``LANES``-th column, ``[rows, columns]`` to ``[rows, LANES]``."""
     return tl.sum(by_lanes(x, LANES), axis=1)
 
 
 @triton.jit
 def lane_peaks(s, COUNT: tl.constexpr):
-    """Maxima of every ``COUNT``-th column, ``[rows, columns]`` -> ``[rows, COUNT]``; NaN where
-    there is one.
+    """Return the maxima of every ``COUNT``-th column, ``[rows, columns]`` to ``[rows, COUNT]``.
+
+    A maximum is NaN if one of its numbers is.
     """
     if s.shape[1] == COUNT:
         return s
@@ -68,7 +68,14 @@ def add_terms(s, peak, y, c, scale, e, f, u, n, KIND: tl.constexpr, EXACT: tl.co
 
 @triton.jit
 def start_row(best, e, given, keys, KIND: tl.constexpr):
-    """Initial state of rows: ``(peak, broken, empty, low, high)``."""
+    """Return the initial state of rows.
+
+    ``best``: maxima of the rows. ``given``: alpha - 1 of the caller. ``keys``: number of keys.
+
+    Returns:
+        The peak, whether the row is broken (NaN, infinity or an invalid alpha), whether it is
+        empty, and the lower and upper bound of its root.
+    """
     alphas = tl.zeros_like(best) + given
     broken = (
         (best != best) | (best == float("inf")) | (alphas < 0) | (alphas > 1) | (alphas != alphas)
@@ -81,8 +88,9 @@ def start_row(best, e, given, keys, KIND: tl.constexpr):
 
 @triton.jit
 def subset_step(y, f, u, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr):
-    """One of Newton's from above, on a part of the row: what it leads to is no smaller than the
-    row's root.
+    """Make a step of Newton from above, with the sums F and U of a part of the row.
+
+    The result is not smaller than the root of the whole row, because a part has less mass.
     """
     f = tl.maximum(f, 1.0)  # below only by rounding
     none = tl.zeros_like(y)
@@ -104,7 +112,7 @@ def subset_step(y, f, u, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr):
 
 @triton.jit
 def part_sums(s, peak, y, c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """F and U of rows of scores."""
+    """Return F and U of rows of scores ``[rows, columns]`` at the roots ``y``."""
     if KIND == "entmax15":
         x = excess(s, peak[:, None], y[:, None], scale, e, EXACT)
         return tl.sum(x * x, axis=1), tl.sum(x, axis=1)
@@ -116,7 +124,7 @@ def part_sums(s, peak, y, c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def bound_steps(e, STEPS: tl.constexpr, KIND: tl.constexpr):
-    """Steps that a bound is worth; where alpha is small, fewer lead as near to the root."""
+    """Return the number of steps for a bound: fewer are enough where alpha is small."""
     if (KIND == "softmax") | (KIND == "entmax15") | (KIND == "sparsemax"):
         return STEPS
     else:
@@ -137,11 +145,11 @@ def parts_bound(
     EXACT: tl.constexpr,
     TOLERANCE: tl.constexpr,
 ):
-    """A root that is no smaller than the row's, from the largest and, in ``PAIRS``, second largest
-    scores of its parts.
+    """Return an upper bound of the root of rows, from the largest scores of their parts.
 
-    Parts of a row that lie every so many keys apart, ``[rows, parts]``, make a sharper bound than
-    runs of neighbours, which are alike.
+    With ``PAIRS``, the second largest are used too. ``first``, ``second``: ``[rows, parts]``. Parts
+    with a constant distance between their keys make a sharper bound than runs of neighbours, which
+    are alike.
     """
     y = high
     for _step in range(bound_steps(e, STEPS, KIND) if PAIRS else STEPS):
@@ -157,7 +165,10 @@ def parts_bound(
 
 @triton.jit
 def widen(y, high, e, KIND: tl.constexpr):
-    """Rounding must not make a bound unsafe; that of the general forms grows as alpha nears 1."""
+    """Raise a bound by more than its rounding error, so that it stays safe.
+
+    The error of the general forms grows as alpha nears 1.
+    """
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         return tl.minimum(y * (1 + 1e-5), high)
     else:
@@ -263,8 +274,9 @@ def improve(
 
 @triton.jit
 def left_after(step, many, e):
-    """Bound of the mass above 1 that a Newton step of ``e step`` in c leaves; see
-    :func:`improve_generic`.
+    """Bound the mass above 1 after a Newton step of ``e step`` in c.
+
+    The derivation is in :func:`improve_generic`.
     """
     steep = tl.maximum(many, 1.0) * entmax.power_of_2(
         tl.log2(tl.maximum(e * step, 1e-30)) / tl.maximum(e, 0.5),
@@ -353,10 +365,10 @@ def improve_generic(
 
 @triton.jit
 def last_step(y, f, u, n, reach, end, e, KIND: tl.constexpr):
-    """The root by F and U at ``y``, no farther up than ``reach``, and its mass; see `improve`.
+    """Return the root by F and U at ``y``, and its mass; see `improve`.
 
-    The mass is that of the support ``n`` for alpha = 1.5, and for other alphas at most the proved
-    ``end`` above 1.
+    ``reach``: the largest root that it may return. For alpha = 1.5 the mass is that of the support
+    ``n``, for other alphas at most the proved ``end`` above 1.
     """
     if KIND == "entmax15":
         newton = 0.5 * (f - 1) / tl.maximum(u, 1e-30)

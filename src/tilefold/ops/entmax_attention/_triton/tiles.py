@@ -1,8 +1,8 @@
-"""Shared helpers of the attention kernels: a tile's place, its scores, its dropout; the tables of
-packed batches.
+"""Device functions of the attention kernels: tiles, scores, dropout, tables of packed batches.
 
-The host sees neither lengths of packed sequences nor whether their offsets describe the rows, and a
-dozen small torch operations per side would take longer than the attention of a small batch.
+The host sees neither the lengths of packed sequences nor whether their offsets describe the rows,
+and a dozen small torch operations for queries and keys would take longer than the attention of a
+small batch.
 """
 
 import triton
@@ -41,8 +41,11 @@ def locate(
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Sequence, first place in it, its first row in a packed tensor and its length; length 0 beyond
-    the last one.
+    """Return the sequence of a tile, and where the tile is in it.
+
+    Returns:
+        The sequence, the position of the tile's first token in it, the sequence's first row in a
+        packed tensor (0 if padded), and its length: 0 for tiles after the last sequence.
     """
     if PACKED:
         b = tl.load(batch_ptr + tile)
@@ -63,7 +66,7 @@ def locate(
 
 @triton.jit
 def bounds(cu_ptr, b, length, rows, PACKED: tl.constexpr):
-    """First row and length of sequence ``b``."""
+    """Return the first row of sequence ``b`` in a packed tensor (0 if padded), and its length."""
     if PACKED:
         base = tl.minimum(tl.maximum(narrowed(tl.load(cu_ptr + b)), 0), rows)
         n = tl.minimum(tl.maximum(narrowed(tl.load(cu_ptr + b + 1)), base), rows) - base
@@ -101,7 +104,7 @@ def query_range(first, last, shift, q_len, window, CAUSAL: tl.constexpr, WINDOW:
 
 @triton.jit
 def load_rows(ptr, rows, stride, keep, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``[rows, BLOCK_D]`` of a tensor whose last stride is 1; what is not kept is 0 and not read."""
+    """Load ``[rows, BLOCK_D]`` elements of a tensor whose last stride is 1, zeros where masked."""
     d = tl.arange(0, BLOCK_D)
     mask = keep[:, None]
     if BLOCK_D != D:
@@ -111,6 +114,7 @@ def load_rows(ptr, rows, stride, keep, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def store_rows(ptr, rows, stride, keep, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Round ``[rows, BLOCK_D]`` elements, and store them where :func:`load_rows` reads."""
     d = tl.arange(0, BLOCK_D)
     mask = keep[:, None]
     if BLOCK_D != D:
@@ -124,7 +128,7 @@ def store_rows(ptr, rows, stride, keep, value, D: tl.constexpr, BLOCK_D: tl.cons
 
 @triton.jit
 def kept_keys(mask_ptr, n0, k_len, KEYS: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Mask of the keys ``[n0, n0 + KEYS)`` that are there."""
+    """Return which of the keys ``[n0, n0 + KEYS)`` exist and are not masked."""
     lane = tl.arange(0, KEYS)
     keep = (
         lane < k_len - n0
@@ -158,8 +162,9 @@ def is_edge(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Whether one of the queries ``[m0, m0 + ROWS)`` may not see one of the keys ``[n0, n0 +
-    KEYS)``.
+    """Return whether a pair of the queries from ``m0`` and the keys from ``n0`` may be hidden.
+
+    There are ``ROWS`` queries and ``KEYS`` keys. Padding masks are not considered.
     """
     edge = k_len - n0 < KEYS
     if CAUSAL:
@@ -184,8 +189,9 @@ def hide(
     HAS_MASK: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Products as the kernels compare them, ``-inf`` where i and j may not meet; ``i``, ``j``,
-    ``keep`` broadcast.
+    """Set the products of pairs that do not meet to minus infinity.
+
+    ``i``, ``j`` and ``keep`` are broadcast to the products.
 
     A positive power of two as scale (``EXACT``) is left to :func:`distances`: multiplying by it
     never rounds, so that a compiler may join it with a subtraction in one kernel and not in
@@ -230,8 +236,11 @@ def score_tile(
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Products of the queries i and keys j as :func:`hide` leaves them, the keys, and which of them
-    are there.
+    """Compute the products of queries i and keys j, as :func:`hide` returns them.
+
+    Returns:
+        The products ``[BLOCK_M, BLOCK_N]``, the keys ``[BLOCK_N, BLOCK_D]``, and which keys exist
+        and are not masked.
     """
     keep = kept_keys(mask_ptr, n0, k_len, j.shape[0], HAS_MASK)
     k = load_rows(k_ptr, j, stride_k, keep, D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
@@ -256,7 +265,7 @@ def score_tile(
 
 @triton.jit
 def scaled(s, scale, EXACT: tl.constexpr):
-    """Scores, of what :func:`hide` left."""
+    """Return scores from the products that :func:`hide` returns."""
     if EXACT:
         s *= scale
     return s
@@ -264,7 +273,7 @@ def scaled(s, scale, EXACT: tl.constexpr):
 
 @triton.jit
 def distances(s, peak, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """Distances of scores below the peak of their row, times e for the closed forms."""
+    """Return distances of scores below the peak of their row, for closed forms times e."""
     d = peak - scaled(s, scale, EXACT)
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         d *= e
@@ -273,19 +282,20 @@ def distances(s, peak, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def excess(s, peak, y, scale, e, EXACT: tl.constexpr):
-    """``[y - e (peak - s)]_+`` of the closed forms, whose y is 1 at most."""
+    """Return ``[y - e (peak - s)]_+`` of the closed forms, whose y is at most 1."""
     d = peak - scaled(s, scale, EXACT)
     return saturated(d, tl.zeros_like(d) - e, tl.zeros_like(d) + y)
 
 
 @triton.jit
 def one_if_positive(x):
+    """Return 1 where ``x`` is positive, else 0."""
     return saturated(x, tl.zeros_like(x) + 1e30, tl.zeros_like(x))
 
 
 @triton.jit
 def weights(s, peak, y, c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """``p`` and ``u = p^(2 - alpha)`` on the support."""
+    """Return the weights ``p``, and ``u = p^(2 - alpha)`` on the support."""
     if KIND == "entmax15":
         u = excess(s, peak, y, scale, e, EXACT)
         return u * u, u
@@ -299,7 +309,7 @@ def weights(s, peak, y, c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def alive(d, y, c, e, KIND: tl.constexpr):
-    """Whether a distance is inside the support: the very comparison that weights are made with."""
+    """Return whether a distance is inside the support, by the comparison that makes weights."""
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         return d < y
     elif KIND == "softmax":
@@ -310,14 +320,14 @@ def alive(d, y, c, e, KIND: tl.constexpr):
 
 @triton.jit
 def dropout_factor(seed_ptr, i, j, plane, threshold, keep_scale):
-    """0 for a dropped pair, ``1 / (1 - p)`` for a kept one."""
+    """Return 0 for a dropped pair, and ``1 / (1 - p)`` for any other."""
     words, _, _, _ = tl.philox(tl.load(seed_ptr), j, i, plane, 0 * plane)
     return tl.where((words >> 8).to(tl.int32) >= threshold, keep_scale, 0.0)
 
 
 @triton.jit
 def exponent(alpha_ptr, h, alpha_value, HAS_ALPHA: tl.constexpr):
-    """``alpha - 1`` of head ``h``, made safe, and as it was given."""
+    """Return ``alpha - 1`` of head ``h``: made valid, and as the caller passed it."""
     if HAS_ALPHA:
         e = tl.load(alpha_ptr + h).to(tl.float32) - 1
     else:
@@ -327,8 +337,10 @@ def exponent(alpha_ptr, h, alpha_value, HAS_ALPHA: tl.constexpr):
 
 @triton.jit
 def write_table(cu_ptr, batch_ptr, start_ptr, B, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """For every tile its sequence, the number of those that end before it; for every sequence its
-    first tile.
+    """Write the sequence of every tile, and the first tile of every sequence.
+
+    ``cu``: offsets ``[B + 1]``. Writes ``batch`` ``[tiles]`` and ``start`` ``[B + 1]``. A tile has
+    ``ROWS`` tokens.
     """
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sequence = tl.zeros((BLOCK,), tl.int32)
@@ -370,7 +382,11 @@ def tables_kernel(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The tables of the queries, and in a second row of programs those of the keys."""
+    """Write the tables of the tiles of queries and of keys.
+
+    Grid: ``[ceil(tiles / BLOCK), 1 or 2]``; the second axis is 0 for queries and 1 for keys. See
+    :func:`write_table`.
+    """
     if tl.program_id(1) == 0:
         write_table(cu_seqlens_q_ptr, q_batch_ptr, q_start_ptr, B, q_tiles, ROWS, BLOCK)
     elif KEYS > 0:  # else nothing to write to
@@ -379,8 +395,10 @@ def tables_kernel(
 
 @triton.jit
 def is_broken(cu_ptr, B, rows, longest, BLOCK: tl.constexpr):
-    """Count the ways the offsets fail to begin with 0, to end with the number of rows, and never to
-    fall or to rise by more than ``longest``.
+    """Count the errors of offsets ``[B + 1]``.
+
+    They must begin with 0, end with the number of rows, and neither fall nor rise by more than
+    ``longest``.
     """
     wrong = (narrowed(tl.load(cu_ptr)) != 0).to(tl.int32) + (
         narrowed(tl.load(cu_ptr + B)) != rows
@@ -405,7 +423,10 @@ def nan_if_broken_kernel(
     size,
     BLOCK: tl.constexpr,
 ):
-    """NaN in all ``size`` elements of a dense tensor, if the offsets do not describe the rows."""
+    """Write NaN to all elements of a dense tensor, if the offsets do not describe the rows.
+
+    Grid: any number of programs, which share the ``size`` elements of ``out``.
+    """
     if (
         is_broken(cu_seqlens_q_ptr, B, q_rows, q_rows, BLOCK)
         + is_broken(cu_seqlens_k_ptr, B, k_rows, longest, BLOCK)

@@ -1,14 +1,14 @@
-"""Backward of the maximum: only winners carry gradient, and every gradient row has one owner. No
-atomics.
+"""Backward of the maximum, in which only winning document tokens receive a gradient.
 
-A query row sums the document rows that won against it, pair by pair. A tile of document rows takes,
-for the query rows of the few pairs that list its document, the product of a matrix with one
-coefficient a column, at the winner's row, and the query rows, on the tensor cores.
+Every gradient row has one owner, so there are no atomics. The gradient of a query row is the sum of
+the document rows that won against it, pair by pair. The gradient of a tile of document rows is a
+product on the tensor cores: of a matrix with one coefficient in each column, at the row of the
+winner, and of the query rows of the pairs that list the document.
 
-Where every query meets every document, a dense product of that one-hot matrix with all query rows
-would cost what forward costs, although each query row has one winner per document. A program reads
-the winners of its document, 16 bits each, keeps the rows in its tile in a short list of its own, in
-the order of the rows, and multiplies only these.
+If every query meets every document, a dense product of that one-hot matrix with all query rows
+would cost as much as forward, although each query row has one winner per document. A program then
+reads the winners of its document, 16 bits each, lists the query rows that won in its tile, in the
+order of the rows, and multiplies only these.
 """
 
 import triton
@@ -45,8 +45,13 @@ def query_list(
     PAIRING: tl.constexpr,
     UNIFORM_Q: tl.constexpr,
 ):
-    """First and last (excluded) of a program's query rows, a block of all or those of one query,
-    and of its entries.
+    """Return the query rows and the list entries of a program.
+
+    For all pairs the rows are a block of all query rows, and the entries are the documents.
+    Otherwise they are the rows of one query, and the entries are its pairs.
+
+    Returns:
+        First row and the row after the last, first entry and the entry after the last.
     """
     if PAIRING == ALL:
         first = tl.program_id(0) * BLOCK
@@ -67,7 +72,12 @@ def query_list(
 
 @triton.jit
 def document_list(d, first_ptr, PAIRING: tl.constexpr):
-    """The entries of the list of pairs that belong to a document."""
+    """Return the entries of the list of pairs that belong to a document.
+
+    Returns:
+        The first entry and the entry after the last. ``first``: offsets ``[Nd + 1]`` of listed
+        pairs.
+    """
     if PAIRING == INDEX:
         return tl.load(first_ptr + d).to(tl.int32), tl.load(first_ptr + d + 1).to(tl.int32)
     else:
@@ -91,8 +101,11 @@ def query_of_entry(
     PAIRING: tl.constexpr,
     UNIFORM_Q: tl.constexpr,
 ):
-    """Rows of the query of an entry of a document's list, and where ``saved`` and the scores'
-    gradient have it.
+    """Return the query rows of an entry of a document's list, and their offsets.
+
+    Returns:
+        First row and the row after the last, the offset to add to a row for its element of
+        ``saved``, and the offset of the pair in the gradient of the scores.
     """
     if PAIRING == INDEX:
         pair, query, _d = item_of(e, first_item, order_ptr, pairs_ptr, PAIRING)
@@ -115,7 +128,10 @@ def query_of_entry(
 
 @triton.jit
 def grad_unit(largest_ptr, HAS_LARGEST: tl.constexpr):
-    """Unit of the scores' gradient, in which its products with fp16 neither vanish nor overflow."""
+    """Return the unit of the scores' gradient, 1 without ``largest``.
+
+    Gradients are divided by it, so that their products with fp16 neither vanish nor overflow.
+    """
     unit = 1.0
     if HAS_LARGEST:
         unit = tl.load(largest_ptr).to(tl.float32)
@@ -125,7 +141,10 @@ def grad_unit(largest_ptr, HAS_LARGEST: tl.constexpr):
 
 @triton.jit
 def saved_at(e, pair, first_item, row, q_start, Tq, longest, PAIRING: tl.constexpr):
-    """Place of rows ``row`` of an entry in ``saved``."""
+    """Return the offsets of the query rows ``row`` of an entry in ``saved``.
+
+    ``saved`` is ``[pairs, longest]`` for listed pairs, otherwise ``[documents of a query, Tq]``.
+    """
     if PAIRING == INDEX:
         return pair.to(tl.int64) * longest + row - q_start
     else:
@@ -166,7 +185,14 @@ def dqueries_kernel(
     HAS_SCALE: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """``dqueries[r] = sum over pairs of dscore * documents[winner]``, times ``factor``."""
+    """Compute ``dqueries[r] = factor * sum over pairs of dscore * documents[winner]``.
+
+    Grid: ``[ceil(Tq / BLOCK_R), ceil(D / BLOCK_D)]`` for all pairs, otherwise ``[Nq, ceil(D /
+    BLOCK_D)]``. ``saved``: winners, positions within a document, or ``NO_WINNER``.
+    ``document_factors``: scales ``[Td]`` of the documents, with ``HAS_SCALE``. ``order``,
+    ``first``: order of listed pairs by query, and offsets ``[Nq + 1]``. Writes ``dquery`` ``[Tq,
+    D]``.
+    """
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     first, stop, e0, e1 = query_list(
         cu_queries_ptr,
@@ -234,11 +260,11 @@ def dqueries_row_kernel(
     NO_WINNER: tl.constexpr,
     PROJECTS: tl.constexpr,
 ):
-    """Gradient of queries for all pairs of few query rows: a program owns a row, and takes many
-    documents.
+    """Compute the gradient of one query row from all documents, for few query rows.
 
-    ``PROJECTS``: rows are normalised, of no more than ``BLOCK_D`` dimensions, and get their own
-    gradient.
+    Grid: ``[Tq, ceil(D / BLOCK_D)]``; a step takes ``BLOCK_N`` documents. ``saved``: winners ``[Nd,
+    Tq]``. With ``PROJECTS`` the rows were normalised, and the gradient is that of the rows before
+    it; ``D <= BLOCK_D`` then. Writes ``dquery`` ``[Tq, D]``.
     """
     row = tl.program_id(0)
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -311,8 +337,11 @@ def ddocuments_kernel(
     NO_WINNER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``, times
-    ``factor``.
+    """Compute ``ddocuments[t]``, the sum of ``factor * dscore * queries[r]`` over rows that t won.
+
+    Grid: ``[Nd, tiles, ceil(D / BLOCK_D)]``; programs share the tiles of a document. It multiplies
+    all query rows of the document's pairs. ``saved``: winners. ``order``, ``first``: order of
+    listed pairs by document, and offsets ``[Nd + 1]``. Writes ``ddoc`` ``[Td, D]``.
     """
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
@@ -384,8 +413,10 @@ def _add_listed(
     HAS_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``acc[t] += dscore * queries[row]`` for the listed rows; ``dscores_ptr`` and ``saved_ptr``
-    are the document's.
+    """Add ``dscore * queries[row]`` of the listed query rows to the rows of a tile.
+
+    ``acc``: the tile ``[BLOCK_T, BLOCK_D]`` from document token ``t0`` on. ``lists``: the first
+    ``count`` are query rows. ``dscores`` and ``saved`` are at the document. Returns ``acc``.
     """
     t = tl.arange(0, BLOCK_T)
     for e0 in tl.range(0, count, BLOCK_E):
@@ -447,12 +478,14 @@ def ddocuments_listed_kernel(
     PRECISION: tl.constexpr,
     PROJECTS: tl.constexpr,
 ):
-    """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``, times
-    ``factor``.
+    """Compute ``ddocuments[t]``, the sum of ``factor * dscore * queries[r]`` over rows that t won.
 
-    Work item ``i`` is slice ``i % slices`` of document ``i // slices``: every ``slices``-th tile of
-    it. ``PROJECTS``: rows are normalised, of no more than ``BLOCK_D`` dimensions, and get their own
-    gradient.
+    For all pairs. Grid: ``[programs, ceil(D / BLOCK_D)]``; programs share ``Nd * slices`` items.
+    Item ``i`` is slice ``i % slices`` of document ``i // slices``: every ``slices``-th tile of it.
+    The query rows that won in a tile are listed in ``lists``, ``CAPACITY`` for each program, and
+    only these are multiplied. ``saved``: winners ``[Nd, Tq]``. With ``PROJECTS`` the rows were
+    normalised, and the gradient is that of the rows before it; ``D <= BLOCK_D`` then. Writes
+    ``ddoc`` ``[Td, D]``.
     """
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     lists_ptr += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * CAPACITY

@@ -1,6 +1,4 @@
-"""Device functions that the kernels share: where sequences lie, which pairs there are, folding one
-tile.
-"""
+"""Device functions of the kernels: bounds of sequences, lists of pairs, folding a tile."""
 
 import triton
 import triton.language as tl
@@ -38,8 +36,10 @@ SIZES = [  # numbers of launches, whose values kernels are not built for
 
 @triton.jit
 def bounds(cu_ptr, i, count, rows, length, UNIFORM: tl.constexpr):
-    """First row of sequence i, one past its last, and whether that can be true; an impossible one
-    is empty.
+    """Return the first row of sequence i, the row after its last, and whether these are valid.
+
+    A sequence with invalid offsets is empty. ``cu``: offsets ``[count + 1]``, not read if
+    ``UNIFORM``; or ends ``[count]`` of padded sequences, if it is ``ENDS``.
     """
     if UNIFORM:
         start = i * length
@@ -62,7 +62,7 @@ def bounds(cu_ptr, i, count, rows, length, UNIFORM: tl.constexpr):
 
 @triton.jit
 def sequence_at(cu_ptr, row, count, length, UNIFORM: tl.constexpr):
-    """The sequence that holds ``row``."""
+    """Return the sequence that contains ``row``, a scalar."""
     if UNIFORM:
         return row // length
     else:
@@ -76,7 +76,7 @@ def sequence_at(cu_ptr, row, count, length, UNIFORM: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, row, mask_row, k, D: tl.constexpr):
-    """``[len(row), len(k)]`` of a row-major matrix; zeros outside."""
+    """Load ``[len(row), len(k)]`` elements of a row-major matrix, zeros where masked."""
     return tl.load(
         ptr + row.to(tl.int64)[:, None] * D + k[None, :],
         mask=mask_row[:, None] & (k < D)[None, :],
@@ -86,7 +86,7 @@ def load_rows(ptr, row, mask_row, k, D: tl.constexpr):
 
 @triton.jit
 def load_block(ptr, row0, count, k, D: tl.constexpr, BLOCK: tl.constexpr):
-    """``[BLOCK, len(k)]`` rows from ``row0`` on, ``count`` of them; zeros past those."""
+    """Load ``[BLOCK, len(k)]`` elements of ``count`` rows from ``row0`` on, zeros after them."""
     i = tl.arange(0, BLOCK)
     # offsets inside a block fit 32 bits: half the registers of addresses
     return tl.load(
@@ -98,7 +98,7 @@ def load_block(ptr, row0, count, k, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_rows(ptr, row, mask_row, k, x, D: tl.constexpr):
-    """Round ``[len(row), len(k)]`` and store it where :func:`load_rows` reads."""
+    """Round ``[len(row), len(k)]`` elements, and store them where :func:`load_rows` reads."""
     tl.store(
         ptr + row.to(tl.int64)[:, None] * D + k[None, :],
         x.to(ptr.dtype.element_ty),
@@ -108,8 +108,9 @@ def store_rows(ptr, row, mask_row, k, x, D: tl.constexpr):
 
 @triton.jit
 def split_scale(scale):
-    """A scale as a power of two, by which rows are multiplied exactly, and what is left of it, 1 to
-    2.
+    """Split a scale into a power of two and a rest from 1 to 2.
+
+    Rows can be multiplied by the power exactly.
     """
     power = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return power, tl.where(power > 0.0, scale / power, 1.0)
@@ -117,8 +118,9 @@ def split_scale(scale):
 
 @triton.jit
 def times_power(x, power):
-    """Rows times powers of two that bring them to the order of 1: exact, in whatever range their
-    dtype has.
+    """Multiply rows by powers of two that bring them to the order of 1.
+
+    This is exact, whatever range their dtype has.
     """
     return (x.to(tl.float32) * power[:, None]).to(x.dtype)
 
@@ -138,8 +140,12 @@ def mask_tile(
     HAS_SCALE: tl.constexpr,
     SMOOTH: tl.constexpr,
 ):
-    """Scale a tile of products ``[BLOCK_Q, BLOCK_T]`` and take out what does not take part; the
-    number that does.
+    """Scale a tile of products ``[BLOCK_Q, BLOCK_T]``, and mask tokens that do not take part.
+
+    Masked and missing tokens become minus infinity, with ``MASK_ZERO`` masked ones become 0.
+
+    Returns:
+        The tile, and the number of document tokens in it that take part.
     """
     t = t0 + tl.arange(0, BLOCK_T)
     inside = t < length
@@ -173,8 +179,11 @@ def fold_tile(
     WITH_SAVED: tl.constexpr,
     SMOOTH: tl.constexpr,
 ):
-    """Fold a tile into the running maximum; ``state`` is the winner, or the sum of exponentials of
-    a smooth one.
+    """Fold a tile into the running maximum.
+
+    Returns:
+        The maximum ``best`` ``[BLOCK_Q]``, and ``state``: the position of the winner, the first
+        among equals; or, with ``SMOOTH``, the sum of exponentials relative to the maximum.
     """
     top = tl.reduce(acc, 1, nan_max)  # [BLOCK_Q]
     if SMOOTH:
@@ -212,7 +221,10 @@ def finish(
     SMOOTH: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """Score that a query token adds, and what is saved of it."""
+    """Return what a query token adds to a score, and what is saved for backward.
+
+    A token that is masked, or meets no document token (``parts`` is 0), adds 0 and has no winner.
+    """
     counts = mask_if(kept_q, parts > 0)
     if SMOOTH:
         value = tl.where(counts, best + temperature * tl.log(state), 0.0)
@@ -231,7 +243,7 @@ def finish(
 
 @triton.jit
 def init_state(BLOCK_Q: tl.constexpr, SMOOTH: tl.constexpr):
-    """The running maximum and state before the first tile."""
+    """Return the running maximum and state before the first tile, as :func:`fold_tile` does."""
     best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     state = tl.zeros((BLOCK_Q,), tl.float32 if SMOOTH else tl.int32)
     return best, state
@@ -248,8 +260,9 @@ def count_tiles(
     BLOCK_T: tl.constexpr,
     UNIFORM_D: tl.constexpr,
 ):
-    """Tiles of every ``splits``-th document; an empty one takes a tile, in which its score is
-    written.
+    """Return the number of tiles of a program, which has every ``splits``-th document.
+
+    An empty document has one tile, in which its score is written.
     """
     mine = (Nd - split + splits - 1) // splits
     if UNIFORM_D and UNIFORM_D != ENDS:
@@ -273,7 +286,7 @@ def count_tiles(
 
 @triton.jit
 def owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q: tl.constexpr):
-    """The queries of rows."""
+    """Return the queries of query rows ``row``."""
     if UNIFORM_Q:
         return row // length_q
     else:
@@ -282,7 +295,7 @@ def owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q: tl.constexpr):
 
 @triton.jit
 def item_of(e, first_item, order_ptr, pairs_ptr, PAIRING: tl.constexpr):
-    """Pair, query (for an index) and document of entry ``e`` of a list of pairs."""
+    """Return pair, query (for listed pairs only) and document of entry ``e`` of a list."""
     if PAIRING == INDEX:
         pair = tl.load(order_ptr + e).to(tl.int32)
         return pair, tl.load(pairs_ptr + 2 * pair), tl.load(pairs_ptr + 2 * pair + 1)

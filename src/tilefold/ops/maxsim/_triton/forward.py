@@ -1,11 +1,11 @@
-"""Forward kernels: a tile of query tokens stays, document tokens stream past, the running maximum
-is in registers.
+"""Forward kernels, in which a tile of query tokens stays and document tokens stream past.
 
-For all pairs a tile holds the tokens of several queries one after another, so that short queries
-fill it. A program owns one tile and every so many documents; its loop runs over the tiles of all of
-them, so that loads of the next document are in flight while the last tile of this one is reduced. A
-query that several tiles share leaves partial sums in a small buffer, which a second kernel adds up
-in a fixed order. For listed pairs a program owns one pair.
+The running maximum is in registers. For all pairs a tile has the tokens of several queries one
+after another, so that short queries fill it. A program owns one tile and a share of the documents.
+Its loop runs over the tiles of all of them, so that loads of the next document are in flight while
+the last tile of a document is reduced. A query that several tiles share leaves partial sums in a
+small buffer, which a second kernel adds up in a fixed order. For listed pairs a program owns one
+pair.
 """
 
 import triton
@@ -49,8 +49,9 @@ def _products(
     INTEGER: tl.constexpr,
     NORMALIZED: tl.constexpr,
 ):
-    """``[BLOCK_Q, BLOCK_T]`` products of a query tile (``q`` where the dimension fits, else loaded)
-    and a tile.
+    """Compute the products of a query tile and a document tile, fp32 ``[BLOCK_Q, BLOCK_T]``.
+
+    ``q``: the query tile if the dimension fits into ``BLOCK_K``. Otherwise it is loaded in parts.
     """
     kind: tl.constexpr = tl.int32 if INTEGER else tl.float32
     acc = tl.zeros((BLOCK_Q, BLOCK_T), kind)
@@ -91,10 +92,13 @@ def _query_rows(
     HAS_SCALE: tl.constexpr,
     NORMALIZED: tl.constexpr,
 ):
-    """The first block of a query tile, which of its rows are kept, and their scales.
+    """Load the first block of a query tile, and the scales of its rows.
 
-    An inverse norm is in two parts: the power of two that the rows are multiplied by, so that their
-    products are numbers of fp32, and what is left for their maxima.
+    An inverse norm is split in two: the power of two by which the rows are multiplied, so that
+    their products are numbers of fp32, and the rest, for their maxima.
+
+    Returns:
+        The block, the rows that are not masked, the scales of their maxima, and the powers.
     """
     q = load_block(queries_ptr, row0, rows, tl.arange(0, BLOCK_K), D, BLOCK_Q)
     kept = inside
@@ -112,7 +116,10 @@ def _query_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def ends_kernel(document_mask_ptr, ends_ptr, length_d, BLOCK: tl.constexpr):
-    """One past the last kept token of each padded document."""
+    """Write the position after the last token of each padded document that is not masked.
+
+    Grid: ``[Nd]``. ``document_mask``: ``[Nd, length_d]``. Writes ``ends`` ``[Nd]``.
+    """
     d = tl.program_id(0)
     end = 0
     for t0 in range(0, length_d, BLOCK):
@@ -335,7 +342,10 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     UNIFORM_Q: tl.constexpr,
 ):
-    """Add up the parts of each query, tile by tile."""
+    """Add up the partial scores of each query, tile by tile.
+
+    Grid: ``[Nq * ceil(Nd / BLOCK)]``. Writes ``scores`` ``[Nq, Nd]``.
+    """
     blocks = (
         Nd + BLOCK - 1
     ) // BLOCK  # on the grid's first axis, the only one that holds more than 65,535
@@ -350,7 +360,8 @@ def combine_kernel(
                 mask=d < Nd,
                 other=0.0,
             )
-        if not UNIFORM_Q:  # offsets that fall elsewhere give its rows to other queries: these parts were not written
+        # offsets that fall elsewhere give its rows to other queries: these parts were not written
+        if not UNIFORM_Q:
             ok &= sequence_at(cu_queries_ptr, start, Nq, length_q, UNIFORM_Q) == query
             ok &= sequence_at(cu_queries_ptr, end - 1, Nq, length_q, UNIFORM_Q) == query
     total = tl.where(ok, tl.div_rn(total, divisor + tl.zeros((BLOCK,), tl.float32)), float("nan"))

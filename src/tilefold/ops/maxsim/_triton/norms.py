@@ -1,6 +1,4 @@
-"""Passes over rows: inverse norms, gradients from those of unit vectors, rows in int8, the query of
-packed rows.
-"""
+"""Passes over rows: inverse norms, gradients of normalised rows, int8 rows, queries of rows."""
 
 import triton
 import triton.language as tl
@@ -13,8 +11,9 @@ MIN_SCALE, MAX_SCALE = tl.constexpr(2.0**-126), tl.constexpr(2.0**126)
 
 @triton.jit
 def inverse_power_of_two(x):
-    """The power of two that brings ``x >= 0`` to between 1 and 2, as far as there is one; the
-    largest for 0.
+    """Return the power of two by which ``x >= 0`` comes to between 1 and 2.
+
+    It is limited to normal numbers, and the largest of them for 0.
     """
     exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
     return tl.maximum(0x7F000000 - exponent, 0x00800000).to(tl.float32, bitcast=True)
@@ -70,11 +69,12 @@ def inverse_norms_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """``scale = 1 / norm``: of rows brought to the order of 1 first, whose squares neither overflow
-    nor vanish.
+    """Compute ``1 / norm`` of all query and document rows.
 
-    0 for a row whose inverse is no number of fp32 (a norm below ``2**-126``), NaN where it is no
-    normal one. The first programs take the queries, the others the documents.
+    Rows are brought to the order of 1 first, so that their squares neither overflow nor vanish. The
+    result is 0 for a row whose inverse norm is no number of fp32 (a norm below ``2**-126``), and
+    NaN where it is not a normal one. Grid: ``[ceil(Tq / BLOCK_R) + ceil(Td / BLOCK_R)]``, queries
+    first. Writes ``query_factors`` ``[Tq]`` and ``document_factors`` ``[Td]``, fp32.
     """
     block = tl.program_id(0)
     of_queries = (Tq + BLOCK_R - 1) // BLOCK_R
@@ -94,8 +94,10 @@ def inverse_norms_kernel(
 
 @triton.jit
 def projected(x, scale, g):
-    """``scale * (g - u (u . g))`` with ``u = scale * x``: the gradient of whole rows ``[R, D]``
-    from that of ``u``.
+    """Return ``scale * (g - u (u . g))`` with ``u = scale * x``.
+
+    This is the gradient of rows ``x`` ``[R, D]`` before normalisation, from that of the normalised
+    ones.
     """
     u = x * scale[:, None]
     along = tl.sum(tl.where(g == 0.0, 0.0, u * g), axis=1)[:, None]
@@ -114,7 +116,12 @@ def unit_gradient_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """``out = scale * (grad - u (u . grad))`` with ``u = scale * row``."""
+    """Compute ``out = scale * (grad - u (u . grad))`` with ``u = scale * row``.
+
+    This is the gradient of rows before normalisation, from that of the normalised ones. Grid:
+    ``[ceil(T / BLOCK_R)]``. ``rows``, ``grad``, ``out``: ``[T, D]``. ``scale``: inverse norms
+    ``[T]``.
+    """
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     scale = tl.load(scale_ptr + row, mask=row < T, other=0.0)
     along = tl.zeros((BLOCK_R,), tl.float32)
@@ -147,8 +154,10 @@ def quantize_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """``scale = max|x| / 127`` and ``out = round(x / scale)``, in the very operations of
-    ``quantize_tokens``.
+    """Compute ``scale = max|x| / 127`` and ``out = round(x / scale)`` of rows.
+
+    The operations are those of ``quantize_tokens``, with the same results. Grid: ``[ceil(T /
+    BLOCK_R)]``. ``rows``: ``[T, D]``. Writes ``out`` ``[T, D]`` int8 and ``scale`` ``[T]``.
     """
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     largest = tl.zeros((BLOCK_R,), tl.float32)
@@ -176,7 +185,10 @@ def quantize_kernel(
 
 @triton.jit
 def query_of(cu_queries_ptr, row, Nq, steps):
-    """The first sequence that ends behind each row, or the last one, by ``steps`` bisections."""
+    """Return the first sequence that ends after each row, or the last one.
+
+    It is found by ``steps`` bisections of the offsets ``[Nq + 1]``.
+    """
     low = row * 0
     high = low + Nq
     for _ in range(steps):

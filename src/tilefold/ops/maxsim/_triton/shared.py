@@ -1,10 +1,10 @@
-"""Scores of short queries against int8 documents: queries lie side by side on the rows of a tile,
-and share each pass.
+"""Scores of short queries against int8 documents, for several queries in one pass.
 
-A query has a slot of 16, 32 and so on rows, cut into strips of 16 that lie apart, so that the
-strips of a query are in one warp and its sum stays there. Document tokens are on the columns: the
-maximum over them is taken in a thread's own registers, tile by tile in groups of eight columns, and
-once per document over the lanes. A column's scale and whether it takes part are one multiply-add.
+Queries share the rows of a tile. A query has 16, 32 and so on rows (a slot), in strips of 16 that
+are not adjacent, so that all strips of a query are in one warp and its sum stays there. Document
+tokens are the columns. The maximum over them is taken in a thread's own registers, tile by tile in
+groups of eight columns, and once per document over the lanes. The scale of a column, and whether it
+takes part, are one multiply-add.
 """
 
 import triton
@@ -46,10 +46,13 @@ def shared_pass_kernel(
     MASK_ZERO: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
-    """Scores ``[Nq, Nd]``; a program owns ``BLOCK_Q / SLOT`` queries and every ``splits``-th
-    document.
+    """Compute the scores of ``BLOCK_Q / SLOT`` queries with a share of the documents.
 
-    With ``ONE_TILE``, no document has more than ``BLOCK_T`` tokens.
+    Grid: ``[ceil(Nq / (BLOCK_Q / SLOT)), splits]``; a program has every ``splits``-th document.
+    ``queries``: int8 ``[Nq * length_q, D]``. ``documents_src``: int8 ``[Td, D]``, a pointer or a
+    tensor descriptor. ``query_factors``, ``document_factors``: scales ``[Nq * length_q]`` and
+    ``[Td]``. With ``ONE_TILE``, no document has more than ``BLOCK_T`` tokens. Writes ``scores``
+    ``[Nq, Nd]``.
     """
     QUERIES: tl.constexpr = BLOCK_Q // SLOT
     split = tl.program_id(1)
@@ -168,7 +171,10 @@ def _store(
     divisor,
     SLOT: tl.constexpr,
 ):
-    """The scores of a document, one for each slot."""
+    """Store the scores of a document with the queries of all slots.
+
+    ``best``: maxima ``[BLOCK_Q, LANES]`` over the document tokens of each lane.
+    """
     QUERIES: tl.constexpr = best.shape[0] // SLOT
     value = tl.where(kept_q & (parts > 0), tl.reduce(best, 1, nan_max) * row_scale, 0.0)
     total = tl.sum(tl.sum(tl.reshape(value, (SLOT // STRIP, QUERIES, STRIP)), axis=2), axis=0)

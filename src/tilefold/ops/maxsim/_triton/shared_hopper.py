@@ -47,7 +47,7 @@ _tma_load, _barrier, _reinterpret = gluon_tma_load(), gluon_barrier(), gluon_rei
 
 @gluon.jit
 def _place(step, length_d, PARTS: gl.constexpr):
-    """First document and token of a tile; the parts take turns, of ``RUN`` tiles each."""
+    """Return the first document and token of a tile; the parts alternate after ``RUN`` tiles."""
     tiles = gl.cdiv(length_d, AT_ONCE)
     own = step // (RUN * PARTS) * RUN + step % RUN
     group = own // tiles * PARTS + step // RUN % PARTS
@@ -65,7 +65,7 @@ def _load_documents(
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The warp that fills the ring."""
+    """Run the loading warp: fill the ring with the tiles of all parts."""
     for step in range(steps):
         slot = step % STAGES
         d, t0 = _place(step, length_d, PARTS)
@@ -91,7 +91,11 @@ def _scales(
     HAS_DMASK: gl.constexpr,
     MASK_ZERO: gl.constexpr,
 ):
-    """A tile's scales ``[GROUP, AT_ONCE]``, and 0 or, for what takes no part, minus infinity."""
+    """Load the scales ``[GROUP, AT_ONCE]`` of a tile.
+
+    Returns:
+        The scales, and 0 or, for tokens that do not take part, minus infinity.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, AT_ONCE], [32, 1], [1, 1], [1, 0])
     d, t0 = _place(step, length_d, PARTS)
     document = gl.expand_dims(d + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout)), 1)
@@ -109,7 +113,7 @@ def _scales(
 
 @gluon.jit
 def _in_rows(x):
-    """Values of each document and token of a tile, in the order of its rows."""
+    """Reorder values of each document and token of a tile to the order of its rows."""
     return x.reshape([BOXES, BOX, AT_ONCE]).permute((0, 2, 1)).reshape([ROWS])
 
 
@@ -124,7 +128,7 @@ def _put(
     HAS_DMASK: gl.constexpr,
     MASK_ZERO: gl.constexpr,
 ):
-    """Put a tile's scales into the ring, and read those of the tile of the next run."""
+    """Put the scales of a tile into the ring, and load those of the tile of the next run."""
     scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d = given
     slot = step % STAGES
     mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
@@ -151,8 +155,9 @@ def _load_scales(
     HAS_DMASK: gl.constexpr,
     MASK_ZERO: gl.constexpr,
 ):
-    """The warp of the scales: a run of tiles a round, so that what was read for the next ones is
-    not moved.
+    """Run the warp of the scales: load them a run ahead, and put them into the ring.
+
+    A round is a run of ``RUN`` tiles, whose scales have variables of their own and are not moved.
     """
     a, a_out = _scales(scale_ptr, mask_ptr, 0, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
     b, b_out = _scales(scale_ptr, mask_ptr, 1, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
@@ -168,7 +173,10 @@ def _load_scales(
 
 @gluon.jit
 def _by_documents(x):
-    """Maximum of the two tokens that a lane has of each document, ``[BOXES, BOX, columns]``."""
+    """Return the maxima of the two tokens that a lane has of each document.
+
+    The result is ``[BOXES, BOX, columns]``.
+    """
     return gl.reduce(x.reshape([BOXES, AT_ONCE, BOX, x.shape[1]]), 1, nan_max)
 
 
@@ -185,7 +193,7 @@ def _tile_best(
     layout: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """A tile's products and its maximum."""
+    """Multiply a tile with the queries, and return its maxima by documents."""
     slot = step % STAGES
     COLUMNS: gl.constexpr = q.shape[1]
     mbarrier.wait(full.index(slot), (step // STAGES) & 1)
@@ -217,7 +225,10 @@ def _finish(
     HAS_DMASK: gl.constexpr,
     MEAN: gl.constexpr,
 ):
-    """The scores of the documents of a tile."""
+    """Store the scores of the documents of a tile with the queries of a group of warps.
+
+    ``best``: maxima ``[BOXES, BOX, columns]`` over all tokens of the documents.
+    """
     COLUMNS: gl.constexpr = best.shape[2]
     top = best.reshape([GROUP, COLUMNS])
     weight = gl.expand_dims(weights.load(gl.SliceLayout(0, top.type.layout)), 0)
@@ -257,7 +268,11 @@ def _score(
     MEAN: gl.constexpr,
     ROLE: gl.constexpr,
 ):
-    """A group of four warps, which has its share of the queries, and its part of the documents."""
+    """Run one group of four warps: products and maxima of its queries with its documents.
+
+    ``ROLE``: number of the group. It has share ``ROLE % SHARES`` of the queries, and part ``ROLE //
+    SHARES`` of the documents.
+    """
     (
         queries,
         weights,
@@ -338,8 +353,14 @@ def shared_hopper_kernel(
     MASK_ZERO: gl.constexpr,
     MEAN: gl.constexpr,
 ):
-    """Scores ``[Nq, Nd]``; a program owns ``BLOCK_Q`` rows of queries, of which each of four groups
-    of warps has a share, and one of ``PARTS`` of its documents.
+    """Compute the scores of short queries with padded int8 documents.
+
+    Grid: ``[query tiles, splits]``; a program has ``BLOCK_Q`` rows of queries and every
+    ``splits``-th group of 32 documents. Four groups of warps multiply, each with one of ``4 /
+    PARTS`` shares of the queries and one of ``PARTS`` parts of the documents. ``queries``: int8
+    ``[Nq * length_q, D]``. ``documents_src``: descriptor of int8 ``[Nd, length_d, D]``.
+    ``query_factors``, ``document_factors``: scales ``[Nq * length_q]`` and ``[Nd * length_d]``.
+    ``one``: 1, unknown to the compiler. Writes ``scores`` ``[Nq, Nd]``.
     """
     SHARES: gl.constexpr = 4 // PARTS
     COLUMNS: gl.constexpr = BLOCK_Q // SHARES

@@ -1,8 +1,7 @@
-"""Backward of the smooth maximum: each tile of similarities is computed again, its softmax weights
-carry the gradient.
+"""Backward of the smooth maximum, from the softmax weights of the similarities.
 
-Owners as in the backward of the maximum: one program for a tile of query rows, one for a tile of
-document rows.
+Each tile of similarities is computed again. As in the backward of the maximum, one program owns a
+tile of query rows, and another one a tile of document rows.
 """
 
 import triton
@@ -55,7 +54,11 @@ def _weights(
     HAS_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``grad * softmax`` of a tile ``[BLOCK_Q, BLOCK_T]``; masked tokens have none."""
+    """Compute ``grad * softmax`` of a tile of similarities ``[BLOCK_Q, BLOCK_T]``.
+
+    ``top``: smooth maxima ``[BLOCK_Q]``, so that ``exp((s - top) / temperature)`` is the softmax.
+    Masked tokens have weight 0.
+    """
     acc = tl.zeros((BLOCK_Q, BLOCK_T), tl.float32)
     if HAS_SCALE:
         power, rest = split_scale(tl.load(query_factors_ptr + row, mask=inside_q, other=0.0))

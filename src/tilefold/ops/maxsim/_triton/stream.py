@@ -1,14 +1,12 @@
-"""Scores of few query tokens against many documents: document tokens stream past, and fill the rows
-of the products.
+"""Scores of few query tokens against many documents, whose tokens are the rows of products.
 
 With a query of 32 tokens on the rows, half of Hopper's 64 would be idle. Here a tile of document
-tokens is on the rows, straight from registers where it must be converted first, and the query on
-the columns. The maximum is kept for each place of a tile and taken over the places once per
+tokens is on the rows, straight from registers if it must be converted first, and the query is on
+the columns. The maximum is stored for each position of a tile and taken over the positions once per
 document, so that a tile costs one comparison per element.
 
-Where documents are in int8 every program rounds the query itself: a launch of its own would take 4
-microseconds, as long as 17 MB of documents. Meanwhile the first document is on its way from memory
-to L2.
+If documents are int8, every program rounds the query itself: a launch for it would take 4
+microseconds, as long as 17 MB of documents. Meanwhile the first document moves from memory to L2.
 """
 
 import triton
@@ -24,11 +22,13 @@ TINY = tl.constexpr(2.0**-100)
 
 @triton.jit
 def int8_rows(x):
-    """``[R, K]`` rows in int8 and their scales, as ``quantize_kernel`` has them; of an infinite row
-    the scale is NaN.
+    """Round rows ``[R, K]`` to int8, with the results of ``quantize_kernel``.
 
     A row is divided by its scale without a division: the inverse and two steps of Newton give the
     rounded quotient. The residuals of both are exact once a row with a tiny scale is enlarged.
+
+    Returns:
+        The rows, and their scales ``[R]``. That of a row with an infinite element is NaN.
     """
     x = x.to(tl.float32)
     scale = tl.div_rn(tl.reduce(tl.abs(x), 1, nan_max), 127.0)
@@ -55,8 +55,9 @@ def int8_rows(x):
 
 @triton.jit
 def prefetch(ptr, size):
-    """Ask for ``size`` bytes, a multiple of 16, from where no address is looked at again; compute
-    capability 9.0.
+    """Load ``size`` bytes into L2, for compute capability 9.0.
+
+    ``size``: a multiple of 16. Nothing is loaded if it is not positive.
     """
     tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, "
@@ -102,10 +103,13 @@ def stream_kernel(
     INTEGER: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    """Scores ``[Nq, Nd]``: all ``Tq <= BLOCK_Q`` query rows meet every tile; a program owns every
-    so many documents.
+    """Compute the scores of all queries with a share of the documents.
 
-    ``PREFETCH`` rows of its first document are asked for at once, through ``documents_ptr``.
+    All queries together have ``Tq <= BLOCK_Q`` tokens. Grid: ``[splits]``; a program has every
+    ``splits``-th document. ``queries``: ``[Tq, D]``. ``documents_src``: ``[Td, D]``, a pointer or a
+    tensor descriptor. ``document_factors``: scales ``[Td]``, with ``HAS_SCALE``. ``PREFETCH`` rows
+    of the first document are loaded into L2 at once, through ``documents_ptr``. Writes ``scores``
+    ``[Nq, Nd]``.
     """
     kind: tl.constexpr = tl.int32 if INTEGER else tl.float32
     split = tl.program_id(0)
