@@ -1,9 +1,16 @@
-"""Texts to sparse vectors as users encode them, beside the stock encoder and the floors.
+"""Time how texts become sparse vectors, from strings to files.
 
-Every way encodes the same documents of 240 tokens with the same model. The floors run on batches
-that lie on the device before the clock starts: encoder alone, and encoder, head and rows without
-anything of the host around them. The rows that ``encode_collection`` wrote are compared with those
-of the stock encoder, by error budget.
+    python -m benchmarks.encode --shape bert-base
+
+Timed: documents of 240 tokens with one model, by the wall clock, to the end of what the device got.
+The ways are to Parquet (``encode_collection``), to a matrix (``encode_document``) and to tensors
+(``encode_sparse``).
+
+Baseline: the stock encoder of sentence-transformers. The floor is the encoder and the head alone,
+on batches that are on the device before the clock starts.
+
+Gate: the rows that ``encode_collection`` wrote are compared with those of the stock encoder. Their
+error must be within that of the stock encoder itself against fp32, times a small factor.
 """
 
 from __future__ import annotations
@@ -13,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +31,44 @@ from benchmarks.job import Job, JobCase, JobOptions, Row, main
 from benchmarks.train_run import busy_seconds
 from tilefold.modules.fused_pooling import SparseOptions
 
-STOCK, FLOOR = "stock encode_document", "encoder and head alone"
-WINDOW = 1024  # texts that are tokenised together: a shard
-CHECKED = 96  # texts of a case that the gate compares
-FACTOR = (
-    2.0  # over the stock encoder's own error against fp32: products are summed in another order
-)
-FP32 = 2e-4  # of the largest weight, where the stock encoder is the truth itself
+STOCK = "stock encode_document"
+FLOOR = "encoder and head alone"
+# texts that are tokenized together, as of a shard
+WINDOW = 1024
+# texts of a case that the gate compares
+CHECKED = 96
+# allowed error over that of the stock encoder against fp32: products are summed in another order
+ERROR_FACTOR = 2.0
+# allowed error of an fp32 model as a share of the largest weight
+FP32_ERROR = 2e-4
+MIB = 2**20
 
 
 class Truth:
-    """Rows of the stock model for the first texts, in fp32 and in the model's dtype.
+    """Sparse rows of the stock model in fp32, and the error that other rows may have.
 
     Args:
         model: a stock SparseEncoder, not accelerated.
-        texts: id -> text.
+        texts: texts by id. The first :data:`CHECKED` are encoded.
     """
 
     def __init__(self, model: Any, texts: Mapping[str, str]) -> None:
         self.ids = list(texts)
-        chosen = [texts[name] for name in self.ids[:CHECKED]]
-        self.rows = stock = _dense(model, chosen)
-        self.allowed = FP32 * float(stock.abs().max())
-        if next(model.parameters()).dtype != torch.float32:
-            self.rows = _dense(copy.deepcopy(model).float(), chosen)
-            self.allowed = FACTOR * float((stock - self.rows).abs().max())
+        checked_texts = [texts[name] for name in self.ids[:CHECKED]]
+        stock_rows = _dense_rows(model, checked_texts)
+        if next(model.parameters()).dtype == torch.float32:
+            self.rows = stock_rows
+            self.allowed = FP32_ERROR * float(stock_rows.abs().max())
+        else:
+            self.rows = _dense_rows(copy.deepcopy(model).float(), checked_texts)
+            self.allowed = ERROR_FACTOR * float((stock_rows - self.rows).abs().max())
 
     def check(self, folder: Path) -> dict[str, object]:
-        """The error of a folder of vectors, what was allowed, and whether the gate is open."""
+        """Compare a folder of sparse vectors with the rows.
+
+        Returns:
+            Cells of the results: the largest error, the allowed one, and the gate.
+        """
         from tilefold.retrieval import read_vectors
 
         vectors = read_vectors(folder)
@@ -60,28 +76,27 @@ class Truth:
             gate = f"expected {len(self.ids)} ids in their order, got {len(vectors.ids)} ids"
             return {"error": float("nan"), "allowed": self.allowed, "gate": gate}
         rows = torch.zeros_like(self.rows)
-        for i in range(len(rows)):
-            terms, weights = vectors.row(i)
-            rows[i, torch.from_numpy(terms).long()] = torch.from_numpy(weights)
+        for position in range(len(rows)):
+            terms, weights = vectors.row(position)
+            rows[position, torch.from_numpy(terms).long()] = torch.from_numpy(weights)
         error = float((rows - self.rows).abs().max())
         gate = "ok" if error <= self.allowed else "rows differ from those of the stock encoder"
         return {"error": error, "allowed": self.allowed, "gate": gate}
 
 
-def _dense(model: Any, texts: list[str]) -> Tensor:
-    """``[N, V]`` fp32 on the CPU."""
-    found = model.encode_document(
+def _dense_rows(model: Any, texts: list[str]) -> Tensor:
+    """Encode texts as dense rows ``[N, V]``, fp32 on the CPU."""
+    scores: Tensor = model.encode_document(
         texts,
         batch_size=8,
         convert_to_sparse_tensor=False,
         show_progress_bar=False,
     )
-    rows: Tensor = found.float().cpu()
-    return rows
+    return scores.float().cpu()
 
 
 def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call, to the end of what it gave the device."""
+    """Time one call, until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -92,22 +107,29 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def busy_share(run: Callable[[], Any], device: torch.device) -> float | None:
-    """Share of the time of ``run`` in which a kernel or a copy ran on the GPU, seen by torch's
-    profiler.
+    """Measure the share of the time of a call in which the GPU runs a kernel or a copy.
+
+    Returns:
+        The share by torch's profiler, or None on a CPU, or if nothing ran.
     """
     if device.type != "cuda":
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        took = seconds_of(run, device)
-    return busy_seconds(profiler) / took or None
+        seconds = seconds_of(run, device)
+    return busy_seconds(profiler) / seconds or None
 
 
-class Prepared:
-    """Batches as the stream cuts them, on the device before any clock runs.
+class PreparedBatches:
+    """Tokenized batches of texts on the device, for the floors.
 
     Args:
-        model: accelerated, in eval mode.
-        texts: to encode.
+        model: an accelerated SparseEncoder in eval mode.
+        texts: the texts.
+
+    Attributes:
+        batches: the features of each batch.
+        tokens: number of tokens of all texts.
+        note: a remark for the results.
     """
 
     def __init__(self, model: Any, texts: Sequence[str]) -> None:
@@ -124,170 +146,233 @@ class Prepared:
         for batch in self.stream._divide_windows(tokenized):
             if isinstance(batch, TokenBatch):
                 self._add(batch)
-        self.note = (
-            "" if self.stream.packed else "padded: this model does not take packed tokens here"
-        )
+        self.note = ""
+        if not self.stream.packed:
+            self.note = "padded: this model does not take packed tokens here"
 
-    def _add(self, work: Any) -> None:
-        if work.ids is not None:
-            self.tokens += len(work.ids.ids)
-            self.batches.append(self.stream.packed_features(work.ids))
+    def _add(self, batch: Any) -> None:
+        """Move a batch of the stream to the device."""
+        if batch.ids is not None:
+            self.tokens += len(batch.ids.ids)
+            self.batches.append(self.stream.packed_features(batch.ids))
             return
-        self.tokens += int(work.features["attention_mask"].sum())
-        device = self.stream.device
-        moved = {
-            key: v.to(device) if isinstance(v, Tensor) else v for key, v in work.features.items()
-        }
-        self.batches.append(moved)
+        self.tokens += int(batch.features["attention_mask"].sum())
+        features = {}
+        for name, value in batch.features.items():
+            is_tensor = isinstance(value, Tensor)
+            features[name] = value.to(self.stream.device) if is_tensor else value
+        self.batches.append(features)
 
-    def encoder(self) -> None:
-        """Encoder without head."""
+    def run_encoder(self) -> None:
+        """Run the encoder without the head."""
         with torch.inference_mode():
             for batch in self.batches:
                 self.model[0](dict(batch), task="document")
 
-    def kernels(self) -> None:
-        """Encoder, head, and rows of fixed capacity (on a CPU: CSR rows)."""
+    def run_model(self) -> None:
+        """Run the encoder and the head, which writes rows of fixed capacity (CSR on a CPU)."""
         from tilefold.integrations.sentence_transformers._pooling import sparse_scores
 
         with torch.inference_mode(), sparse_scores(SparseOptions(None, 0.0), self.stream.capacity):
             for batch in self.batches:
                 self.model(dict(batch), task="document")
 
-    def tokenise(self, texts: Sequence[str]) -> None:
-        """Texts to batches of packed ids, on all cores, as the stream does it."""
+    def tokenize(self, texts: Sequence[str]) -> None:
+        """Make batches of packed token ids on all cores, as the stream does."""
         with self.stream.token_batches(self._windows(texts)) as batches:
             for _ in batches:
                 pass
 
-    def rust(self, texts: Sequence[str]) -> None:
-        """The Rust tokenizer's part of that, without a look at its results."""
+    def run_tokenizer(self, texts: Sequence[str]) -> None:
+        """Run the Rust tokenizer, and do not use its results."""
         for _ in self.stream._tokenize_windows(self._windows(texts)):
             pass
 
     @staticmethod
     def _windows(texts: Sequence[str]) -> Iterator[Any]:
+        """Divide texts into windows of the stream."""
         from tilefold.pipeline.rows import Window
 
-        return (Window(texts[i : i + WINDOW]) for i in range(0, len(texts), WINDOW))
+        for start in range(0, len(texts), WINDOW):
+            yield Window(texts[start : start + WINDOW])
 
 
 class Clock:
-    """Times ways of encoding one after the other; on a GPU every way runs once before, and the best
-    of two counts.
+    """Times ways of encoding, and makes their rows.
+
+    Args:
+        case: the case.
+        device: the device.
     """
 
     def __init__(self, case: JobCase, device: torch.device) -> None:
-        self.case, self.device = case, device
-        self.per_second: dict[str, float] = {}
+        self.case = case
+        self.device = device
+        self.texts_per_second: dict[str, float] = {}
 
     def time(
         self,
-        what: str,
+        name: str,
         run: Callable[[], Any],
         texts: int,
         *,
         warm: bool = True,
     ) -> dict[str, object]:
-        """The row of encoding `texts` documents with `run`."""
+        """Time a way of encoding.
+
+        Args:
+            name: of the way.
+            run: encodes the documents.
+            texts: number of documents.
+            warm: on a GPU, whether to run once before, and to count the faster of two runs.
+
+        Returns:
+            The row of the results.
+        """
         on_gpu = self.device.type == "cuda"
+        n_runs = 1
         if warm and on_gpu:
+            n_runs = 2
             run()
             torch.cuda.reset_peak_memory_stats()
-        seconds = min(seconds_of(run, self.device) for _ in range(2 if warm and on_gpu else 1))
-        self.per_second[what] = texts / seconds
-        peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else ""
-        row = {
+        seconds = min(seconds_of(run, self.device) for _ in range(n_runs))
+        self.texts_per_second[name] = texts / seconds
+        return {
             "case": self.case.name,
-            "what": what,
+            "what": name,
             "texts": texts,
             "seconds": seconds,
-            "peak_mib": peak,
+            "peak_mib": torch.cuda.max_memory_allocated() / MIB if on_gpu else "",
             "gate": "ok",
+            "docs_per_s": texts / seconds,
         }
-        return row | {"docs_per_s": texts / seconds}
 
-    def beside(self, row: dict[str, object]) -> dict[str, object]:
-        """The row with its ratios to the stock encoder and to the floor."""
-        mine = self.per_second[str(row["what"])]
-        return row | {
-            "x_stock": mine / self.per_second[STOCK],
-            "of_floor": mine / self.per_second[FLOOR],
+    def with_ratios(self, row: dict[str, object]) -> dict[str, object]:
+        """Return a row with the ratios of its rate to the stock encoder and to the floor."""
+        rate = self.texts_per_second[str(row["what"])]
+        return {
+            **row,
+            "x_stock": rate / self.texts_per_second[STOCK],
+            "of_floor": rate / self.texts_per_second[FLOOR],
         }
 
 
 def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
-    """Rows of one model: the stock encoder, the floors, then ours."""
-    from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
-    from tilefold.retrieval import encode_collection, read_manifest
+    """Time the stock encoder, the floors, then tilefold.
+
+    Yields:
+        The rows of a model.
+    """
+    from tilefold.integrations.sentence_transformers import accelerate
 
     texts = {f"d{i}": text for i, text in enumerate(make_texts(case.numbers["texts"]))}
-    strings = list(texts.values())
     clock = Clock(case, options.device)
     with tempfile.TemporaryDirectory(prefix="tilefold-encode-") as name:
-        home = Path(name)
-        (home / "model").mkdir()
-        model = make_model(case, strings, home / "model", options.device)
+        folder = Path(name)
+        model_folder = folder / "model"
+        model_folder.mkdir()
+        model = make_model(case, list(texts.values()), model_folder, options.device)
         truth = Truth(model, texts)
-        batch = case.numbers["stock_batch"]
-        stock: dict[str, Any] = {"batch_size": batch, "show_progress_bar": False}
-        some = strings[: case.numbers["stock_texts"]]
-        model.encode_document(some[: 2 * batch], **stock)
-        yield clock.time(STOCK, lambda: model.encode_document(some, **stock), len(some), warm=False)
+        yield _time_stock(clock, model, list(texts.values()))
         accelerate(model)
         model.eval()
-        prepared = Prepared(model, strings)
-        shape: dict[str, object] = {"tokens": prepared.tokens / len(texts), "note": prepared.note}
-        yield (
-            clock.time(
-                "the Rust tokenizer alone",
-                lambda: prepared.rust(strings),
-                len(texts),
-                warm=False,
-            )
-            | shape
-        )
-        yield (
-            clock.time(
-                "tokenising alone",
-                lambda: prepared.tokenise(strings),
-                len(texts),
-                warm=False,
-            )
-            | shape
-        )
-        yield clock.time("encoder alone", prepared.encoder, len(texts)) | shape
-        yield clock.time(FLOOR, prepared.kernels, len(texts)) | shape
+        prepared = PreparedBatches(model, list(texts.values()))
+        facts: dict[str, object] = {
+            "tokens": prepared.tokens / len(texts),
+            "note": prepared.note,
+        }
+        for row in _time_floors(clock, prepared, list(texts.values())):
+            yield row | facts
+        # their memory is free for tilefold
         prepared.batches.clear()
-        written: list[Path] = []
+        for row in _time_tilefold(clock, model, texts, truth, folder):
+            yield row | facts
 
-        def to_parquet() -> None:
-            written.append(home / f"vectors-{len(written)}")
-            encode_collection(model, texts, written[-1])
 
-        row = clock.time("encode_collection, to Parquet", to_parquet, len(texts))
-        shards = read_manifest(written[-1]).shards
-        shape |= {
-            "active": sum(int(shard["nonzeros"]) for shard in shards) / len(texts),
-        } | truth.check(written[-1])
-        busy = busy_share(to_parquet, options.device)
-        yield clock.beside(row) | shape | ({} if busy is None else {"gpu_busy": busy})
-        document = {"batch_size": 256, "show_progress_bar": False}
-        row = clock.time(
-            "encode_document, accelerated",
-            lambda: model.encode_document(strings, **document),
-            len(texts),
-        )
-        yield clock.beside(row) | shape
-        encode_all = partial(encode_sparse, model, strings, task="document")
-        yield clock.beside(clock.time("encode_sparse", encode_all, len(texts), warm=False)) | shape
+def _time_stock(clock: Clock, model: Any, texts: list[str]) -> dict[str, object]:
+    """Time the stock encoder on the first texts, since it is slow."""
+    batch_size = clock.case.numbers["stock_batch"]
+    stock_texts = texts[: clock.case.numbers["stock_texts"]]
+
+    def encode(some: list[str]) -> None:
+        model.encode_document(some, batch_size=batch_size, show_progress_bar=False)
+
+    encode(stock_texts[: 2 * batch_size])
+    return clock.time(STOCK, lambda: encode(stock_texts), len(stock_texts), warm=False)
+
+
+def _time_floors(
+    clock: Clock,
+    prepared: PreparedBatches,
+    texts: list[str],
+) -> Iterator[dict[str, object]]:
+    """Time the parts of encoding one by one, and yield their rows."""
+    yield clock.time(
+        "the Rust tokenizer alone",
+        lambda: prepared.run_tokenizer(texts),
+        len(texts),
+        warm=False,
+    )
+    yield clock.time("tokenising alone", lambda: prepared.tokenize(texts), len(texts), warm=False)
+    yield clock.time("encoder alone", prepared.run_encoder, len(texts))
+    yield clock.time(FLOOR, prepared.run_model, len(texts))
+
+
+def _time_tilefold(
+    clock: Clock,
+    model: Any,
+    texts: dict[str, str],
+    truth: Truth,
+    folder: Path,
+) -> Iterator[dict[str, object]]:
+    """Time tilefold's ways of encoding.
+
+    Args:
+        clock: has timed the stock encoder and the floors.
+        model: an accelerated SparseEncoder.
+        texts: texts by id.
+        truth: checks the vectors that are written.
+        folder: for the vectors.
+
+    Yields:
+        The rows. All carry the result of the gate.
+    """
+    from tilefold.integrations.sentence_transformers import encode_sparse
+    from tilefold.retrieval import encode_collection, read_manifest
+
+    strings = list(texts.values())
+    outputs: list[Path] = []
+
+    def to_parquet() -> None:
+        outputs.append(folder / f"vectors-{len(outputs)}")
+        encode_collection(model, texts, outputs[-1])
+
+    def to_matrix() -> None:
+        model.encode_document(strings, batch_size=256, show_progress_bar=False)
+
+    def to_tensors() -> None:
+        encode_sparse(model, strings, task="document")
+
+    row = clock.time("encode_collection, to Parquet", to_parquet, len(texts))
+    shards = read_manifest(outputs[-1]).shards
+    n_weights = sum(int(shard["nonzeros"]) for shard in shards)
+    checks = {"active": n_weights / len(texts), **truth.check(outputs[-1])}
+    busy = busy_share(to_parquet, clock.device)
+    row = clock.with_ratios(row) | checks
+    if busy is not None:
+        row["gpu_busy"] = busy
+    yield row
+    row = clock.time("encode_document, accelerated", to_matrix, len(texts))
+    yield clock.with_ratios(row) | checks
+    row = clock.time("encode_sparse", to_tensors, len(texts), warm=False)
+    yield clock.with_ratios(row) | checks
 
 
 JOB = Job(
-    "encode",
-    CASES,
-    ("case", "what"),
-    (
+    name="encode",
+    cases=CASES,
+    key=("case", "what"),
+    shown=(
         "what",
         "texts",
         "tokens",
@@ -302,7 +387,7 @@ JOB = Job(
         "allowed",
         "gate",
     ),
-    run,
+    run=run,
 )
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Encode the same texts to Parquet with one GPU and with several, in turns, and compare the files
-byte by byte.
+"""Time encoding to Parquet with one GPU and with several, in turns.
 
     python -m benchmarks.encode_two_gpus --output results
 
-A process for each GPU (`--devices`) encodes as `tilefold encode --devices` does; while one GPU is
-timed the others wait. Model and texts are those of `benchmarks.encode`. The first turn of each
-warms up on few texts, the best of the others counts, and one more turn is watched by torch's
-profiler for how busy each GPU is. Nothing is printed as a result unless all files are equal. About
-a minute on H200s. `--device cpu --case tiny-cpu --texts 256` shows that it runs.
+Timed: a process for each GPU (`--devices`) encodes as `tilefold encode --devices` does, with the
+model and texts of `benchmarks.encode`. The first turn of each warms up on few texts, and the best
+of the others counts. In one more turn, torch's profiler measures how busy each GPU is.
+
+Baseline: one GPU, while the others wait.
+
+Gate: the files of all turns must be equal byte by byte. Otherwise no result is printed.
+
+About a minute on H200s. `--device cpu --case tiny-cpu --texts 256` shows that it runs.
 """
 
 from __future__ import annotations
@@ -26,7 +29,11 @@ from tilefold.distributed.ranks import is_rank, join_ranks, run_ranks
 
 
 def main() -> int:
-    """Start the ranks; each of them comes here again."""
+    """Start a process for each device, or encode if this is one of them.
+
+    Returns:
+        The exit code.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -47,95 +54,158 @@ def main() -> int:
         return measure(options, rank)
 
 
+# share of the texts that warm up, and the fewest
+WARMUP_SHARE = 1 / 16
+FEWEST_WARMUP_TEXTS = 16
+# bytes of a path that rank 0 sends
+MAX_PATH_BYTES = 256
+
+
 def measure(options: argparse.Namespace, rank: int) -> int:
-    """All turns; 0 if the files were equal."""
+    """Encode in turns with one rank and with all.
+
+    Args:
+        options: options of the command line.
+        rank: number of this process.
+
+    Returns:
+        The exit code: 1 if files differ.
+    """
     import torch
     import torch.distributed as dist
 
-    from benchmarks.encode_data import CASES, make_model, make_texts, read_model
+    from benchmarks.encode_data import make_texts
+
+    log = ProgressLog(rank)
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    strings = make_texts(options.texts)
+    texts = {f"d{i}": text for i, text in enumerate(strings)}
+    folder = shared_folder(rank)
+    try:
+        model = load_model(options, strings, folder / "model", device, rank)
+        log.print("models are ready")
+        n_warmup = max(FEWEST_WARMUP_TEXTS, int(options.texts * WARMUP_SHARE))
+        warmup_texts = dict(list(texts.items())[:n_warmup])
+        time_encoding(model, warmup_texts, folder / f"warm-{rank}", group=None)
+        time_encoding(model, warmup_texts, folder / "warm", group="world")
+        log.print("warm")
+        one_seconds: list[float] = []
+        all_seconds: list[float] = []
+        output_folders: list[Path] = []
+        for turn in range(options.turns):
+            one_folder = folder / f"one-{turn}"
+            all_folder = folder / f"all-{turn}"
+            output_folders += [one_folder, all_folder]
+            dist.barrier()
+            if rank == 0:
+                one_seconds.append(time_encoding(model, texts, one_folder, group=None))
+            dist.barrier()
+            all_seconds.append(time_encoding(model, texts, all_folder, group="world"))
+            log.print(f"turn {turn + 1}")
+        busy = busy_shares(model, texts, folder / "watched", device)
+        exit_code = 0
+        if rank == 0:
+            exit_code = report(options, one_seconds, all_seconds, busy, sorted(output_folders))
+        dist.barrier()
+        return exit_code
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class ProgressLog:
+    """Prints on rank 0 what is done, and after how many seconds.
+
+    Args:
+        rank: number of this process.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.start = time.perf_counter()
+
+    def print(self, message: str) -> None:
+        """Print a message to stderr."""
+        if self.rank == 0:
+            seconds = time.perf_counter() - self.start
+            print(f"{seconds:5.1f} s: {message}", file=sys.stderr, flush=True)
+
+
+def shared_folder(rank: int) -> Path:
+    """Create a temporary folder on rank 0, and return its path on all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    path_bytes = torch.zeros(MAX_PATH_BYTES, dtype=torch.uint8)
+    if rank == 0:
+        path = tempfile.mkdtemp(prefix="tilefold-two-gpus-").encode()
+        path_bytes[: len(path)] = torch.tensor(list(path), dtype=torch.uint8)
+    dist.broadcast(path_bytes, 0)
+    return Path(bytes(path_bytes.tolist()).rstrip(b"\0").decode())
+
+
+def load_model(
+    options: argparse.Namespace,
+    texts: list[str],
+    folder: Path,
+    device: Any,
+    rank: int,
+) -> Any:
+    """Make the model on rank 0, and load it on all ranks with the same weights.
+
+    Args:
+        options: options of the command line.
+        texts: the decoder's bias is chosen on the first of these.
+        folder: for the model's files, which does not exist.
+        device: the torch device of this rank.
+        rank: number of this process.
+
+    Returns:
+        The accelerated model.
+    """
+    import torch.distributed as dist
+
+    from benchmarks.encode_data import CASES, make_model, read_model
     from tilefold.bench.spec import DTYPES
     from tilefold.integrations.sentence_transformers import accelerate
 
-    clock = Clock(rank)
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if options.device == "cuda"
-        else torch.device("cpu")
-    )
     case = next(case for case in CASES if case.name == options.case)
     case = replace(case, numbers={**case.numbers, "texts": options.texts})
-    strings = make_texts(options.texts)
-    texts = {f"d{i}": text for i, text in enumerate(strings)}
-    home = Path(_told_to_all(tempfile.mkdtemp(prefix="tilefold-two-gpus-") if rank == 0 else ""))
-    try:
-        folder = home / "model"
-        if rank == 0:
-            folder.mkdir()
-            model = make_model(case, strings, folder, device)
-        dist.barrier()
-        if rank:
-            model = read_model(folder, device).to(DTYPES[case.numbers["dtype"]])
-        share_weights(model)
-        accelerate(model)
-        model.eval()
-        clock.say("models are ready")
-        few = dict(list(texts.items())[: max(16, options.texts // 16)])
-        turn(model, few, home / f"warm-{rank}", None)
-        turn(model, few, home / "warm", "world")
-        clock.say("warm")
-        seconds: dict[str, list[float]] = {"one": [], "all": []}
-        for number in range(options.turns):
-            dist.barrier()
-            if rank == 0:
-                seconds["one"].append(turn(model, texts, home / f"one-{number}", None))
-            dist.barrier()
-            seconds["all"].append(turn(model, texts, home / f"all-{number}", "world"))
-            clock.say(f"turn {number + 1}")
-        busy = watched(model, texts, home / "watched", device)
-        folders = sorted(path for path in home.iterdir() if path.name.startswith(("one-", "all-")))
-        code = report(options, seconds, busy, folders) if rank == 0 else 0
-        dist.barrier()
-        return code
-    finally:
-        if rank == 0:
-            shutil.rmtree(home, ignore_errors=True)
+    if rank == 0:
+        folder.mkdir()
+        model = make_model(case, texts, folder, device)
+    dist.barrier()
+    if rank != 0:
+        model = read_model(folder, device).to(DTYPES[case.numbers["dtype"]])
+    broadcast_weights(model)
+    accelerate(model)
+    model.eval()
+    return model
 
 
-class Clock:
-    """Says on the first rank what is done, and after how many seconds."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.start = rank, time.perf_counter()
-
-    def say(self, what: str) -> None:
-        """To stderr."""
-        if self.rank == 0:
-            print(f"{time.perf_counter() - self.start:5.1f} s: {what}", file=sys.stderr, flush=True)
-
-
-def _told_to_all(text: str) -> str:
-    import torch
-    import torch.distributed as dist
-
-    told = torch.zeros(256, dtype=torch.uint8)
-    told[: len(text)] = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    dist.broadcast(told, 0)
-    return bytes(told.tolist()).rstrip(b"\0").decode()
-
-
-def share_weights(model: Any) -> None:
-    """The first rank's weights on all."""
+def broadcast_weights(model: Any) -> None:
+    """Copy the weights of rank 0 to all ranks."""
     import torch
     import torch.distributed as dist
 
     for tensor in model.state_dict().values():
-        sent = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        dist.broadcast(sent, 0)
-        tensor.copy_(sent.view(tensor.dtype).reshape(tensor.shape))
+        # as bytes: gloo does not send all dtypes
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        dist.broadcast(data, 0)
+        tensor.copy_(data.view(tensor.dtype).reshape(tensor.shape))
 
 
-def turn(model: Any, texts: Mapping[str, str], folder: Path, group: object) -> float:
-    """Seconds of one encoding."""
+def time_encoding(model: Any, texts: Mapping[str, str], folder: Path, group: object) -> float:
+    """Encode texts to Parquet, and return the seconds.
+
+    Args:
+        model: the model.
+        texts: texts by id.
+        folder: for the vectors.
+        group: ``"world"`` to divide the texts among all ranks, None to encode them here.
+    """
     from tilefold.retrieval import encode_collection
 
     start = time.perf_counter()
@@ -143,51 +213,76 @@ def turn(model: Any, texts: Mapping[str, str], folder: Path, group: object) -> f
     return time.perf_counter() - start
 
 
-def watched(model: Any, texts: Mapping[str, str], folder: Path, device: Any) -> list[float]:
-    """The share of an encoding by all in which each GPU was busy; empty on a CPU."""
+def busy_shares(model: Any, texts: Mapping[str, str], folder: Path, device: Any) -> list[float]:
+    """Encode texts with all ranks, and return the share of the time that each GPU is busy.
+
+    Returns:
+        A share for each rank, or an empty list on a CPU.
+    """
     import torch
     import torch.distributed as dist
 
     from benchmarks.encode import busy_share
 
-    mine = busy_share(lambda: turn(model, texts, folder, "world"), device)
+    share = busy_share(lambda: time_encoding(model, texts, folder, "world"), device)
     shares = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-    shares[dist.get_rank()] = -1.0 if mine is None else mine
+    shares[dist.get_rank()] = -1.0 if share is None else share
     dist.all_reduce(shares)
-    return [] if mine is None else shares.tolist()
+    return [] if share is None else shares.tolist()
 
 
 def report(
     options: argparse.Namespace,
-    seconds: dict[str, list[float]],
+    one_seconds: list[float],
+    all_seconds: list[float],
     busy: list[float],
     folders: list[Path],
 ) -> int:
-    """Print and write the rows, if all files are equal."""
+    """Print and write the rows, if all files are equal.
+
+    Args:
+        options: options of the command line.
+        one_seconds: times with one device.
+        all_seconds: times with all devices.
+        busy: share of the time that each GPU is busy.
+        folders: the vectors of all turns.
+
+    Returns:
+        The exit code: 1 if files differ.
+    """
     import torch
 
     from tilefold.bench.results import collect, write_csv
 
-    problem = difference(folders)
-    if problem:
-        print(f"gate: {problem}; nothing counts", file=sys.stderr)
+    error = compare_folders(folders)
+    if error:
+        print(f"gate: {error}; nothing counts", file=sys.stderr)
         return 1
-    best = {what: min(times) for what, times in seconds.items()}
+    shares = " ".join(f"{share:.3f}" for share in busy)
     rows: list[dict[str, object]] = []
-    for what, count in (("one", 1), ("all", options.devices)):
-        row: dict[str, object] = {"case": options.case, "devices": count, "texts": options.texts}
-        row |= {
-            "seconds": best[what],
-            "docs_per_s": options.texts / best[what],
-            "x_one": best["one"] / best[what],
-        }
-        row |= {"gpu_busy": " ".join(f"{share:.3f}" for share in busy)} if what == "all" else {}
-        row |= {"turns": " ".join(f"{value:.2f}" for value in seconds[what]), "gate": "ok"}
-        rows.append({"gpu_busy": "", **row})
+    for n_devices, seconds, gpu_busy in (
+        (1, one_seconds, ""),
+        (options.devices, all_seconds, shares),
+    ):
+        rate = options.texts / min(seconds)
+        speedup = min(one_seconds) / min(seconds)
+        turns = " ".join(f"{value:.2f}" for value in seconds)
+        rows.append(
+            {
+                "gpu_busy": gpu_busy,
+                "case": options.case,
+                "devices": n_devices,
+                "texts": options.texts,
+                "seconds": min(seconds),
+                "docs_per_s": rate,
+                "x_one": speedup,
+                "turns": turns,
+                "gate": "ok",
+            },
+        )
         print(
-            f"{count} x {options.case}: {options.texts / best[what]:,.0f} documents/s, "
-            f"{row['x_one']:.2f} times one; "
-            f"turns {row['turns']} s; GPU busy {row.get('gpu_busy') or '-'}",
+            f"{n_devices} x {options.case}: {rate:,.0f} documents/s, {speedup:.2f} times one; "
+            f"turns {turns} s; GPU busy {gpu_busy or '-'}",
         )
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
@@ -196,15 +291,26 @@ def report(
     return 0
 
 
-def difference(folders: list[Path]) -> str:
-    """What is not equal in folders of vectors, in words; empty if nothing."""
-    first, *others = (
-        {file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders
-    )
-    for other, folder in zip(others, folders[1:], strict=True):
-        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+def compare_folders(folders: list[Path]) -> str:
+    """Compare the files of folders of vectors.
+
+    Returns:
+        The first difference in words, or ``""`` if all are equal.
+    """
+    first_folder, *other_folders = folders
+    first_files = {file.name: file.read_bytes() for file in first_folder.iterdir()}
+    for folder in other_folders:
+        files = {file.name: file.read_bytes() for file in folder.iterdir()}
+        names = sorted(
+            name
+            for name in first_files.keys() | files.keys()
+            if first_files.get(name) != files.get(name)
+        )
         if names:
-            return f"{folder.name} differs from {folders[0].name} in {len(names)} file(s), {sorted(names)[0]} first"
+            return (
+                f"{folder.name} differs from {first_folder.name} in {len(names)} file(s), "
+                f"{names[0]} first"
+            )
     return ""
 
 

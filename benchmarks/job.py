@@ -23,9 +23,11 @@ from tilefold.bench.results import (
     short_number,
     write_csv,
 )
-from tilefold.bench.timing import TimeBudget, time_cpu
+from tilefold.bench.timing import TimeBudget, Timing, time_cpu
 
 Row = Mapping[str, object]
+# columns of a table on something that is not a terminal
+_TABLE_WIDTH = 190
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ class JobCase:
     """One setting of a job.
 
     Attributes:
-        name: what `--shape` asks for.
+        name: the name that `--shape` takes.
         devices: device types that it runs on by default.
-        quick: whether `--quick` has it.
+        quick: whether `--quick` runs it.
         numbers: sizes and choices, by name.
     """
 
@@ -47,8 +49,13 @@ class JobCase:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Options of a run: the device, which implementations (all if None), whether to be quick, a
-    tokenizer's folder.
+    """Options of a run.
+
+    Attributes:
+        device: the device to measure.
+        impls: names of the implementations to measure. None measures all.
+        quick: whether to use the smallest sizes.
+        tokenizer: folder of a tokenizer for models with a large vocabulary, or None.
     """
 
     device: torch.device
@@ -59,15 +66,15 @@ class JobOptions:
 
 @dataclass(frozen=True)
 class Job:
-    """A job: its cases, and what measures one.
+    """A job: its cases, and the function that measures one.
 
     Attributes:
-        name: of the job.
+        name: of the job, and of its results file.
         cases: its settings.
-        key: columns whose values name a row of the results.
+        key: columns that identify a row of the results.
         shown: columns that are printed.
-        run: yields rows as they are measured. ``row["gate"]`` is ``"ok"``, or says what was wrong;
-            then the row has no times, and the command exits with 1.
+        run: yields rows as they are measured. ``row["gate"]`` is ``"ok"``, or the reason why the
+            check failed. The row then has no times, and the command exits with 1.
     """
 
     name: str
@@ -77,7 +84,12 @@ class Job:
     run: Callable[[JobCase, JobOptions], Iterator[Row]]
 
     def chosen(self, names: Sequence[str] | None, device: str, quick: bool) -> list[JobCase]:
-        """The cases of these names; without names those of the device, or its quick ones.
+        """Return the cases to run.
+
+        Args:
+            names: names of the cases. Without names, the cases of the device are run.
+            device: type of the device.
+            quick: whether to leave out cases that are not quick, if there are no names.
 
         Raises:
             ValueError: for a name that no case has.
@@ -86,64 +98,124 @@ class Job:
             return [
                 case for case in self.cases if device in case.devices and (case.quick or not quick)
             ]
-        known = {case.name: case for case in self.cases}
-        if unknown := [name for name in names if name not in known]:
-            raise ValueError(f"shape must be one of {', '.join(known)}, got {unknown[0]!r}.")
-        return [known[name] for name in names]
+        cases = {case.name: case for case in self.cases}
+        for name in names:
+            if name not in cases:
+                raise ValueError(f"shape must be one of {', '.join(cases)}, got {name!r}.")
+        return [cases[name] for name in names]
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to search: a call, its queries, bytes of the collection, those that a call reads, the
-    goal, the gate.
+class SearchMethod:
+    """A way to search a collection, which is timed in turns with others.
+
+    Attributes:
+        run: searches once.
+        queries: number of queries of a call.
+        stored_bytes: size of the collection.
+        read_bytes: bytes of the collection that a call reads. 0 if they are not known.
+        goal: the value that a GPU should reach, for the table.
+        gate: ``"ok"``, or the reason why the results are wrong.
     """
 
     run: Callable[[], object]
     queries: int
-    held: int
-    read: int = 0
+    stored_bytes: int
+    read_bytes: int = 0
     goal: object = ""
     gate: str = "ok"
 
-    def finished(self, device: torch.device) -> None:
-        """The call, to the end of what it gave the device."""
+    def run_and_wait(self, device: torch.device) -> None:
+        """Search once, and wait until the device has finished."""
         self.run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
+    def row(self, name: str, timing: Timing) -> dict[str, Any]:
+        """Return the row of the results.
 
-def in_turns(
-    ways: Mapping[str, Way],
+        Args:
+            name: name of the method.
+            timing: milliseconds of a call. They are only in the note if the gate failed.
+        """
+        row: dict[str, Any] = {
+            "way": name,
+            "queries": self.queries,
+            "gb": self.stored_bytes / 1e9,
+            "goal": self.goal,
+            "gate": self.gate,
+        }
+        if self.gate != "ok":
+            row["note"] = f"it took {timing.p50:.3g} ms"
+            return row
+        row.update(
+            p50_ms=timing.p50,
+            p20_ms=timing.p20,
+            p80_ms=timing.p80,
+            rounds=timing.reps,
+            # empty where there are no queries, or the bytes are not known
+            queries_s=1e3 * self.queries / timing.p50 or "",
+            tb_s=self.read_bytes / timing.p50 / 1e9 or "",
+        )
+        return row
+
+
+def time_methods(
+    methods: Mapping[str, SearchMethod],
     device: torch.device,
     budget: TimeBudget,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of ways that take turns, by the wall clock."""
-    times = time_cpu({name: partial(way.finished, device) for name, way in ways.items()}, budget)
-    for name, way in ways.items():
-        found, row = (
-            times[name],
-            {"way": name, "queries": way.queries, "gb": way.held / 1e9, "goal": way.goal},
-        )
-        rates = {
-            "queries_s": 1e3 * way.queries / found.p50 or "",
-            "tb_s": way.read / found.p50 / 1e9 or "",
-        }
-        measured = {
-            "p50_ms": found.p50,
-            "p20_ms": found.p20,
-            "p80_ms": found.p80,
-            "rounds": found.reps,
-            **rates,
-        }
-        yield (
-            row
-            | {"gate": way.gate}
-            | (measured if way.gate == "ok" else {"note": f"it took {found.p50:.3g} ms"})
-        )
+    """Time ways to search by the wall clock, in turns.
+
+    Args:
+        methods: the ways, by name.
+        device: the device that they use, which each call waits for.
+        budget: time to spend.
+
+    Yields:
+        A row for each one.
+    """
+    runs = {name: partial(method.run_and_wait, device) for name, method in methods.items()}
+    timings = time_cpu(runs, budget)
+    for name, method in methods.items():
+        yield method.row(name, timings[name])
 
 
 def main(job: Job, doc: str | None, arguments: Sequence[str] | None = None) -> int:
-    """Measure the cases that the command line asks for; 1 if a row failed its gate."""
+    """Measure the cases that the command line selects.
+
+    Args:
+        job: the job.
+        doc: docstring of the script, for `--help`.
+        arguments: the command line. By default that of the process.
+
+    Returns:
+        The exit code: 1 if a row failed its gate.
+    """
+    parser = _parser(job, doc)
+    options = parser.parse_args(arguments)
+    if options.list:
+        for case in job.cases:
+            quick = "  quick" if case.quick else ""
+            print(f"{case.name:32} {', '.join(case.devices):10}{quick}")
+        return 0
+    try:
+        job_options = JobOptions(
+            device=choose_device(options.device),
+            impls=options.impl,
+            quick=options.quick,
+            tokenizer=options.tokenizer,
+        )
+        cases = job.chosen(options.shape, job_options.device.type, options.quick)
+    except ValueError as error:
+        parser.error(str(error))
+    folder = results_folder(options.output, options.quick)
+    all_passed = _run(job, cases, job_options, folder)
+    return 0 if all_passed else 1
+
+
+def _parser(job: Job, doc: str | None) -> argparse.ArgumentParser:
+    """Create the parser of a job's command line."""
     parser = argparse.ArgumentParser(
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -164,38 +236,31 @@ def main(job: Job, doc: str | None, arguments: Sequence[str] | None = None) -> i
         type=Path,
         help="folder of a tokenizer for V = 250,002, of training",
     )
-    asked = parser.parse_args(arguments)
-    if asked.list:
-        for case in job.cases:
-            print(f"{case.name:32} {', '.join(case.devices):10}{'  quick' if case.quick else ''}")
-        return 0
-    try:
-        options = JobOptions(choose_device(asked.device), asked.impl, asked.quick, asked.tokenizer)
-        cases = job.chosen(asked.shape, options.device.type, options.quick)
-    except ValueError as error:
-        parser.error(str(error))
-    failed = _run(job, cases, options, results_folder(asked.output, asked.quick))
-    return int(failed)
+    return parser
 
 
 def _run(job: Job, cases: Sequence[JobCase], options: JobOptions, folder: Path | None) -> bool:
-    """Run, print, and save after every row; whether a row failed its gate."""
+    """Measure cases, print their tables, and save every row when it is measured.
+
+    Args:
+        job: the job.
+        cases: the cases to measure.
+        options: options of the run.
+        folder: folder of the results, or None to save nothing.
+
+    Returns:
+        Whether all rows passed their gate.
+    """
     provenance = collect(options.device)
-    console = Console(width=None if sys.stdout.isatty() else 190)
+    console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
     print_header(console, provenance)
     path = results_file(folder, job.name, provenance) if folder is not None else None
-    failed = False
+    all_passed = True
     for case in cases:
         table = Table(*job.shown, title=f"{job.name} {case.name}", title_justify="left")
         for row in job.run(case, options):
-            failed |= row["gate"] != "ok"
-            values = (row.get(name, "") for name in job.shown)
-            table.add_row(
-                *(
-                    short_number(value) if isinstance(value, float) else str(value)
-                    for value in values
-                ),
-            )
+            all_passed = all_passed and row["gate"] == "ok"
+            table.add_row(*(_cell(row.get(name, "")) for name in job.shown))
             if row.get("note"):
                 console.print(f"  {row[job.key[0]]}: {row['note']}", markup=False)
             if path is not None:
@@ -203,4 +268,9 @@ def _run(job: Job, cases: Sequence[JobCase], options: JobOptions, folder: Path |
         console.print(table)
     if path is not None:
         console.print(f"results: {path}", markup=False)
-    return failed
+    return all_passed
+
+
+def _cell(value: object) -> str:
+    """Format a value for the table."""
+    return short_number(value) if isinstance(value, float) else str(value)

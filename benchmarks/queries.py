@@ -1,16 +1,22 @@
-"""Queries of 12 tokens on a GPU: one at a time, 32 together, and 32,768 in bulk.
+"""Time queries of 12 tokens on a GPU: one at a time, 32 together, and 32,768 in bulk.
 
     python -m benchmarks.queries [--shape bert-base] [--output benchmarks/results]
 
-Every way encodes the same queries with the same model of random weights, whose bias leaves some 230
-terms of a query; rows of the stock model in fp32 are the gate, for queries and for texts of 1 to
-512 tokens. The floor of a single query is the replay of its graph alone. Graphs are captured before
-anything is timed, as the start of a server does it.
+Timed: the same queries with one model of random weights, whose bias leaves some 230 terms of a
+query, and with a ColBERT model of the same network. Single calls are timed by the wall clock, to
+the end of what the device got. Graphs are captured before anything is timed, as at the start of a
+server.
+
+Baseline: the stock model, and tilefold without CUDA graphs. The floor of a single query is the
+replay of its graph alone.
+
+Gate: rows of the stock model in fp32, for queries and for texts of 1 to 512 tokens.
 """
 
 from __future__ import annotations
 
 import copy
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,180 +27,287 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.encode import CHECKED, Truth, busy_share, seconds_of
+from benchmarks.encode import CHECKED, MIB, Truth, busy_share, seconds_of
 from benchmarks.encode_data import CASES, make_model, make_texts
 from benchmarks.job import Job, JobCase, JobOptions, Row, main
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.integrations.sentence_transformers._heads import is_multi_vector
 
-STOCK, EAGER, GRAPHS, FLOOR = "stock", "tilefold without graphs", "tilefold", "its graph alone"
-WORDS = 6  # of a query, which are 12 tokens with the special ones, about
-BULK, STOCK_BULK, SINGLE, JOINED = 32768, 4096, 1000, 100
-SLOW = 5  # times fewer calls without graphs
-GATED, LONGEST = 64, 512  # queries of the gate, before texts of up to so many tokens
-TOKENS = 32  # of an expanded ColBERT query
+STOCK = "stock"
+EAGER = "tilefold without graphs"
+GRAPHS = "tilefold"
+FLOOR = "its graph alone"
+# words of a query, which has about 12 tokens with the special ones
+QUERY_WORDS = 6
+BULK_QUERIES = 32768
+STOCK_BULK_QUERIES = 4096
+# timed calls with one query, and with 32
+SINGLE_CALLS = 1000
+JOINED_CALLS = 100
+JOINED_QUERIES = 32
+WARMUP_CALLS = 20
+# without graphs, calls are slower, and this many times fewer are timed
+SLOW_FACTOR = 5
+# queries of the gate, which has texts of up to 512 tokens too
+GATE_QUERIES = 64
+LONGEST_TEXT = 512
+# tokens of an expanded ColBERT query, and dimensions of its vectors
+COLBERT_TOKENS = 32
+COLBERT_DIMENSION = 128
+# ColBERT queries of the gate, and the allowed difference of their normalised vectors in bf16
+COLBERT_GATE_QUERIES = 4
+COLBERT_ERROR = 2.0**-5
+# texts whose words queries are made of
+SOURCE_TEXTS = 2000
+
+
+def _words() -> list[str]:
+    """Return words from the documentation of Python."""
+    return " ".join(make_texts(SOURCE_TEXTS)).split()
 
 
 def queries_of(count: int, seed: int = 0) -> list[str]:
-    """Runs of words from the documentation of Python."""
-    words = " ".join(make_texts(2000)).split()
-    starts = np.random.default_rng(seed).integers(0, len(words) - WORDS, count)
-    return [" ".join(words[at : at + WORDS]) for at in starts.tolist()]
+    """Make queries: runs of words from the documentation of Python."""
+    words = _words()
+    starts = np.random.default_rng(seed).integers(0, len(words) - QUERY_WORDS, count)
+    return [" ".join(words[start : start + QUERY_WORDS]) for start in starts.tolist()]
 
 
 def texts_of(count: int, seed: int = 1) -> list[str]:
-    """Runs of words from the same, of 1 to 512 tokens."""
-    words = " ".join(make_texts(2000)).split()
+    """Make texts of 1 to 512 tokens: runs of words from the documentation of Python."""
+    words = _words()
     generator = np.random.default_rng(seed)
-    sizes, starts = (
-        generator.integers(1, LONGEST // 2, count),
-        generator.integers(0, len(words) - LONGEST, count),
-    )
+    lengths = generator.integers(1, LONGEST_TEXT // 2, count)
+    starts = generator.integers(0, len(words) - LONGEST_TEXT, count)
     return [
-        " ".join(words[at : at + size])
-        for at, size in zip(starts.tolist(), sizes.tolist(), strict=True)
+        " ".join(words[start : start + length])
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
     ]
 
 
-def colbert(folder: Path, device: torch.device) -> Any:
-    """A MultiVectorEncoder of the same network: 128 dimensions, queries expanded to 32 tokens."""
+def make_colbert(folder: Path, device: torch.device) -> Any:
+    """Make a MultiVectorEncoder of the network in a folder, whose queries have 32 tokens."""
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Dense, Normalize, Transformer
     from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
-    expansion = {"strategy": "fixed", "attend": True, "length": TOKENS}
-    trunk = Transformer(str(folder), query_expansion=expansion)
-    plain = torch.nn.Identity()
-    width = trunk.get_embedding_dimension()
-    dense = Dense(
-        width,
-        128,
+    expansion = {"strategy": "fixed", "attend": True, "length": COLBERT_TOKENS}
+    transformer = Transformer(str(folder), query_expansion=expansion)
+    projection = Dense(
+        transformer.get_embedding_dimension(),
+        COLBERT_DIMENSION,
         bias=False,
-        activation_function=plain,
+        activation_function=torch.nn.Identity(),
         module_input_name="token_embeddings",
     )
-    modules = [trunk, dense, MultiVectorMask(), Normalize(module_input_name="token_embeddings")]
+    modules = [
+        transformer,
+        projection,
+        MultiVectorMask(),
+        Normalize(module_input_name="token_embeddings"),
+    ]
     return MultiVectorEncoder(modules=modules, device=str(device)).to(torch.bfloat16)
 
 
-def times(
+def time_calls(
     run: Callable[[str], object],
     queries: Sequence[str],
     device: torch.device,
 ) -> dict[str, float]:
-    """Percentiles of single calls, each to the end of what it gave the device."""
-    for query in queries[:20]:
+    """Time single calls, each until the device has finished.
+
+    Args:
+        run: the call.
+        queries: the argument of each call. The first 20 warm up.
+        device: the device.
+
+    Returns:
+        Percentiles in milliseconds, by the name of the column.
+    """
+    for query in queries[:WARMUP_CALLS]:
         run(query)
-    found = [seconds_of(lambda query=query: run(query), device) for query in queries[20:]]  # type: ignore[misc]
-    return {f"p{share}_ms": 1000 * float(np.percentile(found, share)) for share in (20, 50, 80, 99)}
+    seconds = [seconds_of(partial(run, query), device) for query in queries[WARMUP_CALLS:]]
+    return {
+        f"p{percentile}_ms": 1000 * float(np.percentile(seconds, percentile))
+        for percentile in (20, 50, 80, 99)
+    }
 
 
-def measured(case: JobCase, options: JobOptions) -> Iterator[Row]:
-    """Rows of one model."""
-    device, queries = options.device, queries_of(BULK)
+def measure(case: JobCase, options: JobOptions) -> Iterator[Row]:
+    """Time one query, 32 and all of them with a model, and yield the rows."""
+    device = options.device
+    queries = queries_of(BULK_QUERIES)
     with tempfile.TemporaryDirectory() as folder:
         sparse = make_model(case, queries, Path(folder), device)
-        late = colbert(Path(folder), device)
-    sparse[0].max_seq_length = LONGEST
-    known = [*queries[:GATED], *texts_of(CHECKED - GATED)]
-    truth = Truth(sparse, dict(zip(map(str, range(CHECKED)), known, strict=True)))
-    for name, model in (("query", sparse), ("ColBERT query", late)):
-        yield from _single(case, name, model, queries[: SINGLE + 20], (known, truth), device)
+        colbert = make_colbert(Path(folder), device)
+    sparse[0].max_seq_length = LONGEST_TEXT
+    gate_texts = [*queries[:GATE_QUERIES], *texts_of(CHECKED - GATE_QUERIES)]
+    truth = Truth(sparse, {str(position): text for position, text in enumerate(gate_texts)})
+    for name, model in (("query", sparse), ("ColBERT query", colbert)):
+        single = SingleQueries(case, name, model, queries, gate_texts, truth, device)
+        yield from single.rows()
     yield from _bulk(case, sparse, queries, truth, device)
 
 
-def _single(
-    case: JobCase,
-    name: str,
-    model: Any,
-    queries: list[str],
-    gated: tuple[list[str], Truth],
-    device: torch.device,
-) -> Iterator[Row]:
-    def run(query: str | list[str]) -> Any:
-        return model.encode_query(query, batch_size=64, show_progress_bar=False)
+class SingleQueries:
+    """Times a model with one query and with 32.
 
-    stock = copy.deepcopy(model)
-    for way in (STOCK, EAGER, GRAPHS):
-        if way == EAGER:
-            accelerate(model)
-        if way != STOCK:
-            model.encoding_graphs.failed = way == EAGER
-        made: dict[str, object] = {}
-        gate = (
-            "the truth"
-            if way == STOCK
-            else _gate(model, stock, *gated)
-            if way == EAGER
-            else "not run"
-        )
-        if way == GRAPHS:
-            torch.cuda.empty_cache()  # what calls before have left is not the graphs'
-            before = torch.cuda.memory_reserved(device)
-            seconds = seconds_of(lambda: model.encoding_graphs.warm(run), device)
-            torch.cuda.empty_cache()
-            made = {
-                "mib": (torch.cuda.memory_reserved(device) - before) / 2**20,
-                "note": f"captured in {seconds:.1f} s",
-            }
-            gate = _gate(model, stock, *gated)
-            made["graphs"] = len(model.encoding_graphs.graphs)
-        few = SLOW if way != GRAPHS else 1
-        row: dict[str, object] = {"case": case.name, "way": way, "gate": gate}
-        yield {
-            **row,
-            "work": f"one {name}",
-            **made,
-            **times(run, queries[: 20 + SINGLE // few], device),
-        }
-        together = times(lambda _: run(queries[:32]), queries[: 20 + JOINED // few], device)
-        yield {**row, "work": f"32 {name}", **together}
-    graphs = model.encoding_graphs
-    late = made["graphs"] != len(graphs.graphs)
-    inputs, graph = min(graphs.graphs.values(), key=lambda made: (made[0].texts, made[0].tokens))
-
-    def replay(_: str) -> None:
-        graph.launch()
-        graph.wait()
-
-    alone = {
-        "case": case.name,
-        "work": f"one {name}",
-        "way": FLOOR,
-        "graphs": len(graphs.graphs),
-        "gate": gate,
-    }
-    note = f"{inputs.texts} text, {inputs.tokens} tokens" + (
-        ", and one was captured while others were timed" * late
-    )
-    yield {**alone, **times(replay, queries, device), "note": note}
-
-
-def _gate(model: Any, stock: Any, texts: list[str], truth: Truth) -> str:
-    """Whether single and joined rows are those of the stock model, by the budget of its own dtype
-    against fp32.
+    Args:
+        case: the case.
+        name: name of a query of the model in the results.
+        model: a stock model, which is accelerated.
+        queries: queries to time.
+        gate_texts: texts that the gate compares.
+        truth: their rows, for a sparse model.
+        device: the device.
     """
-    if is_multi_vector(model):
-        found, expected = model.encode_query(texts[:4]), stock.encode_query(texts[:4])
-        apart = max(
-            float((got.float() - want.float()).abs().max())
-            for got, want in zip(found, expected, strict=True)
+
+    def __init__(
+        self,
+        case: JobCase,
+        name: str,
+        model: Any,
+        queries: Sequence[str],
+        gate_texts: list[str],
+        truth: Truth,
+        device: torch.device,
+    ) -> None:
+        self.case = case
+        self.name = name
+        self.model = model
+        self.stock = copy.deepcopy(model)
+        self.queries = queries[: WARMUP_CALLS + SINGLE_CALLS]
+        self.gate_texts = gate_texts
+        self.truth = truth
+        self.device = device
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows of the stock model, of tilefold without and with graphs, and the floor."""
+        # the stock model is the truth
+        yield from self._time(STOCK, "ok", SLOW_FACTOR)
+        accelerate(self.model)
+        # graphs count as failed, so that none is captured
+        self.model.encoding_graphs.failed = True
+        yield from self._time(EAGER, self._check(), SLOW_FACTOR)
+        self.model.encoding_graphs.failed = False
+        capture_cells = self._capture()
+        gate = self._check()
+        n_graphs = len(self.model.encoding_graphs.graphs)
+        yield from self._time(GRAPHS, gate, 1, {**capture_cells, "graphs": n_graphs})
+        yield self._floor(gate, n_graphs)
+
+    def _encode(self, queries: str | list[str]) -> Any:
+        """Encode one query or several."""
+        return self.model.encode_query(queries, batch_size=64, show_progress_bar=False)
+
+    def _time(
+        self,
+        way: str,
+        gate: str,
+        slow_factor: int,
+        cells: dict[str, object] | None = None,
+    ) -> Iterator[Row]:
+        """Time single queries and batches of 32.
+
+        Args:
+            way: name of the way in the results.
+            gate: result of its check.
+            slow_factor: how many times fewer calls are timed.
+            cells: further cells of the row of single queries.
+        """
+        n_single = WARMUP_CALLS + SINGLE_CALLS // slow_factor
+        n_joined = WARMUP_CALLS + JOINED_CALLS // slow_factor
+        row: dict[str, object] = {"case": self.case.name, "way": way, "gate": gate}
+        single_times = time_calls(self._encode, self.queries[:n_single], self.device)
+        yield {**row, "work": f"one {self.name}", **(cells or {}), **single_times}
+        joined = list(self.queries[:JOINED_QUERIES])
+        joined_times = time_calls(
+            lambda _: self._encode(joined),
+            self.queries[:n_joined],
+            self.device,
         )
-        return "ok" if apart <= 2.0**-5 else f"token vectors differ by {apart:.3g}"
-    single = torch.stack([model.encode_query(text).to_dense() for text in texts])
-    joined = torch.cat(
-        [model.encode_query(texts[at : at + 32]).to_dense() for at in range(0, len(texts), 32)],
-    )
-    return _compared(truth, single, joined)
+        yield {**row, "work": f"{JOINED_QUERIES} {self.name}", **joined_times}
+
+    def _capture(self) -> dict[str, object]:
+        """Capture the graphs, and return cells with their memory and the time that it took."""
+        # memory of calls before is not that of graphs
+        torch.cuda.empty_cache()
+        reserved_before = torch.cuda.memory_reserved(self.device)
+        graphs = self.model.encoding_graphs
+        seconds = seconds_of(lambda: graphs.warm(self._encode), self.device)
+        torch.cuda.empty_cache()
+        n_bytes = torch.cuda.memory_reserved(self.device) - reserved_before
+        return {"mib": n_bytes / MIB, "note": f"captured in {seconds:.1f} s"}
+
+    def _floor(self, gate: str, graphs_before: int) -> Row:
+        """Time the replay of the smallest graph.
+
+        Args:
+            gate: result of the check of the graphs.
+            graphs_before: number of graphs before queries were timed.
+        """
+        graphs = self.model.encoding_graphs.graphs
+        inputs, graph = min(graphs.values(), key=lambda item: (item[0].texts, item[0].tokens))
+        note = f"{inputs.texts} text, {inputs.tokens} tokens"
+        if len(graphs) != graphs_before:
+            note += ", and one was captured while others were timed"
+
+        def replay(_: str) -> None:
+            graph.launch()
+            graph.wait()
+
+        return {
+            "case": self.case.name,
+            "work": f"one {self.name}",
+            "way": FLOOR,
+            "graphs": len(graphs),
+            "gate": gate,
+            **time_calls(replay, self.queries, self.device),
+            "note": note,
+        }
+
+    def _check(self) -> str:
+        """Compare vectors of the model with those of the stock model.
+
+        Sparse rows of single and of joined texts must be within the error of the stock model
+        against fp32, times a small factor.
+
+        Returns:
+            ``"ok"``, or the difference.
+        """
+        if is_multi_vector(self.model):
+            texts = self.gate_texts[:COLBERT_GATE_QUERIES]
+            largest_error = 0.0
+            for vectors, stock_vectors in zip(
+                self.model.encode_query(texts),
+                self.stock.encode_query(texts),
+                strict=True,
+            ):
+                difference = (vectors.float() - stock_vectors.float()).abs().max()
+                largest_error = max(largest_error, float(difference))
+            if largest_error <= COLBERT_ERROR:
+                return "ok"
+            return f"token vectors differ by {largest_error:.3g}"
+        single = [self.model.encode_query(text).to_dense() for text in self.gate_texts]
+        joined = [
+            self.model.encode_query(self.gate_texts[start : start + JOINED_QUERIES]).to_dense()
+            for start in range(0, len(self.gate_texts), JOINED_QUERIES)
+        ]
+        return _compare(self.truth, torch.stack(single), torch.cat(joined))
 
 
-def _compared(truth: Truth, *found: torch.Tensor) -> str:
-    error = max(float((rows.float().cpu() - truth.rows[: len(rows)]).abs().max()) for rows in found)
-    return (
-        "ok"
-        if error <= truth.allowed
-        else f"rows differ by {error:.3g}, allowed {truth.allowed:.3g}"
+def _compare(truth: Truth, *row_sets: torch.Tensor) -> str:
+    """Compare dense rows ``[N, V]`` with the first rows of the truth.
+
+    Returns:
+        ``"ok"``, or the difference.
+    """
+    error = max(
+        float((rows.float().cpu() - truth.rows[: len(rows)]).abs().max()) for rows in row_sets
     )
+    if error <= truth.allowed:
+        return "ok"
+    return f"rows differ by {error:.3g}, allowed {truth.allowed:.3g}"
 
 
 def _bulk(
@@ -204,49 +317,85 @@ def _bulk(
     truth: Truth,
     device: torch.device,
 ) -> Iterator[Row]:
+    """Time all queries at once, and yield the rows of tilefold's ways and of the stock model.
+
+    Args:
+        case: the case.
+        model: an accelerated SparseEncoder, which is restored at the end.
+        queries: the queries.
+        truth: rows of the first of them.
+        device: the device.
+    """
     from tilefold.integrations.sentence_transformers import encode_sparse, restore
     from tilefold.retrieval import encode_collection
 
     def rate(texts: list[str], run: Callable[[list[str]], Any]) -> float:
-        """Texts a second; memory is fresh the first time, and slow, and the median of three counts
-        after it.
-        """
+        """Return texts per second, of the median of three calls after one that allocates memory."""
         run(texts)
-        return len(texts) / sorted(seconds_of(lambda: run(texts), device) for _ in range(3))[1]
+        seconds = [seconds_of(partial(run, texts), device) for _ in range(3)]
+        return len(texts) / statistics.median(seconds)
 
-    def encode(texts: list[str], **how: Any) -> Any:
-        return model.encode_query(texts, show_progress_bar=False, **how)
+    def to_tensor(texts: list[str]) -> Any:
+        return model.encode_query(texts, show_progress_bar=False)
 
-    row: dict[str, Any] = {"case": case.name, "work": f"{len(queries):,} queries"}
-    first = torch.arange(GATED, device=device)
-    row["gate"] = _compared(truth, encode(queries).index_select(0, first).to_dense())
-    busy = busy_share(lambda: encode(queries), device)
-    yield row | {"way": GRAPHS, "queries_s": rate(queries, encode), "gpu_busy": busy}
-    sparse = partial(encode_sparse, model, task="query")
-    row["gate"] = _compared(truth, sparse(queries[:GATED]).to_dense())
-    yield row | {"way": f"{GRAPHS}, encode_sparse", "queries_s": rate(queries, sparse)}
-    ids = dict(zip(map(str, range(len(queries))), queries, strict=True))
+    def to_rows(texts: list[str]) -> Any:
+        return encode_sparse(model, texts, task="query")
+
+    texts_by_id = {str(position): query for position, query in enumerate(queries)}
 
     def to_parquet(_: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            encode_collection(model, ids, Path(folder) / "vectors", kind="query", shard_size=8192)
+            encode_collection(
+                model,
+                texts_by_id,
+                Path(folder) / "vectors",
+                kind="query",
+                shard_size=8192,
+            )
 
-    yield row | {
+    row: dict[str, Any] = {"case": case.name, "work": f"{len(queries):,} queries"}
+    checked_rows = torch.arange(GATE_QUERIES, device=device)
+    yield {
+        **row,
+        "gate": _compare(truth, to_tensor(queries).index_select(0, checked_rows).to_dense()),
+        "gpu_busy": busy_share(lambda: to_tensor(queries), device),
+        "way": GRAPHS,
+        "queries_s": rate(queries, to_tensor),
+    }
+    rows_gate = _compare(truth, to_rows(queries[:GATE_QUERIES]).to_dense())
+    yield {
+        **row,
+        "gate": rows_gate,
+        "way": f"{GRAPHS}, encode_sparse",
+        "queries_s": rate(queries, to_rows),
+    }
+    yield {
+        **row,
+        # the same rows, in files
+        "gate": rows_gate,
         "way": f"{GRAPHS}, to Parquet",
         "queries_s": rate(queries, to_parquet),
-        "gate": "that of encode_sparse",
     }
     restore(model)
-    for size in (32, 256):
-        found = rate(queries[:STOCK_BULK], partial(encode, batch_size=size))
-        yield row | {"way": f"{STOCK}, batch {size}", "queries_s": found, "gate": "the truth"}
+    for batch_size in (32, 256):
+        encode_stock = partial(
+            model.encode_query,
+            batch_size=batch_size,
+            show_progress_bar=False,
+        )
+        yield {
+            **row,
+            "gate": "ok",
+            "way": f"{STOCK}, batch {batch_size}",
+            "queries_s": rate(queries[:STOCK_BULK_QUERIES], encode_stock),
+        }
 
 
 QUERIES = Job(
-    "queries",
-    tuple(case for case in CASES if case.name in ("bert-base", "minilm")),
-    ("case", "work", "way"),
-    (
+    name="queries",
+    cases=tuple(case for case in CASES if case.name in ("bert-base", "minilm")),
+    key=("case", "work", "way"),
+    shown=(
         "work",
         "way",
         "p20_ms",
@@ -259,7 +408,7 @@ QUERIES = Job(
         "mib",
         "gate",
     ),
-    measured,
+    run=measure,
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""Runs of a benchmark in processes of their own, none of which ends the others; and ``NAME=VALUE``
-arguments.
-"""
+"""Run the jobs of a benchmark in separate processes, so that none ends the others."""
 
 from __future__ import annotations
 
@@ -11,44 +9,52 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-Job = TypeVar("Job")
-Outcome = tuple[Job, "dict[str, Any] | None", str]
+JobT = TypeVar("JobT")
+# a job, its result or None, and the error or ""
+Outcome = tuple[JobT, "dict[str, Any] | None", str]
 
 
 def run_all(
-    jobs: Sequence[Job],
-    run: Callable[[Job], dict[str, Any]],
+    jobs: Sequence[JobT],
+    run: Callable[[JobT], dict[str, Any]],
     processes: int,
-) -> Iterator[Outcome[Job]]:
-    """Yield ``(job, run(job) or None, error)`` as runs end, in so many processes at a time, or here
-    for one.
+) -> Iterator[Outcome[JobT]]:
+    """Run jobs, and yield their outcomes as they end.
 
-    `run` is a function of a module, which the processes import. They share the cores:
-    ``OMP_NUM_THREADS`` is set if it is not.
+    Args:
+        jobs: the jobs.
+        run: runs a job. The processes import it, so it must be a function of a module.
+        processes: number of processes. They share the cores: ``OMP_NUM_THREADS`` is set if it is
+            not. With 1, all jobs run in this process.
+
+    Yields:
+        A job, its result or None, and the error or ``""``.
     """
     if processes == 1:
         for job in jobs:
-            yield _attempt(run, job)
+            yield _run_job(run, job)
         return
     # otherwise every process starts one thread per core
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(_attempt, run, job): job for job in jobs}
+        futures = {pool.submit(_run_job, run, job): job for job in jobs}
         for future in as_completed(futures):
-            error = future.exception()  # the process was killed
-            yield (
-                future.result()
-                if error is None
-                else (futures[future], None, f"{type(error).__name__}: {error}")
-            )
+            # set if the process was killed
+            error = future.exception()
+            if error is None:
+                yield future.result()
+            else:
+                yield futures[future], None, f"{type(error).__name__}: {error}"
 
 
-def _attempt(run: Callable[[Job], dict[str, Any]], job: Job) -> Outcome[Job]:
+def _run_job(run: Callable[[JobT], dict[str, Any]], job: JobT) -> Outcome[JobT]:
+    """Run a job, and return its error instead of raising it."""
     try:
         return job, run(job), ""
-    except Exception as error:  # the failure of one run must not end the others
+    except Exception as error:
         return job, None, f"{type(error).__name__}: {error}"
 
 
@@ -57,11 +63,20 @@ def take_named(
     options: argparse.Namespace,
     names: Iterable[str],
 ) -> None:
-    """Make dictionaries of the lists of ``NAME=VALUE`` in these options; a usage error for anything
-    else.
+    """Replace lists of ``NAME=VALUE`` by dictionaries.
+
+    Anything else ends the program with a usage error.
+
+    Args:
+        parser: parser of the command line, for the error.
+        options: parsed options, which change.
+        names: names of the options that are such lists.
     """
     for name in names:
-        pairs = [item.partition("=") for item in getattr(options, name)]
-        if not all(key and value for key, _, value in pairs):
-            parser.error(f"--{name} must be NAME=VALUE, got {getattr(options, name)}")
-        setattr(options, name, {key: value for key, _, value in pairs})
+        values: dict[str, str] = {}
+        for item in getattr(options, name):
+            key, _, value = item.partition("=")
+            if not key or not value:
+                parser.error(f"--{name} must be NAME=VALUE, got {getattr(options, name)}")
+            values[key] = value
+        setattr(options, name, values)

@@ -1,14 +1,18 @@
-"""Indexes and plain products over made SPLADE vectors: build, size, memory, latency, recall.
+"""Time indexes and plain products over made SPLADE vectors: build, size, memory, latency, recall.
 
-Every engine is measured in a process of its own that loads what was saved: the time to load, the
-first query, what that process holds beyond its modules, and the latency of one query at a time,
-after all have been asked once, by the wall clock and by the CPU time of the process, which other
-programs on the machine change less. An engine that is slow is asked fewer queries (the column says
-how many). Seismic's first query is cold in the first of its rows only.
+    python -m benchmarks.search --shape splade-100k
 
-The exact index is the truth, once its scores for some queries were compared with a sum over all
-vectors in float64. Recall is the share of the exact ten best documents, ties counted for either;
-the gate asks 1 of what is exact, and the same scores, but for the order of summation.
+Timed: each engine in a process of its own that loads what was saved. The columns are the time to
+load, the first query, the memory of that process beyond its modules, and the latency of one query
+at a time. All queries run once before they are timed, by the wall clock and by the CPU time of the
+process, which other programs on the machine change less. A slow engine has fewer queries (a column
+has their number). Seismic's first query is cold in the first of its rows only.
+
+Baseline: a product of scipy's sparse matrices, and an inverted index in numba.
+
+Gate: the exact index is the truth, once its scores for some queries were compared with a sum over
+all vectors in float64. Recall is the share of the exact ten best documents, in which tied documents
+are equal. Exact engines must have recall 1 and the same scores, up to the order of summation.
 """
 
 from __future__ import annotations
@@ -32,25 +36,45 @@ from benchmarks.search_data import made_documents, made_queries
 from tilefold.bench.timing import in_fresh_process, resident_mib
 from tilefold.retrieval import SparseVectors, build_index, load_index
 
+# documents of a query
 K = 10
 SEED = 0
-QUERIES, QUICK_QUERIES, FEWEST = 200, 40, 20
-SECONDS = 10.0  # for all queries of an engine, asked once
-SUMMED = 3  # queries that are compared with a sum over all vectors
-ROUNDING = 1e-3  # of Seismic's 16-bit weights
-SUMMATION = 2**-17  # two sums of up to 64 products in float32
-SEARCHES: tuple[dict[str, Any], ...] = (
+# queries of a run and of a quick one
+QUERIES = 200
+QUICK_QUERIES = 40
+# an engine gets no more queries after this time, but at least a few
+WARMUP_SECONDS = 10.0
+FEWEST_QUERIES = 20
+# queries that are compared with a sum over all vectors
+SUMMED_QUERIES = 3
+# relative rounding of Seismic's 16-bit weights
+SEISMIC_ROUNDING = 1e-3
+# relative difference of two sums of up to 64 products in float32
+SUMMATION_ERROR = 2**-17
+# Seismic's options of search, from the most accurate to the fastest
+SEISMIC_SEARCHES: tuple[dict[str, Any], ...] = (
     {"query_cut": 20, "heap_factor": 0.7},
     {"query_cut": 10, "heap_factor": 0.8},
     {"query_cut": 5, "heap_factor": 0.9},
 )
-Found = list[list[tuple[str, float]]]  # ids and scores of each query's best documents
+ENGINES = (*BASELINES, "seismic")
+MIB = 2**20
+# ids and scores of the best documents of a query, and of all queries
+Hits = list[tuple[str, float]]
+AllHits = list[Hits]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one engine in its process: its load, memory beyond that of the modules, and
-    latencies.
+    """Measurements of an engine in its process.
+
+    Attributes:
+        load_s: seconds to load the index.
+        first_ms: milliseconds of the first query.
+        resident_mib: memory of the process beyond its modules, in MiB.
+        wall_ms: milliseconds of each query by the wall clock.
+        cpu_ms: milliseconds of each query by the CPU time of the process.
+        hits: the best documents of each query.
     """
 
     load_s: float
@@ -58,86 +82,118 @@ class Measured:
     resident_mib: float
     wall_ms: Sequence[float]
     cpu_ms: Sequence[float]
-    found: Found
+    hits: AllHits
 
 
 def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
-    """Rows of one number of documents: exact search first, which gives the truth."""
+    """Measure all engines on a number of documents.
+
+    Yields:
+        The rows. The exact index is first, since it gives the truth.
+    """
     documents = made_documents(case.numbers["documents"], SEED)
     queries = made_queries(documents, QUICK_QUERIES if options.quick else QUERIES, SEED)
-    shape = {"documents": len(documents), "terms": len(documents.indices) / len(documents)}
-    wanted = [
-        name
-        for name in ("scipy", "numba", "seismic")
-        if options.impls is None or name in options.impls
-    ]
-    with tempfile.TemporaryDirectory(prefix="tilefold-search-") as name:
-        folder = Path(name) / "exact"
-        facts = built("exact", documents, folder)
-        (measured,) = in_fresh_process(measure, "exact", folder, queries)
-        truth = measured.found
-        wrong = against_a_sum(documents, queries, truth)
-        yield (
-            labels(shape, "exact")
-            | facts
-            | row("exact", measured, truth)
-            | ({"gate": wrong} if wrong else {})
-        )
-        for engine in wanted:
-            if engine in BASELINES and find_spec(engine) is None:
-                yield labels(shape, engine) | {
-                    "gate": "ok",
-                    "note": f"pip install {engine} to see it",
-                }
-            elif engine in BASELINES:
-                (measured,) = in_fresh_process(measure, engine, folder, queries)
-                yield (
-                    labels(shape, engine)
-                    | {"disk_mib": facts["disk_mib"]}
-                    | row(engine, measured, truth)
-                )
-            else:
-                yield from seismic_rows(shape, documents, queries, Path(name) / "seismic", truth)
-
-
-def labels(shape: Mapping[str, object], engine: str, **options: Any) -> dict[str, object]:
-    """The columns that name a row."""
-    return {
-        **shape,
-        "engine": engine,
-        **dict.fromkeys(("n_postings", "query_cut", "heap_factor"), ""),
-        **options,
+    collection_cells = {
+        "documents": len(documents),
+        "terms": len(documents.indices) / len(documents),
     }
+    with tempfile.TemporaryDirectory(prefix="tilefold-search-") as name:
+        exact_folder = Path(name) / "exact"
+        exact_cells = build_and_save("exact", documents, exact_folder)
+        (exact,) = in_fresh_process(measure, "exact", exact_folder, queries)
+        truth = exact.hits
+        exact_row = {
+            **labels(collection_cells, "exact"),
+            **exact_cells,
+            **row("exact", exact, truth),
+        }
+        error = against_a_sum(documents, queries, truth)
+        if error:
+            exact_row["gate"] = error
+        yield exact_row
+        for engine in ENGINES:
+            if options.impls is not None and engine not in options.impls:
+                continue
+            if engine == "seismic":
+                seismic_folder = Path(name) / "seismic"
+                yield from seismic_rows(collection_cells, documents, queries, seismic_folder, truth)
+            elif find_spec(engine) is None:
+                note = f"pip install {engine} to see it"
+                yield {**labels(collection_cells, engine), "gate": "ok", "note": note}
+            else:
+                # a baseline reads the files of the exact index
+                (measured,) = in_fresh_process(measure, engine, exact_folder, queries)
+                yield {
+                    **labels(collection_cells, engine),
+                    "disk_mib": exact_cells["disk_mib"],
+                    **row(engine, measured, truth),
+                }
+
+
+def labels(
+    collection_cells: Mapping[str, object],
+    engine: str,
+    **options: Any,
+) -> dict[str, object]:
+    """Return the cells that identify a row.
+
+    Args:
+        collection_cells: cells of the collection.
+        engine: name of the engine.
+        options: its options. Cells of other options are empty.
+    """
+    no_options = {"n_postings": "", "query_cut": "", "heap_factor": ""}
+    return {**collection_cells, "engine": engine, **no_options, **options}
 
 
 def seismic_rows(
-    shape: Mapping[str, object],
+    collection_cells: Mapping[str, object],
     documents: SparseVectors,
     queries: SparseVectors,
     folder: Path,
-    truth: Found,
+    truth: AllHits,
 ) -> Iterator[Row]:
-    """Seismic, built with what it chooses for the collection and searched in several ways."""
-    facts = built("seismic", documents, folder)
-    n_postings = facts.pop("n_postings")
-    for options, measured in zip(
-        SEARCHES,
-        in_fresh_process(measure, "seismic", folder, queries, SEARCHES),
-        strict=True,
-    ):
-        named = labels(shape, "seismic", n_postings=n_postings, **options)
-        yield named | facts | row("seismic", measured, truth)
+    """Build Seismic with its own choices for the collection, and search it in several ways.
+
+    Args:
+        collection_cells: cells of the collection.
+        documents: the documents.
+        queries: the queries.
+        folder: for the index.
+        truth: hits of the exact index.
+
+    Yields:
+        A row for each way to search.
+    """
+    build_cells = build_and_save("seismic", documents, folder)
+    n_postings = build_cells.pop("n_postings")
+    measurements = in_fresh_process(measure, "seismic", folder, queries, SEISMIC_SEARCHES)
+    for options, measured in zip(SEISMIC_SEARCHES, measurements, strict=True):
+        yield {
+            **labels(collection_cells, "seismic", n_postings=n_postings, **options),
+            **build_cells,
+            **row("seismic", measured, truth),
+        }
 
 
-def built(engine: str, documents: SparseVectors, folder: Path) -> dict[str, float]:
-    """Build and save; the seconds of both and the MiB on disk."""
-    wall, cpu = time.perf_counter(), time.process_time()
+def build_and_save(engine: str, documents: SparseVectors, folder: Path) -> dict[str, float]:
+    """Build an index and save it.
+
+    Returns:
+        Cells: seconds of both by the wall clock and of the CPU, MiB on disk, and for Seismic the
+        number of postings that it chose.
+    """
+    wall_start = time.perf_counter()
+    cpu_start = time.process_time()
     index: Any = build_index(documents, engine)
     index.save(folder, overwrite=True)
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    facts = {"build_s": wall, "build_cpu_s": cpu, "disk_mib": size / 2**20}
-    return facts | ({"n_postings": index.options.n_postings} if engine == "seismic" else {})
+    wall_seconds = time.perf_counter() - wall_start
+    cpu_seconds = time.process_time() - cpu_start
+    n_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    cells = {"build_s": wall_seconds, "build_cpu_s": cpu_seconds, "disk_mib": n_bytes / MIB}
+    if engine == "seismic":
+        cells["n_postings"] = index.options.n_postings
+    return cells
 
 
 def measure(
@@ -146,132 +202,218 @@ def measure(
     queries: SparseVectors,
     searches: Sequence[dict[str, Any]] = ({},),
 ) -> list[Measured]:
-    """Load the engine and ask it in each of these ways."""
-    before, begin = resident_mib(), time.perf_counter()
-    answer = asker(engine, folder, queries)
-    load = time.perf_counter() - begin
-    measured = []
-    for options in searches:
-        first, wall, cpu, found = asked_twice(partial(answer, **options), len(queries))
-        measured.append(Measured(load, first, resident_mib() - before, wall, cpu, found))
-    return measured
+    """Load an engine and time its queries.
 
+    Args:
+        engine: name of the engine.
+        folder: its files.
+        queries: the queries.
+        searches: options of search, for each of which all queries are timed.
 
-def asked_twice(
-    ask: Callable[[int], list[tuple[str, float]]],
-    most: int,
-) -> tuple[float, list[float], list[float], Found]:
-    """Milliseconds of the first query, wall and CPU milliseconds and answers of each, when all are
-    asked again.
-
-    They are `most` queries, or as many as there is time for.
+    Returns:
+        The measurements for each of the options.
     """
-    begin, count = time.perf_counter(), 0
-    while count < most and (count < FEWEST or time.perf_counter() - begin < SECONDS):
-        ask(count)
+    memory_before = resident_mib()
+    start = time.perf_counter()
+    search = load_engine(engine, folder, queries)
+    load_seconds = time.perf_counter() - start
+    measurements = []
+    for options in searches:
+        search_with_options = partial(search, **options)
+        first_ms, n_queries = warm_up(search_with_options, len(queries))
+        wall_ms, cpu_ms, hits = time_queries(search_with_options, n_queries)
+        measurements.append(
+            Measured(
+                load_s=load_seconds,
+                first_ms=first_ms,
+                resident_mib=resident_mib() - memory_before,
+                wall_ms=wall_ms,
+                cpu_ms=cpu_ms,
+                hits=hits,
+            ),
+        )
+    return measurements
+
+
+def warm_up(search: Callable[[int], Hits], n_queries: int) -> tuple[float, int]:
+    """Search with every query once, as far as there is time.
+
+    Args:
+        search: returns the hits of a query by its position.
+        n_queries: number of queries.
+
+    Returns:
+        Milliseconds of the first query, and the number of queries that there was time for.
+    """
+    start = time.perf_counter()
+    search(0)
+    first_ms = 1e3 * (time.perf_counter() - start)
+    count = 1
+    while count < n_queries:
+        is_late = time.perf_counter() - start >= WARMUP_SECONDS
+        if is_late and count >= FEWEST_QUERIES:
+            break
+        search(count)
         count += 1
-        if count == 1:
-            first = 1e3 * (time.perf_counter() - begin)
-    wall, cpu, found = [], [], []
-    for at in range(count):
-        begin, used = time.perf_counter(), time.process_time()
-        found.append(ask(at))
-        cpu.append(1e3 * (time.process_time() - used))
-        wall.append(1e3 * (time.perf_counter() - begin))
-    return first, wall, cpu, found
+    return first_ms, count
 
 
-def asker(
-    engine: str,
-    folder: Path,
-    queries: SparseVectors,
-) -> Callable[..., list[tuple[str, float]]]:
-    """A function that answers query number `at`."""
+def time_queries(
+    search: Callable[[int], Hits],
+    n_queries: int,
+) -> tuple[list[float], list[float], AllHits]:
+    """Time queries one by one.
+
+    Args:
+        search: returns the hits of a query by its position.
+        n_queries: number of queries.
+
+    Returns:
+        For each query, milliseconds by the wall clock, milliseconds of the CPU, and hits.
+    """
+    wall_ms, cpu_ms, all_hits = [], [], []
+    for position in range(n_queries):
+        wall_start = time.perf_counter()
+        cpu_start = time.process_time()
+        hits = search(position)
+        cpu_ms.append(1e3 * (time.process_time() - cpu_start))
+        wall_ms.append(1e3 * (time.perf_counter() - wall_start))
+        all_hits.append(hits)
+    return wall_ms, cpu_ms, all_hits
+
+
+def load_engine(engine: str, folder: Path, queries: SparseVectors) -> Callable[..., Hits]:
+    """Load an engine, and return a function of the position of a query, and of options.
+
+    Args:
+        engine: name of the engine.
+        folder: its files.
+        queries: the queries.
+    """
     if engine in BASELINES:
-        search = BASELINES[engine](folder)
+        search_baseline = BASELINES[engine](folder)
 
-        def answer(at: int) -> list[tuple[str, float]]:
-            terms, weights = queries.row(at)
-            return [(f"d{i}", score) for i, score in search(terms, weights, K)]
+        def search(position: int) -> Hits:
+            terms, weights = queries.row(position)
+            return [
+                (f"d{document}", score) for document, score in search_baseline(terms, weights, K)
+            ]
 
-        return answer
+        return search
     index: Any = load_index(folder)
-    singles = [queries.take([at]) for at in range(len(queries))]
-    return lambda at, **options: [
-        (hit.id, hit.score) for hit in index.search(singles[at], K, **options)[0]
-    ]
+    singles = [queries.take([position]) for position in range(len(queries))]
+
+    def search_index(position: int, **options: Any) -> Hits:
+        (hits,) = index.search(singles[position], K, **options)
+        return [(hit.id, hit.score) for hit in hits]
+
+    return search_index
 
 
-def row(engine: str, measured: Measured, truth: Found) -> dict[str, object]:
-    """Quantiles, recall, and the gate."""
-    asked = truth[: len(measured.found)]
-    share = recall(asked, measured.found)
-    wall = np.percentile(measured.wall_ms, [20, 50, 80, 99])
+def row(engine: str, measured: Measured, truth: AllHits) -> dict[str, object]:
+    """Return the cells of an engine: percentiles of its latency, recall, and the gate.
+
+    Args:
+        engine: name of the engine. Seismic is approximate, and has no gate.
+        measured: its measurements.
+        truth: hits of the exact index.
+    """
+    expected = truth[: len(measured.hits)]
+    recall_at_10 = recall(expected, measured.hits)
+    p20_ms, p50_ms, p80_ms, p99_ms = np.percentile(measured.wall_ms, [20, 50, 80, 99]).tolist()
+    gate = "ok"
+    if engine != "seismic":
+        gate = check_exact(expected, measured.hits, recall_at_10)
     return {
-        "queries": len(measured.found),
+        "queries": len(measured.hits),
         "load_s": measured.load_s,
         "first_ms": measured.first_ms,
         "resident_mib": measured.resident_mib,
-        **dict(zip(("p20_ms", "p50_ms", "p80_ms", "p99_ms"), map(float, wall), strict=True)),
+        "p20_ms": p20_ms,
+        "p50_ms": p50_ms,
+        "p80_ms": p80_ms,
+        "p99_ms": p99_ms,
         "p50_cpu_ms": statistics.median(measured.cpu_ms),
-        "recall_at_10": share,
-        "gate": "ok" if engine == "seismic" else exactness(asked, measured.found, share),
+        "recall_at_10": recall_at_10,
+        "gate": gate,
     }
 
 
-def exactness(truth: Found, found: Found, share: float) -> str:
-    """The gate of what is exact: all of the best documents, with their scores."""
-    if share < 1.0:
-        return f"recall {share:.4f} of an exact search"
-    pairs = [
-        (a, b)
-        for best, hits in zip(truth, found, strict=True)
-        for (_, a), (_, b) in zip(best, hits, strict=True)
-    ]
-    off = max(abs(a - b) / a for a, b in pairs)
-    return "ok" if off <= SUMMATION else f"scores differ by {off:.1e} of their size"
+def check_exact(expected: AllHits, actual: AllHits, recall_at_10: float) -> str:
+    """Check an exact search: it must have all best documents, with their scores.
 
-
-def against_a_sum(documents: SparseVectors, queries: SparseVectors, truth: Found) -> str:
-    """Errors in the first answers of the truth, by products of all vectors in float64; empty if
-    there are none.
+    Returns:
+        ``"ok"``, or the difference.
     """
-    found: Found = []
-    for at in range(min(SUMMED, len(queries))):
-        terms, values = queries.row(at)
-        weights = np.zeros(queries.vocab_size)
-        weights[terms] = values
-        sums = np.concatenate([np.zeros(1), np.cumsum(weights[documents.indices] * documents.data)])
-        scores = np.diff(sums[documents.indptr])
+    if recall_at_10 < 1.0:
+        return f"recall {recall_at_10:.4f} of an exact search"
+    largest_error = 0.0
+    for expected_hits, hits in zip(expected, actual, strict=True):
+        for (_, expected_score), (_, score) in zip(expected_hits, hits, strict=True):
+            error = abs(expected_score - score) / expected_score
+            largest_error = max(largest_error, error)
+    if largest_error <= SUMMATION_ERROR:
+        return "ok"
+    return f"scores differ by {largest_error:.1e} of their size"
+
+
+def against_a_sum(documents: SparseVectors, queries: SparseVectors, truth: AllHits) -> str:
+    """Compare the first queries of the truth with products of all vectors in float64.
+
+    Args:
+        documents: the documents.
+        queries: the queries.
+        truth: hits of the exact index.
+
+    Returns:
+        The difference, or ``""`` if there is none.
+    """
+    summed: AllHits = []
+    for position in range(min(SUMMED_QUERIES, len(queries))):
+        terms, values = queries.row(position)
+        query_weights = np.zeros(queries.vocab_size)
+        query_weights[terms] = values
+        # the score of a document is the difference of the running sum at its ends
+        products = query_weights[documents.indices] * documents.data
+        running_sum = np.concatenate([np.zeros(1), np.cumsum(products)])
+        scores = np.diff(running_sum[documents.indptr])
         best = np.lexsort((np.arange(len(scores)), -scores))[:K]
-        found.append([(documents.ids[i], float(scores[i])) for i in best])
-    asked = truth[: len(found)]
-    gate = exactness(found, asked, recall(found, asked))
+        summed.append([(documents.ids[i], float(scores[i])) for i in best])
+    indexed = truth[: len(summed)]
+    gate = check_exact(summed, indexed, recall(summed, indexed))
     return "" if gate == "ok" else f"beside a sum over all vectors: {gate}"
 
 
-def recall(truth: Found, found: Found) -> float:
-    """Mean share of what was found that scores at least as the last of the truth, to the rounding
-    of 16-bit weights.
+def recall(truth: AllHits, actual: AllHits) -> float:
+    """Return the mean share of the best documents that were found.
+
+    A document that is not among them counts if its score is at least that of the last of them, up
+    to the rounding of 16-bit weights: tied documents are equal.
+
+    Args:
+        truth: the best documents of each query.
+        actual: hits of each query.
     """
     shares = []
-    for best, hits in zip(truth, found, strict=True):
-        floor = best[-1][1] * (1 - ROUNDING)
+    for best, hits in zip(truth, actual, strict=True):
+        _, last_score = best[-1]
+        lowest_score = last_score * (1 - SEISMIC_ROUNDING)
         names = {name for name, _ in best}
-        shares.append(sum(name in names or score >= floor for name, score in hits) / len(best))
+        n_found = sum(name in names or score >= lowest_score for name, score in hits)
+        shares.append(n_found / len(best))
     return statistics.mean(shares)
 
 
 JOB = Job(
-    "search",
-    (
+    name="search",
+    cases=(
         JobCase("splade-1k", ("cpu",), quick=True, numbers={"documents": 1_000}),
         JobCase("splade-10k", ("cpu",), quick=True, numbers={"documents": 10_000}),
         JobCase("splade-100k", ("cpu",), numbers={"documents": 100_000}),
         JobCase("splade-1m", ("cpu",), numbers={"documents": 1_000_000}),
     ),
-    ("engine", "documents", "query_cut", "heap_factor"),
-    (
+    key=("engine", "documents", "query_cut", "heap_factor"),
+    shown=(
         "engine",
         "query_cut",
         "heap_factor",
@@ -286,7 +428,7 @@ JOB = Job(
         "recall_at_10",
         "gate",
     ),
-    run,
+    run=run,
 )
 
 if __name__ == "__main__":

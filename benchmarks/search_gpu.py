@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks.encode import Truth, busy_share
 from benchmarks.encode_data import CASES, make_model
-from benchmarks.job import Job, JobCase, JobOptions, Row, Way, in_turns, main
+from benchmarks.job import Job, JobCase, JobOptions, Row, SearchMethod, main, time_methods
 from benchmarks.queries import queries_of
 from benchmarks.search_data import (
     Found,
@@ -112,11 +112,11 @@ def in_memory(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
         documents: QuantizedTokens,
         cut: Tensor | None,
         goal: object = "",
-    ) -> Way:
+    ) -> SearchMethod:
         call = partial(maxsim_topk, queries, documents, K, cu_seqlens_d=cut)
         scores = maxsim(queries, documents, cu_seqlens_d=cut)
         gate = judged(call(), scores, lambda some: maxsim(queries, part(some), impl="reference"))
-        return Way(call, len(queries), tokens.nbytes, tokens.nbytes, goal, gate)
+        return SearchMethod(call, len(queries), tokens.nbytes, tokens.nbytes, goal, gate)
 
     for queries, goal in zip((asked[:1], asked), case.numbers["goals"], strict=True):
         name = f"maxsim_topk, {len(queries)}"
@@ -124,9 +124,11 @@ def in_memory(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
             name: way(queries, tokens, None, goal),
             f"{name}, packed": way(queries, packed, offsets),
         }
-        yield from in_turns(ways, device, BUDGET)
+        yield from time_methods(ways, device, BUDGET)
     if case.numbers["peer"]:
-        yield from in_turns({"torch, 1": Way(of_torch, 1, tokens.nbytes)}, device, ONCE)
+        yield from time_methods(
+            {"torch, 1": SearchMethod(of_torch, 1, tokens.nbytes)}, device, ONCE
+        )
 
 
 work = functools.cache(partial(tempfile.TemporaryDirectory, prefix="tilefold-search-gpu-"))
@@ -144,7 +146,7 @@ def late_ways(
     device: torch.device,
     goal: object = "",
     read: bool = False,
-) -> dict[str, Way]:
+) -> dict[str, SearchMethod]:
     """One query and several by an index that holds nothing yet; its first search reads and checks
     the files.
     """
@@ -171,7 +173,7 @@ def late_ways(
 
         gate, size = judged((best, documents), torch.cat(scores, 1), truth), index.files.nbytes
         gate = "the GPU holds the documents" if read and share.resident is not None else gate
-        ways[f"{storage}, {number}"] = Way(
+        ways[f"{storage}, {number}"] = SearchMethod(
             partial(index.search, queries, K),
             number,
             size,
@@ -188,9 +190,9 @@ def four_bits(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
         late_ways("int8", count, device),
         late_ways("int4", count, device, case.numbers["goal"]),
     )
-    for row in in_turns(eight | four, device, BUDGET):
+    for row in time_methods(eight | four, device, BUDGET):
         yield row | (
-            {"share": row["gb"] * 1e9 / eight["int8, 1"].held} if row["way"] in four else {}
+            {"share": row["gb"] * 1e9 / eight["int8, 1"].stored_bytes} if row["way"] in four else {}
         )
 
 
@@ -211,8 +213,8 @@ def streamed(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
     with mock.patch.object(late, "_MEMORY_FRACTION", 0.0):
         ways = late_ways("int8", count, device, case.numbers["goal"], read=True)
         rows = list(
-            in_turns(
-                {"pinned": Way(copies, 0, times * COPY, times * COPY), **ways},
+            time_methods(
+                {"pinned": SearchMethod(copies, 0, times * COPY, times * COPY), **ways},
                 device,
                 BUDGET,
             ),
@@ -243,7 +245,7 @@ def sparse(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
     right = rows.judged(whole, index, terms, weights)
     expected = [row[row >= 0].tolist() for row in whole[1]]
 
-    def way(ask: Callable[[int], Any], goal: object = "", peer: bool = False) -> Way:
+    def way(ask: Callable[[int], Any], goal: object = "", peer: bool = False) -> SearchMethod:
         wrong = (
             sum(documents_of(ask(at)) != expected[at] for at in range(len(singles)))
             if not peer
@@ -251,7 +253,7 @@ def sparse(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
         )
         turns = itertools.cycle(range(len(singles)))
         gate = f"{wrong} queries find others than in the batch" if wrong else right
-        return Way(lambda: ask(next(turns)), 1, held, 0, goal, gate)
+        return SearchMethod(lambda: ask(next(turns)), 1, held, 0, goal, gate)
 
     goals = case.numbers["goals"]
     ways = {
@@ -271,7 +273,7 @@ def sparse(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
             return graph()
 
         ways["sparse_topk, 1, as a CUDA graph"] = way(replayed)
-    yield from in_turns(ways, device, BUDGET)
+    yield from time_methods(ways, device, BUDGET)
     csr = dense.to_sparse_csr()
     batched: dict[str, tuple[Callable[[], object], object]] = {
         "sparse_topk, batch": (lambda: best(terms, weights), f"{goals[1]} a second"),
@@ -280,9 +282,10 @@ def sparse(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
         "torch CSR, batch": (lambda: matrix @ dense.T, ""),
     }
     together = {
-        name: Way(call, number, held, 0, goal, right) for name, (call, goal) in batched.items()
+        name: SearchMethod(call, number, held, 0, goal, right)
+        for name, (call, goal) in batched.items()
     }
-    yield from in_turns(together, device, BUDGET)
+    yield from time_methods(together, device, BUDGET)
 
 
 def documents_of(found: Any) -> list[int]:
@@ -370,8 +373,10 @@ def encode_search(case: JobCase, count: int, device: torch.device) -> Iterator[R
         f"a stream in a thread, {TOGETHER} batches together": partial(streamed, TOGETHER * BATCH),
     }
     held, goal = index.postings.nbytes, case.numbers["goal"]
-    ways = {name: Way(call, len(texts), held, 0, goal, gate) for name, call in calls.items()}
-    for row in in_turns(ways, device, TimeBudget(2.0, 3, 7)):
+    ways = {
+        name: SearchMethod(call, len(texts), held, 0, goal, gate) for name, call in calls.items()
+    }
+    for row in time_methods(ways, device, TimeBudget(2.0, 3, 7)):
         shares = [busy_share(calls[row["way"]], device) or 0.0 for _ in range(3)]
         yield row | {"share": statistics.median(shares) or ""}
 

@@ -1,5 +1,6 @@
-"""Clients of a server on the loopback address, for `serve_load.py` and `serve_soak.py`: bounded in
-time and number.
+"""Clients and processes of a server on the loopback address, for `serve_load` and `serve_soak`.
+
+Clients are bounded in time and number.
 """
 
 from __future__ import annotations
@@ -20,12 +21,29 @@ from typing import Any
 
 HOST = "127.0.0.1"
 LONGEST_SECONDS = 3600
+MOST_CLIENTS = 1000
+# time that a server has to start, and to stop
 START_SECONDS = 180
+STOP_SECONDS = 60
+# pause of a client after an answer that is not 200
+REFUSED_PAUSE = 0.05
+# the first request of a client is so many after that of the client before, a prime number, so that
+# clients do not send the same requests at a time
+_REQUEST_STRIDE = 7919
+_HEAD_END = b"\r\n\r\n"
+# where the code is in an answer: "HTTP/1.1 200"
+_STATUS = slice(9, 12)
 
 
 @dataclass
 class Measured:
-    """What some clients saw: seconds of each answer with 200, and how many had another code."""
+    """Answers that some clients received.
+
+    Attributes:
+        seconds: time of each answer with code 200.
+        refused: number of answers with another code.
+        wall: seconds from the first connection to the last answer.
+    """
 
     seconds: list[float] = field(default_factory=list)
     refused: int = 0
@@ -37,32 +55,49 @@ class Measured:
         return len(self.seconds) / self.wall if self.wall else 0.0
 
     def quantile(self, share: float) -> float:
-        """Milliseconds that a share of the answers stays within."""
-        ordered = sorted(self.seconds)
-        return (
-            1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-            if ordered
-            else float("nan")
-        )
+        """Return the milliseconds within which a share of the answers came, or NaN without any."""
+        if not self.seconds:
+            return float("nan")
+        position = min(len(self.seconds) - 1, int(share * len(self.seconds)))
+        return 1000 * sorted(self.seconds)[position]
 
 
 def request(path: str, body: Any) -> bytes:
-    """A POST of JSON on a connection that stays."""
-    raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: {HOST}\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
-    return head.encode() + raw
+    """Return a POST of JSON on a connection that stays open."""
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\n"
+        f"host: {HOST}\r\n"
+        "content-type: application/json\r\n"
+        f"content-length: {len(content)}\r\n"
+        "\r\n"
+    )
+    return head.encode() + content
+
+
+def _content_length(head: bytes) -> int:
+    """Return the length of the body that the head of an answer declares, or 0."""
+    length = re.search(rb"content-length: (\d+)", head.lower())
+    return int(length[1]) if length else 0
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """The code and the body of one answer."""
-    head = (await reader.readuntil(b"\r\n\r\n")).lower()
-    length = re.search(rb"content-length: (\d+)", head)
-    return int(head.split(b" ", 2)[1]), await reader.readexactly(int(length[1]) if length else 0)
+    """Read an answer, and return its code and its body."""
+    head = await reader.readuntil(_HEAD_END)
+    body = await reader.readexactly(_content_length(head))
+    return int(head[_STATUS]), body
 
 
 class _Client(asyncio.Protocol):
-    """A connection that sends a request, waits for its answer, and sends the next, for less than
-    streams would cost.
+    """A connection that sends a request, waits for its answer, and sends the next.
+
+    It is a protocol because streams would cost more of the CPU that the server needs.
+
+    Args:
+        requests: the requests, which are sent in turn.
+        first: number of the first request.
+        until: time after which no further request is sent.
+        measured: collects the answers.
     """
 
     def __init__(
@@ -70,47 +105,59 @@ class _Client(asyncio.Protocol):
         requests: Sequence[bytes],
         first: int,
         until: float,
-        found: Measured,
+        measured: Measured,
     ) -> None:
-        self._requests, self._number, self._until, self._found = requests, first, until, found
-        self._got, self._size = (
-            bytearray(),
-            0,
-        )  # of the answer, and how long it will be, once that is known
+        self._requests = requests
+        self._next_request = first
+        self._until = until
+        self._measured = measured
+        self._received = bytearray()
+        # bytes of the answer, 0 while its head is incomplete
+        self._answer_size = 0
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:
+        """Send the first request."""
         self._transport = transport
         self._send()
 
     def _send(self) -> None:
-        self._sent = time.perf_counter()
-        self._transport.write(self._requests[self._number % len(self._requests)])
-        self._number += 1
+        """Send the next request."""
+        self._sent_at = time.perf_counter()
+        self._transport.write(self._requests[self._next_request % len(self._requests)])
+        self._next_request += 1
 
     def data_received(self, data: bytes) -> None:
-        self._got += data
-        if not self._size and (end := self._got.find(b"\r\n\r\n")) > 0:
-            length = re.search(rb"content-length: (\d+)", self._got[:end].lower())
-            self._size = end + 4 + (int(length[1]) if length else 0)
-        if not 0 < self._size <= len(self._got):
-            return
-        now, refused = time.perf_counter(), self._got[9:12] != b"200"
-        if refused:
-            self._found.refused += 1
+        """Collect a part of an answer, and react if the answer is complete."""
+        self._received += data
+        if not self._answer_size:
+            head_size = self._received.find(_HEAD_END)
+            if head_size > 0:
+                head = bytes(self._received[:head_size])
+                self._answer_size = head_size + len(_HEAD_END) + _content_length(head)
+        if self._answer_size and len(self._received) >= self._answer_size:
+            self._answer_received()
+
+    def _answer_received(self) -> None:
+        """Record a complete answer, and send the next request or end."""
+        now = time.perf_counter()
+        was_refused = self._received[_STATUS] != b"200"
+        if was_refused:
+            self._measured.refused += 1
         else:
-            self._found.seconds.append(now - self._sent)
-        self._got.clear()
-        self._size = 0
+            self._measured.seconds.append(now - self._sent_at)
+        self._received.clear()
+        self._answer_size = 0
         if now >= self._until:
             self.ended.set_result(None)
             self._transport.close()
-        elif refused:
-            asyncio.get_running_loop().call_later(0.05, self._send)
+        elif was_refused:
+            asyncio.get_running_loop().call_later(REFUSED_PAUSE, self._send)
         else:
             self._send()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Fail if the server closed the connection."""
         if not self.ended.done():
             self.ended.set_exception(exc or ConnectionError("the server closed a connection"))
 
@@ -122,31 +169,57 @@ async def load(
     clients: int,
     seconds: float,
 ) -> Measured:
-    """`clients` connections that each send a request, wait for its answer, and send the next, for
-    some seconds.
+    """Send requests by several clients for some seconds.
+
+    Args:
+        port: of the server.
+        path: of the route.
+        bodies: JSON bodies of the requests, which are sent in turn.
+        clients: number of connections, each of which waits for an answer before its next request.
+        seconds: time after which no further request is sent.
 
     Raises:
-        ValueError: more than an hour, or more than 1,000 clients.
+        ValueError: for more than an hour, or more than 1,000 clients.
     """
-    if not 0 < seconds <= LONGEST_SECONDS or not 0 < clients <= 1000:
+    if not 0 < seconds <= LONGEST_SECONDS or not 0 < clients <= MOST_CLIENTS:
         raise ValueError(
             f"clients, seconds: expected at most 1,000 and {LONGEST_SECONDS}, got {clients} and "
             f"{seconds}.",
         )
-    found, began, connected = Measured(), time.perf_counter(), list[_Client]()
-    requests, loop = [request(path, body) for body in bodies], asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
+    requests = [request(path, body) for body in bodies]
+    measured = Measured()
+    start = time.perf_counter()
+    connected: list[_Client] = []
     for number in range(clients):
-        made = functools.partial(_Client, requests, 7919 * number, began + seconds, found)
-        connected.append((await loop.create_connection(made, HOST, port))[1])
+        create_client = functools.partial(
+            _Client,
+            requests,
+            first=_REQUEST_STRIDE * number,
+            until=start + seconds,
+            measured=measured,
+        )
+        _, client = await loop.create_connection(create_client, HOST, port)
+        connected.append(client)
     await asyncio.gather(*(client.ended for client in connected))
-    found.wall = time.perf_counter() - began
-    return found
+    measured.wall = time.perf_counter() - start
+    return measured
 
 
 @contextmanager
 def server(command: Sequence[str], log: Path) -> Iterator[tuple[int, int]]:
-    """The port and the process of a server that says ``http://127.0.0.1:PORT`` when it is ready;
-    ended at the end.
+    """Run a server while the context is open.
+
+    Args:
+        command: arguments of Python. The server must print ``http://127.0.0.1:PORT`` when it is
+            ready.
+        log: file for its output.
+
+    Yields:
+        The port and the id of the process.
+
+    Raises:
+        RuntimeError: if the server does not start.
     """
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     with log.open("w") as stream:
@@ -161,18 +234,19 @@ def server(command: Sequence[str], log: Path) -> Iterator[tuple[int, int]]:
     finally:
         process.terminate()
         try:
-            process.wait(60)
+            process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
 def _port(process: subprocess.Popen[bytes], log: Path) -> int:
+    """Wait until a server prints its address, and return the port."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
-        found = re.search(rf"http://{re.escape(HOST)}:(\d+)", log.read_text(errors="replace"))
-        if found:
-            return int(found[1])
+        address = re.search(rf"http://{re.escape(HOST)}:(\d+)", log.read_text(errors="replace"))
+        if address:
+            return int(address[1])
         if process.poll() is not None:
             break
         time.sleep(0.2)

@@ -1,12 +1,17 @@
-"""Requests a second, and how long they take: tilefold serve beside sentence-transformers behind the
-same route.
+"""Time requests to tilefold serve, beside sentence-transformers behind the same route.
 
     python -m benchmarks.serve_load --model FOLDER [--clients 1 --clients 8] [--seconds 8] [--device cuda]
 
-Each client sends a query of pydocs to /embed_sparse on one connection, waits for the answer, and
-sends the next. The servers run one after the other, in processes of their own; the clients share
-the cores with them. Requests go to the loopback address only, for `--seconds` per row after a
-second of warm-up, and everything ends by itself.
+Timed: each client sends a query of pydocs to /embed_sparse on one connection, waits for the answer,
+and sends the next, for `--seconds` per row after a second of warm-up. A row has requests per second
+and the time of a request. Requests go to the loopback address only. The servers run one after the
+other, in processes of their own, and share the cores with the clients.
+
+Baseline: the stock model behind the same FastAPI route (``serve_peer``), with calls in a pool of
+threads, and one at a time.
+
+Gate: answers with another code than 200 are counted as refused, and have no time. Their contents
+are compared in ``serve_soak``.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import argparse
 import asyncio
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +32,28 @@ from tilefold.retrieval import load_collection
 
 CSV_KEY = ("server", "clients", "texts")
 PATH = "/embed_sparse"
+N_QUERIES = 512
+DEFAULT_CLIENTS = (1, 8, 64, 256)
+WARMUP_SECONDS = 1.0
+WARMUP_CLIENTS = 8
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure every server with every number of clients; print and save the rows."""
+    """Measure every server with every number of clients, print and save the rows."""
     options = parse(argv)
-    queries = list(load_collection("pydocs").queries.values())[:512]
+    queries = list(load_collection("pydocs").queries.values())[:N_QUERIES]
     bodies = [
-        {"inputs": queries[at : at + options.texts]} for at in range(len(queries) - options.texts)
+        {"inputs": queries[start : start + options.texts]}
+        for start in range(len(queries) - options.texts)
     ]
-    serve = ["-m", "tilefold.cli", "serve", "--model", options.model, "--port", "0"]
-    peer = ["-m", "benchmarks.serve_peer", "--model", options.model, "--device", options.device]
-    servers = {"tilefold": serve, "stock": peer, "stock, one thread": [*peer, "--one-thread"]}
-    provenance, rows = collect(torch.device(options.device)), []
-    for name, command in servers.items():
-        if name not in (options.server or servers):
+    provenance = collect(torch.device(options.device))
+    rows: list[dict[str, Any]] = []
+    for name, command in commands(options).items():
+        if options.server and name not in options.server:
             continue
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            server(command, Path(folder) / "log") as (port, _),
-        ):
-            for clients in options.clients or (1, 8, 64, 256):
-                asyncio.run(load(port, PATH, bodies, min(clients, 8), 1.0))  # warm
-                found = asyncio.run(load(port, PATH, bodies, clients, options.seconds))
-                rows.append(row(name, clients, options.texts, found))
-                print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+        for cells in measure_server(name, command, bodies, options):
+            rows.append(cells)
+            print("  ".join(f"{key} {value}" for key, value in cells.items()), flush=True)
     if options.output is not None:
         target = results_file(options.output, "serve_load", provenance)
         write_csv(target, rows, provenance, CSV_KEY)
@@ -59,21 +61,64 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def row(name: str, clients: int, texts: int, found: Measured) -> dict[str, Any]:
-    """What a table shows of some seconds of load."""
+def commands(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the arguments of Python that start each server, by its name in the results."""
+    tilefold = ["-m", "tilefold.cli", "serve", "--model", options.model, "--port", "0"]
+    stock = ["-m", "benchmarks.serve_peer", "--model", options.model, "--device", options.device]
+    return {
+        "tilefold": tilefold,
+        "stock": stock,
+        "stock, one thread": [*stock, "--one-thread"],
+    }
+
+
+def measure_server(
+    name: str,
+    command: Sequence[str],
+    bodies: Sequence[Any],
+    options: argparse.Namespace,
+) -> Iterator[dict[str, Any]]:
+    """Start a server, and yield a row for each number of clients.
+
+    Args:
+        name: name of the server in the results.
+        command: arguments of Python that start it.
+        bodies: JSON bodies of the requests.
+        options: options of the command line.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        server(command, Path(folder) / "log") as (port, _),
+    ):
+        for clients in options.clients or DEFAULT_CLIENTS:
+            warm_clients = min(clients, WARMUP_CLIENTS)
+            asyncio.run(load(port, PATH, bodies, warm_clients, WARMUP_SECONDS))
+            measured = asyncio.run(load(port, PATH, bodies, clients, options.seconds))
+            yield row(name, clients, options.texts, measured)
+
+
+def row(name: str, clients: int, texts: int, measured: Measured) -> dict[str, Any]:
+    """Return a row of the results.
+
+    Args:
+        name: name of the server.
+        clients: number of clients.
+        texts: texts per request.
+        measured: the answers that they received.
+    """
     return {
         "server": name,
         "clients": clients,
         "texts": texts,
-        "requests_s": round(found.rate, 1),
-        "p50_ms": round(found.quantile(0.5), 1),
-        "p99_ms": round(found.quantile(0.99), 1),
-        "refused": found.refused,
+        "requests_s": round(measured.rate, 1),
+        "p50_ms": round(measured.quantile(0.5), 1),
+        "p99_ms": round(measured.quantile(0.99), 1),
+        "refused": measured.refused,
     }
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="a folder of a SparseEncoder")
     parser.add_argument(

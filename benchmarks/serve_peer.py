@@ -1,10 +1,9 @@
-"""sentence-transformers behind the same FastAPI route, as one would write it; the peer of
-`serve_load.py`.
+"""sentence-transformers behind the same FastAPI route, the baseline of `serve_load`.
 
     python -m benchmarks.serve_peer --model FOLDER [--device cuda] [--one-thread]
 
-A route that is a plain function runs in FastAPI's pool of threads, a call of the model per request.
-With --one-thread they take turns.
+The route is a plain function, as one would write it, which FastAPI runs in a pool of threads: each
+request is a call of the model. With --one-thread the calls take turns.
 """
 
 from __future__ import annotations
@@ -18,7 +17,10 @@ from typing import Any
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until a signal."""
+    """Serve until a signal.
+
+    The server prints its address when it is ready.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--device", default="cpu")
@@ -31,13 +33,13 @@ def main(argv: Sequence[str]) -> int:
     from tilefold.serve.server import bind
 
     model = SparseEncoder(options.model, device=options.device, local_files_only=True)
-    turn: Any = threading.Lock() if options.one_thread else nullcontext()
+    model_lock: Any = threading.Lock() if options.one_thread else nullcontext()
     app = FastAPI()
 
     @app.post("/embed_sparse")
     def embed_sparse(body: dict[str, Any] = Body()) -> list[list[dict[str, Any]]]:  # noqa: B008
         inputs = [body["inputs"]] if isinstance(body["inputs"], str) else body["inputs"]
-        with turn:
+        with model_lock:
             rows = model.encode_document(
                 inputs,
                 convert_to_tensor=True,
@@ -50,9 +52,10 @@ def main(argv: Sequence[str]) -> int:
             answer.append([{"index": index, "value": value} for index, value in pairs])
         return answer
 
-    opened = bind("127.0.0.1", 0)
-    print(f"http://127.0.0.1:{opened.getsockname()[1]}", flush=True)
-    uvicorn.Server(uvicorn.Config(app, log_level="warning", backlog=512)).run([opened])
+    listening_socket = bind("127.0.0.1", 0)
+    _, port = listening_socket.getsockname()
+    print(f"http://127.0.0.1:{port}", flush=True)
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", backlog=512)).run([listening_socket])
     return 0
 
 

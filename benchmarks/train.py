@@ -1,23 +1,29 @@
-"""Training with the stock trainer, data loader included: packed batches beside stock ones.
+"""Time the steps of the stock trainers, data loader included, on packed batches and on stock ones.
 
 On one H200, about eight minutes:
 
     PYTHONPATH=src python -m benchmarks.train --device cuda --output DIR
 
-``--shape ragged-128`` and its like choose cases, ``--tokenizer FOLDER`` the tokenizer of the model
-with V = 250,002 (by default the small one serves it), ``--device cpu --quick`` runs a tiny model.
-Each side trains from the same weights on the same batches: first three small steps in fp32 without
-dropout, whose losses must agree (the gate; layers are compiled in 16 bits alone, whose gradients
-the tests compare with those in fp32); then steps that warm up, and those that are timed, under bf16
-autocast on a GPU, with the trainer's default arguments. Losses of the first steps in bf16 can be
-compared between sides of as many steps: SpladeLoss raises its regularizers over the run. A few more
-steps run under a profiler, which tells for how much of the time the GPU was busy. Where a batch
-does not fit, half of it is run, and ratios are those of pairs per second: of the mean step,
-captures and all, to the median of the reference where that is shorter than its mean.
+``--shape ragged-128`` and the like choose cases, ``--tokenizer FOLDER`` the tokenizer of the model
+with V = 250,002 (by default it uses the small one), ``--device cpu --quick`` runs a tiny model.
+
+Timed: steps with the trainer's default arguments, after steps that warm up, under bf16 autocast on
+a GPU. Some more steps run under a profiler, which measures for how much of the time the GPU was
+busy. If a batch does not fit, half of it is run.
+
+Baseline: the first side of a case, ``stock`` where it fits. Ratios are those of pairs per second.
+The time of a side is its mean step, with all captures of graphs. That of the baseline is the
+median where it is shorter than the mean, so that a step that the CPU delayed does not count.
+
+Gate: all sides train from the same weights on the same batches. Before anything else, each runs
+three small steps in fp32 without dropout, and their losses must agree. (Layers are compiled in 16
+bits only. Tests compare their gradients with those in fp32.) Losses of the first steps in bf16 can
+be compared between sides with the same number of steps, because SpladeLoss raises its regularizers
+over the run.
 
 | side | what it is |
 |---|---|
-| stock | sentence-transformers as it comes |
+| stock | sentence-transformers without changes |
 | padded | ``accelerate(model, packed=False)``: the fused head or scores on padded batches |
 | packed | ``accelerate(model)`` and ``collate_ahead(trainer)`` |
 | graphs | the same with ``collate_ahead(trainer, graphs=True)`` |
@@ -55,45 +61,62 @@ from benchmarks.train_run import (
 )
 
 LARGE = 250_002
-GATE_BATCH = 16  # pairs of a step of the gate, which is in fp32
-# fp32: gradients differ by rounding, of which the first steps of Adam keep the sign alone where
-# they are near zero
+# pairs per step of the gate, which is in fp32, and the smallest batch that is timed
+GATE_BATCH = 16
+# allowed difference of fp32 losses: gradients differ by rounding, and where they are near zero the
+# first steps of Adam use their sign only
 EXACT_BUDGET = 5e-4
-ROUNDED_BUDGET = 2e-3  # of the first loss in bf16, before any step
+# allowed difference of the first loss in bf16, before any update
+ROUNDED_BUDGET = 2e-3
 
 
 def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
-    """Rows of the sides of one case, the one that the others are compared with first."""
+    """Train all sides of a case, and yield their rows.
+
+    The first side is the baseline of the others, and always runs.
+    """
     numbers = case.numbers
     kind, batch, vocab = numbers["kind"], numbers["batch"], numbers["vocab"]
-    tokenizer = load_tokenizer(options.tokenizer if vocab == LARGE or "tiny" in numbers else None)
-    length = FULL_LENGTH if numbers["documents"] == "full" else MAX_LENGTH
-    steps = max(numbers["steps"].values())
-    total = GATE_STEPS + GRAPH_WARM_STEPS + steps + PROFILED_STEPS
-    rows = made_pairs(tokenizer, batch * total, length == MAX_LENGTH)
-    model = make_encoder(kind, vocab, TINY if "tiny" in numbers else BASE, tokenizer, length)
-    shape = {
+    is_tiny = "tiny" in numbers
+    uses_own_tokenizer = vocab == LARGE or is_tiny
+    tokenizer = load_tokenizer(options.tokenizer if uses_own_tokenizer else None)
+    is_ragged = numbers["documents"] != "full"
+    length = MAX_LENGTH if is_ragged else FULL_LENGTH
+    most_timed_steps = max(numbers["steps"].values())
+    n_steps = GATE_STEPS + GRAPH_WARM_STEPS + most_timed_steps + PROFILED_STEPS
+    pairs = made_pairs(tokenizer, batch * n_steps, is_ragged)
+    model = make_encoder(kind, vocab, TINY if is_tiny else BASE, tokenizer, length)
+    case_cells = {
         "case": case.name,
         "batch": batch,
         "vocab": vocab,
         "tokenizer": len(tokenizer),
-        "valid": valid_share(tokenizer, rows["document"], batch, length),
+        "valid": valid_share(tokenizer, pairs["document"], batch, length),
     }
-    reference: Outcome | None = None
-    for side, timed in numbers["steps"].items():
-        if options.impls is not None and reference is not None and side not in options.impls:
+    baseline: Outcome | None = None
+    for side, timed_steps in numbers["steps"].items():
+        is_chosen = options.impls is None or side in options.impls
+        if baseline is not None and not is_chosen:
             continue
-        found = _outcome(kind, model, side, rows, batch, timed, options.device)
-        if found is None:
-            yield shape | {"side": side, "steps": timed, "gate": "out of memory"}
+        outcome = _outcome(kind, model, side, pairs, batch, timed_steps, options.device)
+        side_cells = {**case_cells, "side": side, "steps": timed_steps}
+        if outcome is None:
+            yield {**side_cells, "gate": "out of memory"}
             continue
-        reference = reference or found
-        yield shape | {"side": side, "steps": timed} | row(found, reference)
+        if baseline is None:
+            baseline = outcome
+        yield {**side_cells, **row(outcome, baseline)}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One side: losses in fp32, what was measured, and the pairs per step that fitted."""
+    """The training of one side.
+
+    Attributes:
+        exact: losses of the gate, in fp32.
+        measured: measurements of the timed steps.
+        batch: pairs per step that fitted into memory.
+    """
 
     exact: list[float]
     measured: Measured
@@ -104,34 +127,51 @@ class Outcome:
         """Pairs per second."""
         return 1e3 * self.batch / self.measured.step_ms
 
-    def times(self, reference: Outcome) -> float:
-        """Ratio of pairs per second, where a step that the host held up does not count against the
-        reference.
+    def times(self, baseline: Outcome) -> float:
+        """Return the ratio of pairs per second to those of the baseline.
+
+        The baseline's step is its mean or its median, whichever is shorter.
         """
-        if self is reference:
+        if self is baseline:
             return 1.0
-        base = reference.measured
-        return self.pairs_per_s / (1e3 * reference.batch / min(base.step_ms, base.median_ms))
+        baseline_ms = min(baseline.measured.step_ms, baseline.measured.median_ms)
+        return self.pairs_per_s / (1e3 * baseline.batch / baseline_ms)
 
 
 def _outcome(
     kind: str,
     model: Any,
     side: str,
-    rows: dict[str, list[str]],
+    pairs: dict[str, list[str]],
     batch: int,
-    timed: int,
+    timed_steps: int,
     device: torch.device,
 ) -> Outcome | None:
-    """The largest batch that fits of ``batch``, half of it and so on; None if none does."""
-    gate = min(batch, GATE_BATCH)
-    few = {name: texts[: 2 * GATE_STEPS * gate] for name, texts in rows.items()}
-    exact = exact_losses(kind, model, side, few, gate, device)
+    """Train one side with the largest batch that fits.
+
+    Args:
+        kind: ``"splade"`` or ``"colbert"``.
+        model: the model, of which a copy is trained.
+        side: how it is trained.
+        pairs: queries and documents.
+        batch: pairs per step, which are halved until they fit.
+        timed_steps: number of timed steps.
+        device: the device.
+
+    Returns:
+        The outcome, or None if not even the batch of the gate fits.
+    """
+    gate_batch = min(batch, GATE_BATCH)
+    n_gate_pairs = 2 * GATE_STEPS * gate_batch
+    gate_pairs = {name: texts[:n_gate_pairs] for name, texts in pairs.items()}
+    exact = exact_losses(kind, model, side, gate_pairs, gate_batch, device)
     while True:
         try:
-            return Outcome(exact, train(kind, model, side, rows, batch, timed, device), batch)
+            measured = train(kind, model, side, pairs, batch, timed_steps, device)
+            return Outcome(exact, measured, batch)
         except torch.cuda.OutOfMemoryError:
-            pass  # what the error holds is free after this
+            # memory that the error refers to is free only after this block
+            pass
         gc.collect()
         torch.cuda.empty_cache()
         batch //= 2
@@ -139,31 +179,49 @@ def _outcome(
             return None
 
 
-def row(found: Outcome, reference: Outcome) -> dict[str, Any]:
-    """Times, rates and the gate: the losses of the first steps, beside those of the first side."""
-    error = _error(found.exact, reference.exact)
-    rounded = _error(found.measured.losses[:1], reference.measured.losses[:1])
-    facts: dict[str, Any] = {
-        "batch": found.batch,
-        "losses": " ".join(f"{loss:.6g}" for loss in found.exact),
-        "losses_bf16": " ".join(f"{loss:.6g}" for loss in found.measured.losses),
-        "loss_error": error,
+def row(outcome: Outcome, baseline: Outcome) -> dict[str, Any]:
+    """Return the cells of a side: the gate, and if it passed, times and rates.
+
+    Args:
+        outcome: the side.
+        baseline: the side that it is compared with.
+    """
+    exact_error = _largest_difference(outcome.exact, baseline.exact)
+    rounded_error = _largest_difference(
+        outcome.measured.losses[:1],
+        baseline.measured.losses[:1],
+    )
+    cells: dict[str, Any] = {
+        "batch": outcome.batch,
+        "losses": " ".join(f"{loss:.6g}" for loss in outcome.exact),
+        "losses_bf16": " ".join(f"{loss:.6g}" for loss in outcome.measured.losses),
+        "loss_error": exact_error,
         "gate": "ok",
     }
-    if not error <= EXACT_BUDGET:
-        return facts | {"gate": f"losses differ by {error:.2g}"}
-    if found.batch == reference.batch and not rounded <= ROUNDED_BUDGET:
-        return facts | {"gate": f"the first loss differs by {rounded:.2g}"}
-    measured = asdict(found.measured) | {
-        "pairs_per_s": found.pairs_per_s,
-        "ratio": found.times(reference),
-    }
+    # a NaN is not within a budget
+    if not exact_error <= EXACT_BUDGET:
+        return {**cells, "gate": f"losses differ by {exact_error:.2g}"}
+    # losses of another batch are others
+    if outcome.batch == baseline.batch and not rounded_error <= ROUNDED_BUDGET:
+        return {**cells, "gate": f"the first loss differs by {rounded_error:.2g}"}
+    measured = asdict(outcome.measured)
     del measured["losses"]
-    return facts | measured | {"busy": "" if measured["busy"] is None else measured["busy"]}
+    if measured["busy"] is None:
+        measured["busy"] = ""
+    return {
+        **cells,
+        **measured,
+        "pairs_per_s": outcome.pairs_per_s,
+        "ratio": outcome.times(baseline),
+    }
 
 
-def _error(losses: list[float], right: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, right, strict=True))
+def _largest_difference(losses: list[float], expected: list[float]) -> float:
+    """Return the largest relative difference of two lists of losses."""
+    return max(
+        abs(loss - expected_loss) / abs(expected_loss)
+        for loss, expected_loss in zip(losses, expected, strict=True)
+    )
 
 
 def _case(
@@ -173,23 +231,34 @@ def _case(
     vocab: int,
     documents: str,
     steps: dict[str, int],
-    **more: Any,
+    tiny: bool = False,
 ) -> JobCase:
-    numbers = {
+    """Return a case of the training benchmark.
+
+    Args:
+        name: of the case.
+        kind: ``"splade"`` or ``"colbert"``.
+        batch: pairs per step.
+        vocab: size of the model's vocabulary.
+        documents: ``"ragged"`` or ``"full"`` length.
+        steps: number of timed steps by side, in their order.
+        tiny: whether it is a tiny model for a CPU. Others are for GPUs.
+    """
+    numbers: dict[str, Any] = {
         "kind": kind,
         "batch": batch,
         "vocab": vocab,
         "documents": documents,
         "steps": steps,
-        **more,
     }
-    tiny = bool(more)
+    if tiny:
+        numbers["tiny"] = True
     return JobCase(name, ("cpu",) if tiny else ("cuda",), quick=tiny, numbers=numbers)
 
 
 JOB = Job(
-    "train",
-    (
+    name="train",
+    cases=(
         _case(
             "ragged-128",
             "splade",
@@ -241,8 +310,8 @@ JOB = Job(
         ),
         _case("tiny-colbert", "colbert", 8, 30_522, "ragged", {"stock": 4, "packed": 4}, tiny=True),
     ),
-    ("case", "side"),
-    (
+    key=("case", "side"),
+    shown=(
         "case",
         "side",
         "valid",
@@ -257,7 +326,7 @@ JOB = Job(
         "loss_error",
         "gate",
     ),
-    run,
+    run=run,
 )
 
 if __name__ == "__main__":

@@ -13,13 +13,19 @@ from typing import Any
 
 import torch
 
+# first steps of a run, whose losses are compared
 GATE_STEPS = 3
+# steps after them that are not timed
 WARM_STEPS = 5
-GRAPH_WARM_STEPS = (
-    80  # nearly all sizes have been met twice by then; a capture takes as long as five to ten steps
-)
-GRAPHS = ("graphs", "compiled")  # sides with graphs
+# the same with graphs: a capture takes as long as five to ten steps, and by then nearly all sizes
+# have occurred twice
+GRAPH_WARM_STEPS = 80
+# sides with CUDA graphs
+GRAPHS = ("graphs", "compiled")
+# steps under a profiler, after the timed ones
 PROFILED_STEPS = 3
+LEARNING_RATE = 2e-5
+GIB = 2**30
 # Fresh weights give dense scores, whose dot products grow with V: these factors over V keep loss
 # and FLOPS terms small, so that rounding does not decide the softmax. They change no amount of
 # work.
@@ -32,13 +38,16 @@ class Measured:
     """Measurements of a run.
 
     Attributes:
-        losses: of the first steps, without dropout, in the precision of the others.
-        step_ms: mean time of a timed step, device included.
-        p20_ms, median_ms, p80_ms, slowest_ms: of the times between the ends of two timed steps that
-            the host saw.
-        peak_gib: memory of the device that was allocated during them, weights included; 0 on a CPU.
-        reserved_gib: what torch held of it, graphs' own included.
-        busy: share of the time of some further steps in which a kernel ran on the GPU; None on a
+        losses: losses of the first steps, without dropout, in the precision of the timed steps.
+        step_ms: mean time of a timed step, until the device has finished the last one.
+        p20_ms: 20th percentile of the times between the ends of two timed steps on the CPU.
+        median_ms: median of these times.
+        p80_ms: 80th percentile of these times.
+        slowest_ms: longest of these times.
+        peak_gib: largest allocated memory of the device in the timed steps, weights included. 0 on
+            a CPU.
+        reserved_gib: largest memory that torch reserved, with that of graphs.
+        busy: share of the time of the profiled steps in which a kernel ran on the GPU. None on a
             CPU.
     """
 
@@ -62,20 +71,21 @@ def train(
     steps: int,
     device: torch.device,
 ) -> Measured:
-    """Train a copy of ``model`` with the stock trainer of its kind, under bf16 autocast on a GPU.
+    """Time the training of a copy of ``model`` by its stock trainer, with bf16 autocast on a GPU.
 
     Args:
         kind: ``"splade"`` or ``"colbert"``.
-        model: as :func:`benchmarks.train_data.make_encoder` made it.
-        side: ``"stock"``; ``"padded"``, accelerated but for packed inputs; ``"packed"``,
-            accelerated, with batches made ahead; ``"graphs"``, with CUDA graphs, too;
-            ``"compiled"``, with graphs of compiled layers.
+        model: a model of :func:`benchmarks.train_data.make_encoder`.
+        side: how it is trained. ``"stock"``; ``"padded"``, accelerated without packed inputs;
+            ``"packed"``, accelerated, with batches that are collated ahead; ``"graphs"``, with CUDA
+            graphs too; ``"compiled"``, with graphs of compiled layers.
         rows: queries and documents, ``batch`` of each for every step.
-        batch: pairs of a step.
-        steps: timed steps.
-        device: where the copy is trained.
+        batch: pairs per step.
+        steps: number of timed steps.
+        device: the device of the copy.
     """
-    return run(kind, model, side, rows, batch, steps, device, device.type == "cuda").measured()
+    bf16 = device.type == "cuda"
+    return run(kind, model, side, rows, batch, steps, device, bf16).measured()
 
 
 def exact_losses(
@@ -86,12 +96,21 @@ def exact_losses(
     batch: int,
     device: torch.device,
 ) -> list[float]:
-    """Losses of the first steps of a copy in fp32 without dropout.
+    """Compute the losses of the first steps of a copy in fp32, without dropout.
 
-    In bf16 they say little: each side's rounding chooses other winners among the tokens of a fresh
-    model, and the stock side's gradients alone are some 20% off those in fp32.
+    Losses in bf16 cannot be compared: the rounding of each side chooses other tokens as winners of
+    a fresh model, and the gradients of the stock side alone are some 20% off those in fp32.
+
+    Args:
+        kind: ``"splade"`` or ``"colbert"``.
+        model: the model.
+        side: how it is trained, as in :func:`train`.
+        rows: queries and documents.
+        batch: pairs per step.
+        device: the device of the copy.
     """
-    return [float(loss) for loss in run(kind, model, side, rows, batch, 0, device, False).losses]
+    watch = run(kind, model, side, rows, batch, steps=0, device=device, bf16=False)
+    return [float(loss) for loss in watch.losses]
 
 
 def run(
@@ -103,11 +122,23 @@ def run(
     steps: int,
     device: torch.device,
     bf16: bool,
-    watch_type: type[Watch] | None = None,
-) -> Watch:
-    """Train a copy of the model, and return what was seen.
+) -> StepWatch:
+    """Train a copy of a model, and watch its steps.
 
-    A second trainer of one model runs in the precision of the first: each has a copy.
+    It must be a copy, because a second trainer of one model runs in the precision of the first.
+
+    Args:
+        kind: ``"splade"`` or ``"colbert"``.
+        model: the model.
+        side: how it is trained, as in :func:`train`.
+        rows: queries and documents.
+        batch: pairs per step.
+        steps: number of timed steps. With 0, only the steps of the gate run.
+        device: the device of the copy.
+        bf16: whether to train under bf16 autocast.
+
+    Raises:
+        RuntimeError: if the trainer used another precision.
     """
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -122,15 +153,13 @@ def run(
             watch.end(state.global_step)
 
     model = copy.deepcopy(model).to(device)
-    watch = (watch_type or Watch)(
-        model,
-        steps,
-        GRAPH_WARM_STEPS if side in GRAPHS and bf16 else WARM_STEPS,
-    )
+    # without autocast no step is timed
+    warm_steps = GRAPH_WARM_STEPS if side in GRAPHS and bf16 else WARM_STEPS
+    watch = StepWatch(model, steps, warm_steps)
     if side != "stock":
         accelerate(model, packed=side != "padded")
     loss = make_loss(kind, model, side)
-    loss.register_forward_hook(lambda _, __, out: watch.saw(out))
+    loss.register_forward_hook(lambda module, inputs, output: watch.add_loss(output))
     try:
         with tempfile.TemporaryDirectory(prefix="tilefold-bench-") as folder:
             trainer = make_trainer(
@@ -162,7 +191,10 @@ def run(
 
 
 def make_loss(kind: str, model: Any, side: str) -> Any:
-    """The stock loss of a kind; the scores of ColBERT are fused but on the stock side."""
+    """Create the stock loss of a kind of model.
+
+    ColBERT's scores are computed by tilefold's operator, except on the stock side.
+    """
     if kind == "splade":
         from sentence_transformers.sparse_encoder import losses
 
@@ -184,8 +216,9 @@ def make_loss(kind: str, model: Any, side: str) -> Any:
 
     from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 
-    fused = {} if side == "stock" else {"similarity_fct": colbert_scores}
-    return MultiVectorMultipleNegativesRankingLoss(model, **fused)
+    if side == "stock":
+        return MultiVectorMultipleNegativesRankingLoss(model)
+    return MultiVectorMultipleNegativesRankingLoss(model, similarity_fct=colbert_scores)
 
 
 def make_trainer(
@@ -198,7 +231,18 @@ def make_trainer(
     steps: int,
     bf16: bool,
 ) -> Any:
-    """The stock trainer of a kind, which saves and reports nothing."""
+    """Create the stock trainer of a kind of model, which saves and reports nothing.
+
+    Args:
+        kind: ``"splade"`` or ``"colbert"``.
+        model: the model to train.
+        loss: its loss.
+        folder: an empty folder.
+        batch: pairs per step.
+        dataset: queries and documents.
+        steps: number of all steps.
+        bf16: whether to train under bf16 autocast.
+    """
     if kind == "splade":
         from sentence_transformers.sparse_encoder import SparseEncoderTrainer as Trainer
         from sentence_transformers.sparse_encoder import (
@@ -211,16 +255,16 @@ def make_trainer(
         )
     from tilefold.integrations.transformers import one_gpu
 
-    cpu = model.device.type == "cpu"
+    on_cpu = model.device.type == "cpu"
     arguments = one_gpu(Arguments)(
         output_dir=folder,
         max_steps=steps,
         per_device_train_batch_size=batch,
-        learning_rate=2e-5,
+        learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         bf16=bf16,
-        use_cpu=cpu,
-        dataloader_pin_memory=not cpu,
+        use_cpu=on_cpu,
+        dataloader_pin_memory=not on_cpu,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -230,121 +274,160 @@ def make_trainer(
 
 
 @dataclass
-class Watch:
-    """Sees the steps of a run begin and end."""
+class StepWatch:
+    """Times the steps of a run, and collects the losses of its first ones.
+
+    A run has :data:`GATE_STEPS` without dropout, whose losses are compared; then steps that warm
+    up; then timed steps; then, on a GPU, profiled ones.
+
+    Attributes:
+        model: the model that is trained.
+        steps: number of timed steps. With 0, only the steps of the gate run.
+        warm_steps: number of steps that warm up.
+        losses: losses of the steps of the gate.
+        ends: times at which the last step before the timed ones, and each timed step, ended.
+        peak_bytes: largest allocated memory of the device in the timed steps.
+        reserved_bytes: largest reserved memory of the device in the timed steps.
+        busy: share of the time of the profiled steps in which a kernel ran, or None.
+        bf16: whether the last step ran under bf16 autocast.
+    """
 
     model: Any
     steps: int
     warm_steps: int
     losses: list[torch.Tensor] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
-    peak: int = 0
-    reserved: int = 0
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
     busy: float | None = None
     bf16: bool = False
 
     def __post_init__(self) -> None:
-        self.dropouts = [
+        self._dropouts = [
             (module, module.p)
             for module in self.model.modules()
             if isinstance(module, torch.nn.Dropout)
         ]
-        self.on_gpu = self.model.device.type == "cuda"
-        self.first = GATE_STEPS + self.warm_steps  # the first timed step
-        profiled = PROFILED_STEPS if self.on_gpu else 0
-        self.total = self.first + self.steps + profiled if self.steps else GATE_STEPS
-        self.profiler: Any = None
-        self.profiled_from = 0.0
-        self.hook = list(self.model)[1].register_forward_hook(self._sees_precision)
+        self._on_gpu = self.model.device.type == "cuda"
+        profiled_steps = PROFILED_STEPS if self._on_gpu else 0
+        # number of the last step before the timed ones, of the last timed one, and of the last one
+        self._before_timed = GATE_STEPS + self.warm_steps
+        self._last_timed = self._before_timed + self.steps
+        self.total = self._last_timed + profiled_steps if self.steps else GATE_STEPS
+        self._profiler: Any = None
+        self._profile_start = 0.0
+        pooling = list(self.model)[1]
+        self._hook = pooling.register_forward_hook(self._note_precision)
 
-    def _sees_precision(self, *_: Any) -> None:
+    def _note_precision(self, *_: Any) -> None:
+        """Note whether a forward pass with gradients ran under bf16 autocast."""
         if torch.is_grad_enabled():
-            device = "cuda" if self.on_gpu else "cpu"
+            device = "cuda" if self._on_gpu else "cpu"
             self.bf16 = (
                 torch.is_autocast_enabled(device)
                 and torch.get_autocast_dtype(device) == torch.bfloat16
             )
 
     def close(self) -> None:
-        """Let go of the model."""
-        self.hook.remove()
-        self.model, self.dropouts = None, []
+        """Release the model."""
+        self._hook.remove()
+        self.model = None
+        self._dropouts = []
 
-    def saw(self, loss: Any) -> None:
-        """The output of the loss; nothing waits for the device."""
+    def add_loss(self, loss: Any) -> None:
+        """Collect the output of the loss, without waiting for the device.
+
+        Args:
+            loss: a tensor, or a dictionary of the parts of the loss.
+        """
         if len(self.losses) < GATE_STEPS:
             parts = loss.values() if isinstance(loss, dict) else [loss]
             self.losses.append(torch.stack([part.detach().float() for part in parts]).sum())
 
     def begin(self, step: int) -> None:
-        """Before step number ``step``, from 0."""
+        """Switch dropout off before the steps of the gate, and on after them.
+
+        Args:
+            step: number of the step that begins, from 0.
+        """
         if step == 0:
-            for module, _ in self.dropouts:
+            for module, _ in self._dropouts:
                 module.p = 0.0
         elif step == GATE_STEPS:
-            self.restore()
-
-    def restore(self) -> None:
-        """Dropout as it was."""
-        for module, p in self.dropouts:
-            module.p = p
+            for module, probability in self._dropouts:
+                module.p = probability
 
     def end(self, step: int) -> None:
-        """After step number ``step``, from 1. The time of a step includes the wait for its batch."""
-        if self.on_gpu and step == GATE_STEPS:
-            torch.cuda.empty_cache()  # what other runs left
-        if self.on_gpu and step in (self.first, self.first + self.steps, self.total):
+        """Note the time of the end of a step, which includes the wait for its batch.
+
+        Args:
+            step: number of steps that have ended, from 1.
+        """
+        if self._on_gpu and step == GATE_STEPS:
+            # memory of other runs
+            torch.cuda.empty_cache()
+        if self._on_gpu and step in (self._before_timed, self._last_timed, self.total):
             torch.cuda.synchronize()
-        if self.first <= step <= self.first + self.steps:
+        if self._before_timed <= step <= self._last_timed:
             self.ends.append(time.perf_counter())
-        if not self.on_gpu or not self.steps:  # nothing is timed where losses alone are compared
-            return
-        if step == self.first:
+        if self._on_gpu and self.steps:
+            self._measure_gpu(step)
+
+    def _measure_gpu(self, step: int) -> None:
+        """Measure memory in the timed steps, and profile the steps after them."""
+        if step == self._before_timed:
             torch.cuda.reset_peak_memory_stats()
-        elif step == self.first + self.steps:
-            self.peak, self.reserved = (
-                torch.cuda.max_memory_allocated(),
-                torch.cuda.max_memory_reserved(),
-            )
-            self.profiler = torch.profiler.profile(
+        elif step == self._last_timed:
+            self.peak_bytes = torch.cuda.max_memory_allocated()
+            self.reserved_bytes = torch.cuda.max_memory_reserved()
+            self._profiler = torch.profiler.profile(
                 activities=[torch.profiler.ProfilerActivity.CUDA],
             )
-            self.profiler.start()
-            self.profiled_from = time.perf_counter()
+            self._profiler.start()
+            self._profile_start = time.perf_counter()
         elif step == self.total:
-            seconds = time.perf_counter() - self.profiled_from
-            self.profiler.stop()
-            self.busy = busy_seconds(self.profiler) / seconds
+            seconds = time.perf_counter() - self._profile_start
+            self._profiler.stop()
+            self.busy = busy_seconds(self._profiler) / seconds
 
     def measured(self) -> Measured:
-        """The measurements of the steps that were seen."""
-        gaps = [
-            1e3 * (after - before)
-            for before, after in zip(self.ends[:-1], self.ends[1:], strict=True)
+        """Return the measurements of the run."""
+        step_times = [
+            1e3 * (end - previous_end)
+            for previous_end, end in zip(self.ends[:-1], self.ends[1:], strict=True)
         ]
-        fifths = statistics.quantiles(gaps, n=5) if len(gaps) > 1 else gaps * 4
+        if len(step_times) > 1:
+            p20, _, _, p80 = statistics.quantiles(step_times, n=5)
+        else:
+            p20 = p80 = step_times[0]
         return Measured(
-            [float(loss) for loss in self.losses],
-            1e3 * (self.ends[-1] - self.ends[0]) / len(gaps),
-            fifths[0],
-            statistics.median(gaps),
-            fifths[3],
-            max(gaps),
-            self.peak / 2**30,
-            self.reserved / 2**30,
-            self.busy,
+            losses=[float(loss) for loss in self.losses],
+            step_ms=1e3 * (self.ends[-1] - self.ends[0]) / len(step_times),
+            p20_ms=p20,
+            median_ms=statistics.median(step_times),
+            p80_ms=p80,
+            slowest_ms=max(step_times),
+            peak_gib=self.peak_bytes / GIB,
+            reserved_gib=self.reserved_bytes / GIB,
+            busy=self.busy,
         )
 
 
 def busy_seconds(profiler: Any) -> float:
-    """Seconds in which at least one kernel or copy ran."""
+    """Return the seconds in which at least one kernel or copy ran.
+
+    Args:
+        profiler: a torch profiler that recorded CUDA, and was stopped.
+    """
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profiler.events()
         if event.device_type.name == "CUDA"
     )
-    total = reached = 0.0
+    microseconds = 0.0
+    covered_until = 0.0
     for start, end in spans:
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total / 1e6
+        # spans of several CUDA streams may overlap
+        microseconds += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
+    return microseconds / 1e6
