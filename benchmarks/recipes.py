@@ -4,16 +4,19 @@
     python -m benchmarks.recipes --data scifact=PATH --recipe splade-v2 "splade-v2;learning_rate=1e-4" --seeds 0 1 2
     python -m benchmarks.recipes --data jaquad=PATH --base jaquad=xlmr-small --tokenizer PATH --recipe splade-v2
 
-A recipe may carry fields of its own, ``name;field=value;field.field=value``. The start is the
-untrained model of the same encoders; recipes that share it measure it once. Recipes that need
-negatives or teachers get, in `--work`, the best documents of BM25 with the ensemble of BM25 and the
-dense MiniLM. `--base` names the model of a collection or of a kind of recipe (`causal-lm`,
-`multi-vector`); of `all`, recipes of causal models are left out without one. Rows are saved as they
-end, each with its command.
+A recipe may have changed fields, ``name;field=value;field.field=value``. Recipes that need negatives
+or teachers get the best documents of BM25 with the scores of BM25 and the dense MiniLM, which are
+saved in `--work`. `--base` names the model of a collection or of a kind of recipe (`causal-lm`,
+`multi-vector`). Without one, `all` leaves out recipes of causal models. Rows are saved as they end,
+each with its command.
 
-`search_ms` is the time of one query on the exact index, one thread, without encoding; runs that
-share a processor slow one another down. A multi-vector recipe reranks the 100 best documents of
-BM25.
+Measured: nDCG@10 and recall at 100 on the evaluation split, active terms, and `search_ms`: the time
+of one query on the exact index with one thread, without encoding. Runs that share a processor slow
+one another down. A multi-vector recipe reranks the 100 best documents of BM25.
+
+Baseline: the untrained model of the same encoders, measured once for all recipes that share it.
+
+Gate: none. Warnings of the training are a column, and a run that fails has no row.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +41,33 @@ from tilefold.retrieval.data.datasets import load_collection
 
 MEASURES = ("nDCG@10", "R@100")
 CSV_KEY = ("data", "recipe", "base", "steps", "seed")
+# documents of a run, and those that a multi-vector model reranks
 DEPTH = 100
-TERMS = (
-    1024  # heaviest terms kept of a document, so that a model that is not sparse fits into memory
-)
+# heaviest terms of a document that are stored, so that a model that is not sparse fits into memory
+MAX_TERMS = 1024
+# more than any run has, so that nothing is saved before its end
+NEVER = 10**6
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: ``"start"`` measures the untrained model, ``"train"`` trains and measures."""
+    """One run of a recipe.
 
-    what: str
+    Attributes:
+        kind: ``"start"`` to measure the untrained model, ``"train"`` to train and measure.
+        recipe: name of the recipe, with ``;field=value`` for each changed field.
+        data: name of the collection.
+        path: its BEIR folder.
+        base: folder or name of the base model, or ``""`` for that of the recipe.
+        seed: seed of the training.
+        steps: number of steps.
+        max_length: tokens of a text that are read.
+        scores: file with negatives and teachers' scores, or None.
+        work: folder for trained models.
+        limit: number of documents and queries to reduce the collection to, or None.
+    """
+
+    kind: str
     recipe: str
     data: str
     path: str
@@ -61,111 +80,121 @@ class Job:
     limit: int | None
 
     def config(self) -> Config:
-        """The recipe with the settings of the run."""
+        """Return the recipe with the settings of the run."""
         name, *changes = self.recipe.split(";")
         fields: dict[str, Any] = {
             "max_steps": self.steps,
             "max_length": self.max_length,
             "seed": self.seed,
-            "save_steps": 10**6,
-            "save_minutes": 10**6,
+            "save_steps": NEVER,
+            "save_minutes": NEVER,
         }
         if self.base:
             fields["base_model"] = self.base
         values = get_recipe(name, **fields).to_dict()
         for change in changes:
-            _set(values, change)
+            _apply_change(values, change)
         return type(RECIPES[name].recipe).from_dict(values)
 
     def start_key(self) -> str:
-        """Equal for runs with the same untrained model."""
+        """Return a key that is equal for runs with the same untrained model."""
         values = self.config().to_dict()
-        names = ("base_model", "max_length", "seed", "start_percentile", "dimension")
-        key = {name: values.get(name) for name in names}
-        sides = {"query": values.get("query"), "document": values.get("document")}
-        return json.dumps({"data": self.data} | key | sides, sort_keys=True)
+        fields = ("base_model", "max_length", "seed", "start_percentile", "dimension")
+        key = {name: values.get(name) for name in fields}
+        key["data"] = self.data
+        key["query"] = values.get("query")
+        key["document"] = values.get("document")
+        return json.dumps(key, sort_keys=True)
 
     def command(self) -> str:
-        """What trains the same model by hand."""
+        """Return the command line that trains the same model."""
         name, *changes = self.recipe.split(";")
         words = ["tilefold", "train", "--recipe", name, "--data", self.data, "--output", "MODEL"]
-        words += [
-            "--steps",
-            str(self.steps),
-            "--max-length",
-            str(self.max_length),
-            "--seed",
-            str(self.seed),
-        ]
+        words += ["--steps", str(self.steps)]
+        words += ["--max-length", str(self.max_length)]
+        words += ["--seed", str(self.seed)]
         if self.base:
             words += ["--model", Path(self.base).name]
-        if self.scores and _negatives(self.config()):
+        if self.scores and _n_negatives(self.config()):
             words += ["--negatives", Path(self.scores).name]
         for change in changes:
             words += ["--set", change]
         return shlex.join(words)
 
 
-def _set(values: dict[str, Any], change: str) -> None:
-    path, _, word = change.partition("=")
-    *parents, last = path.split(".")
-    place = values
-    for name in parents:
-        place = place[name]
+def _apply_change(values: dict[str, Any], change: str) -> None:
+    """Set a field of a recipe.
+
+    Args:
+        values: the recipe as nested dictionaries.
+        change: ``field=value`` or ``field.field=value``, with a JSON value or a string.
+    """
+    path, _, text = change.partition("=")
+    *parents, field = path.split(".")
+    for parent in parents:
+        values = values[parent]
     try:
-        place[last] = json.loads(word)
+        values[field] = json.loads(text)
     except ValueError:
-        place[last] = word
+        values[field] = text
 
 
-def _negatives(config: Config) -> int:
+def _n_negatives(config: Config) -> int:
+    """Return the number of negatives of a training row of a recipe."""
     return config.negatives if isinstance(config, LsrRecipe) else 0
 
 
 def run_job(job: Job) -> dict[str, Any]:
-    """Measures of one model; for a training also what the training took and said."""
-    from tilefold.recipes import catalogue
+    """Run a job, and return its measures, for a training also its losses, time and warnings."""
     from tilefold.recipes.loading import quiet_libraries
 
     collection = with_splits(load_collection(job.path), job.limit)
     config = job.config()
-    begin = time.monotonic()
-    told: dict[str, Any] = {}
     with quiet_libraries():
-        if job.what == "start":
-            model = untrained(config, collection)
-        else:
-            folder = (
-                Path(job.work) / "models" / f"{job.data}-{_slug(job.recipe)}-{job.steps}-{job.seed}"
-            )
-            negatives = job.scores if _negatives(config) else None
-            result = catalogue.train(
-                config,
-                collection,
-                folder,
-                negatives=negatives,
-                resume=False,
-                overwrite=True,
-            )
-            told = {
-                "loss": result.loss,
-                "first_ranking_loss": result.first_ranking_loss,
-                "ranking_loss": result.ranking_loss,
-                "warnings": " ".join(result.warnings) + " ranking loss exploded" * result.exploded,
-                "train_seconds": time.monotonic() - begin,
-            }
-            model = load(folder, config)
-        measured = measure(model, config, collection)
-    return measured | told
+        if job.kind == "start":
+            model = config.start(list(collection.contents().values()))
+            return measure(model, config, collection)
+        folder = (
+            Path(job.work) / "models" / f"{job.data}-{_slug(job.recipe)}-{job.steps}-{job.seed}"
+        )
+        training = train(job, config, collection, folder)
+        return {**measure(load(folder, config), config, collection), **training}
 
 
-def untrained(config: Config, collection: Collection) -> Any:
-    """The model that training starts from."""
-    return config.start(list(collection.contents().values()))
+def train(job: Job, config: Config, collection: Collection, folder: Path) -> dict[str, Any]:
+    """Train a model, and return the losses, the warnings and the seconds.
+
+    Args:
+        job: the run.
+        config: its recipe.
+        collection: the collection.
+        folder: for the model.
+    """
+    from tilefold.recipes import catalogue
+
+    begin = time.monotonic()
+    result = catalogue.train(
+        config,
+        collection,
+        folder,
+        negatives=job.scores if _n_negatives(config) else None,
+        resume=False,
+        overwrite=True,
+    )
+    warnings = list(result.warnings)
+    if result.exploded:
+        warnings.append("ranking loss exploded")
+    return {
+        "loss": result.loss,
+        "first_ranking_loss": result.first_ranking_loss,
+        "ranking_loss": result.ranking_loss,
+        "warnings": " ".join(warnings),
+        "train_seconds": time.monotonic() - begin,
+    }
 
 
 def load(folder: Path, config: Config) -> Any:
-    """A trained model as a user loads it."""
+    """Load a trained model as a user does."""
     if isinstance(config, ColbertRecipe):
         from sentence_transformers import MultiVectorEncoder
 
@@ -176,26 +205,35 @@ def load(folder: Path, config: Config) -> Any:
 
 
 def measure(model: Any, config: Config, collection: Collection) -> dict[str, Any]:
-    """nDCG@10, recall, active terms and time per query on the evaluation split."""
+    """Evaluate a model on the evaluation split.
+
+    Returns:
+        nDCG@10, recall, milliseconds per query, and for sparse models active terms.
+    """
     from tilefold.recipes.loading import fast_inference
     from tilefold.retrieval.evaluation.measures import evaluate
 
     split = evaluation_split(collection)
-    queries, qrels = collection.split_queries(split), collection.split_qrels(split)
+    queries = collection.split_queries(split)
     with fast_inference():
         if isinstance(config, ColbertRecipe):
-            run, extra = _late(model, collection, queries)
+            run, cells = _rerank(model, collection, queries)
         else:
-            run, extra = _sparse(model, collection, queries, config)
-    return evaluate(run, qrels, MEASURES) | extra
+            run, cells = _search_sparse(model, collection, queries, config)
+    return {**evaluate(run, collection.split_qrels(split), MEASURES), **cells}
 
 
-def _sparse(
+def _search_sparse(
     model: Any,
     collection: Collection,
     queries: dict[str, str],
     config: Config,
 ) -> tuple[Any, dict[str, Any]]:
+    """Encode a collection and its queries, and search an exact index.
+
+    Returns:
+        The run, and cells with active terms and the time of a query.
+    """
     import tempfile
 
     from tilefold.recipes.lsr import fused_head
@@ -211,51 +249,63 @@ def _sparse(
             folder,
             batch_size=64,
             shard_size=1 << 16,
-            top_k=TERMS,
+            top_k=MAX_TERMS,
         )
-        encoded = encode_queries(model, queries, batch_size=64)
-        documents = read_vectors(folder)
-    index = build_index(documents)
+        query_vectors = encode_queries(model, queries, batch_size=64)
+        document_vectors = read_vectors(folder)
+    index = build_index(document_vectors)
     begin = time.perf_counter()
-    hits = index.search(encoded, DEPTH)
-    milliseconds = 1e3 * (time.perf_counter() - begin) / len(queries)
-    terms = {"query_terms": active_terms(encoded), "document_terms": active_terms(documents)}
-    return hits_to_run(encoded, hits), terms | {"search_ms": milliseconds}
+    hits = index.search(query_vectors, DEPTH)
+    seconds = time.perf_counter() - begin
+    cells = {
+        "query_terms": active_terms(query_vectors),
+        "document_terms": active_terms(document_vectors),
+        "search_ms": 1e3 * seconds / len(queries),
+    }
+    return hits_to_run(query_vectors, hits), cells
 
 
-def _late(
+def _rerank(
     model: Any,
     collection: Collection,
     queries: dict[str, str],
 ) -> tuple[Any, dict[str, Any]]:
+    """Rerank the best documents of BM25 with a multi-vector model.
+
+    Returns:
+        The run, and a cell with the time of reranking for a query.
+    """
     from tilefold.retrieval.encoding.tokens import encode_texts
     from tilefold.retrieval.index.bm25 import BM25Index
     from tilefold.retrieval.search.reranking import rerank
 
     contents = collection.contents()
     candidates = BM25Index.build(contents).search(queries, DEPTH)
-    wanted = {
-        name: contents[name]
-        for name in dict.fromkeys(name for row in candidates.values() for name in row)
-    }
-    asked = encode_texts(model, queries, kind="query", batch_size=64)
-    tokens = encode_texts(model, wanted, kind="document", batch_size=64)
+    candidate_texts: dict[str, str] = {}
+    for scores in candidates.values():
+        for document in scores:
+            candidate_texts[document] = contents[document]
+    query_vectors = encode_texts(model, queries, kind="query", batch_size=64)
+    document_vectors = encode_texts(model, candidate_texts, kind="document", batch_size=64)
     begin = time.perf_counter()
-    run = rerank(candidates, asked, tokens)
-    return run, {"search_ms": 1e3 * (time.perf_counter() - begin) / len(queries)}
+    run = rerank(candidates, query_vectors, document_vectors)
+    seconds = time.perf_counter() - begin
+    return run, {"search_ms": 1e3 * seconds / len(queries)}
 
 
 def _slug(recipe: str) -> str:
+    """Return a recipe as a part of a folder's name."""
     return "".join(mark if mark.isalnum() or mark in "-." else "_" for mark in recipe)
 
 
 def entry_of(recipe: str) -> Entry:
-    """The entry of ``name;field=value``."""
-    return RECIPES[recipe.partition(";")[0]]
+    """Return the entry of the catalogue for ``name;field=value``."""
+    name, *_ = recipe.split(";")
+    return RECIPES[name]
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
-    """The recipes that were asked for."""
+    """Return the recipes to run: those of `--recipe`, or all that have a base model."""
     if options.recipe != ["all"]:
         return list(options.recipe)
     return [
@@ -266,58 +316,76 @@ def chosen(options: argparse.Namespace) -> list[str]:
 
 
 def plan(options: argparse.Namespace, scores: dict[str, str], bases: dict[str, str]) -> list[Job]:
-    """Starts first, one for each distinct untrained model, then the trainings with the longest
-    first.
+    """Return all jobs: first a start for each distinct untrained model, then the trainings.
+
+    The trainings with most negatives are first, since they take longest.
+
+    Args:
+        options: options of the command line.
+        scores: files with teachers' scores, by collection.
+        bases: base models, by kind of recipe or by collection.
     """
-    trainings = [
-        Job(
-            "train",
-            name,
-            data,
-            path,
-            bases.get(entry_of(name).base, bases.get(data, "")),
-            seed,
-            options.steps,
-            options.max_length,
-            scores.get(data),
-            str(options.work),
-            options.limit,
-        )
-        for data, path in options.data.items()
-        for name in chosen(options)
-        for seed in options.seeds
-    ]
-    trainings.sort(key=lambda job: -_negatives(job.config()))
-    starts = {job.start_key(): Job(**vars(job) | {"what": "start"}) for job in trainings}
+    trainings = []
+    for data, path in options.data.items():
+        for recipe in chosen(options):
+            base = bases.get(entry_of(recipe).base, bases.get(data, ""))
+            for seed in options.seeds:
+                job = Job(
+                    kind="train",
+                    recipe=recipe,
+                    data=data,
+                    path=path,
+                    base=base,
+                    seed=seed,
+                    steps=options.steps,
+                    max_length=options.max_length,
+                    scores=scores.get(data),
+                    work=str(options.work),
+                    limit=options.limit,
+                )
+                trainings.append(job)
+    trainings.sort(key=lambda job: -_n_negatives(job.config()))
+    starts = {job.start_key(): replace(job, kind="start") for job in trainings}
     return [*starts.values(), *trainings]
 
 
 def row_of(job: Job, end: dict[str, Any], start: dict[str, Any] | None) -> dict[str, Any]:
-    """A line of the CSV."""
+    """Return the row of a training.
+
+    Args:
+        job: the training.
+        end: results of the trained model.
+        start: results of the untrained model, or None if they are not there (yet).
+    """
     entry = entry_of(job.recipe)
-    shown = ("nDCG@10", "R@100", "query_terms", "document_terms")
-    return {
+    compared = ("nDCG@10", "R@100", "query_terms", "document_terms")
+    row: dict[str, Any] = {
         "data": job.data,
         "recipe": job.recipe,
         "base": Path(job.base).name or "minilm",
         "steps": job.steps,
         "seed": job.seed,
-        **{f"start_{name}": (start or {}).get(name) for name in shown},
-        **{name: end.get(name) for name in shown},
-        "search_ms": end.get("search_ms"),
-        **{
-            name: end.get(name)
-            for name in ("loss", "first_ranking_loss", "ranking_loss", "train_seconds")
-        },
-        "paper": entry.paper,
-        "publishes": entry.publishes,
-        "warnings": (end.get("warnings") or "").strip(),
-        "command": job.command(),
     }
+    for name in compared:
+        row[f"start_{name}"] = None if start is None else start.get(name)
+    for name in (
+        *compared,
+        "search_ms",
+        "loss",
+        "first_ranking_loss",
+        "ranking_loss",
+        "train_seconds",
+    ):
+        row[name] = end.get(name)
+    row["paper"] = entry.paper
+    row["publishes"] = entry.publishes
+    row["warnings"] = (end.get("warnings") or "").strip()
+    row["command"] = job.command()
+    return row
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments; ``SystemExit`` with a usage line for wrong ones."""
+    """Parse the command line; wrong arguments end the program with a usage line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--recipe", nargs="+", default=["all"], help="names, with ;field=value, or all")
@@ -347,7 +415,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--teacher", default="minilm", help="dense model beside BM25; none for BM25 alone")
     add("--language", default="english", help="of BM25; none for scripts without spaces")
-    add("--limit", type=int, help="cut collections to this many documents and queries, for a look")
+    add("--limit", type=int, help="reduce collections to this many documents and queries")
     add(
         "--processes",
         type=int,
@@ -370,34 +438,39 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def prepare(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]]:
-    """Teacher scores where a recipe needs them, and the folders of the base models."""
+    """Make teachers' scores, if a recipe needs them, and the model xlmr-small.
+
+    Returns:
+        Files with scores by collection, and base models by kind of recipe or collection.
+    """
     from benchmarks.recipes_data import make_scores
     from benchmarks.small_xlmr import small_xlmr
 
-    need = any("negatives" in entry_of(name).needs for name in chosen(options))
+    needs_scores = any("negatives" in entry_of(name).needs for name in chosen(options))
     scores: dict[str, str] = {}
     bases: dict[str, str] = dict(options.base)
     for data, path in options.data.items():
         if bases.get(data) == "xlmr-small":
             folder = options.work / "xlmr-small"
             bases[data] = str(small_xlmr(folder, str(options.tokenizer), options.max_length, 0))
-        file = options.work / f"{data}-scores.parquet"
-        if need:
-            collection = with_splits(load_collection(path), options.limit)
-            scores[data] = str(
-                make_scores(
-                    collection,
-                    file,
-                    options.candidates,
-                    options.language,
-                    options.teacher,
-                ),
+        if needs_scores:
+            file = make_scores(
+                with_splits(load_collection(path), options.limit),
+                options.work / f"{data}-scores.parquet",
+                options.candidates,
+                options.language,
+                options.teacher,
             )
+            scores[data] = str(file)
     return scores, bases
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run as the arguments say; the exit code is 1 if a run failed."""
+    """Run all jobs, and save every row when it is measured.
+
+    Returns:
+        The exit code: 1 if a run failed.
+    """
     options = parse(argv)
     begin = time.monotonic()
     scores, bases = prepare(options)
@@ -405,32 +478,33 @@ def main(argv: Sequence[str]) -> int:
     jobs = plan(options, scores, bases)
     starts: dict[str, dict[str, Any]] = {}
     ends: dict[Job, dict[str, Any]] = {}
-    failed = 0
-    for job, found, reason in run_all(jobs, run_job, options.processes):
-        value = (
-            reason
-            if found is None
-            else f"nDCG@10 {found['nDCG@10']:.4f}, R@100 {found['R@100']:.4f}"
-        )
-        if found is not None and "document_terms" in found:
-            value += f", terms {found['query_terms']:.0f} and {found['document_terms']:.0f}"
+    n_failed = 0
+    for job, result, error in run_all(jobs, run_job, options.processes):
         print(
             f"[{time.monotonic() - begin:5.0f} s] {job.data}, {job.recipe}, seed {job.seed}, "
-            f"{job.what}: {value}",
+            f"{job.kind}: {describe(result, error)}",
+            flush=True,
         )
-        sys.stdout.flush()
-        if found is None:
-            failed += 1
-        elif job.what == "start":
-            starts[job.start_key()] = found
+        if result is None:
+            n_failed += 1
+        elif job.kind == "start":
+            starts[job.start_key()] = result
         else:
-            ends[job] = found
+            ends[job] = result
         if options.output is not None and ends:
-            save(
-                [row_of(job, end, starts.get(job.start_key())) for job, end in ends.items()],
-                options.output,
-            )
-    return 1 if failed else 0
+            rows = [row_of(job, end, starts.get(job.start_key())) for job, end in ends.items()]
+            save(rows, options.output)
+    return 1 if n_failed else 0
+
+
+def describe(result: dict[str, Any] | None, error: str) -> str:
+    """Return the result of a job in words, or its error if it has no result."""
+    if result is None:
+        return error
+    text = f"nDCG@10 {result['nDCG@10']:.4f}, R@100 {result['R@100']:.4f}"
+    if "document_terms" in result:
+        text += f", terms {result['query_terms']:.0f} and {result['document_terms']:.0f}"
+    return text
 
 
 def save(rows: Sequence[dict[str, Any]], output: Path) -> Path:

@@ -1,5 +1,6 @@
-"""Teacher scores for the recipes that need them, made offline: BM25 mines, BM25 and a dense model
-teach.
+"""Negatives and teachers' scores for the recipes that need them, made offline.
+
+BM25 mines the negatives. The teachers are BM25 and a dense model.
 """
 
 from __future__ import annotations
@@ -22,46 +23,51 @@ def make_scores(
     language: str = "english",
     teacher: str = "minilm",
 ) -> Path:
-    """Write the rows of the training queries, as `tilefold mine` and `tilefold score` do.
+    """Write scored training rows, as `tilefold mine` and `tilefold score` do.
 
     Args:
-        collection: with a split ``"train"``.
-        path: the Parquet file.
+        collection: a collection with a split ``"train"``.
+        path: the Parquet file to write.
         candidates: documents of BM25 per query.
-        language: of BM25.
-        teacher: a dense model beside BM25: ``"minilm"``, a folder or a name; ``"none"`` for BM25
-            alone.
+        language: language of BM25.
+        teacher: the dense model: ``"minilm"``, a folder or a name. ``"none"`` for BM25 alone.
+
+    Returns:
+        ``path``.
     """
     index = BM25Index.build(collection.contents(), language=language)
-    found = index.search(collection.split_queries("train"), candidates)
-    mined = mine_negatives(found.items(), collection, "train", [Window(1, candidates, candidates)])
-    made_by = {
-        "kind": "scored",
-        "retriever": "bm25",
-        "candidates": candidates,
-        "teachers": ["bm25", teacher],
-    }
-    rows = mined.rows(made_by | {"texts_sha256": texts_digest(collection.contents())})
+    run = index.search(collection.split_queries("train"), candidates)
+    window = Window(1, candidates, candidates)
+    mined = mine_negatives(run.items(), collection, "train", [window])
+    rows = mined.rows(
+        {
+            "kind": "scored",
+            "retriever": "bm25",
+            "candidates": candidates,
+            "teachers": ["bm25", teacher],
+            "texts_sha256": texts_digest(collection.contents()),
+        },
+    )
     teachers = [Teacher("bm25", "bm25", index)]
     if teacher != "none":
-        teachers.append(_dense(teacher))
+        teachers.append(_dense_teacher(teacher))
     scores = {
-        each.name: score_rows(each, rows, collection, path.with_suffix(".work"))
-        for each in teachers
+        model.name: score_rows(model, rows, collection, path.with_suffix(".work"))
+        for model in teachers
     }
-    scored = replace(rows, teachers=scores, target=ensemble(rows, scores))
-    write_training_rows(scored, path, overwrite=True)
+    scored_rows = replace(rows, teachers=scores, target=ensemble(rows, scores))
+    write_training_rows(scored_rows, path)
     return path
 
 
-def _dense(name: str) -> Teacher:
+def _dense_teacher(name: str) -> Teacher:
+    """Load a dense model as a teacher: ``"minilm"``, a folder or a name."""
     from sentence_transformers import SentenceTransformer
 
     from tilefold.recipes.backbone import load_dense_minilm
 
-    model = (
-        load_dense_minilm()
-        if name == "minilm"
-        else SentenceTransformer(name, trust_remote_code=False)
-    )
+    if name == "minilm":
+        model = load_dense_minilm()
+    else:
+        model = SentenceTransformer(name, trust_remote_code=False)
     return Teacher(Path(name).name, "dense", model)

@@ -23,10 +23,12 @@ COLUMNS = (
     "terms d",
     "ms",
 )
+# the first columns are text, the others numbers
+N_TEXT_COLUMNS = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print one line per recipe and number of steps."""
+    """Print one line per recipe, base model and number of steps."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("csv")
     parser.add_argument("--data", default="scifact")
@@ -35,30 +37,50 @@ def main(argv: Sequence[str]) -> int:
     for row in read_csv(options.csv):
         if row["data"] == options.data:
             groups.setdefault((row["recipe"], row["base"], row["steps"]), []).append(row)
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * 2}{'---:|' * (len(COLUMNS) - 2)}")
+    alignment = "---|" * N_TEXT_COLUMNS + "---:|" * (len(COLUMNS) - N_TEXT_COLUMNS)
+    print(f"| {' | '.join(COLUMNS)} |\n|{alignment}")
     for (recipe, _, steps), rows in groups.items():
-        print(f"| {' | '.join([f'`{recipe}`', f'{steps}, {len(rows)}', *figures(rows)])} |")
+        cells = [f"`{recipe}`", f"{steps}, {len(rows)}", *figures(rows)]
+        print(f"| {' | '.join(cells)} |")
     return 0
 
 
 def figures(rows: Sequence[dict[str, str]]) -> list[str]:
-    """The cells of one line; a measure of several seeds carries their standard deviation."""
-    cells = [cell(rows, name, 3) for name in ("start_nDCG@10", "nDCG@10", "start_R@100", "R@100")]
-    return (
-        cells
-        + [cell(rows, name, 0) for name in ("query_terms", "document_terms")]
-        + [cell(rows, "search_ms", 2)]
-    )
+    """Return the numbers of a line from its rows, one for each seed."""
+    return [
+        measure_cell(rows, "start_nDCG@10"),
+        measure_cell(rows, "nDCG@10"),
+        measure_cell(rows, "start_R@100"),
+        measure_cell(rows, "R@100"),
+        mean_cell(rows, "query_terms", digits=0),
+        mean_cell(rows, "document_terms", digits=0),
+        mean_cell(rows, "search_ms", digits=2),
+    ]
 
 
-def cell(rows: Sequence[dict[str, str]], name: str, digits: int) -> str:
-    """Mean, and ``±`` standard deviation of a measure over seeds; empty without a value."""
-    values = [float(row[name]) for row in rows if row.get(name)]
+def _values(rows: Sequence[dict[str, str]], name: str) -> list[float]:
+    """Return the values of a column, without empty cells."""
+    return [float(row[name]) for row in rows if row.get(name)]
+
+
+def mean_cell(rows: Sequence[dict[str, str]], name: str, digits: int) -> str:
+    """Return the mean of a column over the seeds, or ``""`` without a value."""
+    values = _values(rows, name)
+    return f"{statistics.fmean(values):.{digits}f}" if values else ""
+
+
+def measure_cell(rows: Sequence[dict[str, str]], name: str) -> str:
+    """Return the mean of a measure, and ``±`` its standard deviation if there are several seeds.
+
+    Numbers have three decimals and no zero before the point.
+    """
+    values = _values(rows, name)
     if not values:
         return ""
-    text = f"{statistics.fmean(values):.{digits}f}".replace("0.", ".", 1 if digits == 3 else 0)
-    spread = len(values) > 1 and digits == 3
-    return text + (f" ± {statistics.stdev(values):.3f}".replace("0.", ".") if spread else "")
+    cell = f"{statistics.fmean(values):.3f}".replace("0.", ".", 1)
+    if len(values) > 1:
+        cell += f" ± {statistics.stdev(values):.3f}".replace("0.", ".")
+    return cell
 
 
 if __name__ == "__main__":

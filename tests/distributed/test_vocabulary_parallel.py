@@ -174,8 +174,8 @@ def benchmark_rows(rank: Rank) -> list[str]:
     """The rows that benchmarks.vocabulary_parallel measures, on a small problem."""
     inputs = lsr_head_inputs(2, 6, 16, 101, device=rank.device, density="sparse")
     rows = vocabulary_parallel.measure(inputs, mesh_of(rank), 2)
-    assert all(len(times) == 2 and min(times) > 0 for _, times, _ in rows)
-    return [name for name, _, _ in rows]
+    assert all(len(row.times_ms) == 2 and min(row.times_ms) > 0 for row in rows)
+    return [row.name for row in rows]
 
 
 def works_on_a_mesh_of_two_dimensions(rank: Rank) -> None:
