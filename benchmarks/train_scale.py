@@ -1,26 +1,29 @@
-"""Recipes on one GPU and on several: pairs a second, batches that do not fit, loss curves, and a
-rank that is killed.
+"""Time the training of recipes on one GPU and on several.
 
     python -m benchmarks.train_scale --devices 1 --run splade --run curve-0 --output one
     python -m benchmarks.train_scale --devices 2 --run splade --run curve-0 --output two --one one
     python -m benchmarks.train_scale --devices 2 --killed --output killed
 
-Everything goes through :func:`tilefold.recipes.train`, as `tilefold train` does, on made pairs of
-texts and a BERT-base without pretrained weights under bf16 autocast; ranks are started as
-`--devices` starts them. A row has the pairs a second and the milliseconds of the timed steps (data
-loader, optimizer and a log every fifty steps included; the device is waited for before and after),
-the median of tens of them by the device's clock, how often a graph was captured in them, which
-takes as long as several, or a batch ran without one, the memory at most, and of a few more steps
-under torch's profiler how much of the time a kernel ran on the first GPU and which ran longest.
-`--one` is the folder of the rows of one device, with which those of several are compared: the rate
-at equal pairs a GPU, and the log of `curve-SEED` (the packaged MiniLM without dropout, queries of
-words of their documents, the pairs of 128 in the order of the seed, 60 steps), which may not differ
-from the mean of those of one device by more than three standard deviations of one more seed, pooled
-over the log.
+Timed: :func:`tilefold.recipes.train`, as `tilefold train` runs it, on made pairs of texts and a
+BERT-base without pretrained weights under bf16 autocast. Ranks are started as `--devices` starts
+them. A row has pairs per second and milliseconds of the timed steps, with data loader, optimizer
+and a log every fifty steps, between two waits for the device; the median of groups of ten steps by
+the device's clock; how many graphs were captured in them (a capture takes as long as several
+steps), and how many batches ran without one; memory; and from a few more steps under torch's
+profiler, for how much of the time a kernel ran on the first GPU. The kernels that ran longest are
+in a text file.
+
+Baseline: one device, whose rows are in the folder `--one`. Rates are compared at equal pairs per
+GPU.
+
+Gate: the log of `curve-SEED` is compared with that of one device. These runs train the packaged
+MiniLM without dropout for 60 steps of 128 pairs, in the order of the seed, with queries of words of
+their documents. A curve may not differ from the mean curve of one device by more than three
+standard deviations of one more seed, pooled over the log.
 
 `--killed` trains with `tilefold train --devices`, kills the second rank with signal 9 after the
-first checkpoint, tells how long it takes until the command ends and what it says, and runs the same
-command again. `--device cpu --tiny` shows that all of it runs.
+first checkpoint, reports how long the command takes to end and its error, and runs the same command
+again. `--device cpu --tiny` shows that all of it runs.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,16 +53,39 @@ from tilefold.bench.results import collect, read_csv, write_csv
 from tilefold.distributed.ranks import first_rank_first, is_rank, join_ranks, run_ranks
 
 FILE = "train_scale.csv"
-KERNELS = 25
-TEN = 10  # steps of which the median is taken
-SCALE = 30.0  # over V, of scores and penalties: those of fresh weights are dense, and grow with V
-SEEDS, SIGMAS = (0, 1, 2), 3.0
+# kernels in the text file
+N_KERNELS = 25
+# steps of a group, of whose times the median is taken
+GROUP_STEPS = 10
+VOCAB_SIZE = 30_522
+# over V, factor of scores and penalties: those of fresh weights are dense, and grow with V
+SCALE = 30.0
+# seeds of curves, and allowed standard deviations of one more seed
+SEEDS = (0, 1, 2)
+SIGMAS = 3.0
+# steps between two losses in the log of a curve
+CURVE_LOG_STEPS = 10
+# steps for which there are different pairs
+STEPS_OF_PAIRS = 20
+# with --tiny, pairs and steps are divided by these
+TINY_PAIRS = 16
+TINY_STEPS = 8
+GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A training: pairs a step on each GPU (of curves: on all together), and steps before those
-    that are timed.
+    """A training.
+
+    Attributes:
+        kind: ``"splade"`` or ``"colbert"``.
+        batch: pairs per step on each GPU, for a curve on all GPUs together.
+        warm: steps before those that are timed.
+        timed: steps that are timed.
+        mini: pairs of a forward pass, if a step has several. None if it has one.
+        graphs: whether it uses CUDA graphs.
+        seed: seed of a curve. None for other runs.
+        profiled: steps under the profiler, after the timed ones.
     """
 
     kind: str
@@ -67,8 +94,28 @@ class Setting:
     timed: int
     mini: int | None = None
     graphs: bool = False
-    seed: int | None = None  # of a curve
-    profiled: int = 3  # further steps under the profiler
+    seed: int | None = None
+    profiled: int = 3
+
+    @property
+    def is_curve(self) -> bool:
+        """Whether the losses of the run are compared."""
+        return self.seed is not None
+
+    @property
+    def steps(self) -> int:
+        """Number of all steps."""
+        return self.warm + self.timed + self.profiled
+
+    def tiny(self) -> Setting:
+        """Return the setting with fewer pairs and steps."""
+        return replace(
+            self,
+            batch=self.batch // TINY_PAIRS,
+            mini=None if self.mini is None else self.mini // TINY_PAIRS,
+            warm=max(1, self.warm // TINY_STEPS),
+            timed=max(1, self.timed // TINY_STEPS),
+        )
 
 
 RUNS = {
@@ -84,7 +131,39 @@ RUNS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the ranks; each of them comes here again."""
+    """Start a process for each device, or train if this is one of them.
+
+    Returns:
+        The exit code.
+    """
+    options = parse_arguments(arguments)
+    options.output.mkdir(parents=True, exist_ok=True)
+    if not is_rank():
+        shutil.rmtree(options.output / "work", ignore_errors=True)
+    if options.killed:
+        return kill_and_resume(options)
+    if not is_rank() and options.devices > 1:
+        return run_ranks(
+            [sys.executable, "-m", "benchmarks.train_scale", *sys.argv[1:]],
+            options.devices,
+        )
+    with join_ranks(training=True) as rank:
+        for name in options.run:
+            setting = RUNS[name].tiny() if options.tiny else RUNS[name]
+            try:
+                row = measure(setting, options, name, rank)
+                row.update(compare_with_one(name, row, options))
+            except (RuntimeError, ValueError) as error:
+                # all ranks raise it alike, and the other runs are measured
+                traceback.print_exc()
+                row = {"gate": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+            if rank == 0:
+                save({"run": name, "devices": options.devices, **row}, options)
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -112,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--log-steps",
         type=int,
         default=50,
-        help="steps between losses of the log, but of curves",
+        help="steps between losses of the log, except for curves",
     )
     parser.add_argument(
         "--output",
@@ -121,132 +200,121 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="folder for train_scale.csv and profiles",
     )
     parser.add_argument("--one", type=Path, help="folder of the rows of one device")
-    options = parser.parse_args(arguments)
-    options.output.mkdir(parents=True, exist_ok=True)
-    if not is_rank():
-        shutil.rmtree(options.output / "work", ignore_errors=True)
-    if options.killed:
-        return killed(options)
-    if not is_rank() and options.devices > 1:
-        return run_ranks(
-            [sys.executable, "-m", "benchmarks.train_scale", *sys.argv[1:]],
-            options.devices,
-        )
-    with join_ranks(training=True) as rank:
-        for name in options.run:
-            setting = RUNS[name]
-            if options.tiny:
-                few: dict[str, Any] = {
-                    "batch": setting.batch // 16,
-                    "mini": setting.mini and setting.mini // 16,
-                }
-                setting = replace(
-                    setting,
-                    warm=setting.warm // 8 or 1,
-                    timed=setting.timed // 8 or 1,
-                    **few,
-                )
-            try:
-                row = measure(setting, options, name, rank)
-                row |= beside_one(name, row, options)
-            except (
-                RuntimeError,
-                ValueError,
-            ) as error:  # of all ranks alike; the others are measured
-                traceback.print_exc()
-                row = {"gate": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
-            if rank == 0:
-                save({"run": name, "devices": options.devices, **row}, options)
-    return 0
+    return parser.parse_args(arguments)
 
 
 def measure(setting: Setting, options: argparse.Namespace, name: str, rank: int) -> dict[str, Any]:
-    """Train, and tell what the clock saw, and the losses of the log."""
+    """Train with a setting.
+
+    Args:
+        setting: the setting.
+        options: options of the command line.
+        name: name of the run.
+        rank: number of this process.
+
+    Returns:
+        On rank 0, the cells of the row. On other ranks, nothing.
+    """
     from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs
     from tilefold.recipes import train
 
-    curve = setting.seed is not None
-    batch = setting.batch * (1 if curve else options.devices)
-    steps = setting.warm + setting.timed + setting.profiled
+    batch = setting.batch if setting.is_curve else setting.batch * options.devices
     work = options.output / "work"
     with first_rank_first():
-        base = (
-            still_minilm(work / "minilm")
-            if curve
-            else make_base(work / "base", setting.kind, options.tiny)
-        )
+        if setting.is_curve:
+            base = make_minilm_without_dropout(work / "minilm")
+        else:
+            base = make_base(work / "base", setting.kind, options.tiny)
+    log_steps = CURVE_LOG_STEPS if setting.is_curve else options.log_steps
+    recipe = make_recipe(setting, base, batch, log_steps)
+    # the same pairs on any number of devices
+    if setting.is_curve:
+        n_pairs = batch * STEPS_OF_PAIRS
+    else:
+        n_pairs = 2 * setting.batch * min(setting.steps, STEPS_OF_PAIRS)
     clock = Clock(setting, options.device == "cuda")
-    recipe = make_recipe(setting, base, batch, steps, TEN if curve else options.log_steps)
-    made, run = clock.counting(StepGraphs._made), clock.seeing(StepGraphs.__call__)
     with (
-        mock.patch.object(StepGraphs, "_made", made),
-        mock.patch.object(StepGraphs, "__call__", run),
+        mock.patch.object(StepGraphs, "_made", clock.count_captures(StepGraphs._made)),
+        mock.patch.object(StepGraphs, "__call__", clock.count_eager(StepGraphs.__call__)),
     ):
-        pairs = (
-            batch * 20 if curve else 2 * setting.batch * min(steps, 20)
-        )  # the same on any number of devices
-        train(recipe, collection(pairs, found=curve), work / name, progress=clock)
-    if rank:
+        pairs = make_collection(n_pairs, queries_from_documents=setting.is_curve)
+        train(recipe, pairs, work / name, progress=clock)
+    if rank != 0:
         return {}
     if clock.kernels:
-        (options.output / f"{name}-{options.devices}.txt").write_text(
-            "\n".join(clock.kernels) + "\n",
-        )
+        kernels_file = options.output / f"{name}-{options.devices}.txt"
+        kernels_file.write_text("\n".join(clock.kernels) + "\n")
     log = (work / name / "training_log.jsonl").read_text().splitlines()
-    losses = " ".join(f"{json.loads(line)['loss']:.5g}" for line in log)
     return {
         "batch": batch,
         "mini_batch": setting.mini or "",
-        "steps": steps,
-        "log": recipe.log_steps,
-        **clock.row(batch),
-        "losses": losses,
+        "steps": setting.steps,
+        "log": log_steps,
+        **clock.cells(batch),
+        "losses": " ".join(f"{json.loads(line)['loss']:.5g}" for line in log),
     }
 
 
 def make_base(folder: Path, kind: str, tiny: bool) -> Path:
-    """The folder of an untrained BERT with the packaged tokenizer, made where it is not there."""
+    """Save an untrained BERT with the packaged tokenizer, unless it exists.
+
+    Args:
+        folder: begin of the folder's path. The kind follows.
+        kind: ``"splade"`` or ``"colbert"``.
+        tiny: whether the model is tiny.
+
+    Returns:
+        The folder.
+    """
     import torch
     import transformers
 
     folder = folder.with_name(f"{folder.name}-{kind}")
-    if not folder.exists():
-        sizes = dict(
-            zip(
-                ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
-                TINY if tiny else BASE,
-                strict=True,
-            ),
-        )
-        config = transformers.BertConfig(vocab_size=30_522, **sizes)
-        torch.manual_seed(0)
-        auto: Any = (
-            transformers.AutoModelForMaskedLM if kind == "splade" else transformers.AutoModel
-        )
-        auto.from_config(config).save_pretrained(folder)
-        load_tokenizer(None).save_pretrained(folder)
+    if folder.exists():
+        return folder
+    hidden, layers, heads, intermediate = TINY if tiny else BASE
+    config = transformers.BertConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=intermediate,
+    )
+    torch.manual_seed(0)
+    auto: Any = transformers.AutoModelForMaskedLM if kind == "splade" else transformers.AutoModel
+    auto.from_config(config).save_pretrained(folder)
+    load_tokenizer(None).save_pretrained(folder)
     return folder
 
 
-def still_minilm(folder: Path) -> Path:
-    """The folder of the packaged MiniLM as a SPLADE without dropout, made where it is not there."""
+def make_minilm_without_dropout(folder: Path) -> Path:
+    """Save the packaged MiniLM as a SPLADE model without dropout, unless it exists."""
     from tilefold.recipes.backbone import minilm_splade
 
     if not folder.exists():
-        model = minilm_splade(made_pairs(load_tokenizer(None), 128, ragged=True)["document"])
+        texts = made_pairs(load_tokenizer(None), 128, ragged=True)["document"]
+        model = minilm_splade(texts)
         config = model[0].model.config
-        config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+        config.hidden_dropout_prob = 0.0
+        config.attention_probs_dropout_prob = 0.0
         model.save_pretrained(str(folder))
     return folder
 
 
-def make_recipe(setting: Setting, base: Path, batch: int, steps: int, log_steps: int) -> Any:
-    """The recipe of a run; nothing is saved before the end."""
+def make_recipe(setting: Setting, base: Path, batch: int, log_steps: int) -> Any:
+    """Return the recipe of a run, which saves nothing before its end.
+
+    Args:
+        setting: the run.
+        base: folder of the base model.
+        batch: pairs per step on all GPUs together.
+        log_steps: steps between two losses of the log.
+    """
     from tilefold.recipes import ColbertRecipe, get_recipe
 
-    shared = {
+    fields: dict[str, Any] = {
         "base_model": str(base),
-        "max_steps": steps,
+        "max_steps": setting.steps,
         "batch_size": batch,
         "mini_batch_size": setting.mini,
         "learning_rate": 2e-5,
@@ -258,278 +326,383 @@ def make_recipe(setting: Setting, base: Path, batch: int, steps: int, log_steps:
         "log_steps": log_steps,
     }
     if setting.kind == "colbert":
-        return ColbertRecipe(**shared)
-    if setting.seed is not None:
-        return get_recipe("splade", **shared)
-    weights = dict.fromkeys(("query_regularizer", "document_regularizer"), SCALE / 30_522)
-    return get_recipe("splade", similarity_scale=SCALE / 30_522, **weights, **shared)
+        return ColbertRecipe(**fields)
+    if setting.is_curve:
+        return get_recipe("splade", **fields)
+    return get_recipe(
+        "splade",
+        similarity_scale=SCALE / VOCAB_SIZE,
+        query_regularizer=SCALE / VOCAB_SIZE,
+        document_regularizer=SCALE / VOCAB_SIZE,
+        **fields,
+    )
 
 
-def collection(count: int, *, found: bool = False) -> Any:
-    """So many made pairs, ragged; `found` queries are words of their documents."""
+def make_collection(count: int, *, queries_from_documents: bool = False) -> Any:
+    """Make a collection of pairs of random words, with documents of different lengths.
+
+    Args:
+        count: number of pairs.
+        queries_from_documents: whether queries are words of their documents.
+    """
     from tilefold.retrieval.data.collection import Collection, Document
 
-    made = made_pairs(load_tokenizer(None), count, ragged=True)
-    documents = {f"d{i}": Document(f"d{i}", "", text) for i, text in enumerate(made["document"])}
-    asked = [" ".join(text.split()[:9:3]) for text in made["document"]] if found else made["query"]
-    queries = {f"q{i}": text for i, text in enumerate(asked)}
-    return Collection(
-        "made",
-        documents,
-        queries,
-        {"train": {f"q{i}": {f"d{i}": 1} for i in range(count)}},
-    )
+    pairs = made_pairs(load_tokenizer(None), count, ragged=True)
+    query_texts = pairs["query"]
+    if queries_from_documents:
+        # the first, fourth and seventh word
+        query_texts = [" ".join(text.split()[:9:3]) for text in pairs["document"]]
+    documents = {f"d{i}": Document(f"d{i}", "", text) for i, text in enumerate(pairs["document"])}
+    queries = {f"q{i}": text for i, text in enumerate(query_texts)}
+    judgements = {f"q{i}": {f"d{i}": 1} for i in range(count)}
+    return Collection("made", documents, queries, {"train": judgements})
 
 
 class Clock:
-    """Called after every step: when the timed ones began and ended, and which kernels ran in those
-    after them.
+    """Measures the timed steps of a training, and profiles the steps after them.
+
+    It is called after every step.
+
+    Args:
+        setting: the training.
+        on_gpu: whether it runs on a GPU.
+
+    Attributes:
+        kernels: a line for each of the kernels that ran longest.
     """
 
     def __init__(self, setting: Setting, on_gpu: bool) -> None:
-        self.setting, self.on_gpu = setting, on_gpu
-        self.times: list[float] = []
-        self.tens: list[
-            Any
-        ] = []  # when tens of the timed steps were computed: events, on a CPU seconds
-        self.captures: list[float] = []  # when a graph was captured
-        self.plain: list[float] = []  # when a batch ran without one
+        self.setting = setting
+        self.on_gpu = on_gpu
         self.kernels: list[str] = []
-        self.facts: dict[str, Any] = {"peak_gib": 0.0, "reserved_gib": 0.0, "busy": ""}
+        # when the timed steps began and ended, and when the profiled ones ended
+        self._times: list[float] = []
+        # ends of groups of timed steps: CUDA events, on a CPU seconds
+        self._group_ends: list[Any] = []
+        # when a graph was captured, and when a batch ran without one
+        self._captures: list[float] = []
+        self._eager_batches: list[float] = []
+        self._gpu_cells: dict[str, Any] = {"peak_gib": 0.0, "reserved_gib": 0.0, "busy": ""}
 
     def __call__(self, step: int, steps: int, losses: object) -> None:
+        """Note the time after a step.
+
+        Args:
+            step: number of steps that have ended.
+            steps: number of all steps.
+            losses: not used.
+        """
         import torch
 
-        marks = (self.setting.warm, self.setting.warm + self.setting.timed, steps)
-        if marks[0] <= step <= marks[1] and (step - marks[0]) % TEN == 0:
-            event: Any = torch.cuda.Event
-            self.tens.append(event(enable_timing=True) if self.on_gpu else time.perf_counter())
-            if self.on_gpu:
-                self.tens[-1].record()
-        if step not in marks:
+        first_timed = self.setting.warm
+        last_timed = self.setting.warm + self.setting.timed
+        if first_timed <= step <= last_timed and (step - first_timed) % GROUP_STEPS == 0:
+            self._end_group()
+        if step not in (first_timed, last_timed, steps):
             return
         if self.on_gpu:
             torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
+        self._times.append(time.perf_counter())
         if not self.on_gpu:
             return
-        if step == marks[0]:
+        if step == first_timed:
             torch.cuda.reset_peak_memory_stats()
-        elif step == marks[1]:
-            peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-            self.facts |= {"peak_gib": peaks[0] / 2**30, "reserved_gib": peaks[1] / 2**30}
-            self.profiler = torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CUDA],
-            )
-            self.profiler.start()
-            self.began = time.perf_counter()
+        elif step == last_timed:
+            self._gpu_cells["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+            self._gpu_cells["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+            self._start_profile()
         else:
-            self.profiler.stop()
-            self.facts["busy"] = busy_seconds(self.profiler) / (self.times[-1] - self.began)
-            found = sorted(
-                self.profiler.key_averages(),
-                key=lambda event: -event.self_device_time_total,
-            )
-            count = self.setting.profiled
-            self.kernels = [
-                f"{event.self_device_time_total / 1e3 / count:9.3f} ms {event.count / count:6.0f} "
-                f"x {event.key[:110]}"
-                for event in found[:KERNELS]
-            ]
+            self._end_profile()
 
-    def row(self, batch: int) -> dict[str, Any]:
-        """Rates of the timed steps: of all of them, and the median of tens, in which no graph is
-        captured as a rule.
-        """
-        seconds = (self.times[1] - self.times[0]) / self.setting.timed
-        between = zip(self.tens, self.tens[1:], strict=False)
-        tens = [a.elapsed_time(b) / TEN if self.on_gpu else 1e3 * (b - a) / TEN for a, b in between]
-        made, plain = (
-            sum(self.times[0] < at < self.times[1] for at in each)
-            for each in (self.captures, self.plain)
+    def _end_group(self) -> None:
+        """Note the end of a group of steps, on a GPU by an event."""
+        import torch
+
+        if not self.on_gpu:
+            self._group_ends.append(time.perf_counter())
+            return
+        new_event: Any = torch.cuda.Event
+        event = new_event(enable_timing=True)
+        event.record()
+        self._group_ends.append(event)
+
+    def _start_profile(self) -> None:
+        """Start the profiler."""
+        import torch
+
+        self._profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA],
         )
-        facts = {
-            "step_ms": 1e3 * seconds,
-            "pairs_per_s": batch / seconds,
-            "captures": made,
-            "without_graph": plain,
+        self._profiler.start()
+        self._profile_start = time.perf_counter()
+
+    def _end_profile(self) -> None:
+        """Stop the profiler, and note for how long the GPU was busy, and the longest kernels."""
+        self._profiler.stop()
+        seconds = self._times[-1] - self._profile_start
+        self._gpu_cells["busy"] = busy_seconds(self._profiler) / seconds
+        longest_first = sorted(
+            self._profiler.key_averages(),
+            key=lambda event: -event.self_device_time_total,
+        )
+        for event in longest_first[:N_KERNELS]:
+            milliseconds = event.self_device_time_total / 1e3 / self.setting.profiled
+            launches = event.count / self.setting.profiled
+            self.kernels.append(f"{milliseconds:9.3f} ms {launches:6.0f} x {event.key[:110]}")
+
+    def cells(self, batch: int) -> dict[str, Any]:
+        """Return the cells of the timed steps.
+
+        The median of groups of steps is that of steps without captures, as a rule.
+
+        Args:
+            batch: pairs per step on all GPUs together.
+        """
+        begin, end = self._times[:2]
+        step_seconds = (end - begin) / self.setting.timed
+        cells = {
+            "step_ms": 1e3 * step_seconds,
+            "pairs_per_s": batch / step_seconds,
+            "captures": sum(begin < moment < end for moment in self._captures),
+            "without_graph": sum(begin < moment < end for moment in self._eager_batches),
         }
-        return facts | ({"median_ms": statistics.median(tens)} if tens else {}) | self.facts
+        group_ms = []
+        for group_begin, group_end in pairwise(self._group_ends):
+            if self.on_gpu:
+                group_ms.append(group_begin.elapsed_time(group_end) / GROUP_STEPS)
+            else:
+                group_ms.append(1e3 * (group_end - group_begin) / GROUP_STEPS)
+        if group_ms:
+            cells["median_ms"] = statistics.median(group_ms)
+        return {**cells, **self._gpu_cells}
 
-    def counting(self, capture: Callable[..., Any]) -> Callable[..., Any]:
-        """What captures a graph, and is noted."""
+    def count_captures(self, capture: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the method that captures a graph, so that captures are noted."""
 
-        def noted(*arguments: Any) -> Any:
-            self.captures.append(time.perf_counter())
+        def capture_and_note(*arguments: Any) -> Any:
+            self._captures.append(time.perf_counter())
             return capture(*arguments)
 
-        return noted
+        return capture_and_note
 
-    def seeing(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """What runs a batch as a graph, or says that it must run without, which is noted."""
+    def count_eager(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the method that runs a batch as a graph, so that batches without one are noted.
 
-        def noted(*arguments: Any) -> Any:
+        The method returns None for a batch that must run without a graph.
+        """
+
+        def run_and_note(*arguments: Any) -> Any:
             output = run(*arguments)
             if output is None:
-                self.plain.append(time.perf_counter())
+                self._eager_batches.append(time.perf_counter())
             return output
 
-        return noted
+        return run_and_note
 
 
-def beside_one(name: str, row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """What several devices have to do with one: the ratio of rates, or the difference of two
-    curves.
+def compare_with_one(
+    name: str,
+    row: dict[str, Any],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Compare a run with the same run on one device.
+
+    Args:
+        name: name of the run.
+        row: its row.
+        options: options of the command line.
+
+    Returns:
+        Cells with the ratio of rates, and for a curve its difference and the gate. Nothing if
+        there are no rows of one device.
     """
     if options.one is None or "pairs_per_s" not in row or not (options.one / FILE).is_file():
         return {}
-    ones = {found["run"]: found for found in read_csv(options.one / FILE) if found["gate"] == "ok"}
-    if name not in ones:
+    one_rows = {
+        one_row["run"]: one_row
+        for one_row in read_csv(options.one / FILE)
+        if one_row["gate"] == "ok"
+    }
+    if name not in one_rows:
         return {}
-    ratio = {"x_one": row["pairs_per_s"] / float(ones[name]["pairs_per_s"])}
-    if row.get("median_ms") and ones[name].get("median_ms"):
-        per_step = float(ones[name]["batch"]) / float(ones[name]["median_ms"])
-        ratio["x_one_by_medians"] = row["batch"] / row["median_ms"] / per_step
-    if not name.startswith("curve"):
-        return ratio
-    mine, one = ([float(loss) for loss in each["losses"].split()] for each in (row, ones[name]))
-    error = max(abs(a - b) / b for a, b in zip(mine, one, strict=True))
-    seeds = [found["losses"].split() for key, found in ones.items() if key.startswith("curve")]
-    if len(seeds) < 2:
-        return ratio | {
-            "curve_error": error,
-            "gate": "the curves of one device must be of two seeds at least",
-        }
-    spreads, apart = [], []  # relative, of each row of the log
-    for loss, *each in zip(mine, *seeds, strict=True):
-        losses = [float(other) for other in each]
-        spreads.append(statistics.stdev(losses) / statistics.mean(losses))
-        apart.append(abs(loss / statistics.mean(losses) - 1))
-    spread = math.sqrt(statistics.mean(each**2 for each in spreads) * (1 + 1 / len(seeds)))
-    gate = (
-        "ok"
-        if max(apart) <= SIGMAS * spread
-        else f"{max(apart):.2g} from seeds, whose next may be {spread:.2g}"
+    one_row = one_rows[name]
+    cells: dict[str, Any] = {"x_one": row["pairs_per_s"] / float(one_row["pairs_per_s"])}
+    if row.get("median_ms") and one_row.get("median_ms"):
+        one_pairs_per_ms = float(one_row["batch"]) / float(one_row["median_ms"])
+        cells["x_one_by_medians"] = row["batch"] / row["median_ms"] / one_pairs_per_ms
+    if name.startswith("curve"):
+        seed_curves = [
+            losses_of(seed_row) for run, seed_row in one_rows.items() if run.startswith("curve")
+        ]
+        cells.update(compare_curves(losses_of(row), losses_of(one_row), seed_curves))
+    return cells
+
+
+def losses_of(row: Mapping[str, Any]) -> list[float]:
+    """Return the losses of the log of a row."""
+    return [float(loss) for loss in row["losses"].split()]
+
+
+def compare_curves(
+    curve: Sequence[float],
+    one_curve: Sequence[float],
+    seed_curves: Sequence[Sequence[float]],
+) -> dict[str, Any]:
+    """Check that a curve differs no more from those of one device than another seed would.
+
+    Args:
+        curve: losses of several devices.
+        one_curve: losses of one device with the same seed.
+        seed_curves: losses of one device with all seeds.
+
+    Returns:
+        Cells: relative differences, and the gate.
+    """
+    error = max(
+        abs(loss - one_loss) / one_loss for loss, one_loss in zip(curve, one_curve, strict=True)
     )
-    return ratio | {
+    if len(seed_curves) < 2:
+        gate = "the curves of one device must be of two seeds at least"
+        return {"curve_error": error, "gate": gate}
+    deviations = []
+    differences = []
+    for loss, *seed_losses in zip(curve, *seed_curves, strict=True):
+        mean = statistics.mean(seed_losses)
+        deviations.append(statistics.stdev(seed_losses) / mean)
+        differences.append(abs(loss / mean - 1))
+    # of the difference of one more seed and the mean of the others, pooled over the log
+    variance = statistics.mean(deviation**2 for deviation in deviations)
+    spread = math.sqrt(variance * (1 + 1 / len(seed_curves)))
+    largest_difference = max(differences)
+    gate = "ok"
+    # a NaN is not within the spread
+    if not largest_difference <= SIGMAS * spread:
+        gate = f"{largest_difference:.2g} from seeds, whose next may be {spread:.2g}"
+    return {
         "curve_error": error,
-        "from_seeds": max(apart),
+        "from_seeds": largest_difference,
         "spread_of_seeds": spread,
         "gate": gate,
     }
 
 
-def killed(options: argparse.Namespace) -> int:
-    """Kill the second rank of the command, and run it again."""
+def kill_and_resume(options: argparse.Namespace) -> int:
+    """Kill the second rank of a training, check how the command ends, and run it again.
+
+    Returns:
+        The exit code: 1 if the command did not report the signal, or did not resume.
+    """
     from tilefold.recipes.loading import newest_step
 
     work = options.output / "work"
-    collection(2048).save_beir(work / "data", overwrite=True)
-    base, output, errors = (
-        make_base(work / "base", "splade", options.tiny),
-        work / "m",
-        work / "errors",
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "tilefold.cli",
-        "train",
-        "--recipe",
-        "splade",
-        "--model",
-        str(base),
-        "--data",
-        str(work / "data"),
-        "--output",
-        str(output),
-        "--devices",
-        str(options.devices),
-        "--json",
-        "--batch-size",
-        "16" if options.tiny else "256",
-        "--save-steps",
-        "20",
-        "--lr",
-        "2e-5",
-        "--regularizer",
-        "1e-3",
-        "--set",
-        f"similarity_scale={SCALE / 30_522}",
-    ]
-    began = time.perf_counter()
+    model_folder = work / "m"
+    error_file = work / "errors"
+    command = train_command(options, work, model_folder)
+    begin = time.perf_counter()
     with (
-        errors.open("wb") as log,
-        subprocess.Popen([*command, "--steps", "100000"], stderr=log) as run,  # noqa: S603
+        error_file.open("wb") as log,
+        subprocess.Popen([*command, "--steps", "100000"], stderr=log) as process,  # noqa: S603
     ):
-        while not newest_step(output) and run.poll() is None:
+        while not newest_step(model_folder) and process.poll() is None:
             time.sleep(0.05)
-        first, step = time.perf_counter() - began, newest_step(output) or 0
-        os.kill(rank_of(run.pid, 1), signal.SIGKILL)
-        began = time.perf_counter()
-        code = run.wait()
-        ended = time.perf_counter() - began
-    said = " ".join(
-        line for line in errors.read_text(errors="replace").splitlines() if "Error" in line
+        seconds_to_checkpoint = time.perf_counter() - begin
+        first_step = newest_step(model_folder) or 0
+        os.kill(rank_of(process.pid, 1), signal.SIGKILL)
+        begin = time.perf_counter()
+        exit_code = process.wait()
+        seconds_to_end = time.perf_counter() - begin
+    lines = error_file.read_text(errors="replace").splitlines()
+    message = " ".join(line for line in lines if "Error" in line)
+    saved_step = newest_step(model_folder) or 0
+
+    resume_command = [*command, "--steps", "100000", "--hours", "0.0005"]
+    begin = time.perf_counter()
+    resumed = subprocess.run(  # noqa: S603
+        resume_command,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    last = newest_step(output) or 0
-    more = [*command, "--steps", "100000", "--hours", "0.0005"]
-    began = time.perf_counter()
-    again = subprocess.run(more, capture_output=True, text=True, check=False)  # noqa: S603
-    tail = " ".join(again.stderr.split())[-200:]
-    resumed = newest_step(output) or 0
-    ok = code == 1 and "signal 9" in said and resumed > last >= step > 0
+    resume_seconds = time.perf_counter() - begin
+    resumed_step = newest_step(model_folder) or 0
+    was_reported = exit_code == 1 and "signal 9" in message
+    went_on = resumed_step > saved_step >= first_step > 0
+    passed = was_reported and went_on
     save(
         {
             "run": "killed",
             "devices": options.devices,
-            "seconds_to_first_checkpoint": first,
-            "seconds_to_end": ended,
-            "code": code,
-            "said": said[-400:],
-            "kept_step": last,
-            "again_seconds": time.perf_counter() - began,
-            "again_step": resumed,
-            "again_said": tail,
-            "gate": "ok" if ok else "failed",
+            "seconds_to_first_checkpoint": seconds_to_checkpoint,
+            "seconds_to_end": seconds_to_end,
+            "code": exit_code,
+            "said": message[-400:],
+            "kept_step": saved_step,
+            "again_seconds": resume_seconds,
+            "again_step": resumed_step,
+            "again_said": " ".join(resumed.stderr.split())[-200:],
+            "gate": "ok" if passed else "failed",
         },
         options,
     )
-    return int(not ok)
+    return 0 if passed else 1
+
+
+def train_command(options: argparse.Namespace, work: Path, model_folder: Path) -> list[str]:
+    """Make a collection and a base model, and return the command that trains on them.
+
+    Args:
+        options: options of the command line.
+        work: folder for both.
+        model_folder: folder for the trained model.
+    """
+    make_collection(2048).save_beir(work / "data", overwrite=True)
+    base = make_base(work / "base", "splade", options.tiny)
+    command = [sys.executable, "-m", "tilefold.cli", "train", "--recipe", "splade", "--json"]
+    command += ["--model", str(base)]
+    command += ["--data", str(work / "data")]
+    command += ["--output", str(model_folder)]
+    command += ["--devices", str(options.devices)]
+    command += ["--batch-size", "16" if options.tiny else "256"]
+    command += ["--save-steps", "20"]
+    command += ["--lr", "2e-5"]
+    command += ["--regularizer", "1e-3"]
+    command += ["--set", f"similarity_scale={SCALE / VOCAB_SIZE}"]
+    return command
 
 
 def rank_of(parent: int, rank: int) -> int:
-    """The process of a rank that another process has started."""
+    """Return the id of the process of a rank.
+
+    Args:
+        parent: id of the process that started it.
+        rank: number of the rank.
+
+    Raises:
+        RuntimeError: if there is no such process.
+    """
     for entry in Path("/proc").glob("[0-9]*"):
+        # processes may end meanwhile
         with contextlib.suppress(OSError):
-            mine = f"PPid:\t{parent}\n" in (entry / "status").read_text()
-            if mine and f"LOCAL_RANK={rank}".encode() in (entry / "environ").read_bytes().split(
-                b"\0",
-            ):
+            is_child = f"PPid:\t{parent}\n" in (entry / "status").read_text()
+            if not is_child:
+                continue
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            if f"LOCAL_RANK={rank}".encode() in variables:
                 return int(entry.name)
     raise RuntimeError(f"process {parent} must have a rank {rank}, found none.")
 
 
 def save(row: dict[str, Any], options: argparse.Namespace) -> None:
-    """Print a row, and keep it."""
+    """Print a row, and write it to the results."""
     import torch
 
     row = {"gate": "ok", **row}
-    print(
-        json.dumps(
-            {
-                name: round(value, 4) if isinstance(value, float) else value
-                for name, value in row.items()
-            },
-        ),
-        flush=True,
-    )
-    write_csv(
-        options.output / FILE,
-        [row],
-        collect(torch.device(options.device)),
-        ("run", "devices"),
-    )
+    rounded = {
+        name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()
+    }
+    print(json.dumps(rounded), flush=True)
+    provenance = collect(torch.device(options.device))
+    write_csv(options.output / FILE, [row], provenance, ("run", "devices"))
 
 
 if __name__ == "__main__":
