@@ -1,5 +1,6 @@
-"""Print all claims with their committed rows, as docs/claims.md has them: ``python -m
-benchmarks.claims_table``.
+"""Print all claims with their committed rows, as docs/claims.md has them.
+
+python -m benchmarks.claims_table
 """
 
 from __future__ import annotations

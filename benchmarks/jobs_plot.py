@@ -1,14 +1,15 @@
-"""Draw where the time of encoding and of a training step goes: ``python -m benchmarks.jobs_plot
-RESULTS PICTURE.png``.
+"""Draw where the time of encoding and of a training step goes.
+
+    python -m benchmarks.jobs_plot RESULTS PICTURE.png
 
 RESULTS is a folder with the files ``encode.csv`` and ``train.csv`` of ``benchmarks.encode`` and
-``benchmarks.train``. Each bar is the time of 1,000 documents, or of a pair in a training step; its
-dark part is the time in which a kernel ran on the GPU, where that was measured.
+``benchmarks.train``. A bar is the time of 1,000 documents, or of a pair in a training step. Its dark
+part is the time in which a kernel ran on the GPU, where that was measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,13 +21,15 @@ from tilefold.bench.results import read_csv, short_number
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_ENCODE = {
+# labels of the rows of encode.csv, by the column "what"
+_ENCODE_LABELS = {
     "stock encode_document": "stock",
     "encode_document, accelerated": "accelerated",
     "encode_collection, to Parquet": "to Parquet",
     "encoder and head alone": "encoder and head alone",
 }
-_TRAIN = {
+# labels of the rows of train.csv, by the column "side"
+_TRAIN_LABELS = {
     "stock": "stock",
     "padded": "padded, fused",
     "packed": "packed",
@@ -36,7 +39,13 @@ _TRAIN = {
 
 
 class Bar(NamedTuple):
-    """A time in ms, and the share of it in which the GPU was busy, if known."""
+    """A bar of the picture.
+
+    Attributes:
+        label: case and way.
+        ms: time in milliseconds.
+        busy: share of the time in which the GPU was busy, or None if it was not measured.
+    """
 
     label: str
     ms: float
@@ -44,34 +53,53 @@ class Bar(NamedTuple):
 
 
 def plot_jobs(results: str | Path, picture: str | Path) -> Path:
-    """Draw the rows that passed their gates; the path written.
+    """Draw the rows that passed their gates.
+
+    Args:
+        results: folder with encode.csv and train.csv.
+        picture: the PNG to write.
+
+    Returns:
+        The path of the picture.
 
     Raises:
         ValueError: if a file holds no such row.
         ImportError: if matplotlib is not installed.
     """
-    encode, train = (_passed(Path(results) / f"{name}.csv") for name in ("encode", "train"))
+    encode_rows = _passed_rows(Path(results) / "encode.csv")
+    train_rows = _passed_rows(Path(results) / "train.csv")
+    encode_bars = _bars(
+        encode_rows,
+        _ENCODE_LABELS,
+        label_column="what",
+        rate_column="docs_per_s",
+        busy_column="gpu_busy",
+        count=1000,
+    )
+    train_bars = _bars(
+        train_rows,
+        _TRAIN_LABELS,
+        label_column="side",
+        rate_column="pairs_per_s",
+        busy_column="busy",
+        count=1,
+    )
     panels = (
-        (
-            "1,000 documents, ms",
-            _bars(encode, "what", _ENCODE, lambda row: 1e6 / float(row["docs_per_s"]), "gpu_busy"),
-        ),
-        (
-            "a pair of a training step, ms",
-            _bars(train, "side", _TRAIN, lambda row: 1e3 / float(row["pairs_per_s"]), "busy"),
-        ),
+        ("1,000 documents, ms", encode_bars),
+        ("a pair of a training step, ms", train_bars),
     )
     figure = new_figure((11, 0.9 + 0.19 * max(len(bars) for _, bars in panels)))
     for axes, (title, bars) in zip(figure.subplots(1, 2), panels, strict=True):
         _draw(axes, bars, title)
     figure.suptitle(
-        f"{machine(encode)}; dark: a kernel ran on the GPU (not measured where all is light)",
+        f"{machine(encode_rows)}; dark: a kernel ran on the GPU (not measured where all is light)",
         fontsize=8,
     )
     return save_figure(figure, picture)
 
 
-def _passed(path: Path) -> list[dict[str, str]]:
+def _passed_rows(path: Path) -> list[dict[str, str]]:
+    """Read the rows that passed their gate, or raise ``ValueError`` if there are none."""
     rows = [row for row in read_csv(path) if row["gate"] == "ok"]
     if not rows:
         raise ValueError(f"{path} must hold rows that passed their gate, got none.")
@@ -80,31 +108,45 @@ def _passed(path: Path) -> list[dict[str, str]]:
 
 def _bars(
     rows: Sequence[Mapping[str, str]],
-    by: str,
-    names: Mapping[str, str],
-    ms: Callable[[Mapping[str, str]], float],
-    busy: str,
+    labels: Mapping[str, str],
+    *,
+    label_column: str,
+    rate_column: str,
+    busy_column: str,
+    count: int,
 ) -> list[Bar]:
-    found = {(row["case"], row[by]): row for row in rows}
-    several = [
-        case
-        for case in dict.fromkeys(row["case"] for row in rows)
-        if sum(case == c for c, _ in found) > 1
-    ]
-    return [
-        Bar(f"{case}: {label}", ms(row), float(row[busy]) if row[busy] else None)
-        for case in several
-        for name, label in names.items()
-        if (row := found.get((case, name))) is not None
-    ]
+    """Return the bars of all cases that have several rows.
+
+    Args:
+        rows: rows of the results.
+        labels: labels of the rows that are drawn, in their order.
+        label_column: column with the keys of ``labels``.
+        rate_column: column with a rate per second.
+        busy_column: column with the share of the time in which the GPU was busy.
+        count: a bar is the time of as many.
+    """
+    bars = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        case_rows = {row[label_column]: row for row in rows if row["case"] == case}
+        if len(case_rows) < 2:
+            continue
+        for name, label in labels.items():
+            if name not in case_rows:
+                continue
+            row = case_rows[name]
+            milliseconds = 1e3 * count / float(row[rate_column])
+            busy = float(row[busy_column]) if row[busy_column] else None
+            bars.append(Bar(f"{case}: {label}", milliseconds, busy))
+    return bars
 
 
 def _draw(axes: Axes, bars: Sequence[Bar], title: str) -> None:
-    places = range(len(bars))
-    drawn = axes.barh(places, [bar.ms for bar in bars], color="#9ecae1")
-    axes.barh(places, [bar.ms * (bar.busy or 0) for bar in bars], color="#2171b5")
-    axes.bar_label(drawn, [short_number(bar.ms) for bar in bars], padding=2, fontsize=7)
-    axes.set_yticks(places, [bar.label for bar in bars], fontsize=7)
+    """Draw the bars of a panel, with their times at the ends."""
+    positions = range(len(bars))
+    drawn_bars = axes.barh(positions, [bar.ms for bar in bars], color="#9ecae1")
+    axes.barh(positions, [bar.ms * (bar.busy or 0) for bar in bars], color="#2171b5")
+    axes.bar_label(drawn_bars, [short_number(bar.ms) for bar in bars], padding=2, fontsize=7)
+    axes.set_yticks(positions, [bar.label for bar in bars], fontsize=7)
     axes.set_xlim(0, 1.15 * max(bar.ms for bar in bars))
     axes.tick_params(axis="x", labelsize=7)
     axes.invert_yaxis()

@@ -6,12 +6,17 @@ import argparse
 
 
 def given_paths(doc: str | None, *names: str, optional: str | None = None) -> list[str]:
-    """The paths that ``sys.argv`` has for ``names``, and for ``optional`` if it is there; ``doc``
-    is the script's.
+    """Return the paths on the command line.
+
+    Args:
+        doc: docstring of the script, for `--help`.
+        names: names of the required arguments.
+        optional: name of an argument that may be missing.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     for name in names:
         parser.add_argument(name)
     if optional is not None:
         parser.add_argument(optional, nargs="?")
-    return [path for path in vars(parser.parse_args()).values() if path is not None]
+    arguments = vars(parser.parse_args())
+    return [path for path in arguments.values() if path is not None]

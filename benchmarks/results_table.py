@@ -1,5 +1,6 @@
-"""Turn a CSV file of ``tilefold bench`` into a Markdown table: ``python -m benchmarks.results_table
-FILE.csv``.
+"""Print a CSV file of ``tilefold bench`` as a Markdown table.
+
+python -m benchmarks.results_table FILE.csv
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ _HEADER = (
 
 
 def markdown_table(path: str | Path) -> str:
-    """The rows of a results file as a Markdown table, followed by the conditions they were measured
-    under.
+    """Return the rows of a results file as a Markdown table, followed by their conditions.
 
     Raises:
-        ValueError: if the file holds no rows of ``tilefold bench``.
+        ValueError: if the file has no rows of ``tilefold bench``.
     """
     rows = read_csv(path)
     if not rows or "forward_p50_ms" not in rows[0]:
@@ -44,10 +44,12 @@ def markdown_table(path: str | Path) -> str:
 
 
 def _line(cells: Sequence[str]) -> str:
+    """Return a line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
 def _cells(row: Mapping[str, str], case: str) -> list[str]:
+    """Return the cells of a row. ``case`` is empty if it is that of the row before."""
     return [
         case,
         row["impl"],
@@ -60,29 +62,31 @@ def _cells(row: Mapping[str, str], case: str) -> list[str]:
 
 
 def _short(text: str) -> str:
+    """Format the number in a CSV field, or ``-`` for an empty one."""
     return short_number(float(text) if text else None)
 
 
 def _share(row: Mapping[str, str]) -> str:
-    floor, time = row["forward_floor_ms"], row["forward_p50_ms"]
-    return f"{100 * float(floor) / float(time):.0f}%" if floor and time else "-"
+    """Format the floor as a share of the time of a forward pass."""
+    floor_ms = row["forward_floor_ms"]
+    time_ms = row["forward_p50_ms"]
+    if not floor_ms or not time_ms:
+        return "-"
+    return f"{100 * float(floor_ms) / float(time_ms):.0f}%"
 
 
 def _conditions(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """One line for each distinct set of conditions, so that rows of different runs are not taken
-    for one.
-    """
+    """Return a line for each distinct set of conditions, since rows may be of several runs."""
     distinct: dict[str, None] = {}
     for row in rows:
-        gpu = (
-            f", driver {row['driver']}, CUDA {row['cuda']}, triton {row['triton']}"
-            if row["cuda"]
-            else ""
-        )
-        where = f"{row['device']}{gpu}" if gpu else f"{row['device']}, {row['threads']} threads"
+        machine = row["device"]
+        if row["cuda"]:
+            machine += f", driver {row['driver']}, CUDA {row['cuda']}, triton {row['triton']}"
+        else:
+            machine += f", {row['threads']} threads"
         dirty = " with local changes" if row["dirty"] == "yes" else ""
         distinct[
-            f"{where}; torch {row['torch']}, Python {row['python']}; commit "
+            f"{machine}; torch {row['torch']}, Python {row['python']}; commit "
             f"{row['commit']}{dirty}; {row['date']}; "
             f"ceilings {_short(row['ceiling_tflops'])} TFLOP/s ({row['dtype']}), "
             f"{_short(row['ceiling_tbps'])} TB/s."

@@ -1,8 +1,9 @@
-"""Draw how long a query takes by number of documents: ``python -m benchmarks.search_plot SEARCH.csv
-PICTURE.png``.
+"""Draw how long a query takes by number of documents.
 
-SEARCH.csv is a file of ``benchmarks.search``. Lines are medians, the bands reach from the 20th to
-the 99th percentile; the right side is the time to build each index.
+    python -m benchmarks.search_plot SEARCH.csv PICTURE.png
+
+SEARCH.csv is a file of ``benchmarks.search``. On the left, lines are medians, and bands extend from
+the 20th to the 99th percentile. On the right is the time to build each index.
 """
 
 from __future__ import annotations
@@ -16,14 +17,22 @@ from tilefold._internal.figures import new_figure, save_figure
 from tilefold.bench.results import read_csv
 
 _COLORS = {"exact": "#2171b5", "seismic": "#d94801", "numba": "#6a51a3", "scipy": "#969696"}
-_STYLES = ("-", "--", ":", "-.")  # of the settings of an engine
+# line styles of the settings of an engine
+_STYLES = ("-", "--", ":", "-.")
 
 
 def plot_search(results: str | Path, picture: str | Path) -> Path:
-    """Draw the rows that passed their gates; the path written.
+    """Draw the rows that passed their gates.
+
+    Args:
+        results: a CSV file of ``benchmarks.search``.
+        picture: the PNG to write.
+
+    Returns:
+        The path of the picture.
 
     Raises:
-        ValueError: if the file holds no such row.
+        ValueError: if the file has no such row.
         ImportError: if matplotlib is not installed.
     """
     rows = [row for row in read_csv(Path(results)) if row["gate"] == "ok"]
@@ -31,13 +40,16 @@ def plot_search(results: str | Path, picture: str | Path) -> Path:
         raise ValueError(f"{results} must hold rows that passed their gate, got none.")
     figure = new_figure((11, 3.6))
     times, builds = figure.subplots(1, 2)
-    drawn: list[str] = []
+    drawn_engines: list[str] = []
     for name, line in _lines(rows).items():
         documents = [int(row["documents"]) for row in line]
-        p20, p50, p99 = ([float(row[f"p{n}_ms"]) for row in line] for n in (20, 50, 99))
-        color = _COLORS.get(line[0]["engine"], "#252525")
-        style = _STYLES[sum(other.startswith(line[0]["engine"]) for other in drawn)]
-        drawn.append(name)
+        p20 = [float(row["p20_ms"]) for row in line]
+        p50 = [float(row["p50_ms"]) for row in line]
+        p99 = [float(row["p99_ms"]) for row in line]
+        engine = line[0]["engine"]
+        color = _COLORS.get(engine, "#252525")
+        style = _STYLES[drawn_engines.count(engine)]
+        drawn_engines.append(engine)
         times.plot(documents, p50, style, marker="o", markersize=3, color=color, label=name)
         times.fill_between(documents, p20, p99, color=color, alpha=0.12, linewidth=0)
         if style == "-" and all(row["build_s"] for row in line):
@@ -64,7 +76,7 @@ def plot_search(results: str | Path, picture: str | Path) -> Path:
 
 
 def _lines(rows: Sequence[Mapping[str, str]]) -> dict[str, list[Mapping[str, str]]]:
-    """Rows of each engine and its settings by number of documents."""
+    """Return the rows of each engine and its settings, in the order of the number of documents."""
     lines: dict[str, list[Mapping[str, str]]] = {}
     for row in sorted(rows, key=lambda row: int(row["documents"])):
         name = row["engine"]
