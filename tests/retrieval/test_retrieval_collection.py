@@ -592,10 +592,10 @@ def test_documents_read_one_by_one_are_those_of_the_whole_file(
     )
     assert texts.pairs_at([2, 0]) == [("ü", contents["ü"]), ("d0", contents["d0"])]  # type: ignore[attr-defined]
     assert (
-        collection.places(["ü", "8", "d0"]).tolist() == [2, -1, 0]
+        collection.positions_of(["ü", "8", "d0"]).tolist() == [2, -1, 0]
         and "ended early" not in caplog.text
     )
-    assert r.Collection("c", whole, {}, {}).places(["ü", "8", "d0"]).tolist() == [2, -1, 0]
+    assert r.Collection("c", whole, {}, {}).positions_of(["ü", "8", "d0"]).tolist() == [2, -1, 0]
 
 
 def test_ids_with_one_key_are_told_apart(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,10 +266,12 @@ def check_replaceable(path: Path, own_names: Collection[str], *, overwrite: bool
     expected = f"{path}: expected a new directory or one that tilefold wrote, got"
     if not path.is_dir():
         raise FileExistsError(f"{expected} a file. Choose another path.")
-    remove_leftovers(path)  # of files in it that somebody was writing when killed
-    if strange := sorted(entry.name for entry in path.iterdir() if entry.name not in own_names):
+    # Files that a killed process was writing do not count.
+    remove_leftovers(path)
+    other_files = sorted(entry.name for entry in path.iterdir() if entry.name not in own_names)
+    if other_files:
         raise FileExistsError(
-            f"{expected} one with other files ({', '.join(strange[:3])}). Choose another path; "
+            f"{expected} one with other files ({', '.join(other_files[:3])}). Choose another path; "
             "nothing was overwritten.",
         )
     if not overwrite and any(path.iterdir()):

@@ -130,7 +130,7 @@ def training_pairs(collection: Collection) -> Pairs:
     document_ids = [document_id for _, document_id in id_pairs]
     position_of_query = {query_id: position for position, query_id in enumerate(collection.queries)}
     queries = np.array([position_of_query.get(query_id, -1) for query_id in query_ids], np.int64)
-    documents = collection.places(document_ids)
+    documents = collection.positions_of(document_ids)
     incomplete = np.flatnonzero((queries < 0) | (documents < 0))
     if incomplete.size:
         query_id, document_id = id_pairs[incomplete[0]]

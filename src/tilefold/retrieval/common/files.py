@@ -156,13 +156,13 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def check_text_ids(what: str, ids: Collection[object]) -> None:
+def check_text_ids(argument: str, ids: Collection[object]) -> None:
     """Raise an error unless ids are strings that UTF-8 can encode, without zero bytes.
 
     Libraries in C would read an id with a zero byte as a shorter one.
 
     Args:
-        what: the argument, for the error.
+        argument: its name, for the error.
         ids: the ids.
 
     Raises:
@@ -173,18 +173,18 @@ def check_text_ids(what: str, ids: Collection[object]) -> None:
         joined = "".join(ids)  # type: ignore[arg-type]
     except TypeError:
         invalid = next(name for name in ids if not isinstance(name, str))
-        raise not_a_string_error(what, invalid) from None
+        raise not_a_string_error(argument, invalid) from None
     if "\0" in joined or not is_unicode(joined):
         invalid = next(name for name in ids if "\0" in str(name) or not is_unicode(str(name)))
         raise DataError(
-            f"{what}: expected ids without zero bytes that UTF-8 can hold, got {invalid!r}. Rename "
+            f"{argument}: expected ids without zero bytes that UTF-8 can hold, got {invalid!r}. Rename "
             "it.",
         )
 
 
-def not_a_string_error(what: str, name: object) -> TypeError:
+def not_a_string_error(argument: str, name: object) -> TypeError:
     """Return the error for an id that is not a string."""
     return TypeError(
-        f"{what}: expected strings as ids, as they are in files and indexes, got {name!r} "
+        f"{argument}: expected strings as ids, as they are in files and indexes, got {name!r} "
         f"({type(name).__name__}). Turn ids into strings: str({name!r}).",
     )

@@ -222,9 +222,9 @@ def texts_digest(texts: Mapping[str, str]) -> str:
 
     Texts in a file have their digest, and are not read again.
     """
-    known = getattr(texts, "sha256", None)
-    if isinstance(known, str):
-        return known
+    digest_of_file = getattr(texts, "sha256", None)
+    if isinstance(digest_of_file, str):
+        return digest_of_file
     digest = TextsDigest()
     for name, text in texts.items():
         digest.add(name, text)
@@ -297,9 +297,9 @@ def model_settings(model: Model) -> str:
 
 def provenance_of(texts: Mapping[str, str]) -> Provenance:
     """Return the provenance of texts, which may be :class:`tilefold.retrieval.PassageTexts`."""
-    known = getattr(texts, "provenance", None)
-    if isinstance(known, Provenance):
-        return known
+    provenance = getattr(texts, "provenance", None)
+    if isinstance(provenance, Provenance):
+        return provenance
     return Provenance(texts_sha256=texts_digest(texts))
 
 

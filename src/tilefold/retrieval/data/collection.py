@@ -199,11 +199,11 @@ class Collection:
             return read_lazily()
         return {document.id: document.contents for document in self.documents.values()}
 
-    def places(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
+    def positions_of(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
         """Return the positions of n documents in the corpus, int64 ``[n]``, -1 for an unknown id."""
         look_up: Callable[[Iterable[str]], npt.NDArray[np.int64]] | None = getattr(
             self.documents,
-            "places",
+            "positions_of",
             None,
         )
         if look_up:
@@ -227,10 +227,10 @@ class Collection:
         try:
             return self.qrels[split]
         except KeyError:
-            known = ", ".join(sorted(self.qrels)) or "none"
+            splits = ", ".join(sorted(self.qrels)) or "none"
             raise ArgumentError(
                 "split",
-                f"{self.name} has {known}, got {split!r}. Choose one of them.",
+                f"{self.name} has {splits}, got {split!r}. Choose one of them.",
             ) from None
 
     def split_queries(self, split: str) -> dict[str, str]:
@@ -450,7 +450,7 @@ def load_documents(
 def document_of_row(
     row: Json,
     where: str,
-    seen: Container[str],
+    earlier_ids: Container[str],
     fields: DocumentFields = USUAL_FIELDS,
 ) -> Document:
     """Return the document in a row, checked.
@@ -458,15 +458,15 @@ def document_of_row(
     Args:
         row: field -> value.
         where: file and line, for the error.
-        seen: ids of the documents before it.
+        earlier_ids: ids of the documents before it.
         fields: names of fields that are not the usual ones.
 
     Raises:
         DataError: missing fields, all of them in one error; an id or a text that is none, or an
-            id that is among those `seen`.
+            id that an earlier document has.
     """
     columns = _columns(row, where, fields)
-    identifier = _id(row, columns.id, where, seen)
+    identifier = _id(row, columns.id, where, earlier_ids)
     text = _string(row, columns.text, where)
     title = "" if columns.title is None else _string(row, columns.title, where, missing="")
     no_metadata = {*columns}
@@ -540,14 +540,14 @@ def _some(rows: dict[str, T], path: Path) -> dict[str, T]:
     return rows
 
 
-def _id(row: Json, field: str, where: str, seen: Container[str]) -> str:
+def _id(row: Json, field: str, where: str, earlier_ids: Container[str]) -> str:
     """Return the id in a field of a row, text or a whole number, that no earlier row has.
 
     Args:
         row: field -> value.
         field: the field with the id.
         where: file and line, for the error.
-        seen: ids of earlier rows.
+        earlier_ids: ids of earlier rows.
     """
     value = row[field]
     if isinstance(value, int) and not isinstance(value, bool):
@@ -560,7 +560,7 @@ def _id(row: Json, field: str, where: str, seen: Container[str]) -> str:
         raise DataError(
             f"{where}: {field!r} must be text that UTF-8 can hold, got {value!r}. Fix that line.",
         )
-    if value in seen:
+    if value in earlier_ids:
         raise DataError(f"{where}: {field!r} {value!r} was given before. Ids must be unique.")
     return value
 

@@ -1,7 +1,8 @@
-"""Documents that are read from their file one by one: JSON lines, or lines of an id and a text.
+"""Documents that are read from their file when they are needed.
 
-The offset of each line is kept in a cache, with 8-byte keys of ids and texts. The arrays of 8.8
-million passages take 250 MB, which are mapped into memory.
+The file has JSON lines, or lines of an id, a tab and a text. A cache has the offset of each line,
+and 8-byte keys of ids and texts. Its arrays are mapped into memory, and take 250 MB for 8.8 million
+passages.
 """
 
 from __future__ import annotations
@@ -149,19 +150,20 @@ class LazyDocuments(Mapping[str, V]):
                 "again.",
             )
 
-    def places(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
-        """Return the position of each of n ids, int64 ``[n]``.
+    def positions_of(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
+        """Return the position of each of n ids, int64 ``[n]``, and -1 for unknown ids.
 
-        The result is -1 for an unknown one.
-
-        Only keys are compared where no two ids of the file share one, so an unknown id has a
+        If no two ids of the file share a key, only keys are compared. An unknown id then has a
         position with a probability of N / 2^64.
         """
         if not self._keys_are_unique:
             positions = [self._position(name) for name in names]
-            return np.array([-1 if found is None else found for found in positions], np.int64)
+            return np.array(
+                [-1 if position is None else position for position in positions],
+                np.int64,
+            )
         keys = np.fromiter(map(id_key, names), np.uint64)
-        # in sorted order, because neighbouring keys are in one page of the mapped file
+        # Keys are looked up in sorted order, because neighbours are in one page of the mapped file.
         order = np.argsort(keys)
         ranks = np.empty(len(keys), np.int64)
         ranks[order] = np.searchsorted(self._keys, keys[order])

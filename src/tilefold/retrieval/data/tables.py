@@ -294,14 +294,17 @@ def _dataset_rows(path: Path, skip: int) -> Iterator[Row]:
         yield f"{path}, row {number}", dict(row)
 
 
-def named_columns(fields: Sequence[str], known: Mapping[str, Sequence[str]]) -> list[str | None]:
+def named_columns(
+    fields: Sequence[str],
+    names_by_column: Mapping[str, Sequence[str]],
+) -> list[str | None]:
     """Return the column that each field of a first line names, None for a field that names none.
 
     Args:
         fields: the fields of the line.
-        known: column -> names that it may have.
+        names_by_column: column -> names that it may have.
     """
-    columns = {name: column for column, names in known.items() for name in names}
+    columns = {name: column for column, names in names_by_column.items() for name in names}
     return [columns.get(field.strip().strip('"').lower()) for field in fields]
 
 
@@ -330,9 +333,11 @@ def text_columns(
     if kinds.count("_id") == kinds.count("text") == 1 and kinds.count("title") <= 1:
         return kinds
     if len(fields) > 1 and (kinds[0] == "_id" or "text" in kinds[1:]):
-        wanted = f"a row, or names of columns with one id and one text, got {fields}, which may be either"
-        remedy = "Name the columns id, title and text; remove the line; or put it below another one, if it is a row."
-        raise DataError(f"{where}: expected {wanted}. {remedy}")
+        raise DataError(
+            f"{where}: expected a row, or names of columns with one id and one text, got {fields}, "
+            "which may be either. Name the columns id, title and text; remove the line; or put it "
+            "below another one, if it is a row.",
+        )
     return None
 
 

@@ -308,7 +308,7 @@ class TrainingRows:
             DataError: if the collection lacks a query or a document, or the texts have another
                 fingerprint.
         """
-        positions = collection.places(self.documents)
+        positions = collection.positions_of(self.documents)
         for query in self.queries:
             if query not in collection.queries:
                 raise _other_collection_error("query", query, collection)
