@@ -76,7 +76,7 @@ def test_recipes_are_measured_twice_and_a_failure_is_told(
     assert recipes.main([*arguments, *places, "--max-length", "24", "--recipe", *names]) == 1
     told = capsys.readouterr().out.splitlines()
     assert sum(", start: nDCG@10" in line for line in told) == 1  # three recipes share it
-    assert sum("layers must not exceed" in line for line in told) == 2
+    assert sum("layers: must not exceed" in line for line in told) == 2
     (file,) = (tmp_path / "results").rglob("recipes.csv")
     rows = {row["recipe"]: row for row in read_csv(file)}
     assert list(rows) == ["splade-pp;batch_size=4", "splade-v2", "splade-v2;learning_rate=1e-3"]

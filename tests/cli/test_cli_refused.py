@@ -92,9 +92,9 @@ USAGE = [
     ),
     (
         "train --output m --data DATA --recipe splade-v2 --negatives no-such-file",
-        "--negatives: 'splade-v2' takes none from a file",
+        "--negatives: the recipe 'splade-v2' takes none from a file",
     ),
-    (f"{LATE} --negatives x", "--negatives: must be left out for a ColbertRecipe"),
+    (f"{LATE} --negatives x", "--negatives: the recipe 'ColbertRecipe' takes none from a file"),
     ("encode --model m --output v --split test --data DATA", "together with --queries"),
     (
         "encode --model=a --model a --output v --data DATA",

@@ -262,7 +262,7 @@ def test_a_side_can_keep_the_lowest_layers_alone(tmp_path: Path, kind: str) -> N
     reloaded(model, tmp_path / "saved")
     refused(
         ValueError,
-        "layers must not exceed the model's 2",
+        "layers: must not exceed the model's 2",
         built,
         str(base),
         MlmSpec(layers=3),

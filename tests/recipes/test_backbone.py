@@ -77,7 +77,7 @@ def test_a_bias_by_term_leaves_every_term_active_at_few_first_tokens() -> None:
         )
     # Cantelli's inequality holds for any sample: no more than 1 / (1 + k^2) of it lies k deviations
     # above its mean.
-    assert 0 < active.max() <= 1 / (1 + backbone.DEVIATIONS**2)
+    assert 0 < active.max() <= 1 / (1 + backbone.FIRST_TOKEN_DEVIATIONS**2)
     assert len(model[0].model.cls.predictions.bias.unique()) > 10_000
 
 
@@ -120,21 +120,26 @@ def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone(
 
 def test_wrong_arguments_are_named(tokenizer: Any, tmp_path: Path) -> None:
     build = partial(backbone.minilm_splade, MODULES)
-    refused(ValueError, "at least one text, got an empty list", backbone.minilm_splade, [])
-    refused(TypeError, "sample_texts: .*got one string", backbone.minilm_splade, "one text")
-    refused(ValueError, "percentile must be a number in", build, percentile=100)
-    refused(ValueError, "max_length must be", build, max_length=2)
-    refused(ValueError, "max_length must be", build, max_length=1024)
-    refused(ValueError, "layers must not exceed the model's 6, got 7", build, layers=7)
     refused(
         ValueError,
-        "layers must be a whole number of at least 1 or None, got -1",
+        "at least one text, which sets the decoder bias, got an empty",
+        backbone.minilm_splade,
+        [],
+    )
+    refused(TypeError, "sample_texts: .*got one string", backbone.minilm_splade, "one text")
+    refused(ValueError, "percentile: expected a number in", build, percentile=100)
+    refused(ValueError, "max_length: must be", build, max_length=2)
+    refused(ValueError, "max_length: must be", build, max_length=1024)
+    refused(ValueError, "layers: must not exceed the model's 6, got 7", build, layers=7)
+    refused(
+        ValueError,
+        "layers: expected a whole number of at least 1 or None, got -1",
         build,
         layers=-1,
     )
     make = partial(fresh_masked_lm, tokenizer, tmp_path)
     refused(ValueError, r"width must be a multiple of heads \(5\), got 16", make, width=16, heads=5)
-    refused(ValueError, "layers must be a whole number of at least 1, got 0", make, layers=0)
+    refused(ValueError, "layers: expected a whole number of at least 1, got 0", make, layers=0)
     bare = copy.deepcopy(tokenizer)
     bare.mask_token = None
     refused(

@@ -211,7 +211,7 @@ def test_a_split_that_is_missing_is_refused_before_a_model_is_loaded(
     )
     assert run_cli(*command, "--patience", "2") == 2
     assert "--patience goes together with --evaluate-steps" in capsys.readouterr().err
-    assert run_cli(*command, "--evaluate-steps", "1", "--evaluate-split", "x") == 1
+    assert run_cli(*command, "--evaluate-steps", "1", "--evaluate-split", "x") == 2
     assert "--evaluate-split: expected pairs of 'x'" in capsys.readouterr().err
     assert run_cli(*command, "--evaluate-steps", "1", "--json") == 0
     best = next(row for row in json.loads(capsys.readouterr().out)["evaluations"] if row["kept"])

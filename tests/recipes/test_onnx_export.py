@@ -85,7 +85,7 @@ def test_eight_bits_and_top_k(places: dict[str, Path]) -> None:
     )
     assert (
         float(torch.cosine_similarity(vectors(stock), vectors(graph)).min())
-        >= onnx_export.LEAST_COSINE
+        >= onnx_export.MIN_COSINE
     )
     assert not torch.equal(vectors(stock), vectors(graph))
     assert model_fingerprint(graph) != model_fingerprint(

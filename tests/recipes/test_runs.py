@@ -542,7 +542,7 @@ def test_what_cannot_be_trained_is_refused(
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert train(replace(recipe, max_steps=1), collection, folder).steps == 1
-    told = "frozen_layers must not exceed the model's 2 layers, got 3"
+    told = "frozen_layers: must not exceed the model's 2 layers, got 3"
     refused(
         ValueError,
         told,

@@ -98,7 +98,7 @@ class RowStream:
         self._order = self._shuffled_rows()
 
     def take(self, size: int, carried: Sequence[Row] = ()) -> list[Row]:
-        """Draw rows of which no two share a text.
+        """Draw rows that share no text with each other.
 
         Fewer than `size` rows mean that every other row shares a text with one of them or, if the
         rows do not repeat, that no other row is left.

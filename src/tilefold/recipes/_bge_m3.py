@@ -13,7 +13,7 @@ from tilefold.recipes._masked_encoders import load_transformer
 from tilefold.recipes.loading import seeded
 
 HEAD_FILES = ("sparse_linear.safetensors", "sparse_linear.pt")
-"""Files with the sparse head, next to BGE-M3's weights; the first one that exists is read."""
+"""Files with the sparse head, next to BGE-M3's weights; the first existing one is read."""
 UNWEIGHTED_TOKENS = ("cls", "sep", "bos", "eos", "pad", "unk")
 NEW_HEAD_WEIGHT_FACTOR = 0.1  # on the random weights of a new head
 

@@ -71,7 +71,7 @@ def _summary_table(
 ) -> str:
     """Return a Markdown table of what was trained, on what, and with which result.
 
-    Args are those of :func:`describe`. Rows without a value are left out.
+    The arguments are described in :func:`describe`. Rows without a value are left out.
     """
     name = getattr(recipe, "name", type(recipe).__name__)
     last_log = _last_log(history, result.kept_step or result.steps)
@@ -126,8 +126,8 @@ def _evaluations(result: Any) -> str:
     """Return nDCG@10 of each evaluation of a :class:`TrainResult`, and which step was kept."""
     texts = []
     for row in result.evaluations:
-        kept = " (kept)" if row["kept"] else ""
-        texts.append(f"{row['nDCG@10']:.4f} at step {row['step']:,}{kept}")
+        marker = " (kept)" if row["kept"] else ""
+        texts.append(f"{row['nDCG@10']:.4f} at step {row['step']:,}{marker}")
     return ", ".join(texts)
 
 

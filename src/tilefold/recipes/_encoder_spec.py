@@ -73,7 +73,7 @@ class EncoderSpec(Settings, ABC):
 
     @abstractmethod
     def build(self, base: Base) -> list[Module]:
-        """Build the modules of the encoder, of which the last one returns sparse vectors."""
+        """Build the modules of the encoder; the last one returns sparse vectors."""
 
     def build_model(self, base: Base, device: str | None = None) -> SparseEncoder:
         """Build a model that encodes queries and documents with this encoder.

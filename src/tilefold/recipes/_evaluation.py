@@ -1,13 +1,11 @@
-"""The stock evaluator of a model while it trains: queries of a split, and a sample of the documents
-that stays.
-"""
+"""Evaluation of a model while it trains, over a sample of documents that stays the same."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from tilefold._internal.arguments import ArgumentError
 from tilefold.recipes._settings import TrainingSettings
@@ -15,82 +13,209 @@ from tilefold.retrieval.common.identical_ids import ignores_identical_ids
 from tilefold.retrieval.common.provenance import texts_digest
 from tilefold.retrieval.data.collection import Collection
 
+DEFAULT_DOCUMENTS = 10_000  # searched documents of a recipe that names no number
+CUT_OFF = 10  # hits that the measures read
+MAX_SCORES = 2**26  # scores of queries and documents in memory at a time
+MAX_CHUNK_SIZE = 1000  # documents that are encoded and searched at a time
 
-def choose(recipe: TrainingSettings, collection: Collection) -> tuple[Any, str, str]:
-    """The evaluator of a recipe, None without ``evaluate_steps``; what it reads, in words; and its
-    digests.
+
+class Evaluation(NamedTuple):
+    """Evaluation of a model while it trains.
+
+    Attributes:
+        evaluator: evaluator of sentence-transformers; ``None`` for no evaluation.
+        description: split, and numbers of queries and documents, in words.
+        digest: digest of queries, documents and judgements.
+    """
+
+    evaluator: Any = None
+    description: str = ""
+    digest: str = ""
+
+
+def choose(recipe: TrainingSettings, collection: Collection) -> Evaluation:
+    """Create the evaluation of a recipe.
+
+    Documents are all judged ones of the split, and others that the recipe's seed draws.
+
+    Args:
+        recipe: the recipe, whose evaluator is ``None`` without ``evaluate_steps``.
+        collection: collection with judgements of the split.
+
+    Raises:
+        ValueError: if the split has no pairs.
     """
     if recipe.evaluate_steps is None or recipe.max_steps == 0:
-        return None, "", ""
-    others = sorted({*collection.qrels} - {"train", "test"})
-    split = recipe.evaluate_split or ("dev" if "dev" in others or len(others) != 1 else others[0])
+        return Evaluation()
+    split = recipe.evaluate_split or _default_split(collection)
+    relevant = _relevant_documents(collection, split)
+    queries = {query_id: collection.queries[query_id] for query_id in relevant}
+    n_documents = recipe.evaluate_documents or DEFAULT_DOCUMENTS
+    documents = _sample_documents(collection, split, n_documents, recipe.seed)
+    evaluator_class = _evaluator_class(late=recipe.late)
+    description = f"{len(queries):,} queries, {len(documents):,} documents"
+    judgements = {query_id: repr(sorted(names)) for query_id, names in relevant.items()}
+    digest = texts_digest(queries) + texts_digest(documents) + texts_digest(judgements)
+    n_own_entries = _count_own_entries(collection, queries, documents)
+    if n_own_entries and _judges_other_documents(collection, relevant):
+        evaluator_class = _ignoring_identical_ids(
+            evaluator_class,
+            collection.whole_document_of,
+            max_own_hits=max(n_own_entries.values()),
+        )
+        description += f", hits with the query's own id ignored for {len(n_own_entries):,} queries"
+        digest += "without identical ids"
+    evaluator = evaluator_class(
+        queries,
+        documents,
+        relevant,
+        corpus_chunk_size=max(1, min(MAX_CHUNK_SIZE, MAX_SCORES // len(queries))),
+        accuracy_at_k=[CUT_OFF],
+        precision_recall_at_k=[CUT_OFF],
+        map_at_k=[CUT_OFF],
+        name=split,
+        write_csv=False,
+    )
+    return Evaluation(evaluator, f"{split} ({description})", digest)
+
+
+def _default_split(collection: Collection) -> str:
+    """Return ``"dev"``, or the only split other than train and test."""
+    splits = sorted({*collection.qrels} - {"train", "test"})
+    if len(splits) == 1:
+        return splits[0]
+    return "dev"
+
+
+def _relevant_documents(collection: Collection, split: str) -> dict[str, set[str]]:
+    """Return the ids of the relevant documents of each query of a split.
+
+    Raises:
+        ValueError: if the split has no pairs.
+    """
     relevant: dict[str, set[str]] = {}
-    for query, document in collection.pairs(split) if split in collection.qrels else ():
-        relevant.setdefault(query, set()).add(document)
+    if split in collection.qrels:
+        for query_id, document_id in collection.pairs(split):
+            relevant.setdefault(query_id, set()).add(document_id)
     if not relevant:
-        got = ", ".join(sorted(collection.qrels)) or "none"
-        remedy = "Add positive judgements to its folder, as qrels/dev.tsv, or name another split."
+        splits = ", ".join(sorted(collection.qrels)) or "none"
         raise ArgumentError(
             "evaluate_split",
-            f"expected pairs of {split!r} in {collection.name!r}, got {got}. {remedy}",
+            f"expected pairs of {split!r} in {collection.name!r}, got {splits}. Add positive "
+            "judgements to its folder, as qrels/dev.tsv, or name another split.",
         )
+    return relevant
+
+
+def _sample_documents(
+    collection: Collection,
+    split: str,
+    n_documents: int,
+    seed: int,
+) -> dict[str, str]:
+    """Return the judged documents of a split, and drawn ones up to a number of documents.
+
+    Args:
+        collection: the collection.
+        split: the split.
+        n_documents: number of documents, if fewer are judged.
+        seed: seed of the draws.
+
+    Returns:
+        Id -> text.
+    """
+    judged_ids = dict.fromkeys(
+        document_id for grades in collection.qrels[split].values() for document_id in grades
+    )
+    contents = collection.contents()
+    n_others = max(0, n_documents - len(judged_ids))
+    # Judged documents among those that are drawn are left out, so that many more are drawn.
+    n_draws = min(len(contents), n_others + len(judged_ids))
+    generator = random.Random(seed)  # noqa: S311 - reproducible, no secret
+    positions = generator.sample(range(len(contents)), n_draws)
+    documents = {document_id: contents[document_id] for document_id in judged_ids}
+    others = [
+        (document_id, text)
+        for document_id, text in _documents_at(contents, positions)
+        if document_id not in judged_ids
+    ]
+    documents.update(others[:n_others])
+    return documents
+
+
+def _documents_at(
+    contents: Mapping[str, str],
+    positions: Iterable[int],
+) -> Iterable[tuple[str, str]]:
+    """Return the ids and texts of documents at positions.
+
+    Args:
+        contents: id -> text, in memory or in a file that reads single documents (``pair``).
+        positions: positions of the documents.
+    """
+    read_pair = getattr(contents, "pair", None)
+    if read_pair is not None:
+        return map(read_pair, positions)
+    pairs = list(contents.items())
+    return [pairs[position] for position in positions]
+
+
+def _evaluator_class(*, late: bool) -> Any:
+    """Return the class of sentence-transformers that evaluates retrieval.
+
+    Args:
+        late: whether the model computes token vectors.
+    """
     from sentence_transformers.multi_vector_encoder.evaluation import (
         MultiVectorInformationRetrievalEvaluator,
     )
     from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
 
-    judged = dict.fromkeys(name for grades in collection.qrels[split].values() for name in grades)
-    contents, chance = collection.contents(), random.Random(recipe.seed)  # noqa: S311 - reproducible, no secret
-    count = max(0, (recipe.evaluate_documents or 10_000) - len(judged))
-    pair: Callable[[int], tuple[str, str]] = (
-        getattr(contents, "pair", None) or list(contents.items()).__getitem__
-    )
-    drawn = map(pair, chance.sample(range(len(contents)), min(len(contents), count + len(judged))))
-    rest = [(name, text) for name, text in drawn if name not in judged]
-    queries = {query: collection.queries[query] for query in relevant}
-    documents = {name: contents[name] for name in judged} | dict(rest[:count])
-    evaluator_class: Any = (
-        MultiVectorInformationRetrievalEvaluator
-        if recipe.late
-        else SparseInformationRetrievalEvaluator
-    )
-    # Entries of the sample by whole document, which may have several passages among them.
+    if late:
+        return MultiVectorInformationRetrievalEvaluator
+    return SparseInformationRetrievalEvaluator
+
+
+def _count_own_entries(
+    collection: Collection,
+    queries: Iterable[str],
+    documents: Iterable[str],
+) -> dict[str, int]:
+    """Count the documents that have the id of a query, or are passages of such a document.
+
+    Args:
+        collection: knows the whole document of a passage.
+        queries: ids of the queries.
+        documents: ids of the sampled documents.
+
+    Returns:
+        Query id -> number of documents, for queries that have any.
+    """
     entry_counts = Counter(map(collection.whole_document_of, documents))
-    own_entry_counts = {query: entry_counts[query] for query in queries if query in entry_counts}
-    relevant_documents = {
-        query: {collection.whole_document_of(name): 1 for name in names}
-        for query, names in relevant.items()
+    return {query_id: entry_counts[query_id] for query_id in queries if query_id in entry_counts}
+
+
+def _judges_other_documents(
+    collection: Collection,
+    relevant: Mapping[str, Iterable[str]],
+) -> bool:
+    """Return whether no query is relevant to its own id, so that hits of that id are ignored.
+
+    Args:
+        collection: knows the whole document of a passage.
+        relevant: query id -> ids of its relevant documents.
+    """
+    judgements = {
+        query_id: {collection.whole_document_of(document_id): 1 for document_id in document_ids}
+        for query_id, document_ids in relevant.items()
     }
-    ignoring = bool(own_entry_counts) and ignores_identical_ids(relevant_documents)
-    if ignoring:
-        evaluator_class = _ignoring_identical_ids(
-            evaluator_class,
-            collection.whole_document_of,
-            n_more=max(own_entry_counts.values()),
-        )
-    evaluator = evaluator_class(
-        *(queries, documents, relevant),
-        corpus_chunk_size=max(
-            1,
-            min(1000, 2**26 // len(queries)),
-        ),  # of the scores in memory at a time
-        **{name: [10] for name in ("accuracy_at_k", "precision_recall_at_k", "map_at_k")},
-        name=split,
-        write_csv=False,
-    )
-    sizes = f"{len(queries):,} queries, {len(documents):,} documents"
-    judgements = {query: repr(sorted(names)) for query, names in relevant.items()}
-    digests = "".join(map(texts_digest, (queries, documents, judgements)))
-    if ignoring:
-        sizes += f", hits with the query's own id ignored for {len(own_entry_counts):,} queries"
-        digests += "without identical ids"
-    return evaluator, f"{split} ({sizes})", digests
+    return ignores_identical_ids(judgements)
 
 
 def _ignoring_identical_ids(
     evaluator_class: Any,
     whole_document_of: Callable[[str], str],
-    n_more: int,
+    max_own_hits: int,
 ) -> Any:
     """Return a class of evaluators that leaves out hits of the query's own document, as BEIR does.
 
@@ -99,14 +224,19 @@ def _ignoring_identical_ids(
 
     Args:
         evaluator_class: the class of stock evaluators.
-        whole_document_of: id of the document of a hit, which may be a passage.
-        n_more: the most hits that a query's own document can have.
+        whole_document_of: returns the id of the document of a hit, which may be a passage.
+        max_own_hits: the most hits that a query's own document can have.
     """
 
-    class Ignoring(evaluator_class):
+    class EvaluatorIgnoringIdenticalIds(evaluator_class):
+        """Evaluator that collects more hits than it measures, and leaves out some."""
+
         map_at_k: list[int]
 
         def __call__(self, *args: Any, **options: Any) -> Any:
+            """Evaluate a model, with a larger cut-off while hits are collected."""
+            # The stock class collects as many hits as the largest cut-off. A larger cut-off makes
+            # up for the hits that are left out.
             self._map_at_k = self.map_at_k
             cut_offs = (
                 self.accuracy_at_k,
@@ -115,21 +245,24 @@ def _ignoring_identical_ids(
                 self.ndcg_at_k,
                 self.map_at_k,
             )
-            deepest = max(max(values) for values in cut_offs)
-            self.map_at_k = [*self.map_at_k, deepest + n_more]  # collects so many hits
+            largest = max(max(values) for values in cut_offs)
+            self.map_at_k = [*self.map_at_k, largest + max_own_hits]
             try:
                 return super().__call__(*args, **options)
             finally:
                 self.map_at_k = self._map_at_k
 
         def compute_metrics(self, queries_result_list: list[Any]) -> Any:
+            """Compute the measures of the hits without the query's own document."""
             self.map_at_k = self._map_at_k
-            others = [
-                [hit for hit in hits if whole_document_of(hit["corpus_id"]) != query]
-                for query, hits in zip(self.queries_ids, queries_result_list, strict=True)
-            ]
-            return super().compute_metrics(others)
+            hits_of_others = []
+            for query_id, hits in zip(self.queries_ids, queries_result_list, strict=True):
+                hits_of_others.append(
+                    [hit for hit in hits if whole_document_of(hit["corpus_id"]) != query_id],
+                )
+            return super().compute_metrics(hits_of_others)
 
     for attribute in ("__name__", "__qualname__", "__module__"):
-        setattr(Ignoring, attribute, getattr(evaluator_class, attribute))
-    return Ignoring
+        value = getattr(evaluator_class, attribute)
+        setattr(EvaluatorIgnoringIdenticalIds, attribute, value)
+    return EvaluatorIgnoringIdenticalIds

@@ -213,6 +213,7 @@ class PairsWithNegatives:
         *,
         scored: bool,
     ) -> None:
+        """Find the negatives of each pair, and leave out pairs without any."""
         group_of_query = {query_id: group for group, query_id in enumerate(rows.queries)}
         # position of each pair's query among the queries of the mined rows, or -1
         groups = np.array([group_of_query.get(name, -1) for name in pairs.query_ids], np.int64)
@@ -227,19 +228,19 @@ class PairsWithNegatives:
         usable = n_negatives > 0
         if scored:
             usable &= positive_rows >= 0
-        kept = np.flatnonzero(usable)
+        usable_pairs = np.flatnonzero(usable)
         self.pairs = Pairs(
-            [pairs.query_ids[pair] for pair in kept],
-            pairs.queries[kept],
-            pairs.documents[kept],
+            [pairs.query_ids[pair] for pair in usable_pairs],
+            pairs.queries[usable_pairs],
+            pairs.documents[usable_pairs],
         )
         self._positions = positions
         self._document_of_row = rows.document
         self._scores = rows.target if scored else None
-        self._positive_rows = positive_rows[kept]
+        self._positive_rows = positive_rows[usable_pairs]
         self._negative_rows = np.flatnonzero(is_negative)
-        self._first_negative = n_negatives_before[groups[kept]]  # in _negative_rows
-        self._n_negatives = n_negatives[kept]
+        self._first_negative = n_negatives_before[groups[usable_pairs]]  # in _negative_rows
+        self._n_negatives = n_negatives[usable_pairs]
 
     def columns(self, n_negatives: int, n_draws: int, seed: int) -> dict[str, npt.NDArray[Any]]:
         """Return training rows with drawn negatives.
@@ -273,7 +274,7 @@ class PairsWithNegatives:
 
 
 def _check_relevant(rows: TrainingRows, groups: Positions, positive_rows: Positions) -> None:
-    """Refuse rows whose relevant documents are mostly not those of the training split.
+    """Refuse rows that mostly mark other documents as relevant than the training split.
 
     Such a file is often a run, in which every retrieved document is marked as relevant.
 
@@ -312,7 +313,7 @@ def _find_positive_rows(
     row of its query.
 
     Args:
-        rows: mined rows, those of a query one after another.
+        rows: mined rows, grouped by query.
         groups: query ``[P]`` of each pair in `rows`, or -1.
         positions: position ``[D]`` in the collection of each document of `rows`.
         relevant: position ``[P]`` of each pair's relevant document in the collection.

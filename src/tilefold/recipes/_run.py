@@ -1,12 +1,10 @@
-"""The files of a training run: complete checkpoints, and a model that is moved into place
-atomically.
-"""
+"""The files of a training run: checkpoints, and a model that appears atomically when it is done."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,134 +21,205 @@ from tilefold._internal.files import (
 from tilefold._internal.typing import Model
 from tilefold.recipes._card import extend_card
 
-RECORD = "tilefold_training.json"
-WHOLE = "tilefold_whole.json"
+RECORD_FILE = "tilefold_training.json"
+"""File with the settings of a run, and with its result in a finished model."""
+COMPLETE_FILE = "tilefold_whole.json"
+"""File that is written into a checkpoint last: a checkpoint without it is not complete."""
 NDCG = "nDCG@10"
-LOG, PLOT = "training_log.jsonl", "training.png"
+LOG = "training_log.jsonl"
+PLOT = "training.png"
+PANEL_INCHES = (7, 3.5)  # width and height of a panel of the plot
+RUN_FIELDS = ("save_steps", "save_minutes", "log_steps")
+"""Fields of a recipe that do not change the model; a run may be resumed with other values."""
 Record = Mapping[str, Any]
 
 
 class Losses(NamedTuple):
-    """Means over the steps since the last log: the loss, and its parts where it has some."""
+    """Mean losses of the steps since the last log, and the evaluations until then.
 
-    loss: float  # the ranking loss plus the weighted penalties, whose weights rise at first
+    Attributes:
+        loss: the ranking loss plus the weighted penalties, whose weights rise at first.
+        ranking: the ranking loss; ``None`` if it was not logged.
+        penalties: sum of the weighted penalties of queries and documents; ``None`` without any.
+        ndcg: nDCG@10 of the last evaluation; ``None`` before it.
+        best: nDCG@10 and step of the best evaluation; ``None`` before it.
+    """
+
+    loss: float
     ranking: float | None = None
-    penalties: float | None = None  # of queries and documents together
-    ndcg: float | None = None  # nDCG@10 of the last evaluation
-    best: tuple[float, int] | None = None  # nDCG@10 and step of the best one
+    penalties: float | None = None
+    ndcg: float | None = None
+    best: tuple[float, int] | None = None
 
     def __str__(self) -> str:
-        parts = (
-            ""
-            if self.penalties is None
-            else f" (ranking {self.ranking:.3f}, penalties {self.penalties:.3f})"
-        )
-        best = "" if self.best is None else f" (best {self.best[0]:.3f} at step {self.best[1]:,})"
-        return f"loss {self.loss:.3f}{parts}" + (
-            "" if self.ndcg is None else f", {NDCG} {self.ndcg:.3f}{best}"
-        )
+        text = f"loss {self.loss:.3f}"
+        if self.penalties is not None:
+            text += f" (ranking {self.ranking:.3f}, penalties {self.penalties:.3f})"
+        if self.ndcg is not None:
+            text += f", {NDCG} {self.ndcg:.3f}"
+            if self.best is not None:
+                best_ndcg, best_step = self.best
+                text += f" (best {best_ndcg:.3f} at step {best_step:,})"
+        return text
 
 
 Progress = Callable[[int, int, "Losses | None"], None]
+"""Function of the step, the number of all steps and the last losses, called after every step."""
+
+
+class ResumePoint(NamedTuple):
+    """Where a call of ``train`` begins.
+
+    Attributes:
+        checkpoint: folder of the newest complete checkpoint; ``None`` for a new run.
+        step: step of the checkpoint, 0 for a new run.
+        full_batches: whether short batches are filled.
+    """
+
+    checkpoint: Path | None
+    step: int
+    full_batches: bool
 
 
 class TrainingRun:
-    """The folders of a run: ``<output_dir>`` when done, ``<output_dir>.training`` until then."""
+    """The folders of a run: ``<output_dir>`` when done, ``<output_dir>.training`` until then.
+
+    Args:
+        output_dir: folder of the finished model.
+        recipe: fields of the recipe.
+        data: digest of the training data.
+
+    Attributes:
+        work_dir: folder of the checkpoints.
+        settings: the recipe and the digest of the data, which a resumed run must share.
+        checkpoint: checkpoint that this call resumes from, or ``None``.
+        resumed_from: step of that checkpoint, or 0.
+        full_batches: whether short batches are filled, which several ranks need.
+        history: rows of the log.
+    """
 
     def __init__(self, output_dir: Path, recipe: Record, data: str) -> None:
-        self.output_dir, self.work_dir = output_dir, work_folder(output_dir)
+        self.output_dir = output_dir
+        self.work_dir = work_folder(output_dir)
         self.settings: dict[str, Any] = {"recipe": recipe, "data": data}
         self.checkpoint: Path | None = None
         self.resumed_from = 0
-        self.full_batches = False  # whether short ones are filled, as several ranks need it
-        self.history: list[dict[str, float]] = []  # what was logged, a row for each time
+        self.full_batches = False
+        self.history: list[dict[str, float]] = []
 
     def finished(self, *, overwrite: bool, resume: bool) -> dict[str, Any] | None:
-        """The result of a finished run in this folder, if it has the same recipe and data."""
-        if not self.output_dir.exists() or (
-            self.output_dir.is_dir() and not any(self.output_dir.iterdir())
-        ):
+        """Return the result of a finished run with the same recipe and data.
+
+        Args:
+            overwrite: whether a model of other settings may be replaced.
+            resume: whether a finished run is returned; otherwise it must be overwritten.
+
+        Returns:
+            The result; ``None`` if the run has yet to be done.
+
+        Raises:
+            FileExistsError: if the folder holds anything else, and `overwrite` does not allow it to
+                be replaced.
+        """
+        if not self.output_dir.exists():
             return None
-        if (record := read_json(self.output_dir / RECORD)) is None:
-            held = "exists and holds no model that tilefold trained; choose another one."
-            raise FileExistsError(f"{self.output_dir} {held}")
-        if resume and not self._difference(record):
-            left = read_json(self.work_dir / RECORD)
-            if left is not None and not self._difference(
-                left,
-            ):  # interrupted after the model was in place
-                shutil.rmtree(self.work_dir)
+        if self.output_dir.is_dir() and not any(self.output_dir.iterdir()):
+            return None
+        record = read_json(self.output_dir / RECORD_FILE)
+        if record is None:
+            raise FileExistsError(
+                f"{self.output_dir} exists and holds no model that tilefold trained; choose "
+                "another one.",
+            )
+        difference = self._difference(record)
+        if resume and not difference:
+            self._remove_leftover_checkpoints()
             result = record.get("result")
             return result if isinstance(result, dict) else None
         if overwrite:
             return None
-        remedy = "choose another one, or replace it (overwrite=True or --overwrite)."
-        got = f"a model of other settings ({self._difference(record)})"
-        raise FileExistsError(f"{self.output_dir} holds {got}; {remedy}")
+        raise FileExistsError(
+            f"{self.output_dir} holds a model of other settings ({difference}); choose another "
+            "one, or replace it (overwrite=True or --overwrite).",
+        )
 
-    def open(self, *, resume: bool, full_batches: bool) -> tuple[Path | None, int, bool]:
-        """Prepare the work folder.
+    def _remove_leftover_checkpoints(self) -> None:
+        """Remove the checkpoints of a run that was interrupted after its model was in place."""
+        record = read_json(self.work_dir / RECORD_FILE)
+        if record is not None and not self._difference(record):
+            shutil.rmtree(self.work_dir)
 
-        A run goes on with the batches that it began with, whatever the number of ranks; only from
-        one to several ranks may short batches become full. The number of steps of an epoch is the
-        same for both.
+    def open(self, *, resume: bool, full_batches: bool) -> ResumePoint:
+        """Lock the work folder, and remove what cannot be resumed from it.
+
+        A resumed run keeps the kind of batches that it began with, whatever the number of ranks.
+        Short batches may only become full when one rank becomes several. The number of steps of an
+        epoch is the same for both.
 
         Args:
-            resume: whether to go on from a checkpoint.
+            resume: whether to resume from a checkpoint.
             full_batches: whether this call needs full batches.
 
-        Returns:
-            The newest complete checkpoint, its step, and whether short batches are filled.
+        Raises:
+            ValueError: if the checkpoints belong to a run with other settings.
         """
         self._lock = lock_folder(self.work_dir)
-        left = read_json(self.work_dir / RECORD)
-        found = complete_checkpoints(self.work_dir) if resume else {}
-        if found and left is not None:
-            if self._difference(left):
-                got = f"an interrupted run with other settings ({self._difference(left)})"
-                remedy = "or discard it with resume=False (--fresh)."
+        record = read_json(self.work_dir / RECORD_FILE)
+        checkpoints = complete_checkpoints(self.work_dir) if resume else {}
+        began_with_full_batches = False
+        if checkpoints and record is not None:
+            difference = self._difference(record)
+            if difference:
                 raise ValueError(
-                    f"{self.work_dir} holds {got}; go on with the same settings, {remedy}",
+                    f"{self.work_dir} holds an interrupted run with other settings ({difference}); "
+                    "go on with the same settings, or discard it with resume=False (--fresh).",
                 )
-            self.resumed_from, self.checkpoint = max(found.items())
-        self.full_batches = full_batches or bool(
-            self.checkpoint and left and left.get("full_batches"),
-        )
-        for entry in self.work_dir.iterdir():
-            if entry.is_dir() and entry not in found.values():
-                shutil.rmtree(entry)
-            elif entry.is_file() and entry.name != LOCK and not found:
-                entry.unlink()
-        if not found:
-            write_json(
-                self.work_dir / RECORD,
-                {"settings": self.settings, "full_batches": self.full_batches},
-            )
-        return self.checkpoint, self.resumed_from, self.full_batches
+            self.resumed_from, self.checkpoint = max(checkpoints.items())
+            began_with_full_batches = bool(record.get("full_batches"))
+        self.full_batches = full_batches or began_with_full_batches
+        self._remove_incomplete(checkpoints)
+        if not checkpoints:
+            new_record = {"settings": self.settings, "full_batches": self.full_batches}
+            write_json(self.work_dir / RECORD_FILE, new_record)
+        return ResumePoint(self.checkpoint, self.resumed_from, self.full_batches)
 
-    def finish(self, model: Model, result: Record, told: str = "") -> None:
-        """Save `model`, a card with what is `told`, log and plot in a temporary folder, and move
-        that into place.
+    def _remove_incomplete(self, checkpoints: Mapping[int, Path]) -> None:
+        """Remove folders other than complete checkpoints, and all files if there are none.
+
+        Args:
+            checkpoints: step -> folder of the complete checkpoints.
         """
-        made = self.work_dir / "model"
-        if made.exists():
-            shutil.rmtree(made)
-        model.save_pretrained(str(made))
-        extend_card(made / "README.md", told)
+        for entry in self.work_dir.iterdir():
+            if entry.is_dir() and entry not in checkpoints.values():
+                shutil.rmtree(entry)
+            elif entry.is_file() and entry.name != LOCK and not checkpoints:
+                entry.unlink()
+
+    def finish(self, model: Model, result: Record, card: str = "") -> None:
+        """Save a model with its card, log and plot, and move it into place atomically.
+
+        Args:
+            model: the trained model.
+            result: fields of the :class:`TrainResult`.
+            card: Markdown section on the training for the model's card.
+        """
+        model_dir = self.work_dir / "model"
+        if model_dir.exists():
+            shutil.rmtree(model_dir)
+        model.save_pretrained(str(model_dir))
+        extend_card(model_dir / "README.md", card)
         if self.history:
-            (made / LOG).write_text(
-                "".join(json.dumps(row) + "\n" for row in self.history),
-                encoding="utf-8",
-            )
-            with suppress(ImportError):  # of matplotlib
-                draw(self.history, made / PLOT)
-        write_json(made / RECORD, {"settings": self.settings, "result": result})
-        swap_directory(made, self.output_dir)
+            lines = [json.dumps(row) + "\n" for row in self.history]
+            (model_dir / LOG).write_text("".join(lines), encoding="utf-8")
+            with suppress(ImportError):  # matplotlib is optional
+                draw(self.history, model_dir / PLOT)
+        write_json(model_dir / RECORD_FILE, {"settings": self.settings, "result": result})
+        swap_directory(model_dir, self.output_dir)
         shutil.rmtree(self.work_dir)
         unlock_folder(self._lock)
 
     def close(self) -> None:
-        """Drop a work folder that training never began in."""
+        """Unlock the work folder, and remove it if no checkpoint is resumed from."""
         try:
             if self.checkpoint is None:
                 shutil.rmtree(self.work_dir)
@@ -158,76 +227,96 @@ class TrainingRun:
             unlock_folder(self._lock)
 
     def _difference(self, record: Record) -> str:
-        """Names of the settings in which a record differs from this run's; empty if it does not."""
-        theirs, ours = record.get("settings"), self.settings
-        if not isinstance(theirs, dict) or not isinstance(theirs.get("recipe"), dict):
+        """Describe in which settings a stored run differs from this one.
+
+        Args:
+            record: content of the file with the settings of the stored run.
+
+        Returns:
+            ``"differs in <fields>"``; empty if the settings are equal.
+        """
+        settings = record.get("settings")
+        if not isinstance(settings, dict) or not isinstance(settings.get("recipe"), dict):
             return "unreadable record"
-        fields, own = _training(theirs["recipe"]), _training(ours["recipe"])
-        names = sorted(name for name in {*fields, *own} if fields.get(name) != own.get(name))
-        if theirs.get("data") != ours["data"]:
+        stored_fields = _fields_of_model(settings["recipe"])
+        own_fields = _fields_of_model(self.settings["recipe"])
+        names = sorted(
+            name
+            for name in {*stored_fields, *own_fields}
+            if stored_fields.get(name) != own_fields.get(name)
+        )
+        if settings.get("data") != self.settings["data"]:
             names.append("training data")
         return "differs in " + ", ".join(names) if names else ""
 
 
-def _training(recipe: Record) -> Record:
-    """The fields that change the model."""
-    return {
-        name: value
-        for name, value in recipe.items()
-        if name not in ("save_steps", "save_minutes", "log_steps")
-    }
+def _fields_of_model(recipe: Record) -> Record:
+    """Return the fields of a recipe that change the model."""
+    return {name: value for name, value in recipe.items() if name not in RUN_FIELDS}
 
 
-def draw(history: list[dict[str, float]], picture: Path) -> None:
-    """Plot a log: losses and weighted penalties over the steps; below, if counted, the terms of a
-    vector, and nDCG.
+def draw(history: Sequence[Mapping[str, float]], picture: Path) -> None:
+    """Plot the log of a training over its steps.
+
+    The panels, from top to bottom, show losses and weighted penalties, active terms, and nDCG@10.
+    A panel without values is left out.
+
+    Args:
+        history: rows of the log, with the step and the values that were logged.
+        picture: file that is written.
     """
-    names = dict.fromkeys(name for row in history for name in row)
-    groups = [
-        [name for name in names if name.endswith(ends)]
-        for ends in ("loss", "penalty", "_active_terms", NDCG)
-    ]
-    panels = [part for part in (groups[0] + groups[1], *groups[2:]) if part]
-    figure = new_figure((7, 3.5 * len(panels)))
-    for axes, lines in zip(
-        figure.subplots(len(panels), 1, squeeze=False).flat,
-        panels,
-        strict=True,
-    ):
-        for name in lines:
-            points = [(row["step"], row[name]) for row in history if name in row]
+    names = list(dict.fromkeys(name for row in history for name in row))
+    losses = [name for name in names if name.endswith("loss")]
+    penalties = [name for name in names if name.endswith("penalty")]
+    active_terms = [name for name in names if name.endswith("_active_terms")]
+    evaluations = [name for name in names if name.endswith(NDCG)]
+    panels = [panel for panel in (losses + penalties, active_terms, evaluations) if panel]
+    width, height = PANEL_INCHES
+    figure = new_figure((width, height * len(panels)))
+    all_axes = figure.subplots(len(panels), 1, squeeze=False).flat
+    for axes, panel in zip(all_axes, panels, strict=True):
+        for name in panel:
+            rows = [row for row in history if name in row]
             axes.plot(
-                *zip(*points, strict=True),
+                [row["step"] for row in rows],
+                [row[name] for row in rows],
                 label=name.replace("_", " "),
                 marker=".",
                 linewidth=1,
             )
-        for row in (row for row in history if lines == groups[3] and row.get("kept")):
-            axes.axvline(row["step"], label="kept", linestyle=":")
+        if panel == evaluations:
+            for row in history:
+                if row.get("kept"):
+                    axes.axvline(row["step"], label="kept", linestyle=":")
         axes.set_xlabel("step")
         axes.legend()
     save_figure(figure, picture)
 
 
 def newest_step(output_dir: Path) -> int | None:
-    """The step of the newest complete checkpoint of an interrupted run into `output_dir`, None
-    without one.
+    """Return the step of the newest complete checkpoint of an interrupted run.
+
+    Args:
+        output_dir: folder that the finished model would have.
+
+    Returns:
+        The step; ``None`` without a checkpoint.
     """
     return max(complete_checkpoints(work_folder(output_dir)), default=None)
 
 
 def complete_checkpoints(work_dir: Path) -> dict[int, Path]:
-    """Step -> folder."""
-    marks = {path.parent: read_json(path) for path in work_dir.glob(f"checkpoint-*/{WHOLE}")}
-    return {
-        mark["step"]: path
-        for path, mark in marks.items()
-        if mark and isinstance(mark.get("step"), int)
-    }
+    """Return the folders of the complete checkpoints of a run, by their steps."""
+    checkpoints = {}
+    for file in work_dir.glob(f"checkpoint-*/{COMPLETE_FILE}"):
+        record = read_json(file)
+        if record and isinstance(record.get("step"), int):
+            checkpoints[record["step"]] = file.parent
+    return checkpoints
 
 
 def work_folder(output_dir: Path) -> Path:
-    """Folder of the checkpoints until a run is finished."""
+    """Return the folder of the checkpoints of a run that is not finished."""
     return output_dir.with_name(output_dir.name + ".training")
 
 
@@ -236,4 +325,4 @@ class TrainingError(RuntimeError):
 
 
 class OutOfTimeError(TrainingError):
-    """The hours of a call are over; a checkpoint is kept."""
+    """The time limit of a call is over; a checkpoint is kept."""

@@ -226,6 +226,7 @@ class TrainingSettings(Settings):
     anneal_alpha: float = checked(0.0, number(lambda value: 0 <= value <= 1, "in [0, 1]"))
 
     def __post_init__(self) -> None:
+        """Check each field, and fields that depend on each other."""
         super().__post_init__()
         self._check_attention()
         self._check_evaluation()

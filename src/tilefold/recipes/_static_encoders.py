@@ -81,7 +81,7 @@ class BinarySpec(StaticSpec, kind="binary"):
 
 @dataclass(frozen=True, kw_only=True)
 class IdfSpec(StaticSpec, kind="idf"):
-    """Configuration of an encoder that weighs each distinct token by its inverse document frequency.
+    """Configuration of an encoder with the inverse document frequency of each distinct token.
 
     Attributes:
         idf: path of a JSON file of token -> weight; ``None`` counts document frequencies in the

@@ -35,7 +35,7 @@ class PairCounts:
     single: int = 0
 
     def add_step(self, pairs: int) -> PairCounts:
-        """The counts with one more step."""
+        """Return the counts with one more step of a number of pairs."""
         return PairCounts(
             steps=self.steps + 1,
             total=self.total + pairs,
@@ -46,27 +46,38 @@ class PairCounts:
 
     @classmethod
     def from_json(cls, values: object) -> PairCounts:
-        """The inverse of ``dataclasses.asdict``; no steps for a missing record."""
+        """Create counts from the JSON of ``dataclasses.asdict``; no steps for a missing record."""
         return cls(**values) if isinstance(values, dict) else cls()
 
 
 def total_steps(recipe: TrainingSettings, n_pairs: int) -> int:
-    """Optimiser steps of a recipe over `n_pairs` pairs."""
+    """Return the optimiser steps of a recipe for a number of pairs."""
     if recipe.max_steps is not None:
         return recipe.max_steps
     return max(1, math.ceil(recipe.epochs * math.ceil(n_pairs / recipe.batch_size)))
 
 
 def announced_pairs(steps: int, n_rows: int, batch_size: int) -> int:
-    """Pairs that `steps` steps train with if only the last batch of an epoch is short."""
+    """Return how many pairs a number of steps trains with, repeated ones too.
+
+    Only the last batch of an epoch is assumed to be short.
+
+    Args:
+        steps: number of steps.
+        n_rows: number of rows of an epoch.
+        batch_size: rows of a full batch.
+    """
     epochs, steps_of_last_epoch = divmod(steps, math.ceil(n_rows / batch_size))
     return epochs * n_rows + min(n_rows, steps_of_last_epoch * batch_size)
 
 
 class TextCounts:
-    """How often each text occurs in the rows of a training, by column.
+    """Counts of equal texts in the rows of a training, by column.
 
-    It bounds the batches in which no text occurs twice.
+    They bound how many batches without equal texts can be made.
+
+    Args:
+        examples: the rows.
     """
 
     def __init__(self, examples: Examples) -> None:
@@ -74,31 +85,41 @@ class TextCounts:
         for name, column in examples.columns.items():
             if isinstance(column, Column):
                 keys = column.texts.text_keys[column.positions]
-                self._columns[name] = np.unique(keys, return_counts=True)[1]
+                _, counts = np.unique(keys, return_counts=True)
+                self._columns[name] = counts
         self._n_rows = len(next(iter(examples.columns.values()), ()))
 
     def fewest_distinct(self) -> tuple[str, int]:
-        """The column with the fewest distinct texts, and their number.
+        """Return the column with the fewest distinct texts, and their number.
 
-        No batch of distinct texts has more rows.
+        No batch of distinct texts has more rows than this number.
         """
         sizes = {name: len(counts) for name, counts in self._columns.items()}
         name = min(sizes, key=lambda column: sizes[column])
         return name, sizes[name]
 
     def most_full_batches(self, batch_size: int) -> int:
-        """An upper bound on the full batches of one epoch."""
+        """Return an upper bound on the full batches of one epoch."""
         return min(
             _most_batches(counts, self._n_rows, batch_size) for counts in self._columns.values()
         )
 
     def most_distinct_rows(self, batches: int) -> int:
-        """An upper bound on the different rows that so many batches have."""
+        """Return an upper bound on the number of different rows in a number of batches."""
         return min(int(np.minimum(counts, batches).sum()) for counts in self._columns.values())
 
 
 def _most_batches(counts: Any, n_rows: int, batch_size: int) -> int:
-    """The largest number ``k`` of batches for which ``sum(min(counts, k)) >= k * batch_size``."""
+    """Return the largest number of full batches in which no text of a column occurs twice.
+
+    A text fills at most one row of a batch. So k batches need ``sum(min(counts, k)) >= k *
+    batch_size``. The largest such k is found by bisection.
+
+    Args:
+        counts: number of rows of each distinct text.
+        n_rows: number of rows.
+        batch_size: rows of a batch.
+    """
     least, most = 0, n_rows // batch_size
     while least < most:
         middle = (least + most + 1) // 2
@@ -116,13 +137,16 @@ def check_batches(
     ranks: int,
     distinct_texts: bool,
 ) -> str:
-    """Check before a training that its batches can be made; return a warning, or an empty text.
+    """Check before a training that its batches can be made.
 
     Args:
         recipe: the settings.
         examples: the rows.
         ranks: number of processes that share each batch.
         distinct_texts: whether no text may occur twice in a batch.
+
+    Returns:
+        A warning about batches that cannot be full; empty if there is none.
 
     Raises:
         ValueError: for batches that the ranks cannot share evenly, or that must be full and cannot
@@ -189,20 +213,20 @@ def step_warnings(
     batch_size: int,
     negatives_among: Callable[[int], int],
 ) -> tuple[str, ...]:
-    """Warnings about the steps of a training that is over.
+    """Return warnings about the steps of a training that is over.
 
     Args:
         counts: what the steps trained with.
-        announced: pairs that so many steps were announced to train with.
+        announced: pairs that the training was announced to train with in these steps.
         n_pairs: pairs of the data.
         batch_size: pairs of a full step.
-        negatives_among: returns the negatives of each query in a step of so many pairs.
+        negatives_among: returns the negatives of each query in a step of a number of pairs.
     """
     warnings = []
     if counts.steps < FEW_STEPS:
         warnings.append(
-            f"the training had {count_of(counts.steps, 'step')}, which hardly change a model: train "
-            "for more epochs or steps, with smaller batches, or on more pairs.",
+            f"the training had {count_of(counts.steps, 'step')}, which hardly change a model: "
+            "train for more epochs or steps, with smaller batches, or on more pairs.",
         )
     if n_pairs < batch_size:
         warnings.append(
@@ -226,15 +250,16 @@ def step_warnings(
 
 
 def describe_steps(result: Any) -> str:
-    """The steps of a :class:`TrainResult` in words, with the pairs that they trained with."""
+    """Describe the steps of a :class:`TrainResult`, with the pairs that they trained with."""
     steps = count_of(result.steps, "step")
     if not result.pairs:
         return steps
-    return f"{steps} of {range_of(result.fewest_pairs, result.pairs)} pairs, {result.trained_pairs:,} in all"
+    pairs = range_of(result.fewest_pairs, result.pairs)
+    return f"{steps} of {pairs} pairs, {result.trained_pairs:,} in all"
 
 
 def describe_negatives(result: Any) -> str:
-    """The negatives of a query in the steps of a :class:`TrainResult`."""
+    """Describe the number of negatives of a query in the steps of a :class:`TrainResult`."""
     if result.negatives is None:
         return ""
     return range_of(result.fewest_negatives, result.negatives)

@@ -15,7 +15,7 @@ from tilefold._internal.typing import Module
 from tilefold.distributed.ranks import has_other_ranks
 from tilefold.distributed.world import World
 from tilefold.recipes._rows import BalancedBatches, Column, Reader
-from tilefold.recipes._run import NDCG, WHOLE, TrainingError, TrainingRun
+from tilefold.recipes._run import COMPLETE_FILE, NDCG, TrainingError, TrainingRun
 from tilefold.recipes._steps import PairCounts, announced_pairs, step_warnings
 from tilefold.recipes._training import TrainingJob, TrainResult
 from tilefold.recipes.adapters import count_weights
@@ -56,6 +56,7 @@ def _ddp_options(graphs: Any, n_weights: int) -> Any:
 
             # DDP refuses annotations that are strings.
             def reduce_bucket(group, bucket):  # type: ignore[no-untyped-def]
+                """Average the gradients of a bucket over all ranks; graphs write into it."""
                 buffer = bucket.buffer()
                 parameters = bucket.parameters()
                 if graphs is not None:
@@ -104,7 +105,7 @@ def run_trainer(
         trainer_class: trainer of the kind of model.
         arguments_class: its arguments.
         loss: the loss.
-        callbacks: callbacks besides those of every training.
+        callbacks: further callbacks.
         settings: further arguments of the trainer.
 
     Returns:
@@ -138,7 +139,7 @@ def run_trainer(
     trainer.get_batch_sampler = lambda *_, **__: batches
     graphs = _prepare_loading(trainer, job, reader)
     checkpoint = job.run.checkpoint
-    record = (read_json(checkpoint / WHOLE) if checkpoint else None) or {}
+    record = (read_json(checkpoint / COMPLETE_FILE) if checkpoint else None) or {}
     watcher.counts = PairCounts.from_json(record.get("pairs"))
     ended = bool(record.get("ended"))
     if checkpoint and ended:  # the stock trainer would train on

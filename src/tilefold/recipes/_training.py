@@ -337,60 +337,48 @@ def _train(
 ) -> TrainResult:
     """Train a recipe as one of several ranks; see :func:`train`."""
     started = time.monotonic()
-    untrained = recipe.max_steps == 0
+    is_trained = recipe.max_steps != 0
     examples = Examples({}, 0)
-    short_batches = ""
-    if not untrained:
+    batches_warning = ""
+    if is_trained:
         examples = recipe.examples(collection, negatives)
-        short_batches = check_batches(
-            recipe,
-            examples,
-            ranks=world.size,
-            distinct_texts=recipe.distinct_texts,
-        )
-        if short_batches and world.rank == 0:
-            _logger.warning("%s", short_batches)  # before hours of training
-    evaluator, evaluated, evaluation_digest = choose(recipe, collection)
-    if untrained:
-        data_digest = texts_digest(collection.contents())
+        batches_warning = _check_batches(recipe, examples, world)
+    evaluation = choose(recipe, collection)
+    if is_trained:
+        data_digest = examples.digest() + evaluation.digest
     else:
-        data_digest = examples.digest() + evaluation_digest
+        data_digest = texts_digest(collection.contents())
     bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
     run = _run.TrainingRun(output_dir, {**recipe.to_dict(), "bf16": bf16}, data_digest)
-    if any(settings != run.settings for settings in world.gather(run.settings)):
-        raise ValueError(
-            "recipe and data must be the same on all ranks, got others; give each rank the same "
-            "call.",
-        )
-    finished = world.call_on_first(
+    _check_same_run(run, world)
+    saved_result = world.call_on_first(
         lambda: run.finished(overwrite=call.overwrite, resume=call.resume)
     )
-    if finished is not None:
-        return _reused_result(finished, output_dir, time.monotonic() - started)
+    if saved_result is not None:
+        return _reused_result(saved_result, output_dir, time.monotonic() - started)
     check_graphs(recipe.graphs)
     full_batches = world.size > 1 or recipe.fill_batches
-    run.checkpoint, run.resumed_from, run.full_batches = world.call_on_first(
+    resume_point = world.call_on_first(
         lambda: run.open(resume=call.resume, full_batches=full_batches),
     )
+    run.checkpoint = resume_point.checkpoint
+    run.resumed_from = resume_point.step
+    run.full_batches = resume_point.full_batches
     with quiet_libraries(call.verbose):
-        from tilefold.integrations.transformers import register
-
-        register()  # entmax attention
         try:
-            with first_rank_first(), as_single_process():  # rank 0 downloads for all ranks
-                model = recipe.start(document_texts(collection))
-            _use_attention(model, recipe)
-            adapters = () if untrained else train_adapters(model)
-            if not untrained:
+            model = _start_model(recipe, collection)
+            adapters = train_adapters(model) if is_trained else ()
+            if is_trained:
                 check_trainable(model)
         except BaseException:  # also Ctrl-C, after which the folder must not stay locked
             if world.rank == 0:
                 _close_unbegun(run)
             raise
-        notes = [*examples.notes]
+        warnings = [*examples.notes]
         if run.full_batches:  # otherwise the result warns about the steps that were short
-            notes.append(short_batches)
-        notes += [_truncation_note(recipe, model), _adapters_note(recipe, adapters)]
+            warnings.append(batches_warning)
+        warnings.append(_truncation_note(recipe, model))
+        warnings.append(_adapters_note(recipe, adapters))
         result = TrainResult(
             model_dir=str(output_dir),
             steps=total_steps(recipe, examples.pairs),
@@ -400,12 +388,12 @@ def _train(
             reused=False,
             bf16=bf16,
             fused=recipe.fused,
-            warnings=tuple(note for note in notes if note),
+            warnings=tuple(warning for warning in warnings if warning),
             ranks=world.size,
-            evaluated=evaluated,
+            evaluated=evaluation.description,
         )
         with naming_full_disk(run.work_dir), world.naming_lost_ranks():
-            if not untrained:
+            if is_trained:
                 job = TrainingJob(
                     recipe=recipe,
                     model=model,
@@ -415,7 +403,7 @@ def _train(
                     progress=progress,
                     world=world,
                     call=call,
-                    evaluator=evaluator,
+                    evaluator=evaluation.evaluator,
                 )
                 result = recipe.fit(job)
             result = replace(result, seconds=time.monotonic() - started)
@@ -440,6 +428,56 @@ def _close_unbegun(run: _run.TrainingRun) -> None:
         run.close()
     except OSError as close_error:
         _logger.warning("%s could not be removed: %s", run.work_dir, close_error)
+
+
+def _check_batches(recipe: Recipe, examples: Examples, world: World) -> str:
+    """Check that the batches of a training can be made, and log a warning about short ones.
+
+    Args:
+        recipe: the recipe.
+        examples: the training rows.
+        world: all ranks, which share each batch.
+
+    Returns:
+        The warning; empty if there is none.
+
+    Raises:
+        ValueError: for batches that the ranks cannot share, or that must be full and cannot be.
+    """
+    warning = check_batches(
+        recipe,
+        examples,
+        ranks=world.size,
+        distinct_texts=recipe.distinct_texts,
+    )
+    if warning and world.rank == 0:
+        _logger.warning("%s", warning)  # before hours of training
+    return warning
+
+
+def _check_same_run(run: _run.TrainingRun, world: World) -> None:
+    """Raise a ``ValueError`` if ranks were called with different recipes or data."""
+    if any(settings != run.settings for settings in world.gather(run.settings)):
+        raise ValueError(
+            "recipe and data must be the same on all ranks, got others; give each rank the same "
+            "call.",
+        )
+
+
+def _start_model(recipe: Recipe, collection: Collection) -> Model:
+    """Build the untrained model of a recipe, with the recipe's attention.
+
+    Args:
+        recipe: the recipe.
+        collection: collection of the documents that the model may start from.
+    """
+    from tilefold.integrations.transformers import register
+
+    register()  # entmax attention
+    with first_rank_first(), as_single_process():  # rank 0 downloads for all ranks
+        model = recipe.start(document_texts(collection))
+    _use_attention(model, recipe)
+    return model
 
 
 def _reused_result(saved: dict[str, Any], model_dir: Path, seconds: float) -> TrainResult:

@@ -26,7 +26,13 @@ from tilefold._internal.files import write_json
 from tilefold._internal.typing import Module
 from tilefold.distributed.world import World
 from tilefold.recipes._batches import TrainingBatches
-from tilefold.recipes._run import WHOLE, Losses, OutOfTimeError, TrainingError, complete_checkpoints
+from tilefold.recipes._run import (
+    COMPLETE_FILE,
+    Losses,
+    OutOfTimeError,
+    TrainingError,
+    complete_checkpoints,
+)
 from tilefold.recipes._steps import PairCounts
 from tilefold.recipes._training import TrainingJob
 
@@ -203,7 +209,7 @@ class Watcher(TrainerCallback):
                 "ended": control.should_training_stop,
                 "pairs": asdict(self.counts),
             }
-            write_json(folder / WHOLE, record)
+            write_json(folder / COMPLETE_FILE, record)
             # The stock limit of checkpoints would remove them before this one is complete.
             for step, checkpoint in complete_checkpoints(self.run.work_dir).items():
                 if step not in (state.global_step, state.best_global_step):

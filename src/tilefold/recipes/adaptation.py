@@ -27,30 +27,43 @@ from tilefold.recipes.loading import supports_bf16
 if TYPE_CHECKING:
     from tilefold.losses.functional import ActivatedLmLoss
 
-_DYING = 0.5
+DYING_SHARE = 0.5  # share of positions with a logit above 0, below which SPLADE does not learn
+HEAD_TOLERANCE = 1e-2  # relative and absolute (of the largest logit), for logits in bf16
 
 
 @dataclass(frozen=True)
 class AdaptationRecipe(Settings):
-    """Configuration of the adaptation phase; the defaults are those of the paper."""
+    """Configuration of the adaptation phase, by default that of the paper.
 
-    steps: int = checked(10_000, integer())  # of the optimiser
-    batch_size: int = checked(32, integer())  # blocks per step
-    length: int = checked(2048, integer(2))  # tokens per block of packed text
-    learning_rate: float = checked(1e-5, POSITIVE)  # peak of the cosine schedule
-    warmup_steps: int = checked(1000, integer(0))  # over which the learning rate rises
-    activated_weight: float = checked(1.0, NOT_NEGATIVE)  # of the loss on ``log1p(relu(logits))``
-    chunk: int = checked(1024, integer())  # positions whose logits exist at a time
-    bf16: bool | None = checked(None, BOOLEAN)  # autocast; None uses it where the hardware has it
-    seed: int = checked(0, SEED)  # of the order of blocks
+    Attributes:
+        steps: optimiser steps.
+        batch_size: blocks per step.
+        length: tokens per block of packed text.
+        learning_rate: peak of the cosine schedule.
+        warmup_steps: steps over which the learning rate rises.
+        activated_weight: weight of the loss on ``log1p(relu(logits))``.
+        chunk: positions whose logits are in memory at a time.
+        bf16: bf16 autocast; ``None`` uses it where the hardware has it.
+        seed: seed of the order of blocks.
+    """
+
+    steps: int = checked(10_000, integer())
+    batch_size: int = checked(32, integer())
+    length: int = checked(2048, integer(2))
+    learning_rate: float = checked(1e-5, POSITIVE)
+    warmup_steps: int = checked(1000, integer(0))
+    activated_weight: float = checked(1.0, NOT_NEGATIVE)
+    chunk: int = checked(1024, integer())
+    bf16: bool | None = checked(None, BOOLEAN)
+    seed: int = checked(0, SEED)
 
 
 @dataclass(frozen=True)
 class AdaptationResult:
-    """The report of :func:`adapt`.
+    """Result of :func:`adapt`.
 
     Attributes:
-        steps: optimiser steps that were done: those of the recipe.
+        steps: optimiser steps, as many as the recipe has.
         first_plain: next-token loss of the first step.
         plain: next-token loss of the last step.
         first_activated: loss on ``log1p(relu(logits))`` of the first step.
@@ -93,10 +106,11 @@ class AdaptationResult:
 
     @property
     def dying(self) -> bool:
-        """Whether more than half of the positions have no logit above 0: SPLADE would not learn
-        from them.
+        """Whether more than half of the positions have no logit above 0.
+
+        SPLADE would not learn from these positions.
         """
-        return self.alive < _DYING
+        return self.alive < DYING_SHARE
 
 
 def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[list[int]]:
@@ -112,16 +126,20 @@ def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[
         ValueError: if the texts do not fill one block.
     """
     check_count("length", length, least=2)
-    stream: list[int] = []
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    packed: list[int] = []
+    end_id = tokenizer.eos_token_id
     for text in list_of_texts("texts", texts):
-        ids = tokenizer(text, truncation=False, verbose=False)["input_ids"]
-        stream += ids if ids[-1:] == end else ids + end
-    starts = range(0, len(stream) - length + 1, length)
-    blocks = [stream[start : start + length] for start in starts]
+        token_ids = tokenizer(text, truncation=False, verbose=False)["input_ids"]
+        packed += token_ids
+        if end_id is not None and token_ids[-1:] != [end_id]:
+            packed.append(end_id)
+    starts = range(0, len(packed) - length + 1, length)
+    blocks = [packed[start : start + length] for start in starts]
     if not blocks:
-        got = f"{len(stream)} tokens; give more text, or a smaller length."
-        raise ValueError(f"texts must fill at least one block of {length} tokens, got {got}")
+        raise ValueError(
+            f"texts must fill at least one block of {length} tokens, got {len(packed)} tokens; "
+            "give more text, or a smaller length.",
+        )
     return blocks
 
 
@@ -133,20 +151,20 @@ def adapt(
     *,
     progress: Progress | None = None,
 ) -> AdaptationResult:
-    """Train a causal language model in place with ``CE(H) + activated_weight *
-    CE(log1p(relu(H)))``.
+    """Train a causal language model to predict next tokens from activated logits, in place.
 
-    Causal LM heads give logits that are mostly negative, and relu of them has no gradient: trained
-    directly, such models die. Do it before the model is made bidirectional or wrapped for SPLADE;
-    then save it, and name the folder as ``base_model``. Attention is causal here, so a
-    bidirectional model is refused: it would see the token it predicts.
+    The loss is ``CE(H) + activated_weight * CE(log1p(relu(H)))`` of the logits H. Causal LM heads
+    give logits that are mostly negative, and relu of them has no gradient: trained directly, such
+    models die. Do it before the model is made bidirectional or wrapped for SPLADE; then save it,
+    and name the folder as ``base_model``. Attention is causal here, so a bidirectional model is
+    refused: it would see the token it predicts.
 
     Args:
         network: a transformers ``...ForCausalLM``, adapters included, of this `tokenizer`. Its
             active adapters are made trainable, which transformers freezes when it loads them.
         tokenizer: the tokenizer of the network.
-        texts: of the collection, or of any corpus; they are packed into blocks.
-        recipe: the settings; ``None`` takes those of the paper.
+        texts: texts of the collection, or of any corpus; they are packed into blocks.
+        recipe: settings; ``None`` takes the paper's.
         progress: called as ``progress(step, steps, losses)`` after every step.
 
     Returns:
@@ -179,16 +197,16 @@ def adapt(
         recipe = AdaptationRecipe()
     check_instance("recipe", recipe, AdaptationRecipe, "AdaptationRecipe(steps=1000)")
     if getattr(network.config, "is_causal", True) is False:
-        remedy = "adapt the model first and make it bidirectional afterwards."
         raise ValueError(
-            "network must be causal for next-token prediction, got config.is_causal=False; "
-            f"{remedy}",
+            "network must be causal for next-token prediction, got config.is_causal=False; adapt "
+            "the model first and make it bidirectional afterwards.",
         )
     _check_head(network)
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        remedy = "start this without torchrun or accelerate launch."
+    n_processes = int(os.environ.get("WORLD_SIZE") or 1)
+    if n_processes > 1:
         raise RuntimeError(
-            f"adapt trains in one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}; {remedy}",
+            f"adapt trains in one process, got WORLD_SIZE={n_processes}; start this without "
+            "torchrun or accelerate launch.",
         )
     blocks = pack_texts(tokenizer, texts, recipe.length)
     train_adapters_of_network(network)
@@ -295,6 +313,8 @@ def _trainer_class(recipe: AdaptationRecipe, log: _StepLog, progress: Progress |
     from tilefold.losses import activated_lm_loss
 
     class AdaptationTrainer(Trainer):
+        """Trainer whose loss is that of plain and of activated logits."""
+
         def compute_loss(
             self,
             model: Model,
@@ -302,40 +322,45 @@ def _trainer_class(recipe: AdaptationRecipe, log: _StepLog, progress: Progress |
             return_outputs: bool = False,
             **_: Any,
         ) -> Any:
-            ids = inputs["input_ids"]
+            """Compute the loss of a batch of blocks ``[B, length]``, and log it."""
+            token_ids = inputs["input_ids"]
             network = self.accelerator.unwrap_model(model)
             head = network.get_output_embeddings()
             with self.accelerator.autocast():
-                hidden = (
-                    network.base_model(input_ids=ids, use_cache=False)
-                    .last_hidden_state[:, :-1]
-                    .flatten(0, 1)
-                )
+                output = network.base_model(input_ids=token_ids, use_cache=False)
+                hidden = output.last_hidden_state[:, :-1]
+                next_ids = token_ids[:, 1:]
                 loss = activated_lm_loss(
-                    hidden,
+                    hidden.flatten(0, 1),
                     head.weight,
-                    ids[:, 1:].flatten(),
+                    next_ids.flatten(),
                     head.bias,
                     activated_weight=recipe.activated_weight,
                     chunk=recipe.chunk,
                 )
-            step, steps = self.state.global_step + 1, recipe.steps
+            step = self.state.global_step + 1
             if not bool(loss.total.isfinite()):
                 raise RuntimeError(
                     f"the loss must be a finite number, got {float(loss.total)} at step {step} of "
-                    f"{steps}; lower learning_rate, or set bf16=False.",
+                    f"{recipe.steps}; lower learning_rate, or set bf16=False.",
                 )
             total = loss.total.detach()
-            log.add(loss._replace(total=total), ids.size(0))
+            log.add(loss._replace(total=total), n_blocks=token_ids.size(0))
             if progress is not None:
-                progress(step, steps, Losses(float(total)))
+                progress(step, recipe.steps, Losses(float(total)))
             return (loss.total, {}) if return_outputs else loss.total
 
     return AdaptationTrainer
 
 
 def _check_head(network: Network) -> None:
-    """Refuse a model that does more with its logits than its head: soft-capping, a scale."""
+    """Refuse a model that changes the logits of its LM head.
+
+    Some models cap or scale them, which the chunked loss does not reproduce.
+
+    Raises:
+        ValueError: if the logits differ from the product of hidden states and head.
+    """
     import torch
 
     from tilefold.integrations.transformers.networks import in_eval_mode
@@ -343,15 +368,13 @@ def _check_head(network: Network) -> None:
 
     head = linear_head(network)
     with in_eval_mode(network), torch.no_grad():
-        ids = torch.arange(4, device=head.weight.device)[None] % head.out_features
-        hidden = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        found, expected = (
-            network(input_ids=ids, use_cache=False).logits.float(),
-            head(hidden).float(),
-        )
-    if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
-        got = f"changed ones in {type(network).__name__} (soft-capping or a scale)"
+        token_ids = torch.arange(4, device=head.weight.device)[None] % head.out_features
+        hidden = network.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+        logits = network(input_ids=token_ids, use_cache=False).logits.float()
+        expected = head(hidden).float()
+    absolute_tolerance = HEAD_TOLERANCE * float(expected.abs().max())
+    if not torch.allclose(logits, expected, rtol=HEAD_TOLERANCE, atol=absolute_tolerance):
         raise ValueError(
-            f"logits must be those of the LM head, got {got}, which the chunked loss does not "
-            "reproduce.",
+            f"logits must be those of the LM head, got changed ones in {type(network).__name__} "
+            "(soft-capping or a scale), which the chunked loss does not reproduce.",
         )

@@ -9,9 +9,9 @@ from typing import Any
 
 from tilefold._internal.typing import Model, Module, Network, SparseEncoder, Tensor
 
-_PROBE_TOKENS = 8
+PROBE_TOKENS = 8  # tokens of the input whose outputs are compared before and after a merge
 # Largest difference of outputs before and after a merge in fp32, as a share of the largest output.
-_TOLERANCE = 1e-4
+TOLERANCE = 1e-4
 
 
 def train_adapters(model: Model) -> tuple[str, ...]:
@@ -41,7 +41,13 @@ def train_adapters_of_network(network: Network) -> list[str]:
 
 
 def _train_biases(network: Network, biases: str) -> None:
-    """Make the biases trainable that an adapter has trained: ``none``, ``all`` or ``lora_only``."""
+    """Make the biases trainable that an adapter has trained.
+
+    Args:
+        network: network with the adapter.
+        biases: the adapter's setting: ``"all"``, ``"lora_only"`` for biases of adapted layers, or
+            ``"none"``.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if biases == "all":
@@ -50,13 +56,15 @@ def _train_biases(network: Network, biases: str) -> None:
                 parameter.requires_grad_(True)
     elif biases == "lora_only":
         for module in network.modules():
-            bias = module.get_base_layer().bias if isinstance(module, BaseTunerLayer) else None
+            if not isinstance(module, BaseTunerLayer):
+                continue
+            bias = module.get_base_layer().bias
             if bias is not None:
                 bias.requires_grad_(True)
 
 
 def _trained_networks(model: Model) -> Iterator[Network]:
-    """The transformers models in a model, but for those that are frozen on purpose."""
+    """Yield the transformers models in a model, without those that are frozen on purpose."""
     from sentence_transformers.base.modules import Transformer
 
     from tilefold.modules import FrozenTransformer
@@ -67,20 +75,24 @@ def _trained_networks(model: Model) -> Iterator[Network]:
 
 
 def count_weights(model: Model) -> tuple[int, int]:
-    """Numbers in all trained parameters of a model, and in all its parameters."""
-    trained = sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad)
-    return trained, sum(tensor.numel() for tensor in model.parameters())
+    """Return the number of trained weights of a model, and the number of all its weights."""
+    n_trained = 0
+    n_weights = 0
+    for parameter in model.parameters():
+        n_weights += parameter.numel()
+        if parameter.requires_grad:
+            n_trained += parameter.numel()
+    return n_trained, n_weights
 
 
 def check_trainable(model: Model) -> None:
-    """Raise a ``ValueError`` for a model of which nothing would be trained."""
-    trained, in_all = count_weights(model)
-    if not trained:
+    """Raise a ``ValueError`` for a model without weights to train."""
+    n_trained, n_weights = count_weights(model)
+    if not n_trained:
         raise ValueError(
-            f"base_model must have weights to train, got a model whose {in_all:,} weights are all "
-            "frozen. Take a model with trainable weights, or call requires_grad_(True) before it "
-            "is "
-            "saved.",
+            f"base_model must have weights to train, got a model whose {n_weights:,} weights are "
+            "all frozen. Take a model with trainable weights, or call requires_grad_(True) before "
+            "it is saved.",
         )
 
 
@@ -131,19 +143,29 @@ def merge_adapters(model: SparseEncoder) -> int:
 
 
 def _adapted_modules(network: Network) -> list[str]:
-    """Names of the outermost modules that PEFT put into a network."""
+    """Return the names of the outermost modules that PEFT put into a network."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
     names: list[str] = []
     for name, module in network.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in names)
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and not inside:
+        is_nested = any(name.startswith(f"{outer}.") for outer in names)
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and not is_nested:
             names.append(name)
     return names
 
 
 def _check_mergeable(network: Network, names: list[str]) -> None:
+    """Refuse adapters that cannot be merged exactly.
+
+    Args:
+        network: network with the adapters.
+        names: names of the modules with an adapter.
+
+    Raises:
+        ValueError: for a ``PeftModel``, quantized weights, adapters other than LoRA and
+            ``modules_to_save``, disabled adapters, and weights that other modules share.
+    """
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
@@ -170,11 +192,11 @@ def _check_mergeable(network: Network, names: list[str]) -> None:
                 f"adapters must be active to be merged, got a disabled one at {name}; call "
                 "enable_adapters or delete_adapter of the network first.",
             )
-        shared = _names_of_shared_weights(network, name)
-        if shared - _names_of_embeddings(network):
+        sharing = _names_of_shared_weights(network, name)
+        if sharing - _names_of_embeddings(network):  # embeddings and head can be untied
             raise ValueError(
                 f"adapters must not change a weight that other modules share, got {name}, whose "
-                f"weight is also {', '.join(sorted(shared))}; save the model with its adapter.",
+                f"weight is also {', '.join(sorted(sharing))}; save the model with its adapter.",
             )
 
 
@@ -196,7 +218,7 @@ def _merge_network(network: Network, names: list[str]) -> None:
     _record_untied_head(network)
     difference = float((_probe(network) - expected).abs().max())
     largest_output = float(expected.abs().max())
-    if not difference <= _TOLERANCE * largest_output:
+    if not difference <= TOLERANCE * largest_output:
         raise RuntimeError(
             f"merged adapters must not change outputs, got a difference of {difference:.3g} beside "
             f"values up to {largest_output:.3g}; save the model with its adapter.",
@@ -268,50 +290,67 @@ def _round_to(network: Network, dtypes: Mapping[str, Any]) -> None:
 
 
 def _names_of_shared_weights(network: Network, name: str) -> set[str]:
-    """Other parameters of a network that are the same tensor as the weight of an adapted module."""
+    """Return the names of other parameters that are the weight of an adapted module.
+
+    Args:
+        network: network with the module.
+        name: name of the module; a module that was trained as a copy shares no weight.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     module = network.get_submodule(name)
     if not isinstance(module, BaseTunerLayer):
-        return set()  # a copy of the original is trained
+        return set()
     weight = getattr(module.get_base_layer(), "weight", None)
-    named = network.named_parameters(remove_duplicate=False)
     return {
-        other
-        for other, parameter in named
-        if parameter is weight and not other.startswith(f"{name}.")
+        parameter_name
+        for parameter_name, parameter in network.named_parameters(remove_duplicate=False)
+        if parameter is weight and not parameter_name.startswith(f"{name}.")
     }
 
 
 def _names_of_embeddings(network: Network) -> set[str]:
-    """Names of the weights of input and output embeddings, which a configuration can untie."""
-    embeddings = (network.get_input_embeddings(), network.get_output_embeddings())
-    weights = [module.weight for module in embeddings if module is not None]
-    named = network.named_parameters(remove_duplicate=False)
-    tied = len(weights) > 1 and weights[0] is weights[1]
-    return {name for name, parameter in named if tied and parameter is weights[0]}
+    """Return the names of the weight that input embeddings and LM head share; none if untied.
+
+    The configuration of a network can untie them.
+    """
+    embeddings = network.get_input_embeddings()
+    head = network.get_output_embeddings()
+    if embeddings is None or head is None or head.weight is not embeddings.weight:
+        return set()
+    return {
+        name
+        for name, parameter in network.named_parameters(remove_duplicate=False)
+        if parameter is head.weight
+    }
 
 
 def _unshare(module: Module) -> None:
-    """Give a module a weight of its own, with the same values."""
+    """Replace the weight of a module, which another module shares, by a copy."""
     from torch.nn import Parameter
 
     module.weight = Parameter(module.weight.detach().clone())
 
 
 def _record_untied_head(network: Network) -> None:
-    """Let the configuration say that the head has a weight of its own, where that is so."""
+    """Set ``tie_word_embeddings`` to False if the head no longer shares the embeddings' weight.
+
+    Args:
+        network: the network, whose configuration is changed in place.
+    """
     from torch.nn import Parameter
 
-    embeddings, head = network.get_input_embeddings(), network.get_output_embeddings()
-    config = network.config.get_text_config()
-    tied = getattr(config, "tie_word_embeddings", False)
-    if head is None or not tied or head.weight is embeddings.weight:
+    embeddings = network.get_input_embeddings()
+    head = network.get_output_embeddings()
+    text_config = network.config.get_text_config()
+    is_tied_by_config = getattr(text_config, "tie_word_embeddings", False)
+    if head is None or not is_tied_by_config or head.weight is embeddings.weight:
         return
-    config.tie_word_embeddings = network.config.tie_word_embeddings = False
+    text_config.tie_word_embeddings = False
+    network.config.tie_word_embeddings = False
     if hasattr(network, "all_tied_weights_keys"):
         network.all_tied_weights_keys = {}
-    if head.bias is not None:  # which BERT shares with the module around its decoder
+    if head.bias is not None:  # BERT shares it with the module around its decoder
         head.bias = Parameter(head.bias.detach().clone())
 
 
@@ -323,9 +362,9 @@ def _probe(network: Network) -> Tensor:
 
     device = next(network.parameters()).device
     n_tokens = network.get_input_embeddings().weight.size(0)
-    ids = torch.arange(_PROBE_TOKENS, device=device)[None] % n_tokens
+    token_ids = torch.arange(PROBE_TOKENS, device=device)[None] % n_tokens
     with in_eval_mode(network), _attention_for_fp32(network), torch.no_grad():
-        output: Any = network(input_ids=ids)
+        output: Any = network(input_ids=token_ids)
     return output[0].float()  # type: ignore[no-any-return]
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from tilefold._internal.typing import MultiVectorEncoder, Tensor
+from tilefold._internal.arguments import ArgumentError
+from tilefold._internal.typing import Module, MultiVectorEncoder, Tensor, Tokenizer
 from tilefold.recipes import loading
 from tilefold.recipes._settings import BOOLEAN, MODEL_NAME, checked, integer, is_integer, rule
 from tilefold.recipes._trainer import run_trainer
@@ -19,6 +20,17 @@ from tilefold.recipes.backbone import MINILM_NAME, minilm_path
 __all__ = ["ColbertRecipe", "TrainResult", "train", "untrained_colbert"]
 
 MAX_DIMENSION = 4096
+DIMENSION_MULTIPLE = 8  # of the kernels' loads
+UNLIMITED_TOKENS = 1 << 30  # limit of a model that names none
+
+
+def _is_dimension(value: object) -> bool:
+    """Return whether a value is a dimension of token vectors, or ``None``."""
+    if value is None:
+        return True
+    if not is_integer(value, 1):
+        return False
+    return value % DIMENSION_MULTIPLE == 0 and value <= MAX_DIMENSION  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -30,14 +42,14 @@ class ColbertRecipe(Recipe):
     length and skipped words are kept.
 
     Attributes:
-        base_model: the model to start from.
-        dimension: of the projection that is put on a backbone without one; None puts none, and
+        base_model: model that training starts from.
+        dimension: dimension of the projection that a backbone without one gets; None adds none, and
             keeps the backbone's width.
         query_length: maximum tokens per query.
         expand_queries: pad queries with mask tokens that are scored too, as ColBERT does.
         skip_punctuation: keep no vectors of punctuation in documents.
 
-    The others are those of :class:`TrainingSettings`.
+    The other fields are described in :class:`TrainingSettings`.
     """
 
     late: ClassVar[bool] = True
@@ -45,44 +57,51 @@ class ColbertRecipe(Recipe):
     _: KW_ONLY
     dimension: int | None = checked(
         128,
-        rule(
-            lambda value: (
-                value is None
-                or (is_integer(value, 1) and value % 8 == 0 and value <= MAX_DIMENSION)
-            ),
-            f"a multiple of 8 up to {MAX_DIMENSION} or None",  # for the kernels
-        ),
+        rule(_is_dimension, f"a multiple of {DIMENSION_MULTIPLE} up to {MAX_DIMENSION} or None"),
     )
     query_length: int = checked(32, integer())
     expand_queries: bool = checked(False, BOOLEAN)
     skip_punctuation: bool = checked(True, BOOLEAN)
 
     def start(self, texts: Sequence[str] = ()) -> MultiVectorEncoder:
-        """The stock MultiVectorEncoder that training starts from, whatever the texts."""
+        """Load the stock MultiVectorEncoder that training starts from.
+
+        Args:
+            texts: ignored; other recipes read the documents.
+
+        Raises:
+            ValueError: if the base model does not begin with a Transformer.
+        """
         from sentence_transformers import MultiVectorEncoder
         from sentence_transformers.base.modules import Transformer
 
-        packaged = self.base_model == "minilm"
-        base = str(minilm_path()) if packaged else self.base_model
-        kind = loading.saved_kind(base)
+        is_packaged = self.base_model == "minilm"
+        path = str(minilm_path()) if is_packaged else self.base_model
+        kind = loading.saved_kind(path)
         with loading.seeded(self.seed):
-            model = loading.load_complete(MultiVectorEncoder, base)
+            model = loading.load_complete(MultiVectorEncoder, path)
             if not isinstance(model[0], Transformer):
-                first = type(model[0]).__name__
-                got = f"{first} in {self.base_model}; the recipe trains no routes or static embeddings."
-                raise ValueError(f"base_model must begin with a Transformer, got {got}")
-            if kind != "multi-vector":
-                projected = kind == "dense" and any(
-                    module.endswith(".Dense") for module in loading.saved_modules(base)
+                raise ArgumentError(
+                    "base_model",
+                    f"must begin with a Transformer, got {type(model[0]).__name__} in "
+                    f"{self.base_model}; the recipe trains no routes or static embeddings.",
                 )
-                model = _with_own_modules(model, self, keep_projection=projected)
-        model[0].document_length = min(
+            if kind != "multi-vector":
+                saved_modules = loading.saved_modules(path)
+                has_projection = any(module.endswith(".Dense") for module in saved_modules)
+                model = _as_colbert(
+                    model,
+                    self,
+                    keep_projection=kind == "dense" and has_projection,
+                )
+        transformer = model[0]
+        transformer.document_length = min(
             self.max_length,
-            model[0].document_length or self.max_length,
-            _positions(model),
+            transformer.document_length or self.max_length,
+            _max_tokens(model),
         )
-        if packaged:
-            model[0].model.config._name_or_path = MINILM_NAME
+        if is_packaged:
+            transformer.model.config._name_or_path = MINILM_NAME
         return loading.stay_offline(model)
 
     def fit(self, job: TrainingJob) -> TrainResult:
@@ -91,47 +110,59 @@ class ColbertRecipe(Recipe):
             MultiVectorEncoderTrainer,
             MultiVectorEncoderTrainingArguments,
         )
-        from sentence_transformers.multi_vector_encoder import losses
-        from sentence_transformers.multi_vector_encoder.scoring import (
-            colbert_scores as stock_scores,
-        )
 
         from tilefold.integrations.sentence_transformers import accelerate
-        from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 
         model = job.model
-        length = model[0].document_length
-        model[0].document_length = min(length, self.train_max_length or self.max_length)
-        made, cached = losses.MultiVectorMultipleNegativesRankingLoss, {}
-        if self.mini_batch_size is not None:
-            made = losses.CachedMultiVectorMultipleNegativesRankingLoss
-            cached = {
-                "mini_batch_size": self.mini_batch_size,
-                "score_mini_batch_size": self.batch_size,
-            }
-        scores = colbert_scores if self.fused else stock_scores
-        if job.world.size > 1:
-            scores = functools.partial(
-                scores_of_all_ranks,
-                scores=scores,
-                length=model[0].document_length,
-            )
-        loss = made(
-            model,
-            scale=self.similarity_scale,
-            similarity_fct=scores,
-            gather_across_devices=False,
-            **cached,
-        )
+        transformer = model[0]
+        saved_length = transformer.document_length
+        transformer.document_length = min(saved_length, self.train_max_length or self.max_length)
+        loss = self._make_loss(job)
         with accelerate(model) if self.fused else nullcontext():
-            last = run_trainer(
+            result = run_trainer(
                 job,
                 MultiVectorEncoderTrainer,
                 MultiVectorEncoderTrainingArguments,
                 loss,
             )
-        model[0].document_length = length
-        return last
+        transformer.document_length = saved_length
+        return result
+
+    def _make_loss(self, job: TrainingJob) -> Module:
+        """Create the contrastive loss, with the fused similarity if the recipe is fused.
+
+        Args:
+            job: the training, whose model has the length of training documents.
+        """
+        from sentence_transformers.multi_vector_encoder import losses
+        from sentence_transformers.multi_vector_encoder.scoring import (
+            colbert_scores as stock_scores,
+        )
+
+        from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
+
+        scores = colbert_scores if self.fused else stock_scores
+        if job.world.size > 1:
+            scores = functools.partial(
+                scores_of_all_ranks,
+                scores=scores,
+                length=job.model[0].document_length,
+            )
+        if self.mini_batch_size is None:
+            return losses.MultiVectorMultipleNegativesRankingLoss(
+                job.model,
+                scale=self.similarity_scale,
+                similarity_fct=scores,
+                gather_across_devices=False,
+            )
+        return losses.CachedMultiVectorMultipleNegativesRankingLoss(
+            job.model,
+            scale=self.similarity_scale,
+            similarity_fct=scores,
+            mini_batch_size=self.mini_batch_size,
+            score_mini_batch_size=self.batch_size,
+            gather_across_devices=False,
+        )
 
 
 def scores_of_all_ranks(
@@ -140,37 +171,55 @@ def scores_of_all_ranks(
     queries_mask: Tensor,
     documents_mask: Tensor,
     *,
-    scores: Any,
+    scores: Callable[..., Tensor],
     length: int,
 ) -> Tensor:
-    """`scores` of a rank's queries with the documents of all ranks, its own first: ``[B, N, T,
-    D]``, T <= `length`.
+    """Score a rank's queries with the documents of all ranks; its own documents come first.
 
-    The losses' own gathering asks for the longest document of all ranks, for which the host waits
-    in every step.
+    Documents are padded to a fixed length before they are gathered. The losses' own gathering
+    asks for the longest document of all ranks, for which the host waits in every step.
+
+    Args:
+        queries: token vectors ``[B, Lq, D]`` of this rank's queries.
+        documents: token vectors ``[B, N, Ld, D]`` of this rank's documents, N for each query.
+        queries_mask: real tokens ``[B, Lq]``.
+        documents_mask: real tokens ``[B, N, Ld]``.
+        scores: function of the similarity.
+        length: length to which documents are padded, at least Ld.
+
+    Raises:
+        ValueError: if documents are longer than `length`.
     """
     from torch.nn.functional import pad
 
     from tilefold.distributed.process_group import gather_rows
 
-    if documents.size(2) > length:  # other ranks would wait for tokens that never come
+    n_padding = length - documents.size(2)
+    if n_padding < 0:  # other ranks would wait for tokens that never come
         raise ValueError(f"documents must have at most {length} tokens, got {documents.size(2)}.")
-    room = length - documents.size(2)
-    masks, every = (
-        gather_rows(pad(documents_mask, (0, room))),
-        gather_rows(pad(documents, (0, 0, 0, room))),
+    all_masks = gather_rows(pad(documents_mask, (0, n_padding)))
+    all_documents = gather_rows(pad(documents, (0, 0, 0, n_padding)))
+    return scores(
+        queries,
+        all_documents,
+        queries_mask=queries_mask,
+        documents_mask=all_masks,
     )
-    found: Tensor = scores(queries, every, queries_mask=queries_mask, documents_mask=masks)
-    return found
 
 
-def _with_own_modules(
+def _as_colbert(
     model: MultiVectorEncoder,
     recipe: ColbertRecipe,
     *,
     keep_projection: bool,
 ) -> MultiVectorEncoder:
-    import torch
+    """Return a model with the backbone of another one, and ColBERT's projection, mask and norm.
+
+    Args:
+        model: model of a backbone or a SentenceTransformer.
+        recipe: dimension, query length and skipped words.
+        keep_projection: whether the model's dense layers are kept in place of a new projection.
+    """
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Dense, Normalize
     from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
@@ -181,34 +230,11 @@ def _with_own_modules(
         modules = [module for module in modules if not isinstance(module, Dense)]
         if recipe.dimension is not None:
             width = transformer.get_embedding_dimension()
-            weight = torch.empty(recipe.dimension, width)
-            torch.nn.init.orthogonal_(
-                weight,
-            )  # untrained scores follow those of the backbone's own token states
-            plain = torch.nn.Identity()
-            modules.append(
-                Dense(
-                    width,
-                    recipe.dimension,
-                    False,
-                    plain,
-                    weight,
-                    module_input_name="token_embeddings",
-                ),
-            )
-    unknown, id_of = (
-        getattr(model.tokenizer, "unk_token_id", None),
-        model.tokenizer.convert_tokens_to_ids,
-    )
-    single = [
-        mark for mark in string.punctuation if id_of(mark) not in (None, unknown)
-    ]  # only those can be skipped
-    skipped = single if recipe.skip_punctuation else None
-    modules += [
-        MultiVectorMask(skiplist_words=skipped, skiplist_tasks="document"),
-        Normalize(module_input_name="token_embeddings"),
-    ]
-    transformer.query_length = min(recipe.query_length, _positions(model))
+            modules.append(_new_projection(width, recipe.dimension))
+    skipped_words = _punctuation_tokens(model.tokenizer) if recipe.skip_punctuation else None
+    modules.append(MultiVectorMask(skiplist_words=skipped_words, skiplist_tasks="document"))
+    modules.append(Normalize(module_input_name="token_embeddings"))
+    transformer.query_length = min(recipe.query_length, _max_tokens(model))
     if recipe.expand_queries:
         transformer.query_expansion = {
             "strategy": "fixed",
@@ -223,15 +249,50 @@ def _with_own_modules(
     )
 
 
-def _positions(model: MultiVectorEncoder) -> int:
-    """Maximum number of tokens of the backbone."""
+def _new_projection(width: int, dimension: int) -> Module:
+    """Create an orthogonal projection of token states.
+
+    Untrained scores are then close to the similarities of the backbone's token states.
+
+    Args:
+        width: dimension of the states.
+        dimension: dimension of the token vectors.
+    """
+    import torch
+    from sentence_transformers.base.modules import Dense
+
+    weight = torch.empty(dimension, width)
+    torch.nn.init.orthogonal_(weight)
+    return Dense(
+        width,
+        dimension,
+        bias=False,
+        activation_function=torch.nn.Identity(),
+        init_weight=weight,
+        module_input_name="token_embeddings",
+    )
+
+
+def _punctuation_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Return the punctuation marks that are tokens; only those can be skipped."""
+    unknown_id = getattr(tokenizer, "unk_token_id", None)
+    return [
+        mark
+        for mark in string.punctuation
+        if tokenizer.convert_tokens_to_ids(mark) not in (None, unknown_id)
+    ]
+
+
+def _max_tokens(model: MultiVectorEncoder) -> int:
+    """Return the maximum number of tokens of the backbone."""
     length = model.max_seq_length
-    return length if isinstance(length, int) and length > 0 else 1 << 30
+    return length if isinstance(length, int) and length > 0 else UNLIMITED_TOKENS
 
 
 def untrained_colbert() -> MultiVectorEncoder:
-    """The model that ``ColbertRecipe(max_steps=0, dimension=None)`` saves: the token states of
-    MiniLM.
+    """Return the packaged MiniLM as a ColBERT without training: its token states, normalized.
+
+    It is the model that ``ColbertRecipe(max_steps=0, dimension=None)`` saves.
     """
     with loading.quiet_libraries():
         model = ColbertRecipe(max_steps=0, dimension=None).start()

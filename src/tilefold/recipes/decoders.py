@@ -135,8 +135,8 @@ class ProsperSpec(SharableSpec, kind="prosper"):
     def _build_transformer(self, base: Base) -> Transformer:
         """Build the network of PROSPER on a causal or a masked language model.
 
-        The configuration of the base model decides which of the two it is. Models with both heads
-        are read as causal.
+        The base model's configuration names the class of its head. A model with both heads is read
+        as causal.
         """
         from tilefold.modules.prosper import ProsperTransformer
 

@@ -51,7 +51,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class SparseEncoderSpec(EncoderSpec, kind="sparse_encoder"):
-    """Configuration of the model that ``SparseEncoder(base_model)`` loads, which encodes both sides.
+    """Configuration of the model that ``SparseEncoder(base_model)`` loads, for both sides.
 
     The modules of a saved SparseEncoder are kept. A masked language model gets the stock SPLADE
     pooling, and ``"minilm"`` is :func:`tilefold.recipes.minilm_splade`.
@@ -152,7 +152,7 @@ def _build_both(
     network, and a static one takes its tokenizer. Otherwise the query encoder is built first.
 
     Returns:
-        The modules of queries, and those of documents.
+        The modules of the query encoder, and of the document encoder.
 
     Raises:
         ValueError: if no encoder has a network, or if the vocabularies differ.

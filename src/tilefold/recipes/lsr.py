@@ -15,6 +15,7 @@ from tilefold._internal.typing import Model, Module, SparseEncoder, Tensor
 from tilefold.recipes import _settings as rules
 from tilefold.recipes._rows import (
     Examples,
+    Pairs,
     PairsWithNegatives,
     examples_of,
     pair_examples,
@@ -34,7 +35,7 @@ from tilefold.recipes.encoders import (
     build_encoder,
 )
 from tilefold.retrieval.data.collection import Collection
-from tilefold.retrieval.training_data.rows import RowsAhead, read_training_rows
+from tilefold.retrieval.training_data.rows import RowsAhead, TrainingRows, read_training_rows
 
 if TYPE_CHECKING:
     from tilefold.recipes._batches import TrainingBatches
@@ -109,6 +110,7 @@ class LsrRecipe(Recipe):
     group_by_length: bool = rules.checked(False, rules.BOOLEAN)
 
     def __post_init__(self) -> None:
+        """Create specs from dictionaries, and check fields that depend on each other."""
         self._parse_encoder("query", optional=True)
         self._parse_encoder("document")
         self._parse_regularizer("query_regularizer")
@@ -196,8 +198,8 @@ class LsrRecipe(Recipe):
         if not isinstance(value, Mapping):
             raise ArgumentError(
                 name,
-                "expected a RegularizerSpec, a dictionary of its fields or the weight of FLOPS, got "
-                f"{value!r}.",
+                "expected a RegularizerSpec, a dictionary of its fields or the weight of FLOPS, "
+                f"got {value!r}.",
             )
         try:
             spec = RegularizerSpec.from_dict(dict(value))
@@ -540,6 +542,28 @@ def make_examples(
     if file is None:
         raise ValueError(_missing_negatives_message(recipe, collection))
     rows = file.take() if isinstance(file, RowsAhead) else read_training_rows(file)
+    return _mined_examples(recipe, collection, pairs, rows, str(file))
+
+
+def _mined_examples(
+    recipe: LsrRecipe,
+    collection: Collection,
+    pairs: Pairs,
+    rows: TrainingRows,
+    file: str,
+) -> Examples:
+    """Create training rows with mined negatives, and with teachers' scores if the loss reads them.
+
+    Args:
+        recipe: the recipe.
+        collection: collection of the pairs.
+        pairs: all training pairs.
+        rows: content of the file of negatives.
+        file: name of the file, for messages.
+
+    Raises:
+        ValueError: if the file has no scores that are needed, or none of the training queries.
+    """
     positions = rows.check_collection(collection)
     if recipe.needs_scores and not rows.scored:
         raise ArgumentError(
@@ -565,12 +589,8 @@ def make_examples(
     if recipe.needs_scores:
         notes += rows.narrow_teacher_warnings()
     n_draws = _number_of_draws(recipe, n_mined_pairs)
-    return examples_of(
-        collection,
-        n_mined_pairs,
-        mined.columns(recipe.negatives, n_draws, recipe.seed),
-        tuple(notes),
-    )
+    columns = mined.columns(recipe.negatives, n_draws, recipe.seed)
+    return examples_of(collection, n_mined_pairs, columns, tuple(notes))
 
 
 def _number_of_draws(recipe: LsrRecipe, n_pairs: int) -> int:

@@ -1,5 +1,6 @@
-"""A trained SparseEncoder as an ONNX graph from token ids to scores, compared with the model before
-it is kept.
+"""Export of a trained SparseEncoder as ONNX graphs from token ids to scores.
+
+The export is compared with the model before it is written.
 """
 
 from __future__ import annotations
@@ -29,15 +30,23 @@ from tilefold.recipes.loading import load_complete, quiet_loggers
 from tilefold.retrieval.common.provenance import model_fingerprint, model_settings
 
 OPSET = 18
-ALLOWED = 8.0  # times the error of the model's own fp32 against fp64
-LEAST_COSINE = 0.9  # of a vector of an 8-bit graph with the model's
-EPSILON = 2.0**-23
-LENGTHS = (1, 3, 12, 40, 200, 700)  # words of the random texts
+# largest error of a graph, as a multiple of the error of the model in fp32 against fp64
+ERROR_FACTOR = 8.0
+MIN_COSINE = 0.9  # cosine of a vector of an 8-bit graph and the model's vector
+FP32_EPSILON = 2.0**-23
+TEXT_LENGTHS = (1, 3, 12, 40, 200, 700)  # words of the random texts
 
 
 class ExportedGraph(NamedTuple):
-    """Result of :func:`export_onnx`: ``error`` has the part of the budget that was used, or the
-    least cosine.
+    """Result of :func:`export_onnx`.
+
+    Attributes:
+        output: folder of the exported model.
+        graphs: number of graphs in it.
+        bytes: size of all its files.
+        quantize: ``"int8"``, or ``None`` for fp32.
+        error: ``{"budget_used"}``, the largest error as a share of the allowed one, or
+            ``{"least_cosine"}`` of an 8-bit graph.
     """
 
     output: str
@@ -54,8 +63,7 @@ def export_onnx(
     quantize: str | None = None,
     top_k: int | None = None,
 ) -> ExportedGraph:
-    """Write a ``SparseEncoder`` to a folder in which each Transformer with its SpladePooling is one
-    ONNX graph.
+    """Export a ``SparseEncoder`` to a folder, with an ONNX graph of Transformer and SpladePooling.
 
     The graph goes from ``input_ids`` and ``attention_mask`` ``[B, S]``, B and S free, to ``scores``
     ``[B, V]``: network, LM head, activation (once per score, after a max) and pooling. Other
@@ -69,26 +77,20 @@ def export_onnx(
     must have a cosine of at least 0.9.
 
     Args:
-        model: with stock modules, max or sum pooling; or its folder or name.
+        model: model of stock modules with max or sum pooling; or its folder or name.
         output: a new folder.
         quantize: ``"int8"`` multiplies by 8-bit weights (7 bits of each, by output, so that no CPU
             without VNNI saturates) and activations that are rounded by one scale for the whole
             batch.
-        top_k: give the heaviest entries of a row only, as ``indices`` and ``weights`` ``[B,
-            top_k]``, heaviest first.
+        top_k: number of heaviest entries of a row that the graph returns, as ``indices`` and
+            ``weights`` ``[B, top_k]``, heaviest first; ``None`` returns all scores.
 
     Raises:
         ImportError: without onnx, onnxscript and onnxruntime.
         ValueError: for a model that has no such pair of modules, is accelerated, cannot be exported
             by torch, or whose graph computes something else; nothing is written then.
     """
-    try:
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f'an export to ONNX needs {error.name}: pip install "tilefold[onnx]".',
-        ) from error
+    _check_packages()
     if quantize not in {None, "int8"}:
         raise ArgumentError("quantize", f"expected 'int8' or None, got {quantize!r}.")
     if isinstance(model, str):
@@ -100,62 +102,99 @@ def export_onnx(
             "model",
             "expected a stock model, got an accelerated one. Call restore(model) first.",
         )
-    # of modules alone: what was put on the model itself, such as autocast, stays out
+    # A copy of the modules alone, without what was put on the model itself, such as autocast.
     stock = _with_modules(model, copy.deepcopy(list(model.children()))).float()
-    vocab_size = _encoded(stock, ["a"]).size(1)
+    vocab_size = _encode_both_sides(stock, ["a"]).size(1)
     if top_k is not None and not 1 <= top_k <= vocab_size:
         raise ArgumentError("top_k", f"expected 1 to {vocab_size}, the vocabulary, got {top_k}.")
-    made_of: dict[str, Any] = {"model": model_fingerprint(model), "settings": model_settings(model)}
-    made_of |= {"vocabulary": vocabulary_fingerprint(model.tokenizer), "quantize": quantize}
-    made_of |= {"opset": OPSET, "tilefold": __version__, "torch": torch.__version__}
+    provenance: dict[str, Any] = {
+        "model": model_fingerprint(model),
+        "settings": model_settings(model),
+        "vocabulary": vocabulary_fingerprint(model.tokenizer),
+        "quantize": quantize,
+        "opset": OPSET,
+        "tilefold": __version__,
+        "torch": torch.__version__,
+    }
     with tempfile.TemporaryDirectory() as scratch:
-        maker = _Maker(Path(scratch), vocab_size, quantize, top_k, made_of)
-        exported = _with_modules(model, maker.modules_of(stock))
-        if not maker.made:
+        exporter = _GraphExporter(Path(scratch), vocab_size, quantize, top_k, provenance)
+        exported = _with_modules(model, exporter.replace_modules(stock))
+        if not exporter.graphs:
             names = ", ".join(type(module).__name__ for module in stock)
             raise ArgumentError(
                 "model",
                 f"expected a Transformer with an LM head before a SpladePooling, got {names}.",
             )
-        errors = _compared(stock, exported, quantize, top_k)
-        for graph in maker.made:
-            graph.error = errors
-        exported.float().max_active_dims = (
-            model.max_active_dims
-        )  # whose other modules are those that were compared
+        error = _compare(stock, exported, quantize, top_k)
+        for graph in exporter.graphs:
+            graph.error = error
+        # The comparison changed modules that both models share, such as static queries, to fp64.
+        exported.float()
+        exported.max_active_dims = model.max_active_dims
         with atomic_directory(Path(output), own_names=(), overwrite=False) as folder:
             exported.save_pretrained(str(folder), create_model_card=False)
-    size = sum(file.stat().st_size for file in Path(output).rglob("*") if file.is_file())
-    return ExportedGraph(str(output), len(maker.made), size, quantize, errors)
+    n_bytes = sum(file.stat().st_size for file in Path(output).rglob("*") if file.is_file())
+    return ExportedGraph(str(output), len(exporter.graphs), n_bytes, quantize, error)
+
+
+def _check_packages() -> None:
+    """Raise an ``ImportError`` with a remedy if a package for ONNX is not installed."""
+    try:
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f'an export to ONNX needs {error.name}: pip install "tilefold[onnx]".',
+        ) from error
 
 
 def _with_modules(model: Model, modules: list[nn.Module]) -> Model:
-    """A model of other modules with the settings of `model`, but for ``max_active_dims``."""
-    settings = {
-        name: getattr(model, name)
-        for name in ("prompts", "default_prompt_name", "similarity_fn_name")
-    }
-    return type(model)(modules=modules, device="cpu", **settings).eval()
+    """Return a model of other modules with the settings of a model, but for ``max_active_dims``."""
+    return type(model)(
+        modules=modules,
+        device="cpu",
+        prompts=model.prompts,
+        default_prompt_name=model.default_prompt_name,
+        similarity_fn_name=model.similarity_fn_name,
+    ).eval()
 
 
-def _encoded(model: Model, texts: list[str]) -> Tensor:
-    """Texts as queries and as documents, ``[2 n, V]`` fp64, in the model's own precision."""
-    how: dict[str, Any] = {
-        "convert_to_tensor": True,
-        "convert_to_sparse_tensor": False,
-        "show_progress_bar": False,
-    }
+def _encode_both_sides(model: Model, texts: list[str]) -> Tensor:
+    """Encode texts as queries and as documents, in the precision of the model.
+
+    Args:
+        model: the model.
+        texts: n texts.
+
+    Returns:
+        Vectors ``[2 n, V]`` in fp64: first of the queries, then of the documents.
+    """
+    vectors = []
     with torch.no_grad():
-        return torch.cat(
-            [
-                encode(texts, **how).double()
-                for encode in (model.encode_query, model.encode_document)
-            ],
-        )
+        for encode in (model.encode_query, model.encode_document):
+            rows = encode(
+                texts,
+                convert_to_tensor=True,
+                convert_to_sparse_tensor=False,
+                show_progress_bar=False,
+            )
+            vectors.append(rows.double())
+    return torch.cat(vectors)
 
 
-class _Maker:
-    """Puts a graph in the place of each Transformer with its pooling, once for each pair."""
+class _GraphExporter:
+    """Replaces each Transformer and its pooling in a model by an ONNX graph.
+
+    Args:
+        scratch: folder for the files of the graphs.
+        vocab_size: size of the vocabulary.
+        quantize: ``"int8"``, or ``None`` for fp32.
+        top_k: number of entries that a graph returns, or ``None`` for all scores.
+        provenance: what a graph records of its model and of the export.
+
+    Attributes:
+        graphs: the graphs that were exported.
+    """
 
     def __init__(
         self,
@@ -163,193 +202,292 @@ class _Maker:
         vocab_size: int,
         quantize: str | None,
         top_k: int | None,
-        made_of: dict[str, Any],
+        provenance: dict[str, Any],
     ) -> None:
-        self.scratch, self.vocab_size, self.quantize, self.top_k = (
-            scratch,
-            vocab_size,
-            quantize,
-            top_k,
-        )
-        self.made_of, self.made = made_of, list[OnnxGraph]()
+        self.scratch = scratch
+        self.vocab_size = vocab_size
+        self.quantize = quantize
+        self.top_k = top_k
+        self.provenance = provenance
+        self.graphs: list[OnnxGraph] = []
 
-    def modules_of(self, pipeline: nn.Module) -> list[nn.Module]:
-        found: list[nn.Module] = []
+    def replace_modules(self, pipeline: nn.Module) -> list[nn.Module]:
+        """Return the modules of a pipeline, with graphs for each Transformer and its pooling.
+
+        Args:
+            pipeline: a model, or one route of a router.
+
+        Raises:
+            ValueError: for a Transformer without a SpladePooling right after it.
+        """
+        modules: list[nn.Module] = []
         for module in pipeline.children():
+            previous = modules[-1] if modules else None
             if isinstance(module, Router):
-                routes = {
-                    name: self.modules_of(route) for name, route in module.sub_modules.items()
-                }
-                options = {
-                    name: getattr(module, name) for name in ("default_route", "allow_empty_key")
-                }
-                found.append(Router(routes, route_mappings=module.route_mappings, **options))
-            elif type(module) is SpladePooling and found and isinstance(found[-1], Transformer):
-                found[-1] = self._graph(found[-1], module)
+                modules.append(self._replace_routes(module))
+            elif type(module) is SpladePooling and isinstance(previous, Transformer):
+                modules[-1] = self._export(previous, module)
             else:
-                found.append(module)
-        if any(isinstance(module, Transformer) for module in found):
+                modules.append(module)
+        if any(isinstance(module, Transformer) for module in modules):
             names = " -> ".join(type(module).__name__ for module in pipeline.children())
             raise ArgumentError(
                 "model",
                 f"expected a SpladePooling right after its Transformer, got {names}.",
             )
-        return found
+        return modules
 
-    def _graph(self, transformer: Any, pooling: Any) -> OnnxGraph:
+    def _replace_routes(self, router: Any) -> Router:
+        """Return a router whose routes have graphs."""
+        routes = {name: self.replace_modules(route) for name, route in router.sub_modules.items()}
+        return Router(
+            routes,
+            route_mappings=router.route_mappings,
+            default_route=router.default_route,
+            allow_empty_key=router.allow_empty_key,
+        )
+
+    def _export(self, transformer: Any, pooling: Any) -> OnnxGraph:
+        """Export a Transformer with its pooling, and return the module of the graph.
+
+        Raises:
+            ValueError: if the Transformer adds tokens to queries, or torch cannot export it.
+        """
         if getattr(transformer, "query_expansion", None) is not None:
             raise ArgumentError(
                 "model",
                 "expected texts as they are, got a Transformer that expands queries.",
             )
-        folder = self.scratch / str(len(self.made))
+        folder = self.scratch / str(len(self.graphs))
         folder.mkdir()
         path = folder / GRAPH
-        scorer = _Scorer(transformer, pooling, self.top_k, own_head=self.quantize is not None)
-        _write(scorer, path if self.quantize is None else folder / "fp32.onnx")
-        if self.quantize is not None:
-            _quantize(folder / "fp32.onnx", path)
-        lengths = {
-            name: getattr(transformer, name, None) for name in ("query_length", "document_length")
-        }
+        scorer = _Scorer(
+            transformer,
+            pooling,
+            self.top_k,
+            untie_head=self.quantize is not None,
+        )
+        if self.quantize is None:
+            _write_graph(scorer, path)
+        else:
+            fp32_path = folder / "fp32.onnx"
+            _write_graph(scorer, fp32_path)
+            _quantize(fp32_path, path)
         graph = OnnxGraph(
             copy.deepcopy(transformer.tokenizer),
             path,
             vocab_size=self.vocab_size,
             sha256=sha256_file(path),
             max_seq_length=transformer.max_seq_length,
+            query_length=getattr(transformer, "query_length", None),
+            document_length=getattr(transformer, "document_length", None),
             top_k=self.top_k,
             pooling=pooling.pooling_strategy,
             activation=pooling.activation_function,
             quantize=self.quantize,
-            made_of=self.made_of,
-            **lengths,
+            made_of=self.provenance,
         )
-        self.made.append(graph)
+        self.graphs.append(graph)
         return graph
 
 
 class _Scorer(nn.Module):
-    """A copy of a masked language model in fp32, with activation and pooling, as one function of
-    token ids.
+    """Masked language model with activation and pooling, as one function of token ids in fp32.
+
+    Args:
+        transformer: module of the network, which is copied.
+        pooling: the SpladePooling after it.
+        top_k: number of entries that are returned, or ``None`` for all scores.
+        untie_head: whether the head gets a weight of its own. Quantization leaves out a matrix that
+            is an embedding, too.
     """
 
-    def __init__(self, transformer: Any, pooling: Any, top_k: int | None, own_head: bool) -> None:
+    def __init__(
+        self,
+        transformer: Any,
+        pooling: Any,
+        top_k: int | None,
+        untie_head: bool,
+    ) -> None:
         super().__init__()
         self.network: Any = copy.deepcopy(transformer.model).float().cpu().eval()
         head = self.network.get_output_embeddings()
-        if own_head:  # quantisation leaves alone a matrix that is an embedding, too
+        if untie_head:
             head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        self.pooling, self.top_k = pooling.pooling_strategy, top_k
+        self.pooling = pooling.pooling_strategy
+        self.top_k = top_k
         self.activation = STOCK_ACTIVATIONS[pooling.activation_function]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        """``[B, V]`` scores, or indices and weights ``[B, top_k]``."""
+        """Score token ids ``[B, S]`` with a mask ``[B, S]``.
+
+        Returns:
+            Scores ``[B, V]``, or indices and weights ``[B, top_k]``, heaviest first.
+        """
         logits = self.network(input_ids=input_ids, attention_mask=attention_mask).logits
-        logits = logits.masked_fill(
-            attention_mask[..., None] == 0,
-            -torch.inf,
-        )  # of which every activation is 0
+        # Every activation of minus infinity is 0.
+        logits = logits.masked_fill(attention_mask[..., None] == 0, -torch.inf)
         if self.pooling == "max":
             scores = activate(logits.amax(dim=1), self.activation)
         else:
             scores = activate(logits, self.activation).sum(dim=1)
         if self.top_k is None:
             return scores
-        best = scores.topk(self.top_k, dim=1)
-        return best.indices, best.values
+        heaviest = scores.topk(self.top_k, dim=1)
+        return heaviest.indices, heaviest.values
 
 
-def _write(scorer: _Scorer, path: Path) -> None:
-    """Export by torch's own exporter, with free sizes of batch and sequence."""
-    ids = torch.arange(2 * 7).view(2, 7) % 5 + 1
+def _write_graph(scorer: _Scorer, path: Path) -> None:
+    """Export a scorer by torch's exporter, with free sizes of batch and sequence.
+
+    Raises:
+        ValueError: if torch cannot export its network.
+    """
+    # An example batch of two sequences, one of them padded.
+    token_ids = torch.arange(2 * 7).view(2, 7) % 5 + 1
     mask = torch.ones(2, 7, dtype=torch.int64)
     mask[1, 4:] = 0
-    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
-    names = ["scores"] if scorer.top_k is None else ["indices", "weights"]
+    free_sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
+    output_names = ["scores"] if scorer.top_k is None else ["indices", "weights"]
     try:
         with warnings.catch_warnings(), quiet_loggers("torch.onnx"), torch.no_grad():
             warnings.simplefilter("ignore")
             program: Any = torch.onnx.export(
                 scorer,
-                (ids, mask),
+                (token_ids, mask),
                 dynamo=True,
                 opset_version=OPSET,
-                dynamic_shapes=(sizes, sizes),
+                dynamic_shapes=(free_sizes, free_sizes),
                 verbose=False,
                 input_names=["input_ids", "attention_mask"],
-                output_names=names,
+                output_names=output_names,
             )
             program.save(path)
     except Exception as error:
-        kind, why = type(scorer.network).__name__, str(error).strip().partition("\n")[0]
+        network = type(scorer.network).__name__
+        reason = str(error).strip().partition("\n")[0]
         raise ArgumentError(
             "model",
-            f"torch cannot export a {kind} to ONNX ({type(error).__name__}: {why}).",
+            f"torch cannot export a {network} to ONNX ({type(error).__name__}: {reason}).",
         ) from error
 
 
-def _quantize(path: Path, to: Path) -> None:
+def _quantize(fp32_path: Path, path: Path) -> None:
+    """Write a graph with 8-bit weights of its matrix products.
+
+    Args:
+        fp32_path: the graph in fp32.
+        path: file of the new graph.
+    """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    large = path.with_name(path.name + ".data").exists()
-    with quiet_loggers(None):  # it advises through the root logger
+    has_external_data = fp32_path.with_name(fp32_path.name + ".data").exists()
+    with quiet_loggers(None):  # onnxruntime gives advice through the root logger
         quantize_dynamic(
+            fp32_path,
             path,
-            to,
             per_channel=True,
             reduce_range=True,
             weight_type=QuantType.QInt8,
             op_types_to_quantize=["MatMul", "Gemm"],
-            use_external_data_format=large,
+            use_external_data_format=has_external_data,
         )
 
 
-def _compared(
+def _compare(
     stock: Model,
     exported: Model,
     quantize: str | None,
     top_k: int | None,
 ) -> dict[str, float]:
-    """Encode random texts by both, and refuse a graph that computes something else."""
-    drawn, special = random.Random(0), set(stock.tokenizer.all_special_ids)  # noqa: S311 - no secret
-    ids = sorted(set(stock.tokenizer.get_vocab().values()) - special)
-    texts = [stock.tokenizer.decode(drawn.choices(ids, k=length)) for length in LENGTHS]
+    """Compare the vectors of random texts, and refuse a graph that computes something else.
+
+    Args:
+        stock: the model, which is converted to fp64.
+        exported: the model with graphs.
+        quantize: ``"int8"``, or ``None`` for fp32.
+        top_k: number of entries that the graphs return, or ``None``.
+
+    Returns:
+        ``{"budget_used": share of the allowed error}``, or ``{"least_cosine": cosine}`` of an 8-bit
+        graph.
+
+    Raises:
+        ValueError: if the vectors differ too much, all are empty, or the model fails.
+    """
+    texts = _random_texts(stock.tokenizer)
     try:
-        rounded, exact = _encoded(stock, texts), _encoded(stock.double(), texts)
+        fp32_vectors = _encode_both_sides(stock, texts)
+        exact_vectors = _encode_both_sides(stock.double(), texts)
     except Exception as error:
-        why = f"{type(error).__name__}: {error}; set its max_seq_length if it has fewer positions"
         raise ArgumentError(
             "model",
-            f"expected one that encodes texts of {max(LENGTHS)} words, got {why}.",
+            f"expected one that encodes texts of {max(TEXT_LENGTHS)} words, got "
+            f"{type(error).__name__}: {error}; set its max_seq_length if it has fewer positions.",
         ) from error
-    if not bool(exact.any()):
+    if not bool(exact_vectors.any()):
         raise ArgumentError(
             "model",
             "expected weights above 0 of random texts, got empty vectors. Train the model first.",
         )
-    got = _encoded(exported, texts)
-    if top_k is not None:  # entries that tie with the last one may be others
-        last = exact.topk(top_k, dim=1).values[:, -1:]
-        kept = got > 0
-        exact, rounded = (torch.where(kept | (each > last), each, 0) for each in (exact, rounded))
+    vectors = _encode_both_sides(exported, texts)
+    if top_k is not None:
+        # Compare the entries that were returned, and those that had to be: entries with the weight
+        # of the last one may be others.
+        last_weight = exact_vectors.topk(top_k, dim=1).values[:, -1:]
+        was_returned = vectors > 0
+        compared = was_returned | (exact_vectors > last_weight)
+        compared_fp32 = was_returned | (fp32_vectors > last_weight)
+        exact_vectors = torch.where(compared, exact_vectors, 0)
+        fp32_vectors = torch.where(compared_fp32, fp32_vectors, 0)
     if quantize is not None:
-        cosine = float(
-            torch.nn.functional.cosine_similarity(got, exact, dim=1)[exact.any(dim=1)].min(),
+        return {"least_cosine": _check_cosine(vectors, exact_vectors)}
+    return {"budget_used": _check_difference(vectors, exact_vectors, fp32_vectors)}
+
+
+def _random_texts(tokenizer: Any) -> list[str]:
+    """Return the same texts of random tokens in every call, one of each length."""
+    generator = random.Random(0)  # noqa: S311 - reproducible, no secret
+    token_ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+    return [tokenizer.decode(generator.choices(token_ids, k=length)) for length in TEXT_LENGTHS]
+
+
+def _check_cosine(vectors: Tensor, exact_vectors: Tensor) -> float:
+    """Return the least cosine of the vectors ``[n, V]`` of an 8-bit graph and of the model.
+
+    Raises:
+        ValueError: if it is too small.
+    """
+    cosines = torch.nn.functional.cosine_similarity(vectors, exact_vectors, dim=1)
+    least_cosine = float(cosines[exact_vectors.any(dim=1)].min())
+    if not least_cosine >= MIN_COSINE:
+        raise ArgumentError(
+            "quantize",
+            f"expected a cosine of at least {MIN_COSINE}, got {least_cosine:.3g}. This model loses "
+            "too much in 8 bits: export it without quantize.",
         )
-        if not cosine >= LEAST_COSINE:
-            remedy = "This model loses too much in 8 bits: export it without quantize."
-            raise ArgumentError(
-                "quantize",
-                f"expected a cosine of at least {LEAST_COSINE}, got {cosine:.3g}. {remedy}",
-            )
-        return {"least_cosine": round(cosine, 6)}
-    own, largest = float((rounded - exact).abs().max()), float(exact.abs().max())
-    allowed = ALLOWED * max(own, EPSILON * largest)
-    if not (difference := float((got - exact).abs().max())) <= allowed:
-        expected = f"scores of the model within {allowed:.3g} on random texts"
+    return round(least_cosine, 6)
+
+
+def _check_difference(vectors: Tensor, exact_vectors: Tensor, fp32_vectors: Tensor) -> float:
+    """Return the largest error of a graph, as a share of the allowed error.
+
+    Args:
+        vectors: vectors ``[n, V]`` of the graph.
+        exact_vectors: vectors of the model in fp64.
+        fp32_vectors: vectors of the model in fp32.
+
+    Raises:
+        ValueError: if the error is larger than allowed.
+    """
+    fp32_error = float((fp32_vectors - exact_vectors).abs().max())
+    largest_score = float(exact_vectors.abs().max())
+    allowed = ERROR_FACTOR * max(fp32_error, FP32_EPSILON * largest_score)
+    difference = float((vectors - exact_vectors).abs().max())
+    if not difference <= allowed:
         raise ArgumentError(
             "model",
-            f"expected {expected}, got a difference of {difference:.3g}. Leave it as it is.",
+            f"expected scores of the model within {allowed:.3g} on random texts, got a difference "
+            f"of {difference:.3g}. Leave it as it is.",
         )
-    return {"budget_used": round(difference / allowed, 4)}
+    return round(difference / allowed, 4)
