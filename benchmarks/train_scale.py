@@ -233,8 +233,9 @@ def measure(setting: Setting, options: argparse.Namespace, name: str, rank: int)
     else:
         n_pairs = 2 * setting.batch * min(setting.steps, STEPS_OF_PAIRS)
     clock = Clock(setting, options.device == "cuda")
+    capture = clock.count_captures(StepGraphs._capture_or_fall_back)
     with (
-        mock.patch.object(StepGraphs, "_made", clock.count_captures(StepGraphs._made)),
+        mock.patch.object(StepGraphs, "_capture_or_fall_back", capture),
         mock.patch.object(StepGraphs, "__call__", clock.count_eager(StepGraphs.__call__)),
     ):
         pairs = make_collection(n_pairs, queries_from_documents=setting.is_curve)

@@ -20,13 +20,12 @@ from tests.integrations.multi_vector_models import QUERIES, build_colbert
 from tests.integrations.splade_models import FP32_BUDGET, assert_close, build_tiny_splade
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, restore
 from tilefold.integrations.sentence_transformers.graphs.encoding import (
-    LIMIT,
-    TEXTS,
-    TOKENS,
-    Body,
-    Captured,
+    MAX_GRAPHS,
+    TEXT_COUNTS,
+    TOKEN_COUNTS,
     EncodingGraphs,
 )
+from tilefold.integrations.sentence_transformers.graphs.encoding_graph import Body, EncodingGraph
 from tilefold.ops.lsr_head import rows_of_scores
 from tilefold.pipeline.rows import RowCapacityError, unpack_capacity_rows
 from tilefold.retrieval.encoding.sparse import encode_batch
@@ -47,7 +46,7 @@ class Repeated:
 
     def launch(self) -> None:
         with torch.inference_mode():
-            self.host = self.device = list(self.body())
+            self.host_results = self.device_results = list(self.body())
 
     def wait(self) -> None:
         """Nothing runs elsewhere."""
@@ -114,9 +113,9 @@ def test_rows_of_every_size_are_those_of_the_stock_model(
         ]
         close(model.encode(texts).cpu(), stock.encode(texts))
     assert made(model) >= 4 and not model.encoding_graphs.failed
-    assert {
-        (inputs.texts, inputs.tokens) for inputs, _ in model.encoding_graphs.graphs.values()
-    } <= {(texts, tokens) for texts in TEXTS for tokens in TOKENS}
+    assert {inputs.size for inputs, _ in model.encoding_graphs.graphs.values()} <= {
+        (texts, tokens) for texts in TEXT_COUNTS for tokens in TOKEN_COUNTS
+    }
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -316,16 +315,16 @@ def test_a_capture_that_fails_is_told_once(stock: Any) -> None:
 
 def test_graphs_are_bounded_and_are_not_pickled(stock: Any) -> None:
     model = with_graphs(stock)
-    for top_k in range(1, LIMIT + 6):
+    for top_k in range(1, MAX_GRAPHS + 6):
         encode_sparse(model, [TEXT], top_k=top_k)
-    assert made(model) == LIMIT
+    assert made(model) == MAX_GRAPHS
     for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):  # noqa: S301 - our own bytes
         assert other.encoding_graphs.owner is other and made(other) == 0
         close(other.encode(TEXT), model.encode(TEXT))
     plain = copy.deepcopy(stock)
     accelerate(plain)
     plain.encode(TEXT)
-    assert made(plain) == 0 and plain.encoding_graphs._capture is Captured  # on a CPU
+    assert made(plain) == 0 and plain.encoding_graphs._capture is EncodingGraph  # on a CPU
     restore(plain)
     assert "encoding_graphs" not in vars(plain)
 
@@ -333,9 +332,12 @@ def test_graphs_are_bounded_and_are_not_pickled(stock: Any) -> None:
 def test_graphs_are_made_ahead(stock: Any) -> None:
     model = with_graphs(stock)
     model.encoding_graphs.warm(lambda texts: model.encode(texts, batch_size=64), longest=32)
-    sizes = {(inputs.texts, inputs.tokens) for inputs, _ in model.encoding_graphs.graphs.values()}
+    sizes = {inputs.size for inputs, _ in model.encoding_graphs.graphs.values()}
     assert sizes == {
-        (count, size) for count in TEXTS for size in TOKENS if 4 * count <= size <= 32 * count
+        (count, size)
+        for count in TEXT_COUNTS
+        for size in TOKEN_COUNTS
+        if 4 * count <= size <= 32 * count
     }
     for texts in (["a list"], ["x"] * 3, ["sum of numbers"] * 40):
         model.encode(texts, batch_size=64)

@@ -29,19 +29,19 @@ from tests.integrations.test_sentence_transformers_packed import KINDS, PAIRS, s
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
 from tilefold.integrations.sentence_transformers.graphs.backward import (
-    Found,
+    Gradients,
+    allocate_gradients,
     backward_parts,
-    prepared,
     write_gradients,
 )
-from tilefold.integrations.sentence_transformers.graphs.training import (
-    LIMIT,
-    Run,
+from tilefold.integrations.sentence_transformers.graphs.step_graph import (
+    EncoderRun,
+    PackSize,
     StaticInputs,
-    StepGraphs,
     compiled_layers,
-    sizes_for,
+    graph_size_for,
 )
+from tilefold.integrations.sentence_transformers.graphs.training import MAX_GRAPHS, StepGraphs
 from tilefold.integrations.sentence_transformers.packing.inputs import packed_features
 from tilefold.integrations.transformers.packed import padding_position
 
@@ -57,7 +57,7 @@ class Repeated:
 
     def __init__(
         self,
-        run: Run,
+        run: EncoderRun,
         inputs: StaticInputs,
         parameters: list[Tensor],
         gradients: list[Tensor | None],
@@ -66,9 +66,11 @@ class Repeated:
         self.run, self.inputs, self.gradients = run, inputs, gradients
         self.model = run.__self__.transformer.model  # type: ignore[attr-defined]
         self.forward()
-        self.late = prepared(gradients, parameters, self._parts(torch.ones_like(self.output)))
+        self.lower = allocate_gradients(
+            gradients, parameters, self._parts(torch.ones_like(self.output))
+        )
 
-    def _parts(self, gradient: Tensor) -> Iterator[Found]:
+    def _parts(self, gradient: Tensor) -> Iterator[Gradients]:
         parameters = [tensor for tensor in self.model.parameters() if tensor.requires_grad]
         return backward_parts(self.output, self.noted, parameters, gradient)
 
@@ -81,10 +83,12 @@ class Repeated:
         whole = torch.zeros_like(self.output)
         whole[:, : gradient.size(1)] = gradient
         self.parts = self._parts(whole)
-        write_gradients(self.gradients, next(self.parts), {*range(len(self.gradients))} - self.late)
+        write_gradients(
+            self.gradients, next(self.parts), {*range(len(self.gradients))} - self.lower
+        )
 
-    def backward_late(self) -> None:
-        write_gradients(self.gradients, next(self.parts), self.late)
+    def backward_lower(self) -> None:
+        write_gradients(self.gradients, next(self.parts), self.lower)
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -148,15 +152,13 @@ def assert_as_without(transformer: Any, graphs: StepGraphs, features: dict[str, 
 @pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 1000, 1024, 1025, 11_300, 99_999])
 @pytest.mark.parametrize("longest", [1, 60, 256])
 def test_sizes_hold_a_batch_and_those_near_it(tokens: int, longest: int) -> None:
-    sizes = sizes_for(tokens, 7, longest)
+    sizes = graph_size_for(PackSize(tokens, 7, longest))
     assert tokens <= sizes.tokens <= tokens * 17 / 16 + 64
-    assert sizes.hold(tokens, 7, longest) and not sizes.hold(tokens, 8, longest)
-    assert not sizes.hold(tokens, 7, sizes.longest + 1) and not sizes.hold(
-        sizes.tokens + 1,
-        7,
-        longest,
+    assert sizes.fits(PackSize(tokens, 7, longest)) and not sizes.fits(PackSize(tokens, 8, longest))
+    assert not sizes.fits(PackSize(tokens, 7, sizes.longest + 1)) and not sizes.fits(
+        PackSize(sizes.tokens + 1, 7, longest)
     )
-    least = next(n for n in range(tokens + 1) if sizes.hold(n, 7, longest))
+    least = next(n for n in range(tokens + 1) if sizes.fits(PackSize(n, 7, longest)))
     assert least <= tokens * 19 // 20 and sizes.tokens - least <= max(128, least / 5)
     assert sizes.extra * sizes.longest >= sizes.tokens - least
 
@@ -181,7 +183,7 @@ def test_outputs_and_gradients_are_those_of_a_plain_step(
     assert graphs(batch(encoder, [3, 5, 4])) is None  # met for the first time
     for seed, lengths in enumerate(([3, 5, 4], [1, 30, 2], [20, 0, 20], [1, 1, 1])):
         assert_as_without(encoder, graphs, batch(encoder, list(lengths), seed))
-    assert list(graphs.graphs) == [sizes_for(33, 3, 30)]
+    assert list(graphs.graphs) == [graph_size_for(PackSize(33, 3, 30))]
     features = batch(encoder, [60, 50, 1])
     for one in (graphs, other):  # which share nothing
         one(features)
@@ -312,10 +314,10 @@ def test_what_a_graph_cannot_follow_is_noticed(transformer: Any) -> None:
 
 def test_graphs_are_bounded_and_copies_begin_anew(transformer: Any) -> None:
     graphs = StepGraphs(transformer, Repeated)
-    for count in range(1, LIMIT + 3):
+    for count in range(1, MAX_GRAPHS + 3):
         for _ in range(2):
             graphs(batch(transformer, [2] * count))
-    assert len(graphs.graphs) == LIMIT
+    assert len(graphs.graphs) == MAX_GRAPHS
     again = pickle.loads(pickle.dumps(graphs))  # noqa: S301 - of our own making
     assert not again.graphs and not copy.deepcopy(graphs).graphs
 
@@ -384,7 +386,7 @@ def test_layers_are_compiled_for_a_graph(
     encoder = encoder_of(kind, tokenizer_folder)
     traced = []
 
-    def repeated(run: Run, *rest: Any) -> Repeated:
+    def repeated(run: EncoderRun, *rest: Any) -> Repeated:
         counters = torch._dynamo.utils.counters["stats"]
         before = counters["unique_graphs"]
         found = Repeated(run, *rest)
@@ -554,17 +556,17 @@ def test_gradients_go_where_ddp_keeps_them_and_add_up(halved: bool, transformer:
     graphs, features = StepGraphs(transformer, Repeated, halved=halved), batch(transformer, [3, 5])
     assert graphs(features) is None
     right = gradients(transformer, graphs(features))  # type: ignore[arg-type]  # copies
-    graphs.places = {
+    graphs.bucket_gradients = {
         id(tensor): torch.full_like(tensor, torch.nan) for tensor in transformer.parameters()
     }
     for anew in (False, True):
         if anew:  # written there at once
-            graphs.write_to(graphs.places)
+            graphs.use_bucket_gradients(graphs.bucket_gradients)
             assert graphs(features) is None
         output: Any = graphs(features)
         got = gradients(transformer, output)
         known = [tensor for tensor in transformer.parameters() if tensor.grad is not None]
-        there = [graphs.places[id(tensor)].data_ptr() for tensor in known]
+        there = [graphs.bucket_gradients[id(tensor)].data_ptr() for tensor in known]
         assert [tensor.grad.data_ptr() for tensor in known] == there
         assert ([kept.data_ptr() for kept in graphs.gradients if kept is not None] == there) is anew
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)

@@ -62,12 +62,12 @@ def _ddp_options(graphs: Any, n_weights: int) -> Any:
                 if graphs is not None:
                     address = buffer.data_ptr()
                     is_new = bucket_addresses.get(bucket.index()) != address
-                    if is_new or id(parameters[0]) not in graphs.places:
+                    if is_new or id(parameters[0]) not in graphs.bucket_gradients:
                         bucket_addresses[bucket.index()] = address
                         gradients = dict(
                             zip(map(id, parameters), bucket.gradients(), strict=True),
                         )
-                        graphs.write_to({**graphs.places, **gradients})
+                        graphs.use_bucket_gradients({**graphs.bucket_gradients, **gradients})
                 if not (buffer.is_cuda and "nccl" in dist.get_backend_config(group)):
                     return allreduce_hook(group, bucket)
                 work = dist.all_reduce(buffer, dist.ReduceOp.AVG, group, async_op=True)
@@ -151,7 +151,7 @@ def run_trainer(
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             if graphs is not None:
-                graphs.write_to({})  # the model outlives DDP's buckets
+                graphs.use_bucket_gradients({})  # the model outlives DDP's buckets
     # A resumed trainer has another callback object than the one that was passed to it.
     out_of_patience = any(
         callback.early_stopping_patience_counter >= callback.early_stopping_patience

@@ -1,5 +1,6 @@
-"""The kernels that a model needs, built ahead: its steps and calls with made texts of the lengths
-that matter.
+"""``warm_up``: build the kernels of a model before its first step or request.
+
+Kernels are built for the model's own calls with synthetic texts of the lengths that matter.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from tilefold.integrations.sentence_transformers._accelerate import (
     is_accelerated,
     restore,
 )
-from tilefold.integrations.sentence_transformers.graphs.encoding import TEXTS, graphs_of
+from tilefold.integrations.sentence_transformers.graphs.encoding import (
+    SPECIAL_TOKENS,
+    TEXT_COUNTS,
+    graphs_of,
+)
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 from tilefold.integrations.sentence_transformers.packing.inputs import on_device, packed_inputs
 from tilefold.integrations.transformers.networks import in_eval_mode
@@ -39,20 +44,25 @@ def warm_up(
 ) -> Built:
     """Build the kernels of a model ahead, so that no first call or step waits for a compiler.
 
-    Runs the model as :func:`accelerate` makes it: for each length scores of a batch, half of whose
-    texts are shorter, and with ``training`` their gradients too, under autocast. A
+    The model runs as :func:`accelerate` makes it, under autocast: for each length, it computes the
+    scores of a batch, half of whose texts are shorter, and with ``training`` their gradients. A
     ``MultiVectorEncoder`` scores texts of the first length, as queries, with those of every length.
     With ``inference``, few texts of up to the greatest length are encoded, too, and an accelerated
-    model keeps the CUDA graphs. The model stays as it was. ``TILEFOLD_DISABLE=1`` builds nothing.
+    model keeps the CUDA graphs. Otherwise the model does not change. ``TILEFOLD_DISABLE=1`` builds
+    nothing.
 
     Args:
         model: a ``SparseEncoder`` or ``MultiVectorEncoder`` on a CUDA device.
         lengths: tokens of the longest text of a batch; for a ``MultiVectorEncoder`` first those of
             queries.
         batch_size: texts in a batch. Launches are chosen by shape, so take that of the job.
-        inference, training: whether to build what scores without a gradient, and gradients need.
+        inference: whether to build the kernels of scores without gradients.
+        training: whether to build the kernels of scores with gradients.
         dtype: of autocast; ``None`` for none.
         workers: threads that build; by default one per core, at most 16.
+
+    Returns:
+        The kernels that were built.
 
     Raises:
         RuntimeError: nothing can be built on this machine, or the model is not on a GPU.
@@ -62,14 +72,16 @@ def warm_up(
     check_instance("model", model, torch.nn.Module, "a loaded model")
     lengths = list_of("lengths", lengths, ordered=False)
     if not lengths or min(lengths) < 1 or batch_size < 1:
-        got = f"lengths={lengths}, batch_size={batch_size}"
-        raise ValueError(f"lengths and batch_size must be at least 1, got {got}.")
+        raise ValueError(
+            f"lengths and batch_size must be at least 1, got lengths={lengths}, "
+            f"batch_size={batch_size}.",
+        )
     if not (inference or training):
         raise ValueError(
             "inference or training must be true, got neither: there is nothing to build.",
         )
     if switched_off():
-        return Built({}, (), 0.0, (), Path())
+        return Built(kernels={}, failed=(), seconds=0.0, first_calls=(), cache=Path())
     check_kernels_can_be_built()
     device = next(model.parameters()).device
     if device.type != "cuda":
@@ -77,25 +89,39 @@ def warm_up(
             f"model must be on the GPU that will run it, got one on {device}; call "
             "model.to('cuda').",
         )
-    with ExitStack() as undo:
-        undo.enter_context(torch.cuda.device(device))
+    with ExitStack() as stack:
+        stack.enter_context(torch.cuda.device(device))
         if not is_accelerated(model):
-            accelerate(model, check=False)  # which would build some of them one after the other
-            undo.callback(restore, model)
-        undo.enter_context(in_eval_mode(model))
+            # The check would build some kernels one after the other.
+            accelerate(model, check=False)
+            stack.callback(restore, model)
+        stack.enter_context(in_eval_mode(model))
         calls = steps(model, lengths, batch_size, inference, training, dtype)
-        with torch.random.fork_rng(devices=[device]):
-            built = build_kernels(calls, workers)
-            if inference and (graphs := graphs_of(model)) is not None:
-                for task in ("query", "document"):
-                    run = partial(
-                        model.encode,
-                        task=task,
-                        batch_size=TEXTS[-1],
-                        show_progress_bar=False,
-                    )
-                    graphs.warm(run, max(lengths))
-            return built
+        stack.enter_context(torch.random.fork_rng(devices=[device]))
+        built = build_kernels(calls, workers)
+        if inference:
+            _capture_graphs(model, max(lengths))
+        return built
+
+
+def _capture_graphs(model: Model, longest: int) -> None:
+    """Capture the CUDA graphs of ``encode`` for few queries or documents.
+
+    Args:
+        model: an accelerated model.
+        longest: number of tokens of the longest text.
+    """
+    graphs = graphs_of(model)
+    if graphs is None:
+        return
+    for task in ("query", "document"):
+        encode = partial(
+            model.encode,
+            task=task,
+            batch_size=TEXT_COUNTS[-1],
+            show_progress_bar=False,
+        )
+        graphs.warm(encode, longest)
 
 
 def steps(
@@ -106,47 +132,74 @@ def steps(
     training: bool,
     dtype: torch.dtype | None,
 ) -> list[Callable[[], object]]:
-    """One function for each length, with and without gradients, as asked for."""
-    queries = made_batch(model, lengths[0], batch_size)
-    batches = [made_batch(model, length, batch_size) for length in lengths]
-    wanted = [trains for trains, asked in ((False, inference), (True, training)) if asked]
-    return [
-        partial(_step, model, queries, documents, trains, dtype)
-        for documents in batches
-        for trains in wanted
-    ]
+    """Return functions that run the model on synthetic batches.
 
+    Args:
+        model, lengths, batch_size, inference, training, dtype: see :func:`warm_up`.
 
-def made_batch(model: Model, length: int, batch_size: int) -> Features:
-    """Features of made texts on the device of the model: the first has about ``length`` tokens,
-    half of them fewer.
+    Returns:
+        For each length, a function without gradients and one with gradients, if they are asked for.
     """
-    sizes = [length if i % 2 == 0 else max(length // 2, 1) for i in range(batch_size)]
+    queries = synthetic_batch(model, lengths[0], batch_size)
+    calls: list[Callable[[], object]] = []
+    for length in lengths:
+        documents = synthetic_batch(model, length, batch_size)
+        if inference:
+            calls.append(partial(_run_step, model, queries, documents, False, dtype))
+        if training:
+            calls.append(partial(_run_step, model, queries, documents, True, dtype))
+    return calls
+
+
+def synthetic_batch(model: Model, length: int, batch_size: int) -> Features:
+    """Return features of synthetic texts on the device of the model.
+
+    Args:
+        model: an accelerated model.
+        length: number of tokens of the first and of every other text. The rest have half as many.
+        batch_size: number of texts.
+    """
+    texts = []
+    for position in range(batch_size):
+        n_tokens = length if position % 2 == 0 else length // 2
+        n_words = max(n_tokens - SPECIAL_TOKENS, 1)
+        texts.append("a " * n_words)
     with packed_inputs():
-        features = model.preprocess(
-            ["a " * max(size - 2, 1) for size in sizes],
-        )  # two special tokens
+        features = model.preprocess(texts)
     return on_device(features, next(model.parameters()).device)
 
 
-def _step(
+def _run_step(
     model: Model,
     queries: Features,
     documents: Features,
     trains: bool,
     dtype: torch.dtype | None,
 ) -> None:
+    """Compute scores of documents, and gradients of their sum.
+
+    Args:
+        model: the model, which is set to training or eval mode.
+        queries: features of as many queries, for a ``MultiVectorEncoder``.
+        documents: features of documents.
+        trains: whether to compute gradients.
+        dtype: dtype of autocast; ``None`` for none.
+    """
     parameters = [
         parameter for parameter in model.train(trains).parameters() if parameter.requires_grad
     ]
-    device = next(model.parameters()).device.type
-    with torch.set_grad_enabled(trains), torch.autocast(device, dtype, enabled=dtype is not None):
-        out = model(dict(documents))
-        if (scores := out.get("sentence_embedding")) is None:
-            asked, sides = model(dict(queries)), ("token_embeddings", "attention_mask")
-            (query, query_mask), (rows, mask) = (
-                [found[side] for side in sides] for found in (asked, out)
+    device_type = next(model.parameters()).device.type
+    autocast = torch.autocast(device_type, dtype, enabled=dtype is not None)
+    with torch.set_grad_enabled(trains), autocast:
+        document_outputs = model(dict(documents))
+        scores = document_outputs.get("sentence_embedding")
+        if scores is None:
+            query_outputs = model(dict(queries))
+            scores = colbert_scores(
+                query_outputs["token_embeddings"],
+                document_outputs["token_embeddings"][:, None],
+                query_outputs["attention_mask"],
+                document_outputs["attention_mask"][:, None],
             )
-            scores = colbert_scores(query, rows[:, None], query_mask, mask[:, None])
     if trains:
         torch.autograd.grad(scores.float().sum(), parameters, allow_unused=True)

@@ -1,11 +1,14 @@
-"""A backward pass that is captured: in one part, or in two, so that ranks add up the first's
-gradients meanwhile.
+"""Backward pass of an encoder in one part, or in two: first the upper layers, then the lower ones.
+
+With two parts, the ranks of a distributed training average the gradients of most layers while those
+of the lowest layers are still computed.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,88 +16,171 @@ from torch import Tensor, nn
 
 from tilefold.ops.implementations import copy_each
 
-LOW = 12  # one layer in so many is below the cut: what it has is sent when all is done
-Found = Sequence[Tensor | None]
+# One of this many layers is a lower layer, so that few gradients are left for the second part.
+_LAYERS_PER_LOWER_LAYER = 12
+
+# Gradients of parameters in their order; None for a parameter without a gradient.
+Gradients = Sequence[Tensor | None]
+
+
+@dataclass
+class LayerCut:
+    """Where a forward pass was divided into lower and upper layers.
+
+    Attributes:
+        lower_output: output of the lower layers; ``None`` if the pass was not divided.
+        upper_input: the leaf with the same values that the upper layers read; ``None`` likewise.
+    """
+
+    lower_output: Tensor | None = None
+    upper_input: Tensor | None = None
 
 
 @contextlib.contextmanager
-def cut(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Within it, one forward notes what a low layer is given, and the leaf that this layer reads
-    instead.
+def cut_layers(model: nn.Module) -> Iterator[LayerCut]:
+    """Divide the first forward pass within the context into lower and upper layers.
 
-    Nothing is noted of a model without a ``ModuleList`` of at least two layers that read a tensor
-    with a gradient.
+    The longest ``ModuleList`` of the model holds the layers. Without one of at least two layers, or
+    if the input of the first upper layer has no gradient, the pass is not divided.
+
+    Args:
+        model: the encoder.
+
+    Yields:
+        The cut, which the forward pass fills in.
     """
-    noted: list[Tensor] = []
+    cut = LayerCut()
 
-    def divide(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if noted or not (given and isinstance(given[0], Tensor) and given[0].requires_grad):
+    def replace_input(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Detach the hidden states that the first upper layer reads (a forward pre-hook)."""
+        if cut.upper_input is not None or not args:
             return None
-        noted[:] = given[0], given[0].detach().requires_grad_()
-        return noted[1], *given[1:]
+        hidden = args[0]
+        if not (isinstance(hidden, Tensor) and hidden.requires_grad):
+            return None
+        cut.lower_output = hidden
+        cut.upper_input = hidden.detach().requires_grad_()
+        return cut.upper_input, *args[1:]
 
     stacks = [
         module
         for module in model.modules()
         if isinstance(module, nn.ModuleList) and len(module) > 1
     ]
-    with contextlib.ExitStack() as stack:
-        if stacks:
-            layers = max(stacks, key=len)
-            stack.callback(
-                layers[max(1, len(layers) // LOW)].register_forward_pre_hook(divide).remove,
-            )
-        yield noted
+    if not stacks:
+        yield cut
+        return
+    layers = max(stacks, key=len)
+    n_lower = max(1, len(layers) // _LAYERS_PER_LOWER_LAYER)
+    handle = layers[n_lower].register_forward_pre_hook(replace_input)
+    try:
+        yield cut
+    finally:
+        handle.remove()
 
 
 def backward_parts(
     output: Tensor,
-    noted: list[Tensor],
+    cut: LayerCut,
     parameters: list[Tensor],
-    gradient: Tensor,
-) -> Iterator[Found]:
-    """The gradients of all parameters as they are after each part, None where there is none yet.
+    output_gradient: Tensor,
+) -> Iterator[Gradients]:
+    """Compute the gradients of all parameters, part by part.
 
-    Raises ``RuntimeError`` for a layer above the cut that reads something else of what is below it:
-    activations are not kept for a second pass.
+    Args:
+        output: output of the encoder.
+        cut: where its forward pass was divided.
+        parameters: parameters of the encoder.
+        output_gradient: gradient of the output.
+
+    Yields:
+        The gradients after the backward pass of the upper layers. Then, if the forward pass was
+        divided, those after the lower layers; parameters that the lower layers do not use keep the
+        same tensor.
+
+    Raises:
+        RuntimeError: if an upper layer reads another result of the lower layers than the hidden
+            states at the cut: its activations are freed before the second part.
     """
-    found = torch.autograd.grad(output, noted[1:] + parameters, gradient, allow_unused=True)
-    above: Found = found[len(noted) // 2 :]
-    yield above
-    if noted:
-        below: Found = torch.autograd.grad(noted[0], parameters, found[0], allow_unused=True)
-        pairs = zip(above, below, strict=True)  # both of weights that layers share
-        yield [one if two is None else two if one is None else one + two for one, two in pairs]
+    if cut.upper_input is None or cut.lower_output is None:
+        yield torch.autograd.grad(output, parameters, output_gradient, allow_unused=True)
+        return
+    cut_gradient, *upper = torch.autograd.grad(
+        output,
+        [cut.upper_input, *parameters],
+        output_gradient,
+        allow_unused=True,
+    )
+    yield upper
+    lower = torch.autograd.grad(cut.lower_output, parameters, cut_gradient, allow_unused=True)
+    yield [_sum_gradients(*gradients) for gradients in zip(upper, lower, strict=True)]
 
 
-def prepared(
-    places: list[Tensor | None],
+def _sum_gradients(upper: Tensor | None, lower: Tensor | None) -> Tensor | None:
+    """Add the gradients of a parameter in upper and lower layers, which may share it."""
+    if lower is None:
+        return upper
+    if upper is None:
+        return lower
+    return upper + lower
+
+
+def allocate_gradients(
+    buffers: list[Tensor | None],
     parameters: list[Tensor],
-    parts: Iterator[Found],
+    parts: Iterator[Gradients],
 ) -> set[int]:
-    """Give gradients that lack one a place: the ``grad`` of their parameter, or zeros like it where
-    that is None.
+    """Create missing gradient buffers for parameters that have a gradient.
+
+    A buffer is the ``grad`` of the parameter, or a new tensor of zeros if that is None.
+
+    Args:
+        buffers: gradient buffer of each parameter; ``None`` for a missing one. Filled in.
+        parameters: the parameters.
+        parts: result of :func:`backward_parts`.
 
     Returns:
-        The numbers of the parameters whose gradients come in a second part.
+        Positions of the parameters whose gradients are complete only after the second part.
     """
-    early = next(parts)
-    whole = next(parts, early)
-    for number, (parameter, new) in enumerate(zip(parameters, whole, strict=True)):
-        if new is not None and places[number] is None:
-            places[number] = (
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            )
+    upper = next(parts)
+    complete = next(parts, upper)
+    for position, (parameter, gradient) in enumerate(zip(parameters, complete, strict=True)):
+        if gradient is None or buffers[position] is not None:
+            continue
+        buffers[position] = (
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        )
     return {
-        number for number, (one, two) in enumerate(zip(early, whole, strict=True)) if one is not two
+        position for position in range(len(parameters)) if upper[position] is not complete[position]
     }
 
 
-def write_gradients(to: list[Tensor | None], found: Found, numbers: Collection[int]) -> None:
-    """Copy what was found of some parameters, and 0 where this time there is none."""
-    pairs = [(kept, found[number]) for number in numbers if (kept := to[number]) is not None]
-    if some := [(kept, new) for kept, new in pairs if new is not None]:
-        copy_each(*map(list, zip(*some, strict=True)))
-    for kept, new in pairs:
-        if new is None:
-            kept.zero_()
+def write_gradients(
+    buffers: list[Tensor | None],
+    gradients: Gradients,
+    positions: Collection[int],
+) -> None:
+    """Copy gradients to their buffers, and zeros for parameters without a gradient in this pass.
+
+    Args:
+        buffers: gradient buffer of each parameter; ``None`` for a parameter without one.
+        gradients: gradient of each parameter.
+        positions: positions of the parameters whose gradients are written.
+    """
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    unused: list[Tensor] = []
+    for position in positions:
+        buffer = buffers[position]
+        gradient = gradients[position]
+        if buffer is None:
+            continue
+        if gradient is None:
+            unused.append(buffer)
+        else:
+            targets.append(buffer)
+            sources.append(gradient)
+    if targets:
+        copy_each(targets, sources)
+    for buffer in unused:
+        buffer.zero_()

@@ -1,4 +1,8 @@
-"""The state of a model that its CUDA graphs were captured with and cannot follow."""
+"""Comparison of a model with its state at the capture of its CUDA graphs.
+
+A replay reads weights from the addresses of the capture, and calls no Python. So it follows changes
+of weights in place, but no other change of the model.
+"""
 
 from __future__ import annotations
 
@@ -10,95 +14,112 @@ from torch import Tensor, nn
 
 from tilefold.integrations.sentence_transformers._pooling import StockPooling, fused_forwards
 
+_training_of = itemgetter("training")
+_ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
-class Structure:
-    """Modules, tensors and hooks of a model."""
+
+class ModelStructure:
+    """Modules, parameters, buffers and hooks of a model.
+
+    It is compared with the model at every step and every encoded query. Therefore attributes are
+    read from the modules' dictionaries, and most loops run in C.
+
+    Attributes:
+        modules: the model and all modules in it.
+        tensors: parameters and buffers; those that modules share occur several times.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        """Record the modules of a model, and the dictionaries of their members and hooks."""
         self.modules = list(model.modules())
-        self._vars = [vars(module) for module in self.modules]
-        parts: list[Any] = [
-            part
-            for each in self.modules
-            for part in (each._modules, each._parameters, each._buffers)
-        ]
-        self._views = [part.values() for part in parts if part]
-        self._kept = list(chain.from_iterable(self._views))
-        self._hooks = [hooks for module in self.modules for hooks in hooks_of(module)]
-        self._empty = [each for each in (*parts, *self._hooks) if not each]  # most of them
-        self._filled = [each for each in (*parts, *self._hooks) if each]
-        self._sizes = list(map(len, self._filled))
         self.tensors = [tensor for module in self.modules for tensor in _tensors_of(module)]
+        self._attributes = [vars(module) for module in self.modules]
+        self._hooks = [hooks for module in self.modules for hooks in hooks_of(module)]
+        members: list[dict[str, Any]] = []  # submodules, parameters and buffers of each module
+        for module in self.modules:
+            members += [module._modules, module._parameters, module._buffers]
+        self._member_views = [dictionary.values() for dictionary in members if dictionary]
+        self._members = list(chain.from_iterable(self._member_views))
+        dictionaries: list[Any] = [*members, *self._hooks]
+        # Most dictionaries are empty: that they stayed so is quicker to check than their sizes.
+        self._empty = [dictionary for dictionary in dictionaries if not dictionary]
+        self._filled = [dictionary for dictionary in dictionaries if dictionary]
+        self._filled_sizes = list(map(len, self._filled))
 
-    def stands(self) -> bool:
-        """Whether modules, parameters and buffers are those that they were, and hooks as many."""
+    def has_same_members(self) -> bool:
+        """Whether modules, parameters and buffers are the same objects, and hooks are as many."""
         return (
             not any(self._empty)
-            and list(map(len, self._filled)) == self._sizes
-            and all(map(is_, chain.from_iterable(self._views), self._kept))
+            and list(map(len, self._filled)) == self._filled_sizes
+            and all(map(is_, chain.from_iterable(self._member_views), self._members))
         )
 
-    def runs_more(self) -> bool:
-        """Whether a module has hooks, or computes again what it did not keep."""
+    def has_hooks_or_checkpointing(self) -> bool:
+        """Whether a module has hooks, or recomputes activations in its backward pass."""
         return any(self._hooks) or any(
-            values.get("gradient_checkpointing") for values in self._vars
+            attributes.get("gradient_checkpointing") for attributes in self._attributes
         )
 
-    def modes(self) -> list[bool]:
-        """Whether each module is in training mode."""
-        return list(map(_TRAINING, self._vars))
+    def training_modes(self) -> list[bool]:
+        """Return whether each module is in training mode."""
+        return list(map(_training_of, self._attributes))
 
 
-class State(Structure):
-    """Attributes besides, to be compared with what they are later."""
+class ModelState(ModelStructure):
+    """Structure of a model with the values of attributes and configurations, and memory addresses.
+
+    Attributes:
+        splade: whether the model ends in stock SpladePooling modules.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        """Record a model after a forward pass, in which some modules set attributes."""
         super().__init__(model)
-        fused = fused_forwards(model)
-        self.splade = bool(fused) and all(
-            isinstance(each.pooling, StockPooling) and each.last for each in fused
+        forwards = fused_forwards(model)
+        self.splade = bool(forwards) and all(
+            isinstance(forward.pooling, StockPooling) and forward.last for forward in forwards
         )
-        named = [[name for name in values if name not in _OF_EVERY_MODULE] for values in self._vars]
-        self._own = [
-            (itemgetter(*names), values)
-            for names, values in zip(named, self._vars, strict=True)
-            if names
-        ]
-        self._values = [get(values) for get, values in self._own]
-        self._filled += self._vars
-        self._sizes = list(map(len, self._filled))
+        # For each module, a function that reads its own attributes from their dictionary.
+        self._readers: list[tuple[itemgetter[Any], dict[str, Any]]] = []
+        for attributes in self._attributes:
+            names = [name for name in attributes if name not in _ATTRIBUTES_OF_EVERY_MODULE]
+            if names:
+                self._readers.append((itemgetter(*names), attributes))
+        self._values = [read(attributes) for read, attributes in self._readers]
+        self._filled += self._attributes
+        self._filled_sizes = list(map(len, self._filled))
         configs = {
-            id(values["config"]): values["config"] for values in self._vars if "config" in values
+            id(attributes["config"]): attributes["config"]
+            for attributes in self._attributes
+            if "config" in attributes
         }
+        # The settings of each configuration, and a copy of them.
         self._configs = [
-            (vars(each), dict(vars(each))) for each in configs.values() if hasattr(each, "__dict__")
+            (vars(config), dict(vars(config)))
+            for config in configs.values()
+            if hasattr(config, "__dict__")
         ]
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]
 
-    def in_place(self) -> bool:
-        """Whether every tensor has the memory that it had; what a graph reads may be gone else."""
+    def has_same_memory(self) -> bool:
+        """Whether every tensor has the address that it had.
+
+        Otherwise a replay could read memory that was freed.
+        """
         return list(map(Tensor.data_ptr, self.tensors)) == self._addresses
 
-    def holds(self) -> bool:
-        """Whether modules, parameters, hooks, attributes and settings are those that they were."""
-        if not self.stands():
+    def is_unchanged(self) -> bool:
+        """Whether members, hooks, attributes and configurations are what they were."""
+        if not self.has_same_members():
             return False
         try:
             return (
-                all(now == then for now, then in self._configs)
-                and [get(values) for get, values in self._own] == self._values
+                all(current == former for current, former in self._configs)
+                and [read(attributes) for read, attributes in self._readers] == self._values
             )
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            KeyError,
-        ):  # of tensors, which compare entry by entry; or it went
+        except (RuntimeError, ValueError, TypeError, KeyError):
+            # An attribute is missing, or it is a tensor or an array, whose comparison is no bool.
             return False
-
-
-_TRAINING = itemgetter("training")
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
@@ -112,18 +133,24 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
-    return [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
+    """Return parameters and buffers of a module itself, not of its submodules."""
+    members = (*module._parameters.values(), *module._buffers.values())
+    return [member for member in members if member is not None]
 
 
-def may_be_captured(model: nn.Module) -> bool:
-    """Whether a replay runs all that a forward of the model runs; hooks of ours look at the model
-    alone.
+def can_be_captured(model: nn.Module) -> bool:
+    """Whether the replay of a graph does all that a forward pass of the model does.
+
+    Hooks, compiled modules, offloaded and sharded parameters need Python code in every pass. Hooks
+    of this package are allowed, since they only read the model.
     """
     for module in model.modules():
-        hooks = [hook for found in hooks_of(module) for hook in found.values()]
+        hooks = [hook for hooks in hooks_of(module) for hook in hooks.values()]
         if any(not str(getattr(hook, "__module__", "")).startswith("tilefold.") for hook in hooks):
             return False
-        if getattr(module, "_compiled_call_impl", None) is not None or "_hf_hook" in vars(module):
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            return False
+        if "_hf_hook" in vars(module):  # Hugging Face's accelerate offloads the module
             return False
         if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in _tensors_of(module)):
             return False

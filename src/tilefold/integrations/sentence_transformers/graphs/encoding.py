@@ -1,20 +1,20 @@
-"""CUDA graphs of an accelerated model for few texts: tokens go in, rows come out, and the host
-launches once.
+"""CUDA graphs of an accelerated model for few texts: token ids go in, rows come out.
 
-The work of a query is some 300 launches, which take the host ten times what they take the GPU. A
-graph repeats them at once, for tensors of the sizes and addresses that it was captured with: packed
-tokens are copied into the smallest of a few sizes, whose rest is a text that nobody reads. Weights
-are read where they lie, so that a graph sees every change that is made in place; all else that it
-cannot follow is compared with what it was, while the GPU computes.
+The work of a query is some 300 launches, which take the CPU ten times what they take the GPU. A
+graph repeats them by one launch, for tensors of the sizes and addresses that it was captured with:
+packed tokens are copied into the smallest of a few sizes, whose unused tokens form a text with
+discarded results. A graph reads weights from their memory, and so follows changes in place. All other
+changes of the model are detected by a comparison while the GPU computes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,23 @@ from tilefold.integrations.sentence_transformers._pooling import (
     fused_forwards,
     sparse_scores,
 )
-from tilefold.integrations.sentence_transformers.graphs.captured_state import State, may_be_captured
-from tilefold.integrations.sentence_transformers.graphs.training import (
-    autocast_dtype,
+from tilefold.integrations.sentence_transformers.graphs.capture import (
+    GraphCache,
+    NumericSettings,
+    capture_lock,
+    numeric_settings,
     uncached_autocast,
     warn_slower,
+)
+from tilefold.integrations.sentence_transformers.graphs.captured_state import (
+    ModelState,
+    can_be_captured,
+)
+from tilefold.integrations.sentence_transformers.graphs.encoding_graph import (
+    EncodingGraph,
+    EncodingMemory,
+    GraphSize,
+    InputBuffers,
 )
 from tilefold.integrations.sentence_transformers.packing.inputs import (
     EXPANDED,
@@ -39,208 +51,260 @@ from tilefold.integrations.sentence_transformers.packing.inputs import (
     packed_inputs,
     texts_to,
 )
-from tilefold.integrations.transformers.packed import LONGEST_NAMES
+from tilefold.integrations.transformers.packed import LONGEST_NAMES, OFFSETS
 from tilefold.modules.fused_pooling import Features, SparseOptions
-from tilefold.ops.implementations import switched_off, tf32_allowed
+from tilefold.ops.implementations import switched_off
 from tilefold.ops.lsr_head import CapacityRows, rows_of_scores
 from tilefold.pipeline.rows import RowCapacityError, SparseRows, packed_rows, unpack_capacity_rows
 
-TEXTS = (1, 4, 16, 64)  # that graphs are made for; the next larger one takes a batch
-TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # of all texts of a batch
-GRAPHS = "encoding_graphs"  # the attribute of the model
-LIMIT = 64  # graphs of a model, of which the one that was not used for longest goes first
-CAPACITY, MAX_CAPACITY = (
-    1024,
-    1 << 14,
-)  # entries of a row at first, and at most; doubled where a row has more
-_MORE_ROOM = 4  # times as many entries, for up to a fourth of the most texts
-_PLACES = 1 << 17  # of padded token vectors, above which texts are encoded without a graph
-_WARM_RUNS = 2  # before a capture: libraries set themselves up, kernels are built
-_capturing = threading.Lock()  # one model at a time
+# Numbers of texts and of tokens of all texts that graphs are captured for. A batch takes the
+# smallest sizes into which it fits.
+TEXT_COUNTS = (1, 4, 16, 64)
+TOKEN_COUNTS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+# Name of the model's attribute with its graphs.
+GRAPHS = "encoding_graphs"
+# Graphs of a model. The least recently used one is dropped.
+MAX_GRAPHS = 64
+# Entries that a sparse row may have, at first and at most.
+CAPACITY = 1024
+MAX_CAPACITY = 1 << 14
+# Up to this number of texts, rows may have more entries by a factor: they take no more memory then
+# than the rows of the largest number of texts.
+_FEW_TEXTS = TEXT_COUNTS[-1] // 4
+_FEW_TEXTS_CAPACITY_FACTOR = 4
+# Token vectors, with padding, above which texts are encoded without a graph.
+_MAX_PADDED_TOKENS = 1 << 17
+# The second attempt has a new graph, if the model has changed since the capture.
+_MAX_ATTEMPTS = 2
+# Tokens that a tokenizer adds to a synthetic text.
+SPECIAL_TOKENS = 2
 
-Body = Callable[[], Sequence[Tensor]]
 R = TypeVar("R")
 
 
-class Inputs:
-    """Tensors of fixed sizes on the device, copied at once from one buffer on the host.
+class CapturedEncoding(NamedTuple):
+    """A captured graph with its inputs."""
 
-    Packed features are put into room for `texts` and `tokens`, and one text more that holds what is
-    left; features that are padded keep their shapes.
+    inputs: InputBuffers
+    graph: Any
+
+
+@dataclass
+class _Encoding(ABC, Generic[R]):
+    """A kind of encoding that graphs are captured for.
+
+    Attributes:
+        graphs: the model's graphs.
+        task: argument ``task`` of the model's forward; ``None`` for none.
+        pads_tokens: whether padded token vectors are computed, whose number is limited.
     """
 
-    def __init__(self, features: Features, texts: int, tokens: int, device: torch.device) -> None:
-        self.others = {
-            name: value for name, value in features.items() if not isinstance(value, Tensor)
-        }
-        self.packed = "cu_seq_lens_q" in features
-        self.sizes = self.texts, self.tokens = texts, tokens
-        shapes = {
-            name: (tensor.shape, tensor.dtype)
-            for name, tensor in features.items()
-            if isinstance(tensor, Tensor)
-        }
-        if self.packed:
-            self.others |= dict.fromkeys(LONGEST_NAMES, tokens)
-            row = torch.Size([1, tokens])
-            shapes = dict.fromkeys(("input_ids", "position_ids"), (row, torch.int64))
-            shapes["cu_seq_lens_q"] = torch.Size([texts + 2]), torch.int32
-        sizes = [shape.numel() for shape, _ in shapes.values()]
-        self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        parts = zip(
-            shapes.items(),
-            torch.split(self._host, sizes),
-            torch.split(self._device, sizes),
-            strict=True,
-        )
-        self._parts = {
-            name: (host.view(shape).numpy(), there.view(shape), kind)
-            for (name, (shape, kind)), host, there in parts
-        }
-
-    def fill(self, features: Features) -> None:
-        """Put features into the buffer on the host; the rest keeps tokens of others."""
-        for name, (host, _, _) in self._parts.items():
-            given = features[name].numpy()
-            if not self.packed:
-                host[:] = given
-            elif given.ndim == 2:
-                host[:, : given.shape[1]] = given
-            else:
-                host[: given.size] = given
-                host[given.size : -1] = given[-1]
-                host[-1] = self.tokens
-
-    def features(self) -> Features:
-        """Features for the model, copied to the device."""
-        self._device.copy_(self._host, non_blocking=True)
-        found: Features = {name: there.to(kind) for name, (_, there, kind) in self._parts.items()}
-        if self.packed:
-            found["cu_seq_lens_k"] = found["cu_seq_lens_q"]
-        return found | self.others
-
-
-class Turns:
-    """Memory that all graphs of a model share, so that each comes after the one before it, on
-    whatever stream.
-    """
-
-    def __init__(self) -> None:
-        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self.last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = (
-            None  # where one ran, and when it was read
-        )
-
-
-class Captured:
-    """Graph of a function of static tensors: its results on the device, and their copies on the
-    host.
-    """
-
-    def __init__(self, body: Body, turns: Turns) -> None:
-        self._turns, stream = turns, turns.stream
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_RUNS):
-                found = body()
-        stream.synchronize()
-        self.host = [
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in found
-        ]
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            self._graph,
-            pool=turns.pool,
-            stream=stream,
-            capture_error_mode="thread_local",
-        ):
-            self.device = list(body())
-            for host, tensor in zip(self.host, self.device, strict=True):
-                host.copy_(tensor, non_blocking=True)
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def launch(self) -> None:
-        """Begin, after what the current stream was given before, such as changes of weights."""
-        stream = torch.cuda.current_stream(self._turns.stream.device)
-        last, self._turns.last = self._turns.last, (stream, self._done)
-        if last is not None and last[0] != stream:
-            stream.wait_event(last[1])
-        self._graph.replay()
-        self._done.record(stream)
-
-    def wait(self) -> None:
-        self._done.synchronize()
-
-    def lent(self) -> None:
-        """Let the next launch, of whatever thread, come after what this one's stream was given to
-        read results.
-        """
-        if self._turns.last is not None:
-            self._done.record(self._turns.last[0])
-
-
-class _Asked(NamedTuple):
-    """A kind of work; each has graphs of its own."""
-
-    body: Callable[[Features, int], Sequence[Tensor]]  # of static features and the number of texts
-    kind: tuple[Hashable, ...]
+    graphs: EncodingGraphs
     task: str | None
+    pads_tokens: ClassVar[bool] = False
+
+    @abstractmethod
+    def key(self) -> tuple[Hashable, ...]:
+        """Return the kind and the options, which are captured in a graph."""
+
+    @abstractmethod
+    def compute(self, features: Features, size: GraphSize) -> Sequence[Tensor]:
+        """Run the model on static inputs; this is captured.
+
+        Args:
+            features: features of the model.
+            size: size of the graph.
+
+        Returns:
+            The results on the device.
+        """
+
+    @abstractmethod
+    def read(self, captured: CapturedEncoding, n_texts: int) -> R:
+        """Convert the results of a finished replay.
+
+        Args:
+            captured: the graph.
+            n_texts: number of texts of the batch.
+        """
+
+
+@dataclass
+class _SparseEncoding(_Encoding[SparseRows]):
+    """Encoding to sparse rows.
+
+    Attributes:
+        options: which entries of a row are kept.
+        to_host: whether entries are copied to the CPU. Otherwise entries of a single text stay on the
+            GPU.
+    """
+
+    options: SparseOptions
+    to_host: bool
+
+    def key(self) -> tuple[Hashable, ...]:
+        return ("sparse", *self.options)
+
+    def compute(self, features: Features, size: GraphSize) -> Sequence[Tensor]:
+        """Compute counts, stored counts, columns and values of rows of fixed capacity."""
+        rows = self.graphs.sparse_rows(features, self.task, self.options, size)
+        results = (rows.counts, rows.n_stored, rows.columns, rows.values)
+        return [result[: size.texts] for result in results]
+
+    def read(self, captured: CapturedEncoding, n_texts: int) -> SparseRows:
+        """Return the rows of the batch.
+
+        Raises:
+            RowCapacityError: if a row has more entries than the graph can store.
+        """
+        graph = captured.graph
+        counts, n_stored, columns, values = graph.host_results
+        # A single row is not packed, so that its entries need not be moved on the GPU.
+        on_gpu = not self.to_host and n_texts == 1 and self.graphs.device.type == "cuda"
+        if on_gpu:
+            _, _, columns, values = graph.device_results
+        rows = unpack_capacity_rows(
+            counts[:n_texts],
+            n_stored[:n_texts],
+            columns[:n_texts],
+            values[:n_texts],
+            capacity=self.graphs.row_capacity(captured.inputs.size),
+            vocab_size=self.graphs.vocab_size,
+        )
+        if on_gpu:
+            graph.record_read()
+        return rows
+
+
+@dataclass
+class _VectorEncoding(_Encoding[list[Tensor]]):
+    """Encoding to token vectors.
+
+    Attributes:
+        normalize: whether vectors are scaled to length 1.
+        to_host: whether vectors are copied to the CPU. Otherwise they stay on the GPU.
+    """
+
+    normalize: bool
+    to_host: bool
+    pads_tokens: ClassVar[bool] = True
+
+    def key(self) -> tuple[Hashable, ...]:
+        return ("vectors", self.normalize)
+
+    def compute(self, features: Features, size: GraphSize) -> Sequence[Tensor]:
+        """Compute the number of vectors of each text, and all vectors without padding."""
+        outputs = self.graphs.run_model(features, self.task)
+        vectors = outputs["token_embeddings"][: size.texts]
+        mask = outputs["attention_mask"][: size.texts].bool()
+        if self.normalize:
+            vectors = nn.functional.normalize(vectors, p=2, dim=-1)
+        return [mask.sum(1), packed_rows(vectors, mask)[: size.tokens]]
+
+    def read(self, captured: CapturedEncoding, n_texts: int) -> list[Tensor]:
+        """Return vectors ``[n, D]`` of each text, as views of one copy."""
+        graph = captured.graph
+        all_counts, host_vectors = graph.host_results
+        _, device_vectors = graph.device_results
+        counts = all_counts[:n_texts].tolist()
+        all_vectors = host_vectors if self.to_host else device_vectors
+        vectors = all_vectors[: sum(counts)].clone()
+        if vectors.is_cuda:
+            graph.record_read()
+        return list(torch.split(vectors, counts))
+
+
+class _GraphKey(NamedTuple):
+    """Key of a captured graph: properties of the batches that it encodes.
+
+    Attributes:
+        size: numbers of texts and tokens.
+        encoding: kind and options of the encoding.
+        task: task of the model, if a module reads it.
+        constants: names and values of features that are no tensors.
+        shapes: names, shapes and dtypes of padded features; empty for packed ones.
+        settings: settings of torch.
+    """
+
+    size: GraphSize
+    encoding: tuple[Hashable, ...]
+    task: str | None
+    constants: tuple[tuple[str, Any], ...]
+    shapes: tuple[tuple[str, torch.Size, torch.dtype], ...]
+    settings: NumericSettings
 
 
 class EncodingGraphs(Replacement):
-    """Encodes up to 64 texts of an accelerated model at once, as one of at most 64 CUDA graphs.
+    """Encodes up to 64 texts of an accelerated model at once by one of at most 64 CUDA graphs.
 
-    Each method gives None where the model must run as it is: on a CPU, in training mode, with hooks
-    on its modules, with sharded or offloaded parameters, for more texts or tokens than there are
-    graphs for, for networks that run padded (but for ColBERT's expanded queries), once a row had
-    more than 16,384 entries, and where a capture failed, which is told once. Graphs are captured
-    when they are first needed, and anew after the model has changed. A call holds the model's lock;
-    models do not wait for one another. `capture` makes a graph of a function.
+    Each method returns None where the model must run without a graph: on a CPU, in training mode,
+    with hooks on its modules, with sharded or offloaded parameters, for more texts or tokens than
+    there are graphs for, for networks that run padded (except for ColBERT's expanded queries), once
+    a row had more than 16,384 entries, and where a capture failed, which one warning reports.
+
+    Graphs are captured when they are first needed, and again after the model has changed. A call
+    holds the model's lock, and models do not wait for one another.
+
+    Args:
+        owner: the accelerated model.
+        capture: creates a graph, with the arguments of :class:`EncodingGraph`.
+
+    Attributes:
+        failed: whether no graph can be used.
+        capacity: number of entries that a sparse row may have, unless a size of graphs needs more.
+        device: device of the graphs.
+        graphs: the captured graphs.
+        vocab_size: number of columns V of sparse rows, once a graph was captured for them.
     """
 
-    def __init__(self, owner: Model, capture: Callable[..., Any] = Captured) -> None:
+    def __init__(self, owner: Model, capture: Callable[..., Any] = EncodingGraph) -> None:
         super().__init__(owner)
         self._capture = capture
-        self._set_up()
+        self._initialize()
 
-    def _set_up(self) -> None:
+    def _initialize(self) -> None:
+        """Set the attributes that are not pickled."""
         self._lock = threading.RLock()
-        self.failed, self.capacity = False, CAPACITY
-        self._rooms: dict[tuple[int, int], int] = {}  # where a row had more entries
+        self.failed = False
+        self.capacity = CAPACITY
+        self._raised_capacities: dict[GraphSize, int] = {}
         self.device = torch.device("cpu")
+        self.vocab_size = 0
         self._forget()
 
     def _forget(self) -> None:
-        self.graphs: OrderedDict[tuple[Any, ...], tuple[Inputs, Any]] = OrderedDict()
-        self._turns: Turns | None = None
-        self._state: State | None = None
-        self._by_task: bool | None = None  # whether a module reads the task
+        """Drop all graphs and the recorded state of the model."""
+        self.graphs: GraphCache[_GraphKey, CapturedEncoding] = GraphCache(MAX_GRAPHS)
+        self._memory: EncodingMemory | None = None
+        self._state: ModelState | None = None
+        self._reads_task: bool | None = None  # whether a module reads the task, None if unknown
 
     def __getstate__(self) -> Features:
         return {"owner": self.owner, "_capture": self._capture}
 
     def __setstate__(self, state: Features) -> None:
         vars(self).update(state)
-        self._set_up()
+        self._initialize()
 
     def may_run(self, texts: Sequence[str]) -> bool:
-        """Whether a graph could serve these texts, as far as can be told at no cost."""
-        if (
-            self.failed
-            or switched_off()
-            or not 0 < len(texts) <= TEXTS[-1]
-            or torch.compiler.is_compiling()
-        ):
+        """Whether a graph could encode texts, as far as this is known without tokenising them."""
+        if self.failed or switched_off() or torch.compiler.is_compiling():
             return False
-        if self._state is None:
-            return self._capture is not Captured or torch.device(self.owner.device).type == "cuda"
-        return not any(self._state.modes())
+        if not 0 < len(texts) <= TEXT_COUNTS[-1]:
+            return False
+        if self._state is not None:
+            return not any(self._state.training_modes())
+        return not self._needs_gpu() or torch.device(self.owner.device).type == "cuda"
+
+    def _needs_gpu(self) -> bool:
+        """Whether graphs are CUDA graphs. Tests on a CPU replace them."""
+        return self._capture is EncodingGraph
 
     @property
     def splade(self) -> bool:
-        """Whether stock SpladePoolings end the model."""
-        return (State(self.owner) if self._state is None else self._state).splade
+        """Whether the model ends in stock SpladePooling modules."""
+        state = ModelState(self.owner) if self._state is None else self._state
+        return state.splade
 
     def sparse(
         self,
@@ -251,60 +315,26 @@ class EncodingGraphs(Replacement):
         options: SparseOptions,
         to_host: bool = True,
     ) -> SparseRows | None:
-        """Rows on the host; entries on the device where they are asked for there, and there is one
-        row.
+        """Encode texts to sparse rows.
+
+        Args:
+            texts: the texts.
+            task: argument ``task`` of the model's forward, if any.
+            prompt: text that is put before every text.
+            options: which entries of a row are kept.
+            to_host: whether entries are copied to the CPU. Otherwise entries of a single text stay on
+                the GPU.
+
+        Returns:
+            The rows, or None if the model must run without a graph.
         """
-
-        def body(features: Features, count: int) -> Sequence[Tensor]:
-            rows = self._scores(
-                features,
-                task,
-                options,
-                self._room(count, features["input_ids"].numel()),
-            )
-            return [part[:count] for part in rows[:4]]
-
-        def read(inputs: Inputs, graph: Any, count: int) -> SparseRows:
-            parts = [part[:count] for part in graph.host]
-            there = not to_host and count == 1 and self.device.type == "cuda"
-            if there:
-                parts[2:] = graph.device[2:]
-            counts, stored_counts, columns, values = parts
-            rows = unpack_capacity_rows(
-                counts,
-                stored_counts,
-                columns,
-                values,
-                capacity=self._room(*inputs.sizes),
-                vocab_size=self._vocab_size,
-            )
-            if there:
-                graph.lent()
-            return rows
-
+        encoding = _SparseEncoding(self, task, options, to_host)
         while self.may_run(texts):
             try:
-                return self._run(texts, prompt, _Asked(body, ("sparse", *options), task), read)
+                return self._encode(texts, prompt, encoding)
             except RowCapacityError:
-                continue
+                continue  # the next graph has a larger capacity, or graphs are turned off
         return None
-
-    def _room(self, texts: int, tokens: int) -> int:
-        """Entries of a row, for which graphs of such sizes have room."""
-        return self._rooms.get(
-            (texts, tokens),
-            self.capacity * (_MORE_ROOM if texts <= TEXTS[-1] // _MORE_ROOM else 1),
-        )
-
-    def _widen(self, sizes: tuple[int, int], most: int) -> None:
-        """Make room for more in graphs of these sizes."""
-        self.failed = most > MAX_CAPACITY  # an untrained model: every call would capture anew
-        room = self._room(*sizes)
-        while room < most:
-            room *= 2
-        self._rooms[sizes] = room
-        for key in [key for key in self.graphs if key[:2] == sizes]:
-            del self.graphs[key]
 
     def vectors(
         self,
@@ -315,186 +345,266 @@ class EncodingGraphs(Replacement):
         normalize: bool,
         to_host: bool,
     ) -> list[Tensor] | None:
-        """Token vectors ``[n, D]`` of each text."""
+        """Encode texts to token vectors.
+
+        Args:
+            texts: the texts.
+            task: argument ``task`` of the model's forward, if any.
+            prompt: text that is put before every text.
+            normalize: whether vectors are scaled to length 1.
+            to_host: whether vectors are copied to the CPU. Otherwise they stay on the GPU.
+
+        Returns:
+            Vectors ``[n, D]`` of each text, or None if the model must run without a graph.
+        """
         if not self.may_run(texts):
             return None
+        return self._encode(texts, prompt, _VectorEncoding(self, task, normalize, to_host))
 
-        def body(features: Features, count: int) -> Sequence[Tensor]:
-            tokens = features["input_ids"].numel()
-            found = self._forward(features, task)
-            rows, keep = found["token_embeddings"][:count], found["attention_mask"][:count].bool()
-            if normalize:
-                rows = nn.functional.normalize(rows, p=2, dim=-1)
-            return [keep.sum(1), packed_rows(rows, keep)[:tokens]]
+    def warm(self, encode: Callable[[list[str]], object], longest: int = 64) -> None:
+        """Capture graphs of all sizes for texts of up to `longest` tokens.
 
-        def read(_: Inputs, graph: Any, count: int) -> list[Tensor]:
-            counts = graph.host[0][:count].tolist()
-            rows: Tensor = (graph.host if to_host else graph.device)[1][: sum(counts)].clone()
-            if rows.is_cuda:
-                graph.lent()
-            return list(torch.split(rows, counts))
+        Args:
+            encode: encodes synthetic texts by these graphs.
+            longest: number of tokens of the longest text.
+        """
+        for n_texts in TEXT_COUNTS:
+            for n_tokens in TOKEN_COUNTS:
+                # Words of a text. It leaves one token of its share unused.
+                n_words = n_tokens // n_texts - SPECIAL_TOKENS - 1
+                if n_words < 1 or n_tokens > longest * n_texts:
+                    continue
+                if self.may_run([""] * n_texts):
+                    encode(["a " * n_words] * n_texts)
 
-        return self._run(texts, prompt, _Asked(body, ("vectors", normalize), task), read)
+    def row_capacity(self, size: GraphSize) -> int:
+        """Return the number of entries that a sparse row may have in graphs of a size."""
+        raised = self._raised_capacities.get(size)
+        if raised is not None:
+            return raised
+        if size.texts <= _FEW_TEXTS:
+            return self.capacity * _FEW_TEXTS_CAPACITY_FACTOR
+        return self.capacity
 
-    def warm(self, run: Callable[[list[str]], object], longest: int = 64) -> None:
-        """Capture graphs for texts of up to `longest` tokens, by calls of `run` with made ones."""
-        for texts in TEXTS:
-            for tokens in (size for size in TOKENS if 4 * texts <= size <= longest * texts):
-                if self.may_run([""] * texts):
-                    run(["a " * (tokens // texts - 3)] * texts)  # two special tokens
+    def _raise_row_capacity(self, size: GraphSize, max_entries: int) -> None:
+        """Drop graphs of a size, and let new ones store rows of more entries.
 
-    def _run(
-        self,
-        texts: Sequence[str],
-        prompt: str | None,
-        asked: _Asked,
-        read: Callable[[Inputs, Any, int], R],
-    ) -> R | None:
+        Above the largest capacity, graphs are turned off: an untrained model would need larger ones
+        in every call.
+
+        Args:
+            size: size of the graphs.
+            max_entries: number of entries of the longest row.
+        """
+        if max_entries > MAX_CAPACITY:
+            self.failed = True
+        capacity = self.row_capacity(size)
+        while capacity < max_entries:
+            capacity *= 2
+        self._raised_capacities[size] = capacity
+        for key in [key for key in self.graphs if key.size == size]:
+            del self.graphs[key]
+
+    def _encode(self, texts: Sequence[str], prompt: str | None, encoding: _Encoding[R]) -> R | None:
+        """Encode texts by a graph.
+
+        Args:
+            texts: the texts.
+            prompt: text that is put before every text.
+            encoding: kind of the encoding.
+
+        Returns:
+            The result of the encoding, or None if the model must run without a graph.
+
+        Raises:
+            RowCapacityError: if a row has more entries than the graph can store. Graphs of this
+                size have been dropped.
+        """
         with packed_inputs():
-            features = self._tokenised(texts, prompt, asked.task)
-        sizes = _sizes_of(features, len(texts), padded="vectors" in asked.kind)
-        if sizes is None:
+            features = self._tokenize(texts, prompt, encoding.task)
+        size = _graph_size(features, len(texts), encoding.pads_tokens)
+        if size is None:
             return None
         with self._lock:
-            if self._state is not None and not self._state.in_place():
+            if self._state is not None and not self._state.has_same_memory():
                 self._forget()
-            for _ in range(2):  # once more where the model has changed meanwhile
-                found = self._graph(sizes, features, asked)
-                if found is None:
+            for _ in range(_MAX_ATTEMPTS):
+                captured = self._graph_for(size, features, encoding)
+                if captured is None:
                     return None
-                inputs, graph = found
-                inputs.fill(features)
-                graph.launch()
-                held = self._state is not None and self._state.holds()
-                graph.wait()
-                if held:
+                captured.inputs.fill(features)
+                captured.graph.launch()
+                # The CPU compares the model with its state at the capture while the GPU computes.
+                is_valid = self._state is not None and self._state.is_unchanged()
+                captured.graph.wait()
+                if is_valid:
                     try:
-                        return read(inputs, graph, len(texts))
+                        return encoding.read(captured, len(texts))
                     except RowCapacityError as error:
-                        self._widen(inputs.sizes, error.max_entries)
+                        self._raise_row_capacity(captured.inputs.size, error.max_entries)
                         raise
                 self._forget()
         return None
 
-    def _tokenised(self, texts: Sequence[str], prompt: str | None, task: str | None) -> Features:
-        model, named = self.owner, {} if task is None else {"task": task}
-        if (shortcut := texts_to(model)) is not None:
-            return shortcut(texts, prompt=prompt, **named)
-        found: Features = model.preprocess(list(texts), prompt=prompt, **named)
-        return found
+    def _tokenize(self, texts: Sequence[str], prompt: str | None, task: str | None) -> Features:
+        """Tokenise texts without the model's own ``preprocess``, if its Transformer allows it."""
+        task_kwargs = {} if task is None else {"task": task}
+        preprocess = texts_to(self.owner)
+        if preprocess is not None:
+            return preprocess(texts, prompt=prompt, **task_kwargs)
+        features: Features = self.owner.preprocess(list(texts), prompt=prompt, **task_kwargs)
+        return features
 
-    def _graph(
+    def _graph_for(
         self,
-        sizes: tuple[int, int],
+        size: GraphSize,
         features: Features,
-        asked: _Asked,
-    ) -> tuple[Inputs, Any] | None:
-        others = tuple(
-            sorted(
-                (k, v)
-                for k, v in features.items()
-                if not isinstance(v, Tensor) and k not in LONGEST_NAMES
-            ),
-        )
-        shapes = (
-            ()
-            if "cu_seq_lens_q" in features
-            else tuple(
-                sorted(
-                    (name, value.shape, value.dtype)
-                    for name, value in features.items()
-                    if isinstance(value, Tensor)
-                ),
-            )
-        )
-        switches = (
-            autocast_dtype("cuda"),
-            tf32_allowed(torch.float32),
-            torch.are_deterministic_algorithms_enabled(),
-        )
-        if self._by_task is None:
-            self._by_task = "task" in self.owner.get_model_kwargs()
-        key = (*sizes, asked.kind, asked.task if self._by_task else None, others, shapes, switches)
+        encoding: _Encoding[R],
+    ) -> CapturedEncoding | None:
+        """Return a cached or a new graph.
+
+        Args:
+            size: size of the graph.
+            features: features of the batch on the CPU.
+            encoding: kind of the encoding.
+
+        Returns:
+            The graph, or None if the model must run without one.
+        """
+        key = self._key(size, features, encoding)
         try:
-            found = self.graphs.get(key)
-        except TypeError:  # features that are no keys
+            captured = self.graphs.use(key)
+        except TypeError:  # a feature is not hashable
             return None
-        if found is None:
-            found = self._made(sizes, features, asked)
-            if found is None:
-                return None
-            if len(self.graphs) >= LIMIT:
-                self.graphs.popitem(last=False)
-            self.graphs[key] = found
-        self.graphs.move_to_end(key)
-        return found
+        if captured is None and self._can_capture():
+            captured = self._capture_graph(size, features, encoding)
+            if captured is not None:
+                self.graphs.make_space()
+                self.graphs[key] = captured
+        return captured
 
-    def _made(
+    def _key(self, size: GraphSize, features: Features, encoding: _Encoding[R]) -> _GraphKey:
+        """Return the key of the graph for a batch, see :meth:`_graph_for`."""
+        constants: list[tuple[str, Any]] = []
+        shapes: list[tuple[str, torch.Size, torch.dtype]] = []
+        is_packed = OFFSETS in features
+        for name, value in features.items():
+            if not isinstance(value, Tensor):
+                if name not in LONGEST_NAMES:
+                    constants.append((name, value))
+            elif not is_packed:
+                shapes.append((name, value.shape, value.dtype))
+        if self._reads_task is None:
+            self._reads_task = "task" in self.owner.get_model_kwargs()
+        return _GraphKey(
+            size=size,
+            encoding=encoding.key(),
+            task=encoding.task if self._reads_task else None,
+            constants=tuple(sorted(constants)),
+            shapes=tuple(sorted(shapes)),
+            settings=numeric_settings("cuda"),
+        )
+
+    def _can_capture(self) -> bool:
+        """Whether graphs of the model can be captured in its current state."""
+        model = self.owner
+        if self._needs_gpu() and torch.device(model.device).type != "cuda":
+            return False
+        if any(module.training for module in model.modules()):
+            return False
+        return can_be_captured(model)
+
+    def _capture_graph(
         self,
-        sizes: tuple[int, int],
+        size: GraphSize,
         features: Features,
-        asked: _Asked,
-    ) -> tuple[Inputs, Any] | None:
+        encoding: _Encoding[R],
+    ) -> CapturedEncoding | None:
+        """Capture a graph; warn, turn graphs off and return None if that fails.
+
+        Args:
+            size: size of the graph.
+            features: features of a batch on the CPU.
+            encoding: kind of the encoding.
+        """
         model = self.owner
         device = torch.device(model.device)
-        if self._capture is Captured and device.type != "cuda":
-            return None
-        if any(module.training for module in model.modules()) or not may_be_captured(model):
-            return None
-        there: Any = (
-            torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        )
+        on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
         try:
-            with _capturing, torch.inference_mode(), there:
-                if self._turns is None and self._capture is Captured:
-                    self._turns = Turns()
-                with torch.inference_mode(False):  # or nobody could write to them later
-                    inputs = Inputs(features, *sizes, device)
+            with capture_lock, torch.inference_mode(), on_device:
+                if self._memory is None and self._needs_gpu():
+                    self._memory = EncodingMemory()
+                with torch.inference_mode(False):  # otherwise nobody could write to them later
+                    inputs = InputBuffers(features, size, device)
                 inputs.fill(features)
-                graph = self._capture(lambda: asked.body(inputs.features(), sizes[0]), self._turns)
-        except Exception as error:  # out of memory, or an operation that cannot be captured
+                graph = self._capture(
+                    lambda: encoding.compute(inputs.features(), size),
+                    self._memory,
+                )
+        except Exception as error:  # too little memory, or an operation that graphs do not allow
             self._forget()
             self.failed = True
-            said = "encodes few texts without CUDA graphs, which could not be captured"
-            warn_slower(model, said, error, "Single texts")
+            limitation = "encodes few texts without CUDA graphs, which could not be captured"
+            warn_slower(model, limitation, error, "Single texts")
             return None
         self.device = device
         if self._state is None:
-            self._state = State(model)  # after a run, which sets what modules learn from it
-        return inputs, graph
+            # After a forward pass, in which some modules set attributes.
+            self._state = ModelState(model)
+        return CapturedEncoding(inputs, graph)
 
-    def _forward(self, features: Features, task: str | None) -> Features:
-        with uncached_autocast(features["input_ids"].device.type), _Compared():
-            found: Features = self.owner(features, **({} if task is None else {"task": task}))
-        return found
+    def run_model(self, features: Features, task: str | None) -> Features:
+        """Run the model on static inputs so that the pass can be captured.
 
-    def _scores(
+        Args:
+            features: features of the model, which are changed.
+            task: argument ``task`` of the model's forward, if any.
+
+        Returns:
+            The features with the outputs of all modules.
+        """
+        task_kwargs = {} if task is None else {"task": task}
+        device_type = features["input_ids"].device.type
+        with uncached_autocast(device_type), _IsinByComparison():
+            outputs: Features = self.owner(features, **task_kwargs)
+        return outputs
+
+    def sparse_rows(
         self,
         features: Features,
         task: str | None,
         options: SparseOptions,
-        capacity: int,
+        size: GraphSize,
     ) -> CapacityRows:
-        stock = all(
-            isinstance(forward.pooling, StockPooling) for forward in fused_forwards(self.owner)
-        )
-        with sparse_scores(options, capacity) if stock else contextlib.nullcontext():
-            scores = self._forward(features, task)["sentence_embedding"]
+        """Run the model on static inputs and return sparse rows of fixed capacity.
+
+        Args:
+            features: features of the model.
+            task: argument ``task`` of the model's forward, if any.
+            options: which entries of a row are kept.
+            size: size of the graph.
+        """
+        capacity = self.row_capacity(size)
+        forwards = fused_forwards(self.owner)
+        has_stock_poolings = all(isinstance(forward.pooling, StockPooling) for forward in forwards)
+        with sparse_scores(options, capacity) if has_stock_poolings else contextlib.nullcontext():
+            scores = self.run_model(features, task)["sentence_embedding"]
         if not isinstance(scores, CapacityRows):
             scores = rows_of_scores(scores.to_dense(), capacity, options.top_k, options.min_weight)
-        self._vocab_size = scores.vocab_size
+        self.vocab_size = scores.vocab_size
         return scores
 
 
 def graphs_of(model: Model) -> EncodingGraphs | None:
-    """The graphs that an accelerated model carries."""
-    found: EncodingGraphs | None = vars(model).get(GRAPHS)
-    return found
+    """Return the graphs of an accelerated model, None for another model."""
+    graphs: EncodingGraphs | None = vars(model).get(GRAPHS)
+    return graphs
 
 
-class _Compared(TorchFunctionMode):
-    """Within it, ``torch.isin`` compares with every element: for some it would sort them, which no
-    capture allows.
+class _IsinByComparison(TorchFunctionMode):
+    """Computes ``torch.isin`` by comparing all pairs of elements.
+
+    Otherwise torch sorts the elements if they are many, which cannot be captured.
     """
 
     def __torch_function__(
@@ -504,21 +614,38 @@ class _Compared(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.isin and not kwargs and all(isinstance(each, Tensor) for each in args):
-            return (args[0][..., None] == args[1].flatten()).any(-1)
-        return func(*args, **kwargs or {})
+        """Call a function of torch, or replace ``torch.isin`` of two tensors without options."""
+        if func is torch.isin and not kwargs and all(isinstance(arg, Tensor) for arg in args):
+            elements, test_elements = args
+            return (elements[..., None] == test_elements.flatten()).any(-1)
+        return func(*args, **(kwargs or {}))
 
 
-def _sizes_of(features: Features, texts: int, padded: bool) -> tuple[int, int] | None:
-    """Texts and tokens of the graph for features, None where there is none."""
+def _graph_size(features: Features, n_texts: int, pads_tokens: bool) -> GraphSize | None:
+    """Return the size of the graph for a batch.
+
+    Args:
+        features: features of the batch.
+        n_texts: number of its texts.
+        pads_tokens: whether the model's padded outputs are read, whose size is limited.
+
+    Returns:
+        The size, or None if no graph can run the batch.
+    """
     ids = features.get("input_ids")
-    tensors = {name for name, value in features.items() if isinstance(value, Tensor)}
-    if not isinstance(ids, Tensor) or ids.device.type != "cpu" or not 0 < ids.numel() <= TOKENS[-1]:
+    if not isinstance(ids, Tensor) or ids.device.type != "cpu":
         return None
-    if tensors != PACKED:
-        return (texts, ids.numel()) if EXPANDED in tensors else None
-    sizes = (
-        next(size for size in TEXTS if size >= texts),
-        next(size for size in TOKENS if size >= ids.size(1)),
+    if not 0 < ids.numel() <= TOKEN_COUNTS[-1]:
+        return None
+    tensor_names = {name for name, value in features.items() if isinstance(value, Tensor)}
+    if tensor_names != PACKED:
+        # Expanded queries all have one length, so that few graphs suffice.
+        return GraphSize(n_texts, ids.numel()) if EXPANDED in tensor_names else None
+    size = GraphSize(
+        texts=next(count for count in TEXT_COUNTS if count >= n_texts),
+        tokens=next(count for count in TOKEN_COUNTS if count >= ids.size(1)),
     )
-    return None if padded and (sizes[0] + 1) * sizes[1] > _PLACES else sizes
+    n_padded_tokens = (size.texts + 1) * size.tokens  # with the text that holds the unused tokens
+    if pads_tokens and n_padded_tokens > _MAX_PADDED_TOKENS:
+        return None
+    return size

@@ -1,35 +1,44 @@
-"""CUDA graphs of an encoder's forward and backward for packs of one size, and which batch of a
-training takes which.
+"""Training steps of one encoder as CUDA graphs: which batch takes which graph, and its gradients.
 
 A graph repeats the some 1,500 launches of an encoder of 12 layers at once, but only with tensors of
 the sizes and addresses that it was captured with. So packed tokens are copied into tensors of a few
-sizes, whose rest is filled by sequences that nobody reads: their gradients are zero.
+sizes, whose unused tokens form sequences with discarded outputs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import warnings
 import weakref
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilefold._internal.typing import Transformer
-from tilefold.integrations.sentence_transformers.graphs.backward import (
-    backward_parts,
-    cut,
-    prepared,
-    write_gradients,
+from tilefold.integrations.sentence_transformers.graphs.backward import LayerCut, cut_layers
+from tilefold.integrations.sentence_transformers.graphs.capture import (
+    GraphCache,
+    GraphMemory,
+    autocast_dtype,
+    capture_lock,
+    numeric_settings,
+    uncached_autocast,
+    warn_slower,
 )
-from tilefold.integrations.sentence_transformers.graphs.captured_state import Structure
+from tilefold.integrations.sentence_transformers.graphs.captured_state import ModelStructure
+from tilefold.integrations.sentence_transformers.graphs.step_graph import (
+    PackSize,
+    StaticInputs,
+    StepGraph,
+    StepGraphSize,
+    compiled_layers,
+    fresh_leaves,
+    graph_size_for,
+)
 from tilefold.integrations.transformers.packed import (
     LONGEST,
     LONGEST_NAMES,
@@ -38,457 +47,211 @@ from tilefold.integrations.transformers.packed import (
     TOKEN_NAMES,
 )
 from tilefold.modules.fused_pooling import Features
-from tilefold.ops.implementations import copy_each, tf32_allowed
+from tilefold.ops.implementations import copy_each
 
-LIMIT = 16  # graphs that are kept; each has its inputs and outputs to itself and shares all other memory
-_SMALLEST = 64  # tokens; sizes are multiples of this
-_HEADROOM = 1 / 32  # tokens that a graph holds above those of the batch that it is captured with
-_WASTE = (
-    1 / 10
-)  # of the tokens of a batch, which a graph may compute for nothing, with some more of small ones
-_WARM_RUNS = (
-    2  # before the first capture, in which libraries set themselves up; one before the others
-)
-_KIND = attrgetter("requires_grad", "dtype")
-KNOWN = {*TOKEN_NAMES, *OFFSET_NAMES, *LONGEST_NAMES, "modality"}  # of the features of a batch
-
-Run = Callable[
-    [Features],
-    tuple[Tensor, list[Tensor]],
-]  # features to ``[1, T, D]``, and where it was cut
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype of autocast, None where it is off."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def uncached_autocast(device: str) -> AbstractContextManager[object]:
-    """Autocast as it is, but for the copies of weights that it keeps: they would be older than the
-    next replay.
-    """
-    dtype = autocast_dtype(device)
-    return torch.autocast(device, dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
-
-
-def warn_slower(module: object, what: str, error: Exception, slower: str) -> None:
-    """Say once what a module does without, why, and what takes longer for it."""
-    why = " ".join([line for line in str(error).splitlines() if line.strip()][:2])
-    said = f"{type(module).__name__} {what}: {type(error).__name__}: {why}. {slower} take longer; nothing else changes."
-    warnings.warn(said, UserWarning, stacklevel=3)
-
-
-class Sizes(NamedTuple):
-    """Sizes of a graph: T tokens in ``sequences``, ``extra`` more that hold the rest, none above
-    ``longest`` tokens.
-    """
-
-    tokens: int
-    sequences: int
-    extra: int
-    longest: int
-
-    def hold(self, tokens: int, sequences: int, longest: int) -> bool:
-        """Whether a pack fits, with few tokens computed for nothing."""
-        if self.sequences != sequences or self.longest < longest or self.tokens < tokens:
-            return False
-        rest = self.tokens - tokens
-        return rest <= max_rest(tokens) and rest <= self.extra * self.longest
-
-
-def max_rest(tokens: int) -> int:
-    """How many tokens more than those of a batch a graph may compute for nothing."""
-    return max(2 * _SMALLEST, _SMALLEST + math.ceil(tokens * _WASTE))
-
-
-def sizes_for(tokens: int, sequences: int, longest: int) -> Sizes:
-    """Sizes of a graph for a pack and for those that are a little larger or smaller."""
-    tokens, longest = (
-        math.ceil(max(1, n) / _SMALLEST) * _SMALLEST for n in (tokens * (1 + _HEADROOM), longest)
-    )
-    return Sizes(tokens, sequences, math.ceil(max_rest(tokens) / longest), longest)
-
-
-class StaticInputs:
-    """Features of one size, into which those of a batch are copied."""
-
-    def __init__(self, features: Features, sizes: Sizes) -> None:
-        self.sizes = sizes
-        ids: Tensor = features["input_ids"]
-        self.tokens = {
-            name: features[name][:, :1].expand(1, sizes.tokens).contiguous()
-            for name in TOKEN_NAMES
-            if name in features
-        }
-        self.offsets = torch.zeros(
-            sizes.sequences + sizes.extra + 1,
-            dtype=torch.int32,
-            device=ids.device,
-        )
-        self.ends = (
-            torch.arange(1, sizes.extra + 1, dtype=torch.int32, device=ids.device) * sizes.longest
-        )
-
-    def features(self) -> Features:
-        return {
-            **self.tokens,
-            **dict.fromkeys(OFFSET_NAMES, self.offsets),
-            **dict.fromkeys(LONGEST_NAMES, self.sizes.longest),
-        }
-
-    def fill(self, features: Features) -> None:
-        """Copy a batch; behind it stay tokens of others, in sequences of their own."""
-        count = features["input_ids"].size(1)
-        for name, tensor in self.tokens.items():
-            tensor[:, :count].copy_(features[name])
-        self.offsets[: self.sizes.sequences + 1].copy_(features[OFFSETS])
-        torch.clamp(
-            self.ends + count,
-            max=self.sizes.tokens,
-            out=self.offsets[self.sizes.sequences + 1 :],
-        )
-
-
-class Captured:
-    """Forward and backward of one size; all graphs share a pool and a stream, so that one's memory
-    serves the next.
-
-    Attributes:
-        late: numbers of the parameters whose gradients come in the second part of the backward
-            pass, if there is one.
-    """
-
-    def __init__(
-        self,
-        run: Run,  # the encoder
-        inputs: StaticInputs,
-        parameters: list[Tensor],  # leaves that get gradients, while the graph is made
-        gradients: list[
-            Tensor | None
-        ],  # where these are written, None for parameters that the encoder does not use
-        pool: object,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        self.inputs = inputs
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(1 if any(known is not None for known in gradients) else _WARM_RUNS):
-                warm, noted = run(inputs.features())
-                self.output_gradient = torch.zeros_like(warm)
-                parts = backward_parts(warm, noted, parameters, self.output_gradient)
-                self.late = prepared(gradients, parameters, parts)
-            del warm, noted, parts
-        torch.cuda.current_stream().wait_stream(stream)
-        how: Features = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
-        self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        self.late_graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.forward_graph, **how):
-            output, noted = run(inputs.features())
-        parts = backward_parts(output, noted, parameters, self.output_gradient)
-        with torch.cuda.graph(self.backward_graph, **how):
-            write_gradients(gradients, next(parts), {*range(len(parameters))} - self.late)
-        if self.late:
-            with torch.cuda.graph(self.late_graph, **how):
-                write_gradients(gradients, next(parts), self.late)
-        self.output = output.detach()
-
-    def forward(self) -> Tensor:
-        """Output ``[1, T, D]`` for what was filled in; the next call overwrites it."""
-        self.forward_graph.replay()
-        return self.output
-
-    def backward(self, gradient: Tensor) -> None:
-        """Write the gradients of the last forward, for those of its first tokens, but for late
-        ones.
-        """
-        count = gradient.size(1)
-        self.output_gradient[:, :count].copy_(gradient)
-        self.output_gradient[:, count:].zero_()
-        self.backward_graph.replay()
-
-    def backward_late(self) -> None:
-        """Write the late gradients, after all others."""
-        self.late_graph.replay()
-
-
-@contextlib.contextmanager
-def fresh_leaves(
-    model: nn.Module,
-    parameters: list[Tensor],
-    gradients: dict[int, Tensor],
-) -> Iterator[list[Tensor]]:
-    """Within it, the model computes with other leaves of the same memory, which no other stream and
-    no DDP knows.
-
-    They have the `gradients` of tensors of these ids.
-    """
-    leaves = {id(tensor): nn.Parameter(tensor.detach()) for tensor in parameters}
-    for known, leaf in leaves.items():
-        leaf.grad = gradients.get(known)
-    every = [
-        (module, name, tensor)
-        for module in model.modules()
-        for name, tensor in module._parameters.items()
-    ]
-    places = [place for place in every if id(place[2]) in leaves]
-    for module, name, tensor in places:
-        module._parameters[name] = leaves[id(tensor)]
-    try:
-        yield [leaves[id(tensor)] for tensor in parameters]
-    finally:
-        for module, name, tensor in places:
-            module._parameters[name] = tensor
-
-
-@contextlib.contextmanager
-def compiled_layers(model: nn.Module) -> Iterator[None]:
-    """Within it, layers of a ``ModuleList`` of one class run as ``torch.compile`` makes them, of
-    any length.
-    """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    found = [
-        layer for stack in lists if len({type(layer) for layer in stack}) == 1 for layer in stack
-    ]
-    # one may stand twice, or have a forward of its own
-    layers: list[nn.Module] = [
-        layer for layer in dict.fromkeys(found) if "forward" not in vars(layer)
-    ]
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-def copies_of(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies in one piece of memory, by a launch or two; what nobody else holds autograd keeps
-    without a copy more.
-    """
-    if len({tensor.dtype for tensor in tensors}) > 1 or not all(
-        tensor.is_contiguous() for tensor in tensors
-    ):
-        return [tensor.clone() for tensor in tensors]
-    parts = torch.split(
-        torch.cat([tensor.view(-1) for tensor in tensors]),
-        [tensor.numel() for tensor in tensors],
-    )
-    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+# Graphs of an encoder. Each has its own inputs and outputs, and shares all other memory.
+MAX_GRAPHS = 16
+# Batches of about one size that are met before a graph is captured for them.
+_BATCHES_BEFORE_CAPTURE = 2
+# Features of a batch that a graph takes.
+_SUPPORTED_FEATURES = frozenset({*TOKEN_NAMES, *OFFSET_NAMES, *LONGEST_NAMES, "modality"})
+_grad_and_dtype = attrgetter("requires_grad", "dtype")
 
 
 class StepGraphs:
-    """Runs packed batches of one Transformer in training as CUDA graphs, where that changes
-    nothing.
+    """Runs packed batches of one Transformer in training as CUDA graphs.
 
     A batch runs without a graph if its size is new, if an output of a graph still waits for its
     backward pass, without gradients, with gradient checkpointing, with hooks on the network's
-    modules, on a CPU, and with sharded parameters. Where parameters, buffers, modes, dropout rates,
-    autocast, TF32 or deterministic algorithms change, new graphs are captured. ``compiled``: see
-    :func:`collate_ahead`. ``halved``: gradients of most layers are handed out before those of the
-    lowest are computed, so that DDP sends them meanwhile.
-    """
+    modules, on a CPU, and with sharded parameters. New graphs are captured when parameters,
+    buffers, modes, dropout rates, autocast, TF32 or deterministic algorithms change.
 
-    failed = False
-    serial = (
-        0  # of the last forward; never begins anew, so that no backward takes another one's numbers
-    )
+    Args:
+        transformer: the Transformer module.
+        capture: creates a graph, with the arguments of :class:`StepGraph`.
+        compiled: whether layers are compiled before the capture, see :func:`collate_ahead`.
+        halved: whether autograd gets the gradients of most layers before the lowest layers are
+            differentiated, so that DDP can send them meanwhile.
+
+    Attributes:
+        failed: whether no graph can be captured.
+        graphs: the captured graphs by their size.
+        serial: number of the last forward pass. It increases for the life of this object, so that
+            no backward pass takes activations of another batch.
+        bucket_gradients: gradient in DDP's buckets by the id of its parameter.
+        parameters: parameters of the encoder that get gradients.
+        gradients: buffer that the graphs write for each of them; ``None`` for a parameter that the
+            encoder does not use.
+    """
 
     def __init__(
         self,
         transformer: Transformer,
-        capture: Callable[..., Any] = Captured,
+        capture: Callable[..., Any] = StepGraph,
         *,
         compiled: bool = False,
         halved: bool = False,
     ) -> None:
-        self.transformer, self.compiled, self.halved, self._capture = (
-            transformer,
-            compiled,
-            halved,
-            capture,
-        )
-        self.places: dict[
-            int,
-            Tensor,
-        ] = {}  # by the id of a parameter, where DDP keeps its gradient
+        """Prepare for graphs, which are captured when a batch of a size is met again."""
+        self.transformer = transformer
+        self.compiled = compiled
+        self.halved = halved
+        self._capture = capture
+        self._initialize()
+
+    def _initialize(self) -> None:
+        """Set the attributes that are not pickled."""
+        self.failed = False
+        self.serial = 0
+        self.bucket_gradients: dict[int, Tensor] = {}
         self._forget()
 
     def _forget(self) -> None:
-        self.graphs: OrderedDict[Sizes, Any] = OrderedDict()
-        self._seen: Counter[Sizes] = Counter()
-        self._state: object = None
-        self._model = Structure(self.transformer.model)
-        every = [(module, *item) for module in self._model.modules for item in vars(module).items()]
-        self._rates = [
-            (module, name) for module, name, value in every if isinstance(value, float)
-        ]  # of dropout too
-        self._pool: object = None
-        self._stream: torch.cuda.Stream | None = None
+        """Drop all graphs, and record the structure of the model again."""
+        self.graphs: GraphCache[StepGraphSize, Any] = GraphCache(MAX_GRAPHS)
         self.parameters: list[Tensor] = []
         self.gradients: list[Tensor | None] = []
-        self._pending: Callable[[], object] = lambda: None
+        self._memory: GraphMemory | None = None
+        self._batches_met: Counter[StepGraphSize] = Counter()
+        self._settings: object = None
+        self._structure = ModelStructure(self.transformer.model)
+        # Names of all float attributes, since rates of dropout are among them.
+        self._rates = [
+            (module, name)
+            for module in self._structure.modules
+            for name, value in vars(module).items()
+            if isinstance(value, float)
+        ]
+        # Returns the marker of the last forward pass until its backward pass can no longer come.
+        self._pending_backward: Callable[[], _BackwardMarker | None] = lambda: None
 
     def __getstate__(self) -> Features:
-        return {
-            name: vars(self)[name] for name in ("transformer", "compiled", "halved", "_capture")
-        }
+        names = ("transformer", "compiled", "halved", "_capture")
+        return {name: vars(self)[name] for name in names}
 
     def __setstate__(self, state: Features) -> None:
-        vars(self).update(state, places={})
-        self._forget()
+        vars(self).update(state)
+        self._initialize()
 
     def __call__(self, features: Features) -> Tensor | None:
-        """``[1, T, D]`` with its gradients, or None if the batch must run without a graph."""
-        ids = features["input_ids"]
-        if (
-            self.failed
-            or not torch.is_grad_enabled()
-            or features.keys() - KNOWN
-            or not self._may_run(ids)
-        ):
+        """Run the encoder on a packed batch.
+
+        Args:
+            features: the packed batch.
+
+        Returns:
+            Output ``[1, T, D]`` with a gradient, or None if the batch must run without a graph.
+        """
+        if not self._may_run(features) or self._pending_backward() is not None:
             return None
-        if self._pending() is not None:
-            return None
-        state = self._state_now(ids.device.type)
-        if state != self._state:
+        ids: Tensor = features["input_ids"]
+        settings = self._current_settings(ids.device.type)
+        if settings != self._settings:
             self._forget()
-            self._state = state
-        needed = ids.size(1), features[OFFSETS].numel() - 1, features[LONGEST]
-        sizes = min((sizes for sizes in self.graphs if sizes.hold(*needed)), default=None)
-        if sizes is None and (sizes := self._captured(needed, features)) is None:
+            self._settings = settings
+        pack = PackSize(
+            tokens=ids.size(1),
+            sequences=features[OFFSETS].numel() - 1,
+            longest=features[LONGEST],
+        )
+        fitting_sizes = [size for size in self.graphs if size.fits(pack)]
+        graph = None
+        if fitting_sizes:
+            graph = self.graphs.use(min(fitting_sizes))
+        elif self._is_due(pack):
+            graph = self._new_graph(pack, features)
+        if graph is None:
             return None
-        graph = self.graphs[sizes]
-        self.graphs.move_to_end(sizes)
         graph.inputs.fill(features)
         self.serial += 1
-        return self._replayed(graph, ids.size(1))
+        return self._replay(graph, pack.tokens)
 
-    def _replayed(self, graph: Any, count: int) -> Tensor:  # a frame that no traceback keeps
-        waits, first = _Waits(), None
-        self._pending = weakref.ref(waits)
-        late, early = (
-            self._used(graph.late),
-            self._used({*range(len(self.parameters))} - graph.late),
-        )
-        if late:
-            first = _Late.apply(self, graph, waits, [*late], *late.values())  # type: ignore[no-untyped-call]
-        given = self, graph, count, waits, [*early], first
-        output: Tensor = _Replay.apply(*given, *early.values())  # type: ignore[no-untyped-call]
-        return output
-
-    def _used(self, numbers: set[int]) -> dict[int, Tensor]:
-        """Parameters of these numbers that get gradients: DDP takes part in all that are handed
-        out, be it None.
-        """
-        return {
-            number: self.parameters[number]
-            for number in sorted(numbers)
-            if self.gradients[number] is not None
-        }
-
-    def write_to(self, places: dict[int, Tensor]) -> None:
-        """Have the gradients of parameters of these ids written there, from the next batch on by
-        new graphs.
-        """
-        self.places, self._state = places, None
-
-    def set_aside(self) -> None:
-        """Take gradients of earlier batches from where this one's are written."""
-        for tensor, place in zip(self.parameters, self.gradients, strict=True):
-            if (
-                tensor.grad is not None
-                and place is not None
-                and tensor.grad.data_ptr() == place.data_ptr()
-            ):
-                tensor.grad = tensor.grad.clone()
-
-    def handed_out(self, numbers: list[int]) -> list[Tensor]:
-        """The gradients, for autograd to keep: where DDP has them, if nothing is there to be added
-        to, else copies.
-        """
-        found = [known for number in numbers if (known := self.gradients[number]) is not None]
-        used = [self.parameters[number] for number in numbers]
-        there = [self.places.get(id(tensor)) for tensor in used]
-        if any(
-            place is None or tensor.grad is not None
-            for place, tensor in zip(there, used, strict=True)
-        ):
-            return copies_of(found)
-        kept = [place.view_as(place) for place in there if place is not None]
-        moved = [
-            pair
-            for pair in zip(kept, found, strict=True)
-            if pair[0].data_ptr() != pair[1].data_ptr()
-        ]
-        if moved:
-            copy_each(*map(list, zip(*moved, strict=True)))
-        return kept
-
-    def _may_run(self, ids: Tensor) -> bool:
-        if ids.numel() == 0 or (self._capture is Captured and not ids.is_cuda):
+    def _may_run(self, features: Features) -> bool:
+        """Whether a graph could run a batch, and would do the same as the model."""
+        ids: Tensor = features["input_ids"]
+        if self.failed or not torch.is_grad_enabled() or features.keys() - _SUPPORTED_FEATURES:
             return False
-        if self._model.modules[0] is not self.transformer.model or not self._model.stands():
-            self._model = Structure(self.transformer.model)
-        return not self._model.runs_more()
+        if ids.numel() == 0 or (self._capture is StepGraph and not ids.is_cuda):
+            return False
+        model = self.transformer.model
+        if self._structure.modules[0] is not model or not self._structure.has_same_members():
+            self._structure = ModelStructure(model)
+        return not self._structure.has_hooks_or_checkpointing()
 
-    def _state_now(self, device: str) -> object:
-        """The settings that a graph was captured with and cannot follow."""
-        tensors = self._model.tensors
-        memory = [*map(Tensor.data_ptr, tensors), *map(_KIND, tensors)]
-        rates = [getattr(module, name, None) for module, name in self._rates]
-        switches = tf32_allowed(torch.float32), torch.are_deterministic_algorithms_enabled()
-        return memory, self._model.modes(), rates, autocast_dtype(device), switches
+    def _current_settings(self, device_type: str) -> object:
+        """Return the settings that a graph is captured with and cannot follow."""
+        tensors = self._structure.tensors
+        return (
+            list(map(Tensor.data_ptr, tensors)),
+            list(map(_grad_and_dtype, tensors)),
+            self._structure.training_modes(),
+            [getattr(module, name, None) for module, name in self._rates],
+            numeric_settings(device_type),
+        )
 
-    def _captured(self, needed: tuple[int, int, int], features: Features) -> Sizes | None:
-        """Sizes of a new graph, when a pack of about these is met for the second time."""
-        sizes = sizes_for(*needed)
-        alike = next((seen for seen in self._seen if seen.hold(*needed)), sizes)
-        self._seen[alike] += 1
-        if self._seen[alike] < 2:
-            return None
+    def _is_due(self, pack: PackSize) -> bool:
+        """Count a batch that no graph fits, and return whether one is captured for it."""
+        size = graph_size_for(pack)
+        for known_size in self._batches_met:
+            if known_size.fits(pack):
+                size = known_size
+                break
+        self._batches_met[size] += 1
+        return self._batches_met[size] >= _BATCHES_BEFORE_CAPTURE
+
+    def _new_graph(self, pack: PackSize, features: Features) -> Any:
+        """Capture a graph for batches of about one size; return None if that is impossible."""
         if not self.parameters:
             self.parameters = [
-                tensor for tensor in self.transformer.model.parameters() if tensor.requires_grad
+                parameter
+                for parameter in self.transformer.model.parameters()
+                if parameter.requires_grad
             ]
             self.gradients = [None] * len(self.parameters)
-        if not self.parameters or any(
-            type(tensor) is not nn.Parameter for tensor in self.parameters
-        ):
-            self.failed = True  # frozen, or sharded
+        is_sharded = any(type(parameter) is not nn.Parameter for parameter in self.parameters)
+        if not self.parameters or is_sharded:
+            self.failed = True
             return None
-        inputs = StaticInputs(features, sizes)
+        size = graph_size_for(pack)
+        inputs = StaticInputs(features, size)
         inputs.fill(features)
-        if self._pool is None and self._capture is Captured:
-            self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        if len(self.graphs) >= LIMIT:
-            self.graphs.popitem(last=False)
-        made = self._made(inputs)
-        if made is None:
-            return None
-        self.graphs[sizes] = made
-        return sizes
+        if self._memory is None and self._capture is StepGraph:
+            self._memory = GraphMemory()
+        self.graphs.make_space()
+        graph = self._capture_or_fall_back(inputs)
+        if graph is not None:
+            self.graphs[size] = graph
+        return graph
 
-    def _made(self, inputs: StaticInputs) -> Any:
-        """A graph, or None; with a warning of each thing that it does without."""
+    def _capture_or_fall_back(self, inputs: StaticInputs) -> Any:
+        """Capture a graph, if need be without a divided backward pass or compiled layers.
+
+        Each failure warns, and turns off what failed for all later graphs.
+
+        Returns:
+            The graph, or None if nothing can be captured.
+        """
         dtype = autocast_dtype(inputs.offsets.device.type) or self.parameters[0].dtype
+        is_half_precision = dtype.itemsize == 2
         while not self.failed:
-            compiled = self.compiled and dtype.itemsize == 2
+            compiled = self.compiled and is_half_precision
             try:
-                with (
-                    compiled_layers(self.transformer.model)
-                    if compiled
-                    else contextlib.nullcontext()
-                ):
-                    return self._graph(inputs)
-            except (
-                RuntimeError
-            ) as error:  # no memory, no compiler, or what cannot be compiled, captured or cut
-                warn_slower(self.transformer.model, self._without(compiled), error, "Steps")
+                return self._capture_graph(inputs, compiled)
+            except RuntimeError as error:
+                # Too little memory, no compiler, or an operation that none of these steps allows.
+                limitation = self._turn_off_failed_option(compiled)
+                warn_slower(self.transformer.model, limitation, error, "Steps")
         return None
 
-    def _without(self, compiled: bool) -> str:
+    def _turn_off_failed_option(self, compiled: bool) -> str:
+        """Turn off what a capture most likely failed at.
+
+        Args:
+            compiled: whether layers were compiled for the capture.
+
+        Returns:
+            What the model does without, for a warning.
+        """
         if self.halved:
             self.halved = False
             return "hands out all gradients at once, after its whole backward pass"
@@ -499,89 +262,256 @@ class StepGraphs:
         self.failed = True
         return "trains without CUDA graphs, which could not be captured"
 
-    def _graph(self, inputs: StaticInputs) -> Any:
-        with fresh_leaves(self.transformer.model, self.parameters, self.places) as leaves:
+    def _capture_graph(self, inputs: StaticInputs, compiled: bool) -> Any:
+        """Capture a graph for static inputs, with compiled layers or plain ones."""
+        model = self.transformer.model
+        layers = compiled_layers(model) if compiled else contextlib.nullcontext()
+        leaves_context = fresh_leaves(model, self.parameters, self.bucket_gradients)
+        with capture_lock, layers, leaves_context as leaves:
             return self._capture(
-                self._run,
+                self._run_encoder,
                 inputs,
                 leaves,
                 self.gradients,
-                self._pool,
-                self._stream,
+                self._memory,
             )
 
-    def _run(self, features: Features) -> tuple[Tensor, list[Tensor]]:
+    def _run_encoder(self, features: Features) -> tuple[Tensor, LayerCut]:
+        """Run the encoder, and return its output with the cut of its layers, if it is halved."""
         transformer = self.transformer
-        once = cut(transformer.model) if self.halved else contextlib.nullcontext(list[Tensor]())
-        with uncached_autocast(features["input_ids"].device.type), once as noted:
-            output: Tensor = type(transformer).forward(transformer, features)[
-                transformer.module_output_name
-            ]
-        return output, noted
-
-
-class _Waits:
-    """Lives as long as a forward may still be followed by its backward pass."""
-
-
-class _Replay(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        owner: StepGraphs,
-        graph: Any,
-        count: int,
-        waits: _Waits,
-        used: list[int],
-        _: object,
-        *__: Tensor,
-    ) -> Tensor:
-        ctx.owner, ctx.graph, ctx.waits, ctx.used, ctx.serial = (
-            owner,
-            graph,
-            waits,
-            used,
-            owner.serial,
+        cut_context = (
+            cut_layers(transformer.model) if self.halved else contextlib.nullcontext(LayerCut())
         )
-        output: Tensor = graph.forward()
-        return output[:, :count].clone()
+        with uncached_autocast(features["input_ids"].device.type), cut_context as cut:
+            outputs = type(transformer).forward(transformer, features)
+        output: Tensor = outputs[transformer.module_output_name]
+        return output, cut
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[object, ...]:
-        owner: StepGraphs = ctx.owner
-        if ctx.serial != owner.serial:
-            got = "and once, got it after another batch or again; use graphs=False for a loss that needs it."
-            raise RuntimeError(
-                f"backward must come before the next batch with collate_ahead(graphs=True), {got}",
+    def _replay(self, graph: Any, n_tokens: int) -> Tensor:
+        """Replay a graph on its static inputs.
+
+        The marker lives in the frame of this method only. A traceback that keeps the frame of the
+        capture would otherwise keep the marker, and with it stop all graphs.
+
+        Args:
+            graph: the graph.
+            n_tokens: number of tokens n of the batch.
+
+        Returns:
+            Output ``[1, n, D]`` with a gradient.
+        """
+        marker = _BackwardMarker()
+        self._pending_backward = weakref.ref(marker)
+        lower = self._used_parameters(graph.lower)
+        upper = self._used_parameters(set(range(len(self.parameters))) - graph.lower)
+        lower_done = None
+        if lower:
+            lower_done = _LowerLayers.apply(  # type: ignore[no-untyped-call]
+                self,
+                graph,
+                marker,
+                list(lower),
+                *lower.values(),
             )
-        owner.set_aside()
-        ctx.graph.backward(gradient)
-        ctx.waits = ctx.serial = None  # what it read is overwritten
-        first = gradient.new_empty(0) if ctx.needs_input_grad[5] else None  # for _Late
-        return *[None] * 5, first, *owner.handed_out(ctx.used)
+        output: Tensor = _GraphedEncoder.apply(  # type: ignore[no-untyped-call]
+            self,
+            graph,
+            n_tokens,
+            marker,
+            list(upper),
+            lower_done,
+            *upper.values(),
+        )
+        return output
+
+    def _used_parameters(self, positions: set[int]) -> dict[int, Tensor]:
+        """Return the parameters at some positions that get gradients, by position.
+
+        The others are left out: DDP waits for every parameter that autograd visits, even if its
+        gradient is None.
+        """
+        return {
+            position: self.parameters[position]
+            for position in sorted(positions)
+            if self.gradients[position] is not None
+        }
+
+    def use_bucket_gradients(self, bucket_gradients: dict[int, Tensor]) -> None:
+        """Write gradients into DDP's buckets, from the next batch on, by new graphs.
+
+        Args:
+            bucket_gradients: gradient in a bucket, by the id of its parameter.
+        """
+        self.bucket_gradients = bucket_gradients
+        self._settings = None
+
+    def copy_accumulated_gradients(self) -> None:
+        """Copy accumulated gradients out of the buffers that a backward pass will overwrite."""
+        for parameter, buffer in zip(self.parameters, self.gradients, strict=True):
+            if parameter.grad is None or buffer is None:
+                continue
+            if parameter.grad.data_ptr() == buffer.data_ptr():
+                parameter.grad = parameter.grad.clone()
+
+    def gradients_for_autograd(self, positions: list[int]) -> list[Tensor]:
+        """Return the gradients of some parameters, for autograd to store.
+
+        They are in DDP's buckets if all of these parameters have one and no accumulated gradient.
+        Otherwise they are copies of the buffers.
+
+        Args:
+            positions: positions of the parameters.
+        """
+        computed: list[Tensor] = []
+        bucketed: list[Tensor] = []
+        for position in positions:
+            parameter = self.parameters[position]
+            buffer = self.gradients[position]
+            if buffer is None:
+                continue
+            computed.append(buffer)
+            bucket_gradient = self.bucket_gradients.get(id(parameter))
+            if bucket_gradient is not None and parameter.grad is None:
+                bucketed.append(bucket_gradient.view_as(bucket_gradient))
+        if len(bucketed) < len(computed):
+            return copies_of(computed)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for target, source in zip(bucketed, computed, strict=True):
+            if target.data_ptr() != source.data_ptr():
+                targets.append(target)
+                sources.append(source)
+        if targets:
+            copy_each(targets, sources)
+        return bucketed
 
 
-class _Late(torch.autograd.Function):
-    """An empty tensor that :class:`_Replay` is given, so that the late gradients come after its
-    own.
+def copies_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Copy tensors into one piece of memory, by few launches.
+
+    Autograd keeps a gradient without a further copy if nothing else refers to the tensor.
+    """
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1 or not all(tensor.is_contiguous() for tensor in tensors):
+        return [tensor.clone() for tensor in tensors]
+    flat_copies = torch.split(
+        torch.cat([tensor.view(-1) for tensor in tensors]),
+        [tensor.numel() for tensor in tensors],
+    )
+    return [copy.view_as(tensor) for copy, tensor in zip(flat_copies, tensors, strict=True)]
+
+
+class _BackwardMarker:
+    """Object that lives as long as a forward pass may be followed by its backward pass.
+
+    Only autograd's contexts refer to it, and they die with the output of the forward pass.
+    """
+
+
+class _GraphedEncoder(torch.autograd.Function):
+    """Output of an encoder by a graph; its backward pass replays the upper layers.
+
+    The upper layers are all layers if the backward pass is not divided.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        owner: StepGraphs,
+        graphs: StepGraphs,
         graph: Any,
-        waits: _Waits,
-        used: list[int],
-        *late: Tensor,
+        n_tokens: int,
+        marker: _BackwardMarker,
+        positions: list[int],
+        lower_done: Tensor | None,
+        *parameters: Tensor,
     ) -> Tensor:
-        ctx.owner, ctx.graph, ctx.waits, ctx.used = owner, graph, waits, used
-        return late[0].new_empty(0)
+        """Replay the forward pass on the static inputs of a graph.
+
+        Args:
+            ctx: context of autograd.
+            graphs: the graphs of the encoder.
+            graph: the graph.
+            n_tokens: number of tokens n of the batch.
+            marker: marker of this forward pass.
+            positions: positions of the parameters.
+            lower_done: output of :class:`_LowerLayers`; ``None`` if the backward pass is not
+                divided.
+            *parameters: parameters whose gradients the upper layers complete.
+
+        Returns:
+            Output ``[1, n, D]``, a copy, since the next replay overwrites that of the graph.
+        """
+        ctx.graphs = graphs
+        ctx.graph = graph
+        ctx.marker = marker
+        ctx.positions = positions
+        ctx.serial = graphs.serial
+        output: Tensor = graph.forward()
+        return output[:, :n_tokens].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[object, ...]:
+        """Replay the backward pass of the upper layers, and return the parameters' gradients.
+
+        Raises:
+            RuntimeError: if another batch has overwritten the activations, or the backward pass was
+                run before.
+        """
+        graphs: StepGraphs = ctx.graphs
+        if ctx.serial != graphs.serial:
+            raise RuntimeError(
+                "backward must come before the next batch with collate_ahead(graphs=True), and "
+                "once, got it after another batch or again; use graphs=False for a loss that "
+                "needs it.",
+            )
+        graphs.copy_accumulated_gradients()
+        ctx.graph.backward(output_gradient)
+        # The activations are used up: a second backward pass is refused.
+        ctx.marker = None
+        ctx.serial = None
+        has_lower_layers = ctx.needs_input_grad[5]  # the argument lower_done
+        lower_done_gradient = output_gradient.new_empty(0) if has_lower_layers else None
+        gradients = graphs.gradients_for_autograd(ctx.positions)
+        return None, None, None, None, None, lower_done_gradient, *gradients
+
+
+class _LowerLayers(torch.autograd.Function):
+    """Empty input of :class:`_GraphedEncoder`, whose backward pass replays the lower layers.
+
+    Autograd runs it after that of the upper layers, whose gradients DDP can send meanwhile.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        graphs: StepGraphs,
+        graph: Any,
+        marker: _BackwardMarker,
+        positions: list[int],
+        *parameters: Tensor,
+    ) -> Tensor:
+        """Return an empty tensor.
+
+        Args:
+            ctx: context of autograd.
+            graphs: the graphs of the encoder.
+            graph: the graph.
+            marker: marker of this forward pass.
+            positions: positions of the parameters.
+            *parameters: parameters whose gradients the lower layers complete.
+        """
+        ctx.graphs = graphs
+        ctx.graph = graph
+        ctx.marker = marker
+        ctx.positions = positions
+        return parameters[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[object, ...]:
-        ctx.graph.backward_late()
-        ctx.waits = None
-        return *[None] * 4, *ctx.owner.handed_out(ctx.used)
+        """Replay the backward pass of the lower layers, and return the parameters' gradients."""
+        ctx.graph.backward_lower()
+        ctx.marker = None
+        gradients = ctx.graphs.gradients_for_autograd(ctx.positions)
+        return None, None, None, None, *gradients

@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tilefold._internal.typing import Model, Transformer
 from tilefold.distributed.ranks import has_other_ranks
-from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs, autocast_dtype
+from tilefold.integrations.sentence_transformers.graphs.capture import autocast_dtype
+from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs
 from tilefold.integrations.sentence_transformers.packing.accelerate import PackedForward
 from tilefold.integrations.sentence_transformers.packing.inputs import packed_inputs
 from tilefold.integrations.transformers.packed import (

@@ -1,0 +1,151 @@
+"""Capture of CUDA graphs: memory that graphs share, a cache of graphs, and settings of torch.
+
+Graphs of encoding and of training steps both use it. They differ in their inputs and in what they
+capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from tilefold.ops.implementations import tf32_allowed
+
+Key = TypeVar("Key", bound=Hashable)
+Graph = TypeVar("Graph")
+
+# Runs before the first capture of a model, in which libraries set themselves up and kernels are
+# compiled. Neither may happen during a capture.
+WARM_UP_RUNS = 2
+# Held during a warm-up and a capture. Concurrent captures would record the same random generator.
+capture_lock = threading.Lock()
+# Lines of an error message that a warning repeats.
+_QUOTED_LINES = 2
+
+
+class GraphMemory:
+    """Memory pool and CUDA stream in which several graphs are captured.
+
+    The graphs share all memory but that of their inputs and outputs, so that only one of them may
+    run at a time.
+
+    Attributes:
+        pool: handle of the memory pool.
+        stream: CUDA stream of warm-ups and captures. Replays run on the caller's stream.
+    """
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Run on the capture stream, after earlier and before later work of the current stream."""
+        current_stream = torch.cuda.current_stream()
+        self.stream.wait_stream(current_stream)
+        with torch.cuda.stream(self.stream):
+            yield
+        current_stream.wait_stream(self.stream)
+
+    def capturing(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+        """Record work into a graph instead of running it.
+
+        Other threads may use the GPU meanwhile.
+        """
+        return torch.cuda.graph(
+            graph,
+            pool=self.pool,
+            stream=self.stream,
+            capture_error_mode="thread_local",
+        )
+
+
+class GraphCache(OrderedDict[Key, Graph]):
+    """Captured graphs by key, from the least to the most recently used.
+
+    Args:
+        max_graphs: number of graphs that are cached.
+    """
+
+    def __init__(self, max_graphs: int) -> None:
+        super().__init__()
+        self.max_graphs = max_graphs
+
+    def use(self, key: Key) -> Graph | None:
+        """Return a graph and mark it as the most recently used; None if it is not cached."""
+        graph = self.get(key)
+        if graph is not None:
+            self.move_to_end(key)
+        return graph
+
+    def make_space(self) -> None:
+        """Drop the least recently used graph if the cache is full."""
+        if len(self) >= self.max_graphs:
+            self.popitem(last=False)
+
+
+class NumericSettings(NamedTuple):
+    """Global settings of torch that a captured graph cannot follow.
+
+    Attributes:
+        autocast: dtype of autocast; ``None`` if it is off.
+        allows_tf32: whether fp32 products may use TF32.
+        deterministic: whether torch uses deterministic algorithms.
+    """
+
+    autocast: torch.dtype | None
+    allows_tf32: bool
+    deterministic: bool
+
+
+def numeric_settings(device_type: str) -> NumericSettings:
+    """Return the current settings of torch for a type of device, such as ``"cuda"``."""
+    return NumericSettings(
+        autocast=autocast_dtype(device_type),
+        allows_tf32=tf32_allowed(torch.float32),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype of autocast on a type of device, None if autocast is off."""
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def uncached_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Run with the current autocast, but without its cache of converted weights.
+
+    A captured graph would read the cached copies, which do not follow later changes of the weights.
+    """
+    dtype = autocast_dtype(device_type)
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, dtype, cache_enabled=False)
+
+
+def warn_slower(module: object, limitation: str, error: Exception, slower: str) -> None:
+    """Warn that a module works without a graph or with a slower one.
+
+    Args:
+        module: the module, whose class the warning names.
+        limitation: a verb phrase that says what the module does without.
+        error: the error of the capture.
+        slower: plural noun for the work that takes longer, such as ``"Steps"``.
+    """
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    reason = " ".join(lines[:_QUOTED_LINES])
+    warnings.warn(
+        f"{type(module).__name__} {limitation}: {type(error).__name__}: {reason}. "
+        f"{slower} take longer; nothing else changes.",
+        UserWarning,
+        stacklevel=3,
+    )
