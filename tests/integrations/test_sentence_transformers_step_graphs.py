@@ -1,6 +1,4 @@
-"""Training steps whose encoder is repeated: the gradients of every batch are those of a step
-without graphs.
-"""
+"""Training steps by CUDA graphs have the outputs and gradients of steps without graphs."""
 
 from __future__ import annotations
 
@@ -38,6 +36,7 @@ from tilefold.integrations.sentence_transformers.graphs.step_graph import (
     EncoderRun,
     PackSize,
     StaticInputs,
+    StepGraph,
     compiled_layers,
     graph_size_for,
 )
@@ -52,43 +51,48 @@ ROUNDING_BF16 = 2**-5  # of the largest number, over two layers
 compiling = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-class Repeated:
-    """What a captured graph does, run anew each time: for machines without a GPU."""
+class EagerStepGraph:
+    """Stands for a captured graph on machines without a GPU: it runs the encoder at every replay.
+
+    Attributes:
+        inputs: the static inputs.
+        lower: positions of the parameters whose gradients :meth:`backward_lower` writes.
+    """
 
     def __init__(
         self,
-        run: EncoderRun,
+        run_encoder: EncoderRun,
         inputs: StaticInputs,
         parameters: list[Tensor],
         gradients: list[Tensor | None],
-        *_: Any,
+        memory: object,
     ) -> None:
-        self.run, self.inputs, self.gradients = run, inputs, gradients
-        self.model = run.__self__.transformer.model  # type: ignore[attr-defined]
+        self.inputs = inputs
+        self._run_encoder = run_encoder
+        self._gradients = gradients
+        self._model = run_encoder.__self__.transformer.model  # type: ignore[attr-defined]
         self.forward()
-        self.lower = allocate_gradients(
-            gradients, parameters, self._parts(torch.ones_like(self.output))
-        )
+        parts = self._backward_parts(torch.ones_like(self._output))
+        self.lower = allocate_gradients(gradients, parameters, parts)
 
-    def _parts(self, gradient: Tensor) -> Iterator[Gradients]:
-        parameters = [tensor for tensor in self.model.parameters() if tensor.requires_grad]
-        return backward_parts(self.output, self.noted, parameters, gradient)
+    def _backward_parts(self, output_gradient: Tensor) -> Iterator[Gradients]:
+        parameters = [tensor for tensor in self._model.parameters() if tensor.requires_grad]
+        return backward_parts(self._output, self._cut, parameters, output_gradient)
 
     def forward(self) -> Tensor:
         with torch.enable_grad():
-            self.output, self.noted = self.run(self.inputs.features())
-        return self.output.detach()
+            self._output, self._cut = self._run_encoder(self.inputs.features())
+        return self._output.detach()
 
-    def backward(self, gradient: Tensor) -> None:
-        whole = torch.zeros_like(self.output)
-        whole[:, : gradient.size(1)] = gradient
-        self.parts = self._parts(whole)
-        write_gradients(
-            self.gradients, next(self.parts), {*range(len(self.gradients))} - self.lower
-        )
+    def backward(self, output_gradient: Tensor) -> None:
+        padded_gradient = torch.zeros_like(self._output)
+        padded_gradient[:, : output_gradient.size(1)] = output_gradient
+        self._parts = self._backward_parts(padded_gradient)
+        upper = set(range(len(self._gradients))) - self.lower
+        write_gradients(self._gradients, next(self._parts), upper)
 
     def backward_lower(self) -> None:
-        write_gradients(self.gradients, next(self.parts), self.lower)
+        write_gradients(self._gradients, next(self._parts), self.lower)
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -118,14 +122,14 @@ def batch(transformer: Any, lengths: list[int], seed: int = 0) -> dict[str, Any]
     )
 
 
-def plain(transformer: Any, features: dict[str, Any]) -> Tensor:
-    found: Tensor = type(transformer).forward(transformer, dict(features))[
-        transformer.module_output_name
-    ]
-    return found
+def run_without_graphs(transformer: Any, features: dict[str, Any]) -> Tensor:
+    outputs = type(transformer).forward(transformer, dict(features))
+    output: Tensor = outputs[transformer.module_output_name]
+    return output
 
 
-def gradients(transformer: Any, output: Tensor) -> dict[str, Tensor]:
+def gradients_of(transformer: Any, output: Tensor) -> dict[str, Tensor]:
+    """Return the parameters' gradients of a weighted sum of outputs, by name."""
     transformer.zero_grad(set_to_none=True)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     (output * weights).sum().backward()
@@ -134,121 +138,160 @@ def gradients(transformer: Any, output: Tensor) -> dict[str, Tensor]:
     }
 
 
-def assert_as_without(transformer: Any, graphs: StepGraphs, features: dict[str, Any]) -> None:
-    expected = plain(transformer, features)
-    right = gradients(transformer, expected)
-    got = graphs(features)
-    assert got is not None and got.shape == expected.shape
-    assert_close(got, expected, ROUNDING)
-    found = gradients(transformer, got)
-    assert found.keys() == right.keys()
-    for name, value in found.items():
-        assert (value - right[name]).abs().max() <= ROUNDING * max(
-            1.0,
-            float(right[name].abs().max()),
-        ), name
+def assert_graphs_equal_plain_step(
+    transformer: Any,
+    graphs: StepGraphs,
+    features: dict[str, Any],
+) -> None:
+    expected = run_without_graphs(transformer, features)
+    expected_gradients = gradients_of(transformer, expected)
+    output = graphs(features)
+    assert output is not None
+    assert output.shape == expected.shape
+    assert_close(output, expected, ROUNDING)
+    gradients = gradients_of(transformer, output)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        largest = max(1.0, float(expected_gradients[name].abs().max()))
+        error = float((gradient - expected_gradients[name]).abs().max())
+        assert error <= ROUNDING * largest, name
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 1000, 1024, 1025, 11_300, 99_999])
 @pytest.mark.parametrize("longest", [1, 60, 256])
-def test_sizes_hold_a_batch_and_those_near_it(tokens: int, longest: int) -> None:
-    sizes = graph_size_for(PackSize(tokens, 7, longest))
-    assert tokens <= sizes.tokens <= tokens * 17 / 16 + 64
-    assert sizes.fits(PackSize(tokens, 7, longest)) and not sizes.fits(PackSize(tokens, 8, longest))
-    assert not sizes.fits(PackSize(tokens, 7, sizes.longest + 1)) and not sizes.fits(
-        PackSize(sizes.tokens + 1, 7, longest)
-    )
-    least = next(n for n in range(tokens + 1) if sizes.fits(PackSize(n, 7, longest)))
-    assert least <= tokens * 19 // 20 and sizes.tokens - least <= max(128, least / 5)
-    assert sizes.extra * sizes.longest >= sizes.tokens - least
+def test_a_graph_size_fits_a_batch_and_slightly_smaller_or_larger_ones(
+    tokens: int,
+    longest: int,
+) -> None:
+    size = graph_size_for(PackSize(tokens, 7, longest))
+    assert tokens <= size.tokens <= tokens * 17 / 16 + 64
+    assert size.fits(PackSize(tokens, 7, longest))
+    assert not size.fits(PackSize(tokens, 8, longest))
+    assert not size.fits(PackSize(tokens, 7, size.longest + 1))
+    assert not size.fits(PackSize(size.tokens + 1, 7, longest))
+    fewest = next(n for n in range(tokens + 1) if size.fits(PackSize(n, 7, longest)))
+    assert fewest <= tokens * 19 // 20
+    assert size.tokens - fewest <= max(128, fewest / 5)
+    assert size.extra * size.longest >= size.tokens - fewest
 
 
 def test_batches_of_random_texts_need_few_graphs(transformer: Any) -> None:
-    graphs = StepGraphs(transformer, Repeated)
+    graphs = StepGraphs(transformer, EagerStepGraph)
     lengths = torch.randint(5, 60, (20, 8), generator=torch.Generator().manual_seed(0)).tolist()
-    ran = [graphs(batch(transformer, counts)) is not None for counts in lengths]
-    assert len(graphs.graphs) <= 3 and all(ran[10:])
+    used_graph = [graphs(batch(transformer, counts)) is not None for counts in lengths]
+    assert len(graphs.graphs) <= 3
+    assert all(used_graph[10:])
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_and_gradients_are_those_of_a_plain_step(
+def test_outputs_and_gradients_equal_those_of_a_plain_step(
     kind: str,
     device: str,
     tokenizer_folder: Path,
 ) -> None:
     encoder = encoder_of(kind, tokenizer_folder, device)
-    how = [Repeated] if device == "cpu" else []
-    graphs, other = (StepGraphs(encoder, *how, halved=halved) for halved in (True, False))
-    assert graphs(batch(encoder, [3, 5, 4])) is None  # met for the first time
+    capture = EagerStepGraph if device == "cpu" else StepGraph
+    halved = StepGraphs(encoder, capture, halved=True)
+    undivided = StepGraphs(encoder, capture)
+    assert halved(batch(encoder, [3, 5, 4])) is None  # the size is new
     for seed, lengths in enumerate(([3, 5, 4], [1, 30, 2], [20, 0, 20], [1, 1, 1])):
-        assert_as_without(encoder, graphs, batch(encoder, list(lengths), seed))
-    assert list(graphs.graphs) == [graph_size_for(PackSize(33, 3, 30))]
+        assert_graphs_equal_plain_step(encoder, halved, batch(encoder, list(lengths), seed))
+    assert list(halved.graphs) == [graph_size_for(PackSize(33, 3, 30))]
     features = batch(encoder, [60, 50, 1])
-    for one in (graphs, other):  # which share nothing
-        one(features)
-        assert_as_without(encoder, one, features)
-    assert (
-        len(graphs.graphs) == 2 and len(other.graphs) == 1 and not graphs.failed and graphs.halved
-    )
+    for graphs in (halved, undivided):  # they share nothing
+        graphs(features)
+        assert_graphs_equal_plain_step(encoder, graphs, features)
+    assert len(halved.graphs) == 2
+    assert len(undivided.graphs) == 1
+    assert not halved.failed
+    assert halved.halved
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_forward_whose_backward_is_to_come_is_not_overwritten(
+def graphs_with_one_size(transformer: Any, features: dict[str, Any]) -> StepGraphs:
+    """Return graphs that have met the size of a batch, so that its next step uses a graph."""
+    graphs = StepGraphs(transformer, EagerStepGraph)
+    assert graphs(features) is None
+    return graphs
+
+
+def test_an_output_is_not_overwritten_before_its_backward_pass(transformer: Any) -> None:
+    features = batch(transformer, [4, 6], seed=0)
+    other_features = batch(transformer, [4, 6], seed=1)
+    graphs = graphs_with_one_size(transformer, features)
+    output = graphs(features)
+    assert output is not None
+    before = output.detach().clone()
+    assert graphs(other_features) is None
+    gradients_of(transformer, output)
+    assert graphs(other_features) is not None
+    assert torch.equal(output, before)
+
+
+def test_an_output_that_is_deleted_needs_no_backward_pass(transformer: Any) -> None:
+    features = batch(transformer, [4, 6])
+    graphs = graphs_with_one_size(transformer, features)
+    output = graphs(features)
+    assert output is not None
+    del output
+    assert graphs(features) is not None
+
+
+@pytest.mark.parametrize(
+    ("dropout", "n_steps"),
+    [
+        pytest.param(0.0, 1, id="by the same graph"),
+        pytest.param(0.5, 2, id="by a graph of another dropout rate"),
+    ],
+)
+def test_a_second_backward_pass_raises_also_after_another_batch(
     dropout: float,
+    n_steps: int,
     transformer: Any,
 ) -> None:
-    graphs = StepGraphs(transformer, Repeated)
-    features = [batch(transformer, [4, 6], seed) for seed in range(3)]
-    graphs(features[0])
-    first = graphs(features[0])
-    assert first is not None and graphs(features[1]) is None
-    kept = first.detach().clone()
-    gradients(transformer, first)
-    second = graphs(features[1])
-    assert second is not None and torch.equal(first, kept)
-    del second  # nobody will ask for its gradients
-    third = graphs(features[2])
-    assert third is not None
-    loss = third.sum()
+    features = batch(transformer, [4, 6])
+    graphs = graphs_with_one_size(transformer, features)
+    output = graphs(features)
+    assert output is not None
+    loss = output.sum()
     loss.backward(retain_graph=True)
     refused(RuntimeError, "and once, got it after another batch or again", loss.backward)
-    transformer.model.bert.encoder.layer[
-        0
-    ].output.dropout.p = dropout  # another one: graphs are made anew
-    for _ in range(1 if dropout == 0.0 else 2):
-        output = graphs(features[1])
-    assert output is not None
+    transformer.model.bert.encoder.layer[0].output.dropout.p = dropout
+    for _ in range(n_steps):
+        next_output = graphs(features)
+    assert next_output is not None
     refused(RuntimeError, "backward must come before the next batch", loss.backward)
 
 
-def test_a_backward_pass_that_cannot_be_cut_is_whole(transformer: Any) -> None:
-    layers, below = transformer.model.bert.encoder.layer, list[Tensor]()
-    forwards = [layer.forward for layer in layers]
+def test_an_encoder_that_cannot_be_cut_has_an_undivided_backward_pass(transformer: Any) -> None:
+    layers = transformer.model.bert.encoder.layer
+    lower_forward = layers[0].forward
+    upper_forward = layers[1].forward
+    lower_results: list[Tensor] = []
 
-    def first(hidden: Tensor, *rest: Any, **options: Any) -> Any:
-        below[:] = [hidden.sin()]
-        return forwards[0](hidden, *rest, **options)
+    def save_result(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        lower_results[:] = [hidden.sin()]
+        return lower_forward(hidden, *args, **kwargs)
 
-    layers[0].forward = first
-    layers[1].forward = lambda hidden, *rest, **options: forwards[1](
-        hidden + below[0],
-        *rest,
-        **options,
-    )
-    graphs, features = StepGraphs(transformer, Repeated, halved=True), batch(transformer, [4, 6])
+    def add_saved_result(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return upper_forward(hidden + lower_results[0], *args, **kwargs)
+
+    layers[0].forward = save_result
+    layers[1].forward = add_saved_result
+    graphs = StepGraphs(transformer, EagerStepGraph, halved=True)
+    features = batch(transformer, [4, 6])
     graphs(features)
     with pytest.warns(UserWarning, match="hands out all gradients at once.*second time"):
         graphs(features)
-    assert_as_without(transformer, graphs, features)
+    assert_graphs_equal_plain_step(transformer, graphs, features)
 
 
-def test_a_frame_that_somebody_keeps_stops_no_graph(transformer: Any) -> None:
-    kept: list[Any] = []
+def test_a_stored_frame_of_the_capture_stops_no_graph(transformer: Any) -> None:
+    frames: list[Any] = []
 
-    def capture(*arguments: Any) -> Repeated:
-        kept.append(inspect.stack(0))  # as a traceback does, which torch.compile logs
-        return Repeated(*arguments)
+    def capture(*arguments: Any) -> EagerStepGraph:
+        frames.append(inspect.stack(0))  # as a traceback does, which torch.compile logs
+        return EagerStepGraph(*arguments)
 
     graphs = StepGraphs(transformer, capture)
     features = batch(transformer, [4, 6])
@@ -256,19 +299,25 @@ def test_a_frame_that_somebody_keeps_stops_no_graph(transformer: Any) -> None:
     for _ in range(3):
         output = graphs(features)
         assert output is not None
-        gradients(transformer, output)
+        gradients_of(transformer, output)
 
 
-def test_steps_that_cannot_be_repeated_run_as_usual(transformer: Any) -> None:
-    graphs = StepGraphs(transformer, Repeated)
+def test_steps_without_gradients_or_with_other_features_run_without_graphs(
+    transformer: Any,
+) -> None:
     features = batch(transformer, [4, 6])
-    for _ in range(2):
-        graphs(features)
+    graphs = graphs_with_one_size(transformer, features)
     assert graphs(features) is not None
     with torch.no_grad():
         assert graphs(features) is None
-    assert graphs(features | {"output_attentions": True}) is None
+    assert graphs({**features, "output_attentions": True}) is None
     assert graphs(batch(transformer, [])) is None
+    assert graphs(features) is not None
+
+
+def test_hooks_and_gradient_checkpointing_run_without_graphs(transformer: Any) -> None:
+    features = batch(transformer, [4, 6])
+    graphs = graphs_with_one_size(transformer, features)
     handle = transformer.model.bert.encoder.layer[0].register_forward_hook(lambda *_: None)
     assert graphs(features) is None
     handle.remove()
@@ -276,50 +325,97 @@ def test_steps_that_cannot_be_repeated_run_as_usual(transformer: Any) -> None:
     transformer.model.gradient_checkpointing_enable()
     assert graphs(features) is None
     transformer.model.gradient_checkpointing_disable()
-    on_cpu = StepGraphs(transformer)
-    assert on_cpu(features) is None and on_cpu(features) is None and not on_cpu.failed
 
 
-def test_what_a_graph_cannot_follow_is_noticed(transformer: Any) -> None:
-    graphs = StepGraphs(transformer, Repeated)
+def test_cuda_graphs_are_not_captured_on_a_cpu(transformer: Any) -> None:
+    graphs = StepGraphs(transformer)
     features = batch(transformer, [4, 6])
-    layer = transformer.model.bert.encoder.layer[0]
-
-    weight = layer.output.dense.weight
-    changes: list[Callable[[], object]] = [
-        lambda: None,
-        lambda: setattr(weight, "data", weight.data * 2),
-        lambda: weight.requires_grad_(False),
-        lambda: setattr(layer.output.dropout, "p", 0.5),
-        lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
-        lambda: torch.use_deterministic_algorithms(True),
-        transformer.eval,
-        lambda: setattr(transformer, "model", copy.deepcopy(transformer.model)),
-    ]
-    try:
-        for change in changes:
-            change()
-            assert graphs(features) is None and graphs(features) is not None, change
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = False
-        torch.use_deterministic_algorithms(False)
-    layer = transformer.train().model.bert.encoder.layer[0]
-    layer.output.dropout.p = 0.0
-    graphs(features)
-    assert_as_without(transformer, graphs, features)
-    with torch.no_grad():  # as an optimizer does
-        layer.output.dense.bias.add_(1.0)
-    assert_as_without(transformer, graphs, features)
+    for _ in range(3):
+        assert graphs(features) is None
+    assert not graphs.failed
 
 
-def test_graphs_are_bounded_and_copies_begin_anew(transformer: Any) -> None:
-    graphs = StepGraphs(transformer, Repeated)
+def replace_weight(transformer: Any) -> None:
+    weight = transformer.model.bert.encoder.layer[0].output.dense.weight
+    weight.data = weight.data * 2
+
+
+def freeze_weight(transformer: Any) -> None:
+    transformer.model.bert.encoder.layer[0].output.dense.weight.requires_grad_(False)
+
+
+def change_dropout_rate(transformer: Any) -> None:
+    transformer.model.bert.encoder.layer[0].output.dropout.p = 0.5
+
+
+def allow_tf32(transformer: Any) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+
+def use_deterministic_algorithms(transformer: Any) -> None:
+    torch.use_deterministic_algorithms(True)
+
+
+def set_eval_mode(transformer: Any) -> None:
+    transformer.eval()
+
+
+def replace_model(transformer: Any) -> None:
+    transformer.model = copy.deepcopy(transformer.model)
+
+
+@pytest.fixture
+def torch_settings() -> Iterator[None]:
+    """Restore settings of torch after the test."""
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("torch_settings")
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace_weight,
+        freeze_weight,
+        change_dropout_rate,
+        allow_tf32,
+        use_deterministic_algorithms,
+        set_eval_mode,
+        replace_model,
+    ],
+)
+def test_a_change_that_graphs_cannot_follow_leads_to_new_ones(
+    change: Callable[[Any], None],
+    transformer: Any,
+) -> None:
+    features = batch(transformer, [4, 6])
+    graphs = graphs_with_one_size(transformer, features)
+    assert graphs(features) is not None
+    change(transformer)
+    assert graphs(features) is None
+    assert graphs(features) is not None
+
+
+def test_steps_follow_weights_that_an_optimizer_changes_in_place(transformer: Any) -> None:
+    features = batch(transformer, [4, 6])
+    graphs = graphs_with_one_size(transformer, features)
+    assert_graphs_equal_plain_step(transformer, graphs, features)
+    with torch.no_grad():
+        transformer.model.bert.encoder.layer[0].output.dense.bias.add_(1.0)
+    assert_graphs_equal_plain_step(transformer, graphs, features)
+
+
+def test_the_number_of_graphs_is_limited_and_copies_begin_without_graphs(
+    transformer: Any,
+) -> None:
+    graphs = StepGraphs(transformer, EagerStepGraph)
     for count in range(1, MAX_GRAPHS + 3):
         for _ in range(2):
             graphs(batch(transformer, [2] * count))
     assert len(graphs.graphs) == MAX_GRAPHS
-    again = pickle.loads(pickle.dumps(graphs))  # noqa: S301 - of our own making
-    assert not again.graphs and not copy.deepcopy(graphs).graphs
+    assert not pickle.loads(pickle.dumps(graphs)).graphs  # noqa: S301 - our own bytes
+    assert not copy.deepcopy(graphs).graphs
 
 
 def trainer_of(model: SparseEncoder, folder: Path, **options: Any) -> SparseEncoderTrainer:
@@ -349,31 +445,31 @@ def trainer_of(model: SparseEncoder, folder: Path, **options: Any) -> SparseEnco
         ),
     ],
 )
-def test_trainers_agree_on_losses(
+def test_a_trainer_with_graphs_has_the_losses_of_one_without(
     device: str,
     options: dict[str, Any],
     tokenizer_folder: Path,
     tmp_path: Path,
 ) -> None:
     stock = without_dropout(build_tiny_splade("bert", tokenizer_folder)).to(device)
-    found = []
-    for graphs in (True, False):
-        model = fused_copy(stock)
-        trainer = trainer_of(model, tmp_path, **options)
-        collate_ahead(trainer, graphs=graphs)
-        if graphs:
-            captured = model[0].forward.graphs = StepGraphs(
-                model[0],
-                *([Repeated] if device == "cpu" else []),
-            )
-        found.append(logged_losses(trainer))
-    assert captured.graphs and not captured.failed
-    assert found[0] == pytest.approx(found[1], rel=2e-2 if "bf16" in options else 1e-4)
+    graphed_model = fused_copy(stock)
+    graphed_trainer = trainer_of(graphed_model, tmp_path, **options)
+    collate_ahead(graphed_trainer, graphs=True)
+    graphs = StepGraphs(graphed_model[0], EagerStepGraph if device == "cpu" else StepGraph)
+    graphed_model[0].forward.graphs = graphs
+    losses = logged_losses(graphed_trainer)
+    plain_trainer = trainer_of(fused_copy(stock), tmp_path, **options)
+    collate_ahead(plain_trainer)
+    expected_losses = logged_losses(plain_trainer)
+    assert graphs.graphs
+    assert not graphs.failed
+    tolerance = 2e-2 if "bf16" in options else 1e-4
+    assert losses == pytest.approx(expected_losses, rel=tolerance)
 
 
 @compiling
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_are_compiled_for_a_graph(
+def test_layers_are_compiled_for_a_capture_in_half_precision(
     kind: str,
     tokenizer_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -384,31 +480,29 @@ def test_layers_are_compiled_for_a_graph(
         partial(torch.compile, backend="eager"),
     )  # as on a GPU, without its kernels
     encoder = encoder_of(kind, tokenizer_folder)
-    traced = []
+    compiled_counts = []  # parts that torch.compile compiled, for each captured graph
 
-    def repeated(run: EncoderRun, *rest: Any) -> Repeated:
+    def capture(*arguments: Any) -> EagerStepGraph:
         counters = torch._dynamo.utils.counters["stats"]
         before = counters["unique_graphs"]
-        found = Repeated(run, *rest)
-        traced.append(counters["unique_graphs"] - before)
-        return found
+        graph = EagerStepGraph(*arguments)
+        compiled_counts.append(counters["unique_graphs"] - before)
+        return graph
 
-    graphs = StepGraphs(encoder, repeated, compiled=True, halved=True)
+    graphs = StepGraphs(encoder, capture, compiled=True, halved=True)
     features = batch(encoder, [3, 5, 4])
     for _ in range(2):
         graphs(features)
-    assert graphs.graphs and traced == [0]  # fp32
+    assert graphs.graphs
+    assert compiled_counts == [0]  # fp32
     with torch.autocast("cpu", torch.bfloat16):
         assert graphs(features) is None
-        got = graphs(features)
-        assert got is not None
-        assert_close(got, plain(encoder, features), ROUNDING_BF16)
-    stacks = [
-        module for module in encoder.model.modules() if isinstance(module, torch.nn.ModuleList)
-    ]
-    assert traced[1] > 0 and not any(
-        "forward" in vars(layer) for stack in stacks for layer in stack
-    )
+        output = graphs(features)
+        assert output is not None
+        assert_close(output, run_without_graphs(encoder, features), ROUNDING_BF16)
+    assert compiled_counts[1] > 0
+    for module in encoder.model.modules():
+        assert "forward" not in vars(module)
     assert copy.deepcopy(StepGraphs(encoder, compiled=True)).compiled
 
 
@@ -416,44 +510,65 @@ def failing(*_: Any, **__: Any) -> None:
     raise RuntimeError("\nno compiler, or not permitted when stream is capturing\nmore\nmore")
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_layers_that_fail_to_compile_run_plain_and_a_failed_capture_is_told_once(
+@pytest.mark.parametrize(
+    ("compiled", "capture", "limitation"),
+    [
+        pytest.param(
+            True,
+            EagerStepGraph,
+            "captures its layers as they are, without torch.compile",
+            id="layers that fail to compile are captured as they are",
+        ),
+        pytest.param(
+            False,
+            failing,
+            "trains without CUDA graphs, which could not be captured",
+            id="a failed capture turns graphs off",
+        ),
+    ],
+)
+def test_a_failed_capture_warns_once_and_falls_back(
     compiled: bool,
+    capture: Callable[..., Any],
+    limitation: str,
     transformer: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "compile", failing)
-    graphs = StepGraphs(
-        transformer.to(torch.bfloat16),
-        Repeated if compiled else failing,
-        compiled=compiled,
-    )
+    graphs = StepGraphs(transformer.to(torch.bfloat16), capture, compiled=compiled)
     features = batch(transformer, [4, 6])
     assert graphs(features) is None
-    told = (
-        "as they are, without torch.compile"
-        if compiled
-        else "trains without CUDA graphs, which could not be captur"
-    )
-    with pytest.warns(UserWarning, match=rf"{told}.*: RuntimeError: no compiler, or not permitted"):
-        assert (graphs(features) is not None) is compiled
-    assert graphs.failed is not compiled and (compiled or graphs(features) is None)
+    reason = "RuntimeError: no compiler, or not permitted"
+    with pytest.warns(UserWarning, match=rf"{limitation}: {reason}"):
+        output = graphs(features)
+    assert (output is not None) is compiled
+    assert graphs.failed is not compiled
+    if graphs.failed:
+        assert graphs(features) is None
 
 
-def test_a_layer_with_a_forward_of_its_own_keeps_it(transformer: Any) -> None:
+def test_a_layer_with_a_forward_on_the_instance_is_not_compiled(transformer: Any) -> None:
     layers = transformer.model.bert.encoder.layer
-    given = layers[0].forward
-    layers[0].forward = given
+    forward = layers[0].forward
+    layers[0].forward = forward
     with compiled_layers(transformer.model):
-        assert layers[0].forward is given and layers[1].forward is not type(layers[1]).forward
-    assert layers[0].forward is given and "forward" not in vars(layers[1])
+        assert layers[0].forward is forward
+        assert layers[1].forward is not type(layers[1]).forward
+    assert layers[0].forward is forward
+    assert "forward" not in vars(layers[1])
+
+
+def test_a_layer_that_occurs_twice_is_compiled_and_restored_once(transformer: Any) -> None:
+    layers = transformer.model.bert.encoder.layer
     layers.append(layers[1])
     with compiled_layers(transformer.model):
         pass
     assert "forward" not in vars(layers[1])
 
 
-def test_graphs_are_refused_where_nothing_is_joined(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_graphs_without_a_joined_packed_encoder_are_refused(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
     model = build_tiny_splade("bert", tokenizer_folder)
     trainer = trainer_of(model, tmp_path)
     refused(
@@ -487,90 +602,115 @@ def test_compiled_layers_on_a_gpu_are_as_exact_as_plain_ones(
 ) -> None:
     encoder = encoder_of(kind, tokenizer_folder, "cuda")
     graphs = StepGraphs(encoder, compiled=True)
-
-    def errors(
-        output: Tensor,
-        right: Tensor,
-        found: dict[str, Tensor],
-        exact: dict[str, Tensor],
-    ) -> list[float]:
-        pairs = [
-            (output.detach().float(), right.detach()),
-            *((found[name], value) for name, value in exact.items()),
-        ]
-        norms = torch.stack([truth.norm() for _, truth in pairs])
-        scales = norms.clamp(
-            min=float(norms.median()) / 10,
-        )  # a bias of keys has no gradient but rounding
-        return [
-            float((got - truth).norm() / scale)
-            for (got, truth), scale in zip(pairs, scales, strict=True)
-        ]
-
-    checked = 0
+    n_checked = 0
     for seed, lengths in enumerate(
         ([3, 5, 4], [1, 30, 2], [20, 0, 20], [60, 50, 1], [60, 50, 1], [1, 1, 1]),
     ):
         features = batch(encoder, list(lengths), seed)
-        right = plain(encoder, features)
-        exact = gradients(encoder, right)
+        exact = run_without_graphs(encoder, features)
+        exact_gradients = gradients_of(encoder, exact)
         with torch.autocast("cuda", torch.bfloat16):
-            outputs = plain(encoder, features), graphs(features)
-        if outputs[1] is None:
+            plain = run_without_graphs(encoder, features)
+            compiled = graphs(features)
+        if compiled is None:
             continue
-        kept = outputs[1].detach().clone()
-        rounded = errors(outputs[0], right, gradients(encoder, outputs[0]), exact)
-        compiled = errors(kept, right, gradients(encoder, outputs[1]), exact)
-        assert all(
-            mine <= 3 * theirs + 2**-5 for mine, theirs in zip(compiled, rounded, strict=True)
-        ), (seed, compiled)
-        checked += 1
-    assert checked == 4 and graphs.compiled and not graphs.failed
+        plain_gradients = gradients_of(encoder, plain)
+        compiled_gradients = gradients_of(encoder, compiled)
+        plain_errors = relative_errors(plain, plain_gradients, exact, exact_gradients)
+        compiled_errors = relative_errors(compiled, compiled_gradients, exact, exact_gradients)
+        for compiled_error, plain_error in zip(compiled_errors, plain_errors, strict=True):
+            assert compiled_error <= 3 * plain_error + 2**-5, (seed, compiled_errors)
+        n_checked += 1
+    assert n_checked == 4
+    assert graphs.compiled
+    assert not graphs.failed
+
+
+def relative_errors(
+    output: Tensor,
+    gradients: dict[str, Tensor],
+    exact_output: Tensor,
+    exact_gradients: dict[str, Tensor],
+) -> list[float]:
+    """Return errors of an output and of gradients, relative to the norms of the exact ones.
+
+    A norm counts as at least a tenth of the median: a bias of keys has no gradient but rounding.
+    """
+    pairs = [(output.detach().float(), exact_output.detach())]
+    pairs += [(gradients[name], exact) for name, exact in exact_gradients.items()]
+    norms = torch.stack([exact.norm() for _, exact in pairs])
+    scales = norms.clamp(min=float(norms.median()) / 10)
+    return [
+        float((value - exact).norm() / scale)
+        for (value, exact), scale in zip(pairs, scales, strict=True)
+    ]
 
 
 @compiling
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_dropout_draws_anew_in_each_repetition(compiled: bool, tokenizer_folder: Path) -> None:
+def test_dropout_draws_new_numbers_in_each_replay(compiled: bool, tokenizer_folder: Path) -> None:
     model = build_tiny_splade("bert", tokenizer_folder).to("cuda")
     accelerate(model)
     encoder = model[0].train()
     graphs = StepGraphs(encoder, compiled=compiled)
     features = batch(encoder, [30, 20])
-    found = []
+    outputs = []
     for seed in (0, 0, 1, 2, 1):
         torch.manual_seed(seed)
         with torch.autocast("cuda", torch.bfloat16):
             output = graphs(features)
         if output is not None:
             output.sum().backward()
-            found.append(output.detach())
-    assert (
-        len(found) == 4 and not torch.equal(found[1], found[2]) and torch.equal(found[1], found[3])
-    )
+            outputs.append(output.detach())
+    assert len(outputs) == 4
+    assert not torch.equal(outputs[1], outputs[2])
+    assert torch.equal(outputs[1], outputs[3])
     assert graphs.compiled is compiled
 
 
 @pytest.mark.parametrize("halved", [True, False])
-def test_gradients_go_where_ddp_keeps_them_and_add_up(halved: bool, transformer: Any) -> None:
-    graphs, features = StepGraphs(transformer, Repeated, halved=halved), batch(transformer, [3, 5])
+@pytest.mark.parametrize(
+    "captured_first",
+    [
+        pytest.param(True, id="copied by graphs that were captured before"),
+        pytest.param(False, id="written by new graphs"),
+    ],
+)
+def test_gradients_are_in_the_buckets_of_ddp_and_accumulate(
+    captured_first: bool,
+    halved: bool,
+    transformer: Any,
+) -> None:
+    features = batch(transformer, [3, 5])
+    graphs = StepGraphs(transformer, EagerStepGraph, halved=halved)
     assert graphs(features) is None
-    right = gradients(transformer, graphs(features))  # type: ignore[arg-type]  # copies
-    graphs.bucket_gradients = {
-        id(tensor): torch.full_like(tensor, torch.nan) for tensor in transformer.parameters()
+    expected = gradients_of(transformer, output_of(graphs, features))
+    buckets = {
+        id(parameter): torch.full_like(parameter, torch.nan)
+        for parameter in transformer.parameters()
     }
-    for anew in (False, True):
-        if anew:  # written there at once
-            graphs.use_bucket_gradients(graphs.bucket_gradients)
-            assert graphs(features) is None
-        output: Any = graphs(features)
-        got = gradients(transformer, output)
-        known = [tensor for tensor in transformer.parameters() if tensor.grad is not None]
-        there = [graphs.bucket_gradients[id(tensor)].data_ptr() for tensor in known]
-        assert [tensor.grad.data_ptr() for tensor in known] == there
-        assert ([kept.data_ptr() for kept in graphs.gradients if kept is not None] == there) is anew
-        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
-        (graphs(features) * weights).sum().backward()  # type: ignore[operator]
-        for name, gradient in got.items():
-            assert torch.equal(gradient, right[name])
-            assert torch.equal(transformer.get_parameter(name).grad, 2 * gradient)
+    if captured_first:
+        graphs.bucket_gradients = buckets
+    else:
+        graphs.use_bucket_gradients(buckets)
+        assert graphs(features) is None
+    gradients = gradients_of(transformer, output_of(graphs, features))
+    used = [parameter for parameter in transformer.parameters() if parameter.grad is not None]
+    bucket_addresses = [buckets[id(parameter)].data_ptr() for parameter in used]
+    assert [parameter.grad.data_ptr() for parameter in used] == bucket_addresses
+    buffers = [buffer.data_ptr() for buffer in graphs.gradients if buffer is not None]
+    assert (buffers == bucket_addresses) is not captured_first
+    output = output_of(graphs, features)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    (output * weights).sum().backward()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected[name])
+        assert torch.equal(transformer.get_parameter(name).grad, 2 * gradient)
+
+
+def output_of(graphs: StepGraphs, features: dict[str, Any]) -> Tensor:
+    """Return the output of a step, which must run by a graph."""
+    output = graphs(features)
+    assert output is not None
+    return output

@@ -1,10 +1,10 @@
 """CUDA graphs of an accelerated model for few texts: token ids go in, rows come out.
 
-The work of a query is some 300 launches, which take the CPU ten times what they take the GPU. A
-graph repeats them by one launch, for tensors of the sizes and addresses that it was captured with:
-packed tokens are copied into the smallest of a few sizes, whose unused tokens form a text with
-discarded results. A graph reads weights from their memory, and so follows changes in place. All other
-changes of the model are detected by a comparison while the GPU computes.
+The work of a query is some 300 launches, which take the CPU ten times as long as the GPU. A graph
+repeats them by one launch, for tensors of the sizes and addresses that it was captured with: packed
+tokens are copied into the smallest of a few sizes, whose unused tokens form a text with discarded
+results. A graph reads weights from their memory, and so follows changes in place. All other changes
+of the model are detected by a comparison while the GPU computes.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class _SparseEncoding(_Encoding[SparseRows]):
 
     Attributes:
         options: which entries of a row are kept.
-        to_host: whether entries are copied to the CPU. Otherwise entries of a single text stay on the
-            GPU.
+        to_host: whether entries are copied to the CPU. Otherwise the entries of a single text stay
+            on the GPU.
     """
 
     options: SparseOptions
@@ -322,8 +322,8 @@ class EncodingGraphs(Replacement):
             task: argument ``task`` of the model's forward, if any.
             prompt: text that is put before every text.
             options: which entries of a row are kept.
-            to_host: whether entries are copied to the CPU. Otherwise entries of a single text stay on
-                the GPU.
+            to_host: whether entries are copied to the CPU. Otherwise the entries of a single text
+                stay on the GPU.
 
         Returns:
             The rows, or None if the model must run without a graph.

@@ -24,25 +24,61 @@ class GraphSize(NamedTuple):
     tokens: int
 
 
+class TensorLayout(NamedTuple):
+    """Shape and dtype of an input tensor of a graph."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def input_layouts(features: Features, size: GraphSize) -> dict[str, TensorLayout]:
+    """Return the layouts of a graph's input tensors by name.
+
+    Args:
+        features: features of a batch. Padded ones keep their shapes.
+        size: size of the graph, to which packed ones are enlarged.
+    """
+    if OFFSETS not in features:
+        return {
+            name: TensorLayout(value.shape, value.dtype)
+            for name, value in features.items()
+            if isinstance(value, Tensor)
+        }
+    n_sequences = size.texts + 1  # the last one holds the unused tokens
+    per_token = TensorLayout(torch.Size([1, size.tokens]), torch.int64)
+    return {
+        "input_ids": per_token,
+        "position_ids": per_token,
+        OFFSETS: TensorLayout(torch.Size([n_sequences + 1]), torch.int32),
+    }
+
+
+def split_buffer(buffer: Tensor, layouts: dict[str, TensorLayout]) -> dict[str, Tensor]:
+    """Divide a one-dimensional buffer into tensors of the given shapes, by name."""
+    shapes = [layout.shape for layout in layouts.values()]
+    parts = torch.split(buffer, [shape.numel() for shape in shapes])
+    return {
+        name: part.view(shape) for name, part, shape in zip(layouts, parts, shapes, strict=True)
+    }
+
+
 class InputBuffers:
     """Input tensors of a graph, which one copy from the CPU fills.
 
-    Packed texts are followed by one more text with the unused tokens, whose results are discarded.
-    Padded features keep their shapes.
-
-    Args:
-        features: features of a batch on the CPU.
-        size: size of the graph.
-        device: device of the model.
+    All tensors are parts of one buffer of int64. Packed texts are followed by one more text with
+    the unused tokens, whose results are discarded.
 
     Attributes:
         size: size of the graph.
     """
 
     def __init__(self, features: Features, size: GraphSize, device: torch.device) -> None:
-        """Allocate one buffer on the CPU and one on the device, and divide them into tensors.
+        """Allocate a buffer on the CPU and one on the device.
 
-        The class describes the arguments.
+        Args:
+            features: features of a batch on the CPU.
+            size: size of the graph.
+            device: device of the model.
         """
         self.size = size
         self._packed = OFFSETS in features
@@ -50,38 +86,19 @@ class InputBuffers:
         self._constants: Features = {
             name: value for name, value in features.items() if not isinstance(value, Tensor)
         }
-        shapes = {
-            name: value.shape for name, value in features.items() if isinstance(value, Tensor)
-        }
-        self._dtypes = {
-            name: value.dtype for name, value in features.items() if isinstance(value, Tensor)
-        }
         if self._packed:
             for name in LONGEST_NAMES:
                 self._constants[name] = size.tokens
-            n_offsets = size.texts + 2  # one more than texts, of which one holds the unused tokens
-            shapes = {
-                "input_ids": torch.Size([1, size.tokens]),
-                "position_ids": torch.Size([1, size.tokens]),
-                OFFSETS: torch.Size([n_offsets]),
-            }
-            self._dtypes = {
-                "input_ids": torch.int64,
-                "position_ids": torch.int64,
-                OFFSETS: torch.int32,
-            }
-        # All tensors are parts of one buffer of int64, so that one copy moves them.
-        lengths = [shape.numel() for shape in shapes.values()]
+        layouts = input_layouts(features, size)
+        n_values = sum(layout.shape.numel() for layout in layouts.values())
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(sum(lengths), dtype=torch.int64, pin_memory=on_gpu)
-        self._device = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
-        self._host_arrays: dict[str, npt.NDArray[Any]] = {}
-        self._device_tensors: dict[str, Tensor] = {}
-        host_parts = torch.split(self._host, lengths)
-        device_parts = torch.split(self._device, lengths)
-        for name, host_part, device_part in zip(shapes, host_parts, device_parts, strict=True):
-            self._host_arrays[name] = host_part.view(shapes[name]).numpy()
-            self._device_tensors[name] = device_part.view(shapes[name])
+        self._host = torch.zeros(n_values, dtype=torch.int64, pin_memory=on_gpu)
+        self._device = torch.zeros(n_values, dtype=torch.int64, device=device)
+        self._dtypes = {name: layout.dtype for name, layout in layouts.items()}
+        self._device_tensors = split_buffer(self._device, layouts)
+        self._host_arrays: dict[str, npt.NDArray[Any]] = {
+            name: tensor.numpy() for name, tensor in split_buffer(self._host, layouts).items()
+        }
 
     def fill(self, features: Features) -> None:
         """Write the features of a batch to the buffer on the CPU; unused tokens keep old values."""
@@ -91,7 +108,7 @@ class InputBuffers:
                 array[:] = values
             elif values.ndim == 2:  # a value per token
                 array[:, : values.shape[1]] = values
-            else:  # offsets: texts that the batch lacks are empty, the last one has unused tokens
+            else:  # offsets: missing texts are empty, and the last text has the unused tokens
                 array[: values.size] = values
                 array[values.size : -1] = values[-1]
                 array[-1] = self.size.tokens
