@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,10 @@ from tilefold.retrieval.errors import DataError, PrecisionWarning
 from tilefold.retrieval.evaluation.measures import read_trec_provenance
 from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.index.qdrant import Documents
+from tilefold.retrieval.search.reranking import Reranker
 from tilefold.retrieval.training_data.teachers import Teacher, score_rows
+from tilefold.serve.models import Served
+from tilefold.serve.searchable import Searchable
 
 COLLECTION = small_collection()
 PAIRS = [
@@ -296,6 +299,72 @@ def test_the_command_that_updates_an_index_notes_another_precision(
     error = capsys.readouterr().err
     assert "vectors: were computed in fp32" in error
     assert "PrecisionWarning" not in error
+
+
+def precision_warnings(build: Callable[[], object]) -> list[warnings.WarningMessage]:
+    """Return the warnings about precisions that `build` raises."""
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        build()
+    return [warning for warning in raised if issubclass(warning.category, PrecisionWarning)]
+
+
+@pytest.mark.parametrize("other_model", [False, True])
+def test_a_searcher_warns_once_of_a_model_in_another_precision(
+    encoder: Any,
+    machine: Any,
+    other_model: bool,
+) -> None:
+    machine(bf16=False)
+    index = r.build_index(r.encode_queries(encoder, COLLECTION.contents()))
+    index.provenance = Provenance(model_fingerprint(encoder), precision="bf16")
+    (warning,) = precision_warnings(lambda: r.Searcher(index, encoder, other_model=other_model))
+    assert str(warning.message).startswith(
+        "the index was computed in bf16, and queries are encoded in fp32: "
+    )
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("stored", ["fp32", None])
+def test_a_searcher_of_the_same_or_an_unknown_precision_does_not_warn(
+    encoder: Any,
+    machine: Any,
+    stored: str | None,
+) -> None:
+    machine(bf16=False)
+    index = r.build_index(r.encode_queries(encoder, COLLECTION.contents()))
+    index.provenance = Provenance(precision=stored)
+    assert not precision_warnings(lambda: r.Searcher(index, encoder))
+    assert not precision_warnings(lambda: r.Searcher(index))  # queries are passed as vectors
+
+
+def test_a_served_index_warns_once_of_a_model_in_another_precision(
+    encoder: Any,
+    machine: Any,
+) -> None:
+    machine(bf16=False)
+    index = r.build_index(r.encode_queries(encoder, COLLECTION.contents()))
+    index.provenance = Provenance(precision="bf16")
+    served = Served(encoder, "sparse", "small")
+    (warning,) = precision_warnings(lambda: Searchable("papers", index, served))
+    assert "the index was computed in bf16" in str(warning.message)
+
+
+def test_a_reranker_warns_of_token_vectors_in_another_precision(
+    late: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "tokens"
+    r.encode_tokens(late, COLLECTION.contents(), folder)
+    stored = r.open_tokens(folder)
+    assert not precision_warnings(lambda: Reranker(late, stored))
+    monkeypatch.setattr(type(stored.manifest), "precision", "bf16")
+    (warning,) = precision_warnings(lambda: Reranker(late, stored))
+    assert str(warning.message).startswith(
+        f"{folder} was computed in bf16, and queries are encoded in fp32: "
+    )
+    assert warning.filename == __file__
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model would be on the GPU")

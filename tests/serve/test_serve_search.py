@@ -570,6 +570,24 @@ def test_an_index_of_token_vectors_is_served(
     )
 
 
+def test_an_index_of_token_vectors_is_served_with_the_reduction_of_its_model(
+    late: Any,
+    collection: Collection,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    r.encode_tokens(late, collection.contents(), tmp_path / "tokens")
+    index = r.LateIndex.build(r.open_tokens(tmp_path / "tokens"), tmp_path / "index")
+    monkeypatch.setattr(late, "similarity_fn_name", "meanmaxsim")
+    searchable = Searchable("papers", index, Served(late, "multi-vector", "tiny"))
+    queries = {"q": "csv files"}
+    vectors = r.encode_texts(late, queries, kind="query")
+    request = r.SearchRequest(3)
+    scores = searchable.searcher.rank(queries, request, vectors).run["q"]
+    expected = r.Searcher(index, late).rank(queries, request, vectors).run["q"]
+    assert scores == pytest.approx(expected)
+
+
 def test_dense_vectors_of_a_collection_are_a_column(
     sparse: Any,
     collection: Collection,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from tilefold import retrieval
-from tilefold._internal.precision import inference_precision
 from tilefold.cli import _common, _models, _options, _scores
 from tilefold.cli._common import CommandError, UsageError, note
 from tilefold.cli._options import Options, option, positive, refuse_options
@@ -453,7 +452,6 @@ def load_index(
         if not request.other_model:
             raise CommandError(f"--{error}") from error
         note(f"--model: {model} is not the model that made the index {source}")
-    _report_precision(made_by, encoder, source)
     return index, encoder, options
 
 
@@ -500,17 +498,6 @@ def _refuse_sparse_options(request: IndexOptions, backend: str, reason: str) -> 
             options["--prf"] = request.prf
         options["--vectors"] = request.vectors
     refuse_options(options, f"is for sparse queries, and {reason}")
-
-
-def _report_precision(made_by: Provenance, encoder: Model, index: Path) -> None:
-    """Print a note where queries are encoded in another precision than the index was."""
-    precision = inference_precision(encoder)
-    if made_by.precision not in (None, precision):
-        note(
-            f"{index} was computed in {made_by.precision}, and queries are encoded in {precision} "
-            "here: "
-            "scores differ from those of a search in one precision",
-        )
 
 
 def _on(index: Any, device: str | None, path: Path) -> Any:
@@ -568,12 +555,13 @@ def open_searcher(
             "--prf reads the vectors of the documents found: give them with --vectors.",
         )
     second = request.prf_with if isinstance(request, FeedbackOptions) else None
-    with _options.option_errors(
+    option_errors = _options.option_errors(
         vectors="--vectors",
         second=f"--prf-with: {second}",
         tokens="--rerank",
         model="--rerank-model",
-    ):
+    )
+    with option_errors, _common.noting_precisions():
         return Searcher(
             index,
             encoder,
@@ -775,7 +763,8 @@ def load_reranker(
     from tilefold.retrieval.search.reranking import Reranker
 
     late, tokens = load_late(source, model, texts=True)
-    with _options.option_errors(tokens="--rerank", model="--rerank-model"):
+    option_errors = _options.option_errors(tokens="--rerank", model="--rerank-model")
+    with option_errors, _common.noting_precisions():
         return Reranker(late, tokens, documents, texts)
 
 

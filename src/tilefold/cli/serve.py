@@ -402,12 +402,13 @@ def _load_with_index(
                 "out",
             )
     words = None if request.bm25 is None else _load_bm25(request.bm25)
-    with _options.option_errors(
+    option_errors = _options.option_errors(
         vectors=f"--vectors: {request.vectors}",
         second=f"--bm25: {request.bm25}",
         tokens="--tokens",
         model="--tokens-model",
-    ):
+    )
+    with option_errors, _common.noting_precisions():
         searchable = Searchable(
             request.index_name,
             index,

@@ -65,14 +65,21 @@ class Searchable:
 
     @cached_property
     def searcher(self) -> Searcher:
-        """Ranks and reranks; queries are encoded by the service."""
-        late = None if self.late is None else self.late.model
-        parts: Options = {
-            "documents": self.documents,
-            "vectors": self.vectors,
-            "second": self.words,
-        }
-        return Searcher(self.index, late=late, tokens=self.store, options=self.options, **parts)
+        """Ranks and reranks the vectors of queries, which the service encodes.
+
+        The searcher has the models too: it compares their precisions with those of the vectors.
+        """
+        return Searcher(
+            self.index,
+            None if self.encoder is None else self.encoder.model,
+            documents=self.documents,
+            vectors=self.vectors,
+            second=self.words,
+            late=None if self.late is None else self.late.model,
+            tokens=self.store,
+            options=self.options,
+            other_model=True,
+        )
 
     @property
     def features(self) -> dict[str, bool]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from tilefold._internal.precision import inference_precision
 from tilefold._internal.typing import Model
 from tilefold.retrieval.common.files import Json, not_a_string_error
 from tilefold.retrieval.errors import PrecisionWarning
@@ -174,6 +175,33 @@ def warn_of_other_precision(
     warnings.warn(
         f"{vectors}: were computed in {precision}, and those of {index} in {index_precision}: their "
         "scores differ from those of vectors in one precision. Encode all in one precision.",
+        PrecisionWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def warn_of_query_precision(
+    model: Model,
+    vectors: str,
+    precision: str | None,
+    stacklevel: int,
+) -> None:
+    """Warn where a model encodes queries in another precision than the vectors that they search.
+
+    Args:
+        model: encodes queries.
+        vectors: what is searched, for the message.
+        precision: of what is searched; None if it is unknown.
+        stacklevel: of ``warnings.warn``, seen from the caller of this function.
+    """
+    if precision is None:
+        return
+    query_precision = inference_precision(model)
+    if query_precision == precision:
+        return
+    warnings.warn(
+        f"{vectors} was computed in {precision}, and queries are encoded in {query_precision}: "
+        "scores differ from those of a search in one precision. Encode both in one precision.",
         PrecisionWarning,
         stacklevel=stacklevel + 1,
     )

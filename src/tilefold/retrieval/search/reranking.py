@@ -19,7 +19,11 @@ from tilefold._internal.arguments import (
 )
 from tilefold._internal.typing import Model
 from tilefold.ops import QuantizedTokens, maxsim
-from tilefold.retrieval.common.provenance import Provenance, model_fingerprint
+from tilefold.retrieval.common.provenance import (
+    Provenance,
+    model_fingerprint,
+    warn_of_query_precision,
+)
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Document
 from tilefold.retrieval.data.passages import Passage
@@ -163,6 +167,8 @@ class Reranker:
         documents: id -> document, read if there are no `tokens`.
         searched: provenance of the index that the candidates come from.
 
+    A model that encodes queries in another precision than `tokens` is a ``PrecisionWarning``.
+
     Raises:
         ValueError: for `tokens` of queries.
         DataError: for `tokens` of other documents than the searched ones, or by another model.
@@ -204,6 +210,12 @@ class Reranker:
                 f"is not the model that made {folder} (its weights or settings differ); "
                 "give that one.",
             )
+        warn_of_query_precision(
+            self.model,
+            str(folder),
+            manifest.precision,
+            stacklevel=3,  # the caller of the generated __init__
+        )
 
     def __call__(
         self,

@@ -24,7 +24,11 @@ from tilefold.retrieval.common.identical_ids import (
     search_without_identical_ids,
     without_identical_ids,
 )
-from tilefold.retrieval.common.provenance import Provenance, model_fingerprint
+from tilefold.retrieval.common.provenance import (
+    Provenance,
+    model_fingerprint,
+    warn_of_query_precision,
+)
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Document, documents_by_id
 from tilefold.retrieval.data.metadata import Filter, Where
@@ -289,6 +293,9 @@ class Searcher:
             of an index of token vectors.
         other_model: allow a model that did not make the index, such as a separate query encoder.
 
+    A model that encodes queries in another precision than the index, or than `tokens`, is a
+    ``PrecisionWarning``.
+
     Raises:
         DataError: for parts that were made by another model or from other documents than the index.
         ValueError: for `model` or `vectors` with an index that does not use them.
@@ -314,6 +321,13 @@ class Searcher:
         _check_goes_with_index(index, model, vectors)
         if model is not None and not other_model:
             check_model(index.provenance, model)
+        if model is not None:
+            warn_of_query_precision(
+                model,
+                "the index",
+                index.provenance.precision,
+                stacklevel=2,
+            )
         search_options = options or {}
         self.retriever: SparseRetriever | WordsRetriever | DenseRetriever | LateRetriever
         if isinstance(index, BM25Index):
