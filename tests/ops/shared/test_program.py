@@ -1,10 +1,9 @@
-"""A plan's launches get the tensors that its names stand for, and once repeated the addresses of
-the same.
-"""
+"""Programs: the addresses that kernels get, the memory of results and scratch, and bound launches."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -19,15 +18,24 @@ from tests.ops.launching import program
 CPU = torch.device("cpu")
 
 
-class Recorder:
-    """Stands for a step: launches nothing, notes addresses, and can be bound after its second call."""
+class RecordingLauncher:
+    """A launcher that launches nothing, records addresses, and is bound after its second call.
 
-    made: list[Recorder]
+    Attributes:
+        created: All launchers of a test, in the order of their launches.
+        calls: Addresses of every call.
+        bound_calls: Number of calls that were bound.
+        repeatable: Whether the launcher can be bound.
+    """
+
+    created: list[RecordingLauncher]
 
     def __init__(self, planned: Launch) -> None:
-        self.name, self.calls, self.bound_calls = planned.kernel, list[list[int | None]](), 0
+        self.name = planned.kernel
+        self.calls: list[list[int | None]] = []
+        self.bound_calls = 0
         self.repeatable = True
-        Recorder.made.append(self)
+        RecordingLauncher.created.append(self)
 
     def __call__(self, repeats: bool, addresses: Any, dtypes: Any) -> None:
         self.calls.append(list(addresses))
@@ -35,15 +43,16 @@ class Recorder:
 
     @property
     def bound(self) -> Any:
-        return self._launch if self.repeatable and len(self.calls) >= 2 else None
+        can_bind = self.repeatable and len(self.calls) >= 2
+        return self._launch if can_bind else None
 
     def _launch(self, addresses: Any) -> None:
         self.bound_calls += 1
         self.calls.append(list(addresses))
 
 
-class Kernel(str):
-    """A name that is its own ``__name__``."""
+class NamedKernel(str):
+    """A string that has itself as ``__name__``, as a kernel has its name."""
 
     __slots__ = ()
 
@@ -53,184 +62,268 @@ class Kernel(str):
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
-    Recorder.made = []
-    monkeypatch.setattr(program, "KernelLauncher", Recorder)
+def launchers(monkeypatch: pytest.MonkeyPatch) -> list[RecordingLauncher]:
+    """Let programs use recording launchers, and return those that they create."""
+    RecordingLauncher.created = []
+    monkeypatch.setattr(program, "KernelLauncher", RecordingLauncher)
     monkeypatch.setattr(program, "has_launch_hooks", lambda: False)
-    return Recorder.made
+    return RecordingLauncher.created
 
 
 def launch(name: str, tensors: str) -> Launch:
-    return Launch(Kernel(name), (1, 1, 1), tensors, (), {})
+    """A launch of a kernel of that name with these tensors, separated by spaces."""
+    return Launch(NamedKernel(name), (1, 1, 1), tensors, (), {})
 
 
-@pytest.mark.parametrize("scratch", [True, False])
-def test_addresses_of_repeated_launches_are_those_of_the_tensors(
-    steps: list[Recorder],
-    scratch: bool,
-) -> None:
-    buffers: dict[str, Any] = {"nothing": None}
-    rows = 5 if scratch else 0
-    buffers |= {"first": Buffer((rows,), torch.int64), "second": Buffer((3 * rows,), torch.float32)}
-    one, two = "second a nothing absent z", "y first b second"
-    made = program.Program(
-        Plan((launch("one", one), launch("two", two)), buffers, {"y": 7}),
+def program_of(
+    plan: Plan,
+    inputs: tuple[str, ...] = ("a",),
+    *,
+    results: Mapping[str, Buffer | None],
+    aligned: bool = True,
+) -> program.Program:
+    """The program of a plan on the CPU."""
+    return program.Program(plan, inputs, results, CPU, aligned)
+
+
+def float_buffer(*shape: int) -> Buffer:
+    return Buffer(shape, torch.float32)
+
+
+def addresses_by_name(launcher: RecordingLauncher, tensors: str) -> dict[str, int | None]:
+    """Addresses of the last call by the names of its tensors."""
+    return dict(zip(tensors.split(), launcher.calls[-1], strict=True))
+
+
+def bound_calls(launchers: list[RecordingLauncher]) -> list[int]:
+    return [launcher.bound_calls for launcher in launchers]
+
+
+FIRST_TENSORS = "second a nothing absent z"
+SECOND_TENSORS = "y first b second"
+
+
+def program_with_missing_tensors(rows: int) -> program.Program:
+    """A program with an input, a buffer and a result that are missing.
+
+    Args:
+        rows: Size of the scratch buffers ``first`` (one number a row) and ``second`` (three).
+    """
+    buffers: dict[str, Any] = {
+        "nothing": None,
+        "first": Buffer((rows,), torch.int64),
+        "second": float_buffer(3 * rows),
+    }
+    launches = (launch("one", FIRST_TENSORS), launch("two", SECOND_TENSORS))
+    return program_of(
+        Plan(launches, buffers, {"y": 7}),
         ("a", "absent", "b"),
-        {"y": Buffer((4,), torch.float32), "z": None, "w": Buffer((2, 2), torch.float16)},
-        CPU,
-        True,
+        results={"y": float_buffer(4), "z": None, "w": Buffer((2, 2), torch.float16)},
     )
-    for turn in range(5):
-        a, b = torch.ones(3 + turn), torch.ones(2)
-        y, z, w = made(a, None, b)
-        assert (
-            z is None
-            and y is not None
-            and w is not None
-            and w.shape == (2, 2)
-            and y.tolist() == [7] * 4
-        )
-        seen_one, seen_two = (
-            dict(zip(names.split(), step.calls[-1], strict=True))
-            for names, step in zip((one, two), steps, strict=True)
-        )
-        assert (seen_one["a"], seen_two["b"]) == (a.data_ptr(), b.data_ptr())
-        assert seen_two["y"] == y.data_ptr()
-        assert seen_one["nothing"] is seen_one["absent"] is seen_one["z"] is None
-        assert seen_one["second"] == seen_two["second"]
-        first, second = seen_two["first"], seen_two["second"]
-        if scratch:
-            assert first is not None and second is not None
-            assert first % 16 == second % 16 == 0 and abs(second - first) == program.PIECE_ALIGNMENT
-    assert [step.bound_calls for step in steps] == [3, 3]
 
 
-def test_results_have_the_strides_that_are_asked_for_and_one_that_is_not_made_is_none(
-    steps: list[Recorder],
+@pytest.mark.parametrize("rows", [pytest.param(5, id="scratch"), pytest.param(0, id="no scratch")])
+def test_launches_get_the_addresses_of_their_tensors_when_repeated_too(
+    launchers: list[RecordingLauncher],
+    rows: int,
+) -> None:
+    run = program_with_missing_tensors(rows)
+    for repetition in range(5):
+        a = torch.ones(3 + repetition)
+        b = torch.ones(2)
+        y, z, w = run(a, None, b)
+        assert z is None
+        assert y is not None and y.tolist() == [7] * 4
+        assert w is not None and w.shape == (2, 2)
+        one = addresses_by_name(launchers[0], FIRST_TENSORS)
+        two = addresses_by_name(launchers[1], SECOND_TENSORS)
+        assert one["a"] == a.data_ptr()
+        assert two["b"] == b.data_ptr()
+        assert two["y"] == y.data_ptr()
+        assert one["nothing"] is one["absent"] is one["z"] is None
+        assert one["second"] == two["second"]
+    assert bound_calls(launchers) == [3, 3]
+
+
+def test_scratch_buffers_are_aligned_pieces_of_one_block(
+    launchers: list[RecordingLauncher],
+) -> None:
+    run = program_with_missing_tensors(rows=5)
+    for _ in range(5):
+        run(torch.ones(3), None, torch.ones(2))
+        addresses = addresses_by_name(launchers[1], SECOND_TENSORS)
+        first = addresses["first"]
+        second = addresses["second"]
+        assert first is not None and second is not None
+        assert first % 16 == second % 16 == 0
+        assert abs(second - first) == program.PIECE_ALIGNMENT
+
+
+def test_results_have_the_planned_strides_and_those_that_are_not_computed_are_none(
+    launchers: list[RecordingLauncher],
 ) -> None:
     plan = Plan((launch("one", "a y z"),), {"z": None})
     results = {
         "y": Buffer.like(torch.empty(3, 2, dtype=torch.float16).T),
-        "z": Buffer((4,), torch.float32),
+        "z": float_buffer(4),
     }
-    made = program.Program(plan, ("a",), results, CPU, True)
+    run = program_of(plan, results=results)
     for _ in range(4):
-        y, z = made(torch.ones(3))
-        assert (
-            z is None
-            and y is not None
-            and (y.shape, y.stride(), y.dtype) == ((2, 3), (1, 2), torch.float16)
-        )
-        assert steps[0].calls[-1][1:] == [y.data_ptr(), None]
-    assert steps[0].bound_calls == 2
+        y, z = run(torch.ones(3))
+        assert z is None
+        assert y is not None
+        assert (y.shape, y.stride(), y.dtype) == ((2, 3), (1, 2), torch.float16)
+        assert launchers[0].calls[-1][1:] == [y.data_ptr(), None]
+    assert bound_calls(launchers) == [2]
 
 
-@pytest.mark.parametrize("repeatable", [True, False])
-def test_launches_that_cannot_be_repeated_or_of_tensors_of_another_alignment_stay_with_their_steps(
-    steps: list[Recorder],
-    repeatable: bool,
+@pytest.mark.parametrize(
+    ("aligned", "second_is_repeatable", "expected_bound_calls"),
+    [
+        pytest.param(True, False, [2, 0], id="a launch cannot be repeated"),
+        pytest.param(False, True, [0, 0], id="inputs are not aligned"),
+    ],
+)
+def test_launches_that_cannot_be_bound_go_through_their_launchers(
+    launchers: list[RecordingLauncher],
+    aligned: bool,
+    second_is_repeatable: bool,
+    expected_bound_calls: list[int],
 ) -> None:
     plan = Plan((launch("one", "a y"), launch("two", "y a")))
-    made = program.Program(plan, ("a",), {"y": Buffer((4,), torch.float32)}, CPU, not repeatable)
-    if not repeatable:
-        steps[1].repeatable = False
+    run = program_of(plan, results={"y": float_buffer(4)}, aligned=aligned)
+    launchers[1].repeatable = second_is_repeatable
     for _ in range(4):
-        made(torch.ones(3))
-    assert [step.bound_calls for step in steps] == [2 if not repeatable else 0, 0]
-    assert [len(step.calls) for step in steps] == [4, 4] and not made.bound
+        run(torch.ones(3))
+    assert bound_calls(launchers) == expected_bound_calls
+    assert [len(launcher.calls) for launcher in launchers] == [4, 4]
+    assert not run.bound
 
 
-def test_scratch_that_nothing_reads_any_more_is_gone_before_a_later_result_is_made(
-    steps: list[Recorder],
+@pytest.mark.parametrize(
+    ("size", "tensors_by_step"),
+    [
+        pytest.param((program.MAX_SCRATCH_BLOCK + 4) // 4, [1, 1, 2], id="large: before its step"),
+        pytest.param(5, [3, 0, 0], id="small: all at once"),
+    ],
+)
+def test_large_scratch_is_released_before_later_results_are_allocated(
+    launchers: list[RecordingLauncher],
+    size: int,
+    tensors_by_step: list[int],
 ) -> None:
-    big = (program.MAX_SCRATCH_BLOCK + 4) // 4
-    for size, made_each in ((big, [1, 1, 2]), (5, [3, 0, 0])):
-        buffers = {name: Buffer((size,), torch.float32) for name in ("lists", "own")}
-        plan = Plan(
-            (launch("one", "a lists"), launch("two", "lists dx"), launch("three", "own dw")),
-            buffers,
-        )
-        results = {"dx": Buffer((3,), torch.float32), "dw": Buffer((4,), torch.float32)}
-        made = program.Program(plan, ("a",), results, CPU, True)
-        one, two, three = steps[-3:]
-        for _ in range(4):
-            dx, dw = made(torch.ones(2))
-            assert dx is not None and dw is not None and dx.shape == (3,) and dw.shape == (4,)
-            assert one.calls[-1][1] == two.calls[-1][0] and three.calls[-1][1] == dw.data_ptr()
-        assert [step.bound_calls for step in (one, two, three)] == [2, 2, 2]
-        assert [len(each.templates) for each in made.steps] == made_each
-        allocated = sum(
-            each.numel() * each.itemsize for turn in made.steps for each in turn.templates
-        )
-        assert allocated >= 4 * (2 * size + 7)
+    plan = Plan(
+        (launch("one", "a lists"), launch("two", "lists dx"), launch("three", "sums dw")),
+        {"lists": float_buffer(size), "sums": float_buffer(size)},
+    )
+    run = program_of(plan, results={"dx": float_buffer(3), "dw": float_buffer(4)})
+    one, two, three = launchers
+    for _ in range(4):
+        dx, dw = run(torch.ones(2))
+        assert dx is not None and dx.shape == (3,)
+        assert dw is not None and dw.shape == (4,)
+        lists_address = one.calls[-1][1]
+        assert lists_address == two.calls[-1][0]
+        assert three.calls[-1][1] == dw.data_ptr()
+    assert bound_calls(launchers) == [2, 2, 2]
+    assert [len(step.templates) for step in run.steps] == tensors_by_step
+    templates = [template for step in run.steps for template in step.templates]
+    allocated = sum(template.numel() * template.itemsize for template in templates)
+    assert allocated >= 4 * (2 * size + 7)
 
 
-def test_what_torch_makes_is_gone_once_it_is_read(steps: list[Recorder]) -> None:
-    alive: list[weakref.ref[Tensor]] = []
+def test_outputs_of_torch_steps_are_freed_after_their_last_use(
+    launchers: list[RecordingLauncher],
+) -> None:
+    outputs: list[weakref.ref[Tensor]] = []
 
-    def copied(x: Tensor) -> Tensor:
-        assert all(each() is None for each in alive)
-        alive.append(weakref.ref(copy := x + 1))
-        return copy
+    def add_one(x: Tensor) -> Tensor:
+        assert all(output() is None for output in outputs)
+        output = x + 1
+        outputs.append(weakref.ref(output))
+        return output
 
-    pairs = [(TorchStep("copy", copied, "a"), launch("read", "copy y")) for _ in range(3)]
-    plan = Plan(tuple(step for pair in pairs for step in pair))
-    made = program.Program(plan, ("a",), {"y": Buffer((3,), torch.float32), "z": None}, CPU, True)
-    y, z = made(torch.ones(3))
-    assert y is not None and z is None and len(alive) == 3
+    copy = TorchStep("copy", add_one, "a")
+    read = launch("read", "copy y")
+    plan = Plan((copy, read, copy, read, copy, read))
+    run = program_of(plan, results={"y": float_buffer(3), "z": None})
+    y, z = run(torch.ones(3))
+    assert y is not None
+    assert z is None
+    assert len(outputs) == 3
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_what_torch_makes_first_of_given_tensors_leaves_the_launches_bound(
-    steps: list[Recorder],
+def test_launches_after_torch_steps_are_bound_and_get_the_addresses_of_their_outputs(
+    launchers: list[RecordingLauncher],
     copied: bool,
 ) -> None:
-    first = TorchStep("a", Tensor.contiguous, "a"), TorchStep("most", torch.amax, "a")
-    plan = Plan((*first, launch("one", "a most y nothing")), {"y2": None, "nothing": None})
-    results = {"y": Buffer((3,), torch.float32), "y2": Buffer((1,), torch.int32)}
-    made = program.Program(plan, ("a",), results, CPU, True)
-    for turn in range(4):
-        a = torch.arange(6.0).view(3, 2) + turn
-        y, y2 = made(a := a.T if copied else a)
-        at, most, *rest = steps[0].calls[-1]
-        assert y2 is None and y is not None and rest == [y.data_ptr(), None] and most
-        assert (at == a.data_ptr()) is not copied
-    assert steps[0].bound_calls == 2
+    plan = Plan(
+        (
+            TorchStep("a", Tensor.contiguous, "a"),
+            TorchStep("maximum", torch.amax, "a"),
+            launch("one", "a maximum y nothing"),
+        ),
+        {"y2": None, "nothing": None},
+    )
+    results = {"y": float_buffer(3), "y2": Buffer((1,), torch.int32)}
+    run = program_of(plan, results=results)
+    for repetition in range(4):
+        a = torch.arange(6.0).view(3, 2) + repetition
+        if copied:
+            a = a.T  # contiguous() copies it
+        y, y2 = run(a)
+        assert y is not None
+        assert y2 is None
+        a_address, maximum_address, y_address, nothing_address = launchers[0].calls[-1]
+        assert y_address == y.data_ptr()
+        assert nothing_address is None
+        assert maximum_address
+        assert (a_address == a.data_ptr()) is not copied
+    assert bound_calls(launchers) == [2]
 
 
-def test_a_gradient_that_is_given_is_written_and_not_returned(steps: list[Recorder]) -> None:
-    made = program.Program(
+def test_a_gradient_that_is_an_input_is_written_and_not_returned(
+    launchers: list[RecordingLauncher],
+) -> None:
+    run = program_of(
         Plan((launch("one", "a dw dx"),), fills={"dw": 0, "dx": 2}),
         ("a", "dw"),
-        {"dx": Buffer((2,), torch.float32), "dw": None},
-        CPU,
-        True,
+        results={"dx": float_buffer(2), "dw": None},
     )
     for _ in range(4):
         dw = torch.ones(3)
-        dx, nothing = made(torch.ones(2), dw)
-        assert (
-            nothing is None and dx is not None and dx.tolist() == [2, 2] and dw.tolist() == [1] * 3
-        )
-        assert steps[0].calls[-1][1] == dw.data_ptr()
+        dx, returned_dw = run(torch.ones(2), dw)
+        assert returned_dw is None
+        assert dx is not None and dx.tolist() == [2, 2]
+        assert dw.tolist() == [1] * 3
+        assert launchers[0].calls[-1][1] == dw.data_ptr()
 
 
-def test_launches_around_a_step_of_torch_are_bound_too_and_share_scratch(
-    steps: list[Recorder],
+def test_launches_around_a_torch_step_share_scratch_but_not_its_argument(
+    launchers: list[RecordingLauncher],
 ) -> None:
-    """What torch reads has memory of its own, and what it makes anew another address."""
-    buffers = {"sums": Buffer((4,), torch.float32), "list": Buffer((5,), torch.int32)}
-    seen: list[int] = []
+    """The argument of a torch step has memory of its own, and its output another address."""
+    argument_addresses: list[int] = []
 
     def total(sums: Tensor) -> Tensor:
-        seen.append(sums.data_ptr())
+        argument_addresses.append(sums.data_ptr())
         return sums.zero_()[:1] + 1
 
-    between = TorchStep("sums", total, "sums")
-    plan = Plan((launch("one", "a sums list"), between, launch("two", "list sums y")), buffers)
-    made = program.Program(plan, ("a",), {"y": Buffer((3,), torch.float32)}, CPU, True)
+    plan = Plan(
+        (
+            launch("one", "a sums list"),
+            TorchStep("sums", total, "sums"),
+            launch("two", "list sums y"),
+        ),
+        {"sums": float_buffer(4), "list": Buffer((5,), torch.int32)},
+    )
+    run = program_of(plan, results={"y": float_buffer(3)})
     for _ in range(4):
-        made(torch.ones(2))
-        (_, sums, scratch), (again, total_at, _) = steps[0].calls[-1], steps[1].calls[-1]
-        assert sums == seen[-1] != total_at and again == scratch
-    assert [step.bound_calls for step in steps] == [2, 2]
+        run(torch.ones(2))
+        before = addresses_by_name(launchers[0], "a sums list")
+        after = addresses_by_name(launchers[1], "list sums y")
+        assert before["sums"] == argument_addresses[-1]
+        assert after["sums"] != argument_addresses[-1]
+        assert before["list"] == after["list"]
+    assert bound_calls(launchers) == [2, 2]
