@@ -254,13 +254,13 @@ def update_index(
         new_ids: set[str] = set()
         if vectors is not None:
             n_written_segments += 1
-            name = f"{n_written_segments:05d}"
-            new_part = _build_segment(segments, vectors, metadata, segments_folder / name)
+            new_folder = segments_folder / f"{n_written_segments:05d}"
+            new_part = _build_segment(segments, vectors, metadata, new_folder)
             new_ids = set(new_part.ids)
         n_deleted = _remove_documents(segments, delete_ids, new_ids)
         if new_part is not None:
-            new_part.save(segments_folder / name)
-            names.append(name)
+            new_part.save(new_folder)
+            names.append(new_folder.name)
             segments.parts.append(new_part)
             segments.removed.append(set())
         parts = [
